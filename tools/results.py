@@ -386,8 +386,8 @@ CLAIMS = (
     Claim(
         CHECK,
         "random wrong labels among the first listed",
-        "audit_labels",
-        one("{right:.0f} of {at:.0f}", by="teacher"),
+        "audit_labels_peers",
+        level("precision_at_k", 100, method="kd", mistakes="random", share="0.05", probabilities="in sample"),
     ),
     Claim(
         CHECK,

@@ -1,1 +1,1 @@
-"""Audit of data: repeated images, and labels that a teacher doubts. Uses only NumPy and Pillow."""
+"""Audit of data: repeated images, and labels that a teacher doubts. Uses NumPy, Pillow and faiss, no torch."""

@@ -2,13 +2,16 @@
 
 An album has a small grey picture of each image without black bars (576 bytes), and 64-bit hashes of the picture, 9
 crops, and their mirror images. Three filters follow each other: equal bits of a hash in one of 16 tables (time N log
-N), few different bits and similar low frequencies, and the correlation of the aligned pictures.
+N), correlated low frequencies, and the correlation of the aligned pictures. `audit_peers_*.csv` compares this with
+imagehash, pdqhash and embeddings, which miss crops or list pairs of different photographs, and with faiss in place of
+the tables: a few more pairs, six times the CPU time at 100,000 pictures, and 65 MB with an OpenMP of its own.
 
-Legend: N images, V variants, P pairs, S = 24 pixels, G = 12 cells.
+Legend: N images, V variants, P pairs, S = 24 pixels, G = 12 cells, F = 64 frequencies.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -16,16 +19,24 @@ from PIL import Image
 
 from kd.core.types import Decoded
 
-SIDE, BITS = 24, 8  # pixels per side; frequencies per side of a hash
+SIDE = 24
+"""Pixels per side of a small picture."""
+WAVES = 8
+"""Frequencies per side that are compared."""
 SPANS = ((0.0, 1.0), (0.0, 0.9), (0.05, 0.95), (0.1, 1.0))
-"""Intervals of a side covered by hashes: any crop to 90 % is within 1/40 of a side of one of nine."""
+"""Intervals of a side that are searched: any crop to 90 % is within 1/40 of a side of one of nine."""
 CROPS = ((0, 0), *((y, x) for y in (1, 2, 3) for x in (1, 2, 3)))
 """Row and column index into `SPANS` of each variant; the mirror image's variants follow."""
-MIRRORED = len(CROPS)  # the first variant of the mirror image
-BLACK, GRID, LEAST_LEFT = 20, 160, 0.3
-"""Largest grey level of a black bar, including JPEG noise; number of rows and columns tested for bars, nearest pixel
-each; smallest remaining share of a side: darker pictures are not cropped."""
-_HASHED = 4096  # pictures per batch, some 10 MB as float32
+MIRRORED = len(CROPS)
+"""The first variant of the mirror image."""
+UNKNOWN = -1
+"""The variant of a pair whose crop is unknown."""
+BLACK = 20
+"""Largest grey level of a black bar, including JPEG noise."""
+GRID = 160
+"""Rows and columns tested for bars, nearest pixel each."""
+LEAST_LEFT = 0.3
+"""Smallest remaining share of a side: darker pictures are not cropped."""
 
 
 class Album:
@@ -42,7 +53,7 @@ class Album:
         self._show(0)
 
     def _show(self, count: int) -> None:
-        self.luma, self.crc, self.split, self.id = (part[:count] for part in self._room)
+        self.luma, self.crc, self.split, self.id = (column[:count] for column in self._room)
 
     def __len__(self) -> int:
         return len(self.id)
@@ -50,10 +61,11 @@ class Album:
     def add(self, split: int, id: int, decoded: Decoded) -> None:
         """Add an image, given its id and split number. Four pixels of each of 24 x 24 cells are read."""
         image = decoded.image
-        small = image.resize((2 * SIDE, 2 * SIDE), Image.Resampling.NEAREST, inside(image)).reduce(2).convert("L")
-        row, luma = len(self), np.frombuffer(small.tobytes(), np.uint8).reshape(SIDE, SIDE)
-        for part, value in zip(self._room, (luma, decoded.crc, split, id), strict=True):
-            part[row] = value
+        pixels = image.resize((2 * SIDE, 2 * SIDE), Image.Resampling.NEAREST, inside(image))
+        row = len(self)
+        values = (np.asarray(pixels.reduce(2).convert("L")), decoded.crc, split, id)
+        for column, value in zip(self._room, values, strict=True):
+            column[row] = value
         self._show(row + 1)
 
 
@@ -68,89 +80,94 @@ def inside(image: Image.Image) -> tuple[float, float, float, float]:
     return left * x, top * y, right * x, bottom * y
 
 
-def frequencies(low: float, high: float) -> np.ndarray:
-    """Return the lowest frequencies of a cosine transform over a part of a side, float32 [8, S]."""
-    edges = (np.clip(np.arange(SIDE + 1) / SIDE, low, high) - low) / (high - low)
-    k = np.arange(BITS)[:, None]
-    areas = np.where(k == 0, edges, np.sin(np.pi * k * edges) / np.maximum(np.pi * k, 1e-9))
-    return np.diff(areas, axis=1).astype(np.float32)
-
-
-BASES = [frequencies(*span) for span in SPANS]
-
-
-def hashes(luma: np.ndarray) -> np.ndarray:
-    """Return the signs of 63 low frequencies of each variant as 64 bits, uint64 [N, V]; luma [N, S, S]."""
-    found, every = np.empty((len(luma), 2 * MIRRORED), np.uint64), np.concatenate(BASES)
-    for start in range(0, len(luma), _HASHED):
-        rows = slice(start, start + _HASHED)
-        for mirrored, pictures in ((0, luma[rows]), (MIRRORED, luma[rows, :, ::-1])):
-            both = every @ pictures.astype(np.float32) @ every.T
-            for variant, (y, x) in enumerate(CROPS):
-                part = both[:, BITS * y : BITS * (y + 1), BITS * x : BITS * (x + 1)]
-                bits = part.reshape(len(part), BITS * BITS) > 0
-                bits[:, 0] = False  # the mean brightness
-                found[rows, mirrored + variant] = np.packbits(bits, axis=1).view(np.uint64)[:, 0]
-    return found
-
-
-TABLES, WINDOW, MOST_BITS = 16, 16, 14
-"""Hash tables; neighbours compared per table; differing bits allowed of 63. These only preselect pairs for `ROUGHLY`
-and `LEAST`, so they are generous: benchmarks/audit.py counts missed pairs."""
-ROUGHLY, LEAST = 0.8, 0.88
-"""Smallest correlation of low frequencies for a candidate pair; smallest score for a pair."""
-CELLS = 12  # compared cells per side: half a picture's side, so that a crop need not align with pixels
-FLAT, FLAT_DETAIL = 16.0, 2.0
-"""Variances of a picture and of its detail below which it is blank; grey levels squared."""
-WIDE = ((0.0, 1.0), *((s / 10, s / 10 + size) for size in (0.9, 0.8, 0.7) for s in range(11 - round(10 * size))))
-"""Intervals of a side tried if the crop is unknown."""
-_STABLE = np.array([BITS * v + u for v in range(BITS) for u in range(BITS) if 0 < u + v < BITS])
-_CHUNK = 2048  # pairs per batch: 5 MB for one picture of each as float32
-
-
 class Pairs(NamedTuple):
     """Pairs of images of an album, by row. The second may show a part of the first."""
 
     first: np.ndarray
     second: np.ndarray
-    variant: np.ndarray  # variant of the first that matches the second; -1: unknown
-    score: np.ndarray  # mean correlation of the pictures and of their detail, at most 1
+    variant: np.ndarray  # variant of the first that matches the second, or `UNKNOWN`
+    score: np.ndarray  # a correlation, at most 1
 
     def take(self, rows: np.ndarray) -> Pairs:
-        return Pairs(*(part[rows] for part in self))
+        return Pairs(*(column[rows] for column in self))
 
 
 def copies(album: Album) -> Pairs:
     """Return an album's pairs of the same photograph, each once, most similar first."""
-    return closely(album, candidates(hashes(album.luma)))
+    return same_photograph(album, candidates(album.luma))
 
 
-def candidates(hashes_NV: np.ndarray) -> Pairs:
-    """Return pairs whose hashes differ in few bits, with a score of 0.
+TABLES = 16
+"""Tables of hashes: a pair must agree in the bits of one of them."""
+WINDOW = 16
+"""Hashes compared with each in a table: of many equal ones others in each table."""
+MOST_BITS = 14
+"""Differing bits of 63 in a candidate pair: it only preselects pairs for `ROUGHLY`, so it is generous."""
+ROUGHLY = 0.8
+"""Smallest correlation of the low frequencies of a candidate pair."""
+_ROWS = 4096  # pictures per batch, some 10 MB as float32
+_DULL = 0.5
+"""Grey levels of a constant beside the frequencies, so that blank pictures are alike."""
+_STABLE = np.array([WAVES * v + u for v in range(WAVES) for u in range(WAVES) if 0 < u + v < WAVES])
+"""The lower frequencies, whose signs change least."""
 
-    A table sorts the images by some bits of their hashes: more bits for more images, so that few share all of them. Of
-    many equal ones `WINDOW` are compared, different ones in each table.
+
+def candidates(luma: np.ndarray) -> Pairs:
+    """Return pairs of pictures [N, S, S] and variants of them whose low frequencies correlate."""
+    pairs = similar_hashes(hashes(luma))
+    for start in range(0, len(pairs.first), _ROWS):
+        rows = slice(start, start + _ROWS)
+        for variant in np.unique(pairs.variant[rows]):
+            chunk = start + np.flatnonzero(pairs.variant[rows] == variant)
+            first = spectra(luma[pairs.first[chunk]], int(variant))
+            second = spectra(luma[pairs.second[chunk]], 0)
+            pairs.score[chunk] = (first * second).sum(1)
+    return pairs.take(np.flatnonzero(pairs.score >= ROUGHLY))
+
+
+def hashes(luma: np.ndarray) -> np.ndarray:
+    """Return the signs of the low frequencies of each variant as 64 bits, uint64 [N, V]; pictures [N, S, S]."""
+    hashes_NV = np.empty((len(luma), 2 * MIRRORED), np.uint64)
+    for start in range(0, len(luma), _ROWS):
+        rows = slice(start, start + _ROWS)
+        for variant in range(2 * MIRRORED):
+            signs = spectra(luma[rows], variant) > 0
+            hashes_NV[rows, variant] = np.packbits(signs, axis=1).view(np.uint64)[:, 0]
+    return hashes_NV
+
+
+def similar_hashes(hashes_NV: np.ndarray) -> Pairs:
+    """Return pairs whose hashes [N, V] differ in few bits, with a score of 0.
+
+    A table sorts the images by some bits of their hashes: more bits for more images, so that few share all of them. A
+    pair stands once, but for its variants: `packed` writes it as a number.
     """
-    count, rng = len(hashes_NV), np.random.default_rng(0)
+    count = len(hashes_NV)
+    rng = np.random.default_rng(0)
     bits = int(np.clip(np.ceil(np.log2(max(2, count))), 8, 24))
-    plain, seen = np.ascontiguousarray(hashes_NV[:, 0]), np.zeros(0, np.uint64)
+    whole = np.ascontiguousarray(hashes_NV[:, 0])
+    packed = np.zeros(0, np.uint64)
     for _ in range(TABLES):
-        chosen = np.isin(np.arange(BITS * BITS), rng.choice(_STABLE, bits, replace=False))
+        chosen = np.isin(np.arange(WAVES * WAVES), rng.choice(_STABLE, bits, replace=False))
         mask = np.packbits(chosen).view(np.uint64)[0]
-        order = np.argsort(plain & mask, kind="stable")
-        table, found = (plain & mask)[order], [seen]
+        order = np.argsort(whole & mask, kind="stable")
+        table = (whole & mask)[order]
+        hits = [packed]
         for variant in range(hashes_NV.shape[1]):
-            own = hashes_NV[:, variant]
-            start, end = (np.searchsorted(table, own & mask, side) for side in ("left", "right"))
+            variants = hashes_NV[:, variant]
+            start, end = (np.searchsorted(table, variants & mask, side) for side in ("left", "right"))
             start += rng.integers(0, 1 << 30, count) % np.maximum(1, end - start - WINDOW + 1)
             for step in range(WINDOW):
                 rows = np.flatnonzero(start + step < end)
                 others = order[start[rows] + step]
-                alike = (_ones(own[rows] ^ plain[others]) <= MOST_BITS) & (rows != others)
-                found.append(_packed(rows[alike], others[alike], variant))
-        seen = np.unique(np.concatenate(found))
-    first, second, variant = seen >> np.uint64(36), seen >> np.uint64(8) & np.uint64(2**28 - 1), seen & np.uint64(255)
-    return Pairs(first.astype(np.int64), second.astype(np.int64), variant.astype(np.int64), np.zeros(len(seen)))
+                alike = (_ones(variants[rows] ^ whole[others]) <= MOST_BITS) & (rows != others)
+                hits.append(_packed(rows[alike], others[alike], variant))
+        packed = np.unique(np.concatenate(hits))
+    first = packed >> np.uint64(36)
+    second = packed >> np.uint64(8) & np.uint64(2**28 - 1)
+    variant = packed & np.uint64(255)
+    score = np.zeros(len(packed), np.float32)
+    return Pairs(first.astype(np.int64), second.astype(np.int64), variant.astype(np.int64), score)
 
 
 def _packed(first: np.ndarray, second: np.ndarray, variant: int) -> np.ndarray:
@@ -168,86 +185,106 @@ def _ones(bits: np.ndarray) -> np.ndarray:
     return bits * np.uint64(0x0101010101010101) >> np.uint64(56)
 
 
-def closely(album: Album, pairs: Pairs) -> Pairs:
-    """Return the candidates that show the same photograph, each once, most similar first."""
-    found = [pairs.take(np.zeros(0, np.int64))]
+def spectra(luma: np.ndarray, variant: int) -> np.ndarray:
+    """Return the low frequencies of a variant of pictures [N, S, S], float32 [N, F] of length 1."""
+    y, x = CROPS[variant % MIRRORED]
+    pictures = luma[:, :, ::-1] if variant >= MIRRORED else luma
+    vectors = (BASES[y] @ pictures.astype(np.float32) @ BASES[x].T).reshape(len(luma), WAVES * WAVES)
+    vectors[:, 0] = _DULL  # in place of the mean brightness
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def frequencies(low: float, high: float) -> np.ndarray:
+    """Return the lowest frequencies of a cosine transform over a part of a side, float32 [8, S]."""
+    edges = (np.clip(np.arange(SIDE + 1) / SIDE, low, high) - low) / (high - low)
+    k = np.arange(WAVES)[:, None]
+    areas = np.where(k == 0, edges, np.sin(np.pi * k * edges) / np.maximum(np.pi * k, 1e-9))
+    return np.diff(areas, axis=1).astype(np.float32)
+
+
+BASES = [frequencies(*span) for span in SPANS]
+
+LEAST = 0.88
+"""Smallest score of a pair."""
+CELLS = 12
+"""Compared cells per side: half a picture's side, so that a crop need not align with pixels."""
+FLAT, FLAT_DETAIL = 16.0, 2.0
+"""Variances of a picture and of its detail below which it is blank; grey levels squared."""
+WIDE = ((0.0, 1.0), *((s / 10, s / 10 + size) for size in (0.9, 0.8, 0.7) for s in range(11 - round(10 * size))))
+"""Intervals of a side tried if the crop is unknown."""
+_CHUNK = 2048  # pairs per batch: 5 MB for one picture of each as float32
+
+
+def same_photograph(album: Album, pairs: Pairs) -> Pairs:
+    """Return the pairs whose aligned pictures, and their detail, correlate; each once, most similar first."""
+    scores = np.zeros(len(pairs.first))
     for variant in np.unique(pairs.variant):
         rows = np.flatnonzero(pairs.variant == variant)
         for start in range(0, len(rows), _CHUNK):
-            part = pairs.take(rows[start : start + _CHUNK])
-            same = (album.luma[part.first] == album.luma[part.second]).all((1, 2))  # also true for blank pictures
-            if variant >= 0:
-                near = np.flatnonzero(same | (_roughly(album, part) >= ROUGHLY))
-                part, same = part.take(near), same[near]
-            part = part._replace(score=np.where(same, 1.0, _overlaid(album, part)))
-            found.append(part.take(np.flatnonzero(part.score >= LEAST)))
-    every = Pairs(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
-    every = every.take(np.lexsort((every.variant, -every.score)))
-    both = np.stack([np.minimum(every.first, every.second), np.maximum(every.first, every.second)])
-    return every.take(np.sort(np.unique(both, axis=1, return_index=True)[1]))
+            chunk = rows[start : start + _CHUNK]
+            scores[chunk] = _overlaid(album.luma[pairs.first[chunk]], album.luma[pairs.second[chunk]], int(variant))
+    order = np.argsort(-scores, kind="stable")
+    similar = pairs._replace(score=scores).take(order[scores[order] >= LEAST])
+    unordered = np.sort(np.stack([similar.first, similar.second]), axis=0)
+    _, best = np.unique(unordered, axis=1, return_index=True)
+    return similar.take(np.sort(best))
 
 
-def _pictures(album: Album, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pictures of pairs of one variant, float32 [P, S, S] twice."""
-    first, second = (album.luma[rows].astype(np.float32) for rows in (pairs.first, pairs.second))
-    return first[:, :, ::-1] if (pairs.variant >= MIRRORED).any() else first, second
-
-
-def _roughly(album: Album, pairs: Pairs) -> np.ndarray:
-    """Return the correlation of the low frequencies of pairs of one variant [P]."""
-    y, x = CROPS[pairs.variant[0] % MIRRORED]
-    first, second = _pictures(album, pairs)
-    one, other = BASES[y] @ first @ BASES[x].T, BASES[0] @ second @ BASES[0].T
-    one[:, 0, 0] = other[:, 0, 0] = 0  # the mean brightness
-    return (one * other).sum((1, 2)) / np.sqrt((one * one).sum((1, 2)) * (other * other).sum((1, 2)) + 1e-6)
-
-
-def _overlaid(album: Album, pairs: Pairs) -> np.ndarray:
-    """Return the best score [P] of pairs of one variant, over alignments of the second with parts of the first."""
-    first, second = _pictures(album, pairs)
-    best = np.full(len(first), -1.0)
-    if not len(first):
-        return best
+def _overlaid(first: np.ndarray, second: np.ndarray, variant: int) -> np.ndarray:
+    """Return the best score [P] over alignments of the second pictures [P, S, S] with parts of the first."""
+    equal = (first == second).all((1, 2))  # also true for blank pictures
+    pictures = (first[:, :, ::-1] if variant >= MIRRORED else first).astype(np.float32)
     full = cells(0.0, 1.0)
-    other, other_detail = _standard(full @ second @ full.T)
-    y, x = CROPS[pairs.variant[0] % MIRRORED] if pairs.variant[0] >= 0 else (-1, -1)
-    for row in _near(y):
-        rows = cells(*row) @ first
-        for column in _near(x):
-            if abs((row[1] - row[0]) - (column[1] - column[0])) < 1e-6:
-                one, detail = _standard(rows @ cells(*column).T)
-                score = ((one * other).sum((1, 2)) + (detail * other_detail).sum((1, 2))) / 2
-                best = np.maximum(best, score)
+    target, target_detail = _standard(full @ second.astype(np.float32) @ full.T)
+    best = np.where(equal, 1.0, -1.0)
+    for row_span, column_span in _alignments(variant):
+        part, detail = _standard(cells(*row_span) @ pictures @ cells(*column_span).T)
+        score = ((part * target).sum((1, 2)) + (detail * target_detail).sum((1, 2))) / 2
+        best = np.maximum(best, score)
     return best
 
 
 def _standard(pictures: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return pictures [P, G, G] and their detail (difference from a blur), each with mean 0 and length at most 1."""
-    found = []
-    for part, flat in ((pictures, FLAT), (pictures - _BLUR @ pictures @ _BLUR.T, FLAT_DETAIL)):
-        part = part - part.mean((1, 2), keepdims=True)
-        found.append(part / np.sqrt((part * part).sum((1, 2), keepdims=True) + flat * CELLS * CELLS))
-    return found[0], found[1]
+    detail = pictures - _BLUR @ pictures @ _BLUR.T
+    return _centred(pictures, FLAT), _centred(detail, FLAT_DETAIL)
+
+
+def _centred(pictures: np.ndarray, flat: float) -> np.ndarray:
+    """Return pictures [P, G, G] with mean 0 and length at most 1, shorter if their variance is near `flat`."""
+    centred = pictures - pictures.mean((1, 2), keepdims=True)
+    return centred / np.sqrt((centred * centred).sum((1, 2), keepdims=True) + flat * CELLS * CELLS)
 
 
 def cells(low: float, high: float) -> np.ndarray:
     """Return the matrix of cell means over an interval of a side, float32 [G, S]."""
-    edges, pixels = low + (high - low) * np.arange(CELLS + 1) / CELLS, np.arange(SIDE + 1) / SIDE
+    edges = low + (high - low) * np.arange(CELLS + 1) / CELLS
+    pixels = np.arange(SIDE + 1) / SIDE
     shared = np.minimum(edges[1:, None], pixels[1:]) - np.maximum(edges[:-1, None], pixels[:-1])
     areas = np.clip(shared, 0, None)
     return (areas / areas.sum(1, keepdims=True)).astype(np.float32)
 
 
+def _alignments(variant: int) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
+    """Yield intervals of rows and of columns of equal length, near a variant's crop."""
+    y, x = (UNKNOWN, UNKNOWN) if variant == UNKNOWN else CROPS[variant % MIRRORED]
+    for row_span in _near(y):
+        for column_span in _near(x):
+            if np.isclose(np.ptp(row_span), np.ptp(column_span)):
+                yield row_span, column_span
+
+
 def _near(span: int) -> list[tuple[float, float]]:
-    """Return intervals of a side near one of `SPANS`; -1: anywhere."""
-    if span < 0:
+    """Return intervals of a side near one of `SPANS`; `UNKNOWN`: anywhere."""
+    if span == UNKNOWN:
         return list(WIDE)
     low, high = SPANS[span]
-    found, middle = [], low / (1 - high + low) if span else 0.5
+    middle = low / (1 - high + low) if span else 0.5
+    intervals = []
     for size in (0.9, 0.85) if span else (1.0, 0.95):
         starts = {float(np.clip(middle * (1 - size) + shift, 0, 1 - size)) for shift in (-0.025, 0.0, 0.025)}
-        found += [(start, start + size) for start in sorted(starts)]
-    return found
+        intervals += [(start, start + size) for start in sorted(starts)]
+    return intervals
 
 
 _BAND = (np.abs(np.subtract.outer(np.arange(CELLS), np.arange(CELLS))) <= 1).astype(np.float32)

@@ -18,10 +18,19 @@ from kd.core.types import Label
 from kd.files.storage import write_text
 from kd.study.audit.copies import MIRRORED, Album, Pairs
 
-FOLDER, DUPLICATES, EXCLUDE = "audit", "duplicates.csv", "exclude.txt"  # folder in a run folder; file in that folder
-SHOWN, SIDE = 200, 160
-"""Most findings on a page, which then has a few MB; longer side of an image in pixels: two fit side by side."""
+FOLDER = "audit"  # in a run folder
+DUPLICATES, EXCLUDE = "duplicates.csv", "exclude.txt"  # files in that folder
+SHOWN = 200  # most findings on a page, which then has a few MB
+SIDE = 160  # pixels of an image's longer side on a page: two fit side by side
 COPY, PICTURE, PART, MIRROR = "same bytes", "same picture", "a part", "mirrored"
+"""Kinds of a repeat."""
+HEAD = ("kind", "score", "split", "name", "label", "other split", "other name", "other label")
+"""Columns of duplicates.csv."""
+STYLE = (
+    "body{font:14px sans-serif;margin:24px}figure{display:inline-block;margin:8px;vertical-align:top}"
+    "figcaption{max-width:340px;overflow-wrap:anywhere}"
+)
+"""CSS of a page."""
 
 
 class Seen(NamedTuple):
@@ -38,16 +47,16 @@ class Repeat(NamedTuple):
 
     kind: str
     score: float
-    one: Seen
-    other: Seen
+    first: Seen
+    second: Seen
 
     @property
     def leaks(self) -> bool:
-        return self.one.split != self.other.split
+        return self.first.split != self.second.split
 
     @property
     def contradicts(self) -> bool:
-        return self.one.label != self.other.label
+        return self.first.label != self.second.label
 
 
 def label_text(label: Label, classes: Sequence[str]) -> str:
@@ -67,38 +76,55 @@ def repeats(album: Album, pairs: Pairs, splits: Mapping[str, Source]) -> list[Re
         return Seen(names[split], source.name(id), label_text(source.label(id), source.classes), id)
 
     found = []
-    for first, second, variant, score in zip(*pairs, strict=True):
-        one, other = sorted((int(first), int(second)), key=lambda row: (album.split[row], album.id[row]))
-        kind = MIRROR if variant >= MIRRORED else PART if variant else PICTURE
-        if album.crc[one] and album.crc[one] == album.crc[other] and (album.luma[one] == album.luma[other]).all():
-            kind = COPY
-        pair = Repeat(kind, round(float(score), 3), seen(one), seen(other))
+    for row, other_row, variant, score in zip(*pairs, strict=True):
+        first, second = sorted((int(row), int(other_row)), key=lambda row: (album.split[row], album.id[row]))
+        pair = Repeat(_kind(album, first, second, variant), round(float(score), 3), seen(first), seen(second))
         if pair.leaks or pair.contradicts:
             found.append(pair)
     return worst_first(found)
 
 
-def worst_first(found: Iterable[Repeat]) -> list[Repeat]:
+def _kind(album: Album, first: int, second: int, variant: int) -> str:
+    """Return how the images of two rows repeat each other."""
+    same_bytes = album.crc[first] and album.crc[first] == album.crc[second]
+    if same_bytes and (album.luma[first] == album.luma[second]).all():
+        return COPY
+    if variant >= MIRRORED:
+        return MIRROR
+    return PART if variant else PICTURE
+
+
+def worst_first(pairs: Iterable[Repeat]) -> list[Repeat]:
     """Return each pair once: pairs between splits first, then by similarity."""
-    once = {(pair.one[:2], pair.other[:2]): pair for pair in found}
-    return sorted(once.values(), key=lambda p: (not p.leaks, p.kind != COPY, -p.score, p.one[:2], p.other[:2]))
+    unique = {(pair.first[:2], pair.second[:2]): pair for pair in pairs}
+
+    def severity(pair: Repeat) -> tuple:
+        return not pair.leaks, pair.kind != COPY, -pair.score, pair.first[:2], pair.second[:2]
+
+    return sorted(unique.values(), key=severity)
 
 
-def write_repeats(folder: Path, found: Sequence[Repeat], splits: Mapping[str, Source]) -> None:
+def write_repeats(folder: Path, pairs: Sequence[Repeat], splits: Mapping[str, Source]) -> None:
     """Write duplicates.csv, duplicates.html and exclude.txt into a folder; exclude.txt keeps its existing names."""
-    rows = [(one.kind, one.score, *one.one[:3], *one.other[:3]) for one in found]
-    head = ("kind", "score", "split", "name", "label", "other split", "other name", "other label")
-    write_table(folder / DUPLICATES, [head, *rows])
-    lines = ["# Lines for data.exclude. Of a photograph in two splits, the copy that is trained on."]
-    names, before = {f"{one.one.split}:{one.one.name}" for one in found if one.leaks}, folder / EXCLUDE
-    names |= set(names_of(before.read_text(encoding="utf-8", errors="backslashreplace"))) if before.is_file() else set()
-    lines += map(quoted, sorted(names))
-    unsure = {f"{seen.split}:{seen.name}" for one in found if not one.leaks for seen in one[2:]}
-    doubtful = [f"# {quoted(name)}" for name in sorted(unsure - names)]
-    lines += ["# One photograph with two labels. Remove the # of a line to leave that image out:"] * bool(doubtful)
-    write_text(folder / EXCLUDE, "\n".join([*lines, *doubtful, ""]))
-    figures = [(f"{one.kind}, {one.score:.2f}", [one.one, one.other]) for one in found]
+    rows = [(pair.kind, pair.score, *pair.first[:3], *pair.second[:3]) for pair in pairs]
+    write_table(folder / DUPLICATES, [HEAD, *rows])
+    _write_exclude(folder / EXCLUDE, pairs)
+    figures = [(f"{pair.kind}, {pair.score:.2f}", [pair.first, pair.second]) for pair in pairs]
     write_text(folder / "duplicates.html", page("Images that repeat, the worst first", figures, splits))
+
+
+def _write_exclude(file: Path, pairs: Sequence[Repeat]) -> None:
+    """Write the lines for `data.exclude`, those of pairs with two labels as comments; keep the names in the file."""
+    names = {f"{pair.first.split}:{pair.first.name}" for pair in pairs if pair.leaks}
+    if file.is_file():
+        names |= set(names_of(file.read_text(encoding="utf-8", errors="backslashreplace")))
+    torn = {f"{seen.split}:{seen.name}" for pair in pairs if not pair.leaks for seen in (pair.first, pair.second)}
+    lines = ["# Lines for data.exclude. Of a photograph in two splits, the copy that is trained on."]
+    lines += map(quoted, sorted(names))
+    if torn - names:
+        lines.append("# One photograph with two labels. Remove the # of a line to leave that image out:")
+    lines += [f"# {quoted(name)}" for name in sorted(torn - names)]
+    write_text(file, "\n".join([*lines, ""]))
 
 
 def read_repeats(folder: Path) -> list[Repeat]:
@@ -114,16 +140,17 @@ def read_repeats(folder: Path) -> list[Repeat]:
         raise DataError("audit", f"'{file}' is damaged ({error})", "", "Remove it") from error
 
 
-def with_ids(found: Sequence[Repeat], splits: Mapping[str, Source]) -> list[Repeat]:
+def with_ids(pairs: Sequence[Repeat], splits: Mapping[str, Source]) -> list[Repeat]:
     """Return pairs that were read from a list with the ids of their images; drop those whose images were removed."""
-    if not found:
+    if not pairs:
         return []
-    ids = {(split, one.name(id)): id for split, one in splits.items() for id in range(len(one))}
-    return [
-        pair._replace(one=pair.one._replace(id=ids[pair.one[:2]]), other=pair.other._replace(id=ids[pair.other[:2]]))
-        for pair in found
-        if pair.one[:2] in ids and pair.other[:2] in ids
-    ]
+    ids = {(split, source.name(id)): id for split, source in splits.items() for id in range(len(source))}
+    kept = []
+    for pair in pairs:
+        first, second = (seen._replace(id=ids.get(seen[:2], -1)) for seen in (pair.first, pair.second))
+        if first.id >= 0 and second.id >= 0:
+            kept.append(pair._replace(first=first, second=second))
+    return kept
 
 
 def write_table(file: Path, rows: Sequence[Sequence[object]]) -> None:
@@ -139,14 +166,13 @@ def page(
 ) -> str:
     """Return a self-contained HTML page with the images of the first findings."""
     parts = [
-        '<!doctype html><meta charset="utf-8"><style>body{font:14px sans-serif;margin:24px}figure{display:inline-block;'
-        "margin:8px;vertical-align:top}figcaption{max-width:340px;overflow-wrap:anywhere}</style>",
+        f'<!doctype html><meta charset="utf-8"><style>{STYLE}</style>',
         f"<title>{escape(title)}</title><h1>{escape(title)}</h1><p>{min(SHOWN, len(figures))} of {len(figures)}</p>",
         f"<p>{escape(note)}</p>" if note else "",
     ]
     for caption, images in figures[:SHOWN]:
-        drawn = "".join(f'<img src="{_decoded(splits[one.split], one.id)}" alt="">' for one in images)
-        names = "<br>".join(escape(f"{one.split}: {one.name} ({one.label})") for one in images)
+        drawn = "".join(f'<img src="{_decoded(splits[seen.split], seen.id)}" alt="">' for seen in images)
+        names = "<br>".join(escape(f"{seen.split}: {seen.name} ({seen.label})") for seen in images)
         parts.append(f"<figure>{drawn}<figcaption><b>{escape(caption)}</b><br>{names}</figcaption></figure>")
     return "\n".join(parts) + "\n"
 

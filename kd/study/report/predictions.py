@@ -60,7 +60,7 @@ def answers(folder: RunDir, recipe: Recipe, images: int, vouched: Trust) -> tupl
     except KdError as error:
         return None, f"No predictions of the models on validation images: {error}"
     pairs = [pair for pair in with_ids(read_repeats(folder.path / FOLDER), data.splits) if pair.leaks]
-    leaks = {seen.name for pair in pairs for seen in (pair.one, pair.other) if seen.split == "val"}
+    leaks = {seen.name for pair in pairs for seen in (pair.first, pair.second) if seen.split == "val"}
     found = Predictions(
         classes=tuple(data.classes),
         label=stored["label"],

@@ -173,7 +173,7 @@ def test_a_look_at_some_images_keeps_what_is_listed(settings, leaking: Path, tmp
         file.write("a part,0.9,train,train/fig/gone.jpg,fig,val,val/fig/00.jpg,fig\n")
     monkeypatch.setattr("kd.jobs.scan_images.MOST_LOOKED", 51)
     assert "decoded 51 of 52" in scan(splits, -1.0, folder)[0]
-    names = [pair.one.name for pair in read_repeats(folder / "audit")]
+    names = [pair.first.name for pair in read_repeats(folder / "audit")]
     assert "train/fig/00.jpg" in names
     assert "train/fig/gone.jpg" not in names
 

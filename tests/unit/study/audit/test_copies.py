@@ -8,7 +8,7 @@ from PIL import Image, ImageOps
 
 from kd.core.types import Decoded
 from kd.study.audit import copies
-from kd.study.audit.copies import SPANS, Album, frequencies, hashes, inside
+from kd.study.audit.copies import MIRRORED, SPANS, Album, frequencies, hashes, inside, spectra
 
 
 def photograph(seed: int, size: int = 96) -> Image.Image:
@@ -86,7 +86,7 @@ def test_one_image_or_none_has_no_copy():
     assert found([]) == found([photograph(0)]) == set()
 
 
-def test_a_hash_is_the_signs_of_a_cosine_transform_of_each_part():
+def test_spectra_are_a_cosine_transform_of_each_part():
     """The reference integrates the cosine over each pixel in small steps, float64."""
     luma = album([photograph(3)]).luma
     for low, high in SPANS:
@@ -97,10 +97,13 @@ def test_a_hash_is_the_signs_of_a_cosine_transform_of_each_part():
         expected = np.stack([np.bincount(pixels, wave, 24) for wave in waves]) / len(points)
         np.testing.assert_allclose(frequencies(low, high), expected, atol=2e-5)
     basis = frequencies(0.0, 1.0).astype(np.float64)
-    signs = (basis @ luma[0] @ basis.T > 0).ravel()
+    waves = (basis @ luma[0] @ basis.T).ravel()[1:]
+    (vector,) = spectra(luma, 0)
+    assert vector[1:] == pytest.approx(waves * vector[0] / copies._DULL, abs=1e-4)
+    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
+    np.testing.assert_array_equal(spectra(luma, MIRRORED), spectra(luma[:, :, ::-1], 0))
     bits = np.unpackbits(hashes(luma)[:, :1].copy().view(np.uint8))
-    assert (bits[1:] == signs[1:]).all()
-    assert bits[0] == 0
+    assert (bits[1:] == (waves > 0)).all()
 
 
 def test_a_score_is_the_mean_of_two_correlations():
