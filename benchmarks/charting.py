@@ -114,9 +114,7 @@ def charts() -> list[Any]:
 
     found = []
     for plot in plots():
-        series = [
-            Series(name, color, x, y) for (name, (x, y)), color in zip(plot.lines.items(), COLORS, strict=False)
-        ]
+        series = [Series(name, color, x, y) for (name, (x, y)), color in zip(plot.lines.items(), COLORS, strict=False)]
         draw = stack if plot.kind == "stack" else lines
         x_axis = Axis("x", log=plot.kind == "scatter")
         found.append(draw(series, (plot.width, plot.height), x_axis, Axis()))
@@ -157,9 +155,7 @@ def by_own_svg() -> str:
     svg = old_module()
     drawn = []
     for plot in plots():
-        series = [
-            svg.Series(name, f"--c{number}", x, y) for number, (name, (x, y)) in enumerate(plot.lines.items(), 1)
-        ]
+        series = [svg.Series(name, f"--c{number}", x, y) for number, (name, (x, y)) in enumerate(plot.lines.items(), 1)]
         size = plot.width, plot.height
         if plot.kind == "stack":
             drawn.append(svg.stack(series, *size, "x", ""))

@@ -12,12 +12,13 @@ from typing import Any
 import vl_convert
 from markupsafe import Markup
 
-from kd.core.seeds import evenly_spaced
+from kd.core.text import number
 
 Spec = dict[str, Any]
 POINTS = 400  # most points of a line: a pixel of the smallest chart has one
 FEW = 12  # most points of a line that are marked: with more the marks touch
 LEGEND = 200  # most width of a name in a legend, pixels: three fit below a wide chart
+DIGITS = 4  # of the numbers in a table
 DASHES = [2, 4]  # pixels drawn and left out of a level's line
 SHARE = "format(datum.value * 100, '~g') + ' %'"
 """The labels of an axis of shares."""
@@ -91,18 +92,6 @@ class Chart:
         return Markup(vl_convert.vegalite_to_svg({**self.spec, "config": _config(theme)}))
 
 
-def number(value: float, unit: str = "") -> str:
-    """Return a number in few characters, with its unit: 0.123, 12.3, 1,234, 75 %."""
-    if unit == "%":
-        return f"{100 * value:.3g} %"
-    form = ".3g"
-    if value and abs(value) < 0.01:
-        form = ".1e"
-    elif abs(value) >= 1000:
-        form = ",.0f"
-    return f"{value:{form}} {unit}".rstrip()
-
-
 def lines(
     series: Sequence[Series], size: tuple[int, int], x_axis: Axis, y_axis: Axis, levels: Sequence[Level] = ()
 ) -> Chart:
@@ -147,8 +136,13 @@ def stack(series: Sequence[Series], size: tuple[int, int], x_axis: Axis, y_axis:
 
 def thinned(line: Series) -> Series:
     """Return a line of at most `POINTS` points, evenly thinned, with the last one."""
-    picks = evenly_spaced(len(line.x), POINTS)
+    picks = evenly(len(line.x), POINTS)
     return Series(line.name, line.color, [float(line.x[i]) for i in picks], [float(line.y[i]) for i in picks])
+
+
+def evenly(count: int, most: int) -> Sequence[int]:
+    """Return at most `most` of the first `count` numbers, evenly spaced, always including the last."""
+    return range(count) if count <= most else [i * (count - 1) // (most - 1) for i in range(most)]
 
 
 def _frame(size: tuple[int, int]) -> Spec:
@@ -175,10 +169,10 @@ def _colors(series: Sequence[Series | Level]) -> Spec:
 def _rows(series: Sequence[Series], x_axis: Axis, y_axis: Axis, levels: Sequence[Level]) -> list[dict[str, str]]:
     """Return the numbers of a chart: a row for each x, a column for each line."""
     at = {line.name: dict(zip(line.x, line.y, strict=True)) for line in series}
-    constant = {level.name: number(level.y or 0.0, y_axis.unit) for level in levels}
+    constant = {level.name: number(level.y or 0.0, y_axis.unit, DIGITS) for level in levels}
     rows = []
     for x in sorted({x for values in at.values() for x in values}):
-        cells = {name: number(values[x], y_axis.unit) if x in values else "-" for name, values in at.items()}
+        cells = {name: number(values[x], y_axis.unit, DIGITS) if x in values else "-" for name, values in at.items()}
         rows.append({x_axis.title: number(x, x_axis.unit), **cells, **constant})
     return rows
 
