@@ -7,6 +7,7 @@ colours by CSS variables (`PAGE`), so that one drawing serves light and dark scr
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import vl_convert
@@ -16,8 +17,9 @@ from kd.core.text import number
 
 Spec = dict[str, Any]
 POINTS = 400  # most points of a line: a pixel of the smallest chart has one
+BESIDE = 16  # room for texts at the ends of a logarithmic axis, pixels
 FEW = 12  # most points of a line that are marked: with more the marks touch
-LEGEND = 200  # most width of a name in a legend, pixels: three fit below a wide chart
+LETTER, SYMBOL = 7, 46  # widths in a legend, pixels: of a letter, and of what stands around a name
 DIGITS = 4  # of the numbers in a table
 DASHES = [2, 4]  # pixels drawn and left out of a level's line
 SHARE = "format(datum.value * 100, '~g') + ' %'"
@@ -58,6 +60,17 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
+class Points:
+    """Points of one colour, each with a text beside it and an upright interval where it is known."""
+
+    name: str
+    color: str
+    at: Sequence[tuple[float, float]]  # x, y
+    texts: Sequence[str] = ()
+    intervals: Sequence[Sequence[float] | None] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Axis:
     """What an axis shows."""
 
@@ -70,7 +83,7 @@ class Axis:
         """Return the encoding of a field by this axis."""
         axis = {"grid": grid, "labelExpr": SHARE} if self.unit == "%" else {"grid": grid}
         scale: Spec = {"zero": self.zero, "nice": not self.log}
-        scale |= {"type": "log"} if self.log else {}
+        scale |= {"type": "log", "padding": BESIDE} if self.log else {}
         return {
             "field": field,
             "type": "quantitative",
@@ -97,19 +110,62 @@ def lines(
 ) -> Chart:
     """Draw lines over a common x axis; at least one has a point. `size`: width and height, pixels."""
     series = [thinned(line) for line in series if len(line.x)]
-    colors = _colors([*series, *levels])
+    colors = _colors([*series, *levels], size[0], "stroke")
     x, y = x_axis.spec("x", grid=False), y_axis.spec("y", grid=True)
-    layers: list[Spec] = []
+    layers = _levels(levels, x, y)
     for line in series:
-        points = [{"x": at, "y": value, "i": i} for i, (at, value) in enumerate(zip(line.x, line.y, strict=True))]
-        mark = {"type": "line", "point": {"size": 24} if len(points) <= FEW else False, "aria": False}
-        layers.append(_layer(points, mark, line.name, {"x": x, "y": y, "order": {"field": "i"}}))
-    for level in levels:
-        place = {"y": {**y, "field": "y"}} if level.y is not None else {"x": {**x, "field": "x"}}
-        mark = {"type": "rule", "strokeDash": DASHES, "strokeWidth": 1.8, "aria": False}
-        layers.append(_layer([{"x": level.x, "y": level.y}], mark, level.name, place))
+        mark = {"type": "line", "point": {"size": 24} if len(line.x) <= FEW else False, "aria": False}
+        layers.append(_layer(_points_of(line), mark, line.name, {"x": x, "y": y, "order": {"field": "i"}}))
     spec = {**_frame(size), "layer": layers, "encoding": {"color": colors}}
     return Chart(spec, _rows(series, x_axis, y_axis, [level for level in levels if level.y is not None]))
+
+
+def points(
+    groups: Sequence[Points],
+    size: tuple[int, int],
+    x_axis: Axis,
+    y_axis: Axis,
+    levels: Sequence[Level] = (),
+    stairs: Series | None = None,
+    notes: Sequence[str] = (),
+) -> Chart:
+    """Draw points with their texts and intervals; `stairs` join some, `notes` are lines of text below."""
+    x, y = x_axis.spec("x", grid=False), y_axis.spec("y", grid=True)
+    groups = [group for group in groups if group.at]
+    rows = [
+        {
+            "x": at[0],
+            "y": at[1],
+            "text": text or "",
+            "low": ends[0] if ends else at[1],
+            "high": ends[1] if ends else at[1],
+            "series": group.name,
+        }
+        for group in groups
+        for at, text, ends in zip_longest(group.at, group.texts, group.intervals)
+    ]
+    interval = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}
+    layers = [
+        {"data": {"values": rows}, "mark": {"type": "rule", "aria": False}, "encoding": interval},
+        {
+            "data": {"values": rows},
+            "mark": {"type": "circle", "size": 50, "opacity": 1, "aria": False},
+            "encoding": {"x": x, "y": y},
+        },
+        {
+            "data": {"values": rows},
+            "mark": {"type": "text", "align": "left", "dx": 7, "dy": -6, "aria": False},
+            "encoding": {"x": x, "y": y, "text": {"field": "text"}},
+        },
+        *_levels(levels, x, y),
+    ]
+    if stairs is not None and stairs.x:
+        mark = {"type": "line", "interpolate": "step-after", "aria": False}
+        layers.append(_layer(_points_of(stairs), mark, stairs.name, {"x": x, "y": y}))
+    title = {"text": [*notes], "orient": "bottom", "anchor": "start", "fontWeight": "normal", "offset": 12}
+    colors = _colors([*groups, *levels], size[0], "circle")
+    frame = {"width": size[0], "height": size[1]}  # of the plot: the notes are as high as they are
+    return Chart({**frame, "layer": layers, "encoding": {"color": colors}, "title": title})
 
 
 def stack(series: Sequence[Series], size: tuple[int, int], x_axis: Axis, y_axis: Axis) -> Chart:
@@ -127,7 +183,7 @@ def stack(series: Sequence[Series], size: tuple[int, int], x_axis: Axis, y_axis:
         "encoding": {
             "x": {"field": "x", "type": "ordinal", "title": x_axis.title, "axis": {"labelOverlap": True}},
             "y": y_axis.spec("y", grid=True),
-            "color": _colors(series),
+            "color": _colors(series, size[0], "square"),
             "order": {"field": "layer"},
         },
     }
@@ -155,14 +211,31 @@ def _layer(values: Sequence[Mapping[str, Any]], mark: Spec, name: str, encoding:
     return {"data": {"values": named}, "mark": mark, "encoding": encoding}
 
 
-def _colors(series: Sequence[Series | Level]) -> Spec:
+def _points_of(line: Series) -> list[Spec]:
+    return [{"x": x, "y": y, "i": i} for i, (x, y) in enumerate(zip(line.x, line.y, strict=True))]
+
+
+def _levels(levels: Sequence[Level], x: Spec, y: Spec) -> list[Spec]:
+    """Return a layer for each dashed line."""
+    mark = {"type": "rule", "strokeDash": DASHES, "strokeWidth": 1.8, "aria": False}
+    return [
+        _layer([{"x": level.x, "y": level.y}], mark, level.name, {"x": x} if level.y is None else {"y": y})
+        for level in levels
+    ]
+
+
+def _colors(series: Sequence[Series | Level | Points], width: int, symbol: str) -> Spec:
     """Return the encoding of series by their colours, with a legend below the chart if there are several."""
     colors = {line.name: line.color for line in series}
+    longest = LETTER * max(len(name) for name in colors) + SYMBOL
+    columns = max(1, width // longest)
+    legend = {"title": None, "orient": "bottom", "columns": columns, "labelLimit": width - SYMBOL}
+    legend |= {"columnPadding": 16, "symbolType": symbol}
     return {
         "field": "series",
         "type": "nominal",
         "scale": {"domain": [*colors], "range": [*colors.values()]},
-        "legend": {"title": None, "orient": "bottom", "columns": 3} if len(colors) > 1 else None,
+        "legend": legend if len(colors) > 1 else None,
     }
 
 
@@ -183,9 +256,10 @@ def _config(theme: Theme) -> Spec:
     return {
         "background": theme.ground,
         "font": "sans-serif",
+        "title": {"color": theme.ink, "fontSize": 12.5},
         "view": {"stroke": None},
         "axis": {**axis, "tickCount": 5, "labelPadding": 6},
         "axisX": {"titleAnchor": "end", "labelAngle": 0},
-        "legend": {**text, "labelLimit": LEGEND, "symbolType": "square", "symbolStrokeWidth": 0},
+        "legend": {**text, "symbolStrokeWidth": 2.5},
         "line": {"strokeWidth": 2, "strokeJoin": "round", "strokeCap": "round"},
     }
