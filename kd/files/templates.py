@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError, select_autoescape
 
 HERE = Path(__file__).parent
 
@@ -24,8 +24,15 @@ def environment(folder: Path) -> Environment:
 
 
 def rendered(template: Path, **values: Any) -> str:
-    """Return the text of a template; what `*.html.jinja` shows is escaped."""
-    return environment(template.parent).get_template(template.name).render(values)
+    """Return the text of a template; what `*.html.jinja` shows is escaped.
+
+    Raises:
+        KeyError: a value is missing, such as a key that was cut from a file.
+    """
+    try:
+        return environment(template.parent).get_template(template.name).render(values)
+    except UndefinedError as error:
+        raise KeyError(str(error)) from error
 
 
 def html_table(rows: Sequence[Mapping[str, Any]]) -> str:

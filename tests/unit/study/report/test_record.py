@@ -250,7 +250,7 @@ def test_two_evaluations_make_no_curve():
 
 def test_curves_mark_where_images_took_their_size():
     rows = [{"step": step, "accuracy": 0.1 * step} for step in (1, 2, 3)]
-    train = [{"step": 3, "loss": 1.0, "images": 3, "seconds": 1.0}]
+    train = [{"step": 3, "loss": 1.0, "epoch": 0, "images": 3, "seconds": 1.0}]
     keys = {"data.progressive.size": 32, "data.progressive.until": 0.6}
     for settings, marks in ({}, 0), ({"data.progressive.size": 0}, 0), (keys, 1):
         page = render([RunRecord("one", settings, {}, train, rows, [], SINGLE_LABEL)])
