@@ -68,13 +68,12 @@ def plots() -> list[Plot]:
 
 def by_matplotlib() -> str:
     """Draw with matplotlib: SVG with text as text."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
+    matplotlib = importlib.import_module("matplotlib")  # kd does not need it
+    figure_of = importlib.import_module("matplotlib.figure").Figure
     matplotlib.rcParams["svg.fonttype"] = "none"
     drawn = []
     for plot in plots():
-        figure = Figure(figsize=(plot.width / 100, plot.height / 100), layout="constrained")
+        figure = figure_of(figsize=(plot.width / 100, plot.height / 100), layout="constrained")
         axes = figure.subplots()
         bottom: list[float] = [0.0] * len(next(iter(plot.lines.values()))[0])
         for (name, (x, y)), color in zip(plot.lines.items(), COLORS, strict=False):
@@ -229,8 +228,8 @@ def draw(name: str, plotly: Path | None, target: Path) -> None:
 
 def megabytes(packages: Sequence[str]) -> float:
     """Return the size of installed packages, 10^6 bytes."""
-    files = [file for name in packages for file in importlib.metadata.files(name) or () if file.locate().is_file()]
-    return sum(Path(str(file.locate())).stat().st_size for file in files) / 1e6
+    files = [Path(str(file.locate())) for name in packages for file in importlib.metadata.files(name) or ()]
+    return sum(file.stat().st_size for file in files if file.is_file()) / 1e6
 
 
 def works(page: Path) -> str:

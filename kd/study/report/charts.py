@@ -6,7 +6,7 @@ colours by CSS variables (`PAGE`), so that one drawing serves light and dark scr
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -110,6 +110,8 @@ def lines(
 ) -> Chart:
     """Draw lines over a common x axis; at least one has a point. `size`: width and height, pixels."""
     series = [thinned(line) for line in series if len(line.x)]
+    names = {line.name for line in series}  # a run may be called "teacher"
+    levels = [replace(level, name=f"{level.name} (level)") if level.name in names else level for level in levels]
     colors = _colors([*series, *levels], size[0], "stroke")
     x, y = x_axis.spec("x", grid=False), y_axis.spec("y", grid=True)
     layers = _levels(levels, x, y)

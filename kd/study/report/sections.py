@@ -11,7 +11,7 @@ from kd.study.paying import Arms
 from kd.study.report.charts import Axis, Chart, Level, Series, evenly, lines, stack
 from kd.study.report.record import RunRecord, teachers_of
 from kd.study.report.summary import chain_lines, clock_of, learning_text, verdict
-from kd.study.report.view import Card, Grid, Section, Share, bars, color, section
+from kd.study.report.view import Card, Grid, Section, TimeShare, bars, color, section
 
 SAMPLES, WINDOWS = 240, 80  # most drawn samples of a machine; bars in the chart of log windows
 SMALL, HALF, WIDE = (350, 220), (515, 230), (1050, 260)  # sizes of charts, pixels: a third of the page, a half, all
@@ -112,7 +112,7 @@ def time(runs: Sequence[RunRecord]) -> list[Section]:
 
 def _total(run: RunRecord, parts: Mapping[str, float], title: str) -> Card:
     total = sum(parts.values()) or 1.0
-    shares = [Share(name, 100 * ms / total, _span_color(name)) for name, ms in parts.items()]
+    shares = [TimeShare(name, 100 * ms / total, _span_color(name)) for name, ms in parts.items()]
     shares = [share for share in shares if share.percent >= LEAST_SHARE]
     legend = [
         (f"{share.name} {clock(parts[share.name] / 1000)} ({share.percent:.1f} %)", share.color) for share in shares

@@ -24,7 +24,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TimeShare:
     """A part of a whole, percent."""
 
     name: str
@@ -38,7 +38,7 @@ class Card:
 
     title: str = ""
     hints: Sequence[str] = ()
-    shares: Sequence[Share] = ()
+    shares: Sequence[TimeShare] = ()
     total_ms: float = 0.0  # of the shares
     chart: Chart | None = None
     bars: Mapping[str, Sequence[Bar]] | None = None
