@@ -16,7 +16,7 @@ from markupsafe import Markup
 from kd.core.text import number
 
 Spec = dict[str, Any]
-POINTS = 400  # most points of a line: a pixel of the smallest chart has one
+POINTS = 300  # most points of a line: a pixel of the smallest chart has one
 BESIDE = 16  # room for texts at the ends of a logarithmic axis, pixels
 FEW = 12  # most points of a line that are marked: with more the marks touch
 LETTER, SYMBOL = 7, 46  # widths in a legend, pixels: of a letter, and of what stands around a name
@@ -80,9 +80,9 @@ class Axis:
     log: bool = False
 
     def spec(self, field: str, grid: bool) -> Spec:
-        """Return the encoding of a field by this axis."""
+        """Return the encoding of a field by this axis; one with a grid ends at round numbers."""
         axis = {"grid": grid, "labelExpr": SHARE} if self.unit == "%" else {"grid": grid}
-        scale: Spec = {"zero": self.zero, "nice": not self.log}
+        scale: Spec = {"zero": self.zero, "nice": grid and not self.log}
         scale |= {"type": "log", "padding": BESIDE} if self.log else {}
         return {
             "field": field,
@@ -183,7 +183,7 @@ def stack(series: Sequence[Series], size: tuple[int, int], x_axis: Axis, y_axis:
         "data": {"values": bars},
         "mark": {"type": "bar", "aria": False},
         "encoding": {
-            "x": {"field": "x", "type": "ordinal", "title": x_axis.title, "axis": {"labelOverlap": True}},
+            "x": {"field": "x", "type": "ordinal", "title": x_axis.title, "axis": {"labelOverlap": True, "labelSeparation": 14}},
             "y": y_axis.spec("y", grid=True),
             "color": _colors(series, size[0], "square"),
             "order": {"field": "layer"},

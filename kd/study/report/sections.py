@@ -14,7 +14,7 @@ from kd.study.report.summary import chain_lines, clock_of, learning_text, verdic
 from kd.study.report.view import Card, Grid, Section, TimeShare, bars, color, section
 
 SAMPLES, WINDOWS = 240, 80  # most drawn samples of a machine; bars in the chart of log windows
-SMALL, HALF, WIDE = (350, 220), (515, 230), (1050, 260)  # sizes of charts, pixels: a third of the page, a half, all
+SMALL, HALF, WIDE = (300, 220), (515, 230), (1050, 260)  # sizes of charts, pixels: a third of the page, a half, all
 LEAST_SHARE = 0.05  # percent of the time below which a part is not drawn
 
 
