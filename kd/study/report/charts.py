@@ -183,7 +183,12 @@ def stack(series: Sequence[Series], size: tuple[int, int], x_axis: Axis, y_axis:
         "data": {"values": bars},
         "mark": {"type": "bar", "aria": False},
         "encoding": {
-            "x": {"field": "x", "type": "ordinal", "title": x_axis.title, "axis": {"labelOverlap": True, "labelSeparation": 14}},
+            "x": {
+                "field": "x",
+                "type": "ordinal",
+                "title": x_axis.title,
+                "axis": {"labelOverlap": True, "labelSeparation": 14},
+            },
             "y": y_axis.spec("y", grid=True),
             "color": _colors(series, size[0], "square"),
             "order": {"field": "layer"},
