@@ -40,7 +40,7 @@ FILTERS = ("prune_by_noise_rate", "confident_learning")
 
 def features(files: list[Path], weights: Path) -> np.ndarray:
     """Return the pooled features [N, 1280] of pictures."""
-    network = timm.create_model("tf_efficientnet_lite0")
+    network: Any = timm.create_model("tf_efficientnet_lite0")
     stored = torch.load(weights, weights_only=True)
     names = list(network.state_dict())
     network.load_state_dict(dict(zip(names, stored.values(), strict=True)))

@@ -97,7 +97,7 @@ def thumbnail(image: Image.Image) -> np.ndarray:
 
 def embedded(weights: Path, side: int) -> Callable[[Images], tuple[np.ndarray, np.ndarray]]:
     """Return what computes the pooled features of images and of their mirror images."""
-    network = timm.create_model("tf_efficientnet_lite0")
+    network: Any = timm.create_model("tf_efficientnet_lite0")
     stored = torch.load(weights, weights_only=True)
     network.load_state_dict(dict(zip(network.state_dict(), stored.values(), strict=True)))
     network.reset_classifier(0)

@@ -46,9 +46,9 @@ from kd.files.run_dir import RunDir
 from kd.parts.datasets import food_mini
 from kd.setup.finished import opened_run
 from kd.setup.recipe import resolve
+from kd.study.report.charts import FILE, Axis, Level, Series, lines
 from kd.study.report.record import RunRecord, record_of
 from kd.study.report.summary import verdict
-from kd.study.report.svg import Series, lines, standalone
 
 Row = dict[str, Any]
 COLORS = {"--accent": "#2f6fde", "--longer": "#12805c", "--labels": "#d9822b", "--soft": "#667085"}
@@ -431,26 +431,22 @@ def picture(rows: Sequence[Row], setup: str = "tiny10") -> str:
         "8 views, 120 epochs": ("distilled, 3x", "--longer"),
         "labels, 3000 steps": ("labels alone", "--labels"),
     }
-    drawn, ends = [], []
+    drawn = []
     for row in rows:
         if row["setup"] == setup and row["cell"] in shown and row["seed"] == 0:
             title, color = shown[row["cell"]]
             before = row["cpu_seconds"] - row["student_seconds"]
             points = [tuple(map(float, point.split(":"))) for point in row["curve"].split()]
             minutes = [(before + seconds) / 60 for seconds, _ in points]
-            drawn.append(Series(title, color, minutes, [accuracy for _, accuracy in points]))
-            ends.append((title, color))
-    longest = max(series.x[-1] for series in drawn)
+            drawn.append(Series(title, COLORS[color], minutes, [accuracy for _, accuracy in points]))
     alone = next(series for series in drawn if series.name == "labels alone")
     best, teacher = max(alone.y), max(float(row["teacher"]) for row in rows if row["setup"] == setup and row["teacher"])
-    level = Series("labels alone, at most", "--labels", [alone.x[-1], longest], [best, best], dashed=True)
-    top = Series("teacher", "--soft", [0.0, longest], [teacher, teacher], dashed=True)
-    chart = lines([*drawn, level, top], (640, 300), "minutes of CPU time, with the teacher's fit and outputs", "%")
-    ends.append(("teacher", "--soft"))
-    names = []
-    for number, (title, color) in enumerate(ends):
-        names.append(f'<text x="60" y="{70 + 18 * number}" style="fill:var({color})">{title}</text>')
-    return standalone(chart, COLORS, "".join(names))
+    levels = [
+        Level("labels alone, at most", COLORS["--labels"], y=best),
+        Level("teacher", COLORS["--soft"], y=teacher),
+    ]
+    x_axis = Axis("minutes of CPU time, with the teacher's fit and outputs", zero=True)
+    return lines(drawn, (640, 330), x_axis, Axis(unit="%"), levels).svg(FILE)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ import kd
 from _record import write
 from kd.jobs.fill_cache import cache
 from kd.jobs.train import teach
-from kd.study.report.svg import Frame, Series, lines, standalone
+from kd.study.report.charts import FILE, Axis, Level, Series, lines
 
 CONFIG = Path(__file__).parents[1] / "configs" / "vit_food_scratch.yaml"
 PINS = ["backend.threads=1", "backend.precision=fp32", "data.workers=0", "data.store=ram", "run.baseline=false"]
@@ -88,29 +88,16 @@ def curve(rows: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
 
 def plot(rows: list[dict[str, Any]]) -> str:
     """Return the curves as an SVG file."""
+    names = {"distilled": "distilled student", "labels": "same student, labels only"}
     series = []
     for name, color in (("distilled", "--accent"), ("labels", "--labels")):
         points = curve([row for row in rows if row["student"] == name])
         if points:
-            series.append(Series(name, color, [point[0] for point in points], [point[1] for point in points]))
-    students = list(series)
+            epochs, accuracy = [point[0] for point in points], [point[1] for point in points]
+            series.append(Series(names[name], COLORS[color], epochs, accuracy))
     teacher = statistics.mean(row["teacher"] for row in rows if row["teacher"])
-    ends = [min(series[0].x), max(series[0].x)]
-    series.append(Series("teacher", "--soft", ends, [teacher] * 2, dashed=True))
-    low, high = min(min(one.y) for one in series), max(max(one.y) for one in series)
-    margin = 0.06 * (high - low)  # as `lines` has it
-    frame = Frame(640, 300, ends[0], ends[1], low - margin, high + margin)
-    names = {"distilled": "distilled student", "labels": "same student, labels only", "teacher": "teacher"}
-    marks = []
-    for number, one in enumerate(series):  # below the curves, which rise
-        style = f'text-anchor="end" style="fill:var({one.color})"'
-        marks.append(f'<text x="{frame.x(ends[1]) - 12:.1f}" y="{200 + 18 * number}" {style}>{names[one.name]}</text>')
-    marks += [
-        f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3" style="fill:var({one.color})"/>'
-        for one in students
-        for x, y in zip(one.x, one.y, strict=True)
-    ]
-    return standalone(lines(series, (640, 300), "epochs", "%"), COLORS, "".join(marks))
+    levels = [Level("teacher", COLORS["--soft"], y=teacher)]
+    return lines(series, (640, 330), Axis("epochs"), Axis(unit="%"), levels).svg(FILE)
 
 
 def main() -> None:

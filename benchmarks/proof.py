@@ -40,7 +40,6 @@ import csv
 import json
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -61,7 +60,7 @@ from kd.core.intervals import wilson
 from kd.core.text import table
 from kd.models.answer_table import read as read_table
 from kd.models.answer_table import write as write_table
-from kd.study.report.svg import Series, lines, standalone
+from kd.study.report.charts import FILE, Axis, Chart, Level, Series, lines
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
@@ -556,57 +555,69 @@ def drawn(rows: Sequence[Row]) -> str:
     numbers = sorted({row["labels"] for row in rows if row["arm"] == "soft"})
     some = {number: [row for row in rows if row["labels"] == number] for number in numbers}
 
-    def series(name: str, color: str, chosen: Callable[[list[Row]], list[float]], dashed: bool = False) -> Series:
+    def series(name: str, color: str, chosen: Callable[[list[Row]], list[float]]) -> Series:
         points = {number: chosen(own) for number, own in some.items()}
         means = {number: statistics.mean(values) / 100 for number, values in points.items() if values}
-        return Series(name, color, [*means], [*means.values()], dashed)
+        return Series(name, COLORS[color], [*means], [*means.values()])
 
     def of(arm: str, key: str) -> Callable[[list[Row]], list[float]]:
         return lambda own: [row[key] for row in own if row["arm"] == arm]
 
-    every = [row["accuracy"] for row in rows if row["arm"] == "ceiling"]
     shown = [
         series("student of the teacher", "--accent", of("soft", "accuracy")),
         series("same student, labels only", "--labels", lambda own: [row["accuracy"] for row in best_alone(own)]),
-        series("teacher", "--soft", of("soft", "teacher_accuracy"), dashed=True),
-        series("same student, every label", "--ground", lambda own: every, dashed=True),
+        series("teacher", "--soft", of("soft", "teacher_accuracy")),
     ]
-    shown = [one for one in shown if len(one.x)]
-    marks = [
-        f'<text x="{56 + 178 * place}" y="14" style="fill:var({one.color})">{one.name}</text>'
-        for place, one in enumerate(shown)
+    every = [row["accuracy"] for row in rows if row["arm"] == "ceiling"]
+    ceiling = statistics.mean(every) if every else 0.0
+    name = f"same student, every label: {ceiling:.1f} %"
+    levels = [Level(name, COLORS["--ground"], y=ceiling / 100)] if every else []
+    x_axis, y_axis = Axis("labels per class", log=True), Axis(unit="%")
+    chart = lines(shown, (760, 360), x_axis, y_axis, levels)
+    values = [
+        {"x": x, "y": y, "series": line.name, "text": f"{100 * y:.1f}"}
+        for line in shown[:2]  # the teacher's would lie on the student's
+        for x, y in zip(line.x, line.y, strict=True)
     ]
-    chart = lines(shown, (760, 320), "labels per class", "%", log=True)
-    for one, points in zip(shown, re.findall(r'<polyline[^>]* points="([^"]+)"', chart), strict=True):
-        places = [point.split(",") for point in points.split()]
-        marks += [
-            f'<text x="{x}" y="{float(y) + 18:.1f}" text-anchor="middle" '
-            f'style="fill:var({one.color});font-size:12px">{100 * value:.1f}</text>'
-            for (x, y), value in zip(places, one.y, strict=True)
-            if not one.dashed
-            or (one.name != "teacher" and x == places[0][0])  # the teacher's would lie on the student's
-        ]
-    return standalone(chart, COLORS, "".join(marks))
+    places = {"x": x_axis.spec("x", grid=False), "y": y_axis.spec("y", grid=True), "text": {"field": "text"}}
+    texts = {"data": {"values": values}, "mark": {"type": "text", "dy": 14}, "encoding": places}
+    return Chart({**chart.spec, "layer": [*chart.spec["layer"], texts]}).svg(FILE)
 
 
 def barred(rows: Sequence[Row]) -> str:
     """Return the arms of one number of labels as an SVG file: means of the seeds, and the seeds as dots."""
     soft = [row for row in rows if row["arm"] == "soft"]
-    shown = [
-        ("labels only", "--labels", [row["accuracy"] for row in best_alone(rows)]),
-        ("distilled", "--accent", [row["accuracy"] for row in soft]),
-        ("teacher", "--soft", [row["teacher_accuracy"] for row in soft]),
-    ]
-    parts = []
-    for place, (name, color, values) in enumerate(shown):
-        y, mean = 22 + 34 * place, statistics.mean(values)
-        parts.append(f'<text x="96" y="{y + 16}" text-anchor="end" style="fill:var({color})">{name}</text>')
-        parts.append(f'<rect x="104" y="{y}" width="{5 * mean:.1f}" height="22" style="fill:var({color})"/>')
-        parts += [f'<circle cx="{104 + 5 * one:.1f}" cy="{y + 11}" r="2.5" style="fill:#fff"/>' for one in values]
-        parts.append(f'<text x="{112 + 5 * mean:.1f}" y="{y + 16}" style="fill:var({color})">{mean:.1f} %</text>')
-    title = f"CIFAR-10, {soft[0]['labels']} labels a class: 10,000 test pictures, seeds: {len(soft)}"
-    parts.append(f'<text x="104" y="12">{title}</text>')
-    return standalone(f'<svg class="chart" role="img" viewBox="0 0 640 130">{"".join(parts)}</svg>', COLORS)
+    shown = {
+        "labels only": [row["accuracy"] for row in best_alone(rows)],
+        "distilled": [row["accuracy"] for row in soft],
+        "teacher": [row["teacher_accuracy"] for row in soft],
+    }
+    colors = {"domain": [*shown], "range": [COLORS["--labels"], COLORS["--accent"], COLORS["--soft"]]}
+    values = [{"arm": arm, "accuracy": value} for arm, accuracies in shown.items() for value in accuracies]
+    mean = {"aggregate": "mean", "field": "accuracy", "title": None, "axis": None}
+    value = {"field": "accuracy", "type": "quantitative"}
+    spec = {
+        "title": f"CIFAR-10, {soft[0]['labels']} labels a class: 10,000 test pictures, seeds: {len(soft)}",
+        "width": 500,
+        "height": 100,
+        "data": {"values": values},
+        "encoding": {
+            "y": {"field": "arm", "sort": [*shown], "title": None},
+            "color": {"field": "arm", "scale": colors, "legend": None},
+        },
+        "layer": [
+            {"mark": "bar", "encoding": {"x": mean}},
+            {
+                "mark": {"type": "circle", "color": "#fff", "size": 20},
+                "encoding": {"x": value, "color": {"value": "#fff"}},
+            },
+            {
+                "mark": {"type": "text", "align": "left", "dx": 8},
+                "encoding": {"x": mean, "text": {"aggregate": "mean", "field": "accuracy", "format": ".1f"}},
+            },
+        ],
+    }
+    return Chart(spec).svg(FILE)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -32,7 +32,7 @@ import yaml
 
 from _record import commit, hardware, newest, write
 from kd.core.text import table
-from kd.study.report.svg import Series, lines, standalone
+from kd.study.report.charts import FILE, Axis, Series, lines
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
@@ -268,8 +268,8 @@ COLORS = {
 
 def drawn(rows: Sequence[Row]) -> str:
     """Return accuracy on CIFAR-10 over CPU seconds as an SVG file: a curve a rule, short to long."""
-    curves, marks = [], []
-    for place, arm in enumerate(COLORS):
+    curves = []
+    for arm, color in COLORS.items():
         points = []
         for schedule in ("short", "long"):
             own = [row for row in rows if (row["data"], row["schedule"], row["arm"]) == ("cifar10", schedule, arm)]
@@ -278,11 +278,9 @@ def drawn(rows: Sequence[Row]) -> str:
                 points.append([statistics.mean(row[key] for row in own) for key in keys])
         if points:
             x, y = zip(*points, strict=True)
-            curves.append(Series(arm, f"--c{place}", list(x), [one / 100 for one in y]))
-            start = f'<text x="{70 + 110 * place}" y="14" style="fill:var(--c{place})">'
-            marks.append(f"{start}{arm.removesuffix(' learnable drawn')}</text>")
-    colors = {f"--c{place}": color for place, color in enumerate(COLORS.values())}
-    return standalone(lines(curves, (760, 320), "CPU seconds", "%", log=True), colors, "".join(marks))
+            name = arm.removesuffix(" learnable drawn")
+            curves.append(Series(name, color, list(x), [accuracy / 100 for accuracy in y]))
+    return lines(curves, (760, 340), Axis("CPU seconds", log=True), Axis(unit="%")).svg(FILE)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kd.study.report.svg import standalone
+from kd.study.report.charts import FILE, Axis, Chart, Points
+from kd.study.report.charts import points as drawn_points
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDENT_T = {3: 4.303}  # two-sided 95 %, by the number of seeds
@@ -31,9 +32,8 @@ NAMES = {
     "grocery_half": "fruit",
 }
 MANY = ("few_pictures", "few_pictures_200", "tiny_imagenet")  # 50 classes or 200
-BELOW = ("few_labels", "grocery_half")  # the name stands below the dot
-COLORS = {"--many": "#2f6fde", "--few": "#d9822b"}
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 900, 330, 46, 40, 44, 70
+COLORS = {"50 or 200 classes": "#2f6fde", "10 or 28 classes": "#d9822b"}
+SIZE = (390, 250)  # of a panel, pixels
 
 
 class Point(NamedTuple):
@@ -78,57 +78,28 @@ def points() -> list[Point]:
     return found
 
 
-def panel(title: str, x_name: str, left: float, shown: Sequence[Point], log: bool, named: bool) -> list[str]:
-    """Return the marks of one panel."""
-    width, low, high = (WIDTH - LEFT - GAP) / 2 - 10, -4.0, 12.0
-    value = [math.log10(one.labels) if log else one.teacher for one in shown]
-    first, last = (min(value), max(value)) if log else (10.0 * (min(value) // 10), 10.0 * -(-max(value) // 10))
-    pad = 0.12 * (last - first or 1.0) if log else 0.0
-    x = [left + (one - first + pad) / (last - first + 2 * pad or 1.0) * width for one in value]
-
-    def y(points: float) -> float:
-        return TOP + (high - points) / (high - low) * (HEIGHT - TOP - BOTTOM)
-
-    parts = [f'<text x="{left:.0f}" y="18" style="font-weight:600">{title}</text>']
-    for tick in range(int(low), int(high) + 1, 4):
-        parts.append(
-            f'<line class="grid" x1="{left:.0f}" x2="{left + width:.0f}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
-        )
-        parts.append(f'<text x="{left - 6:.0f}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:+d}</text>')
-    for mark in sorted({one.labels for one in shown}) if log else range(round(first), round(last) + 1, 10):
-        place = left + ((math.log10(mark) if log else mark) - first + pad) / (last - first + 2 * pad or 1.0) * width
-        parts.append(f'<text x="{place:.1f}" y="{HEIGHT - 24}" text-anchor="middle">{mark}{"" if log else " %"}</text>')
-    parts.append(f'<text x="{left + width:.0f}" y="{HEIGHT - 6}" text-anchor="end">{x_name}</text>')
-    for one, at in sorted(zip(shown, x, strict=True), key=lambda pair: pair[1]):
-        color = "--many" if one.experiment in MANY else "--few"
-        if one.half:
-            ends = f'y1="{y(one.points - one.half):.1f}" y2="{y(one.points + one.half):.1f}"'
-            parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" {ends} style="stroke:var({color});stroke-width:2"/>')
-        parts.append(f'<circle cx="{at:.1f}" cy="{y(one.points):.1f}" r="5" style="fill:var({color})"/>')
-        text = NAMES[one.experiment].format(labels=one.labels) if named else f"{one.points:+.1f}"
-        below = one.experiment in BELOW
-        where = f'x="{at:.1f}" y="{y(one.points) + (20 if below else -11):.1f}" text-anchor="middle"'
-        parts.append(f'<text {where} style="font-size:11px">{text}</text>')
-    return parts
+def panel(shown: Sequence[Point], x_axis: Axis, named: bool) -> Chart:
+    """Return a panel: over the pictures per class if its axis is logarithmic, else over the teacher's accuracy."""
+    groups = []
+    for (name, color), many in zip(COLORS.items(), (True, False), strict=True):
+        own = [one for one in shown if (one.experiment in MANY) == many]
+        at = [(float(one.labels) if x_axis.log else one.teacher, one.points) for one in own]
+        texts = [NAMES[one.experiment].format(labels=one.labels) if named else f"{one.points:+.1f}" for one in own]
+        intervals = [(one.points - one.half, one.points + one.half) if one.half else None for one in own]
+        groups.append(Points(name, color, at, texts, intervals))
+    return drawn_points(groups, SIZE, x_axis, Axis("soft less hard, points of accuracy"))
 
 
 def main() -> None:
     """Write the picture and print its points."""
     found = points()
     few = [one for one in found if one.experiment == "few_pictures"]
-    second = LEFT + (WIDTH - LEFT - GAP) / 2 + GAP - 10
-    parts = [
-        *panel("Soft less hard, points of accuracy", "pictures per class", LEFT, few, log=True, named=False),
-        *panel("The same over the teacher's accuracy", "", second, found, log=False, named=True),
-        f'<circle cx="{second + 6:.0f}" cy="{HEIGHT - 10}" r="5" style="fill:var(--many)"/>',
-        f'<text x="{second + 16:.0f}" y="{HEIGHT - 6}">pictures per class, 50 or 200 classes</text>',
-        f'<circle cx="{second + 276:.0f}" cy="{HEIGHT - 10}" r="5" style="fill:var(--few)"/>',
-        f'<text x="{second + 286:.0f}" y="{HEIGHT - 6}">10 or 28 classes</text>',
-    ]
+    left = panel(few, Axis("pictures per class", log=True), named=False)
+    right = panel(found, Axis("accuracy of the teacher, %"), named=True)
     for one in found:
         found_by = f"teacher {one.teacher:.1f} %, {one.seeds} seeds"
         print(f"{one.experiment} {one.labels}: {one.points:+.1f} ± {one.half:.1f} points ({found_by})")
-    text = standalone(f'<svg class="chart" role="img" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg>', COLORS)
+    text = Chart({"hconcat": [left.spec, right.spec], "resolve": {"scale": {"color": "independent"}}}).svg(FILE)
     (ROOT / "docs" / "soft-less-hard.svg").write_text(text)
 
 

@@ -31,11 +31,11 @@ from kd.engine.monitor.evidence import Evidence
 from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir
 from kd.files.storage import append_rows, read_rows
-from kd.study.report.svg import Series, stack, standalone
+from kd.study.report.charts import FILE, Axis, Series, stack
 
 CONFIG, PAGE = HERE.parent / "configs" / "story.yaml", HERE.parent / "docs" / "story.md"
 BEGIN, END = "<!-- written by benchmarks/story.py -->\n", "<!-- end -->"
-COLORS = {"--c1": "#d9822b", "--c2": "#8e5bd0", "--c3": "#2f6fde", "--c4": "#1f8f9e", "--c5": "#cfd5de"}
+COLORS = ("#d9822b", "#8e5bd0", "#2f6fde", "#1f8f9e", "#cfd5de")  # of `PARTS`
 PARTS = {
     "data": ("data",),
     "teacher": ("teacher",),
@@ -167,12 +167,7 @@ def drawn(rows: list[dict[str, Any]]) -> str:
     layers = [
         Series(name, color, xs, [row[f"{name}_ms"] for row in rows]) for name, color in zip(PARTS, COLORS, strict=True)
     ]
-    legend = "".join(
-        f'<rect x="{60 + 96 * i}" y="2" width="10" height="10" rx="3" fill="{color}"/>'
-        f'<text x="{75 + 96 * i}" y="11">{name}</text>'
-        for i, (name, color) in enumerate(zip(PARTS, COLORS.values(), strict=True))
-    )
-    return standalone(stack(layers, 700, 260, "row of the table", "ms per image"), COLORS, legend)
+    return stack(layers, (700, 290), Axis("row of the table"), Axis("ms per image", zero=True)).svg(FILE)
 
 
 def main() -> None:

@@ -66,6 +66,8 @@ MAY_IMPORT_OUTSIDE = {
     "psutil": ("engine/monitor/system.py", "core/host.py"),
     "pynvml": ("engine/monitor/system.py",),
     "transformers": ("parts/networks/_towers.py",),
+    "jinja2": ("files/templates.py",),
+    "vl_convert": ("study/report/charts.py",),
     "pickle": (),
 }
 
@@ -277,6 +279,12 @@ def test_exporters_are_light():
     """kd-serve loads a graph without torch."""
     loaded = loaded_by("from kd.parts import registry; [registry.exporter(file) for file in registry.graphs()]")
     assert not {"torch", "onnxruntime", "openvino", "onnx", "nncf", "executorch"} & loaded
+
+
+def test_the_end_of_a_run_draws_nothing():
+    """kd-train's summary is text: no template, and no library of charts."""
+    loaded = loaded_by("import kd.jobs.train, kd.study.report.record, kd.study.report.summary")
+    assert not {"vl_convert", "kd.files.templates"} & loaded
 
 
 def test_errors_are_light():

@@ -37,7 +37,7 @@ from kd.core.text import table  # noqa: E402
 from kd.jobs.train import teach  # noqa: E402
 from kd.setup.data import open_sources  # noqa: E402
 from kd.setup.recipe import resolve  # noqa: E402
-from kd.study.report import svg  # noqa: E402
+from kd.study.report.charts import FILE, Axis, Series, lines  # noqa: E402
 
 Row = dict[str, Any]
 ARMS: dict[str, tuple[str, ...]] = {
@@ -47,7 +47,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "kd, cache of 1 view": ("teacher.cache.views=1",),
 }
 """The cache is empty at the start and fills as the run goes, so that its cost is inside the measured time."""
-COLORS = {"--c1": "#d9822b", "--c2": "#2f6fde", "--c3": "#2c8a5b", "--c4": "#8a4fb8", "--c5": "#c2344d"}
+COLORS = ("#d9822b", "#2f6fde", "#2c8a5b", "#8a4fb8", "#c2344d")
 
 
 def has_size(model: str) -> bool:
@@ -196,16 +196,12 @@ def plot(rows: Sequence[Row]) -> str:
     """Draw accuracy against the seconds of training; lines of a colour are the seeds."""
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     drawn = [
-        svg.Series(arm, f"--c{number}", [r["training_seconds"] for r in own], [r["accuracy"] / 100 for r in own])
-        for number, arm in enumerate(arms, 1)
+        Series(f"{arm}, seed {seed}", color, [r["training_seconds"] for r in own], [r["accuracy"] / 100 for r in own])
+        for arm, color in zip(arms, COLORS, strict=False)
         for seed in sorted({row["seed"] for row in rows})
         if (own := curve(rows, arm, seed))
     ]
-    names = "".join(
-        f'<text x="{720 - 12}" y="{250 + 18 * number}" text-anchor="end" style="fill:var(--c{number})">{arm}</text>'
-        for number, arm in enumerate(arms, 1)
-    )
-    return svg.standalone(svg.lines(drawn, (720, 360), "seconds of training", "%"), COLORS, names)
+    return lines(drawn, (720, 390), Axis("seconds of training", zero=True), Axis(unit="%")).svg(FILE)
 
 
 def main() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from html import escape
 from typing import Any
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of cells that spreadsheets run as formulas
@@ -68,15 +67,16 @@ VARIANTS_NOTE = (
 """Legend under the table of `variant_rows`."""
 
 
-def html_table(rows: Sequence[Mapping[str, Any]], text: Sequence[str] = ()) -> str:
-    """Return rows as an HTML table; columns in `text` are left-aligned in a report. Empty without rows."""
-    if not rows:
-        return ""
-    left = {name: ' class="text"' if name in text else "" for name in rows[0]}
-    heads = "".join(f"<th{left[name]}>{escape(name)}</th>" for name in rows[0])
-    cells = ("".join(f"<td{left[name]}>{escape(str(value))}</td>" for name, value in row.items()) for row in rows)
-    lines = "".join(f"<tr>{one}</tr>" for one in cells)
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>"
+def number(value: float, unit: str = "", digits: int = 3) -> str:
+    """Return a number in few characters, with its unit: 0.123, 12.3, 1,234, 75 %. The unit "%" is for shares."""
+    if unit == "%":
+        return f"{100 * value:.{digits}g} %"
+    form = f".{digits}g"
+    if value and abs(value) < 0.01:
+        form = f".{digits - 2}e"
+    elif abs(value) >= 1000:
+        form = ",.0f"
+    return f"{value:{form}} {unit}".rstrip()
 
 
 def money(dollars: float) -> str:

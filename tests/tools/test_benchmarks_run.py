@@ -97,6 +97,7 @@ SMALLEST: dict[str, tuple[str, str, set[str]]] = {
         "run",
         {"fresh", "live", "ahead", "filling"},
     ),
+    "charting": ("--rounds 1 --only 'Vega-Lite, SVG'", "scripts", {"no"}),
     "defer": ("{distilled} --wrong 0.5", "part", {"pair"}),
     "embedding": ("--seeds 0 --fit-epochs 1 {short} run.epochs=1", "student_knn", set()),
     "layout": ("--size 32 --batch 2 --only 'resnet10t, 24 channels'", "step_gain", set()),

@@ -17,11 +17,11 @@ from kd.core.errors import ConfigError
 from kd.core.host import environment
 from kd.core.scores import Scores, Trained, samples_of
 from kd.core.seeds import evenly_spaced
-from kd.core.text import html_table
 from kd.core.types import State
 from kd.data.loader import batches_of
 from kd.data.map_dataset import MapDataset
 from kd.files.run_dir import RunDir
+from kd.files.templates import html_table
 from kd.jobs.api.arguments import Arguments, map_style
 from kd.models.classifier import Classifier, Network, digest, resized
 from kd.setup.finished import opened_run

@@ -4,7 +4,6 @@ import base64
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from kd.core.errors import DataError
 from kd.core.text import names_of, quoted
 from kd.core.types import Label
 from kd.files.storage import write_text
+from kd.files.templates import rendered
 from kd.study.audit.copies import MIRRORED, Album, Pairs
 
 FOLDER = "audit"  # in a run folder
@@ -26,11 +26,6 @@ COPY, PICTURE, PART, MIRROR = "same bytes", "same picture", "a part", "mirrored"
 """Kinds of a repeat."""
 HEAD = ("kind", "score", "split", "name", "label", "other split", "other name", "other label")
 """Columns of duplicates.csv."""
-STYLE = (
-    "body{font:14px sans-serif;margin:24px}figure{display:inline-block;margin:8px;vertical-align:top}"
-    "figcaption{max-width:340px;overflow-wrap:anywhere}"
-)
-"""CSS of a page."""
 
 
 class Seen(NamedTuple):
@@ -165,16 +160,18 @@ def page(
     title: str, figures: Sequence[tuple[str, Sequence[Seen]]], splits: Mapping[str, Source], note: str = ""
 ) -> str:
     """Return a self-contained HTML page with the images of the first findings."""
-    parts = [
-        f'<!doctype html><meta charset="utf-8"><style>{STYLE}</style>',
-        f"<title>{escape(title)}</title><h1>{escape(title)}</h1><p>{min(SHOWN, len(figures))} of {len(figures)}</p>",
-        f"<p>{escape(note)}</p>" if note else "",
+    drawn = [
+        (
+            caption,
+            [
+                {"name": f"{seen.split}: {seen.name} ({seen.label})", "data": _decoded(splits[seen.split], seen.id)}
+                for seen in images
+            ],
+        )
+        for caption, images in figures[:SHOWN]
     ]
-    for caption, images in figures[:SHOWN]:
-        drawn = "".join(f'<img src="{_decoded(splits[seen.split], seen.id)}" alt="">' for seen in images)
-        names = "<br>".join(escape(f"{seen.split}: {seen.name} ({seen.label})") for seen in images)
-        parts.append(f"<figure>{drawn}<figcaption><b>{escape(caption)}</b><br>{names}</figcaption></figure>")
-    return "\n".join(parts) + "\n"
+    template = Path(__file__).parent / "findings.html.jinja"
+    return rendered(template, title=title, note=note, figures=drawn, count=len(figures))
 
 
 def _decoded(source: Source, id: int) -> str:

@@ -11,66 +11,76 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kd.core.intervals import paired, wilson
-from kd.core.text import html_table, percent
+from kd.core.text import percent
+from kd.study.report.charts import Axis, Level, Series, lines
 from kd.study.report.record import FEWEST, Predictions, RunRecord
-from kd.study.report.sections import card, section
-from kd.study.report.svg import Series, esc, legend, lines
+from kd.study.report.sections import HALF
+from kd.study.report.view import Card, Grid, Section
 
 MOST_CLASSES = 24  # most classes of a confusion matrix on a page; with more, the most frequent confusions are listed
 MOST_CONFUSIONS, MOST_LETTERS = 20, 24  # rows of that list, a screen long; letters of a class name, half a card wide
 
 
-def answers(runs: Sequence[RunRecord]) -> str:
+def answers(runs: Sequence[RunRecord]) -> list[Section]:
     """Show the student's confusions, its classes worse than the teacher's, and the photographs on which they differ."""
-    sections = ""
+    sections = []
     for run in runs:
-        if run.answers is None or not run.answers.label:
+        predictions = run.answers
+        if predictions is None or not predictions.label:
             continue
-        one, who = run.answers, f" of {run.name}" if len(runs) > 1 else ""
-        part = f" ({len(one.label)} of {one.of} images)" if len(one.label) < one.of else ""
-        cards = card(f"Accuracy by class{part}", _dumbbells(one)) + card("Confusion", _confusion(one))
-        both = f'<div class="grid two">{cards}</div>'
-        sections += section(f"Predictions{who}", one.without_leaks(), both, pair(one), _photographs(one))
+        name = f" of {run.name}" if len(runs) > 1 else ""
+        grids = [Grid([_by_class(predictions), _confusion(predictions)], 2)]
+        if cards := pair(predictions):
+            grids.append(Grid(cards, 2))
+        if predictions.pictures:
+            grids.append(Grid([_photographs(predictions)]))
+        sections.append(Section(f"Predictions{name}", grids, predictions.without_leaks()))
     return sections
 
 
-def _dumbbells(one: Predictions) -> str:
-    """Draw each class's accuracy for the student and, if there is one, the teacher; largest loss first."""
-    student = one.accuracy(one.student)
-    teacher = one.accuracy(one.teacher) if one.teacher else student
+def _by_class(predictions: Predictions) -> Card:
+    """Return each class's accuracy for the student and, if there is one, the teacher; largest loss first."""
+    student = predictions.accuracy(predictions.student)
+    teacher = predictions.accuracy(predictions.teacher) if predictions.teacher else student
     classes = [i for i, value in enumerate(student) if not math.isnan(value)]
     order = sorted(classes, key=lambda i: (student[i] - teacher[i], student[i]))
-    rows, names, hint, images = [], short_names(one.classes), "", one.images()
+    names, hints, images = short_names(predictions.classes), [], predictions.images()
     if len(order) > MOST_CLASSES:
         worst = MOST_CLASSES - 6
-        hint = f"{MOST_CLASSES} of {len(order)} classes are drawn: the {worst} worst ones and the 6 best ones."
+        hints.append(f"{MOST_CLASSES} of {len(order)} classes are drawn: the {worst} worst ones and the 6 best ones.")
         order = [*order[:worst], *order[-6:]]
+    hints += _doubts(predictions, [names[i] for i in range(len(names)) if not images[i]])
+    rows = []
     for i in order:
-        low, high = sorted((student[i], teacher[i]))
-        dots = {"student": (student[i], "background:var(--c1)")}
-        if one.teacher:
-            dots = {"teacher": (teacher[i], "background:var(--card);border:3px solid var(--teacher)"), **dots}
-        gap = f"{100 * (student[i] - teacher[i]):+.0f} points" if one.teacher else percent(student[i])
-        if images[i] < FEWEST:  # for few images a percentage claims too much precision
+        few = images[i] < FEWEST
+        shares = {"teacher": teacher[i], "student": student[i]} if predictions.teacher else {"student": student[i]}
+        gap = f"{100 * (student[i] - teacher[i]):+.0f} points" if predictions.teacher else percent(student[i])
+        if few:  # for few images a percentage claims too much precision
             gap = f"{round(student[i] * images[i])} of {images[i]}"
-        rail = f'<u style="left:{100 * low:.1f}%;width:{100 * (high - low):.1f}%"></u>'
-        for who, (share, style) in dots.items():
-            rail += f'<i style="left:{100 * share:.1f}%;{style}" title="{who} {percent(share)}"></i>'
-        few = " *" if images[i] < FEWEST else ""
-        title = esc(f"{one.classes[i]}: {images[i]} images")
+        low, high = min(shares.values()), max(shares.values())
         rows.append(
-            f'<div class="dumb"><span class="name" title="{title}">{esc(names[i])}{few}</span>'
-            f'<span class="rail">{rail}</span><span class="gap">{gap}</span></div>'
+            {
+                "name": names[i] + (" *" if few else ""),
+                "title": f"{predictions.classes[i]}: {images[i]} images",
+                "low": f"{100 * low:.1f}",
+                "width": f"{100 * (high - low):.1f}",
+                "dots": [
+                    {"who": who, "percent": f"{100 * share:.1f}", "text": percent(share)}
+                    for who, share in shares.items()
+                ],
+                "gap": gap,
+            }
         )
-    ends = '<span class="ends"><span>0 %</span><span>100 %</span></span>'
-    rows.append(f'<div class="dumb"><span></span>{ends}<span></span></div>')
-    entries = [("student", "--c1"), ("teacher", "--teacher")] if one.teacher else [("student", "--c1")]
-    hints = [hint, *_doubts(one, [names[i] for i in range(len(names)) if not images[i]])]
-    return "".join(f'<p class="hint">{esc(line)}</p>' for line in hints if line) + "".join(rows) + legend(entries)
+    total = len(predictions.label)
+    part = f" ({total} of {predictions.of} images)" if total < predictions.of else ""
+    legend = [("student", "var(--c1)")]
+    legend += [("teacher", "var(--teacher)")] if predictions.teacher else []
+    return Card(f"Accuracy by class{part}", hints, dumbbells=rows, legend=legend)
 
 
 def _doubts(one: Predictions, absent: Sequence[str]) -> list[str]:
@@ -99,47 +109,56 @@ def short_names(names: Sequence[str], most: int = MOST_LETTERS) -> list[str]:
     ]
 
 
-def _confusion(one: Predictions) -> str:
-    counts, names = one.confusion(), short_names(one.classes)
-    if len(one.classes) > MOST_CLASSES:
-        every = ((count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if i != j and count)
-        pairs, heads = sorted(every, reverse=True), ("label", "student's prediction", "images")
-        rows = [dict(zip(heads, (names[i], names[j], n), strict=True)) for n, i, j in pairs[:MOST_CONFUSIONS]]
-        hint = f'<p class="hint">The {len(rows)} most frequent of {len(pairs)} confusions.</p>' if rows else ""
-        return hint + html_table(rows, ("label", "student's prediction"))
-    heads, lines = "", []
+def _confusion(predictions: Predictions) -> Card:
+    counts, names = predictions.confusion(), short_names(predictions.classes)
+    if len(predictions.classes) > MOST_CLASSES:
+        return _frequent_confusions(counts, names)
+    rows = []
     for i, row in enumerate(counts):
-        full, name = esc(one.classes[i]), esc(names[i])
-        heads += f'<th class="top" title="{full}">{name}</th>'
-        total, cells = sum(row) or 1, ""
-        for j, count in enumerate(row):
-            tint, share = "--good" if i == j else "--bad", count / total
-            mix = f"color-mix(in oklab, var({tint}) {round(8 + 72 * share) if count else 0}%, transparent)"
-            strong = ";color:var(--paper)" if share > 0.6 else ""
-            cells += f'<td style="background:{mix}{strong}">{count or ""}</td>'
-        lines.append(f'<tr><th scope="row" title="{full}">{name}</th>{cells}</tr>')
-    hint = (
-        '<p class="hint" style="margin:10px 0 0">Row: label. Column: the student\'s prediction. Number of images.</p>'
-    )
-    return f'<table class="confusion"><tr><th></th>{heads}</tr>{"".join(lines)}</table>{hint}'
+        total = sum(row) or 1
+        cells = [_cell(count, count / total, i == j) for j, count in enumerate(row)]
+        rows.append({"name": names[i], "title": predictions.classes[i], "cells": cells})
+    return Card("Confusion", confusion=rows)
 
 
-def _photographs(one: Predictions) -> str:
-    if not one.pictures:
-        return ""
-    figures, names = [], dict(zip(one.classes, short_names(one.classes), strict=True))
-    for picture in one.pictures:
-        captions = []
-        for who in ("teacher", "student"):
-            answer, share = getattr(picture, who), getattr(picture, f"{who}_share")
-            kind = "right" if answer == picture.truth else "wrong"
-            captions.append(f'{who}: <span class="{kind}">{esc(names[answer])}</span> {100 * share:.0f} %')
-        figures.append(
-            f'<figure><img alt="{esc(picture.name)}" title="{esc(picture.name)}" src="{picture.data}">'
-            f"<figcaption><b>{esc(names[picture.truth])}</b><br>{'<br>'.join(captions)}</figcaption></figure>"
-        )
-    title = "Photographs on which teacher and student differ, the surest teacher first"
-    return card(title, f'<div class="photos">{"".join(figures)}</div>')
+def _cell(count: int, share: float, right: bool) -> dict[str, Any]:
+    """Return a cell of the matrix, tinted by its share of the row; `mix`: percent of the colour."""
+    kind = "right" if right else "wrong"
+    strong = " strong" if share > 0.6 else ""  # from there on dark text is hard to read
+    return {"count": count, "kind": kind + strong, "mix": round(8 + 72 * share) if count else 0}
+
+
+def _frequent_confusions(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Card:
+    every = [(count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if i != j and count]
+    heads = ("label", "student's prediction", "images")
+    frequent = sorted(every, reverse=True)[:MOST_CONFUSIONS]
+    rows: list[dict[str, Any]] = [
+        dict(zip(heads, (names[i], names[j], count), strict=True)) for count, i, j in frequent
+    ]
+    hints = [f"The {len(rows)} most frequent of {len(every)} confusions."] if rows else []
+    return Card("Confusion", hints, table=rows, left=heads[:2])
+
+
+def _photographs(predictions: Predictions) -> Card:
+    names = dict(zip(predictions.classes, short_names(predictions.classes), strict=True))
+    pictures = []
+    for picture in predictions.pictures:
+        answers = {
+            "teacher": (picture.teacher, picture.teacher_share),
+            "student": (picture.student, picture.student_share),
+        }
+        captions = [
+            {
+                "who": who,
+                "kind": "right" if answer == picture.truth else "wrong",
+                "name": names[answer],
+                "percent": f"{100 * share:.0f}",
+            }
+            for who, (answer, share) in answers.items()
+        ]
+        truth = names[picture.truth]
+        pictures.append({"name": picture.name, "data": picture.data, "truth": truth, "captions": captions})
+    return Card("Photographs on which teacher and student differ, the surest teacher first", pictures=pictures)
 
 
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # rows of the table
@@ -174,30 +193,26 @@ class Half:
         return float(self.sure[cut]) if cut < len(self.sure) else float("inf")
 
 
-def pair(one: Predictions) -> str:
-    """Show the pair as cards; "" without a teacher's predictions or with fewer than 20 images."""
-    if not one.teacher or len(one.student_sure) < 20:
-        return ""
-    chosen, shown = Half.of(one, 0), Half.of(one, 1)
+def pair(predictions: Predictions) -> list[Card]:
+    """Show the pair as cards; [] without a teacher's predictions or with fewer than 20 images."""
+    if not predictions.teacher or len(predictions.student_sure) < 20:
+        return []
+    chosen, shown = Half.of(predictions, 0), Half.of(predictions, 1)
     threshold = chosen.threshold()
-    passed = shown.sure < threshold
     cuts, right = shown.curve()
-    images, teacher = len(shown.sure), float(shown.teacher.mean())
-    series = [
-        Series("student, and the teacher where it is unsure", "--c1", [*(cuts / images)], [*(right / images)]),
-        Series("teacher alone", "--teacher", [0.0, 1.0], [teacher, teacher], dashed=True),
-    ]
-    drawing = lines(series, (515, 260), "share passed on to the teacher", "%")
-    names = legend([(each.name, each.color) for each in series])
+    images = len(shown.sure)
+    name = "student, and the teacher where it is unsure"
+    curve = Series(name, "var(--c1)", [*(cuts / images)], [*(right / images)])
+    teacher = Level("teacher alone", "var(--teacher)", y=float(shown.teacher.mean()))
+    chart = lines([curve], HALF, Axis("share passed on to the teacher", "%", zero=True), Axis(unit="%"), [teacher])
     rows = []
     for share in SHARES:
         k = int(np.searchsorted(cuts, share * images))
         rows.append({"passed on": percent(cuts[k] / images), "accuracy": percent(right[k] / images)})
-        if cost := _cost(one, cuts[k] / images):
+        if cost := _cost(predictions, cuts[k] / images):
             rows[-1]["CPU time, teacher = 1"] = cost
-    hint = f'<p class="hint">{_summary(one, shown, passed, threshold)}</p>'
-    grid = card("Student and teacher as a pair", drawing, names) + card("", hint, html_table(rows))
-    return f'<div class="grid two">{grid}</div>'
+    hint = _summary(predictions, shown, shown.sure < threshold, threshold)
+    return [Card("Student and teacher as a pair", chart=chart), Card(hints=[hint], table=rows)]
 
 
 def _cost(one: Predictions, share: float) -> str:

@@ -8,11 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from kd.core.text import html_table
+from kd.core.text import number
 from kd.engine.monitor.evidence import Evidence
 from kd.study.report.record import RunRecord
-from kd.study.report.sections import card, color, esc, section
-from kd.study.report.svg import bars, legend, number
+from kd.study.report.view import Bar, Card, Grid, Section, bars, color
 
 TOP = 5  # operators of each run that are drawn
 FUSED_ATTENTION, FUSED, FOREACH = "fused attention", r"^_?fused_", r"^_foreach_"
@@ -134,31 +133,32 @@ def _steady(run: RunRecord) -> float:
     return 1000 * int(run.keys.get("data.batch_size", 0) or 0) / ms if ms else run.images_per_second
 
 
-def operators(runs: Sequence[RunRecord]) -> str:
+def operators(runs: Sequence[RunRecord]) -> list[Section]:
     """Show what a step computes; of several runs beside each other, with the parts of their steps."""
     names = [run.name for run in runs]
-    own = {run.name: grouped(run, False) for run in runs}
-    top = dict.fromkeys(name for found in own.values() for name in [*found][:TOP])
-    named = legend([(name, color(i)) for i, name in enumerate(names)]) if len(runs) > 1 else ""
-    cards = [
-        card(f"The {TOP} operators with the most time", named, _bars([*top], [*own.values()])) if top else "",
-        card("What they compute, and how", html_table(table_of(runs), names)),
-    ]
+    legend = [(name, color(i)) for i, name in enumerate(names)] if len(runs) > 1 else []
+    profiles = [grouped(run, False) for run in runs]
+    longest = dict.fromkeys(name for profile in profiles for name in [*profile][:TOP])
+    cards = []
+    if longest:
+        title = f"The {TOP} operators with the most time"
+        cards.append(Card(title, legend=legend, bars=_bars([*longest], profiles)))
     if len(runs) > 1:
         parts = [parts_of(run) for run in runs]
-        order = [name for name in dict.fromkeys([*PARTS.values(), "other"]) if any(name in found for found in parts)]
-        cards.insert(1, card("Parts of a step", named, _bars(order, parts)) if order else "")
-        cards.append(card("Batch, speed, memory", html_table(machine_rows(runs))))
-    missing = "".join(f'<p class="hint">{esc(text)}</p>' for run in runs if (text := how_to_profile(run)))
-    return section("What a step computes", HINT, missing, f'<div class="grid two">{"".join(cards)}</div>')
+        order = [name for name in dict.fromkeys([*PARTS.values(), "other"]) if any(name in part for part in parts)]
+        cards += [Card("Parts of a step", legend=legend, bars=_bars(order, parts))] if order else []
+    if rows := table_of(runs):
+        cards.append(Card("What they compute, and how", table=rows, left=names))
+    if len(runs) > 1:
+        cards.append(Card("Batch, speed, memory", table=machine_rows(runs)))
+    notes = [text for run in runs if (text := how_to_profile(run))]
+    return [Section("What a step computes", [Grid(cards, 2)], HINT, notes)]
 
 
-def _bars(names: Sequence[str], runs: Sequence[dict[str, tuple[float, float, str]]]) -> str:
-    """Draw a bar for each name and run, with its milliseconds, share and form."""
-    rows = []
+def _bars(names: Sequence[str], runs: Sequence[dict[str, tuple[float, float, str]]]) -> dict[str, list[Bar]]:
+    """Return a bar for each name and run that has a profile, with its milliseconds, share and form."""
+    rows = {}
     for name in names:
-        cells = [
-            (run.get(name, (0.0, 0.0, "")), color(i)) for i, run in enumerate(runs) if run
-        ]  # not without a profile
-        rows.append((name, [(ms, tint, _cell(ms, share, form)) for (ms, share, form), tint in cells]))
-    return bars(rows, "ms")
+        cells = [(color(i), run.get(name, (0.0, 0.0, ""))) for i, run in enumerate(runs) if run]
+        rows[name] = [(cell[0], tint, _cell(*cell)) for tint, cell in cells]
+    return bars(rows)

@@ -7,7 +7,6 @@ teacher in turns, after all training.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,14 @@ from kd.setup.build_teacher import load_fitted
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 from kd.setup.student import best_student
-from kd.study.report.svg import Series, esc, lines, standalone
+from kd.study.report.charts import FILE, Axis, Level, Points, Series, points
 from kd.study.sweeps.space import Trial, student_alike
 from kd.study.sweeps.trials import Trials
 
 TEACHER = "teacher"
 SECONDS = 2.0  # most seconds of timing per model
-WIDTH, HEIGHT, LINE = 720, 360, 18  # size of the picture, and height of a line below it, pixels
-COLORS = {"--c1": "#2f6fde", "--rest": "#98a2b3", "--c2": "#d9822b", "--teacher": "#8e5bd0"}
+SIZE = (660, 300)  # of the plot, pixels
+COLORS = {"frontier": "#2f6fde", "others": "#98a2b3", "labels only": "#d9822b", TEACHER: "#8e5bd0"}
 NOTE = (
     "ms: CPU time of an image in onnxruntime on one thread of {}, all models in turns, the median. MB: the graph, "
     "weights included. frontier: no other student is as accurate and faster, or as fast and more accurate."
@@ -99,27 +98,36 @@ def write(rows: Sequence[Row], teacher: Row, column: Column, folder: Path) -> st
 
 def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
     """Return score against milliseconds as an SVG file; at least one row must be timed."""
-    order, series = sorted((row for row in rows if "ms" in row), key=lambda row: row["number"]), []
-    front = [(row["ms"], row["score"]) for row in order if row["frontier"]]
-    stairs = [front[0], *(corner for last, now in pairwise(front) for corner in ((now[0], last[1]), now))]
-    ends = [teacher.get("ms", order[0]["ms"]), *(row["ms"] for row in order)]
-    for row in order:
-        at, color = row["ms"], "--c1" if row["frontier"] else "--rest"
-        series.append(Series("", color, [at], [row["score"]], label=str(row["number"])))
-        series += [Series("", color, [at, at], row["interval"])] if "interval" in row else []
-        series += [Series("", "--c2", [at], [row["labels_only"]])] if "labels_only" in row else []
-    series += [Series("", "--c1", [x for x, _ in stairs], [y for _, y in stairs])] if len(stairs) > 1 else []
+    order = sorted((row for row in rows if "ms" in row), key=lambda row: row["number"])
+    front = [row for row in order if row["frontier"]]
+    others = [row for row in order if not row["frontier"]]
+    labels_only = [(row["ms"], row["labels_only"]) for row in order if "labels_only" in row]
+    groups = [
+        _points("frontier", front),
+        _points("others", others),
+        Points("labels only", COLORS["labels only"], labels_only),
+    ]
+    levels = []
     if teacher:
-        series.append(Series("", "--teacher", [min(ends), max(ends)], [teacher["score"]] * 2, dashed=True))
-        series += [Series("", "--teacher", ends[:1], [teacher["score"]], label=TEACHER)] if "ms" in teacher else []
-    what = [", ".join(named(row["values"]).values()) for row in order]
-    both = zip(order, what, strict=True)
-    names = [f"{row['number']}  {one}: {row['ms']:.3g} ms, {column.text(row['score'])}" for row, one in both]
-    names.append("blue: the frontier; grey: the others; orange: labels only; dashed: the teacher; 95 % intervals")
-    texts = [f'<text x="12" y="{HEIGHT + LINE * i}">{esc(name)}</text>' for i, name in enumerate(names, 1)]
-    made = lines(series, (WIDTH, HEIGHT), "ms of CPU time an image", column.unit, log=True)
-    made = made.replace(f' {HEIGHT}"', f' {HEIGHT + LINE * (len(names) + 1)}"', 1)  # of the viewBox
-    return standalone(made, COLORS, "".join(texts))
+        levels.append(Level(TEACHER, COLORS[TEACHER], y=teacher["score"]))
+    if "ms" in teacher:
+        groups.append(Points(TEACHER, COLORS[TEACHER], [(teacher["ms"], teacher["score"])], [TEACHER]))
+    stairs = Series("frontier", COLORS["frontier"], [row["ms"] for row in front], [row["score"] for row in front])
+    lines = []
+    for row in order:
+        values = ", ".join(named(row["values"]).values())
+        lines.append(f"{row['number']}  {values}: {row['ms']:.3g} ms, {column.text(row['score'])}")
+    lines.append("upright: 95 % intervals")
+    x_axis = Axis("ms of CPU time an image", log=True)
+    chart = points(groups, SIZE, x_axis, Axis(unit=column.unit), levels, stairs, lines)
+    return chart.svg(FILE)
+
+
+def _points(name: str, rows: Sequence[Row]) -> Points:
+    """Return rows as numbered points with their intervals."""
+    at = [(row["ms"], row["score"]) for row in rows]
+    intervals = [row.get("interval") for row in rows]
+    return Points(name, COLORS[name], at, [str(row["number"]) for row in rows], intervals)
 
 
 def named(values: Mapping[str, str]) -> dict[str, str]:

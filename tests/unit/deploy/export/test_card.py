@@ -72,3 +72,8 @@ def test_a_name_is_shown_and_does_nothing(card):
     assert plain("a\u2028b\x1b") == "a b?"
     assert plain_name("local-dir:/home/a/vit") == "vit"
     assert plain_name("hf_hub:timm/vit`x") == "hf_hub:timm/vit'x"
+
+
+def test_a_class_that_looks_like_a_template_is_text(card):
+    text = card(facts={"name": "{{ 7*7 }}{% raw %}"})
+    assert "# {{ 7\\*7 }}{% raw %}\n" in text

@@ -23,7 +23,6 @@ from kd.study.report.record import (
     verdicts,
 )
 from kd.study.report.report import summary
-from kd.study.report.sections import curves
 
 TRAIN = [
     {"step": step, "epoch": step // 10, "images": 32 * step, "seconds": 2.0 * step, "loss": 3 / step}
@@ -241,21 +240,22 @@ def test_classes_of_few_images_are_marked_and_absent_ones_named():
 
 def test_two_evaluations_make_no_curve():
     rows = [{"step": step, "accuracy": value} for step, value in ((5, 0.25), (10, 0.5))]
-    page = curves([RunRecord("one", {}, {}, [], rows, [], SINGLE_LABEL)])
-    assert "<polyline" not in page
+    page = render([RunRecord("one", {}, {}, [], rows, [], SINGLE_LABEL)])
+    assert "<svg" not in page
     assert "50 %" in page
     assert "25 %" not in page
     rows.insert(0, {"step": 1, "accuracy": 0.125})
-    assert "<polyline" in curves([RunRecord("one", {}, {}, [], rows, [], SINGLE_LABEL)])
+    assert "<svg" in render([RunRecord("one", {}, {}, [], rows, [], SINGLE_LABEL)])
 
 
 def test_curves_mark_where_images_took_their_size():
     rows = [{"step": step, "accuracy": 0.1 * step} for step in (1, 2, 3)]
-    train, keys = [{"step": 3, "loss": 1.0}], {"data.progressive.size": 32, "data.progressive.until": 0.6}
+    train = [{"step": 3, "loss": 1.0, "epoch": 0, "images": 3, "seconds": 1.0}]
+    keys = {"data.progressive.size": 32, "data.progressive.until": 0.6}
     for settings, marks in ({}, 0), ({"data.progressive.size": 0}, 0), (keys, 1):
-        page = curves([RunRecord("one", settings, {}, train, rows, [], SINGLE_LABEL)])
-        assert page.count("one: 32 px</span>") == marks
-        assert page.count("line dashed") == marks
+        page = render([RunRecord("one", settings, {}, train, rows, [], SINGLE_LABEL)])
+        assert page.count(">one: 32 px</text>") == marks
+        assert page.count("stroke-dasharray") == marks
 
 
 def test_the_page_has_the_table_of_graphs():

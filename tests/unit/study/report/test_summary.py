@@ -1,12 +1,10 @@
 """Whether distillation paid: only against labels alone of equal cost."""
 
-import html
-import json
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from charted import charted
 
 from kd.core.intervals import Samples, paired, wilson
 from kd.core.scores import Scored
@@ -107,11 +105,6 @@ def graded(scores, each=2.0, **changes):
     return replace(run(round(100 * scores[-1]), 0.0), train=train, val=val, manifest=manifest, **changes)
 
 
-def charts(page):
-    """Return the numbers of the charts of a page."""
-    return [json.loads(html.unescape(text)) for text in re.findall(r'data-chart="([^"]*)"', page)]
-
-
 RISING, FLAT = [i / 20 for i in range(20)], [0.2, *[0.5] * 19]
 
 
@@ -148,10 +141,12 @@ def test_a_report_has_both_curves_as_a_table_and_says_whether_the_student_had_st
     page = render([one])
     assert "<h2>Does it pay</h2>" in page
     assert "still learning" in page
-    (drawn,) = (chart for chart in charts(page) if "CPU time" in chart["x"])
-    assert [line["name"] for line in drawn["series"]] == ["distilled", "labels alone", "labels alone, best"]
-    assert drawn["series"][0]["x"] == [50.0 + 10 * i for i in range(1, 21)]
-    assert drawn["series"][2]["y"] == [0.5, 0.5]
+    drawn = charted(page, one.name)
+    assert list(drawn)[1:] == ["distilled", "labels alone", "labels alone, best"]
+    assert "CPU time" in next(iter(drawn))
+    steps = zip(next(iter(drawn.values())), drawn["distilled"], strict=True)
+    assert [x for x, score in steps if score is not None] == [50.0 + 10 * i for i in range(1, 21)]
+    assert {*drawn["labels alone, best"]} == {0.5}
     assert "`run.steps=3x`" in described(graded(RISING, keys={"run.steps": 100}))[-2]
     assert "had stopped learning" in described(graded(FLAT))[-2]
     assert "not known: 2 evaluations are too few" in described(graded([0.5, 0.6]))[-2]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from itertools import product
 from xml.etree import ElementTree
 
@@ -69,20 +70,28 @@ def test_the_frontier_is_what_its_definition_gives(seed, smaller):
     assert any(expected)
 
 
-def place_of(root: ElementTree.Element, anchor: str) -> list[tuple[float, float]]:
-    """Return position and number of each mark of an axis."""
-    found = []
-    for one in root.iter(f"{SVG}text"):
-        if one.get("class") == "tick" and one.get("text-anchor") == anchor:
-            at = float(one.get("x")) if anchor == "middle" else float(one.get("y")) - 4
-            found.append((at, float(one.text.removesuffix(" %"))))
-    return found
+def at(element: ElementTree.Element) -> tuple[float, float]:
+    """Return the place of a mark."""
+    x, y = re.findall(r"[-\d.]+", element.get("transform", ""))[:2]
+    return float(x), float(y)
 
 
-def read_off(marks: list[tuple[float, float]], at: float) -> float:
+def marks_of(root: ElementTree.Element, kind: str) -> list[ElementTree.Element]:
+    """Return the marks of a kind, such as `mark-symbol role-mark`."""
+    return [mark for group in root.iter(f"{SVG}g") if group.get("class", "").startswith(kind) for mark in group]
+
+
+def place_of(root: ElementTree.Element, axis: int) -> list[tuple[float, float]]:
+    """Return position and number of each label of the x axis (0) or the y axis (1)."""
+    labels = [one for one in marks_of(root, "mark-text role-axis-label") if one.text]
+    middle = [one for one in labels if (one.get("text-anchor") == "end") == bool(axis)]
+    return [(at(one)[axis] - 3 * axis, float(one.text.removesuffix(" %"))) for one in middle]
+
+
+def read_off(marks: list[tuple[float, float]], place: float) -> float:
     """Return the number at a position, from the first and the last mark."""
     (low, a), (high, b) = marks[0], marks[-1]
-    return a + (at - low) / (high - low) * (b - a)
+    return a + (place - low) / (high - low) * (b - a)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -90,20 +99,20 @@ def test_the_points_of_the_picture_are_the_numbers_of_the_rows(seed):
     rows, teacher = rows_of(seed, 8), {"score": 0.95, "ms": 30.0}
     rows[3]["labels_only"] = 0.07
     root = ElementTree.fromstring(picture([*rows, {"trial": "gone"}], teacher, ACCURACY))
-    x_marks = [(at, torch.tensor(value).log10().item()) for at, value in place_of(root, "middle")]
-    y_marks = place_of(root, "end")
+    x_marks = [(place, torch.tensor(value).log10().item()) for place, value in place_of(root, 0)]
+    y_marks = place_of(root, 1)
     drawn = [
-        (10 ** read_off(x_marks, float(one.get("cx"))), read_off(y_marks, float(one.get("cy"))) / 100, one.get("style"))
-        for one in root.iter(f"{SVG}circle")
+        (10 ** read_off(x_marks, at(one)[0]), read_off(y_marks, at(one)[1]) / 100, one.get("fill"))
+        for one in marks_of(root, "mark-symbol role-mark")
     ]
-    expected = [(row["ms"], row["score"], "--c1" if row["frontier"] else "--rest") for row in rows]
-    expected += [(rows[3]["ms"], 0.07, "--c2"), (30.0, 0.95, "--teacher")]
+    expected = [(row["ms"], row["score"], "frontier" if row["frontier"] else "others") for row in rows]
+    expected += [(rows[3]["ms"], 0.07, "labels only"), (30.0, 0.95, "teacher")]
     assert len(drawn) == len(expected)
-    for (ms, score, style), one in zip(sorted(drawn), sorted(expected), strict=True):
+    for (ms, score, color), one in zip(sorted(drawn), sorted(expected), strict=True):
         assert ms == pytest.approx(one[0], rel=0.01)
         assert score == pytest.approx(one[1], abs=0.005)
-        assert COLORS[one[2]] in style
-    texts = [one.text for one in root.iter(f"{SVG}text")]
+        assert COLORS[one[2]] == color
+    texts = ["".join(one.itertext()) for kind in ("text", "tspan") for one in root.iter(f"{SVG}{kind}")]
     for row in rows:
         line = next(text for text in texts if text.startswith(f"{row['number']}  a<b width="))
         assert f"{row['ms']:.3g} ms, {100 * row['score']:.1f} %" in line
