@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import cleanlab  # pyright: ignore[reportMissingImports]
 import numpy as np
