@@ -20,7 +20,7 @@ def call_of(text: str) -> tuple[str, list[Any], dict[str, Any]]:
         return "", [], {}
     try:
         call = ast.parse(f"name{match[2] or '()'}", mode="eval").body
-        if not isinstance(call, ast.Call):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             return "", [], {}
         options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         return match[1], [ast.literal_eval(argument) for argument in call.args], options
@@ -58,7 +58,9 @@ def classes_of(module: Any, end: str) -> dict[str, type]:
     """Return the classes of a module whose names end alike, by short names: `SuccessiveHalvingPruner` is
     `successive_halving`, `NSGAIISampler` is `nsga2`.
     """
-    names = [name for name in module.__all__ if name.endswith(end) and not name.startswith(("Base", "Partial"))]
+    names = [
+        name for name in module.__all__ if name.endswith(end) and not name.startswith(("Base", "Partial", "Brute"))
+    ]
     short = {re.sub("(?<=[a-z])(?=[A-Z])", "_", name.removesuffix(end)): name for name in names}
     roman = {"NSGAII": "nsga2", "NSGAIII": "nsga3"}
     return {roman.get(key, key.lower()): getattr(module, name) for key, name in short.items()}

@@ -24,7 +24,8 @@ def table_of(rows: Sequence[dict[str, Any]], tried: Trials, column: Column, refe
         marks.append(f"pruned after {row['pruned']} evaluations" if "pruned" in row else "")
         spent = _work(tried, row["trial"]) if sifted else {}
         measured = {**spent, **cells, "": ", ".join(filter(None, marks))}
-        lines.append({**frontier.named(row["values"]), title: _with_interval(row, column), **measured})
+        values = {key: f"{float(row['values'][key]):.4g}" for key in tried.space.ranges}
+        lines.append({**frontier.named(row["values"] | values), title: _with_interval(row, column), **measured})
     blank = dict.fromkeys(lines[0], "-")
     if reference:
         lines.append({**blank, title: column.text(reference["score"]), **more[-1], "": "the teacher"})

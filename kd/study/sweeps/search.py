@@ -81,10 +81,12 @@ def sampler_of(text: str, space: Space, trials: int, seed: int) -> Sampler | Non
             wrong = f"is grid, but '{space.ranges[0]}' has a range" if space.ranges else "is grid, which trains all"
             raise ConfigError("--sampler", wrong, "Lists key=a,b,c without --trials", "Leave --sampler out")
         return None
+    sampler = partial(_seeded, text or "tpe", seed)
+    sampler(0)  # its name is checked first
     if not trials:
         allowed = "A number of trials, for a range or a sampler"
         raise ConfigError("--trials", "is missing", allowed, "Add, for example, --trials 20")
-    return partial(_seeded, text or "tpe", seed)
+    return sampler
 
 
 def _seeded(text: str, seed: int, number: int) -> optuna.samplers.BaseSampler:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,7 +102,7 @@ class Trials:
         with alone(self.folder):
             self._begin(sampler is None)
         attempts: dict[str, Attempt] = {}
-        with Processes() as processes:
+        with ExitStack() as claims, Processes() as processes:
             while True:
                 for name, line in processes.ended().items():
                     self._tell(attempts.pop(name), line, name in processes.stopped)
@@ -111,6 +111,7 @@ class Trials:
                         processes.stop(name)
                 if len(attempts) < jobs and (attempt := self._next(count, sampler)):
                     attempts[attempt.trial.name] = attempt
+                    claims.callback(attempt.claim.close)
                     self._start(attempt, processes, final)
                 elif not attempts and not self._records(TrialState.RUNNING, TrialState.WAITING):
                     return
