@@ -108,7 +108,9 @@ class Trials:
         with ExitStack() as claims, Processes() as processes:
             while True:
                 for name, line in processes.ended().items():
-                    self._tell(attempts.pop(name), line, name in processes.stopped)
+                    attempt = attempts.pop(name)
+                    self._tell(attempt, line, name in processes.stopped)
+                    attempt.claim.close()  # not earlier: a trial that is RUNNING and free counts as interrupted
                 for name, attempt in attempts.items():
                     if not self.goal.objectives and self._hopeless(attempt):
                         processes.stop(name)
@@ -211,7 +213,6 @@ class Trials:
 
     def _tell(self, attempt: Attempt, line: str, stopped: bool) -> None:
         """Record how a trial ended. `line`: its error; "": none."""
-        attempt.claim.close()
         shown = ", ".join(f"{key}={text}" for key, text in attempt.trial.values.items())
         if line and stopped:
             self.study.tell(attempt.asked, state=TrialState.PRUNED)
