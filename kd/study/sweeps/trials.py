@@ -112,7 +112,7 @@ class Trials:
                     self._tell(attempt, line, name in processes.stopped)
                     attempt.claim.close()  # not earlier: a trial that is RUNNING and free counts as interrupted
                 for name, attempt in attempts.items():
-                    if not self.goal.objectives and self._hopeless(attempt):
+                    if self._hopeless(attempt):
                         processes.stop(name)
                 if len(attempts) < jobs and (attempt := self._next(count, sampler)):
                     attempts[attempt.trial.name] = attempt
@@ -200,20 +200,26 @@ class Trials:
         processes.start(trial.name, words, self.folder / f"{trial.name}.log", [attempt.claim.fileno()])
 
     def _hopeless(self, attempt: Attempt) -> bool:
-        """Report new validation rows, and return whether the pruner ends the trial."""
+        """Report new validation rows, and return whether the pruner ends the trial before its run is scored."""
+        pruned = self._report(attempt) and attempt.asked.should_prune()
+        return pruned and RunDir(self.folder / attempt.trial.name).scored() is None
+
+    def _report(self, attempt: Attempt) -> bool:
+        """Report new validation rows, and return whether there were some. Optuna takes none of several objectives."""
         folder = RunDir(self.folder / attempt.trial.name)
-        rows = folder.metrics("val")[attempt.reported :]
+        rows = [] if self.goal.objectives else folder.metrics("val")[attempt.reported :]
         for row in rows:
             key = self.goal.key_in(row)
             if not attempt.reported:
                 attempt.asked.set_user_attr("key", key)
             attempt.asked.report(row[key], attempt.reported)
             attempt.reported += 1
-        return bool(rows) and attempt.asked.should_prune() and folder.scored() is None
+        return bool(rows)
 
     def _tell(self, attempt: Attempt, line: str, stopped: bool) -> None:
         """Record how a trial ended. `line`: its error; "": none."""
         shown = ", ".join(f"{key}={text}" for key, text in attempt.trial.values.items())
+        self._report(attempt)
         if line and stopped:
             self.study.tell(attempt.asked, state=TrialState.PRUNED)
             log.info("sweep: %s: pruned after %d evaluations", shown, attempt.reported)
