@@ -18,7 +18,7 @@ from kd.core.errors import RunError
 from kd.core.host import cores
 from kd.files.json_file import read_json
 from kd.files.storage import write_json, write_text
-from kd.study.sweeps import frontier, results
+from kd.study.sweeps import frontier, ranking
 from kd.study.sweeps.costs import COSTS
 from kd.study.sweeps.processes import failure
 from kd.study.sweeps.search import Goal, Sampler, opened, pruner_of, rehearse, sampler_of
@@ -30,7 +30,7 @@ log = logging.getLogger("kd")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SweepPlan:
     """A sweep that was checked, before anything is written."""
 
     space: Space
@@ -59,7 +59,7 @@ class Plan:
         return self.space.trial(values, f"{self.name}_sweep", sharing(self.space.load(values), threads), baseline)
 
 
-def planned(space: Space, trials: int, sampler: str, pruner: str, by: str, objectives: str) -> Plan:
+def planned(space: Space, trials: int, sampler: str, pruner: str, by: str, objectives: str) -> SweepPlan:
     """Check a sweep; see `kd.study.sweeps.sweep.sweep`."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     first = space.load(space.probes()[0])
@@ -71,10 +71,10 @@ def planned(space: Space, trials: int, sampler: str, pruner: str, by: str, objec
     probes = [space.trial(values, folder, sharing(space.load(values), 1)) for values in combinations]
     require_different(probes)
     rehearse(space, goal, draw, end)
-    return Plan(space, goal, trials, draw, end, probes)
+    return SweepPlan(space, goal, trials, draw, end, probes)
 
 
-def trained(plan: Plan, storage: str, jobs: int) -> dict[str, Any]:
+def trained(plan: SweepPlan, storage: str, jobs: int) -> dict[str, Any]:
     """Train a sweep, and return the fields of `kd.study.sweeps.sweep.Sweep`."""
     with alone(plan.folder):
         file = plan.folder / "sweep.json"
@@ -93,7 +93,7 @@ def trained(plan: Plan, storage: str, jobs: int) -> dict[str, Any]:
         return _written(plan, tried, winner, again.rows())
 
 
-def _trials(plan: Plan, storage: str, trial_of: Any) -> Trials:
+def _trials(plan: SweepPlan, storage: str, trial_of: Any) -> Trials:
     """Open the study of a plan: equal settings, values and objectives, equal study."""
     content = (plan.probes[0].name, sorted(plan.space.axes.items()), plan.goal.by, plan.goal.objectives)
     name = f"{plan.name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:8]}"
@@ -102,7 +102,7 @@ def _trials(plan: Plan, storage: str, trial_of: Any) -> Trials:
     return Trials(plan.folder, study, plan.space, plan.goal, trial_of)
 
 
-def _with_seeds(plan: Plan, winner: Trial) -> Plan:
+def _with_seeds(plan: SweepPlan, winner: Trial) -> SweepPlan:
     """Return a plan that trains a trial with seeds that no other trial has."""
     newest = max(trial.config.run.seed for trial in plan.probes)
     seeds = [str(newest + 1 + number) for number in range(FRESH)]
@@ -127,7 +127,7 @@ def _best(tried: Trials) -> Trial:
     return tried.trial(rows[0])
 
 
-def _written(plan: Plan, tried: Trials, winner: Trial, fresh: list[dict[str, Any]]) -> dict[str, Any]:
+def _written(plan: SweepPlan, tried: Trials, winner: Trial, fresh: list[dict[str, Any]]) -> dict[str, Any]:
     """Score the best on the test images, time the students, and write best.yaml and sweep.md."""
     folder, best = plan.folder, plan.folder / "best.yaml"
     baseline = plan.space.load(winner.values).run.baseline  # the user's own setting
@@ -139,9 +139,9 @@ def _written(plan: Plan, tried: Trials, winner: Trial, fresh: list[dict[str, Any
     if plan.sized:
         rows, reference = frontier.measured(tried, rows)
         notes = [frontier.write(rows, reference, column, folder)]
-    shown = results.table_of(rows, tried, column, reference)
+    shown = ranking.table_of(rows, tried, column, reference)
     hints = f"`kd-train {best}` trains the best again; `kd-report {folder}/*/` shows all curves on one page."
-    text = "\n\n".join([shown, *notes, results.luck(rows, fresh, tested, column), hints])
+    text = "\n\n".join([shown, *notes, ranking.luck(rows, fresh, tested, column), hints])
     write_text(folder / "sweep.md", text + "\n")
     fields = {"folder": folder, "best": best, "rows": rows, "fresh": fresh, "tested": tested, "text": text}
     return {**fields, "study": tried.study}

@@ -169,7 +169,7 @@ class Trials:
         self.study.enqueue_trial(values, {"values": values, "continues": record.number})
 
     def _next(self, count: int, sampler: Sampler | None) -> Attempt | None:
-        """Take a trial that waits, or draw one; None: there is none now."""
+        """Take a trial that waits, or draw one; None: nothing is left at this moment."""
         with alone(self.folder):
             for record in self._records(TrialState.RUNNING):
                 claim = _claimed(self.folder, record.user_attrs.get("trial", "interrupted"))

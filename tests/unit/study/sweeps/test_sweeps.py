@@ -25,7 +25,7 @@ from kd.setup.recipe import resolve
 from kd.study.sweeps.calls import call_of
 from kd.study.sweeps.conduct import planned
 from kd.study.sweeps.processes import Processes, failure
-from kd.study.sweeps.results import luck, table_of
+from kd.study.sweeps.ranking import luck, table_of
 from kd.study.sweeps.search import Goal, opened, sampler_of
 from kd.study.sweeps.space import Space, prepared_alike, sharing
 from kd.study.sweeps.sweep import sweep
@@ -264,7 +264,7 @@ def test_a_pruner_is_named_as_in_the_field(settings, name, kind):
 
 def test_a_package_that_a_sampler_needs_is_named(settings, monkeypatch):
     monkeypatch.setitem(sys.modules, "cmaes", None)
-    space = Space.read(settings, ["optimizer.lr=uniform(1e-3,1e-2)"])
+    space = Space.read(settings, ["optimizer.lr=uniform(1e-3,1e-2)", "optimizer.weight_decay=uniform(0.01,0.1)"])
     with pytest.raises(MissingExtra, match=r"^--sampler: .* not installed .* pip install cmaes\."):
         planned(space, 3, "cmaes", "none", "", "")
 
