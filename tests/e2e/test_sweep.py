@@ -166,7 +166,9 @@ def test_a_range_is_searched_for_a_front_and_goes_on(photos, tmp_path, monkeypat
     assert best
     assert marked, "by times of all models in turns"
     assert len(study.trials_dataframe()) == 2
+    values = [trial.values for trial in study.trials]
     again = kd.sweep(*words, trials=3, objectives="accuracy,ms,mb", sampler="random")
     assert {row["trial"] for row in again.rows} > {row["trial"] for row in found.rows}
-    assert [trial.values for trial in again.study.trials[:2]] == [trial.values for trial in study.trials]
+    assert [trial.values for trial in again.study.trials][:2] == values, "not trained again"
+    assert len(again.study.trials) == 3
     assert max(count for counter in evaluated(found.folder) for count in counter.values()) == 1
