@@ -16,13 +16,16 @@ import json
 import sys
 from typing import Any
 
+from optuna.study import StudyDirection
+
 import kd
 from _record import write
 from kd.config.flat import plain
 from kd.core.intervals import wilson
 from kd.jobs.evaluate import evaluate
 from kd.parts.tasks.single_label import SCORES
-from kd.study.sweeps.frontier import members, picture
+from kd.study.sweeps.frontier import picture
+from kd.study.sweeps.search import front
 
 PIXELS = {"mean": [0.491, 0.482, 0.447], "std": [0.247, 0.243, 0.262]}
 OWN = {"kind": "torch", "model": "examples.residual:network", **PIXELS, "input_size": 32}
@@ -44,6 +47,7 @@ STUDENTS: dict[str, dict[str, Any]] = {
         "args": {"embed_dims": [24, 48, 72, 96], "depths": [1, 1, 2, 1], "num_heads": [1, 2, 3, 4]},
     },
 }
+LESS_TIME = (StudyDirection.MINIMIZE, StudyDirection.MAXIMIZE)  # milliseconds, accuracy
 TEACHER_SIZE = "teacher.input_size=32"
 KEYS = (
     "run.name=frontier_cifar10",
@@ -72,7 +76,7 @@ def on_test(found: Any, row: dict[str, Any]) -> dict[str, Any]:
 def rows_of(rows: list[dict[str, Any]], fresh: list[dict[str, Any]], teacher: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a CSV: each student, the best with other seeds, the teacher."""
     names = {json.dumps(student, sort_keys=True): name for name, student in STUDENTS.items()}
-    costs = ("ms", "mb", "parameters", "frontier", "why", "untimed")
+    costs = ("ms", "mb", "parameters", "frontier", "untimed")
     lines: list[dict[str, Any]] = [{"what": "teacher", "test": teacher["score"], **teacher}]
     for what, one in [*(("student", row) for row in rows), *(("best again", row) for row in fresh)]:
         low, high = one["interval"]
@@ -109,11 +113,11 @@ def main() -> None:
         keys.remove(TEACHER_SIZE)
     axis = "student=" + ",".join(json.dumps(STUDENTS[name]) for name in given.only)
     found = kd.sweep(settings, *keys, axis, jobs=given.jobs)
-    rows, fresh = ([on_test(found, row) for row in each if not row["why"]] for each in (found.rows, found.fresh))
+    rows, fresh = ([on_test(found, row) for row in each] for each in (found.rows, found.fresh))
     timed = sorted((row for row in rows if "ms" in row), key=lambda row: row["ms"])
-    for row, holds in zip(timed, members([(row["ms"], row["score"]) for row in timed]), strict=True):
+    for row, holds in zip(timed, front([(row["ms"], row["score"]) for row in timed], LESS_TIME), strict=True):
         row["frontier"] = holds
-    costs = json.loads((found.folder / "frontier.json").read_text())["costs"]
+    costs = found.study.user_attrs["costs"]["costs"]
     teacher = {"score": rows[0]["teacher"], **costs["teacher"]}
     command = shown(["python benchmarks/frontier.py", *sys.argv[1:]])
     file = write("frontier_cifar10", command, rows_of(rows, fresh, teacher))

@@ -46,6 +46,7 @@ TRIED: dict[str, str] = {
     "ray": "-m kd.cli launch food.yaml --local dnn=1,data=1 run.steps=1",
     "transformers": "-c 'import transformers, kd.parts.networks.transformers, kd.parts.networks.zero_shot'",
     "sign": "-c 'import model_signing.signing, model_signing.verifying, kd.deploy.export.signature'",
+    "sweep": "-c 'import kd.study.sweeps.conduct; from optuna import storages, samplers; samplers.TPESampler(seed=0)'",
     "completion": "-c 'import argcomplete, kd.cli.__main__'",
     "sift-integrations": "-c 'import lightning, transformers, kd.sifting.frameworks'",
 }

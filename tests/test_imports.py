@@ -63,6 +63,7 @@ MAY_IMPORT_OUTSIDE = {
     "nncf": ("parts/exporters/openvino.py",),
     "executorch": ("parts/exporters/executorch.py",),
     "ray": ("cluster/ray_cluster.py", "cluster/decoders.py"),
+    "optuna": ("study/sweeps/",),
     "psutil": ("engine/monitor/system.py", "core/host.py"),
     "pynvml": ("engine/monitor/system.py",),
     "transformers": ("parts/networks/_towers.py",),

@@ -122,23 +122,35 @@ def cache(argv: Sequence[str] | None = None) -> int:
 
 
 def sweep(argv: Sequence[str] | None = None) -> int:
-    """`kd-sweep CONFIG key=a,b,c ... [--by SCORE] [--jobs N]`: train with many settings, find the best."""
+    """`kd-sweep CONFIG key=a,b,c ... [--trials N] [--sampler NAME] [--pruner NAME]`: find the best settings."""
     parser = new_parser(
         "kd-sweep",
-        "Train CONFIG with all combinations of the values that keys list, with one teacher, cache and store for all. "
-        "The best is trained again with two other seeds. Different students (student.model=a,b) are also timed, and "
-        "plotted by score and milliseconds. The same command resumes after an interruption.",
-        "kd-sweep vit_food losses.0.temperature=1,2,4 optimizer.lr=1e-3,3e-3",
+        "Train CONFIG with all combinations of the values that keys list, or by a sampler of Optuna's, with one "
+        "teacher, cache and store for all. The best is trained again with two other seeds. Different students "
+        "(student.model=a,b) are also timed, and plotted by score and milliseconds. The same command resumes after an "
+        "interruption; with --storage several hosts share the trials.",
+        "kd-sweep vit_food losses.0.temperature=1,2,4 'optimizer.lr=loguniform(1e-4,1e-2)' --trials 20",
     )
+    text = "number of trials, if a key has a range (uniform, loguniform, integers) or a sampler is named"
+    parser.add_argument("--trials", metavar="N", type=whole_number(1, 10**6), default=0, help=text)
+    text = "grid, tpe, random, gp, cmaes, nsga2, ... (default: grid; with --trials tpe)"
+    parser.add_argument("--sampler", metavar="NAME", default="", help=text)
+    text = "end hopeless trials early: median, percentile(25), successive_halving, hyperband, ... (default none)"
+    parser.add_argument("--pruner", metavar="NAME", default="none", help=text)
+    text = "database of the trials, such as sqlite:///sweep.db; run.folder is shared too (default: a journal there)"
+    parser.add_argument("--storage", metavar="URL", default="", help=text)
     parser.add_argument("--by", metavar="SCORE", default="", help="deciding score (default: the task's first)")
+    text = "search the Pareto front of scores and costs: accuracy,ms,mb (CPU time of an image, size of the graph)"
+    parser.add_argument("--objectives", metavar="NAMES", default="", help=text)
     text = "parallel trials; each gets its share of the cores (default 1)"
     parser.add_argument("--jobs", metavar="N", type=whole_number(1, 999), default=1, help=text)
-    options = parser.read(argv)
+    options = vars(parser.read(argv))
+    settings, overrides, _ = (options.pop(name) for name in ("config", "overrides", "help_keys"))
 
     def command() -> None:
         from kd.study.sweeps.sweep import sweep
 
-        print(sweep(options.config, *options.overrides, by=options.by, jobs=options.jobs).text)
+        print(sweep(settings, *overrides, **options).text)
 
     return guarded(command, resumable=True)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from test_own_network import CODE
-from test_sweep import PATIENCE, killed_when
+from test_sweep import PATIENCE, ended, killed_when
 
 import kd
 from kd.setup.recipe import BASELINE
@@ -27,13 +27,13 @@ def test_two_students_are_compared_and_after_a_kill_alike(settings, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(CODE)
     Path("tiny.yaml").write_text(yaml.safe_dump(settings))
-    killed_when(tmp_path, lambda sweep: (sweep / "journal.jsonl").is_file(), [STUDENTS])
+    killed_when(tmp_path, ended, [STUDENTS])
     folder = Path("runs", "tiny_sweep")
-    (done,) = (json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines())
+    (done,) = (trial.user_attrs for trial in ended(folder))
     found = kd.sweep("tiny.yaml", STUDENTS)
     assert found.text == (folder / "sweep.md").read_text().rstrip()
     assert next(row for row in found.rows if row["trial"] == done["trial"]).items() >= done.items()
-    costs = json.loads((folder / "frontier.json").read_text())["costs"]
+    costs = found.study.user_attrs["costs"]["costs"]
     for row in found.rows:
         run = folder / row["trial"]
         manifest = json.loads((run / "manifest.json").read_text())

@@ -16,7 +16,7 @@ from kd.models.recognize import identify
 from kd.models.spec import Spec
 from kd.models.timm_folder import cached, folder_config, input_keys
 from kd.parts import registry
-from kd.study.sweeps.frontier import timed
+from kd.study.sweeps.costs import timed
 
 WHERE = "--teacher"
 LARGEST_MB = 120  # largest MB of weights chosen by default without a GPU: a ViT-S has 88, a ViT-B 346

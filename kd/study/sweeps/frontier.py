@@ -1,38 +1,32 @@
 """Score against milliseconds of a sweep's students, as table columns and as a picture.
 
-Each finished student is exported to ONNX as by `kd-export`. The exporter's clock times all of them and the sweep's
-teacher in turns, after all training.
+All finished students and the sweep's teacher are timed in turns, after all training.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kd.config.yaml_text import parse_value
-from kd.core.errors import KdError, ModelError, RunError
+from kd.core.errors import ModelError
 from kd.core.host import processor
 from kd.core.scores import Column
-from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir
-from kd.files.storage import write_json, write_text
-from kd.models import runtimes
+from kd.files.storage import write_text
 from kd.models.classifier import Classifier
-from kd.models.live_teacher import count_parameters
-from kd.models.runtimes import cpu_ms
 from kd.setup.build_teacher import load_fitted
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
-from kd.setup.student import best_student
 from kd.study.report.charts import FILE, Axis, Level, Points, Series, points
+from kd.study.sweeps.costs import student_of, timed
+from kd.study.sweeps.search import front
 from kd.study.sweeps.space import Trial, student_alike
 from kd.study.sweeps.trials import Trials
 
 TEACHER = "teacher"
-SECONDS = 2.0  # most seconds of timing per model
 SIZE = (660, 300)  # of the plot, pixels
 COLORS = {"frontier": "#2f6fde", "others": "#98a2b3", "labels only": "#d9822b", TEACHER: "#8e5bd0"}
 NOTE = (
@@ -44,38 +38,34 @@ log = logging.getLogger("kd")
 
 
 def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
-    """Return the rows of trials, best first, with their students' costs, and the teacher's row or {}.
+    """Return the rows of trials with their students' costs, and the teacher's row or {}.
 
     A finished student has `ms`, `mb` (10^6 bytes), `parameters`, whether it is on the `frontier`, `number` (by `ms`),
-    and `labels_only` if it has a baseline; one without a graph has `untimed`, the reason. Times are cached in
-    frontier.json until other trials end or the machine changes.
+    and `labels_only` if it has a baseline; one without a graph has `untimed`, the reason. Times are kept in the study
+    until other trials end or the machine changes.
     """
-    trials = {trial.name: trial for trial in tried.trials}
-    ended = {row["trial"]: trials[row["trial"]] for row in rows}
-    file, of = tried.folder / "frontier.json", {"trials": sorted(ended), "processor": processor()}
-    try:
-        known = read_json(file, "run.folder", "Remove the file")
-    except (FileNotFoundError, RunError):  # a damaged file counts as missing: times are measured again
-        known = {}
+    ended = {row["trial"]: tried.trial(row) for row in rows if "pruned" not in row}
+    of = {"trials": sorted(ended), "processor": processor()}
+    known = tried.study.user_attrs.get("costs", {})
     if known.get("of") != of:
-        known = {"of": of, "costs": _costs(tried, ended)}
-        write_json(file, known)
-    costs, key, found = known["costs"], tried.column().key, []
+        known = {"of": of, "costs": _costs(tried.folder, ended)}
+        tried.study.set_user_attr("costs", known)
+    costs, key, with_costs = known["costs"], rows[0]["key"], []
     for row in rows:
         alone = tried.last_row(f"{row['trial']}/{RunDir(tried.folder / row['trial']).alone().path.name}")
-        found.append({**row, **costs.get(row["trial"], {}), **({"labels_only": alone[key]} if key in alone else {})})
-    order = sorted((row for row in found if "ms" in row), key=lambda row: row["ms"])
-    holds = members([(row["ms"], row["score"]) for row in order], tried.column().smaller)
-    for i, row in enumerate(order):
-        row |= {"number": i + 1, "frontier": holds[i]}
-    score = tried.scores.of_teachers(tried.last_row(rows[0]["trial"])).get(TEACHER, {}).get(key)
-    return found, {} if TEACHER not in costs or score is None else {"score": score, **costs[TEACHER]}
-
-
-def members(points: Sequence[tuple[float, float]], smaller: bool = False) -> list[bool]:
-    """Return whether each (ms, score) is on the frontier: no other is as good in both and better in one."""
-    signed = [(ms, score if smaller else -score) for ms, score in points]
-    return [not any(a <= ms and b <= score and (a, b) != (ms, score) for a, b in signed) for ms, score in signed]
+        baseline = {"labels_only": alone[key]} if key in alone else {}
+        with_costs.append({**row, **costs.get(row["trial"], {}), **baseline})
+    order = sorted((row for row in with_costs if "ms" in row), key=lambda row: row["ms"])
+    goal = tried.goal
+    if not goal.objectives:
+        goal = replace(goal, objectives=("ms", key))
+    holds = front(
+        [[row["score"] if name == key else row[name] for name in goal.objectives] for row in order], goal.directions
+    )
+    for number, (row, hold) in enumerate(zip(order, holds, strict=True), 1):
+        row |= {"number": number, "frontier": hold}
+    score = tried.goal.scores.of_teachers(tried.last_row(rows[0]["trial"])).get(TEACHER, {}).get(key)
+    return with_costs, {} if TEACHER not in costs or score is None else {"score": score, **costs[TEACHER]}
 
 
 def cells(rows: Sequence[Row], column: Column) -> list[dict[str, str]]:
@@ -140,43 +130,20 @@ def named(values: Mapping[str, str]) -> dict[str, str]:
     return shown
 
 
-def _costs(tried: Trials, ended: Mapping[str, Trial]) -> dict[str, Row]:
+def _costs(folder: Path, ended: Mapping[str, Trial]) -> dict[str, Row]:
     """Return `ms`, `mb` and `parameters` of each trial and of the shared teacher, or `untimed`, the reason."""
     alike: dict[str, list[str]] = {}
     for name, trial in ended.items():
         alike.setdefault(student_alike(trial), []).append(name)
     first = {names[0]: ended[names[0]] for names in alike.values()}
-    loads = {name: partial(_student, tried, trial) for name, trial in first.items()}
+    loads = {name: partial(student_of, folder, trial) for name, trial in first.items()}
     sides = {name: trial.config.data.image_size for name, trial in first.items()}
-    one = next(iter(ended.values()))
-    if one.config.teacher.model and len({repr(trial.config.teacher) for trial in ended.values()}) == 1:
-        loads[TEACHER], sides[TEACHER] = partial(_teacher, one), one.config.data.image_size
+    some = next(iter(ended.values()))
+    if some.config.teacher.model and len({repr(trial.config.teacher) for trial in ended.values()}) == 1:
+        loads[TEACHER], sides[TEACHER] = partial(_teacher, some), some.config.data.image_size
     log.info("sweep: %d models are timed in turns", len(loads))
     costs = timed(loads, sides)
     return {**costs, **{name: costs[names[0]] for names in alike.values() for name in names}}
-
-
-def timed(loads: Mapping[str, Callable[[], Classifier]], sides: Mapping[str, int]) -> dict[str, Row]:
-    """Return the costs of models, given functions that load them; `sides`: image sizes in pixels."""
-    costs, calls, draw = dict[str, Row](), {}, np.random.default_rng(0)
-    for name, load in loads.items():
-        try:
-            model = load().eval()
-            graph = runtimes.exported(runtimes.reparameterized(model), sides[name])
-        except KdError as error:
-            costs[name] = {"untimed": str(error)}
-            continue
-        costs[name] = {"mb": len(graph) / 1e6, "parameters": count_parameters(model)}
-        image = draw.integers(0, 256, (1, 3, sides[name], sides[name]), np.uint8)
-        calls[name] = partial(runtimes.onnx_runner(graph), image)
-    for name, took in cpu_ms(calls, SECONDS * len(calls)).items():
-        costs[name]["ms"] = took
-    return costs
-
-
-def _student(tried: Trials, trial: Trial) -> Classifier:
-    folder, recipe = RunDir(tried.folder / trial.name), resolve(trial.config)
-    return best_student(folder, recipe, folder.manifest()["classes"])[0]
 
 
 def _teacher(trial: Trial) -> Classifier:

@@ -1,4 +1,4 @@
-"""The trials of a sweep: all combinations of listed values; and the configuration of each trial."""
+"""The space of a sweep: keys with lists or ranges of values; and the configuration of each trial."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from kd.files.storage import write_text
 from kd.parts import registry
 from kd.setup.auto import completed
 from kd.setup.recipe import flatten, is_free
+from kd.study.sweeps.calls import call_of, constructed
 
 COUNTED = ("run.every.evaluate", "data.test", "data.exclude")
 """Keys that change no weight but affect a score."""
 NAME_LETTERS = 60
 """Letters of a trial's values in its folder name: with the hash it stays far below the limit of 255 bytes."""
+RANGES = "uniform(LOW,HIGH), loguniform(LOW,HIGH), integers(LOW,HIGH)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +44,16 @@ class Space:
 
     settings: Any  # a YAML file or its contents
     fixed: Sequence[str]  # `key=value` for all trials
-    lists: Mapping[str, Sequence[str]]  # the values of each varying key
+    axes: Mapping[str, Any]  # Optuna's distribution of each varying key
 
     @classmethod
     def read(cls, settings: Any, overrides: Sequence[str]) -> Space:
-        fixed, lists = [], {}
+        fixed, axes = [], {}
         keys = [re.sub(r"\[(\w+)\]", r".\1", override.partition("=")[0]) for override in overrides]
         for i, override in enumerate(overrides):
             key = override.partition("=")[0]
-            values = alternatives(override)
-            if len(values) == 1:
+            axis = axis_of(override)
+            if axis is None:
                 fixed.append(override)
                 continue
             if is_free(key):
@@ -60,14 +62,29 @@ class Space:
             if keys[i] in keys[i + 1 :]:
                 wrong, allowed = "stands again behind its list", "One list of a key, standing last"
                 raise ConfigError(key, wrong, allowed, "Leave one out")
-            lists[key] = values
-        if not lists:
+            axes[key] = axis
+        if not axes:
             remedy = "Give a key two values or more: optimizer.lr=1e-3,3e-3"
-            raise ConfigError("kd-sweep", "no key has several values", "key=a,b,c", remedy)
-        return cls(settings, fixed, lists)
+            raise ConfigError("kd-sweep", "no key has several values", f"key=a,b,c or {RANGES}", remedy)
+        return cls(settings, fixed, axes)
+
+    @property
+    def ranges(self) -> list[str]:
+        """The keys with a range, which no list of combinations holds."""
+        return [key for key, axis in self.axes.items() if not hasattr(axis, "choices")]
 
     def combinations(self) -> list[dict[str, str]]:
-        return [dict(zip(self.lists, one, strict=True)) for one in itertools.product(*self.lists.values())]
+        """Return all combinations of the lists, in the order of the command; a range counts with its ends."""
+        return [dict(zip(self.axes, texts, strict=True)) for texts in itertools.product(*self._ends().values())]
+
+    def probes(self) -> list[dict[str, str]]:
+        """Return few combinations that together have each value of a list and the ends of each range."""
+        ends = self._ends()
+        first = {key: texts[0] for key, texts in ends.items()}
+        return [first, *({**first, key: text} for key, texts in ends.items() for text in texts[1:])]
+
+    def _ends(self) -> dict[str, list[str]]:
+        return {key: [str(value) for value in _ends_of(axis)] for key, axis in self.axes.items()}
 
     def load(self, values: Mapping[str, str], *more: str) -> Config:
         return config.load(self.settings, [*self.fixed, *(f"{key}={text}" for key, text in values.items()), *more])
@@ -81,6 +98,32 @@ class Space:
         texts = "_".join(f"{key.rpartition('.')[2]}-{text}" for key, text in values.items())
         own = f"{re.sub(r'[^A-Za-z0-9.+-]+', '_', texts)[:NAME_LETTERS]}_{hashed}"
         return Trial(own, values, replace(loaded, run=replace(loaded.run, name=f"{name}/{own}")))
+
+
+def axis_of(override: str) -> Any:
+    """Return Optuna's distribution of the list or range in `key=TEXT`; None: it is one value."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    key, _, text = override.partition("=")
+    name, numbers, options = call_of(text)
+    if len(numbers) < 2 or options or not all(isinstance(number, (int, float)) for number in numbers):
+        texts = alternatives(override)
+        return CategoricalDistribution(texts) if len(texts) > 1 else None
+    kinds = {
+        "uniform": FloatDistribution,
+        "loguniform": lambda low, high: FloatDistribution(low, high, log=True),
+        "integers": IntDistribution,
+    }
+    whole = all(isinstance(number, int) for number in numbers)
+    if name not in kinds or len(numbers) != 2 or numbers[0] >= numbers[1] or (name == "integers" and not whole):
+        wrong = f"'{text}' is no range"
+        raise ConfigError(key, wrong, RANGES, "LOW is below HIGH, and both are whole numbers for integers")
+    return constructed(key, text, lambda: kinds[name](*numbers))
+
+
+def _ends_of(axis: Any) -> Sequence[Any]:
+    """Return the values of a list, or the ends of a range."""
+    return axis.choices if hasattr(axis, "choices") else (axis.low, axis.high)
 
 
 def require_different(trials: Iterable[Trial]) -> None:

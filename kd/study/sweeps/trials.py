@@ -1,230 +1,275 @@
-"""Train the trials of a sweep in several processes; resume after a kill; record each finished trial."""
+"""Train the trials of an Optuna study in several processes, stop hopeless ones, and resume after a kill.
+
+A process that trains a trial, or asks the study for one, holds a file lock in the sweep's folder. A trial that is
+RUNNING in the study while its lock is free was interrupted: it becomes FAIL, and its values are enqueued again. Its run
+folder is named by the values, so that `kd train` continues from the checkpoint.
+"""
 
 from __future__ import annotations
 
 import logging
-import math
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from kd.config.reads import build_task
-from kd.core.errors import ConfigError, Interrupted, KdError, RunError
-from kd.core.host import end_with
-from kd.core.intervals import within
-from kd.core.scores import Column, Scored
-from kd.files.json_file import DAMAGE
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from kd.core.errors import KdError, RunError
+from kd.core.scores import Scored
 from kd.files.run_dir import RunDir
-from kd.files.storage import append_rows, flush, lock, on_disk, read_rows
+from kd.files.storage import on_disk, take_lock
 from kd.setup.recipe import resolve
-from kd.study.sweeps.space import Trial, prepared_alike, write_yaml
+from kd.study.sweeps.costs import COSTS, student_of, timed
+from kd.study.sweeps.processes import POLL, Processes, run
+from kd.study.sweeps.search import Goal, Sampler
+from kd.study.sweeps.space import Space, Trial, prepared_alike, write_yaml
 
-POLL = 0.5  # seconds between two checks of the trials, which take minutes
-CHOOSE = "Choose one of them"
-LAST_BYTES = 2**14
-"""Bytes at the end of an output searched for its last line: kd's error is one line of some hundred bytes."""
 log = logging.getLogger("kd")
 
 
-class Processes:
-    """Running commands; at the end, or when this process is killed, the remaining ones get SIGTERM."""
-
-    def __init__(self) -> None:
-        self.running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
-
-    def __enter__(self) -> Processes:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for process, _ in self.running.values():
-            process.terminate()  # only one signal: a second would end it without a checkpoint
-        for process, _ in self.running.values():
-            process.wait()
-
-    def start(self, name: str, words: Sequence[str], output: Path) -> None:
-        """Start `kd WORDS` under a name; its output is appended to a file."""
-        with output.open("ab") as file:
-            command = [sys.executable, "-m", "kd", *words]
-            none, own = subprocess.DEVNULL, end_with()
-            process = subprocess.Popen(command, stdin=none, stdout=file, stderr=file, preexec_fn=own)
-        self.running[name] = process, output
-
-    def ended(self) -> dict[str, str]:
-        """Return the commands that ended since the last call, with the last line of output for failed ones."""
-        found = {}
-        for name, (process, output) in list(self.running.items()):
-            code = process.poll()
-            if code is None:
-                continue
-            del self.running[name]
-            if code in (Interrupted.exit_code, -signal.SIGTERM, -signal.SIGINT):
-                raise Interrupted(f"'{name}' was stopped; the same command resumes")
-            if code < 0:  # its last output is not an error
-                found[name] = f"was ended by signal {-code}"
-            elif code == 1:
-                found[name] = f"ended with a traceback, which '{output}' has"
-            elif code == 0:
-                found[name] = ""
-            else:
-                with output.open("rb") as opened:
-                    opened.seek(max(0, output.stat().st_size - LAST_BYTES))
-                    lines = opened.read().decode(errors="replace").split("\n")
-                said = [line.strip() for line in lines if line.strip()]
-                found[name] = said[-1] if said else f"ended with exit code {code}"
-        return found
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process of the sweep is in such a block."""
+    with on_disk(folder, "run.folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a")
+    with file:
+        while not take_lock(file, folder / ".lock", "run.name"):
+            time.sleep(POLL)
+        yield
 
 
-def failure(line: str) -> KdError:
-    """Return the error in a process's last line of output."""
-    where, _, wrong = line.partition(": ")
-    return KdError(where, wrong) if wrong else KdError("kd-sweep", line)
+@dataclass(slots=True)
+class Attempt:
+    """A trial that this process trains."""
+
+    trial: Trial
+    asked: optuna.Trial
+    claim: IO[str]  # open, and locked until this process and the training have ended
+    reported: int = 0  # number of validation rows
 
 
 class Trials:
-    """The trials of a folder, in order, and their records."""
+    """The trials of a study, and their run folders in the sweep's folder."""
 
-    def __init__(self, folder: Path, trials: Sequence[Trial], by: str) -> None:
-        """Read the records. `by`: the key of the deciding score; "": the selection metric."""
-        self.folder, self.trials, self.by, self.failed = folder, trials, by, dict[str, str]()
-        self._journal, self._by_name = folder / "journal.jsonl", {trial.name: trial for trial in trials}
-        self.scores = build_task(trials[0].config.task).scores
-        self._columns = {column.key: column for column in (*self.scores.own, *self.scores.pair)}
-        if by and by not in self._columns:
-            raise ConfigError("--by", f"is '{by}'", f"Allowed: {', '.join(self._columns)}", CHOOSE)
-        self.rows = {row["trial"]: row for row in self._recorded()}
+    def __init__(
+        self,
+        folder: Path,
+        study: optuna.Study,
+        space: Space,
+        goal: Goal,
+        trial_of: Callable[[Mapping[str, str]], Trial],
+    ) -> None:
+        """`trial_of`: returns the configuration for the values of the varying keys."""
+        self.folder, self.study, self.space, self.goal, self.trial_of = folder, study, space, goal, trial_of
 
-    def _recorded(self) -> list[dict[str, Any]]:
-        """Return the rows of these trials, with the trials' values."""
-        rows = []
-        for number, row in enumerate(read_rows(self._journal, last=None), 1):
-            try:
-                if row["trial"] in self._by_name and row["by"] == self.by:
-                    column = self._columns[row["key"]]
-                    if self.by and row["key"] != self.by:
-                        raise ValueError(f"key is '{row['key']}', by is '{self.by}'")
-                    names = {key: row[key] for key in ("trial", "by", "key")}
-                    test = {"test": _score(row["test"], column)} if "test" in row else {}
-                    values = dict(self._by_name[row["trial"]].values)
-                    rows.append({**names, **_score(row, column), **test, "values": values})
-            except DAMAGE as error:
-                wrong = f"'{self._journal}', row {number} is damaged ({type(error).__name__}: {error})"
-                raise RunError("run.folder", wrong, "", "Remove that line: its trial is recorded again") from error
-        if len({row["key"] for row in rows}) > 1:
-            wrong = f"'{self._journal}' has rows with different scores"
-            raise RunError("run.folder", wrong, "", "Remove the file: the trials are recorded again")
-        return rows
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row per run, best first; those of pruned runs have `pruned` and are last."""
+        rows = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]()
+        records = self._records(TrialState.PRUNED) + self._records(
+            TrialState.COMPLETE
+        )  # of equal values the last counts
+        for record in records:
+            pruned = record.state == TrialState.PRUNED
+            row = {**record.user_attrs, "values": texts_of(record.params)}
+            row.pop("continues", None)
+            row |= {"score": record.value, "pruned": len(record.intermediate_values)} if pruned else {}
+            sign = 1 if self.goal.columns[row["key"]].smaller else -1
+            order = [self.space.axes[key].to_internal_repr(value) for key, value in record.params.items()]
+            rows[row["trial"]] = (pruned, sign * row["score"], order), row
+        return [row for _, row in sorted(rows.values(), key=lambda ranked: ranked[0])]
 
-    def column(self) -> Column:
-        """Return the column of the deciding score, once a trial has ended."""
-        return self._columns[next(iter(self.rows.values()))["key"]]
+    def failed(self) -> list[tuple[dict[str, str], str]]:
+        """Return values and error of each trial that failed and was not tried again."""
+        retried = self._retried()
+        records = [record for record in self._records(TrialState.FAIL) if record.number not in retried]
+        return [(texts_of(record.params), record.user_attrs.get("failed", "was interrupted")) for record in records]
+
+    def trial(self, row: Mapping[str, Any]) -> Trial:
+        """Return the configuration of a row."""
+        return self.trial_of(row["values"])
 
     def last_row(self, name: str) -> Mapping[str, Any]:
         """Return the final validation scores of a run in the folder; {} if there is no such run."""
-        run = RunDir(self.folder / name)
-        scored = run.scored()
-        return run.best_row() if scored is None or scored.split == "test" else scored.row
+        folder = RunDir(self.folder / name)
+        scored = folder.scored()
+        return folder.best_row() if scored is None or scored.split == "test" else scored.row
 
-    def train(self, jobs: int, final: bool = False) -> None:
-        """Train trials without a record. `final`: also score the test images."""
-        waiting = [trial for trial in self.trials if trial.name not in self.rows]
-        self._prepare(waiting)
-        with Processes() as processes:
-            while waiting or processes.running:
+    def train(self, jobs: int, count: int = 0, sampler: Sampler | None = None, final: bool = False) -> None:
+        """Train until all combinations, or `count` trials of a sampler, have ended. `final`: score test images too."""
+        with alone(self.folder):
+            self._begin(sampler is None)
+        attempts: dict[str, Attempt] = {}
+        with ExitStack() as claims, Processes() as processes:
+            while True:
                 for name, line in processes.ended().items():
-                    if line:
-                        self.failed[name] = line
-                    else:
-                        self._record(self._by_name[name])
-                for trial in waiting[:]:
-                    if len(processes.running) < jobs and not _in_use(self.folder / trial.name):
-                        waiting.remove(trial)
-                        words = ["train", write_yaml(trial, self.folder), *([] if final else ["--no-test"])]
-                        processes.start(trial.name, words, self.folder / f"{trial.name}.log")
-                time.sleep(POLL)
-        for name, line in self.failed.items():
-            log.info("sweep: %s failed: %s ('%s' has all that it said)", name, line, self.folder / f"{name}.log")
+                    attempt = attempts.pop(name)
+                    self._tell(attempt, line, name in processes.stopped)
+                    attempt.claim.close()  # not earlier: a trial that is RUNNING and free counts as interrupted
+                for name, attempt in attempts.items():
+                    if self._hopeless(attempt):
+                        processes.stop(name)
+                if len(attempts) < jobs and (attempt := self._next(count, sampler)):
+                    attempts[attempt.trial.name] = attempt
+                    claims.callback(attempt.claim.close)
+                    self._start(attempt, processes, final)
+                elif not attempts and not self._records(TrialState.RUNNING, TrialState.WAITING):
+                    return
+                else:
+                    time.sleep(POLL)
 
     def test(self, trial: Trial) -> dict[str, Any]:
         """Score the chosen checkpoint of a finished trial on the test images; return `score` and `interval`."""
-        run = RunDir(self.folder / trial.name)
-        if (scored := run.scored()) is None or scored.split != "test":
-            self._run("test", ["train", write_yaml(trial, self.folder)], self.folder / f"{trial.name}.log")
-            scored = run.scored()
+        folder = RunDir(self.folder / trial.name)
+        if (scored := folder.scored()) is None or scored.split != "test":
+            run("test", ["train", write_yaml(trial, self.folder)], self.folder / f"{trial.name}.log")
+            scored = folder.scored()
         if scored is None:
-            raise RunError("run.folder", f"'{run.path}' was not scored", "", "Run the same command again")
-        return _of_column(scored, self.column().key)
+            raise RunError("run.folder", f"'{folder.path}' was not scored", "", "Run the same command again")
+        return _of_column(scored, self.goal.key_in(scored.row))
 
-    def _prepare(self, waiting: Sequence[Trial]) -> None:
-        """Fit each teacher and fill each cache shared by several trials, before these begin."""
+    def _records(self, *states: TrialState) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=states or None)
+
+    def _retried(self) -> set[int]:
+        return {record.user_attrs.get("continues", -1) for record in self._records()}
+
+    def _begin(self, grid: bool) -> None:
+        """Prepare what trials share, enqueue the combinations, and try again what failed."""
+        if not self._records():
+            self._prepare(self.space.combinations() if grid else self.space.probes())
+        for values in self.space.combinations() if grid else ():
+            self.study.enqueue_trial(values, {"values": values}, skip_if_exists=True)
+        retried = self._retried()
+        for record in self._records(TrialState.FAIL):
+            if record.number not in retried:
+                self._enqueue_again(record)
+
+    def _prepare(self, combinations: Sequence[Mapping[str, str]]) -> None:
+        """Fit each teacher and fill each cache shared by several trials."""
         alike: dict[str, list[Trial]] = {}
-        for trial in waiting:
+        for values in combinations:
+            trial = self.trial_of(values)
             alike.setdefault(prepared_alike(trial), []).append(trial)
         for trials in alike.values():
-            first, recipe = trials[0], resolve(trials[0].config)
+            recipe = resolve(trials[0].config)
             cached = bool(recipe.members) and recipe.teacher.cache.views
             job = "cache" if cached else "teach" * bool(recipe.fits)
-            begun = any((self.folder / trial.name / "config.yaml").is_file() for trial in trials)
-            if begun or not job or len(trials) < 2:
-                continue
-            log.info("sweep: kd-%s for %d trials", job, len(trials))
-            self._run(job, [job, write_yaml(first, self.folder)], self.folder / "prepare.log")
+            if job and len(trials) > 1:
+                log.info("sweep: kd-%s for all trials", job)
+                run(job, [job, write_yaml(trials[0], self.folder)], self.folder / "prepare.log")
 
-    def _run(self, name: str, words: Sequence[str], output: Path) -> None:
-        with Processes() as processes:
-            processes.start(name, words, output)
-            while not (ended := processes.ended()):
-                time.sleep(POLL)
-        if ended[name]:
-            raise failure(ended[name])
+    def _enqueue_again(self, record: FrozenTrial) -> None:
+        values = record.user_attrs.get("values", record.params)  # a kill while they were drawn leaves some
+        self.study.enqueue_trial(values, {"values": values, "continues": record.number})
 
-    def _record(self, trial: Trial) -> None:
-        run = RunDir(self.folder / trial.name)
-        best = run.best_row()
-        key = self.by or self.scores.deciding(best).key
-        if key not in best:
-            known = ", ".join(key for key in self._columns if key in best)
-            raise ConfigError("--by", f"is '{key}', which these runs do not have", f"Allowed: {known}", CHOOSE)
-        row = {"trial": trial.name, "values": dict(trial.values), "by": self.by, "key": key, "score": best[key]}
-        if (scored := run.scored()) is not None:
-            last = _of_column(scored, key)
-            row |= {"test": last} if scored.split == "test" else last
-        with on_disk(self._journal, "run.folder"):
-            append_rows(self._journal, row)
-            flush(self._journal)
-        self.rows[trial.name] = row
-        shown = ", ".join(f"{key}={text}" for key, text in trial.values.items())
-        log.info("sweep: %s: %s", shown, self.column().with_title(row["score"]))
+    def _next(self, count: int, sampler: Sampler | None) -> Attempt | None:
+        """Take a trial that waits, or draw one; None: nothing is left at this moment."""
+        with alone(self.folder):
+            for record in self._records(TrialState.RUNNING):
+                claim = _claimed(self.folder, record.user_attrs.get("trial", "interrupted"))
+                if claim is not None:
+                    self._enqueue_again(record)  # before it ends: a kill here repeats this, and loses nothing
+                    self.study.tell(record.number, state=TrialState.FAIL)
+                    claim.close()
+            records = self._records()
+            drawn = sum("continues" not in record.user_attrs for record in records)
+            if drawn >= count and not self._records(TrialState.WAITING):
+                return None
+            if sampler is not None:
+                self.study.sampler = sampler(len(records))
+            asked = self.study.ask(dict(self.space.axes))
+            try:
+                trial = self.trial_of(texts_of(asked.params))
+            except KdError as error:
+                self._fail(asked, str(error))
+                return None
+            asked.set_user_attr("trial", trial.name)
+            claim = _claimed(self.folder, trial.name)
+        # Without the claim equal values are trained at this moment. The trial is then found RUNNING and free, as above.
+        return None if claim is None else Attempt(trial, asked, claim)
+
+    def _start(self, attempt: Attempt, processes: Processes, final: bool) -> None:
+        trial = attempt.trial
+        words = ["train", write_yaml(trial, self.folder), *([] if final else ["--no-test"])]
+        processes.start(trial.name, words, self.folder / f"{trial.name}.log", [attempt.claim.fileno()])
+
+    def _hopeless(self, attempt: Attempt) -> bool:
+        """Report new validation rows, and return whether the pruner ends the trial before its run is scored."""
+        pruned = self._report(attempt) and attempt.asked.should_prune()
+        return pruned and RunDir(self.folder / attempt.trial.name).scored() is None
+
+    def _report(self, attempt: Attempt) -> bool:
+        """Report new validation rows, and return whether there were some. Optuna takes none of several objectives."""
+        folder = RunDir(self.folder / attempt.trial.name)
+        rows = [] if self.goal.objectives else folder.metrics("val")[attempt.reported :]
+        for row in rows:
+            key = self.goal.key_in(row)
+            if not attempt.reported:
+                attempt.asked.set_user_attr("key", key)
+            attempt.asked.report(row[key], attempt.reported)
+            attempt.reported += 1
+        return bool(rows)
+
+    def _tell(self, attempt: Attempt, line: str, stopped: bool) -> None:
+        """Record how a trial ended. `line`: its error; "": none."""
+        shown = ", ".join(f"{key}={text}" for key, text in attempt.trial.values.items())
+        self._report(attempt)
+        if line and stopped:
+            self.study.tell(attempt.asked, state=TrialState.PRUNED)
+            log.info("sweep: %s: pruned after %d evaluations", shown, attempt.reported)
+            return
+        facts = {} if line else self._facts(attempt.trial)
+        if error := line or facts.get("untimed", ""):
+            self._fail(attempt.asked, error)
+            log.info("sweep: %s failed: %s ('%s/%s.log' has all)", shown, error, self.folder, attempt.trial.name)
+            return
+        for key, value in facts.items():
+            attempt.asked.set_user_attr(key, value)
+        self.study.tell(attempt.asked, [facts[key] for key in self.goal.objectives or ("score",)])
+        log.info("sweep: %s: %s", shown, self.goal.columns[facts["key"]].with_title(facts["score"]))
+
+    def _fail(self, asked: optuna.Trial, error: str) -> None:
+        asked.set_user_attr("failed", error)
+        self.study.tell(asked, state=TrialState.FAIL)
+
+    def _facts(self, trial: Trial) -> dict[str, Any]:
+        """Return the scores of a finished run, and its costs if they are objectives."""
+        folder = RunDir(self.folder / trial.name)
+        best = folder.best_row()
+        key = self.goal.key_in(best)
+        facts = {"key": key, "score": best[key]}
+        if (scored := folder.scored()) is not None:
+            final = _of_column(scored, key)
+            facts |= {"test": final} if scored.split == "test" else final
+        final = self.last_row(trial.name)
+        facts |= {objective: final[objective] for objective in self.goal.objectives if objective in final}
+        if {*COSTS} & {*self.goal.objectives}:
+            facts |= timed({"": partial(student_of, self.folder, trial)}, {"": trial.config.data.image_size})[""]
+        return facts
+
+
+def texts_of(params: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of a trial as they stand behind `key=`."""
+    return {key: str(value) for key, value in params.items()}
+
+
+def _claimed(folder: Path, name: str) -> IO[str] | None:
+    """Return the locked file of a trial; None if another process trains it."""
+    path = folder / f"{name}.lock"
+    file = path.open("a")
+    if take_lock(file, path, "run.name"):
+        return file
+    file.close()
+    return None
 
 
 def _of_column(scored: Scored, key: str) -> dict[str, Any]:
     """Return `score`, `interval` (if known) and `data` (hash of the images) of one of several scores."""
     ends = {"interval": list(scored.samples[key].interval())} if key in scored.samples else {}
     return {"score": scored.row[key], "data": scored.data, **ends}
-
-
-def _score(row: Mapping[str, Any], column: Column) -> dict[str, Any]:
-    """Check the same in a row that was read; raises one of `DAMAGE` for other values."""
-    score, *ends = row["score"], *row.get("interval", ())
-    share = column.unit == "%"
-    for number in (score, *ends):
-        if type(number) not in (int, float) or not math.isfinite(number) or (share and not 0 <= score <= 1):
-            raise ValueError(f"{str(number)[:40]} is no {column.title}")
-    if len(ends) not in (0, 2) or not isinstance(row.get("data", ""), str):
-        raise ValueError("interval or data is not what kd writes")
-    known = {key: row[key] for key in ("score", "data") if key in row}
-    if ends:  # earlier versions wrote ends below 0 and above 1
-        known["interval"] = list(within(*ends)) if share else ends
-    return known
-
-
-def _in_use(folder: Path) -> bool:
-    """Return whether a process that outlived a killed sweep is still writing a run folder."""
-    if not (folder / ".lock").is_file():
-        return False
-    with lock(folder / ".lock", "run.name") or nullcontext() as held:
-        return held is None

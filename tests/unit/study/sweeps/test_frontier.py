@@ -3,12 +3,15 @@
 import json
 import random
 import re
+from dataclasses import replace
 from itertools import product
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from optuna.study import StudyDirection
 from pieces import Asks
+from test_sweeps import end, tried_of
 from torch import nn
 
 from kd import config
@@ -19,11 +22,13 @@ from kd.core.scores import Column
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.study.sweeps import frontier
-from kd.study.sweeps.frontier import COLORS, cells, members, named, picture, timed, write
+from kd.study.sweeps.costs import timed
+from kd.study.sweeps.frontier import COLORS, cells, named, picture, write
+from kd.study.sweeps.search import front
 from kd.study.sweeps.space import Space, student_alike
 from kd.study.sweeps.sweep import sweep
-from kd.study.sweeps.trials import Trials
 
+SMALLER, LARGER = StudyDirection.MINIMIZE, StudyDirection.MAXIMIZE
 ACCURACY = Column("accuracy", "accuracy")
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -33,7 +38,7 @@ def rows_of(seed: int, count: int, smaller: bool = False) -> list[dict]:
     draw = random.Random(seed)
     costs = sorted(0.3 * 1.37 ** (i + draw.random() / 2) for i in range(count))
     scores = [draw.randint(10, 90) / 100 for _ in costs]
-    holds = members(list(zip(costs, scores, strict=True)), smaller)
+    holds = front(list(zip(costs, scores, strict=True)), [SMALLER, SMALLER if smaller else LARGER])
     return [
         {
             "trial": f"t{i}",
@@ -66,7 +71,7 @@ def test_the_frontier_is_what_its_definition_gives(seed, smaller):
             as_good = other_ms <= ms and not better(score, other)
             beaten |= as_good and (other_ms < ms or better(other, score))
         expected.append(not beaten)
-    assert members(points, smaller) == expected
+    assert front(points, [SMALLER, SMALLER if smaller else LARGER]) == expected
     assert any(expected)
 
 
@@ -177,41 +182,51 @@ def test_models_are_timed_as_the_graphs_that_are_exported():
     assert 0 < costs["small"]["ms"] < costs["large"]["ms"]  # 512 times the arithmetic
 
 
-@pytest.mark.parametrize("text", ["", '{"of": {"tri', "5"])
-def test_damaged_files_of_a_sweep(text, settings, tmp_path, monkeypatch):
+@pytest.mark.parametrize("text", ["", '{"thr', "5"])
+def test_damaged_files_of_a_sweep(text, settings, tmp_path):
     settings["run"]["folder"] = str(tmp_path)
-    space = Space.read(settings, ["student.args.depth=1,2"])
-    trial = space.trial(space.combinations()[0], "tiny_sweep", [])
-    row = {"trial": trial.name, "by": "", "key": "accuracy", "score": 0.5}
     folder = tmp_path / "tiny_sweep"
     folder.mkdir()
-    for name in ("sweep.json", "frontier.json"):
-        (folder / name).write_text(text)
-    (folder / "journal.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row)[:40])
-    monkeypatch.setattr(frontier, "_costs", lambda tried, ended: {trial.name: {"untimed": "again"}})
-    tried = Trials(folder, [trial], "")
-    assert frontier.measured(tried, list(tried.rows.values())) == (
-        [{**row, "values": dict(trial.values), "untimed": "again"}],
-        {},
-    )
+    (folder / "sweep.json").write_text(text)
     with pytest.raises(RunError, match=r"^run\.folder: '.*sweep\.json' is damaged .* Remove the file\."):
+        sweep(settings, "student.args.depth=1,2")
+    (folder / "sweep.json").unlink()
+    (folder / "journal.log").write_text("{}\n" + (text or "no") + "\n")
+    with pytest.raises(RunError, match=r"^run\.folder: '.*journal\.log' is damaged .* Remove it"):
         sweep(settings, "student.args.depth=1,2")
 
 
-@pytest.mark.parametrize(("key", "holds"), [("accuracy", [True, False, False]), ("ece", [True, True, False])])
-def test_the_frontier_of_a_sweep_is_of_larger_scores_or_of_smaller_errors(key, holds, settings, tmp_path):
+@pytest.mark.parametrize(
+    ("key", "objectives", "holds"),
+    [
+        ("accuracy", (), [True, False, False]),
+        ("ece", (), [True, True, False]),
+        ("accuracy", ("accuracy", "mb"), [True, False, True]),
+    ],
+)
+def test_the_frontier_of_a_sweep_is_that_of_its_objectives(key, objectives, holds, settings, tmp_path):
     """Here the costs of three trials are known already."""
-    space = Space.read(settings, ["student.args.depth=1,2,3"])
-    trials = [space.trial(values, "", []) for values in space.combinations()]
-    names = [trial.name for trial in trials]
-    scores = dict(zip(names, (0.3, 0.1, 0.2), strict=True))
-    rows = [{"trial": name, "by": key, "key": key, "score": score} for name, score in scores.items()]
-    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tried = tried_of(settings, ["student.args.depth=1,2,3"], tmp_path, key)
+    both = zip(tried.space.combinations(), (0.3, 0.1, 0.2), strict=True)
+    names = [end(tried, values, score) for values, score in both]
+    tried.goal = replace(tried.goal, objectives=objectives)
     known = {"of": {"trials": sorted(names), "processor": processor()}}
-    known["costs"] = {name: {"ms": 1.0 + i} for i, name in enumerate(names)}
-    (tmp_path / "frontier.json").write_text(json.dumps(known))
-    found, _ = frontier.measured(Trials(tmp_path, trials, key), rows[::-1])
-    assert [(row["number"], row["frontier"]) for row in found[::-1]] == list(enumerate(holds, 1))
+    known["costs"] = {name: {"ms": 1.0 + i, "mb": 3.0 - i} for i, name in enumerate(names)}
+    tried.study.set_user_attr("costs", known)
+    rows, teacher = frontier.measured(tried, tried.rows())
+    marks = {row["number"]: row["frontier"] for row in rows}
+    assert [marks[number] for number in (1, 2, 3)] == holds
+    assert teacher == {}
+
+
+def test_costs_are_measured_again_where_the_machine_changed(settings, tmp_path, monkeypatch):
+    tried = tried_of(settings, ["student.args.depth=1,2"], tmp_path)
+    name = end(tried, tried.space.combinations()[0], 0.5)
+    tried.study.set_user_attr("costs", {"of": {"trials": [name], "processor": "another"}, "costs": {name: {"ms": 9.0}}})
+    monkeypatch.setattr(frontier, "_costs", lambda folder, ended: {trial: {"untimed": "again"} for trial in ended})
+    (row,), _ = frontier.measured(tried, tried.rows())
+    assert row["untimed"] == "again"
+    assert tried.study.user_attrs["costs"]["of"]["processor"] == processor()
 
 
 STUDENTS = "student={model: resnet10t, args: {width: 3}},{model: lcnet_050}"

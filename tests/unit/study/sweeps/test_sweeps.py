@@ -6,21 +6,56 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+import optuna
 import pytest
+from optuna.trial import TrialState, create_trial
 from pieces import wait_until
 
 from kd import config
-from kd.core.errors import ConfigError, Interrupted, RunError
+from kd.config.reads import build_task
+from kd.core.errors import ConfigError, Interrupted, MissingExtra
 from kd.core.scores import Column, Scored
 from kd.core.types import State
 from kd.files.checkpoint import write
 from kd.files.run_dir import RunDir
 from kd.setup.recipe import resolve
+from kd.study.sweeps.calls import call_of
+from kd.study.sweeps.conduct import planned
+from kd.study.sweeps.processes import Processes, failure
+from kd.study.sweeps.ranking import luck, table_of
+from kd.study.sweeps.search import Goal, opened, sampler_of
 from kd.study.sweeps.space import Space, prepared_alike, sharing
-from kd.study.sweeps.sweep import _table, luck, sweep
-from kd.study.sweeps.trials import Processes, Trials, failure
+from kd.study.sweeps.sweep import sweep
+from kd.study.sweeps.trials import Trials
+
+
+def tried_of(settings: dict, overrides: list[str], folder: Path, by: str = "", pruner: str = "none") -> Trials:
+    """Return the trials of a sweep whose study is a journal in a folder."""
+    space = Space.read(settings, overrides)
+    first = space.load(space.probes()[0])
+    goal = Goal.read(build_task(first.task).scores, by, "")
+    study = opened("one", "", folder, goal, optuna.pruners.NopPruner())
+    return Trials(folder, study, space, goal, partial(space.trial, name="tiny_sweep", shared=[]))
+
+
+def end(tried: Trials, values: dict[str, str], score: float, state: TrialState = TrialState.COMPLETE) -> str:
+    """Record a trial as if it had been trained; return the name of its run."""
+    trial = tried.trial_of(values)
+    facts = {"trial": trial.name, "key": tried.goal.by or "accuracy", "score": score}
+    reports = {0: 0.1, 1: score} if state == TrialState.PRUNED else {}
+    record = create_trial(
+        state=state,
+        value=score,
+        params=values,
+        distributions=tried.space.axes,
+        user_attrs=facts,
+        intermediate_values=reports,
+    )
+    tried.study.add_trial(record)
+    return trial.name
 
 
 def test_all_combinations_in_the_order_of_the_command(settings):
@@ -82,78 +117,162 @@ def test_the_luck_of_the_best_is_that_of_its_seed_and_nothing_more_is_claimed():
     assert "not known" not in tested
 
 
-ROW = {"by": "", "key": "accuracy", "score": 0.5, "data": "a", "interval": [0.4, 0.6], "test": {"score": 0.4}}
+def test_rows_are_those_that_ended_best_first_then_those_that_were_pruned(settings, tmp_path):
+    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2"], tmp_path)
+    combinations = tried.space.combinations()
+    end(tried, combinations[3], 0.5)
+    end(tried, combinations[0], 0.9, TrialState.PRUNED)
+    end(tried, combinations[2], 0.5)
+    best = end(tried, combinations[1], 0.6)
+    rows = tried.rows()
+    assert rows[0] == {"trial": best, "key": "accuracy", "score": 0.6, "values": combinations[1]}
+    assert [row["values"] for row in rows] == [combinations[i] for i in (1, 2, 3, 0)], "equal ones by the command"
+    assert [row.get("pruned") for row in rows] == [None, None, None, 2]
+    assert tried_of(settings, ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2"], tmp_path).rows() == rows
+    assert "pruned after 2 evaluations" in table_of(rows, tried, Column("accuracy", "accuracy"), {})
 
 
-@pytest.fixture
-def journal(settings, tmp_path):
-    """Return a function that writes a row of the first of two trials, and reads it."""
-    space = Space.read(settings, ["optimizer.lr=1e-3,1e-2"])
-    trials = [space.trial(values, "tiny_sweep", []) for values in space.combinations()]
-
-    def read(text: str, by: str = "") -> Trials:
-        (tmp_path / "journal.jsonl").write_text(text.replace("TRIAL", trials[0].name) + "\n")
-        return Trials(tmp_path, trials, by)
-
-    return read
+def test_of_errors_the_smallest_is_the_best(settings, tmp_path):
+    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path, "ece")
+    for values, score in zip(tried.space.combinations(), (0.2, 0.1), strict=True):
+        end(tried, values, score)
+    assert [row["score"] for row in tried.rows()] == [0.1, 0.2]
+    assert tried.study.best_trial.value == 0.1
 
 
-def test_a_row_of_the_journal_is_read(journal):
-    tried = journal(json.dumps({"trial": "TRIAL", **ROW, "values": {"optimizer.lr": "9"}}))
-    (row,) = tried.rows.values()
-    assert {key: row[key] for key in ROW} == ROW
-    assert row["values"] == {"optimizer.lr": "0.001"}, "of the trial, not of the file"
-    assert journal(json.dumps({"trial": "another", **ROW})).rows == {}
-    assert journal('{"trial": "TRIAL", "by": ""').rows == {}, "cut short: it is trained again"
+def test_a_trial_that_failed_is_tried_again_and_shown_until_then(settings, tmp_path):
+    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
+    values = tried.space.combinations()[1]
+    record = create_trial(state=TrialState.FAIL, params=values, distributions=tried.space.axes)
+    tried.study.add_trial(record)
+    assert tried.failed() == [(values, "was interrupted")]
+    tried._begin(grid=False)
+    tried._begin(grid=False)
+    (waiting,) = tried.study.get_trials(states=(TrialState.WAITING,))
+    assert waiting.user_attrs == {"values": values, "continues": 0}
+    assert tried.failed() == []
 
 
-@pytest.mark.parametrize(("written", "read"), [([-0.328, 1.244], [0.0, 1.0]), ([1.1, 1.2], [1.0, 1.0]), ([], None)])
-def test_ends_of_a_share_that_an_earlier_version_wrote_are_cut(journal, written, read):
-    """A sweep of several labels per image, made again, said "1.244 is no mAP"."""
-    test = {"score": 0.4, "interval": written}
-    (row,) = journal(json.dumps({"trial": "TRIAL", **ROW, "interval": written, "test": test})).rows.values()
-    assert row.get("interval") == row["test"].get("interval") == read
+def test_an_interrupted_trial_is_taken_once_its_process_is_gone(settings, tmp_path):
+    """The first to take it holds the lock of its run; a kill frees that."""
+    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
+    for values in tried.space.combinations():
+        tried.study.enqueue_trial(values, {"values": values})
+    first, second = tried._next(0, None), tried._next(0, None)
+    assert first is not None
+    assert second is not None
+    assert tried._next(0, None) is None, "both are trained"
+    first.claim.close()
+    again = tried._next(0, None)
+    assert again is not None
+    assert again.trial == first.trial
+    assert again.asked.params == first.asked.params
+    states = [record.state for record in tried.study.trials]
+    assert states == [TrialState.FAIL, TrialState.RUNNING, TrialState.RUNNING]
+    again.claim.close()
+    second.claim.close()
+
+
+def test_equal_values_are_never_trained_at_the_same_time(settings, tmp_path):
+    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
+    values = tried.space.combinations()[0]
+    for _ in range(2):
+        tried.study.enqueue_trial(values)
+    first = tried._next(0, None)
+    assert first is not None
+    assert [tried._next(0, None) for _ in range(3)] == [None] * 3
+    first.claim.close()
+    tried.study.tell(first.asked, 0.5)
+    again = tried._next(0, None)
+    assert again is not None
+    assert again.trial == first.trial
+    again.claim.close()
+
+
+def test_what_a_sampler_draws_depends_on_the_seed_and_the_number_alone(settings):
+    space = Space.read(settings, ["optimizer.lr=loguniform(1e-4,1e-2)"])
+
+    def drawn(seed: int) -> list[float]:
+        sampler = sampler_of("random", space, 9, seed)
+        assert sampler is not None
+        study = optuna.create_study()
+        for number in range(3):
+            study.sampler = sampler(number)
+            study.ask(dict(space.axes))
+        return [record.params["optimizer.lr"] for record in study.trials]
+
+    assert drawn(0) == drawn(0)
+    assert len({*drawn(0), *drawn(1)}) == 6
+    assert all(1e-4 <= value <= 1e-2 for value in drawn(2))
+
+
+def test_ranges_become_values_of_a_run(settings):
+    space = Space.read(
+        settings, ["optimizer.lr=loguniform(1e-4,1e-2)", "student.args.depth=integers(1,3)", "run.seed=4,5"]
+    )
+    assert space.ranges == ["optimizer.lr", "student.args.depth"]
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    trials = [study.ask(dict(space.axes)) for _ in range(20)]
+    loaded = [space.load({key: str(value) for key, value in trial.params.items()}) for trial in trials]
+    assert {one.student.args["depth"] for one in loaded} == {1, 2, 3}, "both ends"
+    assert {one.run.seed for one in loaded} == {4, 5}
+    assert [one.optimizer.lr for one in loaded] == [trial.params["optimizer.lr"] for trial in trials]
+    assert len(space.probes()) == 1 + 1 + 1 + 1
+    assert {one.optimizer.lr for one in map(space.load, space.probes())} == {1e-4, 1e-2}
 
 
 @pytest.mark.parametrize(
-    "edit",
+    ("text", "read"),
     [
-        {"score": None},
-        {"score": "0.5"},
-        {"score": True},
-        {"score": float("nan")},
-        {"score": float("inf")},
-        {"score": 50.0},
-        {"score": -0.1},
-        {"score": [0.5]},
-        {"key": "speed"},
-        {"key": None},
-        {"key": ["accuracy"]},
-        {"key": {}},
-        {"interval": [0.4]},
-        {"interval": [0.4, float("inf")]},
-        {"interval": [0.4, "x"]},
-        {"interval": 0.4},
-        {"interval": None},
-        {"data": 5},
-        {"data": ["a"]},
-        {"test": 0.5},
-        {"test": {}},
-        {"test": {"score": "x"}},
-        {"trial": ["TRIAL"]},
+        ("median", ("median", [], {})),
+        ("percentile(25, n_startup_trials=2)", ("percentile", [25], {"n_startup_trials": 2})),
+        ("uniform(-1,2.5)", ("uniform", [-1, 2.5], {})),
+        ("a,b", ("", [], {})),
+        ("f(x)", ("", [], {})),
+        ("f(1)(2)", ("", [], {})),
+        ("f(1)+(2)", ("", [], {})),
+        ("f(", ("", [], {})),
     ],
 )
-def test_an_edited_row_of_the_journal_is_one_line(journal, edit):
-    """8 of 22 were a traceback, or a rank by what is no score."""
-    with pytest.raises(RunError, match=r"^run\.folder: '.*journal\.jsonl', row 1 is damaged .* Remove that line"):
-        journal(json.dumps({"trial": "TRIAL", **ROW, **edit}))
+def test_calls_are_read_and_nothing_is_run(text, read):
+    assert call_of(text) == read
 
 
-@pytest.mark.parametrize("missing", ["trial", "by", "key", "score"])
-def test_a_row_that_lacks_a_key_is_one_line(journal, missing):
-    row = {key: value for key, value in {"trial": "TRIAL", **ROW}.items() if key != missing}
-    with pytest.raises(RunError, match=r"^run\.folder: '.*journal\.jsonl', row 1 is damaged"):
-        journal(json.dumps(row))
+@pytest.mark.parametrize("name", ["tpe", "random", "TPE(multivariate=True)", "nsga2", "nsga3", "qmc"])
+def test_a_sampler_is_named_as_in_the_field(settings, name):
+    space = Space.read(settings, ["optimizer.lr=1e-3,1e-2"])
+    assert planned(space, 3, name, "none", "", "").sampler is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("none", "NopPruner"),
+        ("median", "MedianPruner"),
+        ("percentile(25)", "PercentilePruner"),
+        ("successive_halving", "SuccessiveHalvingPruner"),
+        ("SuccessiveHalving", "SuccessiveHalvingPruner"),
+        ("hyperband", "HyperbandPruner"),
+        ("threshold(lower=0.1)", "ThresholdPruner"),
+        ("patient(None, 3)", "PatientPruner"),
+    ],
+)
+def test_a_pruner_is_named_as_in_the_field(settings, name, kind):
+    space = Space.read(settings, ["optimizer.lr=1e-3,1e-2"])
+    assert type(planned(space, 0, "", name, "", "").pruner).__name__ == kind
+
+
+def test_a_package_that_a_sampler_needs_is_named(settings, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cmaes", None)
+    space = Space.read(settings, ["optimizer.lr=uniform(1e-3,1e-2)", "optimizer.weight_decay=uniform(0.01,0.1)"])
+    with pytest.raises(MissingExtra, match=r"^--sampler: .* not installed .* pip install cmaes\."):
+        planned(space, 3, "cmaes", "none", "", "")
+
+
+def test_without_optuna_the_line_names_the_extra(settings, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(MissingExtra, match=r"^kd-sweep: .* optuna is not installed\. pip install 'PATH/kd\[sweep\]'"):
+        sweep(settings, "optimizer.lr=1e-3,1e-2")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
@@ -161,7 +280,7 @@ def test_processes_of_a_killed_sweep_end(tmp_path):
     """It went on training for nobody."""
     code = (
         "import pathlib, sys, time\n"
-        "from kd.study.sweeps.trials import Processes\n"
+        "from kd.study.sweeps.processes import Processes\n"
         "with Processes() as processes:\n"
         "    processes.start('served', ['serve', sys.argv[1]], pathlib.Path(sys.argv[1], 'log'))\n"
         "    print(processes.running['served'][0].pid, flush=True)\n"
@@ -193,6 +312,25 @@ def is_running(process: int) -> bool:
         (["run.name=one,two"], "run.name", "changes no weight"),
         (["run.folder=one,two"], "run.folder", "changes no weight"),
         (["optimizer.lr=1e-3,1e-2", "--by", "speed"], "--by", "agreement"),
+        (["optimizer.lr=1e-3,1e-2", "--sampler", "gird"], "--sampler", "Did you mean 'grid'"),
+        (["optimizer.lr=1e-3,1e-2", "--sampler", "tpe"], "--trials", "missing"),
+        (["optimizer.lr=1e-3,1e-2", "--sampler", "grid", "--trials", "3"], "--sampler", "grid"),
+        (["optimizer.lr=1e-3,1e-2", "--sampler", "tpe(x=1)", "--trials", "3"], "--sampler", "refused"),
+        (["optimizer.lr=1e-3,1e-2", "--pruner", "mean"], "--pruner", "successive_halving"),
+        (["optimizer.lr=1e-3,1e-2", "--pruner", "percentile"], "--pruner", "percentile"),
+        (["optimizer.lr=1e-3,1e-2", "--pruner", "percentile(101)"], "--pruner", "refused"),
+        (["optimizer.lr=uniform(1e-3,1e-2)"], "--trials", "missing"),
+        (["optimizer.lr=uniform(1e-3,1e-2)", "--sampler", "grid"], "--sampler", "range"),
+        (["optimizer.lr=uniform(1e-2,1e-3)", "--trials", "3"], "optimizer.lr", "LOW is below HIGH"),
+        (["optimizer.lr=uniform(1e-2)", "--trials", "3"], "kd-sweep", "several values"),
+        (["optimizer.lr=uniform(1,2,3)", "--trials", "3"], "optimizer.lr", "loguniform(LOW,HIGH)"),
+        (["optimizer.lr=normal(1,2)", "--trials", "3"], "optimizer.lr", "loguniform(LOW,HIGH)"),
+        (["optimizer.lr=loguniform(0,2)", "--trials", "3"], "optimizer.lr", "refused"),
+        (["run.epochs=integers(1.5,3)", "--trials", "3"], "run.epochs", "whole numbers"),
+        (["optimizer.lr=uniform(-1,1)", "--trials", "3"], "optimizer.lr", "is -1"),
+        (["optimizer.lr=1e-3,1e-2", "--objectives", "accuracy"], "--objectives", "Two"),
+        (["optimizer.lr=1e-3,1e-2", "--objectives", "accuracy,mss"], "--objectives", "Did you mean 'ms'"),
+        (["optimizer.lr=1e-3,1e-2", "--objectives", "accuracy,ms", "--pruner", "median"], "--pruner", "objectives"),
         (["optimizer.lr=1e-3,1e-2", "optimizer.lr=1e-4,1e-1"], "optimizer.lr", "stands again"),
         (["losses.0.weight=1,2", "losses[0].weight=3"], "losses.0.weight", "stands again"),
         (["optimizer.lr=1,1.0"], "optimizer.lr", "'1' and '1.0' make the same run"),
@@ -206,7 +344,13 @@ def test_wrong_sweeps_are_one_line_and_write_nothing(overrides, where, words, wr
     assert not list(tmp_path.rglob("*_sweep"))
 
 
-@pytest.mark.parametrize("wrong", [{"jobs": 0}, {"jobs": "2"}])
+def test_a_wrong_storage_is_one_line(written, refused):
+    line = refused("sweep", written(), "optimizer.lr=1e-3,1e-2", "--storage", "nowhere")
+    assert line.startswith("--storage: ")
+    assert "sqlite:///" in line
+
+
+@pytest.mark.parametrize("wrong", [{"jobs": 0}, {"jobs": "2"}, {"trials": -1}])
 def test_a_wrong_number_is_named(wrong):
     with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: is .* A whole number >= "):
         sweep({}, "optimizer.lr=1,2", **wrong)
@@ -215,8 +359,9 @@ def test_a_wrong_number_is_named(wrong):
 def test_trials_of_a_name_with_a_slash_lie_below_the_sweep(settings, monkeypatch):
     seen = []
 
-    def train(tried, jobs):
-        seen.extend((resolve(one.config).record.path, tried.folder / one.name) for one in tried.trials)
+    def train(tried, *rest):
+        for trial in map(tried.trial_of, tried.space.combinations()):
+            seen.append((resolve(trial.config).record.path, tried.folder / trial.name))
         raise Interrupted
 
     monkeypatch.setattr(Trials, "train", train)
@@ -227,14 +372,14 @@ def test_trials_of_a_name_with_a_slash_lie_below_the_sweep(settings, monkeypatch
 
 
 def test_a_score_that_the_runs_do_not_have_is_refused(settings, tmp_path):
-    space = Space.read(settings, ["optimizer.lr=1e-3,1e-2"])
-    trials = [space.trial(values, "tiny_sweep", []) for values in space.combinations()]
-    folder = tmp_path / trials[0].name
+    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path, "agreement_ece")
+    trial = tried.trial_of(tried.space.combinations()[0])
+    folder = tmp_path / trial.name
     write(folder / "checkpoints" / "step_00000006", State(step=6, best=0.5), {}, {}, best=True)
     row = {"kind": "val", "step": 6, "epoch": 1, "accuracy": 0.5, "agreement": 0.4}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ConfigError, match=r"^--by: is 'agreement_ece', .* Allowed: accuracy, agreement\. "):
-        Trials(tmp_path, trials, "agreement_ece")._record(trials[0])
+        tried._facts(trial)
 
 
 @pytest.mark.parametrize("split", ["test", "val", ""])
@@ -246,9 +391,7 @@ def test_the_row_of_a_run_has_scores_of_validation_images(settings, tmp_path, sp
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     if split:
         RunDir(folder).write_scored(Scored(split, 6, "of-these", 9, 1, {"accuracy": 0.75}, {}))
-    space = Space.read(settings, ["optimizer.lr=1e-3,1e-2"])
-    trials = [space.trial(values, "tiny_sweep", []) for values in space.combinations()]
-    found = Trials(tmp_path, trials, "").last_row("labels_only")
+    found = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path).last_row("labels_only")
     assert found["accuracy"] == (0.75 if split == "val" else 0.5)
 
 
@@ -292,19 +435,15 @@ def test_a_command_that_ends_with_a_traceback_names_the_file_that_has_it(tmp_pat
 
 @pytest.mark.parametrize("kind", ["relative", "none"])
 def test_trials_that_sift_have_their_work_in_the_table(settings, tmp_path, kind):
-    space = Space.read(settings, [f"sifter.kind={kind}", "run.seed=0,1"])
-    trials = [space.trial(values, "tiny_sweep", []) for values in space.combinations()]
-    rows = []
-    for trial, trained in zip(trials, (40.0, 20.0), strict=True):
-        folder = tmp_path / trial.name
+    tried = tried_of(settings, [f"sifter.kind={kind}", "run.seed=0,1"], tmp_path)
+    for values, trained in zip([{"run.seed": "0"}, {"run.seed": "1"}], (40.0, 20.0), strict=True):
+        folder = tmp_path / end(tried, values, trained / 80)
         folder.mkdir()
         epoch = {"kind": "epoch", "step": 2, "trained": trained, "candidates": 40.0, "effective": 9.0}
         metrics = [{"kind": "train", "step": 2, "cpu_seconds": trained / 2}, epoch]
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in metrics))
         (folder / "manifest.json").write_text(json.dumps({"images": 40}))
-        rows.append({"trial": trial.name, "values": dict(trial.values), "by": "", "key": "accuracy", "score": 0.5})
-    (tmp_path / "journal.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    text = _table(rows, Trials(tmp_path, trials, ""), Column("accuracy", "accuracy"), {})
+    text = table_of(tried.rows(), tried, Column("accuracy", "accuracy"), {})
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     work = [row[2:4] for row in (cells[0], *cells[2:])]
     if kind == "relative":
