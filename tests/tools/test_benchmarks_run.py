@@ -1,8 +1,8 @@
 """Each benchmark behind a number runs at its smallest, and writes the columns that docs/results.md shows.
 
 What it measures means nothing. Not here: `proof`, `make_run`, `full_labels`, `frontier`, `init_sweep`, `variants`,
-`sweep_pruned`, `tokens`, `views` and tools/compare.py, whose shortest runs take minutes or need other checkouts (test_benchmarks.py and
-test_compare.py check their configurations), and `gpu` with `mfu` (test_gpu_rehearsal.py); `audit_peers` and
+`sweep_pruned`, `tokens`, `views` and tools/compare.py, whose shortest runs take minutes or need other checkouts
+(test_benchmarks.py and test_compare.py check their configurations), and `gpu` with `mfu` (test_gpu_rehearsal.py); `audit_peers` and
 `audit_labels_peers`, which need libraries that kd does not.
 """
 
