@@ -2,8 +2,8 @@
 
 What it measures means nothing. Not here: `proof`, `make_run`, `full_labels`, `frontier`, `init_sweep`, `variants`,
 `sweep_pruned`, `tokens`, `views` and tools/compare.py, whose shortest runs take minutes or need other checkouts
-(test_benchmarks.py and test_compare.py check their configurations), and `gpu` with `mfu` (test_gpu_rehearsal.py); `audit_peers` and
-`audit_labels_peers`, which need libraries that kd does not.
+(test_benchmarks.py and test_compare.py check their configurations), and `gpu` with `mfu` (test_gpu_rehearsal.py);
+`audit_peers` and `audit_labels_peers`, which need libraries that kd does not.
 """
 
 from __future__ import annotations
