@@ -45,7 +45,9 @@ def test_two_students_are_compared_and_after_a_kill_alike(settings, tmp_path, mo
         assert ("frontier" in line) == row["frontier"]
     assert min(found.rows, key=lambda row: row["ms"])["frontier"]
     drawn = (folder / "frontier.svg").read_text()
-    assert len(re.findall("<circle", drawn)) == 2 * len(found.rows) + 1  # with labels only, and the teacher
+    symbols = re.search(r'class="mark-symbol role-mark[^>]*>(.*?)</g>', drawn)
+    assert symbols
+    assert symbols[1].count("<path") == 2 * len(found.rows) + 1  # with labels only, and the teacher
     assert costs["teacher"]["parameters"] == manifest["parameters"]["teacher"]
     assert kd.sweep("tiny.yaml", STUDENTS).text == found.text
     assert (folder / "frontier.svg").read_text() == drawn

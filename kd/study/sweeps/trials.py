@@ -171,12 +171,7 @@ class Trials:
     def _next(self, count: int, sampler: Sampler | None) -> Attempt | None:
         """Take a trial that waits, or draw one; None: nothing is left at this moment."""
         with alone(self.folder):
-            for record in self._records(TrialState.RUNNING):
-                claim = _claimed(self.folder, record.user_attrs.get("trial", "interrupted"))
-                if claim is not None:
-                    self._enqueue_again(record)  # before it ends: a kill here repeats this, and loses nothing
-                    self.study.tell(record.number, state=TrialState.FAIL)
-                    claim.close()
+            self._retry_interrupted()
             records = self._records()
             drawn = sum("continues" not in record.user_attrs for record in records)
             if drawn >= count and not self._records(TrialState.WAITING):
@@ -193,6 +188,19 @@ class Trials:
             claim = _claimed(self.folder, trial.name)
         # Without the claim equal values are trained at this moment. The trial is then found RUNNING and free, as above.
         return None if claim is None else Attempt(trial, asked, claim)
+
+    def _retry_interrupted(self) -> None:
+        """Enqueue again the trials that no process trains."""
+        for record in self._records(TrialState.RUNNING):
+            claim = _claimed(self.folder, record.user_attrs.get("trial", "interrupted"))
+            if claim is None:
+                continue
+            # read again: another process may have told the end, and then freed the lock
+            running = {trial.number for trial in self._records(TrialState.RUNNING)}
+            if record.number in running:
+                self._enqueue_again(record)  # before it ends: a kill here repeats this, and loses nothing
+                self.study.tell(record.number, state=TrialState.FAIL)
+            claim.close()
 
     def _start(self, attempt: Attempt, processes: Processes, final: bool) -> None:
         trial = attempt.trial
