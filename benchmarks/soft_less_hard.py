@@ -87,7 +87,7 @@ def panel(shown: Sequence[Point], x_axis: Axis, named: bool) -> Chart:
         texts = [NAMES[one.experiment].format(labels=one.labels) if named else f"{one.points:+.1f}" for one in own]
         intervals = [(one.points - one.half, one.points + one.half) if one.half else None for one in own]
         groups.append(Points(name, color, at, texts, intervals))
-    return drawn_points(groups, SIZE, x_axis, Axis("soft less hard, points of accuracy"))
+    return drawn_points(groups, SIZE, (x_axis, Axis("soft less hard, points of accuracy")))
 
 
 def main() -> None:

@@ -167,7 +167,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the run's configuration to change")
     text = "split: val (default), or test, which no choice used"
     parser.add_argument("--split", choices=("val", "test"), default="val", help=text)
-    text = "also list doubtful labels, and images that occur in both splits, by the teacher's outputs (RUN/audit)"
+    text = "also list doubtful labels, and photographs in two splits that have similar outputs (RUN/audit)"
     parser.add_argument("--audit", action="store_true", help=text)
     add_trust(parser)
     options = parser.read(argv)

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import shlex
 import time
 from bisect import bisect
 from collections import Counter
@@ -86,7 +87,8 @@ def scan(
         earlier = lists.with_ids(lists.read_repeats(audit), splits) if partly else []
         lists.write_repeats(audit, lists.worst_first([*earlier, *repeats]), splits)
         lines.append("          data.group keeps frames of a clip, or pieces of a plate, in one split")
-        lines.append(f"          listed in '{audit}', with pictures; data.exclude={audit / lists.EXCLUDE}")
+        exclude = shlex.quote(str(audit / lists.EXCLUDE))
+        lines.append(f"          listed in '{audit}', with pictures; data.exclude={exclude}")
     return lines
 
 
@@ -117,7 +119,7 @@ def _damaged(
     write_text(file, "\n".join(["# Damaged images, for data.exclude.", *map(quoted, names), ""]))
     more = f", ... (all in '{file}')" if len(names) > MOST_NAMED else ""
     listed = ", ".join(names[:MOST_NAMED]) + more
-    remedy = f"Repair them, or leave them out: data.exclude={file}"
+    remedy = f"Repair them, or leave them out: data.exclude={shlex.quote(str(file))}"
     if max_skipped < 0:
         if len(names) == 1:
             raise first

@@ -1,6 +1,7 @@
 """The main job (teacher, student, baseline, report), and how other jobs open a run and get its teacher."""
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -53,9 +54,11 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
             from kd.study.report.record import record_of  # imports for the end of a run
             from kd.study.report.summary import described
 
-            path = recipe.path
-            following = f"Next: `kd-export {path}` checks the student and writes what timm and onnxruntime load; "
-            following += f"`kd-serve {path}/export` serves it on a CPU. `kd-report {path}` writes a page about the run."
+            path, shown = recipe.path, shlex.quote(str(recipe.path))
+            following = f"Next: `kd-export {shown}` checks the student and writes what timm and onnxruntime load; "
+            following += (
+                f"`kd-serve {shown}/export` serves it on a CPU. `kd-report {shown}` writes a page about the run."
+            )
             lines = [f"# {record.name}", "", *described(record_of(folder, recipe)), following, ""]
             result = replace(result, report=redact("\n".join(lines)))
             write_text(path / "report.md", result.report)

@@ -28,7 +28,7 @@ class Taken(NamedTuple):
     steps: tuple[str, ...] = ()
 
 
-class Origin(NamedTuple):
+class Lookalike(NamedTuple):
     """What a file holds whose tensors do not fit, as far as their names tell."""
 
     content: str
@@ -237,13 +237,13 @@ def _listed(differences: Mapping[str, str]) -> str:
     return "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in kinds.items())
 
 
-def origin(weights: Weights, tensors: Tensors, differences: Mapping[str, str], model: str) -> Origin | None:
+def origin(weights: Weights, tensors: Tensors, differences: Mapping[str, str], model: str) -> Lookalike | None:
     """Return the known origin of tensors, or of their differences from a network."""
     lines = sorted(f"{kind} {name}" for name, kind in {**dict.fromkeys(tensors, "unexpected"), **differences}.items())
     for pattern, what, remedy, takers in KNOWN["origins"][1:]:
         if re.search(pattern, "\n".join(lines), re.MULTILINE) and not re.fullmatch(takers, model):
             likely = next((name for name in _likely(weights, model) if re.fullmatch(takers, name)), "NAME")
-            return Origin(what, remedy.format(where=weights.section, file=weights.file, likely=likely))
+            return Lookalike(what, remedy.format(where=weights.section, file=weights.file, likely=likely))
     return None
 
 

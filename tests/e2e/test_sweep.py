@@ -133,12 +133,12 @@ def test_two_processes_share_the_trials_and_prune_the_hopeless_one(photos, tmp_p
         assert code == 0, texts
     tables = [text[text.index("\n| ") :] for text in texts]
     assert tables[0] == tables[1]
-    assert all(": accuracy " in text or "pruned after" in text for text in texts), "each trained some"
+    assert all(": accuracy " in text or "pruned at" in text for text in texts), "each trained some"
     sweep, url = tmp_path / "runs" / "tiny_sweep", f"sqlite:///{tmp_path / 'trials.db'}"
     good = [trial.params["optimizer.lr"] for trial in ended(url) if len(trial.params) == 1]
     assert sorted(good) == ["0.004", "0.005"]
     (line,) = (line for line in tables[0].splitlines() if line.startswith("| 1e-07"))
-    assert "pruned after" in line
+    assert "pruned at" in line
     (hopeless,) = sweep.glob("lr-1e-07_*/metrics.jsonl")
     assert max(json.loads(line)["step"] for line in hopeless.read_text().splitlines()) < 240
     counts = evaluated(sweep)

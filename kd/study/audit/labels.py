@@ -136,7 +136,8 @@ def write_repeats(answers: dict[str, TeacherAnswers], splits: Mapping[str, Sourc
     if listed:
         lists.write_repeats(target, listed, splits)
     text = f"{len(repeats)} pairs in two splits by the teacher's outputs, {len(listed) - len(earlier)} of them new"
-    return [f"repeats   {text}; {lists.DUPLICATES} has {len(listed)}"]
+    listing = f"{lists.DUPLICATES} has {len(listed)}" if listed else "none is listed"
+    return [f"repeats   {text}; {listing}", "          `kd-train --check=all` compares all images, pixel by pixel"]
 
 
 def _album(ids: Mapping[str, np.ndarray], splits: Mapping[str, Source]) -> tuple[Album, dict[str, np.ndarray]]:

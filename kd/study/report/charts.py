@@ -125,14 +125,13 @@ def lines(
 def points(
     groups: Sequence[Points],
     size: tuple[int, int],
-    x_axis: Axis,
-    y_axis: Axis,
+    axes: tuple[Axis, Axis],
     levels: Sequence[Level] = (),
     stairs: Series | None = None,
     notes: Sequence[str] = (),
 ) -> Chart:
     """Draw points with their texts and intervals; `stairs` join some, `notes` are lines of text below."""
-    x, y = x_axis.spec("x", grid=False), y_axis.spec("y", grid=True)
+    x, y = axes[0].spec("x", grid=False), axes[1].spec("y", grid=True)
     groups = [group for group in groups if group.at]
     rows = [
         {

@@ -47,6 +47,9 @@ def constructed(where: str, text: str, build: Callable[[], Built]) -> Built:
 def named(classes: Mapping[str, type], where: str, text: str, **more: Any) -> Any:
     """Build one of several classes by its name in `classes` and the arguments in the text."""
     name, arguments, options = call_of(text)
+    if not name and "(" in text:
+        wrong = f"is '{text}', whose arguments cannot be read"
+        raise ConfigError(where, wrong, "NAME or NAME(ARGUMENT=VALUE), where a text has quotes", "Correct them")
     known = {_plain(key): cls for key, cls in classes.items()}
     if _plain(name) not in known:
         near = did_you_mean(text, classes) or "Choose one of them"

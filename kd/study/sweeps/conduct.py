@@ -82,7 +82,10 @@ def trained(plan: SweepPlan, storage: str, jobs: int) -> dict[str, Any]:
             write_json(file, {"threads": max(1, cores() // jobs)})
         threads = read_json(file, "run.folder", "Remove the file", lambda content: int(content["threads"]))
     tried = _trials(plan, storage, partial(plan.trial, threads=threads, baseline=plan.sized))
-    log.info("sweep: trials in '%s', %d of them done", plan.folder, len(tried.rows()))
+    done = len(tried.rows())
+    log.info("sweep: '%s', study '%s', %d trials recorded", plan.folder, tried.study.study_name, done)
+    if not done:
+        log.info("sweep: runs that have ended in an earlier study are read, not trained again")
     tried.train(jobs, plan.count, plan.sampler)
     winner = _best(tried)
     again = _trials(_with_seeds(plan, winner), storage, partial(plan.trial, threads=threads, baseline=False))

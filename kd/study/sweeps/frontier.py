@@ -108,8 +108,8 @@ def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
         values = ", ".join(named(row["values"]).values())
         lines.append(f"{row['number']}  {values}: {row['ms']:.3g} ms, {column.text(row['score'])}")
     lines.append("upright: 95 % intervals")
-    x_axis = Axis("ms of CPU time an image", log=True)
-    chart = points(groups, SIZE, x_axis, Axis(unit=column.unit), levels, stairs, lines)
+    axes = Axis("ms of CPU time per image", log=True), Axis(unit=column.unit)
+    chart = points(groups, SIZE, axes, levels, stairs, lines)
     return chart.svg(FILE)
 
 

@@ -21,7 +21,7 @@ def table_of(rows: Sequence[dict[str, Any]], tried: Trials, column: Column, refe
     sifted = any(tried.trial(row).config.sifter.kind != "none" for row in rows)
     for row, cells in zip(rows, more, strict=False):
         marks = ["best" * (row is rows[0]), "frontier" * row.get("frontier", False), row.get("untimed", "")]
-        marks.append(f"pruned after {row['pruned']} evaluations" if "pruned" in row else "")
+        marks.append(f"pruned at evaluation {row['pruned']}" if "pruned" in row else "")
         spent = _work(tried, row["trial"]) if sifted else {}
         measured = {**spent, **cells, "": ", ".join(filter(None, marks))}
         values = {key: f"{float(row['values'][key]):.4g}" for key in tried.space.ranges}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -105,25 +106,31 @@ def axis_of(override: str) -> Any:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     key, _, text = override.partition("=")
-    name, numbers, options = call_of(text)
-    if len(numbers) < 2 or options or not all(isinstance(number, (int, float)) for number in numbers):
-        texts = alternatives(override)
-        return CategoricalDistribution(texts) if len(texts) > 1 else None
     kinds = {
         "uniform": FloatDistribution,
         "loguniform": lambda low, high: FloatDistribution(low, high, log=True),
         "integers": IntDistribution,
     }
-    whole = all(isinstance(number, int) for number in numbers)
-    if name not in kinds or len(numbers) != 2 or numbers[0] >= numbers[1] or (name == "integers" and not whole):
+    word = re.match(r"(\w+)\(", text)
+    name, numbers, options = call_of(text)
+    if word is None or (word[1] not in kinds and len(numbers) < 2):
+        texts = alternatives(override)
+        return CategoricalDistribution(texts) if len(texts) > 1 else None
+    numeric = [number for number in numbers if isinstance(number, (int, float)) and math.isfinite(number)]
+    whole = all(isinstance(number, int) for number in numeric)
+    rising = len(numeric) == len(numbers) == 2 and numeric[0] < numeric[1]
+    if name not in kinds or options or not rising or (name == "integers" and not whole):
         wrong = f"'{text}' is no range"
         raise ConfigError(key, wrong, RANGES, "LOW is below HIGH, and both are whole numbers for integers")
     return constructed(key, text, lambda: kinds[name](*numbers))
 
 
 def _ends_of(axis: Any) -> Sequence[Any]:
-    """Return the values of a list, or the ends of a range."""
-    return axis.choices if hasattr(axis, "choices") else (axis.low, axis.high)
+    """Return the values of a list, or of a range its ends and, if it is of fractions, one between them."""
+    if hasattr(axis, "choices"):
+        return axis.choices
+    between = [axis.low + (axis.high - axis.low) / 3] if isinstance(axis.low, float) else []
+    return [axis.low, axis.high, *between]
 
 
 def require_different(trials: Iterable[Trial]) -> None:

@@ -230,7 +230,7 @@ class Trials:
         self._report(attempt)
         if line and stopped:
             self.study.tell(attempt.asked, state=TrialState.PRUNED)
-            log.info("sweep: %s: pruned after %d evaluations", shown, attempt.reported)
+            log.info("sweep: %s: pruned at evaluation %d", shown, attempt.reported)
             return
         facts = {} if line else self._facts(attempt.trial)
         if error := line or facts.get("untimed", ""):

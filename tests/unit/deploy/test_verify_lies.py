@@ -16,6 +16,7 @@ from onnx import helper, numpy_helper
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from subjects import CLASSES, PIXELS
+from vnni import needs_vnni
 
 from kd.core.intervals import Samples, resampled
 from kd.core.scores import Scored
@@ -87,7 +88,7 @@ def rolled(liar: Liar, name: str) -> None:
     checked_again(liar, *self_check.of_both_sizes(liar.get("input/size"), 16))
 
 
-@pytest.mark.parametrize("name", ["model.onnx", INT8])
+@pytest.mark.parametrize("name", ["model.onnx", pytest.param(INT8, marks=needs_vnni)])
 def test_a_graph_that_answers_otherwise_for_one_image(name, honest, tmp_path):
     liar = told(honest, tmp_path, [lambda liar: rolled(liar, name)])
     engine, pixels = open_graph(liar.folder / name), PIXELS[:4]

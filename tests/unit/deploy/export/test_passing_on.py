@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from vnni import needs_vnni
 
 import kd
 from kd.core.errors import ConfigError, DataError
@@ -102,6 +103,7 @@ def test_a_second_export_that_cannot_help_is_refused_before_any_work(pair, tmp_p
     assert not (tmp_path / "export").exists()
 
 
+@needs_vnni
 def test_the_student_as_its_own_second_stays_as_far_behind_the_runs_teacher(pair, tmp_path):
     """Before, its drop was 0: it was compared with itself. Nor is a larger share, up to all images, of any use."""
     made, _, pixels, labels = pair

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from vnni import needs_vnni
 
 import kd
 from kd.core.errors import BadImage, ModelError
@@ -57,7 +58,7 @@ def test_a_picture_without_a_known_range_is_named(exported, mode):
     assert model(sixteen) == model(picture)
 
 
-@pytest.mark.parametrize("file", ["model.onnx", "model.int8.onnx"])
+@pytest.mark.parametrize("file", ["model.onnx", pytest.param("model.int8.onnx", marks=needs_vnni)])
 def test_a_loaded_model_predicts(exported, file):
     model = load(describe(exported, file), 1, 1)
     model.warm_up()

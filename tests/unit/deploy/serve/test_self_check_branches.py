@@ -25,6 +25,7 @@ import pytest
 from liars import INT8, Liar
 from onnx import helper, numpy_helper
 from PIL import Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from vnni import needs_vnni
 
 import kd
 from kd.core.errors import ModelError
@@ -342,6 +343,7 @@ def shifted(by: int) -> Callable[[onnx.GraphProto], None]:
     return change
 
 
+@needs_vnni
 def test_zero_points_shifted_by_one_are_noticed(honest, tmp_path):
     """Shifted by -1 this small graph changes less than between honest machines: see `self_check.DRIFT`."""
     with pytest.raises(SelfCheckError, match=f"the outputs of {INT8} differ"):

@@ -129,7 +129,7 @@ def test_rows_are_those_that_ended_best_first_then_those_that_were_pruned(settin
     assert [row["values"] for row in rows] == [combinations[i] for i in (1, 2, 3, 0)], "equal ones by the command"
     assert [row.get("pruned") for row in rows] == [None, None, None, 2]
     assert tried_of(settings, ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2"], tmp_path).rows() == rows
-    assert "pruned after 2 evaluations" in table_of(rows, tried, Column("accuracy", "accuracy"), {})
+    assert "pruned at evaluation 2" in table_of(rows, tried, Column("accuracy", "accuracy"), {})
 
 
 def test_of_errors_the_smallest_is_the_best(settings, tmp_path):
@@ -217,8 +217,9 @@ def test_ranges_become_values_of_a_run(settings):
     assert {one.student.args["depth"] for one in loaded} == {1, 2, 3}, "both ends"
     assert {one.run.seed for one in loaded} == {4, 5}
     assert [one.optimizer.lr for one in loaded] == [trial.params["optimizer.lr"] for trial in trials]
-    assert len(space.probes()) == 1 + 1 + 1 + 1
-    assert {one.optimizer.lr for one in map(space.load, space.probes())} == {1e-4, 1e-2}
+    assert len(space.probes()) == 1 + 2 + 1 + 1
+    rates = sorted({one.optimizer.lr for one in map(space.load, space.probes())})
+    assert rates == pytest.approx([1e-4, 0.0034, 1e-2]), "its ends, and one between them"
 
 
 @pytest.mark.parametrize(
@@ -322,7 +323,11 @@ def is_running(process: int) -> bool:
         (["optimizer.lr=uniform(1e-3,1e-2)"], "--trials", "missing"),
         (["optimizer.lr=uniform(1e-3,1e-2)", "--sampler", "grid"], "--sampler", "range"),
         (["optimizer.lr=uniform(1e-2,1e-3)", "--trials", "3"], "optimizer.lr", "LOW is below HIGH"),
-        (["optimizer.lr=uniform(1e-2)", "--trials", "3"], "kd-sweep", "several values"),
+        (["optimizer.lr=uniform(1e-2)", "--trials", "3"], "optimizer.lr", "is no range"),
+        (["optimizer.lr=uniform(a,b)", "--trials", "3"], "optimizer.lr", "'uniform(a,b)' is no range"),
+        (["optimizer.lr=uniform(0.1,0.2", "--trials", "3"], "optimizer.lr", "is no range"),
+        (["data.batch_size=uniform(8,16)", "--trials", "3"], "data.batch_size", "whole number"),
+        (["optimizer.lr=uniform(1e-3,1e-2)", "--trials", "3", "--pruner", "percentile(x)"], "--pruner", "arguments"),
         (["optimizer.lr=uniform(1,2,3)", "--trials", "3"], "optimizer.lr", "loguniform(LOW,HIGH)"),
         (["optimizer.lr=normal(1,2)", "--trials", "3"], "optimizer.lr", "loguniform(LOW,HIGH)"),
         (["optimizer.lr=loguniform(0,2)", "--trials", "3"], "optimizer.lr", "refused"),
