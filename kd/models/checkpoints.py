@@ -53,12 +53,17 @@ class Weights:
         return str(self.trainer.get("model", "")).partition(".")[0]
 
     def arguments(self, model: str) -> dict[str, Any]:
-        """Return the arguments with which its trainer built a network of timm; {} if it built another network."""
-        if self.architecture not in ("", model.partition(".")[0]):
+        """Return the arguments with which its trainer built a network of timm; {} if it built another network.
+
+        Without those that kd sets itself: a file names no other file, no weights to fetch and no number of classes.
+        """
+        if self.architecture != model.partition(".")[0]:
             return {}
         renamed = {"gp": "global_pool", "bn_eps": "bn_eps"}  # options of timm's train.py
         written = {argument: self.trainer[option] for option, argument in renamed.items() if option in self.trainer}
-        return {**written, **self.trainer.get("model_kwargs", {})}
+        more = self.trainer.get("model_kwargs", {})
+        written |= more if isinstance(more, dict) else {}
+        return {key: value for key, value in written.items() if key not in KNOWN["set_by_kd"]}
 
     def named_among(self, networks: Iterable[str]) -> list[str]:
         """Return the networks whose names the trainer or the file's name gives, the likeliest first.

@@ -31,8 +31,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     recorded, trained = dict[str, Any](), dict[str, Any]()
     if weights is not None:
         recorded = _recorded(spec, weights.trainer)
-        arguments = weights.arguments(spec.model).items()
-        trained = {key: value for key, value in arguments if key not in {*spec.args, "num_classes", "img_size"}}
+        trained = {key: value for key, value in weights.arguments(spec.model).items() if key not in spec.args}
         spec = replace(spec, args={**trained, **spec.args})
     image_size = recorded.get("input_size", (image_size,))[-1]
     if not spec.logits:

@@ -600,7 +600,7 @@ def test_order_without_counts_of_batches(file):
 def test_arguments_that_shapes_cannot_tell_are_those_of_the_trainer(args, beside, file):
     model = "test_efficientnet"
     whole = timm.create_model(model, num_classes=5, **args).eval()
-    path = file({"state_dict": whole.state_dict(), "args": argparse.Namespace(**beside)})
+    path = file({"arch": model, "state_dict": whole.state_dict(), "args": argparse.Namespace(**beside)})
     made = taken(path, model=model, args={}, size=64)
     pixels = torch.rand(2, 3, 64, 64)
     with torch.no_grad():
@@ -611,6 +611,22 @@ def test_arguments_that_shapes_cannot_tell_are_those_of_the_trainer(args, beside
     plain.load_state_dict(whole.state_dict())
     with torch.no_grad():
         assert not torch.allclose(plain(pixels), whole(pixels))
+
+
+def test_a_trainers_arguments_name_no_other_weights_and_no_other_network(file, tmp_path):
+    """A file is a stranger's: its arguments may name a file, weights to fetch, or be no arguments at all."""
+    network = timm.create_model("resnet10t", num_classes=5)
+    other = file(timm.create_model("resnet10t", num_classes=5).state_dict(), "other.pth")
+    hostile = {"checkpoint_path": str(other), "pretrained": True, "num_classes": 9, "img_size": 7}
+    for beside in ({"model_kwargs": hostile}, {"model_kwargs": "x=1"}, {"model_kwargs": [1, 2]}):
+        made = taken(
+            file({"arch": "resnet10t", "state_dict": network.state_dict(), "args": beside}), model="resnet10t", args={}
+        )
+        assert same(made.network, network)
+        assert made.architecture["args"] == {}
+    foreign = {"state_dict": network.state_dict(), "args": {"model_kwargs": {"width": 3}}}
+    for arch in ({}, {"arch": "resnet18"}):  # of another network, or of an unknown one
+        assert same(taken(file({**arch, **foreign}), model="resnet10t", args={}).network, network)
 
 
 def test_a_part_of_a_network_and_an_encoder_with_its_decoder_are_named(file):
