@@ -140,7 +140,7 @@ def sweep(argv: Sequence[str] | None = None) -> int:
     text = "database of the trials, such as sqlite:///sweep.db; run.folder is shared too (default: a journal there)"
     parser.add_argument("--storage", metavar="URL", default="", help=text)
     parser.add_argument("--by", metavar="SCORE", default="", help="deciding score (default: the task's first)")
-    text = "search the Pareto front of scores and costs: accuracy,ms,mb (CPU time of an image, size of the graph)"
+    text = "search the Pareto front of scores and costs: accuracy,ms,mb (CPU time per image, size of the graph)"
     parser.add_argument("--objectives", metavar="NAMES", default="", help=text)
     text = "parallel trials; each gets its share of the cores (default 1)"
     parser.add_argument("--jobs", metavar="N", type=whole_number(1, 999), default=1, help=text)

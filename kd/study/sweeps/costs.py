@@ -1,4 +1,4 @@
-"""What a student costs: the CPU time of an image, the size of its graph, its parameters.
+"""What a student costs: the CPU time per image, the size of its graph, its parameters.
 
 Each model is exported to ONNX as by `kd-export`, and the exporter's clock times several in turns.
 """

@@ -30,7 +30,7 @@ TEACHER = "teacher"
 SIZE = (660, 300)  # of the plot, pixels
 COLORS = {"frontier": "#2f6fde", "others": "#98a2b3", "labels only": "#d9822b", TEACHER: "#8e5bd0"}
 NOTE = (
-    "ms: CPU time of an image in onnxruntime on one thread of {}, all models in turns, the median. MB: the graph, "
+    "ms: CPU time per image in onnxruntime on one thread of {}, all models in turns, the median. MB: the graph, "
     "weights included. frontier: no other student is as accurate and faster, or as fast and more accurate."
 )
 Row = dict[str, Any]

@@ -71,10 +71,8 @@ class Trials:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per run, best first; those of pruned runs have `pruned` and are last."""
         rows = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]()
-        records = self._records(TrialState.PRUNED) + self._records(
-            TrialState.COMPLETE
-        )  # of equal values the last counts
-        for record in records:
+        # of equal values the last counts
+        for record in [*self._records(TrialState.PRUNED), *self._records(TrialState.COMPLETE)]:
             pruned = record.state == TrialState.PRUNED
             row = {**record.user_attrs, "values": texts_of(record.params)}
             row.pop("continues", None)
