@@ -57,7 +57,7 @@ def started(folder: Path, words: list[str], code: Path = ROOT, name: str = "out"
     command = [sys.executable, "-m", "kd", "sweep", "vit_food_scratch", *KEYS, *own, *words]
     environment = {**os.environ, "PYTHONPATH": str(code)}
     with (folder / f"{name}.txt").open("ab") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+        return subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=code)
 
 
 def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
@@ -159,7 +159,7 @@ def main() -> None:
     shutil.rmtree(given.folder, ignore_errors=True)
     rows: list[dict[str, Any]] = []
     arms: dict[str, Callable[[Path], dict[str, Any]]] = {
-        "all": lambda folder: all_combinations(folder, given.before),
+        "all": lambda folder: all_combinations(folder, given.before.resolve()),
         "pruned": lambda folder: pruned(folder, rows[0]["cpu_s"]),
         "killed": killed,
         "two": two,
