@@ -1,7 +1,7 @@
 """What does a pruner save in a sweep, and does a sweep survive kills and two processes?
 
 Arms, on a small version of vit_food_scratch with one thread:
-- all: kd-sweep of a checkout before Optuna trains twelve combinations to their end;
+- all: kd-sweep of a checkout before Optuna trains 24 combinations to their end;
 - pruned: kd-sweep draws rates and temperatures from the same ranges by TPE, with a pruner, until it has used as much
   CPU time;
 - killed: six combinations in SQLite, killed three times; `repeated` counts evaluations that a run made twice;
@@ -44,10 +44,10 @@ KEYS = (
     "optimizer.warmup_ratio=0.1",
     "backend.threads=1",
 )
-LISTS = ("optimizer.lr=1e-4,3e-4,1e-3,3e-3,1e-2,3e-2", "losses.0.temperature=1,4")
+LISTS = ("optimizer.lr=1e-4,2e-4,5e-4,1e-3,2e-3,5e-3,1e-2,3e-2", "losses.0.temperature=1,2,4")
 RANGES = ("optimizer.lr=loguniform(1e-4,3e-2)", "losses.0.temperature=uniform(1,4)")
 FEW = ("run.epochs=2", "optimizer.lr=1e-4,3e-4,1e-3,3e-3,1e-2,3e-2")
-TRIALS = 12  # combinations of `LISTS`
+TRIALS = 24  # combinations of `LISTS`
 ROOT = Path(__file__).resolve().parents[1]
 
 
