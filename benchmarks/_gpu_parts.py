@@ -1,4 +1,6 @@
-"""The parts of `make gpu` (benchmarks/gpu.py): each measures one thing and returns its rows."""
+"""The parts of `make gpu` (benchmarks/gpu.py): each measures one thing and returns its
+rows.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Scale:
 STUDENT = "vit_tiny_patch16_224"
 REAL = Scale("cuda", "vit_base_patch16_224", {}, {}, 224, 256, 512, 8192, 48, 5)
 _SMALL = {"patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
-TINY = Scale("cpu", STUDENT, {**_SMALL, "depth": 2, "img_size": 16}, _SMALL, 16, 8, 16, 32, 6, 1)
+TINY = Scale(
+    "cpu", STUDENT, {**_SMALL, "depth": 2, "img_size": 16}, _SMALL, 16, 8, 16, 32, 6, 1
+)
 
 
 def row(what: str, value: float, unit: str, note: str = "") -> Row:
@@ -59,28 +63,68 @@ def row(what: str, value: float, unit: str, note: str = "") -> Row:
 
 
 def step(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
-    """Measure the step on ready tensors against the rate of matrix products, and who waits for whom."""
+    """Measure the step on ready tensors against the rate of matrix products, and who
+    waits for whom.
+    """
     import mfu
     import torch
 
     precision = "bf16" if scale.kind == "cuda" else "fp32"
-    argv = ["--teacher", scale.teacher, "--student", STUDENT, "--size", str(scale.size), "--batch", str(scale.batch)]
-    asked = mfu.arguments().parse_args([*argv, "--rounds", str(scale.rounds), "--precision", precision, "--compile"])
-    asked.teacher_args, asked.student_args, asked.sizes = scale.teacher_args, scale.student_args, given.matrices
+    argv = [
+        "--teacher",
+        scale.teacher,
+        "--student",
+        STUDENT,
+        "--size",
+        str(scale.size),
+        "--batch",
+        str(scale.batch),
+    ]
+    asked = mfu.arguments().parse_args(
+        [*argv, "--rounds", str(scale.rounds), "--precision", precision, "--compile"]
+    )
+    asked.teacher_args, asked.student_args, asked.sizes = (
+        scale.teacher_args,
+        scale.student_args,
+        given.matrices,
+    )
     device = torch.device(scale.kind)
     measured = mfu.measure(asked, device)
     rows = [row("matrix products", measured[0]["gflops"] / 1000, "TFLOP/s", precision)]
-    for kernel, name in dict.fromkeys((entry["kernel"], entry["work"]) for entry in measured):
-        same = [entry for entry in measured if (entry["kernel"], entry["work"]) == (kernel, name)]
+    for kernel, name in dict.fromkeys(
+        (entry["kernel"], entry["work"]) for entry in measured
+    ):
+        same = [
+            entry
+            for entry in measured
+            if (entry["kernel"], entry["work"]) == (kernel, name)
+        ]
         seconds = statistics.median(entry["ms"] for entry in same) / 1000
-        rows.append(row(f"{name}, {kernel}", scale.batch / seconds, "images/s", f"batch {scale.batch}"))
-        rows.append(row(f"{name}, {kernel}", 100 * same[0]["gflop"] / seconds / same[0]["gflops"], "% of that rate"))
+        rows.append(
+            row(
+                f"{name}, {kernel}",
+                scale.batch / seconds,
+                "images/s",
+                f"batch {scale.batch}",
+            )
+        )
+        rows.append(
+            row(
+                f"{name}, {kernel}",
+                100 * same[0]["gflop"] / seconds / same[0]["gflops"],
+                "% of that rate",
+            )
+        )
     made = mfu.Step(asked, "fused", device)
     return [*rows, *waiting("cached", lambda: made.learn(made.target), scale, device)]
 
 
-def waiting(name: str, work: Callable[[], object], scale: Scale, device: Any) -> list[Row]:
-    """Measure whether the device ever waits for the host: the time to launch steps against the time to finish them."""
+def waiting(
+    name: str, work: Callable[[], object], scale: Scale, device: Any
+) -> list[Row]:
+    """Measure whether the device ever waits for the host: the time to launch steps
+    against the time to finish them.
+    """
     import mfu
 
     work()
@@ -96,14 +140,29 @@ def waiting(name: str, work: Callable[[], object], scale: Scale, device: Any) ->
 
 
 def run(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
-    """Measure whole runs from JPEG files: live teacher, cached, cached with decoded images in memory, labels only."""
+    """Measure whole runs from JPEG files: live teacher, cached, cached with decoded
+    images in memory, labels only.
+    """
     cached = ("teacher.cache.views=1",)
     labels = ("losses=[{kind: ce}]", "teacher.model=")
-    forms = {"live": (), "cached": cached, "cached, store": (*cached, "data.store=ram"), "labels only": labels}
+    forms = {
+        "live": (),
+        "cached": cached,
+        "cached, store": (*cached, "data.store=ram"),
+        "labels only": labels,
+    }
     rows = []
     for name, overrides in forms.items():
-        fresh = scale.photos // scale.batch  # the first epoch fills the cache and the store
-        folder = train(scale, work, name.replace(", ", "_"), f"run.steps={fresh + scale.steps}", *overrides)
+        fresh = (
+            scale.photos // scale.batch
+        )  # the first epoch fills the cache and the store
+        folder = train(
+            scale,
+            work,
+            name.replace(", ", "_"),
+            f"run.steps={fresh + scale.steps}",
+            *overrides,
+        )
         lines = [line for line in metrics(folder) if line["step"] > fresh]
         manifest = json.loads((folder / "manifest.json").read_text())
         chosen = ", ".join(f"{key} {value}" for key, value in manifest["modes"].items())
@@ -112,15 +171,29 @@ def run(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
 
 
 def student(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
-    """Measure the student's step, its target at hand, compiled and not: what a run with a warm cache can reach."""
+    """Measure the student's step, its target at hand, compiled and not: what a run with
+    a warm cache can reach.
+    """
     import mfu
     import torch
 
-    device, precision = torch.device(scale.kind), "bf16" if scale.kind == "cuda" else "fp32"
+    device, precision = (
+        torch.device(scale.kind),
+        ("bf16" if scale.kind == "cuda" else "fp32"),
+    )
     rate = mfu.matrix_rate(device, mfu.DTYPES[precision], given.matrices)
     rows = [row("matrix products", rate / 1e12, "TFLOP/s", precision)]
     for name in ("vit_small_patch16_224", STUDENT):
-        argv = ["--teacher", STUDENT, "--student", name, "--size", str(scale.size), "--batch", str(scale.batch)]
+        argv = [
+            "--teacher",
+            STUDENT,
+            "--student",
+            name,
+            "--size",
+            str(scale.size),
+            "--batch",
+            str(scale.batch),
+        ]
         asked = mfu.arguments().parse_args([*argv, "--precision", precision])
         asked.teacher_args = asked.student_args = scale.student_args
         plain = mfu.Step(asked, "unfused", device)
@@ -128,18 +201,37 @@ def student(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
         for kernel in ("fused", "fused+compiled"):
             made = mfu.Step(asked, kernel, device)
             seconds = statistics.median(
-                finish_steps(partial(made.learn, made.target), scale.steps, device) for _ in range(scale.rounds + 1)
+                finish_steps(partial(made.learn, made.target), scale.steps, device)
+                for _ in range(scale.rounds + 1)
             )
-            per_second, used = scale.steps * scale.batch / seconds, scale.steps * flops / seconds
+            per_second, used = (
+                scale.steps * scale.batch / seconds,
+                scale.steps * flops / seconds,
+            )
             rows.append(row(f"{name}, {kernel}", per_second, "images/s", ANCHOR))
-            rows.append(row(f"{name}, {kernel}", 100 * used / rate, "% of that rate", f"{used / 1e12:.3g} TFLOP/s"))
+            rows.append(
+                row(
+                    f"{name}, {kernel}",
+                    100 * used / rate,
+                    "% of that rate",
+                    f"{used / 1e12:.3g} TFLOP/s",
+                )
+            )
             if "h100" in device_name(device):
-                rows.append(row(f"{name}, {kernel}", 100 * used / H100, "% MFU", "of an H100's 989 TFLOP/s"))
+                rows.append(
+                    row(
+                        f"{name}, {kernel}",
+                        100 * used / H100,
+                        "% MFU",
+                        "of an H100's 989 TFLOP/s",
+                    )
+                )
     return rows
 
 
 def configurations(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
-    """Measure two of the shipped configurations with a warm cache: their augmentation, batch, losses and optimizer.
+    """Measure two of the shipped configurations with a warm cache: their augmentation,
+    batch, losses and optimizer.
 
     Images are the painted photographs, and all weights are random.
     """
@@ -152,33 +244,71 @@ def configurations(scale: Scale, work: Path, given: argparse.Namespace) -> list[
     for name in ("vit_food_scratch", "vit_food101"):
         content = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
         data, learned, small = content["data"], content["student"], content["teacher"]
-        kept = {key: data[key] for key in data.keys() & {"image_size", "batch_size", "micro_batch", "store", "augment"}}
-        content["data"] = {"kind": "imagefolder", "root": str(photographs(scale, work)), **kept}
+        kept = {
+            key: data[key]
+            for key in data.keys()
+            & {
+                "image_size",
+                "batch_size",
+                "micro_batch",
+                "store",
+                "augment",
+            }
+        }
+        content["data"] = {
+            "kind": "imagefolder",
+            "root": str(photographs(scale, work)),
+            **kept,
+        }
         learned.pop("init", None)
         if scale.kind == "cpu":
-            content["data"] |= {"workers": 0, "batch_size": scale.batch, "micro_batch": 0, "eval_batch": 0}
+            content["data"] |= {
+                "workers": 0,
+                "batch_size": scale.batch,
+                "micro_batch": 0,
+                "eval_batch": 0,
+            }
         if scale.kind == "cpu" and learned["model"] == STUDENT:
             content["data"] |= {"image_size": scale.size}
-            learned["args"], small["args"], small["model"] = scale.student_args, scale.teacher_args, scale.teacher
+            learned["args"], small["args"], small["model"] = (
+                scale.student_args,
+                scale.teacher_args,
+                scale.teacher,
+            )
         sized = {**small.get("args", {}), "img_size": content["data"]["image_size"]}
         folder = teacher_folder(small["model"], sized, work / f"teacher_{name}")
-        content["teacher"] = {"model": str(folder), "min_accuracy": 0, "cache": {"views": 1}}
+        content["teacher"] = {
+            "model": str(folder),
+            "min_accuracy": 0,
+            "cache": {"views": 1},
+        }
         content["backend"] = machine(scale)
         fill = -(-scale.photos // content["data"]["batch_size"])
         for turn, steps in (("cold", fill), ("warm", scale.steps)):
-            run = {"folder": str(work / "runs"), "name": f"{name}_{turn}", "steps": steps}
+            run = {
+                "folder": str(work / "runs"),
+                "name": f"{name}_{turn}",
+                "steps": steps,
+            }
             content["run"] = {**run, "every": {"log": 4, "evaluate": 10**6}}
             shutil.rmtree(work / "runs" / run["name"], ignore_errors=True)
             done = job(config.load(content)).folder
-        speeds = [line for line in metrics(done) if line["step"] > 4]  # the first steps open files and workers
+        speeds = [
+            line for line in metrics(done) if line["step"] > 4
+        ]  # the first steps open files and workers
         asked = sum(line.get("teacher_images", 0) for line in metrics(done))
-        note = f"batch {content['data']['batch_size']}, {asked:g} images asked of the teacher"
+        note = (
+            f"batch {content['data']['batch_size']}, {asked:g} images asked of the"
+            " teacher"
+        )
         rows += speed_rows(f"configs/{name}.yaml, cache warm", speeds, note)
     return rows
 
 
 def resume(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
-    """Compare the weights of a run that was cut in the middle with those of one that was not, bit by bit."""
+    """Compare the weights of a run that was cut in the middle with those of one that
+    was not, bit by bit.
+    """
     import torch
     from safetensors.torch import load_file
 
@@ -189,15 +319,33 @@ def resume(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     shutil.copytree(whole, cut)
     shutil.rmtree(cut / "checkpoints" / "step_00000008")
     train(scale, work, "cut", *keys, fresh=False)
-    one, other = (load_file(run / "checkpoints/step_00000008/tensors.safetensors") for run in (whole, cut))
+    one, other = (
+        load_file(run / "checkpoints/step_00000008/tensors.safetensors")
+        for run in (whole, cut)
+    )
     apart = [name for name in one if not torch.equal(one[name], other[name])]
-    gap = max(((one[name].double() - other[name].double()).abs().max().item() for name in apart), default=0.0)
-    rows = [row("tensors of other bits after a resume", len(apart), f"of {len(one)}", ", ".join(apart[:3]))]
+    gap = max(
+        (
+            (one[name].double() - other[name].double()).abs().max().item()
+            for name in apart
+        ),
+        default=0.0,
+    )
+    rows = [
+        row(
+            "tensors of other bits after a resume",
+            len(apart),
+            f"of {len(one)}",
+            ", ".join(apart[:3]),
+        )
+    ]
     return [*rows, row("largest difference after a resume", gap, "absolute")]
 
 
 def nccl(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
-    """Join a world of one rank, over nccl or on a CPU gloo: reduce, wrap in DDP, and compare its gradients."""
+    """Join a world of one rank, over nccl or on a CPU gloo: reduce, wrap in DDP, and
+    compare its gradients.
+    """
     import timm as library
     import torch
     import torch.distributed as dist
@@ -208,23 +356,40 @@ def nccl(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     meeting = work / "meeting"
     meeting.unlink(missing_ok=True)
     bound = device if scale.kind == "cuda" else None
-    dist.init_process_group(group, init_method=f"file://{meeting}", rank=0, world_size=1, device_id=bound)
+    dist.init_process_group(
+        group, init_method=f"file://{meeting}", rank=0, world_size=1, device_id=bound
+    )
     try:
         sent = torch.ones(2**22 if scale.kind == "cuda" else 2**10, device=device)
-        seconds = finish_steps(lambda: dist.all_reduce(sent), scale.steps, device) / scale.steps
-        model = library.create_model(STUDENT, img_size=scale.size, num_classes=CLASSES, **scale.student_args).to(device)
+        seconds = (
+            finish_steps(lambda: dist.all_reduce(sent), scale.steps, device)
+            / scale.steps
+        )
+        model = library.create_model(
+            STUDENT, img_size=scale.size, num_classes=CLASSES, **scale.student_args
+        ).to(device)
         image = torch.randn(4, 3, scale.size, scale.size, device=device)
         grads = []
-        for module in (model, DistributedDataParallel(model, gradient_as_bucket_view=True)):
+        for module in (
+            model,
+            DistributedDataParallel(model, gradient_as_bucket_view=True),
+        ):
             model.zero_grad(set_to_none=True)
             module(image).square().mean().backward()
-            grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone())
+            grads.append(
+                torch.cat(
+                    [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+                ).clone()
+            )
         gap = (grads[0] - grads[1]).abs().max().item()
     finally:
         dist.destroy_process_group()
     size = f"{sent.nbytes / 2**20:g} MiB, one rank"
     rows = [row(f"{group}: all-reduce", 1000 * seconds, "ms", size)]
-    return [*rows, row(f"{group}: gradients of DDP less plain ones", gap, "largest difference")]
+    return [
+        *rows,
+        row(f"{group}: gradients of DDP less plain ones", gap, "largest difference"),
+    ]
 
 
 def memory(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
@@ -237,15 +402,30 @@ def memory(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
             torch.cuda.reset_peak_memory_stats()
         overrides = ("run.steps=2", f"teacher.precision={precision}")
         folder = train(scale, work, f"memory_{precision}", *overrides)
-        peak = torch.cuda.max_memory_allocated() / 2**20 if scale.kind == "cuda" else 0.0
+        peak = (
+            torch.cuda.max_memory_allocated() / 2**20 if scale.kind == "cuda" else 0.0
+        )
         rows.append(row(f"peak, {precision} teacher", peak, "MiB"))
-        held = next(line["optimizer_mib"] for line in reversed(metrics(folder)) if "optimizer_mib" in line)
-        rows.append(row(f"optimizer state, {precision} teacher", held, "MiB", "ZeRO-1 divides it by the ranks"))
+        held = next(
+            line["optimizer_mib"]
+            for line in reversed(metrics(folder))
+            if "optimizer_mib" in line
+        )
+        rows.append(
+            row(
+                f"optimizer state, {precision} teacher",
+                held,
+                "MiB",
+                "ZeRO-1 divides it by the ranks",
+            )
+        )
     return rows
 
 
 def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
-    """Measure the frozen forward in each mode, and how far its logits are from float32's."""
+    """Measure the frozen forward in each mode, and how far its logits are from
+    float32's.
+    """
     from kd.config.schema import TeacherSection
     from kd.jobs.stopwatch import seconds_of
     from kd.models.load_classifier import load
@@ -256,7 +436,12 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
 
     module = registry.find("backends", scale.kind, "backend.kind")
     backend = module.build(module.Options(), precision="fp32", timeout_seconds=60.0)
-    model = load(Spec("teacher", scale.teacher, scale.teacher_args, [str(i) for i in range(101)]), scale.size)
+    model = load(
+        Spec(
+            "teacher", scale.teacher, scale.teacher_args, [str(i) for i in range(101)]
+        ),
+        scale.size,
+    )
     factory = TeacherFactory(TeacherSection(), model, backend, scale.size)
     batch = noise(scale.batch, scale.size, backend)
     exact = factory(PLAIN)(batch).logits
@@ -272,8 +457,17 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
         live(batch)
         taken = 1000 * seconds_of(lambda live=live: live(batch).logits)
         error = (live(batch).logits - exact).abs().max().item() / exact.std().item()
-        rows.append(row(f"teacher, {mode}", 1000 * scale.batch / taken, "images/s", f"batch {scale.batch}"))
-        rows.append(row(f"teacher, {mode}", error, "largest logit error / standard deviation"))
+        rows.append(
+            row(
+                f"teacher, {mode}",
+                1000 * scale.batch / taken,
+                "images/s",
+                f"batch {scale.batch}",
+            )
+        )
+        rows.append(
+            row(f"teacher, {mode}", error, "largest logit error / standard deviation")
+        )
     return rows
 
 
@@ -291,9 +485,22 @@ def export(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
 def tests(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     """Run the tests that need a GPU."""
     report = work / "tests.xml"
-    marked = ["-m", "cuda"] if scale.kind == "cuda" else ["-m", "cuda", "--collect-only"]
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *marked, f"--junitxml={report}"]
-    done = subprocess.run([*argv, "tests/cuda"], cwd=ROOT, capture_output=True, text=True)
+    marked = (
+        ["-m", "cuda"] if scale.kind == "cuda" else ["-m", "cuda", "--collect-only"]
+    )
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *marked,
+        f"--junitxml={report}",
+    ]
+    done = subprocess.run(
+        [*argv, "tests/cuda"], cwd=ROOT, capture_output=True, text=True
+    )
     if done.returncode not in (0, 1):
         raise SystemExit((done.stdout + done.stderr)[-3000:])
     print(done.stdout[-3000:])
@@ -301,17 +508,38 @@ def tests(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
         return [row("tests marked cuda", done.stdout.count("::test_"), "collected")]
     rows = []
     for case in ElementTree.parse(report).iter("testcase"):
-        outcome = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-        note = " ".join((outcome.get("message") or "").split())[:200] if outcome is not None else ""
+        outcome = next(
+            (child for child in case if child.tag in ("failure", "error", "skipped")),
+            None,
+        )
+        note = (
+            " ".join((outcome.get("message") or "").split())[:200]
+            if outcome is not None
+            else ""
+        )
         verdict = "passed" if outcome is None else outcome.tag
-        rows.append(row(f"{case.get('name')}", float(case.get("time") or 0), f"s, {verdict}", note))
+        rows.append(
+            row(
+                f"{case.get('name')}",
+                float(case.get("time") or 0),
+                f"s, {verdict}",
+                note,
+            )
+        )
     return rows
 
 
 def timm(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     """Train beside timm's train.py in turns, where a checkout of timm is given."""
     if not given.timm:
-        return [row("timm's train.py beside kd", 0.0, "not run", "--timm FOLDER was not given")]
+        return [
+            row(
+                "timm's train.py beside kd",
+                0.0,
+                "not run",
+                "--timm FOLDER was not given",
+            )
+        ]
     argv = [
         sys.executable,
         "benchmarks/timm_distillation.py",
@@ -322,16 +550,31 @@ def timm(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     ]
     steps, teacher = ("24", "B") if scale.kind == "cuda" else ("8", "S")
     workers = str(max(1, len(os.sched_getaffinity(0)) - 4))
-    argv += f"--rounds 1 --steps {steps} --batch {scale.batch} --teachers {teacher} --workers {workers}".split()
-    text = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return [row("timm's train.py beside kd", 0.0, "see its CSV", text.strip().splitlines()[-2])]
+    argv += (
+        f"--rounds 1 --steps {steps} --batch {scale.batch} --teachers {teacher}"
+        f" --workers {workers}".split()
+    )
+    text = subprocess.run(
+        argv, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    return [
+        row(
+            "timm's train.py beside kd",
+            0.0,
+            "see its CSV",
+            text.strip().splitlines()[-2],
+        )
+    ]
 
 
-# ---- what the parts share ------------------------------------------------------------------------------------------
+# ---- what the parts share
+# --------------------------------------------------------------------------------
 
 
 def finish_steps(work: Callable[[], object], steps: int, device: Any) -> float:
-    """Return the seconds of so many steps, launched without waiting, after one that is not counted."""
+    """Return the seconds of so many steps, launched without waiting, after one that is
+    not counted.
+    """
     import mfu
 
     work()
@@ -357,9 +600,17 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def speed_rows(what: str, lines: list[dict[str, Any]], note: str) -> list[Row]:
-    """Return images a second, and the share of the time in which the device had no data to work on."""
-    speed, wait = (statistics.median(line[key] for line in lines) for key in ("images_per_second", "data_wait"))
-    return [row(what, speed, "images/s", note), row(f"{what}: waits for data", 100 * wait, "% of the time")]
+    """Return images a second, and the share of the time in which the device had no data
+    to work on.
+    """
+    speed, wait = (
+        statistics.median(line[key] for line in lines)
+        for key in ("images_per_second", "data_wait")
+    )
+    return [
+        row(what, speed, "images/s", note),
+        row(f"{what}: waits for data", 100 * wait, "% of the time"),
+    ]
 
 
 def photographs(scale: Scale, work: Path) -> Path:
@@ -380,7 +631,9 @@ def photographs(scale: Scale, work: Path) -> Path:
             first = folder / f"{number % scale.painted:06d}.jpg"
             if number < scale.painted:
                 coarse = generator.integers(0, 256, (side // 8, side // 8, 3), np.uint8)
-                Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(first, quality=90)
+                Image.fromarray(coarse).resize(
+                    (side, side), Image.Resampling.BICUBIC
+                ).save(first, quality=90)
             else:
                 os.link(first, folder / f"{number:06d}.jpg")
     return making.rename(root)
@@ -406,16 +659,31 @@ def machine(scale: Scale) -> dict[str, Any]:
     )
 
 
-def train(scale: Scale, work: Path, name: str, *overrides: str, fresh: bool = True) -> Path:
-    """Distill with kd and return the run folder; `fresh`: one that a cut attempt left is removed first."""
+def train(
+    scale: Scale, work: Path, name: str, *overrides: str, fresh: bool = True
+) -> Path:
+    """Distill with kd and return the run folder; `fresh`: one that a cut attempt left
+    is removed first.
+    """
     from kd import config
     from kd.jobs.train import train as job
 
     settings = {
-        "run": {"folder": str(work / "runs"), "name": name, "epochs": 10, "every": {"log": 4, "evaluate": 10**6}},
-        "data": {"kind": "imagefolder", "root": str(photographs(scale, work)), "image_size": scale.size},
+        "run": {
+            "folder": str(work / "runs"),
+            "name": name,
+            "epochs": 10,
+            "every": {"log": 4, "evaluate": 10**6},
+        },
+        "data": {
+            "kind": "imagefolder",
+            "root": str(photographs(scale, work)),
+            "image_size": scale.size,
+        },
         "teacher": {
-            "model": str(teacher_folder(scale.teacher, scale.teacher_args, work / "teacher")),
+            "model": str(
+                teacher_folder(scale.teacher, scale.teacher_args, work / "teacher")
+            ),
             "min_accuracy": 0,
         },
         "student": {"model": STUDENT, "args": scale.student_args},

@@ -1,4 +1,6 @@
-"""Hard pseudo-labels as a loss: the cross-entropy to the class that the teacher names for this very view."""
+"""Hard pseudo-labels as a loss: the cross-entropy to the class that the teacher names
+for this very view.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ class Options:
     """The YAML keys of the loss."""
 
     label_smoothing: float = 0.1
-    """Share of the target that is spread over all classes, as in the arm of labels alone."""
+    """Share of the target that is spread over all classes, as in the arm of labels
+    alone.
+    """
 
 
 class Hard(nn.Module):
@@ -31,7 +35,9 @@ class Hard(nn.Module):
         """Return the loss of each image [B]; labels are not read."""
         named_B = teacher.logits.argmax(dim=1)
         logits_BC = student.logits.float()
-        return F.cross_entropy(logits_BC, named_B, reduction="none", label_smoothing=self.label_smoothing)
+        return F.cross_entropy(
+            logits_BC, named_B, reduction="none", label_smoothing=self.label_smoothing
+        )
 
 
 def facts(options: Options) -> LossFacts:

@@ -1,4 +1,6 @@
-"""One hostile client at a time: what tests/e2e/attacker.py sends, damaged pictures, hang-ups; a connection each."""
+"""One hostile client at a time: what tests/e2e/attacker.py sends, damaged pictures,
+hang-ups; a connection each.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +41,33 @@ class Hostile:
 
     def __init__(self, url: str, picture: bytes, seed: int = 0) -> None:
         self.parts, self.rng = urlsplit(url), random.Random(seed)
-        self.kinds: dict[str, Callable[[], object]] = {name: partial(self._attack, name) for name in ATTACKS}
-        self.kinds |= {name: partial(self._once, sent) for name, sent in damaged(url, picture).items()}
+        self.kinds: dict[str, Callable[[], object]] = {
+            name: partial(self._attack, name) for name in ATTACKS
+        }
+        self.kinds |= {
+            name: partial(self._once, sent)
+            for name, sent in damaged(url, picture).items()
+        }
         self.count = dict.fromkeys(self.kinds, 0)
 
     async def client(self) -> None:
-        """Be one client, until the server closes its connection or for `PATIENCE` seconds."""
+        """Be one client, until the server closes its connection or for `PATIENCE`
+        seconds.
+        """
         kind = self.rng.choice(list(self.kinds))
         self.count[kind] += 1
-        with suppress(OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        with suppress(
+            OSError,
+            asyncio.TimeoutError,
+            asyncio.IncompleteReadError,
+            asyncio.LimitOverrunError,
+        ):
             await asyncio.wait_for(self.kinds[kind](), PATIENCE)  # type: ignore[arg-type]
 
     async def _once(self, sent: bytes) -> None:
-        reader, writer = await asyncio.open_connection(self.parts.hostname, self.parts.port)
+        reader, writer = await asyncio.open_connection(
+            self.parts.hostname, self.parts.port
+        )
         writer.write(sent)
         await writer.drain()
         with suppress(asyncio.TimeoutError):
@@ -60,10 +76,13 @@ class Hostile:
 
     async def _attack(self, name: str) -> None:
         attack, end = ATTACKS[name], time.monotonic() + PATIENCE
-        reader, writer = await asyncio.open_connection(self.parts.hostname, self.parts.port)
+        reader, writer = await asyncio.open_connection(
+            self.parts.hostname, self.parts.port
+        )
         try:
             pending = attack.begin or attack.repeat
-            # its own deadline: in Python 3.11 a time-out inside may swallow the cancellation from outside
+            # its own deadline: in Python 3.11 a time-out inside may swallow the
+            # cancellation from outside
             while not reader.at_eof() and time.monotonic() < end:
                 for start in range(0, len(pending), PIECE):
                     writer.write(pending[start : start + PIECE])

@@ -1,4 +1,6 @@
-"""Requests to an endpoint, closed loop and open loop, from one light process: latencies and statuses, nothing else."""
+"""Requests to an endpoint, closed loop and open loop, from one light process: latencies
+and statuses, nothing else.
+"""
 
 from __future__ import annotations
 
@@ -34,27 +36,41 @@ class Answer:
 def request(url: str, body: bytes, kind: str) -> bytes:
     """Return the bytes of a POST request."""
     parts = urlsplit(url)
-    head = f"POST {parts.path} HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}"
+    head = (
+        f"POST {parts.path} HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type:"
+        f" {kind}\r\ncontent-length: {len(body)}"
+    )
     return f"{head}\r\naccept: application/json\r\n\r\n".encode() + body
 
 
-async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes) -> tuple[int, bytes]:
+async def answered(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes
+) -> tuple[int, bytes]:
     """Send a request, read the answer to its end, return its status and body."""
     writer.write(message)
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(
-        (int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), 0
+        (
+            int(line.split(b":")[1])
+            for line in head.lower().split(b"\r\n")
+            if line.startswith(b"content-length")
+        ),
+        0,
     )
     body = await reader.readexactly(length)
     return int(head.split(b" ", 2)[1]), body
 
 
-async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes) -> int:
+async def exchange(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes
+) -> int:
     """Send a request, read the answer to its end, return its status."""
     return (await answered(reader, writer, message))[0]
 
 
-async def closed_loop(url: str, message: bytes, clients: int, seconds: float) -> list[Answer]:
+async def closed_loop(
+    url: str, message: bytes, clients: int, seconds: float
+) -> list[Answer]:
     """Let `clients` send one request after another."""
     parts = urlsplit(url)
     start, answers = time.perf_counter(), []
@@ -70,7 +86,9 @@ async def closed_loop(url: str, message: bytes, clients: int, seconds: float) ->
     return answers
 
 
-async def open_loop(url: str, message: bytes, rate: float, seconds: float, seed: int = 0) -> list[Answer]:
+async def open_loop(
+    url: str, message: bytes, rate: float, seconds: float, seed: int = 0
+) -> list[Answer]:
     """Send requests at Poisson times, whether or not earlier ones were answered."""
     parts = urlsplit(url)
     rng, due, times = random.Random(seed), 0.0, []
@@ -82,7 +100,11 @@ async def open_loop(url: str, message: bytes, rate: float, seconds: float, seed:
     async def one(due: float) -> None:
         status = 0
         try:
-            pair = idle.pop() if idle else await asyncio.open_connection(parts.hostname, parts.port)
+            pair = (
+                idle.pop()
+                if idle
+                else await asyncio.open_connection(parts.hostname, parts.port)
+            )
             status = await exchange(*pair, message)
             idle.append(pair)
         except (OSError, asyncio.IncompleteReadError):
@@ -121,7 +143,9 @@ class Server:
         for path in Path("/proc").iterdir():
             if path.name.isdigit():
                 try:
-                    parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                    parent = int(
+                        (path / "stat").read_text().rpartition(")")[2].split()[1]
+                    )
                 except OSError:
                     continue
                 children.setdefault(parent, []).append(int(path.name))
@@ -163,7 +187,17 @@ class Server:
 
 def kd_serve(folder: Path, *options: str) -> Server:
     """Start kd-serve on a free port and wait until it answers."""
-    argv = [sys.executable, "-m", "kd.cli", "serve", str(folder), "--port", "0", "--quiet", *options]
+    argv = [
+        sys.executable,
+        "-m",
+        "kd.cli",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--quiet",
+        *options,
+    ]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     base = process.stdout.readline().split(" at ")[1].split()[0]

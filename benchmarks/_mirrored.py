@@ -1,7 +1,9 @@
-"""A teacher whose logits are the mean over a picture and its mirror image, as airbench evaluates (arXiv:2404.00498).
+"""A teacher whose logits are the mean over a picture and its mirror image, as airbench
+evaluates (arXiv:2404.00498).
 
-In a configuration: `teacher: {kind: torch, model: "benchmarks._mirrored:network", mean: [...], std: [...]}` with the
-`model.safetensors` of an exported teacher of timm as `checkpoint`.
+In a configuration: `teacher: {kind: torch, model: "benchmarks._mirrored:network", mean:
+[...], std: [...]}` with the `model.safetensors` of an exported teacher of timm as
+`checkpoint`.
 """
 
 from __future__ import annotations

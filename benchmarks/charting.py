@@ -1,12 +1,15 @@
-"""Which library draws the report's charts: the same six charts on one page, by each candidate, in turns.
+"""Which library draws the report's charts: the same six charts on one page, by each
+candidate, in turns.
 
 Run: python benchmarks/charting.py [--plotly FILE] [--rounds 5] [--only NAME ...] [--pages FOLDER]
 
-Needs matplotlib, vl-convert-python and Chromium; a candidate that is not installed is left out. `--plotly` is
-`package/plotly-basic.min.js` of `npm pack plotly.js-basic-dist-min`: the Python package has only the whole library,
-4.8 MB. `own SVG` is kd's own code until commit bfb9dacb, read from the history. Each round draws a candidate's page in
-a process of its own, so that import and first drawing count as in a command. `install_mb` is what a candidate adds to
-the packages that kd needs anyway. Whether it works under the page's policy is tried in Chromium, with no network.
+Needs matplotlib, vl-convert-python and Chromium; a candidate that is not installed is
+left out. `--plotly` is `package/plotly-basic.min.js` of `npm pack
+plotly.js-basic-dist-min`: the Python package has only the whole library, 4.8 MB. `own
+SVG` is kd's own code until commit bfb9dacb, read from the history. Each round draws a
+candidate's page in a process of its own, so that import and first drawing count as in a
+command. `install_mb` is what a candidate adds to the packages that kd needs anyway.
+Whether it works under the page's policy is tried in Chromium, with no network.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ class Plot(NamedTuple):
 
 
 def plots() -> list[Plot]:
-    """Return six charts as a report of one run has them: loss, score, rate, windows, load, a sweep's points."""
+    """Return six charts as a report of one run has them: loss, score, rate, windows,
+    load, a sweep's points.
+    """
     steps = [float(step) for step in range(10, 4010, 10)]
     few = steps[39::40]
     windows = steps[4::5]
@@ -73,7 +78,9 @@ def by_matplotlib() -> str:
     matplotlib.rcParams["svg.fonttype"] = "none"
     drawn = []
     for plot in plots():
-        figure = figure_of(figsize=(plot.width / 100, plot.height / 100), layout="constrained")
+        figure = figure_of(
+            figsize=(plot.width / 100, plot.height / 100), layout="constrained"
+        )
         axes = figure.subplots()
         bottom: list[float] = [0.0] * len(next(iter(plot.lines.values()))[0])
         for (name, (x, y)), color in zip(plot.lines.items(), COLORS, strict=False):
@@ -81,7 +88,13 @@ def by_matplotlib() -> str:
                 axes.bar(x, y, 40, bottom, color=color, label=name)
                 bottom = [low + value for low, value in zip(bottom, y, strict=True)]
             else:
-                axes.plot(x, y, "o" if plot.kind == "scatter" else "-", color=color, label=name)
+                axes.plot(
+                    x,
+                    y,
+                    "o" if plot.kind == "scatter" else "-",
+                    color=color,
+                    label=name,
+                )
         axes.set_xscale("log" if plot.kind == "scatter" else "linear")
         if len(plot.lines) > 1:
             axes.legend()
@@ -97,12 +110,26 @@ def by_plotly(library: Path) -> str:
     for number, plot in enumerate(plots()):
         kind = {"lines": "lines", "scatter": "markers"}.get(plot.kind, "")
         traces = [
-            {"x": x, "y": y, "name": name, "type": "bar" if plot.kind == "stack" else "scatter", "mode": kind}
+            {
+                "x": x,
+                "y": y,
+                "name": name,
+                "type": "bar" if plot.kind == "stack" else "scatter",
+                "mode": kind,
+            }
             for name, (x, y) in plot.lines.items()
         ]
         scale = {"type": "log" if plot.kind == "scatter" else "linear"}
-        layout = {"width": plot.width, "height": plot.height, "barmode": "stack", "xaxis": scale}
-        calls.append(f"Plotly.newPlot('chart{number}', {json.dumps(traces)}, {json.dumps(layout)});")
+        layout = {
+            "width": plot.width,
+            "height": plot.height,
+            "barmode": "stack",
+            "xaxis": scale,
+        }
+        calls.append(
+            f"Plotly.newPlot('chart{number}', {json.dumps(traces)},"
+            f" {json.dumps(layout)});"
+        )
     places = "".join(f'<div id="chart{number}"></div>' for number in range(len(calls)))
     return f"{places}<script>{library.read_text()}</script><script>{''.join(calls)}</script>"
 
@@ -113,7 +140,10 @@ def charts() -> list[Any]:
 
     found = []
     for plot in plots():
-        series = [Series(name, color, x, y) for (name, (x, y)), color in zip(plot.lines.items(), COLORS, strict=False)]
+        series = [
+            Series(name, color, x, y)
+            for (name, (x, y)), color in zip(plot.lines.items(), COLORS, strict=False)
+        ]
         draw = stack if plot.kind == "stack" else lines
         x_axis = Axis("x", log=plot.kind == "scatter")
         found.append(draw(series, (plot.width, plot.height), x_axis, Axis()))
@@ -126,12 +156,17 @@ def by_vega_svg() -> str:
 
 
 def by_vega_script() -> str:
-    """Draw with Vega-Lite's JavaScript, inlined; the page draws itself, by the interpreter that needs no `eval`."""
+    """Draw with Vega-Lite's JavaScript, inlined; the page draws itself, by the
+    interpreter that needs no `eval`.
+    """
     import vl_convert
 
     calls = []
     for number, chart in enumerate(charts()):
-        calls.append(f"vegaEmbed('#chart{number}', {json.dumps(chart.spec)}, {{ast: true, renderer: 'svg'}});")
+        calls.append(
+            f"vegaEmbed('#chart{number}', {json.dumps(chart.spec)}, {{ast: true,"
+            " renderer: 'svg'});"
+        )
     library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     places = "".join(f'<div id="chart{number}"></div>' for number in range(len(calls)))
     script = f"{library}\n{''.join(calls)}".replace("</script", "<\\/script")
@@ -141,7 +176,11 @@ def by_vega_script() -> str:
 def old_module() -> ModuleType:
     """Return kd's own SVG of commit `BEFORE`."""
     shown = subprocess.run(
-        ["git", "show", f"{BEFORE}:kd/study/report/svg.py"], cwd=HERE, capture_output=True, text=True, check=True
+        ["git", "show", f"{BEFORE}:kd/study/report/svg.py"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     module = ModuleType("own_svg")
     sys.modules["own_svg"] = module
@@ -154,14 +193,21 @@ def by_own_svg() -> str:
     svg = old_module()
     drawn = []
     for plot in plots():
-        series = [svg.Series(name, f"--c{number}", x, y) for number, (name, (x, y)) in enumerate(plot.lines.items(), 1)]
+        series = [
+            svg.Series(name, f"--c{number}", x, y)
+            for number, (name, (x, y)) in enumerate(plot.lines.items(), 1)
+        ]
         size = plot.width, plot.height
         if plot.kind == "stack":
             drawn.append(svg.stack(series, *size, "x", ""))
         else:
             drawn.append(svg.lines(series, size, "x", log=plot.kind == "scatter"))
     script = subprocess.run(
-        ["git", "show", f"{BEFORE}:kd/study/report/page.js"], cwd=HERE, capture_output=True, text=True, check=True
+        ["git", "show", f"{BEFORE}:kd/study/report/page.js"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return f"{''.join(drawn)}<script>{script.stdout}</script>"
 
@@ -179,7 +225,15 @@ class Candidate(NamedTuple):
     file: str  # whether it writes an SVG file, as a sweep's picture is
 
 
-MATPLOTLIB = ("matplotlib", "contourpy", "cycler", "fonttools", "kiwisolver", "pyparsing", "python-dateutil")
+MATPLOTLIB = (
+    "matplotlib",
+    "contourpy",
+    "cycler",
+    "fonttools",
+    "kiwisolver",
+    "pyparsing",
+    "python-dateutil",
+)
 CANDIDATES = {
     "matplotlib": Candidate(
         by_matplotlib, ("matplotlib.figure", "matplotlib.backends.backend_svg"), MATPLOTLIB, "PSF-based",
@@ -201,15 +255,24 @@ CANDIDATES = {
 
 def page_of(name: str, plotly: Path | None) -> str:
     """Return the page of a candidate."""
-    body = CANDIDATES[name].draw(plotly) if name == "plotly, inlined" else CANDIDATES[name].draw()
+    body = (
+        CANDIDATES[name].draw(plotly)
+        if name == "plotly, inlined"
+        else CANDIDATES[name].draw()
+    )
     policy = SCRIPTS if "<script" in body else STYLES
     style = (HERE.parent / "kd" / "study" / "report" / "page.css").read_text()
-    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+    head = (
+        '<meta charset="utf-8"><meta http-equiv="Content-Security-Policy"'
+        f' content="{policy}">'
+    )
     return f"<!doctype html>{head}<style>{style}</style><main>{body}</main>\n"
 
 
 def seconds_of(name: str, plotly: Path | None, target: Path) -> dict[str, float]:
-    """Draw a candidate's page in a process of its own; return the seconds of import and of drawing."""
+    """Draw a candidate's page in a process of its own; return the seconds of import and
+    of drawing.
+    """
     command = [sys.executable, __file__, "--draw", name, "--target", str(target)]
     command += ["--plotly", str(plotly)] if plotly else []
     told = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -223,27 +286,51 @@ def draw(name: str, plotly: Path | None, target: Path) -> None:
         importlib.import_module(module)
     imported = time.perf_counter()
     target.write_text(page_of(name, plotly))
-    print(json.dumps({"import_seconds": imported - start, "render_seconds": time.perf_counter() - imported}))
+    print(
+        json.dumps(
+            {
+                "import_seconds": imported - start,
+                "render_seconds": time.perf_counter() - imported,
+            }
+        )
+    )
 
 
 def megabytes(packages: Sequence[str]) -> float:
     """Return the size of installed packages, 10^6 bytes."""
-    files = [Path(str(file.locate())) for name in packages for file in importlib.metadata.files(name) or ()]
+    files = [
+        Path(str(file.locate()))
+        for name in packages
+        for file in importlib.metadata.files(name) or ()
+    ]
     return sum(file.stat().st_size for file in files if file.is_file()) / 1e6
 
 
 def works(page: Path) -> str:
-    """Return whether Chromium draws all charts of a page without a complaint or a request, or "" without Chromium."""
+    """Return whether Chromium draws all charts of a page without a complaint or a
+    request, or "" without Chromium.
+    """
     import chromium
 
     if chromium.path() is None:
         return ""
-    with tempfile.TemporaryDirectory() as profile, chromium.Page(Path(profile)) as opened:
+    with (
+        tempfile.TemporaryDirectory() as profile,
+        chromium.Page(Path(profile)) as opened,
+    ):
         opened.open(f"file://{page}")
         time.sleep(2)  # a page that draws itself needs a second
         count = opened.run("document.querySelectorAll('main svg:not(svg svg)').length")
-        outside = [url for url in opened.requests if not url.startswith(("file:", "data:", "blob:"))]
-        return "yes" if count >= len(plots()) and not outside and not opened.problems else "no"
+        outside = [
+            url
+            for url in opened.requests
+            if not url.startswith(("file:", "data:", "blob:"))
+        ]
+        return (
+            "yes"
+            if count >= len(plots()) and not outside and not opened.problems
+            else "no"
+        )
 
 
 def page_file(folder: Path, name: str) -> Path:
@@ -255,15 +342,22 @@ def installed(name: str, plotly: Path | None) -> bool:
     """Return whether a candidate can draw here."""
     if name == "plotly, inlined":
         return plotly is not None
-    return all(importlib.util.find_spec(module.partition(".")[0]) for module in CANDIDATES[name].modules)
+    return all(
+        importlib.util.find_spec(module.partition(".")[0])
+        for module in CANDIDATES[name].modules
+    )
 
 
-def measured(names: Sequence[str], options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def measured(
+    names: Sequence[str], options: argparse.Namespace, folder: Path
+) -> list[dict[str, Any]]:
     """Draw the pages of the candidates in turns and return a row for each."""
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(options.rounds):
         for name in names:
-            seconds[name].append(seconds_of(name, options.plotly, page_file(folder, name)))
+            seconds[name].append(
+                seconds_of(name, options.plotly, page_file(folder, name))
+            )
     rows = []
     for name in names:
         candidate, page = CANDIDATES[name], page_file(folder, name)
@@ -273,7 +367,10 @@ def measured(names: Sequence[str], options: argparse.Namespace, folder: Path) ->
                 "candidate": name,
                 "page_kb": round(page.stat().st_size / 1000, 1),
                 "install_mb": round(kept, 1),
-                **{key: round(statistics.median(row[key] for row in seconds[name]), 3) for key in seconds[name][0]},
+                **{
+                    key: round(statistics.median(row[key] for row in seconds[name]), 3)
+                    for key in seconds[name][0]
+                },
                 "under_policy": works(page),
                 "scripts": "yes" if "<script" in page.read_text() else "no",
                 "at_the_pointer": candidate.pointer,
@@ -288,10 +385,14 @@ def measured(names: Sequence[str], options: argparse.Namespace, folder: Path) ->
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw, measure, write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plotly", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
+    parser.add_argument(
+        "--only", nargs="+", choices=CANDIDATES, default=list(CANDIDATES)
+    )
     parser.add_argument("--pages", type=Path, help="keep the pages here")
     parser.add_argument("--draw", choices=CANDIDATES, help=argparse.SUPPRESS)
     parser.add_argument("--target", type=Path, help=argparse.SUPPRESS)
@@ -305,7 +406,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         names = [name for name in options.only if installed(name, options.plotly)]
         rows = measured(names, options, folder)
     print(json.dumps(rows, indent=1))
-    shown = [f"--rounds {options.rounds}", *(["--plotly plotly-basic.min.js"] if options.plotly else [])]
+    shown = [
+        f"--rounds {options.rounds}",
+        *(["--plotly plotly-basic.min.js"] if options.plotly else []),
+    ]
     write("charting", " ".join(["python benchmarks/charting.py", *shown]), rows)
 
 

@@ -1,11 +1,13 @@
-"""Which checkpoint should be used? The highest score of few validation images is often luck.
+"""Which checkpoint should be used? The highest score of few validation images is often
+luck.
 
 Run: python benchmarks/choice_of_checkpoint.py RUN [RUN ...]
 
-Each RUN is a run folder with a test split and all its checkpoints (`run.keep`), one at each evaluation. All are scored
-on the test images. Then some of these images are drawn as if they were the validation images, 4,000 times, each rule
-chooses a checkpoint by them, and it is scored on the other images. Each run is a process of its own before: this
-script trains nothing.
+Each RUN is a run folder with a test split and all its checkpoints (`run.keep`), one at
+each evaluation. All are scored on the test images. Then some of these images are drawn
+as if they were the validation images, 4,000 times, each rule chooses a checkpoint by
+them, and it is scored on the other images. Each run is a process of its own before:
+this script trains nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ Rule = Callable[[np.ndarray, int], int]
 def newest_near(scores: np.ndarray, images: int) -> int:
     """Return kd's choice: the newest at most one standard error below the highest."""
     best = float(scores.max())
-    return int(np.flatnonzero(scores >= best - math.sqrt(best * (1 - best) / images))[-1])
+    return int(
+        np.flatnonzero(scores >= best - math.sqrt(best * (1 - best) / images))[-1]
+    )
 
 
 RULES: dict[str, Rule] = {
@@ -40,7 +44,9 @@ RULES: dict[str, Rule] = {
 
 
 def accuracies(right_KN: np.ndarray, images: int, rule: Rule) -> np.ndarray:
-    """Return the accuracy of the chosen checkpoint of K on the images that were not drawn, [DRAWS]."""
+    """Return the accuracy of the chosen checkpoint of K on the images that were not
+    drawn, [DRAWS].
+    """
     draw, found = np.random.default_rng(0), np.empty(DRAWS)
     for number in range(DRAWS):
         order = draw.permutation(right_KN.shape[1])
@@ -50,7 +56,9 @@ def accuracies(right_KN: np.ndarray, images: int, rule: Rule) -> np.ndarray:
 
 
 def scored(run: Path) -> tuple[list[int], np.ndarray]:
-    """Return the steps of a run's checkpoints, and which test images each predicts correctly, bool [K, N]."""
+    """Return the steps of a run's checkpoints, and which test images each predicts
+    correctly, bool [K, N].
+    """
     steps, right = [], []
     for checkpoint in sorted((run / "checkpoints").iterdir()):
         with tempfile.TemporaryDirectory() as folder:
@@ -67,20 +75,39 @@ def scored(run: Path) -> tuple[list[int], np.ndarray]:
 
 def main() -> None:
     """Score the runs and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path)
     rows = []
     for run in parser.parse_args().runs:
         steps, right_KN = scored(run)
-        test = " ".join(f"{step}:{100 * one.mean():.1f}" for step, one in zip(steps, right_KN, strict=True))
+        test = " ".join(
+            f"{step}:{100 * one.mean():.1f}"
+            for step, one in zip(steps, right_KN, strict=True)
+        )
         for images in IMAGES:
             for name, rule in RULES.items():
                 found = 100 * accuracies(right_KN, images, rule)
                 numbers = {"accuracy": found.mean(), "tenth": np.quantile(found, 0.1)}
-                about = {"run": run.name, "test_by_step": test, "images": images, "rule": name}
-                rows.append({**about, **{key: round(float(one), 2) for key, one in numbers.items()}})
+                about = {
+                    "run": run.name,
+                    "test_by_step": test,
+                    "images": images,
+                    "rule": name,
+                }
+                rows.append(
+                    {
+                        **about,
+                        **{key: round(float(one), 2) for key, one in numbers.items()},
+                    }
+                )
                 print(rows[-1])
-    write("choice_of_checkpoint", "python benchmarks/choice_of_checkpoint.py RUN RUN", rows)
+    write(
+        "choice_of_checkpoint",
+        "python benchmarks/choice_of_checkpoint.py RUN RUN",
+        rows,
+    )
 
 
 if __name__ == "__main__":

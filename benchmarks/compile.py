@@ -1,10 +1,12 @@
-"""What torch.compile costs a student, and what it gains: training steps of nine networks, eager and compiled in turns.
+"""What torch.compile costs a student, and what it gains: training steps of nine
+networks, eager and compiled in turns.
 
 Run: python benchmarks/compile.py [--threads 1] [--only NAME ...]
 
-Each network is compiled in a process of its own with an empty folder of libraries, then once more in another process
-that finds them. Seconds are those of the first step, which compiles forward and backward. bfloat16 where the processor
-has units for it. Unfused attention, which `auto` takes on such processors.
+Each network is compiled in a process of its own with an empty folder of libraries, then
+once more in another process that finds them. Seconds are those of the first step, which
+compiles forward and backward. bfloat16 where the processor has units for it. Unfused
+attention, which `auto` takes on such processors.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ NETWORKS: dict[str, tuple[str, int, int]] = {
 
 
 def measure(name: str, threads: int) -> dict[str, Any]:
-    """Compile one network in this process; return seconds of its first step and the speeds."""
+    """Compile one network in this process; return seconds of its first step and the
+    speeds.
+    """
     import timm
     import torch
     from timm_distillation import bf16_pays
@@ -55,7 +59,11 @@ def measure(name: str, threads: int) -> dict[str, Any]:
 
     def student() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        made = network(24) if model == "examples" else timm.create_model(model, num_classes=10)
+        made = (
+            network(24)
+            if model == "examples"
+            else timm.create_model(model, num_classes=10)
+        )
         set_attention(made, False)
         return made, torch.optim.AdamW(made.parameters(), lr=1e-3, fused=True)
 
@@ -75,14 +83,22 @@ def measure(name: str, threads: int) -> dict[str, Any]:
     times = [(seconds(*eager), seconds(*compiled)) for _ in range(ROUNDS)]
     speeds = [batch / statistics.median(column) for column in zip(*times, strict=True)]
     ratio = statistics.median(a / b for a, b in times)
-    return {"first": round(first, 1), "speeds": [round(speed, 1) for speed in speeds], "ratio": round(ratio, 3)}
+    return {
+        "first": round(first, 1),
+        "speeds": [round(speed, 1) for speed in speeds],
+        "ratio": round(ratio, 3),
+    }
 
 
 def main() -> None:
     """Measure each network twice and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument(
+        "--only", nargs="*", default=list(NETWORKS), choices=list(NETWORKS)
+    )
     parser.add_argument("--one", default="", help="measure one here and print it")
     given = parser.parse_args()
     if given.one:
@@ -93,14 +109,35 @@ def main() -> None:
     rows = []
     for name in given.only:
         with tempfile.TemporaryDirectory(prefix="kd_compile_") as folder:
-            argv = [sys.executable, __file__, "--one", name, "--threads", str(given.threads)]
+            argv = [
+                sys.executable,
+                __file__,
+                "--one",
+                name,
+                "--threads",
+                str(given.threads),
+            ]
             environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
             cold, warm = (
-                json.loads(subprocess.run(argv, env=environment, check=True, capture_output=True, text=True).stdout)
+                json.loads(
+                    subprocess.run(
+                        argv,
+                        env=environment,
+                        check=True,
+                        capture_output=True,
+                        text=True,
+                    ).stdout
+                )
                 for _ in range(2)
             )
         eager, compiled = cold["speeds"]
-        rows.append({"network": name, "cold_seconds": cold["first"], "warm_seconds": warm["first"]})
+        rows.append(
+            {
+                "network": name,
+                "cold_seconds": cold["first"],
+                "warm_seconds": warm["first"],
+            }
+        )
         rows[-1] |= {"eager_per_second": eager, "compiled_per_second": compiled}
         rows[-1] |= {"ratio": cold["ratio"], "ratio_again": warm["ratio"]}
         print(rows[-1], flush=True)

@@ -1,12 +1,16 @@
-"""Is a small model that asks its teacher as right as the teacher, and does a promised share of wrong answers hold?
+"""Is a small model that asks its teacher as right as the teacher, and does a promised
+share of wrong answers hold?
 
-For each run folder: the student's calibrated confidence and both models' answers on the whole validation split, or with
-`--test` on the test split, whose halves are larger. Parts:
+For each run folder: the student's calibrated confidence and both models' answers on the
+whole validation split, or with `--test` on the test split, whose halves are larger.
+Parts:
 
-- `pair`: the threshold with which the pair is as right as the teacher, chosen on every second image and judged on the
-  others, and the pair at 15 % passed on.
-- `promise`: 20 times the images are shuffled; `kd-export`'s own rule chooses on a half, for each promised share.
-- `cost`: what the answer `sure` costs the endpoint, in CPU time beside the answer without it (with `--export FOLDER`).
+- `pair`: the threshold with which the pair is as right as the teacher, chosen on every
+  second image and judged on the others, and the pair at 15 % passed on.
+- `promise`: 20 times the images are shuffled; `kd-export`'s own rule chooses on a half,
+  for each promised share.
+- `cost`: what the answer `sure` costs the endpoint, in CPU time beside the answer
+  without it (with `--export FOLDER`).
 
 Rows that a CSV of today has already are not measured again: a killed command goes on.
 
@@ -45,11 +49,26 @@ from kd.study.report.predictions import ask_all
 from kd.study.report.record import Predictions
 
 RESAMPLES, MOST_PASSED = 20, 0.15
-FIELDS = ("part", "run", "seed", "asked", "images", "passed_on", "value", "low", "high", "beside", "cpu", "held")
+FIELDS = (
+    "part",
+    "run",
+    "seed",
+    "asked",
+    "images",
+    "passed_on",
+    "value",
+    "low",
+    "high",
+    "beside",
+    "cpu",
+    "held",
+)
 
 
 def asked(path: Path, test: bool) -> Predictions:
-    """Return what the best student of a run and its teacher answer on all images of a split."""
+    """Return what the best student of a run and its teacher answer on all images of a
+    split.
+    """
     folder, settings = opened_run(path)
     assert isinstance(folder, RunDir)
     recipe = resolve(settings)
@@ -62,7 +81,10 @@ def asked(path: Path, test: bool) -> Predictions:
         teacher = load_fitted(recipe, data).model
         assert teacher is not None
         device = torch.device("cpu")
-        models: dict[str, Any] = {"student": student.eval(), "teacher": LiveTeacher(teacher, device).validation()}
+        models: dict[str, Any] = {
+            "student": student.eval(),
+            "teacher": LiveTeacher(teacher, device).validation(),
+        }
         found = ask_all(models, data.views()[1], 0, device)
     lists = (found["label"], found["student"], found["teacher"])
     more = {"student_sure": found["student_sure"], "cpu_ms": found["cpu_ms"]}
@@ -70,27 +92,55 @@ def asked(path: Path, test: bool) -> Predictions:
 
 
 def pairs(run: str, one: Predictions) -> list[dict[str, Any]]:
-    """Return the pair at the threshold that equals the teacher on the other half, and at `MOST_PASSED`."""
+    """Return the pair at the threshold that equals the teacher on the other half, and
+    at `MOST_PASSED`.
+    """
     chosen, shown = Half.of(one, 0), Half.of(one, 1)
     cuts, _ = chosen.curve()
-    most = int(cuts[np.searchsorted(cuts, MOST_PASSED * len(chosen.sure), side="right") - 1])
+    most = int(
+        cuts[np.searchsorted(cuts, MOST_PASSED * len(chosen.sure), side="right") - 1]
+    )
     rows = []
-    for name, threshold in (("equal", chosen.threshold()), ("most", float(chosen.sure[most]))):
+    for name, threshold in (
+        ("equal", chosen.threshold()),
+        ("most", float(chosen.sure[most])),
+    ):
         passed = shown.sure < threshold
-        both, share = np.where(passed, shown.teacher, shown.student), float(passed.mean())
-        low, high = paired(int((both & ~shown.teacher).sum()), int((shown.teacher & ~both).sum()), len(both))
+        both, share = (
+            np.where(passed, shown.teacher, shown.student),
+            float(passed.mean()),
+        )
+        low, high = paired(
+            int((both & ~shown.teacher).sum()),
+            int((shown.teacher & ~both).sum()),
+            len(both),
+        )
         cost = one.cpu_ms["student"] / one.cpu_ms["teacher"] + share
         difference = float(both.mean() - shown.teacher.mean())
         rows.append(
-            {"part": "pair", "run": run, "asked": name, "images": len(both), "passed_on": share, "value": difference}
-            | {"low": low, "high": high, "beside": float(shown.student.mean() - shown.teacher.mean()), "cpu": cost}
+            {
+                "part": "pair",
+                "run": run,
+                "asked": name,
+                "images": len(both),
+                "passed_on": share,
+                "value": difference,
+            }
+            | {
+                "low": low,
+                "high": high,
+                "beside": float(shown.student.mean() - shown.teacher.mean()),
+                "cpu": cost,
+            }
             | {"held": difference >= -0.002 and share <= MOST_PASSED and cost <= 0.35}
         )
     return rows
 
 
 def promises(run: str, one: Predictions, wrong: float) -> list[dict[str, Any]]:
-    """Choose `RESAMPLES` times on a random half; held: the promise is not below the interval of the other half."""
+    """Choose `RESAMPLES` times on a random half; held: the promise is not below the
+    interval of the other half.
+    """
     sure = np.array(one.student_sure)
     right = np.array(one.student) == np.array(one.label)
     rows = []
@@ -98,48 +148,79 @@ def promises(run: str, one: Predictions, wrong: float) -> list[dict[str, Any]]:
         order = np.random.default_rng(seed).permutation(len(sure))
         half, rest = order[::2], order[1::2]
         threshold, least = Rule(wrong=wrong).lowest(sure[half], right[half])
-        row = {"part": "promise", "run": run, "seed": seed, "asked": wrong, "images": len(rest)}
+        row = {
+            "part": "promise",
+            "run": run,
+            "seed": seed,
+            "asked": wrong,
+            "images": len(rest),
+        }
         if math.isnan(threshold):
             rows.append({**row, "beside": least, "held": "not reached"})
             continue
         kept = sure[rest] >= threshold
-        share, count = float((~right[rest][kept]).mean()) if kept.any() else 0.0, int(kept.sum())
+        share, count = (
+            float((~right[rest][kept]).mean()) if kept.any() else 0.0,
+            int(kept.sum()),
+        )
         low, high = wilson(share, count)
-        row |= {"passed_on": 1 - float(kept.mean()), "value": share, "low": low, "high": high, "held": low <= wrong}
+        row |= {
+            "passed_on": 1 - float(kept.mean()),
+            "value": share,
+            "low": low,
+            "high": high,
+            "held": low <= wrong,
+        }
         rows.append(row)
     return rows
 
 
 def cost(export: Path, rounds: int = 300) -> dict[str, Any]:
-    """Measure an answer of the endpoint's own code with and without `sure`, in turns, in CPU time of one thread."""
+    """Measure an answer of the endpoint's own code with and without `sure`, in turns,
+    in CPU time of one thread.
+    """
     from kd.deploy.serve.decoding import prepare
     from kd.deploy.serve.limits import Limits
     from kd.deploy.serve.model import describe, load
     from kd.deploy.serve.responses import JSON, predictions
     from kd.deploy.serve.responses import write as written
 
-    model, picture = load(describe(export), 1, 1), (HERE / "../docs/food_mini.jpg").read_bytes()
+    model, picture = (
+        load(describe(export), 1, 1),
+        (HERE / "../docs/food_mini.jpg").read_bytes(),
+    )
     times: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(2 * rounds + 20):
         marked = turn % 2 == 0
         start = time.process_time()
-        logits = model.engine(prepare(picture, model.size, model.crop, Limits()).pixels[None])
+        logits = model.engine(
+            prepare(picture, model.size, model.crop, Limits()).pixels[None]
+        )
         between = time.process_time()
         output = model.output
-        rows = predictions(logits, model.labels, 5, output.thresholds, output.unsure if marked else ())
+        rows = predictions(
+            logits, model.labels, 5, output.thresholds, output.unsure if marked else ()
+        )
         written(JSON, rows, model.name, model.version)
         if turn >= 20:
             times[marked].append(time.process_time() - between)
             times.setdefault(None, []).append(between - start)  # type: ignore[call-overload]
     whole = statistics.median(times[None]) + statistics.median(times[False])  # type: ignore[index]
     more = statistics.median(times[True]) - statistics.median(times[False])
-    fields = {"value": more / whole, "beside": whole, "cpu": more, "held": more / whole <= 0.01}
+    fields = {
+        "value": more / whole,
+        "beside": whole,
+        "cpu": more,
+        "held": more / whole <= 0.01,
+    }
     return {"part": "cost", "run": export.parent.name, "images": rounds, **fields}
 
 
 def main() -> None:
     """Measure what is not in today's CSV, and write it after each run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN")
     parser.add_argument("--test", action="store_true")
     parser.add_argument("--wrong", nargs="+", type=float, default=[0.05, 0.1])
@@ -151,8 +232,12 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if path.is_file():
         with path.open() as file:
-            rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    command = f"python benchmarks/defer.py RUN [RUN ...] {'--test ' * options.test}--wrong "
+            rows = list(
+                csv.DictReader(line for line in file if not line.startswith("#"))
+            )
+    command = (
+        f"python benchmarks/defer.py RUN [RUN ...] {'--test ' * options.test}--wrong "
+    )
     command += " ".join(map(str, options.wrong))
     command += " --export EXPORT" if options.export else ""
 
@@ -163,14 +248,23 @@ def main() -> None:
             print(row, flush=True)
 
     for run in options.runs:
-        wanted = {("pair", "equal"), *(("promise", str(wrong)) for wrong in options.wrong)}
+        wanted = {
+            ("pair", "equal"),
+            *(("promise", str(wrong)) for wrong in options.wrong),
+        }
         name = run.name + ", test" * options.test
-        wanted -= {(row["part"], str(row["asked"])) for row in rows if row["run"] == name}
+        wanted -= {
+            (row["part"], str(row["asked"])) for row in rows if row["run"] == name
+        }
         if wanted:
             one = asked(run, options.test)
             found = pairs(name, one) if ("pair", "equal") in wanted else []
             for wrong in options.wrong:
-                found += promises(name, one, wrong) if ("promise", str(wrong)) in wanted else []
+                found += (
+                    promises(name, one, wrong)
+                    if ("promise", str(wrong)) in wanted
+                    else []
+                )
             add(found)
     if options.export and not any(row["part"] == "cost" for row in rows):
         add([cost(options.export)])

@@ -1,10 +1,12 @@
-"""Every image of a test split sent to `kd-serve`, for each graph of an export: accuracy, images/s, size on the disk.
+"""Every image of a test split sent to `kd-serve`, for each graph of an export:
+accuracy, images/s, size on the disk.
 
     python benchmarks/endpoint.py EXPORT IMAGES [--clients 4] [--threads 1] [--images 0]
 
-IMAGES has a folder for each class. Server and client share the machine. Each image file is sent as it is, once for
-each graph; the first `WARM` answers of a graph do not count for its time. An answer is right where its first label is
-the name of the image's folder.
+IMAGES has a folder for each class. Server and client share the machine. Each image file
+is sent as it is, once for each graph; the first `WARM` answers of a graph do not count
+for its time. An answer is right where its first label is the name of the image's
+folder.
 """
 
 from __future__ import annotations
@@ -28,8 +30,12 @@ from kd.parts import registry
 WARM = 50
 
 
-async def ask(url: str, images: Sequence[Path], clients: int) -> tuple[list[str], list[float], float]:
-    """Return the first label of each image, the seconds of each answer, and those of all but the first `WARM`."""
+async def ask(
+    url: str, images: Sequence[Path], clients: int
+) -> tuple[list[str], list[float], float]:
+    """Return the first label of each image, the seconds of each answer, and those of
+    all but the first `WARM`.
+    """
     parts, labels, took = urlsplit(url), [""] * len(images), [0.0] * len(images)
     waiting, done, began = iter(range(len(images))), 0, time.perf_counter()
 
@@ -53,20 +59,35 @@ async def ask(url: str, images: Sequence[Path], clients: int) -> tuple[list[str]
     return labels, took, time.perf_counter() - began
 
 
-def rows(export: Path, images: Sequence[Path], clients: int, threads: int) -> Iterator[dict[str, Any]]:
+def rows(
+    export: Path, images: Sequence[Path], clients: int, threads: int
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each graph."""
     manifest = json.loads((export / "manifest.json").read_text())
-    for file in (name for name, graph in registry.graphs().items() if name in manifest["files"] and not graph.code):
+    for file in (
+        name
+        for name, graph in registry.graphs().items()
+        if name in manifest["files"] and not graph.code
+    ):
         server = kd_serve(export, "--file", file, "--threads", str(threads))
         try:
             labels, took, seconds = asyncio.run(ask(server.url, images, clients))
             memory, used = server.resident_mb(peak=True), server.cpu_seconds()
         finally:
             server.stop()
-        accuracy = float(np.mean([label == path.parent.name for label, path in zip(labels, images, strict=True)]))
+        accuracy = float(
+            np.mean(
+                [
+                    label == path.parent.name
+                    for label, path in zip(labels, images, strict=True)
+                ]
+            )
+        )
         low, high = wilson(accuracy, len(images))
         weights = export / Path(file).with_suffix(".bin").name
-        size = (export / file).stat().st_size + (weights.stat().st_size if file.endswith(".xml") else 0)
+        size = (export / file).stat().st_size + (
+            weights.stat().st_size if file.endswith(".xml") else 0
+        )
         yield {
             "export": manifest["name"],
             "file": file,
@@ -87,7 +108,9 @@ def rows(export: Path, images: Sequence[Path], clients: int, threads: int) -> It
 
 def main() -> None:
     """Ask each graph and write one CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("export", type=Path)
     parser.add_argument("folder", type=Path, metavar="IMAGES")
     parser.add_argument("--clients", type=int, default=4)
@@ -96,10 +119,14 @@ def main() -> None:
     given = parser.parse_args()
     every = sorted(path for path in given.folder.glob("*/*") if path.is_file())
     order = np.random.default_rng(0).permutation(len(every))[: given.images or None]
-    found = list(rows(given.export, [every[i] for i in order], given.clients, given.threads))
+    found = list(
+        rows(given.export, [every[i] for i in order], given.clients, given.threads)
+    )
     for row in found:
         print(row)
-    options = f"--clients {given.clients} --threads {given.threads} --images {given.images}"
+    options = (
+        f"--clients {given.clients} --threads {given.threads} --images {given.images}"
+    )
     write("endpoint", f"python benchmarks/endpoint.py EXPORT IMAGES {options}", found)
 
 

@@ -1,10 +1,12 @@
-"""The README's "Your own images": from a folder and two files of weights to a verified export, in five commands.
+"""The README's "Your own images": from a folder and two files of weights to a verified
+export, in five commands.
 
 Run: python benchmarks/from_folder.py FOLDER TEACHER STUDENT [--work FOLDER] [--sentence SENTENCE] [key=value ...]
 
-FOLDER has train/, val/ and test/ with class folders; TEACHER and STUDENT are files of weights for `kd init`. One row:
-the scores of teacher and student on the test images, the accepted file and its share of right answers there, CPU
-minutes of training, and what `kd verify` found. A run that was interrupted goes on. The keys are overrides of
+FOLDER has train/, val/ and test/ with class folders; TEACHER and STUDENT are files of
+weights for `kd init`. One row: the scores of teacher and student on the test images,
+the accepted file and its share of right answers there, CPU minutes of training, and
+what `kd verify` found. A run that was interrupted goes on. The keys are overrides of
 `kd train`.
 """
 
@@ -26,7 +28,9 @@ from kd.files.run_dir import RunDir
 
 def call(work: Path, *words: str, ends: tuple[int, ...] = (0,)) -> str:
     """Run a command of kd in `work`; return what it printed."""
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "kd", *words],
         stdout=subprocess.PIPE,
@@ -42,14 +46,24 @@ def call(work: Path, *words: str, ends: tuple[int, ...] = (0,)) -> str:
 
 
 def trained_minutes(runs: Path) -> float:
-    """Return the CPU minutes of the teacher's fit, its predictions and the student, of all starts."""
-    folders = [runs / "own", *(path for path in (runs / "teachers").glob("*") if path.is_dir())]
-    return sum(RunDir(folder).metrics("train")[-1]["cpu_seconds"] for folder in folders) / 60
+    """Return the CPU minutes of the teacher's fit, its predictions and the student, of
+    all starts.
+    """
+    folders = [
+        runs / "own",
+        *(path for path in (runs / "teachers").glob("*") if path.is_dir()),
+    ]
+    return (
+        sum(RunDir(folder).metrics("train")[-1]["cpu_seconds"] for folder in folders)
+        / 60
+    )
 
 
 def main() -> None:
     """Run the commands and write the row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("teacher", type=Path)
     parser.add_argument("student", type=Path)
@@ -57,17 +71,46 @@ def main() -> None:
     parser.add_argument("--sentence", default="drop<=2 mb<=4")
     parser.add_argument("overrides", nargs="*", help="key=value of kd train")
     given = parser.parse_intermixed_args()
-    folder, teacher, student = (str(path.resolve()) for path in (given.folder, given.teacher, given.student))
+    folder, teacher, student = (
+        str(path.resolve()) for path in (given.folder, given.teacher, given.student)
+    )
     given.work.mkdir(parents=True, exist_ok=True)
     if not (given.work / "own.yaml").is_file():
-        call(given.work, "init", folder, "--teacher", teacher, "--student", student, "-o", "own.yaml")
+        call(
+            given.work,
+            "init",
+            folder,
+            "--teacher",
+            teacher,
+            "--student",
+            student,
+            "-o",
+            "own.yaml",
+        )
     call(given.work, "train", "own.yaml", *given.overrides)
     call(given.work, "export", "runs/own", "--accept", given.sentence)
     test = given.folder / "test"
     answers = given.work / "answers.csv"
     answers.unlink(missing_ok=True)
-    call(given.work, "predict", "runs/own/export", str(test.resolve()), "--to", answers.name)
-    verified = json.loads(call(given.work, "verify", "runs/own/export", "--data", folder, "--json", ends=(0, 1)))
+    call(
+        given.work,
+        "predict",
+        "runs/own/export",
+        str(test.resolve()),
+        "--to",
+        answers.name,
+    )
+    verified = json.loads(
+        call(
+            given.work,
+            "verify",
+            "runs/own/export",
+            "--data",
+            folder,
+            "--json",
+            ends=(0, 1),
+        )
+    )
     wrong = [row["what"] for row in verified["rows"] if row["verdict"] == "WRONG"]
     with answers.open(newline="") as file:
         told = list(csv.DictReader(file))
@@ -96,7 +139,11 @@ def main() -> None:
     }
     print(found)
     words = [f'--sentence "{given.sentence}"', *given.overrides]
-    write("from_folder", f"python benchmarks/from_folder.py FOLDER TEACHER STUDENT {' '.join(words)}", [found])
+    write(
+        "from_folder",
+        f"python benchmarks/from_folder.py FOLDER TEACHER STUDENT {' '.join(words)}",
+        [found],
+    )
 
 
 if __name__ == "__main__":

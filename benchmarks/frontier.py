@@ -1,10 +1,13 @@
-"""How small may a student be? kd-sweep over students of CIFAR-10 at 64 px, and its table as a CSV beside the picture.
+"""How small may a student be? kd-sweep over students of CIFAR-10 at 64 px, and its
+table as a CSV beside the picture.
 
-The networks of `STUDENTS` learn from the answers of one teacher to the same two views of 45,000 images, with one thread
-each; then kd-sweep times all of them in turns. The teacher is that of configs/cifar10.yaml, which looks at 32 px: it is
-fitted first, unless `teacher.checkpoint` names its weights; `teacher.kind=...` begins another teacher. A run that was
-stopped goes on by the same command. All scores are of the test images: weights of a teacher that was fitted elsewhere
-may have seen the validation images. Those choose a student's checkpoint, and the best student.
+The networks of `STUDENTS` learn from the answers of one teacher to the same two views
+of 45,000 images, with one thread each; then kd-sweep times all of them in turns. The
+teacher is that of configs/cifar10.yaml, which looks at 32 px: it is fitted first,
+unless `teacher.checkpoint` names its weights; `teacher.kind=...` begins another
+teacher. A run that was stopped goes on by the same command. All scores are of the test
+images: weights of a teacher that was fitted elsewhere may have seen the validation
+images. Those choose a student's checkpoint, and the best student.
 
 Run, in a checkout: python benchmarks/frontier.py data.root=PATH/cifar10 [key=value ...] [--jobs N] [--only NAME ...]
 """
@@ -28,7 +31,12 @@ from kd.study.sweeps.frontier import picture
 from kd.study.sweeps.search import front
 
 PIXELS = {"mean": [0.491, 0.482, 0.447], "std": [0.247, 0.243, 0.262]}
-OWN = {"kind": "torch", "model": "examples.residual:network", **PIXELS, "input_size": 32}
+OWN = {
+    "kind": "torch",
+    "model": "examples.residual:network",
+    **PIXELS,
+    "input_size": 32,
+}
 VIT = {"model": "vit_tiny_patch16_224"}
 STUDENTS: dict[str, dict[str, Any]] = {
     "residual_8": {**OWN, "args": {"width": 8}},
@@ -36,15 +44,31 @@ STUDENTS: dict[str, dict[str, Any]] = {
     "lcnet": {"model": "lcnet_050"},
     "mobilenetv4": {"model": "mobilenetv4_conv_small_050"},
     "convnext": {"model": "test_convnext"},
-    "vit_16": {**VIT, "args": {"patch_size": 16, "embed_dim": 96, "depth": 6, "num_heads": 3}},
-    "vit_8": {**VIT, "args": {"patch_size": 8, "embed_dim": 96, "depth": 6, "num_heads": 3}},
-    "xcit": {"model": "xcit_nano_12_p8_224", "args": {"embed_dim": 64, "depth": 6, "num_heads": 4}},
-    "repvit": {"model": "repvit_m0_9", "args": {"embed_dim": [24, 48, 96, 192], "depth": [1, 1, 4, 1]}},
+    "vit_16": {
+        **VIT,
+        "args": {"patch_size": 16, "embed_dim": 96, "depth": 6, "num_heads": 3},
+    },
+    "vit_8": {
+        **VIT,
+        "args": {"patch_size": 8, "embed_dim": 96, "depth": 6, "num_heads": 3},
+    },
+    "xcit": {
+        "model": "xcit_nano_12_p8_224",
+        "args": {"embed_dim": 64, "depth": 6, "num_heads": 4},
+    },
+    "repvit": {
+        "model": "repvit_m0_9",
+        "args": {"embed_dim": [24, 48, 96, 192], "depth": [1, 1, 4, 1]},
+    },
     "efficientvit": {"model": "efficientvit_b0"},
     "mobilevit": {"model": "mobilevit_xxs"},
     "tinyvit": {
         "model": "tiny_vit_5m_224",
-        "args": {"embed_dims": [24, 48, 72, 96], "depths": [1, 1, 2, 1], "num_heads": [1, 2, 3, 4]},
+        "args": {
+            "embed_dims": [24, 48, 72, 96],
+            "depths": [1, 1, 2, 1],
+            "num_heads": [1, 2, 3, 4],
+        },
     },
 }
 LESS_TIME = (StudyDirection.MINIMIZE, StudyDirection.MAXIMIZE)  # milliseconds, accuracy
@@ -69,23 +93,59 @@ def on_test(found: Any, row: dict[str, Any]) -> dict[str, Any]:
     scored = evaluate(found.folder / row["trial"], trust=True, split="test")
     accuracy, teacher = scored.row["accuracy"], scored.row["teacher_accuracy"]
     low, high = wilson(accuracy, scored.images)
-    own = {"val": row["score"], "score": accuracy, "interval": [low, high], "teacher": teacher}
-    return {**row, **{key: round(value, 4) for key, value in own.items() if key != "interval"}, "interval": [low, high]}
+    own = {
+        "val": row["score"],
+        "score": accuracy,
+        "interval": [low, high],
+        "teacher": teacher,
+    }
+    return {
+        **row,
+        **{key: round(value, 4) for key, value in own.items() if key != "interval"},
+        "interval": [low, high],
+    }
 
 
-def rows_of(rows: list[dict[str, Any]], fresh: list[dict[str, Any]], teacher: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a CSV: each student, the best with other seeds, the teacher."""
-    names = {json.dumps(student, sort_keys=True): name for name, student in STUDENTS.items()}
+def rows_of(
+    rows: list[dict[str, Any]], fresh: list[dict[str, Any]], teacher: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the rows of a CSV: each student, the best with other seeds, the
+    teacher.
+    """
+    names = {
+        json.dumps(student, sort_keys=True): name for name, student in STUDENTS.items()
+    }
     costs = ("ms", "mb", "parameters", "frontier", "untimed")
-    lines: list[dict[str, Any]] = [{"what": "teacher", "test": teacher["score"], **teacher}]
-    for what, one in [*(("student", row) for row in rows), *(("best again", row) for row in fresh)]:
+    lines: list[dict[str, Any]] = [
+        {"what": "teacher", "test": teacher["score"], **teacher}
+    ]
+    for what, one in [
+        *(("student", row) for row in rows),
+        *(("best again", row) for row in fresh),
+    ]:
         low, high = one["interval"]
-        own = {"what": what, "student": names[json.dumps(json.loads(one["values"]["student"]), sort_keys=True)]}
-        own |= {"seed": one["values"].get("run.seed", ""), "test": one["score"], "val": one["val"]}
-        own |= {"low": round(low, 4), "high": round(high, 4), **{key: one.get(key, "") for key in costs}}
+        own = {
+            "what": what,
+            "student": names[
+                json.dumps(json.loads(one["values"]["student"]), sort_keys=True)
+            ],
+        }
+        own |= {
+            "seed": one["values"].get("run.seed", ""),
+            "test": one["score"],
+            "val": one["val"],
+        }
+        own |= {
+            "low": round(low, 4),
+            "high": round(high, 4),
+            **{key: one.get(key, "") for key in costs},
+        }
         lines.append(own)
     columns = ("what", "student", "seed", "test", "low", "high", "val", *costs)
-    lines = [{**line, **{key: round(line[key], 3) for key in ("ms", "mb") if line.get(key)}} for line in lines]
+    lines = [
+        {**line, **{key: round(line[key], 3) for key in ("ms", "mb") if line.get(key)}}
+        for line in lines
+    ]
     return [{key: line.get(key, "") for key in columns} for line in lines]
 
 
@@ -102,9 +162,19 @@ def shown(argv: list[str]) -> str:
 
 def main() -> None:
     """Sweep over the students and write the CSV and the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=1, help="students at a time, each on one core")
-    parser.add_argument("--only", nargs="+", choices=list(STUDENTS), default=list(STUDENTS), help="some students")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="students at a time, each on one core"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(STUDENTS),
+        default=list(STUDENTS),
+        help="some students",
+    )
     parser.add_argument("overrides", nargs="*", help="key=value for all")
     given = parser.parse_args()
     settings, keys = plain("cifar10"), [*KEYS, *given.overrides]
@@ -113,9 +183,15 @@ def main() -> None:
         keys.remove(TEACHER_SIZE)
     axis = "student=" + ",".join(json.dumps(STUDENTS[name]) for name in given.only)
     found = kd.sweep(settings, *keys, axis, jobs=given.jobs)
-    rows, fresh = ([on_test(found, row) for row in each] for each in (found.rows, found.fresh))
+    rows, fresh = (
+        [on_test(found, row) for row in each] for each in (found.rows, found.fresh)
+    )
     timed = sorted((row for row in rows if "ms" in row), key=lambda row: row["ms"])
-    for row, holds in zip(timed, front([(row["ms"], row["score"]) for row in timed], LESS_TIME), strict=True):
+    for row, holds in zip(
+        timed,
+        front([(row["ms"], row["score"]) for row in timed], LESS_TIME),
+        strict=True,
+    ):
         row["frontier"] = holds
     costs = found.study.user_attrs["costs"]["costs"]
     teacher = {"score": rows[0]["teacher"], **costs["teacher"]}

@@ -1,11 +1,14 @@
-"""Everything that needs an NVIDIA GPU, in one command: tests, speed, memory, execution modes, export.
+"""Everything that needs an NVIDIA GPU, in one command: tests, speed, memory, execution
+modes, export.
 
 Run: make gpu [TINY=1] [TIMM=FOLDER] [OUT=FOLDER]    or    PYTHONPATH=. python benchmarks/gpu.py --help
 
-Nothing is downloaded or installed: it takes the torch (2.9 or newer) and the timm of this Python. Each part is a
-process of its own, so that one that fails or hangs does not end the others. Finished parts are kept in `--work`; the
-same command goes on where a time limit cut it. `--tiny` runs the same parts on the CPU with tiny models, in the suite.
-Photographs are painted and teachers have random weights: only time, memory and differences are measured.
+Nothing is downloaded or installed: it takes the torch (2.9 or newer) and the timm of
+this Python. Each part is a process of its own, so that one that fails or hangs does not
+end the others. Finished parts are kept in `--work`; the same command goes on where a
+time limit cut it. `--tiny` runs the same parts on the CPU with tiny models, in the
+suite. Photographs are painted and teachers have random weights: only time, memory and
+differences are measured.
 """
 
 from __future__ import annotations
@@ -41,12 +44,35 @@ from _gpu_parts import (
     timm,
 )
 
-NEEDED = ("torch", "timm", "omegaconf", "safetensors", "accelerate", "rich", "PIL", "yaml")
+NEEDED = (
+    "torch",
+    "timm",
+    "omegaconf",
+    "safetensors",
+    "accelerate",
+    "rich",
+    "PIL",
+    "yaml",
+)
 PARTS = {
     part.__name__: part
-    for part in (run, student, configurations, step, tests, resume, nccl, teacher, memory, export, timm)
+    for part in (
+        run,
+        student,
+        configurations,
+        step,
+        tests,
+        resume,
+        nccl,
+        teacher,
+        memory,
+        export,
+        timm,
+    )
 }
-"""In the order of their worth: whole runs, how fast a student can learn, the shipped configurations."""
+"""In the order of their worth: whole runs, how fast a student can learn, the shipped
+configurations.
+"""
 SECONDS = {
     "run": 150.0,
     "student": 110.0,
@@ -63,22 +89,54 @@ SECONDS = {
 """Longest time of a part, so that one that hangs does not take that of the others."""
 
 
-# ---- the command ---------------------------------------------------------------------------------------------------
+# ---- the command
+# --------------------------------------------------------------------------------
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="the same on the CPU, in seconds")
-    parser.add_argument("--timm", default="", metavar="FOLDER", help="a checkout of timm, for its train.py")
-    parser.add_argument("--work", type=Path, help="what is finished (default: runs/gpu, or runs/gpu_tiny)")
-    parser.add_argument("--out", type=Path, help="folder of the CSV (default: benchmarks; with --tiny: --work)")
-    parser.add_argument("--minutes", type=float, default=8.8, help="start nothing after them, and end what runs")
-    parser.add_argument("--seconds", type=float, default=0.0, help="longest time of a part (default: its own)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="the same on the CPU, in seconds"
+    )
+    parser.add_argument(
+        "--timm",
+        default="",
+        metavar="FOLDER",
+        help="a checkout of timm, for its train.py",
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        help="what is finished (default: runs/gpu, or runs/gpu_tiny)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the CSV (default: benchmarks; with --tiny: --work)",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=8.8,
+        help="start nothing after them, and end what runs",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.0,
+        help="longest time of a part (default: its own)",
+    )
     parser.add_argument("--fresh", action="store_true", help="forget what is finished")
-    parser.add_argument("--part", choices=PARTS, help="this part alone, in this process")
+    parser.add_argument(
+        "--part", choices=PARTS, help="this part alone, in this process"
+    )
     given = parser.parse_args(argv)
-    given.work = (given.work or ROOT / "runs" / ("gpu_tiny" if given.tiny else "gpu")).absolute()
+    given.work = (
+        given.work or ROOT / "runs" / ("gpu_tiny" if given.tiny else "gpu")
+    ).absolute()
     given.matrices = (64, 128) if given.tiny else ()
     return given
 
@@ -89,7 +147,10 @@ def main(argv: list[str] | None = None) -> Path:
     end = time.monotonic() + 60 * given.minutes
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise SystemExit(f"missing: {', '.join(missing)}. Put them on PYTHONPATH; nothing is installed here")
+        raise SystemExit(
+            f"missing: {', '.join(missing)}. Put them on PYTHONPATH; nothing is"
+            " installed here"
+        )
     scale = TINY if given.tiny else REAL
     if given.fresh:
         shutil.rmtree(given.work, ignore_errors=True)
@@ -99,9 +160,17 @@ def main(argv: list[str] | None = None) -> Path:
         raise SystemExit(0)
     from _record import write
 
-    command = " ".join(["make gpu", *(["TINY=1"] if given.tiny else []), *(["TIMM=FOLDER"] if given.timm else [])])
+    command = " ".join(
+        [
+            "make gpu",
+            *(["TINY=1"] if given.tiny else []),
+            *(["TIMM=FOLDER"] if given.timm else []),
+        ]
+    )
     rows, path = [], given.work
-    for name in PARTS:  # the CSV is complete after each part, so that what ends this process loses one
+    for name in (
+        PARTS
+    ):  # the CSV is complete after each part, so that what ends this process loses one
         rows += obtain(name, scale, given, end)
         path = write("gpu", command, rows, given.work if given.tiny else given.out)
     return path
@@ -130,10 +199,16 @@ def finish(name: str, scale: Scale, given: argparse.Namespace) -> None:
     import torch
 
     start = time.perf_counter()
-    with torch.compiler.set_stance("force_eager" if given.tiny else "default"):  # tiny: no minute in the compiler
+    with torch.compiler.set_stance(
+        "force_eager" if given.tiny else "default"
+    ):  # tiny: no minute in the compiler
         rows = PARTS[name](scale, given.work, given)
     for entry in rows:
-        print(f"{name:8s} {entry['what']:40s} {entry['value']:12g} {entry['unit']}  {entry['note']}", flush=True)
+        print(
+            f"{name:8s} {entry['what']:40s} {entry['value']:12g} {entry['unit']} "
+            f" {entry['note']}",
+            flush=True,
+        )
     print(f"== {name} took {time.perf_counter() - start:.1f} s", flush=True)
     part = given.work / f"{name}.part"
     part.write_text(json.dumps(rows))
@@ -141,8 +216,19 @@ def finish(name: str, scale: Scale, given: argparse.Namespace) -> None:
 
 
 def apart(name: str, given: argparse.Namespace, left: float) -> str:
-    """Run a part in a process of its own, killed with all it started when the time is over; return what went wrong."""
-    argv = [sys.executable, __file__, "--part", name, "--work", str(given.work), "--timm", given.timm]
+    """Run a part in a process of its own, killed with all it started when the time is
+    over; return what went wrong.
+    """
+    argv = [
+        sys.executable,
+        __file__,
+        "--part",
+        name,
+        "--work",
+        str(given.work),
+        "--timm",
+        given.timm,
+    ]
     process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True)
     try:
         code = process.wait(left)

@@ -1,11 +1,13 @@
-"""Is the file that `kd init` writes a good one? A sweep of nine runs around it, on three folders.
+"""Is the file that `kd init` writes a good one? A sweep of nine runs around it, on
+three folders.
 
 Run: python benchmarks/init_sweep.py FOLDER WEIGHTS [--work FOLDER] [key=value ...]
 
-FOLDER has train/, val/ and test/ with class folders, WEIGHTS is a file for `kd init --teacher`. The file is written,
-`kd-sweep` trains it with three temperatures by three rates, of which the middle ones are the file's, one teacher and
-cache for all, and each trial is scored on the test images, which chose nothing. A row a trial; the middle one is the
-file's own. Interrupted, the same command goes on. One process of one thread.
+FOLDER has train/, val/ and test/ with class folders, WEIGHTS is a file for `kd init
+--teacher`. The file is written, `kd-sweep` trains it with three temperatures by three
+rates, of which the middle ones are the file's, one teacher and cache for all, and each
+trial is scored on the test images, which chose nothing. A row a trial; the middle one
+is the file's own. Interrupted, the same command goes on. One process of one thread.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ FACTORS = {"losses.0.temperature": (0.5, 1, 2), "optimizer.lr": (1 / 3, 1, 3)}
 
 def call(*words: str) -> None:
     """Run a command of kd."""
-    subprocess.run([sys.executable, "-m", "kd", *words], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "kd", *words], check=True, stdout=subprocess.DEVNULL
+    )
 
 
 def main() -> None:
     """Write the file, sweep, score, and add the rows to the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("weights", type=Path)
     parser.add_argument("--work", type=Path, default=Path("runs", "init_sweep"))
@@ -46,15 +52,26 @@ def main() -> None:
         folder, weights = str(given.folder.resolve()), str(given.weights.resolve())
         call("init", folder, "--teacher", weights, "--mb", "4", "-o", str(file))
     content: dict[str, Any] = yaml.safe_load(file.read_text())
-    own = {"losses.0.temperature": content["losses"][0]["temperature"], "optimizer.lr": content["optimizer"]["lr"]}
-    lists = [f"{key}={','.join(f'{own[key] * by:.4g}' for by in factors)}" for key, factors in FACTORS.items()]
+    own = {
+        "losses.0.temperature": content["losses"][0]["temperature"],
+        "optimizer.lr": content["optimizer"]["lr"],
+    }
+    lists = [
+        f"{key}={','.join(f'{own[key] * by:.4g}' for by in factors)}"
+        for key, factors in FACTORS.items()
+    ]
     common = [f"run.folder={given.work}", "backend.threads=1", *given.overrides]
     call("sweep", str(file), *common, *lists)
     rows = [row for row in newest("init_sweep")[1] if row["folder"] != name]
     for trial in sorted((given.work / f"{name}_sweep").glob("*/config.yaml")):
-        call("train", str(trial.parent.parent / f"{trial.parent.name}.yaml"))  # it has ended: scores the test images
+        call(
+            "train", str(trial.parent.parent / f"{trial.parent.name}.yaml")
+        )  # it has ended: scores the test images
         config = yaml.safe_load(trial.read_text())
-        steps = [json.loads(line) for line in (trial.parent / "metrics.jsonl").read_text().splitlines()]
+        steps = [
+            json.loads(line)
+            for line in (trial.parent / "metrics.jsonl").read_text().splitlines()
+        ]
         scored = json.loads((trial.parent / "scored.json").read_text())
         score, images = scored["row"]["accuracy"], scored["images"]
         low, high = wilson(score, images)
@@ -65,7 +82,10 @@ def main() -> None:
                 "lr": config["optimizer"]["lr"],
                 "views": config["teacher"]["cache"]["views"],
                 "seed": config["run"]["seed"],
-                "validation": round(100 * max(one["accuracy"] for one in steps if one["kind"] == "val"), 2),
+                "validation": round(
+                    100 * max(one["accuracy"] for one in steps if one["kind"] == "val"),
+                    2,
+                ),
                 "test": round(100 * score, 2),
                 "low": round(100 * low, 2),
                 "high": round(100 * high, 2),
@@ -75,7 +95,11 @@ def main() -> None:
             }
         )
         print(rows[-1], flush=True)
-    write("init_sweep", "python benchmarks/init_sweep.py FOLDER WEIGHTS " + " ".join(given.overrides), rows)
+    write(
+        "init_sweep",
+        "python benchmarks/init_sweep.py FOLDER WEIGHTS " + " ".join(given.overrides),
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""How often an interval from 200 images holds the score on all images: accuracy, a difference of two models, mAP.
+"""How often an interval from 200 images holds the score on all images: accuracy, a
+difference of two models, mAP.
 
 Run: python benchmarks/intervals.py --data FOLDER [--images 200] [--samples 10000]
 
-FOLDER has train/<class>/ and test/<class>/, such as CIFAR-10. The models are small: ridge regressions of the classes
-on pixels of 16 x 16 and of 4 x 4. Each sample is drawn from the test images, no image twice, and is scored as kd does;
-the score on all test images is the truth. For mAP each class is answered alone.
+FOLDER has train/<class>/ and test/<class>/, such as CIFAR-10. The models are small:
+ridge regressions of the classes on pixels of 16 x 16 and of 4 x 4. Each sample is drawn
+from the test images, no image twice, and is scored as kd does; the score on all test
+images is the truth. For mAP each class is answered alone.
 """
 
 from __future__ import annotations
@@ -32,14 +34,22 @@ def pixels(folder: Path, most: int, side: int) -> tuple[torch.Tensor, torch.Tens
     found, labels = [], []
     for label, name in enumerate(sorted(path.name for path in folder.iterdir())):
         for path in sorted((folder / name).iterdir())[:most]:
-            image = Image.open(path).convert("RGB").resize((side, side), Image.Resampling.BOX)
+            image = (
+                Image.open(path)
+                .convert("RGB")
+                .resize((side, side), Image.Resampling.BOX)
+            )
             found.append(np.asarray(image, np.float32).ravel() / 255 - 0.5)
             labels.append(label)
-    return torch.nn.functional.normalize(torch.from_numpy(np.stack(found)), dim=1), torch.tensor(labels)
+    return torch.nn.functional.normalize(
+        torch.from_numpy(np.stack(found)), dim=1
+    ), torch.tensor(labels)
 
 
 def answers(folder: Path, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores [N, C] of a model for all test images, and their classes [N]."""
+    """Return the scores [N, C] of a model for all test images, and their
+    classes [N].
+    """
     known_ND, label_N = pixels(folder / "train", TRAIN, side)
     asking_MD, wanted_M = pixels(folder / "test", 10**6, side)
     return ridge(known_ND, label_N, asking_MD, int(label_N.max()) + 1).float(), wanted_M
@@ -69,7 +79,10 @@ def main() -> None:
     one, other = ((logits.argmax(1) == label).numpy() for logits in (large, small))
     truth = torch.nn.functional.one_hot(label) > 0
     draw = np.random.default_rng(0)
-    drawn = [draw.choice(len(label), given.images, replace=False) for _ in range(given.samples)]
+    drawn = [
+        draw.choice(len(label), given.images, replace=False)
+        for _ in range(given.samples)
+    ]
 
     def shares(part: np.ndarray) -> tuple[Samples, Samples]:
         first, second = one[part], other[part]
@@ -81,10 +94,16 @@ def main() -> None:
         def of(ids: np.ndarray) -> float:
             return score(own[ids], right[ids])["map"]
 
-        return Samples(score(own, right)["map"], replicates=resampled(of, len(part))).interval()
+        return Samples(
+            score(own, right)["map"], replicates=resampled(of, len(part))
+        ).interval()
 
     kinds: dict[str, tuple[float, Callable[[np.ndarray], tuple[float, float]], int]] = {
-        "accuracy (Wilson)": (one.mean(), lambda part: shares(part)[0].interval(), given.samples),
+        "accuracy (Wilson)": (
+            one.mean(),
+            lambda part: shares(part)[0].interval(),
+            given.samples,
+        ),
         "accuracy of the smaller model (Wilson)": (
             other.mean(),
             lambda part: shares(part)[1].interval(),
@@ -95,13 +114,22 @@ def main() -> None:
             lambda part: shares(part)[0].minus(shares(part)[1])[1:],
             given.samples,
         ),
-        "mAP (bootstrap)": (score(large, truth)["map"], precision, min(given.samples, 100)),
+        "mAP (bootstrap)": (
+            score(large, truth)["map"],
+            precision,
+            min(given.samples, 100),
+        ),
     }
     rows = []
     for name, (on_all, interval, count) in kinds.items():
-        rows.append(held(name, float(on_all), [interval(part) for part in drawn[:count]]))
+        rows.append(
+            held(name, float(on_all), [interval(part) for part in drawn[:count]])
+        )
         print(rows[-1], flush=True)
-    words = ["FOLDER" if before == "--data" else word for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
+    words = [
+        "FOLDER" if before == "--data" else word
+        for before, word in zip(sys.argv, sys.argv[1:], strict=False)
+    ]
     write("intervals", " ".join(["python benchmarks/intervals.py", *words]), rows)
 
 

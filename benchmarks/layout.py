@@ -1,9 +1,11 @@
-"""Channels last in memory: a training step and a forward of convolutional networks, against the plain layout.
+"""Channels last in memory: a training step and a forward of convolutional networks,
+against the plain layout.
 
 Run: python benchmarks/layout.py [--size 64] [--batch 64] [--threads 1]
 
-Each network is built twice with the same weights and takes its steps in turns under bf16 autocast; CPU seconds,
-medians of five. `gain` is plain / channels last. `convolved`, the share of weights in convolutions, decides in
+Each network is built twice with the same weights and takes its steps in turns under
+bf16 autocast; CPU seconds, medians of five. `gain` is plain / channels last.
+`convolved`, the share of weights in convolutions, decides in
 kd/models/load_classifier.py.
 """
 
@@ -37,8 +39,12 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def milliseconds(calls: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[str, float]:
-    """Return the median CPU milliseconds of each call, made in turns after one that is not counted."""
+def milliseconds(
+    calls: dict[str, Callable[[], Any]], rounds: int = 5
+) -> dict[str, float]:
+    """Return the median CPU milliseconds of each call, made in turns after one that is
+    not counted.
+    """
     found: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
@@ -53,7 +59,10 @@ def one(name: str, size: int, batch: int) -> dict[str, Any]:
     """Measure one network and return its row."""
     model, args = NETWORKS[name]
     plain = timm.create_model(model, num_classes=10, **args)
-    networks = {"plain": plain, "last": copy.deepcopy(plain).to(memory_format=torch.channels_last)}
+    networks = {
+        "plain": plain,
+        "last": copy.deepcopy(plain).to(memory_format=torch.channels_last),
+    }
     images = torch.randn(batch, 3, size, size)
 
     def step(network: nn.Module) -> None:
@@ -65,11 +74,23 @@ def one(name: str, size: int, batch: int) -> dict[str, Any]:
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
             network.eval()(images)
 
-    row: dict[str, Any] = {"network": name, "size": size, "batch": batch, "threads": torch.get_num_threads()}
-    convolved = sum(m.weight.numel() for m in plain.modules() if isinstance(m, nn.Conv2d))
+    row: dict[str, Any] = {
+        "network": name,
+        "size": size,
+        "batch": batch,
+        "threads": torch.get_num_threads(),
+    }
+    convolved = sum(
+        m.weight.numel() for m in plain.modules() if isinstance(m, nn.Conv2d)
+    )
     row["convolved"] = round(convolved / sum(p.numel() for p in plain.parameters()), 2)
     for what, call in {"step": step, "forward": forward}.items():
-        ms = milliseconds({key: lambda network=network, call=call: call(network) for key, network in networks.items()})
+        ms = milliseconds(
+            {
+                key: lambda network=network, call=call: call(network)
+                for key, network in networks.items()
+            }
+        )
         row |= {f"{what}_{key}_ms": round(value, 1) for key, value in ms.items()}
         row[f"{what}_gain"] = round(ms["plain"] / ms["last"], 2)
     print(row, flush=True)
@@ -78,15 +99,24 @@ def one(name: str, size: int, batch: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure all networks and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument(
+        "--only", nargs="*", default=list(NETWORKS), choices=list(NETWORKS)
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = [one(name, options.size, options.batch) for name in options.only]
-    write("layout", f"python benchmarks/layout.py --size {options.size} --threads {options.threads}", rows)
+    write(
+        "layout",
+        f"python benchmarks/layout.py --size {options.size} --threads"
+        f" {options.threads}",
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What loading an image costs, with the store of decoded pixels and without: CPU time, in turns, in one process.
+"""What loading an image costs, with the store of decoded pixels and without: CPU time,
+in turns, in one process.
 
 Run: python benchmarks/loading.py [--data FOLDER] [--size 224] [--crop 0.35] [--policy NAME] [--images 200] [--rounds 6]
 
-`fill` is the first visit of an image with a store on the disk: decode, shrink, write. Without --data: food_mini, whose
-pictures of 96 px are kept as they are at 64 px, and are cheap to decode; photographs have more to gain.
+`fill` is the first visit of an image with a store on the disk: decode, shrink, write.
+Without --data: food_mini, whose pictures of 96 px are kept as they are at 64 px, and
+are cheap to decode; photographs have more to gain.
 """
 
 from __future__ import annotations
@@ -28,10 +30,22 @@ from kd.setup.recipe import resolve
 
 def settings(given: argparse.Namespace, folder: str) -> config.Config:
     """Return a configuration of the data alone."""
-    data: dict[str, Any] = {"image_size": given.size, "batch_size": 1, "augment": {"crop_scale": given.crop}}
+    data: dict[str, Any] = {
+        "image_size": given.size,
+        "batch_size": 1,
+        "augment": {"crop_scale": given.crop},
+    }
     if given.policy:
-        data["augment"] |= {"policy": given.policy, "mixup": 0.2, "mix_probability": 0.5}
-    data |= {"kind": "imagefolder", "root": given.data} if given.data else {"kind": "food_mini"}
+        data["augment"] |= {
+            "policy": given.policy,
+            "mixup": 0.2,
+            "mix_probability": 0.5,
+        }
+    data |= (
+        {"kind": "imagefolder", "root": given.data}
+        if given.data
+        else {"kind": "food_mini"}
+    )
     return config.load(
         {
             "run": {"name": "loading", "folder": folder, "epochs": 10},
@@ -60,10 +74,16 @@ def milliseconds(dataset: Views, ids: list[int], view: int) -> float:
 def main() -> None:
     """Measure and write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", default="", help="folder with train/<class>/* and val/<class>/*")
+    parser.add_argument(
+        "--data", default="", help="folder with train/<class>/* and val/<class>/*"
+    )
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--crop", type=float, default=0.35)
-    parser.add_argument("--policy", default="", help="rand-augment, with mixup, as configs/vit_food101.yaml has them")
+    parser.add_argument(
+        "--policy",
+        default="",
+        help="rand-augment, with mixup, as configs/vit_food101.yaml has them",
+    )
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=6)
     given = parser.parse_args()
@@ -74,19 +94,37 @@ def main() -> None:
         data.train.prepare()
         ids = evenly_spaced(len(data.train), given.images)
         ways = {store: with_store(plain, store) for store in ("none", "disk", "ram")}
-        first = {which: milliseconds(dataset, ids, 0) for which, dataset in ways.items()}  # reads the files once, too
+        first = {
+            which: milliseconds(dataset, ids, 0) for which, dataset in ways.items()
+        }  # reads the files once, too
         rows.append({"round": 0, "which": "fill", "ms": round(first["disk"], 4)})
         for turn in range(1, given.rounds + 1):
             for which in ways if turn % 2 else reversed(ways):
-                rows.append({"round": turn, "which": which, "ms": round(milliseconds(ways[which], ids, turn), 4)})
-        room = sum(file.stat().st_blocks * 512 for file in Path(folder).glob("stores/train-*/pixels")) / len(ids)
-    median = {w: statistics.median(row["ms"] for row in rows if row["which"] == w) for w in (*ways, "fill")}
+                rows.append(
+                    {
+                        "round": turn,
+                        "which": which,
+                        "ms": round(milliseconds(ways[which], ids, turn), 4),
+                    }
+                )
+        room = sum(
+            file.stat().st_blocks * 512
+            for file in Path(folder).glob("stores/train-*/pixels")
+        ) / len(ids)
+    median = {
+        w: statistics.median(row["ms"] for row in rows if row["which"] == w)
+        for w in (*ways, "fill")
+    }
     print(
         f"{len(ids)} images, {given.size} px, crop {given.crop}: CPU ms an image "
         + ", ".join(f"{which} {value:.2f}" for which, value in median.items())
-        + f"; disk / none {median['disk'] / median['none']:.2f}; {room / 1024:.0f} KiB an image kept"
+        + f"; disk / none {median['disk'] / median['none']:.2f}; {room / 1024:.0f} KiB"
+        " an image kept"
     )
-    argv = ["FOLDER" if given.data and word == str(given.data) else word for word in sys.argv[1:]]
+    argv = [
+        "FOLDER" if given.data and word == str(given.data) else word
+        for word in sys.argv[1:]
+    ]
     write("loading", " ".join(["python benchmarks/loading.py", *argv]), rows)
 
 

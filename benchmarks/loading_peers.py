@@ -1,11 +1,14 @@
-"""What a training view costs beside timm's loader and torchvision's transforms: CPU time, in turns, batches of 32.
+"""What a training view costs beside timm's loader and torchvision's transforms: CPU
+time, in turns, batches of 32.
 
 Run: python benchmarks/loading_peers.py IMAGES [--images 256] [--large 16] [--rounds 5]
 
-IMAGES has folders of JPEGs. Each loader makes uint8 batches of 224 px from the same files, as they are and enlarged to
-12 million pixels: random crop (0.35 of the area or more, bilinear, antialiased), flip, and colour jitter 0 or 0.4; once
-in this process, once in two workers. Counted is the CPU time of all processes, since other work may share the machine.
-torchvision: its JPEG decoder and v2 on tensors. FFCV and DALI were not tried.
+IMAGES has folders of JPEGs. Each loader makes uint8 batches of 224 px from the same
+files, as they are and enlarged to 12 million pixels: random crop (0.35 of the area or
+more, bilinear, antialiased), flip, and colour jitter 0 or 0.4; once in this process,
+once in two workers. Counted is the CPU time of all processes, since other work may
+share the machine. torchvision: its JPEG decoder and v2 on tensors. FFCV and DALI were
+not tried.
 """
 
 from __future__ import annotations
@@ -44,27 +47,60 @@ Epoch = Callable[[int], Iterable[Any]]
 
 def ours(root: Path, jitter: float, workers: int) -> Epoch:
     """Return kd's loader."""
-    views = Views(build(Options(root=str(root)), "train", None), TrainTransform(SIZE, CROP, 0.5, jitter), SIZE, 0)
+    views = Views(
+        build(Options(root=str(root)), "train", None),
+        TrainTransform(SIZE, CROP, 0.5, jitter),
+        SIZE,
+        0,
+    )
     loader = LocalLoader(views, Share(min(BATCH, len(views)), 1, 0, 1), workers)
     plan = Plan(torch.arange(len(views)), torch.ones(len(views)))
     return lambda number: loader.epoch(plan, number)
 
 
 def timms(root: Path, jitter: float, workers: int) -> Epoch:
-    """Return what timm's train.py loads with: its transforms on Pillow's images, and its collate function."""
-    scale, options = (CROP, 1.0), {"color_jitter": jitter or None, "interpolation": "bilinear", "use_prefetcher": True}
-    transform = timm.data.create_transform(SIZE, is_training=True, scale=scale, hflip=0.5, **options)
+    """Return what timm's train.py loads with: its transforms on Pillow's images, and
+    its collate function.
+    """
+    scale, options = (
+        (CROP, 1.0),
+        {
+            "color_jitter": jitter or None,
+            "interpolation": "bilinear",
+            "use_prefetcher": True,
+        },
+    )
+    transform = timm.data.create_transform(
+        SIZE, is_training=True, scale=scale, hflip=0.5, **options
+    )
     dataset: Any = timm.data.ImageDataset(str(root / "train"), transform=transform)
-    loader = DataLoader(dataset, BATCH, num_workers=workers, collate_fn=fast_collate, persistent_workers=workers > 0)
+    loader = DataLoader(
+        dataset,
+        BATCH,
+        num_workers=workers,
+        collate_fn=fast_collate,
+        persistent_workers=workers > 0,
+    )
     return lambda number: loader
 
 
 def torchvisions(root: Path, jitter: float, workers: int) -> Epoch:
-    """Return torchvision's decoder and transforms on tensors, with torch's DataLoader."""
-    steps = [v2.RandomResizedCrop(SIZE, (CROP, 1.0), antialias=True), v2.RandomHorizontalFlip()]
+    """Return torchvision's decoder and transforms on tensors, with torch's
+    DataLoader.
+    """
+    steps = [
+        v2.RandomResizedCrop(SIZE, (CROP, 1.0), antialias=True),
+        v2.RandomHorizontalFlip(),
+    ]
     steps += [v2.ColorJitter(jitter, jitter, jitter)] if jitter else []
-    dataset = ImageFolder(root / "train", v2.Compose(steps), loader=lambda path: decode_image(path, ImageReadMode.RGB))
-    loader = DataLoader(dataset, BATCH, num_workers=workers, persistent_workers=workers > 0)
+    dataset = ImageFolder(
+        root / "train",
+        v2.Compose(steps),
+        loader=lambda path: decode_image(path, ImageReadMode.RGB),
+    )
+    loader = DataLoader(
+        dataset, BATCH, num_workers=workers, persistent_workers=workers > 0
+    )
     return lambda number: loader
 
 
@@ -91,10 +127,16 @@ def folder(into: Path, files: list[bytes], images: int) -> Path:
 
 def main() -> None:
     """Measure and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path, metavar="IMAGES")
-    parser.add_argument("--images", type=int, default=256, help="whole batches, or fewer than one")
-    parser.add_argument("--large", type=int, default=16, help="images of 12 million pixels")
+    parser.add_argument(
+        "--images", type=int, default=256, help="whole batches, or fewer than one"
+    )
+    parser.add_argument(
+        "--large", type=int, default=16, help="images of 12 million pixels"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -103,11 +145,16 @@ def main() -> None:
     random.Random(0).shuffle(paths)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        for pixels, images, different in (("as it is", given.images, given.images), ("12 MP", given.large, 4)):
+        for pixels, images, different in (
+            ("as it is", given.images, given.images),
+            ("12 MP", given.large, 4),
+        ):
             files = [enlarged(path, SIDES[pixels]) for path in paths[:different]]
             root = folder(Path(temporary) / pixels, files, images)
             for jitter, workers in ((0.0, 0), (0.4, 0), (0.0, 2), (0.4, 2)):
-                rows += measure(root, jitter, workers, given.rounds, {"photograph": pixels})
+                rows += measure(
+                    root, jitter, workers, given.rounds, {"photograph": pixels}
+                )
     rate = matrix_rate(torch.device("cpu"), torch.float32, (1024,)) / 1e9
     write(
         "loading_peers",
@@ -116,9 +163,16 @@ def main() -> None:
     )
 
 
-def measure(root: Path, jitter: float, workers: int, rounds: int, common: dict[str, Any]) -> list[dict[str, Any]]:
-    """Time an epoch of each loader in turns; the first one starts the workers and reads the files."""
-    epochs, rows = {which: make(root, jitter, workers) for which, make in LOADERS.items()}, []
+def measure(
+    root: Path, jitter: float, workers: int, rounds: int, common: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Time an epoch of each loader in turns; the first one starts the workers and reads
+    the files.
+    """
+    epochs, rows = (
+        {which: make(root, jitter, workers) for which, make in LOADERS.items()},
+        [],
+    )
     common = {**common, "jitter": jitter, "workers": workers}
     for turn in range(rounds + 1):
         for which in epochs if turn % 2 else reversed(epochs):
@@ -129,8 +183,19 @@ def measure(root: Path, jitter: float, workers: int, rounds: int, common: dict[s
                 images += len(pixels)
             ms = 1000 * (cpu_seconds() - before) / images
             if turn:
-                rows.append({**common, "which": which, "round": turn, "ms": round(ms, 4), "per_core": round(1000 / ms)})
-    middle = {w: statistics.median(row["ms"] for row in rows if row["which"] == w) for w in epochs}
+                rows.append(
+                    {
+                        **common,
+                        "which": which,
+                        "round": turn,
+                        "ms": round(ms, 4),
+                        "per_core": round(1000 / ms),
+                    }
+                )
+    middle = {
+        w: statistics.median(row["ms"] for row in rows if row["which"] == w)
+        for w in epochs
+    }
     print(common, {which: round(ms, 3) for which, ms in middle.items()}, flush=True)
     return rows
 

@@ -1,10 +1,13 @@
-"""Which loss distills best: every loss alone and beside the labels, three seeds, on food_mini over one cache.
+"""Which loss distills best: every loss alone and beside the labels, three seeds, on
+food_mini over one cache.
 
-Run: python benchmarks/losses.py --work FOLDER [--seeds 0 1 2] [--epochs 8] [--losses kl dkd] [--name losses]
-     python benchmarks/losses.py --work FOLDER --images FOLDER --teacher-epochs 30    (train/<class>/, val/<class>/)
+Run: python benchmarks/losses.py --work FOLDER [--seeds 0 1 2] [--epochs 8] [--losses kl
+     dkd] [--name losses] python benchmarks/losses.py --work FOLDER --images FOLDER
+     --teacher-epochs 30    (train/<class>/, val/<class>/)
 
-Each setting runs with the first seed. The best setting of a loss, by accuracy, runs with the others; its mean leaves
-the first seed out, since that seed chose it. A row that is in FOLDER/losses.csv is not made again. One thread.
+Each setting runs with the first seed. The best setting of a loss, by accuracy, runs
+with the others; its mean leaves the first seed out, since that seed chose it. A row
+that is in FOLDER/losses.csv is not made again. One thread.
 """
 
 from __future__ import annotations
@@ -35,24 +38,37 @@ PICTURES = {"train_images": 125, "label_noise": 0.05}
 
 def sweep() -> dict[str, dict[str, Terms]]:
     """Return the settings of each loss by name: the terms of the configuration."""
-    found: dict[str, dict[str, Terms]] = {"ce": {"alone": [CE], "smoothing 0.1": [{**CE, "label_smoothing": 0.1}]}}
+    found: dict[str, dict[str, Terms]] = {
+        "ce": {"alone": [CE], "smoothing 0.1": [{**CE, "label_smoothing": 0.1}]}
+    }
     for kind in ("kl", "dist", "wttm"):
         term = KL if kind == "kl" else {"kind": kind}
         found[kind] = {"alone": [term], "4 x + ce": [{**term, "weight": 4.0}, CE]}
     found["kl"]["temperature 4"] = [{**KL, "temperature": 4.0}]
-    found["dkd"] = {f"beta {beta:g}, T {t:g}": [{"kind": "dkd", "beta": beta, "temperature": t}] for beta, t in DKD}
+    found["dkd"] = {
+        f"beta {beta:g}, T {t:g}": [{"kind": "dkd", "beta": beta, "temperature": t}]
+        for beta, t in DKD
+    }
     return found
 
 
-def one(base: dict[str, Any], kind: str, setting: str, terms: Terms, seed: int) -> dict[str, Any]:
+def one(
+    base: dict[str, Any], kind: str, setting: str, terms: Terms, seed: int
+) -> dict[str, Any]:
     """Train one setting with one seed and return its row."""
     name = f"{kind}-{setting}-{seed}".replace(" ", "_").replace(",", "")
-    loaded = config.load({**base, "losses": terms}, [f"run.seed={seed}", f"run.name={name}"])
+    loaded = config.load(
+        {**base, "losses": terms}, [f"run.seed={seed}", f"run.name={name}"]
+    )
     if kind != "ce":
         cache(loaded)
     cpu = time.process_time()
     values = train(loaded).metrics
-    percents = {key: round(100 * values[key], 2) for key in ("accuracy", "agreement", "ece") if key in values}
+    percents = {
+        key: round(100 * values[key], 2)
+        for key in ("accuracy", "agreement", "ece")
+        if key in values
+    }
     return {
         "loss": kind,
         "setting": setting,
@@ -77,8 +93,15 @@ def summary(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> str:
     for kind in dict.fromkeys(row["loss"] for row in rows):
         setting = best(rows, kind, seeds[0])
         swept = [row for row in rows if (row["loss"], row["seed"]) == (kind, seeds[0])]
-        own = [row for row in rows if (row["loss"], row["setting"]) == (kind, setting) and row["seed"] != seeds[0]]
-        own = own or [row for row in rows if (row["loss"], row["setting"]) == (kind, setting)]
+        own = [
+            row
+            for row in rows
+            if (row["loss"], row["setting"]) == (kind, setting)
+            and row["seed"] != seeds[0]
+        ]
+        own = own or [
+            row for row in rows if (row["loss"], row["setting"]) == (kind, setting)
+        ]
 
         def mean(key: str, own: Sequence[dict[str, Any]] = own) -> float:
             return statistics.mean(row[key] for row in own)
@@ -91,7 +114,9 @@ def summary(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> str:
                 "agreement": f"{mean('agreement'):.1f}" if mean("agreement") else "",
                 "calibration error": f"{mean('calibration_error'):.1f}",
                 "nll": f"{mean('nll'):.2f}",
-                "all settings, first seed": ", ".join(f"{r['setting']}: {r['accuracy']:.1f}" for r in swept),
+                "all settings, first seed": ", ".join(
+                    f"{r['setting']}: {r['accuracy']:.1f}" for r in swept
+                ),
             }
         )
     return table(lines)
@@ -99,40 +124,70 @@ def summary(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> str:
 
 def main() -> None:
     """Run what is missing; write the CSV and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", required=True)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--images", help="a folder of images instead of food_mini")
     parser.add_argument("--teacher-epochs", type=int, default=12)
-    parser.add_argument("--losses", nargs="*", default=list(sweep()), choices=list(sweep()))
+    parser.add_argument(
+        "--losses", nargs="*", default=list(sweep()), choices=list(sweep())
+    )
     parser.add_argument("--name", default="losses", help="of the CSV")
-    parser.add_argument("--write", action="store_true", help="write the CSV with what is there")
+    parser.add_argument(
+        "--write", action="store_true", help="write the CSV with what is there"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     work = Path(given.work)
     file = work / "losses.csv"
     if not given.write:
-        base, first = (settings(work, pictures) for pictures in (PICTURES, {"train_images": 250}))
+        base, first = (
+            settings(work, pictures) for pictures in (PICTURES, {"train_images": 250})
+        )
         if given.images:
-            base["data"] = {k: v for k, v in base["data"].items() if k not in (*PICTURES, "kind", "root")}
+            base["data"] = {
+                k: v
+                for k, v in base["data"].items()
+                if k not in (*PICTURES, "kind", "root")
+            }
             base["data"] |= {"kind": "imagefolder", "root": given.images}
             first["data"] = base["data"]
         first["teacher"]["fit"]["epochs"] = given.teacher_epochs
         fitted = teach(config.load(first))[0]
         base["run"]["epochs"] = given.epochs
-        base["teacher"] |= {"model": str(fitted), "args": {}, "fit": {}, "cache": {"views": 4}}
+        base["teacher"] |= {
+            "model": str(fitted),
+            "args": {},
+            "fit": {},
+            "cache": {"views": 4},
+        }
         for turn, seed in enumerate(given.seeds):
-            for kind, named in ((kind, named) for kind, named in sweep().items() if kind in given.losses):
-                chosen = list(named) if turn == 0 else [best(earlier(file), kind, given.seeds[0])]
+            for kind, named in (
+                (kind, named) for kind, named in sweep().items() if kind in given.losses
+            ):
+                chosen = (
+                    list(named)
+                    if turn == 0
+                    else [best(earlier(file), kind, given.seeds[0])]
+                )
                 for setting in chosen:
-                    done = {(row["loss"], row["setting"], row["seed"]) for row in earlier(file)}
+                    done = {
+                        (row["loss"], row["setting"], row["seed"])
+                        for row in earlier(file)
+                    }
                     if (kind, setting, seed) not in done:
                         append(file, one(base, kind, setting, named[setting], seed))
     rows = earlier(file)
     print(summary(rows, given.seeds))
     command = f"python benchmarks/losses.py --work FOLDER --epochs {given.epochs}"
-    command += f" --images FOLDER --teacher-epochs {given.teacher_epochs}" if given.images else ""
+    command += (
+        f" --images FOLDER --teacher-epochs {given.teacher_epochs}"
+        if given.images
+        else ""
+    )
     write(given.name, command, rows, None if given.write else work)
 
 

@@ -1,10 +1,12 @@
-"""The peak memory of a distillation step, as `kd-train --check` counts it, and as this machine takes it.
+"""The peak memory of a distillation step, as `kd-train --check` counts it, and as this
+machine takes it.
 
 Run: PYTHONPATH=. python benchmarks/memory.py [--batches 8 16 32 64] [--counted 64 128 256 512]
 
-Each measured batch is a process of its own: models are built, one step is made, the kernel's mark of the largest
-resident memory is set back, and a second step is made. `taken` is that mark less what the process held before it built
-models. `--counted` batches are only counted, on a GPU's kernel of attention. Linux only.
+Each measured batch is a process of its own: models are built, one step is made, the
+kernel's mark of the largest resident memory is set back, and a second step is made.
+`taken` is that mark less what the process held before it built models. `--counted`
+batches are only counted, on a GPU's kernel of attention. Linux only.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from _record import write
 MIB = 2**20
 
 
-def recipe(batch: int, precision: str, attention: str, teacher: str, student: str) -> Any:
+def recipe(
+    batch: int, precision: str, attention: str, teacher: str, student: str
+) -> Any:
     """Return the plans of a run."""
     from kd import config
     from kd.setup.recipe import resolve
@@ -35,7 +39,12 @@ def recipe(batch: int, precision: str, attention: str, teacher: str, student: st
             {
                 "run": {"steps": 1},
                 "data": {"kind": "food_mini", "batch_size": batch, "image_size": 224},
-                "teacher": {"model": teacher, "precision": precision, "fit": {"epochs": 1}, **kernel},
+                "teacher": {
+                    "model": teacher,
+                    "precision": precision,
+                    "fit": {"epochs": 1},
+                    **kernel,
+                },
                 "student": {"model": student, **kernel},
                 "losses": [{"kind": "kl"}],
                 "backend": {"kind": "cpu", "precision": precision},
@@ -55,13 +64,16 @@ def models(plan: Any, classes: int, small: bool = False) -> tuple[Any, Any]:
     depth = {"depth": 1} if small else {}
     teacher = load(Spec("teacher", plan.teacher.model, depth, names), 224)
     student = load(Spec("student", plan.student.model, depth, names), 224)
-    return StudentWithLoss(student, build_criterion(plan.losses, [None], 0), plan.task), teacher  # pyright: ignore[reportArgumentType]
+    criterion = build_criterion(plan.losses, [None], 0)  # pyright: ignore[reportArgumentType]
+    return StudentWithLoss(student, criterion, plan.task), teacher
 
 
 def status(name: str) -> int:
     """Return a number of this process's memory, bytes."""
     text = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith(name)))
+    return 1024 * int(
+        next(line.split()[1] for line in text.splitlines() if line.startswith(name))
+    )
 
 
 def take(plan: Any, batch: int, classes: int) -> dict[str, float]:
@@ -69,7 +81,9 @@ def take(plan: Any, batch: int, classes: int) -> dict[str, float]:
     from kd.setup.build import build_backend
 
     backend = build_backend(plan.backend)
-    made = models(plan, classes, small=True)  # libraries and their kernels are loaded before the start
+    made = models(
+        plan, classes, small=True
+    )  # libraries and their kernels are loaded before the start
     step(backend, plan, *made, 2)
     del made
     trim()
@@ -116,21 +130,30 @@ def count(plan: Any, batch: int, classes: int) -> dict[str, float]:
     with torch.device("meta"):
         distillation, teacher = models(plan, classes)
     held = held_bytes(plan, distillation, 1)
-    held += count_parameters(teacher) * (2 if executed(plan, plan.teacher.precision)[0] else 4)
+    held += count_parameters(teacher) * (
+        2 if executed(plan, plan.teacher.precision)[0] else 4
+    )
     step = step_bytes(plan, distillation, teacher, batch, reduced=False)
     return {"weights and optimizer": held / MIB, "step": step / MIB}
 
 
 def arguments() -> argparse.ArgumentParser:
     """Return what the command takes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--teacher", default="vit_base_patch16_224")
     parser.add_argument("--student", default="vit_tiny_patch16_224")
     parser.add_argument("--classes", type=int, default=101)
     parser.add_argument("--batches", type=int, nargs="*", default=[8, 16, 32, 64])
     parser.add_argument("--precisions", nargs="*", default=["fp32", "bf16"])
     parser.add_argument("--counted", type=int, nargs="*", default=[64, 128, 256, 512])
-    parser.add_argument("--one", nargs=3, metavar=("BATCH", "PRECISION", "ATTENTION"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--one",
+        nargs=3,
+        metavar=("BATCH", "PRECISION", "ATTENTION"),
+        help=argparse.SUPPRESS,
+    )
     return parser
 
 
@@ -143,23 +166,53 @@ def main() -> None:
         print(json.dumps(take(plan, int(batch), given.classes)))
         return
     rows = []
-    cases = [(b, p, a) for p in given.precisions for a in ("unfused", "fused") for b in given.batches]
+    cases = [
+        (b, p, a)
+        for p in given.precisions
+        for a in ("unfused", "fused")
+        for b in given.batches
+    ]
     for batch, precision, attention in [
         *cases,
-        *((b, "bf16", "fused") for b in given.counted if (b, "bf16", "fused") not in cases),
+        *(
+            (b, "bf16", "fused")
+            for b in given.counted
+            if (b, "bf16", "fused") not in cases
+        ),
     ]:
         plan = recipe(batch, precision, attention, given.teacher, given.student)
-        row: dict[str, Any] = {"batch": batch, "precision": precision, "attention": attention}
-        row |= {name: round(value) for name, value in count(plan, batch, given.classes).items()}
+        row: dict[str, Any] = {
+            "batch": batch,
+            "precision": precision,
+            "attention": attention,
+        }
+        row |= {
+            name: round(value)
+            for name, value in count(plan, batch, given.classes).items()
+        }
         row["counted"] = row["weights and optimizer"] + row["step"]
         if len(rows) < len(cases):
             argv = [sys.executable, __file__, "--one", str(batch), precision, attention]
-            argv += ["--teacher", given.teacher, "--student", given.student, "--classes", str(given.classes)]
-            env = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "131072"}  # a CPU run keeps what it frees; here it goes
-            done = subprocess.run(argv, check=True, capture_output=True, text=True, env=env)
+            argv += [
+                "--teacher",
+                given.teacher,
+                "--student",
+                given.student,
+                "--classes",
+                str(given.classes),
+            ]
+            env = {
+                **os.environ,
+                "MALLOC_TRIM_THRESHOLD_": "131072",
+            }  # a CPU run keeps what it frees; here it goes
+            done = subprocess.run(
+                argv, check=True, capture_output=True, text=True, env=env
+            )
             taken = done.stdout.splitlines()[-1]
             row["taken"] = round(json.loads(taken)["taken"])
-        rows.append({**row, "taken": row.get("taken", ""), "counted / taken": _share(row)})
+        rows.append(
+            {**row, "taken": row.get("taken", ""), "counted / taken": _share(row)}
+        )
         print(rows[-1], flush=True)
     write("memory", " ".join(["python benchmarks/memory.py", *sys.argv[1:]]), rows)
 

@@ -1,10 +1,12 @@
-"""How much of the machine a distillation step uses: its arithmetic against the measured rate of matrix products.
+"""How much of the machine a distillation step uses: its arithmetic against the measured
+rate of matrix products.
 
 Run: python benchmarks/mfu.py [--teacher vit_base_patch16_224] [--batch 16] [--rounds 5] [--precision bf16] [--compile]
 
-On ready tensors, on the GPU where there is one, else on the CPU; kernels in turns. The arithmetic (two for a multiply
-and an add) is counted by torch's FlopCounterMode in unfused attention and is the same for each kernel. The rate is the
-best of square products of that precision. `cached`: the student's step alone, its target at hand.
+On ready tensors, on the GPU where there is one, else on the CPU; kernels in turns. The
+arithmetic (two for a multiply and an add) is counted by torch's FlopCounterMode in
+unfused attention and is the same for each kernel. The rate is the best of square
+products of that precision. `cached`: the student's step alone, its target at hand.
 """
 
 from __future__ import annotations
@@ -41,10 +43,16 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = ()) -> float:
-    """Return the arithmetic a second of square matrix products, the best of three sizes, each the median of five."""
+def matrix_rate(
+    device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = ()
+) -> float:
+    """Return the arithmetic a second of square matrix products, the best of three
+    sizes, each the median of five.
+    """
     rates = []
-    for size in sizes or ((4096, 8192, 16384) if device.type == "cuda" else (1024, 2048, 4096)):
+    for size in sizes or (
+        (4096, 8192, 16384) if device.type == "cuda" else (1024, 2048, 4096)
+    ):
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         times = []
         for _ in range(6):
@@ -60,22 +68,39 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, sizes: Sequence[int] =
 class Step:
     """Teacher and student of one attention kernel."""
 
-    def __init__(self, given: argparse.Namespace, kernel: str, device: torch.device) -> None:
+    def __init__(
+        self, given: argparse.Namespace, kernel: str, device: torch.device
+    ) -> None:
         torch.manual_seed(0)
         self.device, self.dtype = device, DTYPES[given.precision]
-        big = load(Spec("teacher", given.teacher, given.teacher_args, CLASSES), given.size)
-        small = load(Spec("student", given.student, given.student_args, CLASSES), given.size)
+        big = load(
+            Spec("teacher", given.teacher, given.teacher_args, CLASSES), given.size
+        )
+        small = load(
+            Spec("student", given.student, given.student_args, CLASSES), given.size
+        )
         self.teacher = LiveTeacher(big, device, self.dtype)
         self.module = StudentWithLoss(
-            copy.deepcopy(small), Criterion([loss_term("kl", temperature=2.0)]), SingleLabel()
+            copy.deepcopy(small),
+            Criterion([loss_term("kl", temperature=2.0)]),
+            SingleLabel(),
         ).to(device)
         for model in (self.teacher.model, self.module):
             set_attention(model, kernel.startswith("fused"))
             if kernel.endswith("compiled"):
                 compile_forward(model)
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)
-        image = torch.randint(256, (given.batch, 3, given.size, given.size), dtype=torch.uint8, device=device)
-        self.batch = Batch.of(image, torch.zeros(given.batch, dtype=torch.int64, device=device))
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(), lr=1e-4, fused=True
+        )
+        image = torch.randint(
+            256,
+            (given.batch, 3, given.size, given.size),
+            dtype=torch.uint8,
+            device=device,
+        )
+        self.batch = Batch.of(
+            image, torch.zeros(given.batch, dtype=torch.int64, device=device)
+        )
         self.target = self.teacher(self.batch)
 
     def ask(self) -> Outputs:
@@ -84,7 +109,9 @@ class Step:
 
     def learn(self, target: Outputs) -> None:
         """Make the student's step."""
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+        with torch.autocast(
+            self.device.type, self.dtype, enabled=self.dtype != torch.float32
+        ):
             loss = self.module(self.batch, target)[1]["loss"].mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
@@ -122,33 +149,54 @@ def measure(given: argparse.Namespace, device: torch.device) -> list[dict[str, A
                 work()
                 wait(device)
                 if turn:
-                    times.setdefault((kernel, name), []).append(time.perf_counter() - start)
-    print(f"{device}, {given.precision}, batch {given.batch}: matrix products {rate / 1e9:.0f} GFLOP/s")
+                    times.setdefault((kernel, name), []).append(
+                        time.perf_counter() - start
+                    )
+    print(
+        f"{device}, {given.precision}, batch {given.batch}: matrix products"
+        f" {rate / 1e9:.0f} GFLOP/s"
+    )
     rows = []
     for (kernel, name), samples in times.items():
         seconds = statistics.median(samples)
         used = flops[name] / seconds / rate
-        print(f"{kernel:8s} {name:8s} {given.batch / seconds:9.1f} images/s, {100 * used:5.1f} % of the matrix rate")
+        print(
+            f"{kernel:8s} {name:8s} {given.batch / seconds:9.1f} images/s,"
+            f" {100 * used:5.1f} % of the matrix rate"
+        )
         fixed = {
             "kernel": kernel,
             "work": name,
             "gflop": float(f"{flops[name] / 1e9:.5g}"),
             "gflops": round(rate / 1e9, 1),
         }
-        rows += [{**fixed, "round": i, "ms": round(1000 * sample, 2)} for i, sample in enumerate(samples)]
+        rows += [
+            {**fixed, "round": i, "ms": round(1000 * sample, 2)}
+            for i, sample in enumerate(samples)
+        ]
     return rows
 
 
 def arguments() -> argparse.ArgumentParser:
     """Return what the command takes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--teacher", default="vit_base_patch16_224")
     parser.add_argument("--student", default="vit_tiny_patch16_224")
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--batch", type=int, default=0, help="0: 256 on a GPU, 16 on a CPU")
+    parser.add_argument(
+        "--batch", type=int, default=0, help="0: 256 on a GPU, 16 on a CPU"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--precision", choices=DTYPES, default="bf16" if torch.cuda.is_available() else "fp32")
-    parser.add_argument("--compile", action="store_true", help="the fused kernels compiled too")
+    parser.add_argument(
+        "--precision",
+        choices=DTYPES,
+        default="bf16" if torch.cuda.is_available() else "fp32",
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="the fused kernels compiled too"
+    )
     parser.set_defaults(teacher_args={}, student_args={}, sizes=())
     return parser
 
@@ -158,7 +206,11 @@ def main() -> None:
     given = arguments().parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     given.batch = given.batch or (256 if device.type == "cuda" else 16)
-    write("mfu", " ".join(["python benchmarks/mfu.py", *sys.argv[1:]]), measure(given, device))
+    write(
+        "mfu",
+        " ".join(["python benchmarks/mfu.py", *sys.argv[1:]]),
+        measure(given, device),
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Several dishes on a tray: mAP of a teacher, of its distilled student, and of that student on labels alone.
+"""Several dishes on a tray: mAP of a teacher, of its distilled student, and of that
+student on labels alone.
 
-The models are those of configs/vit_food_scratch.yaml, on trays of one or two dishes of food_mini. One teacher is fitted
-for all seeds.
+The models are those of configs/vit_food_scratch.yaml, on trays of one or two dishes of
+food_mini. One teacher is fitted for all seeds.
 
 Run: python benchmarks/multi_label.py [--seeds 0 1 2] [--steps 620] [--fit 1240]
 """
@@ -31,14 +32,26 @@ def main() -> None:
     parser.add_argument("--fit", type=int, default=1240, help="steps of the teacher")
     parser.add_argument("overrides", nargs="*", help="key=value for all")
     given = parser.parse_intermixed_args()
-    shared = ["data.dishes=2", LOSS, "backend.threads=1", "run.every.evaluate=0", *given.overrides]
-    fitted = teach(kd.load_config(CONFIG, [*shared, f"teacher.fit.steps={given.fit}"]))[0]
+    shared = [
+        "data.dishes=2",
+        LOSS,
+        "backend.threads=1",
+        "run.every.evaluate=0",
+        *given.overrides,
+    ]
+    fitted = teach(kd.load_config(CONFIG, [*shared, f"teacher.fit.steps={given.fit}"]))[
+        0
+    ]
     settings = yaml.safe_load(CONFIG.read_text())
     settings["teacher"] = {"model": str(fitted), "precision": "fp32"}
     rows = []
     for seed in given.seeds:
         run = kd.train(
-            settings, *shared, f"run.seed={seed}", f"run.name=multi_label_{seed}", f"run.steps={given.steps}"
+            settings,
+            *shared,
+            f"run.seed={seed}",
+            f"run.name=multi_label_{seed}",
+            f"run.steps={given.steps}",
         )
         assert run.baseline is not None
         row: dict[str, float] = {"seed": seed}
@@ -55,7 +68,11 @@ def main() -> None:
         found = [row[name] for row in rows]
         spread = statistics.stdev(found) if len(found) > 1 else 0.0
         print(f"{name:16s} {100 * statistics.mean(found):.1f} +- {100 * spread:.1f} %")
-    write("multi_label", " ".join(["python benchmarks/multi_label.py", *sys.argv[1:]]), rows)
+    write(
+        "multi_label",
+        " ".join(["python benchmarks/multi_label.py", *sys.argv[1:]]),
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What it saves that a run on a CPU keeps the memory that it frees (`kd.core.host.keep_freed_memory`).
+"""What it saves that a run on a CPU keeps the memory that it frees
+(`kd.core.host.keep_freed_memory`).
 
 Run: python benchmarks/page_faults.py [--rounds 3] [--teachers vit_base_patch16_224] [--batch 32] [--precision bf16]
 
-The parts of `mfu.py` with unfused attention, in processes that take turns: glibc's own way and kd's. A row has the
-median milliseconds and page faults of a piece of work, and the peak memory of its process. Only on a CPU, with glibc.
+The parts of `mfu.py` with unfused attention, in processes that take turns: glibc's own
+way and kd's. A row has the median milliseconds and page faults of a piece of work, and
+the peak memory of its process. Only on a CPU, with glibc.
 """
 
 from __future__ import annotations
@@ -39,16 +41,27 @@ def measure(given: argparse.Namespace) -> None:
             work()
             times.append(1000 * (time.perf_counter() - start))
         used = resource.getrusage(resource.RUSAGE_SELF)
-        row = {"ms": round(statistics.median(times), 1), "faults": (used.ru_minflt - before) // TIMES}
-        print("ROW", json.dumps({"work": name, **row, "peak_mib": used.ru_maxrss // 1024}))
+        row = {
+            "ms": round(statistics.median(times), 1),
+            "faults": (used.ru_minflt - before) // TIMES,
+        }
+        print(
+            "ROW", json.dumps({"work": name, **row, "peak_mib": used.ru_maxrss // 1024})
+        )
 
 
 def main() -> None:
     """Measure in turns and write the CSV."""
     parser = arguments()
     parser.description = __doc__
-    parser.add_argument("--teachers", nargs="*", default=["vit_base_patch16_224", "vit_small_patch16_224"])
-    parser.add_argument("--way", choices=("glibc", "kd"), help="measure in this process, and print")
+    parser.add_argument(
+        "--teachers",
+        nargs="*",
+        default=["vit_base_patch16_224", "vit_small_patch16_224"],
+    )
+    parser.add_argument(
+        "--way", choices=("glibc", "kd"), help="measure in this process, and print"
+    )
     parser.set_defaults(batch=32, rounds=3)
     given = parser.parse_args()
     if given.way:
@@ -57,14 +70,36 @@ def main() -> None:
     for number in range(given.rounds):
         for teacher in given.teachers:
             for way in ("glibc", "kd"):
-                own = ["--teacher", teacher, "--way", way, "--batch", str(given.batch), "--precision", given.precision]
+                own = [
+                    "--teacher",
+                    teacher,
+                    "--way",
+                    way,
+                    "--batch",
+                    str(given.batch),
+                    "--precision",
+                    given.precision,
+                ]
                 child = [sys.executable, __file__, *own]
-                text = subprocess.run(child, check=True, stdout=subprocess.PIPE, text=True).stdout
+                text = subprocess.run(
+                    child, check=True, stdout=subprocess.PIPE, text=True
+                ).stdout
                 for line in text.splitlines():
                     if line.startswith("ROW "):
-                        rows.append({"round": number, "teacher": teacher, "way": way, **json.loads(line[4:])})
+                        rows.append(
+                            {
+                                "round": number,
+                                "teacher": teacher,
+                                "way": way,
+                                **json.loads(line[4:]),
+                            }
+                        )
                         print(*rows[-1].values(), flush=True)
-    write("page_faults", " ".join(["python benchmarks/page_faults.py", *sys.argv[1:]]), rows)
+    write(
+        "page_faults",
+        " ".join(["python benchmarks/page_faults.py", *sys.argv[1:]]),
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""What does patience buy? The student of the main job after 8 to 80 epochs, distilled and on labels alone, three seeds.
+"""What does patience buy? The student of the main job after 8 to 80 epochs, distilled
+and on labels alone, three seeds.
 
-One teacher is fitted for all, for 20 epochs. Its answers to eight views of each image are cached before, once for each
-seed. Each length is a run of its own, with its own schedule of the learning rate; only its last evaluation counts. CPU
-time is that of the student's run on one thread: it depends little on neighbours. The teacher's is not in it.
+One teacher is fitted for all, for 20 epochs. Its answers to eight views of each image
+are cached before, once for each seed. Each length is a run of its own, with its own
+schedule of the learning rate; only its last evaluation counts. CPU time is that of the
+student's run on one thread: it depends little on neighbours. The teacher's is not in
+it.
 
 Run: python benchmarks/patience.py [--seeds 0 1 2] [--epochs 8 16 40 80] [--labels 8 16 40] [--label-seeds 0 1 2]
 
-Finished runs are kept in runs/patience.jsonl and not made again. Writes the CSV and docs/patience.svg.
+Finished runs are kept in runs/patience.jsonl and not made again. Writes the CSV and
+docs/patience.svg.
 """
 
 from __future__ import annotations
@@ -30,7 +34,13 @@ from kd.jobs.train import teach
 from kd.study.report.charts import FILE, Axis, Level, Series, lines
 
 CONFIG = Path(__file__).parents[1] / "configs" / "vit_food_scratch.yaml"
-PINS = ["backend.threads=1", "backend.precision=fp32", "data.workers=0", "data.store=ram", "run.baseline=false"]
+PINS = [
+    "backend.threads=1",
+    "backend.precision=fp32",
+    "data.workers=0",
+    "data.store=ram",
+    "run.baseline=false",
+]
 VIEWS = 8
 FIT_EPOCHS = 20
 ROWS = Path("runs", "patience.jsonl")
@@ -43,32 +53,57 @@ def one_run(teacher: Path, student: str, seed: int, epochs: int) -> dict[str, An
     settings["teacher"] = {}
     own = ["losses=[{kind: ce}]", f"data.views={VIEWS}"]
     if student == "distilled":
-        settings["teacher"] = {"model": str(teacher), "precision": "fp32", "cache": {"views": VIEWS}}
+        settings["teacher"] = {
+            "model": str(teacher),
+            "precision": "fp32",
+            "cache": {"views": VIEWS},
+        }
         own = []
     steps = 93 * epochs
-    given = [f"run.seed={seed}", f"run.epochs={epochs}", f"run.name=patience_{student}_{seed}_{epochs}"]
+    given = [
+        f"run.seed={seed}",
+        f"run.epochs={epochs}",
+        f"run.name=patience_{student}_{seed}_{epochs}",
+    ]
     if student == "distilled":
         cache(kd.load_config(settings, [*PINS, *given]))
     begun = time.process_time()
-    run = kd.train(settings, *PINS, *own, *given, f"run.every.evaluate={steps}", f"run.every.log={steps // 8}")
+    run = kd.train(
+        settings,
+        *PINS,
+        *own,
+        *given,
+        f"run.every.evaluate={steps}",
+        f"run.every.log={steps // 8}",
+    )
     return {
         "student": student,
         "seed": seed,
         "epochs": epochs,
         "accuracy": round(run.metrics["accuracy"], 4),
-        "teacher": round(run.metrics["teacher_accuracy"], 4) if student == "distilled" else "",
+        "teacher": (
+            round(run.metrics["teacher_accuracy"], 4) if student == "distilled" else ""
+        ),
         "cpu_minutes": round((time.process_time() - begun) / 60, 2),
     }
 
 
-def measured(teacher: Path, student: str, seeds: Sequence[int], epochs: Sequence[int]) -> list[dict[str, Any]]:
+def measured(
+    teacher: Path, student: str, seeds: Sequence[int], epochs: Sequence[int]
+) -> list[dict[str, Any]]:
     """Return a row of each run of a kind of student; make those that are not there."""
-    known = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    known = (
+        [json.loads(line) for line in ROWS.read_text().splitlines()]
+        if ROWS.exists()
+        else []
+    )
     rows = {(row["student"], row["seed"], row["epochs"]): row for row in known}
     for length in epochs:
         for seed in seeds:
             if (student, seed, length) not in rows:
-                rows[student, seed, length] = row = one_run(teacher, student, seed, length)
+                rows[student, seed, length] = row = one_run(
+                    teacher, student, seed, length
+                )
                 print(row, flush=True)
                 with ROWS.open("a") as file:
                     file.write(json.dumps(row) + "\n")
@@ -93,7 +128,10 @@ def plot(rows: list[dict[str, Any]]) -> str:
     for name, color in (("distilled", "--accent"), ("labels", "--labels")):
         points = curve([row for row in rows if row["student"] == name])
         if points:
-            epochs, accuracy = [point[0] for point in points], [point[1] for point in points]
+            epochs, accuracy = (
+                [point[0] for point in points],
+                [point[1] for point in points],
+            )
             series.append(Series(names[name], COLORS[color], epochs, accuracy))
     teacher = statistics.mean(row["teacher"] for row in rows if row["teacher"])
     levels = [Level("teacher", COLORS["--soft"], y=teacher)]
@@ -102,21 +140,38 @@ def plot(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Make the runs, write the CSV and the plot, print the curves."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, nargs="+", default=[8, 16, 40, 80])
     parser.add_argument(
-        "--labels", type=int, nargs="*", default=[8, 16, 40], help="epochs of the student on labels alone"
+        "--labels",
+        type=int,
+        nargs="*",
+        default=[8, 16, 40],
+        help="epochs of the student on labels alone",
     )
     parser.add_argument("--label-seeds", type=int, nargs="*", default=[0, 1, 2])
     given = parser.parse_args()
-    fitted = teach(kd.load_config(CONFIG, [*PINS, f"teacher.fit.epochs={FIT_EPOCHS}", "teacher.precision=fp32"]))[0]
+    fitted = teach(
+        kd.load_config(
+            CONFIG,
+            [*PINS, f"teacher.fit.epochs={FIT_EPOCHS}", "teacher.precision=fp32"],
+        )
+    )[0]
     rows = measured(fitted, "distilled", given.seeds, given.epochs)
     rows += measured(fitted, "labels", given.label_seeds, given.labels)
     for name in ("distilled", "labels"):
-        for epochs, mean, spread in curve([row for row in rows if row["student"] == name]):
-            print(f"{name:9s} {epochs:3d} epochs {100 * mean:.1f} +- {100 * spread:.1f} %")
-    (Path(os.environ.get("OUT") or CONFIG.parents[1] / "docs") / "patience.svg").write_text(plot(rows))
+        for epochs, mean, spread in curve(
+            [row for row in rows if row["student"] == name]
+        ):
+            print(
+                f"{name:9s} {epochs:3d} epochs {100 * mean:.1f} +- {100 * spread:.1f} %"
+            )
+    (
+        Path(os.environ.get("OUT") or CONFIG.parents[1] / "docs") / "patience.svg"
+    ).write_text(plot(rows))
     write("patience", " ".join(["python benchmarks/patience.py", *sys.argv[1:]]), rows)
 
 

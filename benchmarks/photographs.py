@@ -1,12 +1,14 @@
-"""What a photograph costs by its size, decoded whole and reduced: CPU time, in turns, in one process.
+"""What a photograph costs by its size, decoded whole and reduced: CPU time, in turns,
+in one process.
 
 Run: python benchmarks/photographs.py EXPORT IMAGES [--rounds 5] [--compared 100]
 
-EXPORT is a folder of `kd-export`, IMAGES one of folders of JPEGs, which are enlarged to 2, 12 and 48 million pixels.
-`request`: what `kd-serve` does with a body, decode, crop and graph. `view`: what training does, 224 px, crop 0.35, no
-jitter. Into a file of its own go the graph's answers for reduced pictures of 12 million pixels against those for whole
-ones, of two kinds: `enlarged`, and `mosaic`, photographs side by side as they are, which have detail down to the last
-pixel.
+EXPORT is a folder of `kd-export`, IMAGES one of folders of JPEGs, which are enlarged to
+2, 12 and 48 million pixels. `request`: what `kd-serve` does with a body, decode, crop
+and graph. `view`: what training does, 224 px, crop 0.35, no jitter. Into a file of its
+own go the graph's answers for reduced pictures of 12 million pixels against those for
+whole ones, of two kinds: `enlarged`, and `mosaic`, photographs side by side as they
+are, which have detail down to the last pixel.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ from kd.deploy.serve.model import describe, load
 from kd.files.pixels import MARGIN
 from kd.parts.datasets._decode import decode
 
-SIDES = {"as it is": None, "2 MP": (1600, 1200), "12 MP": (4000, 3000), "48 MP": (8000, 6000)}
+SIDES = {
+    "as it is": None,
+    "2 MP": (1600, 1200),
+    "12 MP": (4000, 3000),
+    "48 MP": (8000, 6000),
+}
 LIMITS = Limits(max_pixels=100_000_000)
 
 
@@ -55,7 +62,9 @@ def mosaic(paths: list[Path]) -> bytes:
     canvas = Image.new("RGB", (4000, 3000))
     tiles = [Image.open(path).convert("RGB") for path in paths]
     for number in range(144):
-        canvas.paste(tiles[number % len(tiles)], (number % 12 * 348, number // 12 * 348))
+        canvas.paste(
+            tiles[number % len(tiles)], (number % 12 * 348, number // 12 * 348)
+        )
     return jpeg(canvas)
 
 
@@ -73,7 +82,9 @@ def costs(model: Any, path: Path, rounds: int) -> list[dict[str, Any]]:
         data = enlarged(path, sides)
 
         def request(margin: float, data: bytes = data) -> object:
-            return model.engine(prepare(data, model.size, model.crop, LIMITS, margin).pixels[None])
+            return model.engine(
+                prepare(data, model.size, model.crop, LIMITS, margin).pixels[None]
+            )
 
         def view(margin: float, data: bytes = data) -> object:
             least = train.least if margin else None
@@ -82,8 +93,18 @@ def costs(model: Any, path: Path, rounds: int) -> list[dict[str, Any]]:
         for turn in range(rounds):
             for what, work in (("request", request), ("view", view)):
                 for margin in (0.0, MARGIN) if turn % 2 else (MARGIN, 0.0):
-                    ms = round(milliseconds(lambda margin=margin, work=work: work(margin)), 3)
-                    rows.append({"what": what, "photograph": name, "margin": margin, "round": turn, "value": ms})
+                    ms = round(
+                        milliseconds(lambda margin=margin, work=work: work(margin)), 3
+                    )
+                    rows.append(
+                        {
+                            "what": what,
+                            "photograph": name,
+                            "margin": margin,
+                            "round": turn,
+                            "value": ms,
+                        }
+                    )
     print(*rows, sep="\n", flush=True)
     return rows
 
@@ -93,10 +114,15 @@ def answers(model: Any, files: list[bytes], kind: str) -> list[dict[str, Any]]:
     rows = []
     for number, data in enumerate(files):
         whole, found = (
-            model.engine(prepare(data, model.size, model.crop, LIMITS, margin).pixels[None])[0]
+            model.engine(
+                prepare(data, model.size, model.crop, LIMITS, margin).pixels[None]
+            )[0]
             for margin in (0.0, MARGIN)
         )
-        apart, same = float(np.abs(found - whole).max()), int(found.argmax() == whole.argmax())
+        apart, same = (
+            float(np.abs(found - whole).max()),
+            int(found.argmax() == whole.argmax()),
+        )
         common = {"photograph": kind, "margin": MARGIN, "round": number}
         rows.append({"what": "logit difference", **common, "value": round(apart, 5)})
         rows.append({"what": "same answer", **common, "value": same})
@@ -123,9 +149,18 @@ def main() -> None:
             found = answers(model, [data], kind)
             rows += [{**row, "round": first} for row in found]
             print(kind, first, *(row["value"] for row in found), flush=True)
-    for key in dict.fromkeys((row["what"], row["photograph"], row["margin"]) for row in rows):
-        values = [row["value"] for row in rows if (row["what"], row["photograph"], row["margin"]) == key]
-        summary = f"mean {statistics.mean(values):.4f}, median {statistics.median(values):.3f}, most {max(values):.3f}"
+    for key in dict.fromkeys(
+        (row["what"], row["photograph"], row["margin"]) for row in rows
+    ):
+        values = [
+            row["value"]
+            for row in rows
+            if (row["what"], row["photograph"], row["margin"]) == key
+        ]
+        summary = (
+            f"mean {statistics.mean(values):.4f}, median"
+            f" {statistics.median(values):.3f}, most {max(values):.3f}"
+        )
         print(*key, f"{summary}, of {len(values)}", sep=" | ")
     command = f"python benchmarks/photographs.py EXPORT IMAGES {' '.join(sys.argv[3:])}".rstrip()
     if rows:

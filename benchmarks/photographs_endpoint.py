@@ -1,11 +1,14 @@
-"""What a photograph costs `kd-serve` over HTTP by its size, decoded whole and reduced: CPU time of the server.
+"""What a photograph costs `kd-serve` over HTTP by its size, decoded whole and reduced:
+CPU time of the server.
 
     python benchmarks/photographs_endpoint.py EXPORT IMAGES [--rounds 3] [--seconds 3]
 
-EXPORT and IMAGES as for photographs.py. Two servers of one thread and two slots take turns: one has the export, one a
-copy whose manifest says `margin` 0, as exports had before JPEGs were reduced. One client sends a photograph of each
-size for some seconds, then eight clients one of 12 million pixels. `model_ms` is the graph alone, in this process.
-Server and clients share the machine; a clock of the kernel counts hundredths of a second.
+EXPORT and IMAGES as for photographs.py. Two servers of one thread and two slots take
+turns: one has the export, one a copy whose manifest says `margin` 0, as exports had
+before JPEGs were reduced. One client sends a photograph of each size for some seconds,
+then eight clients one of 12 million pixels. `model_ms` is the graph alone, in this
+process. Server and clients share the machine; a clock of the kernel counts hundredths
+of a second.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ def asked(server: Server, body: bytes, clients: int, seconds: float) -> dict[str
 
 def main() -> None:
     """Measure and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("export", type=Path)
     parser.add_argument("images", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
@@ -74,27 +79,55 @@ def main() -> None:
     bodies = {size: enlarged(paths[0], sides) for size, sides in SIDES.items()}
     model = load(describe(given.export), 1, 1)
     pixels = prepare(bodies["as it is"], model.size, model.crop, LIMITS).pixels[None]
-    alone = statistics.median(milliseconds(lambda: model.engine(pixels)) for _ in range(50))
+    alone = statistics.median(
+        milliseconds(lambda: model.engine(pixels)) for _ in range(50)
+    )
     options, rows = (
-        ("--max-pixels", "100e6", "--max-body", "64MiB", "--threads", "1", "--slots", "2", "--no-self-check"),
+        (
+            "--max-pixels",
+            "100e6",
+            "--max-body",
+            "64MiB",
+            "--threads",
+            "1",
+            "--slots",
+            "2",
+            "--no-self-check",
+        ),
         [],
     )
     with tempfile.TemporaryDirectory() as temporary:
-        folders = {0.0: whole(given.export, Path(temporary) / "whole"), MARGIN: given.export}
-        servers = {margin: kd_serve(folder, *options) for margin, folder in folders.items()}
+        folders = {
+            0.0: whole(given.export, Path(temporary) / "whole"),
+            MARGIN: given.export,
+        }
+        servers = {
+            margin: kd_serve(folder, *options) for margin, folder in folders.items()
+        }
         try:
             for turn in range(given.rounds):
                 for size, clients in CASES:
                     for margin in servers if turn % 2 else reversed(servers):
-                        found = asked(servers[margin], bodies[size], clients, given.seconds)
-                        common = {"photograph": size, "clients": clients, "margin": margin, "round": turn}
+                        found = asked(
+                            servers[margin], bodies[size], clients, given.seconds
+                        )
+                        common = {
+                            "photograph": size,
+                            "clients": clients,
+                            "margin": margin,
+                            "round": turn,
+                        }
                         rows.append({**common, **found, "model_ms": round(alone, 2)})
                         print(rows[-1], flush=True)
         finally:
             for server in servers.values():
                 server.stop()
     options = f"--rounds {given.rounds} --seconds {given.seconds:g}"
-    write("photographs_endpoint", f"python benchmarks/photographs_endpoint.py EXPORT IMAGES {options}", rows)
+    write(
+        "photographs_endpoint",
+        f"python benchmarks/photographs_endpoint.py EXPORT IMAGES {options}",
+        rows,
+    )
 
 
 if __name__ == "__main__":

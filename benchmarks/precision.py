@@ -1,12 +1,15 @@
-"""bfloat16 or float32 on a CPU: a training step and a frozen forward of networks of all kinds, in turns.
+"""bfloat16 or float32 on a CPU: a training step and a frozen forward of networks of all
+kinds, in turns.
 
 Run: python benchmarks/precision.py [--rounds 5] [--threads 1 2]
 
-`cpu_ms` is the CPU time of all threads (user and system) of one step or forward of `images`: on a machine with
-neighbours the wall-clock time (`ms`) says how busy they are, and `load` is the system's load average beside it. A step
-is forward and backward under autocast, as kd trains a student; a forward is of a network whose weights have the
-precision, as kd runs a teacher. `convolved` is the share of multiplications in convolutions, `depthwise` in those of
-one channel each, by torch's own count of a forward. `units`: those of the processor's that multiply bfloat16.
+`cpu_ms` is the CPU time of all threads (user and system) of one step or forward of
+`images`: on a machine with neighbours the wall-clock time (`ms`) says how busy they
+are, and `load` is the system's load average beside it. A step is forward and backward
+under autocast, as kd trains a student; a forward is of a network whose weights have the
+precision, as kd runs a teacher. `convolved` is the share of multiplications in
+convolutions, `depthwise` in those of one channel each, by torch's own count of a
+forward. `units`: those of the processor's that multiply bfloat16.
 """
 
 from __future__ import annotations
@@ -53,14 +56,24 @@ def built(model: str, args: dict[str, Any], size: int) -> Classifier:
         from examples.residual import network
 
         return Classifier(network(16), 10, size)
-    made = load(Spec("student", model, args, [str(label) for label in range(10)], free_size=True), size)
+    made = load(
+        Spec(
+            "student", model, args, [str(label) for label in range(10)], free_size=True
+        ),
+        size,
+    )
     set_attention(made, False)
     return made
 
 
-def works(model: Classifier, size: int, images: int) -> dict[tuple[str, str], Callable[[], None]]:
+def works(
+    model: Classifier, size: int, images: int
+) -> dict[tuple[str, str], Callable[[], None]]:
     """Return a step and a forward in each precision."""
-    pixels, labels = torch.randint(256, (images, 3, size, size), dtype=torch.uint8), torch.zeros(images).long()
+    pixels, labels = (
+        torch.randint(256, (images, 3, size, size), dtype=torch.uint8),
+        torch.zeros(images).long(),
+    )
     student, found = copy.deepcopy(model).train(), {}
     for precision in ("fp32", "bf16"):
         frozen = copy.deepcopy(model).eval().requires_grad_(False)
@@ -82,7 +95,11 @@ def works(model: Classifier, size: int, images: int) -> dict[tuple[str, str], Ca
 
 def units() -> str:
     """Return which of the processor's units multiply bfloat16."""
-    flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    flags = next(
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("flags")
+    )
     return "+".join(sorted(BF16_FLAGS & set(flags.split()))) or "none"
 
 
@@ -91,11 +108,15 @@ assert kd.__version__
 
 def main() -> None:
     """Time all networks and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     options, rows = parser.parse_args(), []
-    for threads, (name, (model, args, size, images)) in itertools.product(options.threads, NETWORKS.items()):
+    for threads, (name, (model, args, size, images)) in itertools.product(
+        options.threads, NETWORKS.items()
+    ):
         torch.set_num_threads(threads)
         made = built(model, args, size)
         convolved, depthwise = made_of(made)
@@ -105,16 +126,39 @@ def main() -> None:
                 wall, own = time.perf_counter(), time.process_time()
                 work()
                 if number:  # the first one sets up
-                    taken = 1000 * (time.process_time() - own), 1000 * (time.perf_counter() - wall)
+                    taken = (
+                        1000 * (time.process_time() - own),
+                        1000 * (time.perf_counter() - wall),
+                    )
                     spent.setdefault(key, []).append(taken)
         for (what, precision), taken in spent.items():
-            cpu, wall = (statistics.median(column) for column in zip(*taken, strict=True))
-            row = {"network": name, "pixels": size, "images": images, "convolved": f"{convolved:.3f}"}
-            row |= {"depthwise": f"{depthwise:.3f}", "units": units(), "threads": threads, "what": what}
-            row |= {"precision": precision, "cpu_ms": round(cpu, 1), "ms": round(wall, 1)}
+            cpu, wall = (
+                statistics.median(column) for column in zip(*taken, strict=True)
+            )
+            row = {
+                "network": name,
+                "pixels": size,
+                "images": images,
+                "convolved": f"{convolved:.3f}",
+            }
+            row |= {
+                "depthwise": f"{depthwise:.3f}",
+                "units": units(),
+                "threads": threads,
+                "what": what,
+            }
+            row |= {
+                "precision": precision,
+                "cpu_ms": round(cpu, 1),
+                "ms": round(wall, 1),
+            }
             rows.append({**row, "load": round(os.getloadavg()[0], 1)})
             print(rows[-1], flush=True)
-        write("precision", f"python benchmarks/precision.py --rounds {options.rounds}", rows)
+        write(
+            "precision",
+            f"python benchmarks/precision.py --rounds {options.rounds}",
+            rows,
+        )
 
 
 if __name__ == "__main__":

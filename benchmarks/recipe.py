@@ -1,12 +1,15 @@
-"""What the tricks of airbench (arXiv:2404.00498) and muon add to kd's recipe for small pictures, each alone.
+"""What the tricks of airbench (arXiv:2404.00498) and muon add to kd's recipe for small
+pictures, each alone.
 
 Run: python benchmarks/recipe.py --data FOLDER [--seeds 0 1 2] [--arms shift muon] [--epochs 8] [--work FOLDER]
 
-FOLDER holds train/<class>/ of CIFAR-10. The student of configs/few_labels.yaml (0.41 M parameters) learns the labels of
-40,000 training pictures; accuracy is of 10,000 others of that split. `base` has kd's own crops, erasing, parameter
-groups and schedule; an arm changes one thing. The loop is this file's: pictures lie decoded in memory, one thread,
-bfloat16. Seeds are paired: the same weights and order in all arms. A row is added to WORK/recipe.jsonl when its run has
-ended, and is not made again; a new work folder begins with the committed rows of this hardware.
+FOLDER holds train/<class>/ of CIFAR-10. The student of configs/few_labels.yaml (0.41 M
+parameters) learns the labels of 40,000 training pictures; accuracy is of 10,000 others
+of that split. `base` has kd's own crops, erasing, parameter groups and schedule; an arm
+changes one thing. The loop is this file's: pictures lie decoded in memory, one thread,
+bfloat16. Seeds are paired: the same weights and order in all arms. A row is added to
+WORK/recipe.jsonl when its run has ended, and is not made again; a new work folder
+begins with the committed rows of this hardware.
 """
 
 from __future__ import annotations
@@ -51,7 +54,13 @@ ARMS: dict[str, Row] = {
     "muon, lr 0.005": {"optimizer": "muon", "lr": 5e-3},
     "muon, lr 0.01": {"optimizer": "muon", "lr": 1e-2},
     "muon, lr 0.02, clip 0": {"optimizer": "muon", "lr": 2e-2, "clip": 0.0},
-    "all": {"crop": "shift", "flip": "alternate", "schedule": "linear", "optimizer": "muon", "lr": 1e-2},
+    "all": {
+        "crop": "shift",
+        "flip": "alternate",
+        "schedule": "linear",
+        "optimizer": "muon",
+        "lr": 1e-2,
+    },
 }
 """What each arm changes. `alternate`: every second epoch shows a picture mirrored."""
 
@@ -59,9 +68,15 @@ ARMS: dict[str, Row] = {
 def read(folder: Path) -> tuple[np.ndarray, Tensor]:
     """Return pictures [N, 32, 32, 3] and labels, in an order that mixes the classes."""
     classes = sorted(path.name for path in folder.iterdir())
-    files = [(path, label) for label, name in enumerate(classes) for path in sorted((folder / name).iterdir())]
+    files = [
+        (path, label)
+        for label, name in enumerate(classes)
+        for path in sorted((folder / name).iterdir())
+    ]
     random.Random(0).shuffle(files)
-    pixels = np.stack([np.asarray(Image.open(path).convert("RGB")) for path, _ in files])
+    pixels = np.stack(
+        [np.asarray(Image.open(path).convert("RGB")) for path, _ in files]
+    )
     return pixels, torch.tensor([label for _, label in files])
 
 
@@ -80,7 +95,9 @@ def view(pixels: np.ndarray, arm: Row, flipped: bool, rng: random.Random) -> np.
 def normalized(pixels: np.ndarray) -> Tensor:
     """Return network input [B, 3, 32, 32] of pictures [B, 32, 32, 3]."""
     planes = torch.from_numpy(np.ascontiguousarray(pixels)).permute(0, 3, 1, 2)
-    return (planes / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    return (planes / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(
+        3, 1, 1
+    )
 
 
 def optimizer_of(student: nn.Module, arm: Row) -> torch.optim.Optimizer:
@@ -99,23 +116,44 @@ def one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> R
     optimizer = optimizer_of(student, arm)
     peaks = [group["lr"] for group in optimizer.param_groups]
     schedule, rng = Schedule(1.0, 0.05, 0.0), random.Random(seed)
-    steps, done, begin = epochs * ((len(labels) - held) // BATCH), 0, time.process_time()
+    steps, done, begin = (
+        epochs * ((len(labels) - held) // BATCH),
+        0,
+        time.process_time(),
+    )
     first = [rng.random() < 0.5 for _ in labels]
     shape: Callable[[float], float] = schedule.factor
     if arm.get("schedule") == "linear":
         shape = lambda progress: min(progress / 0.05, (1 - progress) / 0.95)  # noqa: E731
     for epoch in range(epochs):
-        order = [held + place for place in np.random.default_rng([seed, epoch]).permutation(len(labels) - held)]
+        order = [
+            held + place
+            for place in np.random.default_rng([seed, epoch]).permutation(
+                len(labels) - held
+            )
+        ]
         for start in range(0, len(order) - BATCH + 1, BATCH):
             ids = order[start : start + BATCH]
             alternate = arm.get("flip") == "alternate"
-            flips = [(first[i] + epoch) % 2 == 1 if alternate else rng.random() < 0.5 for i in ids]
-            batch = np.stack([view(pixels[i], arm, flip, rng) for i, flip in zip(ids, flips, strict=True)])
+            flips = [
+                (first[i] + epoch) % 2 == 1 if alternate else rng.random() < 0.5
+                for i in ids
+            ]
+            batch = np.stack(
+                [
+                    view(pixels[i], arm, flip, rng)
+                    for i, flip in zip(ids, flips, strict=True)
+                ]
+            )
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * shape(done / steps)
             with torch.autocast("cpu", torch.bfloat16):
-                logits = student(normalized(batch).contiguous(memory_format=torch.channels_last))
-            functional.cross_entropy(logits.float(), labels[ids], label_smoothing=0.1).backward()
+                logits = student(
+                    normalized(batch).contiguous(memory_format=torch.channels_last)
+                )
+            functional.cross_entropy(
+                logits.float(), labels[ids], label_smoothing=0.1
+            ).backward()
             if clip := arm.get("clip", 1.0):
                 nn.utils.clip_grad_norm_(student.parameters(), clip)
             optimizer.step()
@@ -124,9 +162,17 @@ def one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> R
     seconds = time.process_time() - begin
     student.eval()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        parts = [student(normalized(pixels[i : min(held, i + 500)])).argmax(1) for i in range(0, held, 500)]
+        parts = [
+            student(normalized(pixels[i : min(held, i + 500)])).argmax(1)
+            for i in range(0, held, 500)
+        ]
     right = (torch.cat(parts) == labels[:held]).float().mean().item()
-    row = {"arm": name, "epochs": epochs, "seed": seed, "accuracy": round(100 * right, 2)}
+    row = {
+        "arm": name,
+        "epochs": epochs,
+        "seed": seed,
+        "accuracy": round(100 * right, 2),
+    }
     return {**row, "cpu_seconds": round(seconds, 1), "commit": commit()}
 
 
@@ -139,17 +185,38 @@ def report(rows: Sequence[Row]) -> str:
         for arm in dict.fromkeys(row["arm"] for row in some):
             own = [row for row in some if row["arm"] == arm and row["seed"] in base]
             gaps = [row["accuracy"] - base[row["seed"]]["accuracy"] for row in own]
-            around = f" ± {T95[len(gaps)] * statistics.stdev(gaps) / math.sqrt(len(gaps)):.2f}" if gaps[1:] else ""
-            times = statistics.mean(row["cpu_seconds"] / base[row["seed"]]["cpu_seconds"] for row in own)
+            around = (
+                f" ± {T95[len(gaps)] * statistics.stdev(gaps) / math.sqrt(len(gaps)):.2f}"
+                if gaps[1:]
+                else ""
+            )
+            times = statistics.mean(
+                row["cpu_seconds"] / base[row["seed"]]["cpu_seconds"] for row in own
+            )
             mean = statistics.mean(row["accuracy"] for row in own)
-            cells = {"arm": arm, "epochs": epochs, "seeds": len(own), "accuracy": f"{mean:.2f} %"}
-            shown.append({**cells, "against base": f"{statistics.mean(gaps):+.2f}{around}", "CPU time": f"{times:.2f}"})
+            cells = {
+                "arm": arm,
+                "epochs": epochs,
+                "seeds": len(own),
+                "accuracy": f"{mean:.2f} %",
+            }
+            shown.append(
+                {
+                    **cells,
+                    "against base": f"{statistics.mean(gaps):+.2f}{around}",
+                    "CPU time": f"{times:.2f}",
+                }
+            )
     return table(shown)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make the runs that are missing, a seed after the other; print the table and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Make the runs that are missing, a seed after the other; print the table and write
+    the CSV.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "recipe")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])

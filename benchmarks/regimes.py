@@ -1,13 +1,18 @@
-"""When sifting pays: sifters against fewer epochs and random subsets, on several kinds of data, at equal images seen.
+"""When sifting pays: sifters against fewer epochs and random subsets, on several kinds
+of data, at equal images seen.
 
 Run: python benchmarks/regimes.py --work FOLDER [--regimes both redundant ...] [--seeds 0 1 2] [--epochs 24]
 
-food_mini, balanced validation split, one teacher that was fitted on the even pictures, its answers cached ahead. A row
-that is in FOLDER/rows.csv is not made again, so the study can be stopped and goes on. One thread, last evaluation.
+food_mini, balanced validation split, one teacher that was fitted on the even pictures,
+its answers cached ahead. A row that is in FOLDER/rows.csv is not made again, so the
+study can be stopped and goes on. One thread, last evaluation.
 
-- redundant, each plate once: the redundant pictures without their near-duplicates, and the same number of images.
-- mislabelled: a fifth of the labels is wrong, and the labels are half of the loss (`kl` and `ce`).
-- pretrained: the student was trained on six dishes with labels; it is distilled on the six others.
+- redundant, each plate once: the redundant pictures without their near-duplicates, and
+  the same number of images.
+- mislabelled: a fifth of the labels is wrong, and the labels are half of the loss (`kl`
+  and `ce`).
+- pretrained: the student was trained on six dishes with labels; it is distilled on the
+  six others.
 """
 
 from __future__ import annotations
@@ -44,13 +49,23 @@ REGIMES = {
     "mislabelled": {"train_images": 125, "label_noise": 0.2},
     "pretrained": {"train_images": 250},
 }
-"""About 1,500 training images each; with redundancy, half of them are different plates."""
+"""About 1,500 training images each; with redundancy, half of them are different
+plates.
+"""
 FITTED: dict[str, Any] = {"train_images": 250}
 """The images that the teacher is fitted on: even, whatever the regime."""
 PLATES = {"redundant, each plate once": 2}
-"""How many times the epochs of a regime of so many times fewer images, for as many steps."""
+"""How many times the epochs of a regime of so many times fewer images, for as many
+steps.
+"""
 VIEWS = 6
-HISTORY, RANDOM = ("sifter.kind=history", "sifter.keep=0.4"), ("sifter.kind=random", "sifter.keep=0.4")
+HISTORY, RANDOM = (
+    ("sifter.kind=history", "sifter.keep=0.4"),
+    (
+        "sifter.kind=random",
+        "sifter.keep=0.4",
+    ),
+)
 ARMS: dict[str, tuple[str, ...]] = {
     "everything": (),
     "history": HISTORY,
@@ -58,8 +73,10 @@ ARMS: dict[str, tuple[str, ...]] = {
     "random, classes balanced throughout": ("data.balance=0.4",),
     "random, classes balanced throughout, keep 0.25": ("data.balance=0.25",),
 }
-"""The last two are bit by bit what the sifter `random` with `balance` drew until commit 17adf1c. Rows named "random,
-classes balanced" are of that sifter with whole epochs at start and end, which `data.balance` does not have."""
+"""The last two are bit by bit what the sifter `random` with `balance` drew until commit
+17adf1c. Rows named "random, classes balanced" are of that sifter with whole epochs at
+start and end, which `data.balance` does not have.
+"""
 PLAN = [
     ("everything", 1.0),
     ("everything", 0.6),
@@ -73,7 +90,9 @@ PLAN = [
     ("random, classes balanced throughout", 1.2),
     ("random, classes balanced throughout, keep 0.25", 1.2),
 ]
-"""Arm, and its budget: images trained, as a share of `--epochs` passes over everything."""
+"""Arm, and its budget: images trained, as a share of `--epochs` passes over
+everything.
+"""
 KEEP, ANNEAL = 0.4, 0.125
 
 
@@ -109,7 +128,11 @@ def settings(work: Path, options: dict[str, Any]) -> dict[str, Any]:
                 "folder": str(work / "teachers"),
             },
         },
-        "student": {"model": model, "args": {"embed_dim": 64, "depth": 2, **heads}, **kernels},
+        "student": {
+            "model": model,
+            "args": {"embed_dim": 64, "depth": 2, **heads},
+            **kernels,
+        },
         "losses": [{"kind": "kl", "temperature": 2.0}],
         "optimizer": {"lr": 3e-3, "warmup_ratio": 0.1},
         "backend": {"kind": "cpu", "precision": "fp32", "threads": 1},
@@ -126,16 +149,27 @@ def base_of(work: Path, regime: str) -> dict[str, Any]:
         fitted = teach(config.load(base))[0]
     else:
         fitted = teach(config.load(settings(work, FITTED)))[0]
-    base["teacher"] |= {"model": str(fitted), "args": {}, "fit": {}, "cache": {"views": VIEWS}}
+    base["teacher"] |= {
+        "model": str(fitted),
+        "args": {},
+        "fit": {},
+        "cache": {"views": VIEWS},
+    }
     return base
 
 
 def on_other_dishes(work: Path, base: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration for the last six dishes, whose student was trained on the first six."""
+    """Return a configuration for the last six dishes, whose student was trained on the
+    first six.
+    """
     pictures = open_sources(resolve(config.load(base)).data).train
     pictures.prepare()
     folder = Path(base["data"]["root"]) / Path(pictures.name(0)).parts[0]
-    common = {k: v for k, v in base["data"].items() if k not in ("kind", "root", "train_images")}
+    common = {
+        k: v
+        for k, v in base["data"].items()
+        if k not in ("kind", "root", "train_images")
+    }
     halves: list[dict[str, Any]] = []
     for half, dishes in enumerate((pictures.classes[:6], pictures.classes[6:])):
         root = work / f"dishes-{half}"
@@ -145,21 +179,38 @@ def on_other_dishes(work: Path, base: dict[str, Any]) -> dict[str, Any]:
                 if not (root / split / dish).is_symlink():
                     (root / split / dish).symlink_to((folder / split / dish).resolve())
         halves.append({**common, "kind": "imagefolder", "root": str(root)})
-    first = {k: v for k, v in base.items() if k != "teacher"} | {"data": halves[0], "losses": [{"kind": "ce"}]}
-    trained_first = train(config.load(first, ["run.epochs=24", "run.name=first-dishes"])).folder
+    first = {k: v for k, v in base.items() if k != "teacher"} | {
+        "data": halves[0],
+        "losses": [{"kind": "ce"}],
+    }
+    trained_first = train(
+        config.load(first, ["run.epochs=24", "run.name=first-dishes"])
+    ).folder
     start = export(trained_first, options=ExportOptions(onnx=False)).folder
-    return {**base, "data": halves[1], "student": {**base["student"], "init": "pretrained", "checkpoint": str(start)}}
+    return {
+        **base,
+        "data": halves[1],
+        "student": {**base["student"], "init": "pretrained", "checkpoint": str(start)},
+    }
 
 
 def epochs_of(share: float, epochs: int, arm: str) -> int:
-    """Return how many epochs of a sifter take `share` of the images of so many epochs of everything."""
+    """Return how many epochs of a sifter take `share` of the images of so many epochs
+    of everything.
+    """
     return next(n for n in range(1, 10**6) if trained(n, arm) >= share * epochs)
 
 
 def trained(epochs: int, arm: str) -> float:
-    """Return the images that so many epochs of a sifter train, in whole epochs: the first and the last are whole."""
+    """Return the images that so many epochs of a sifter train, in whole epochs: the
+    first and the last are whole.
+    """
     throughout = any(key.startswith("data.balance=") for key in ARMS[arm])
-    whole = sum(epoch == 0 or epoch / epochs >= 1 - ANNEAL for epoch in range(epochs)) if not throughout else 0
+    whole = (
+        sum(epoch == 0 or epoch / epochs >= 1 - ANNEAL for epoch in range(epochs))
+        if not throughout
+        else 0
+    )
     keep = 0.25 if "data.balance=0.25" in ARMS[arm] else KEEP
     return whole + keep * (epochs - whole)
 
@@ -172,25 +223,44 @@ def per_class(folder: Path, loaded: config.Config) -> list[float]:
     shown = data.views()[1]
     hits: dict[int, list[bool]] = {}
     for start in range(0, len(data.val), 100):
-        samples = [shown.load(id, 0) for id in range(start, min(start + 100, len(data.val)))]
+        samples = [
+            shown.load(id, 0) for id in range(start, min(start + 100, len(data.val)))
+        ]
         with torch.no_grad():
-            said = student(torch.stack([sample.pixels for sample in samples])).logits.argmax(-1)
+            said = student(
+                torch.stack([sample.pixels for sample in samples])
+            ).logits.argmax(-1)
         for sample, answer in zip(samples, said.tolist(), strict=True):
             hits.setdefault(int(sample.label), []).append(answer == sample.label)
     return [100 * statistics.mean(hits[label]) for label in sorted(hits)]
 
 
-def one(base: dict[str, Any], regime: str, arm: str, share: float, seed: int, epochs: int) -> dict[str, Any]:
-    """Train one arm with one seed and return its row; `share` of the images of so many epochs of everything."""
+def one(
+    base: dict[str, Any], regime: str, arm: str, share: float, seed: int, epochs: int
+) -> dict[str, Any]:
+    """Train one arm with one seed and return its row; `share` of the images of so many
+    epochs of everything.
+    """
     images = len(open_sources(resolve(config.load(base)).data).train)
-    steps = round(share * epochs * PLATES.get(regime, 1) * (images // base["data"]["batch_size"]))
+    steps = round(
+        share * epochs * PLATES.get(regime, 1) * (images // base["data"]["batch_size"])
+    )
     name = f"{regime}-{arm}-{share:g}-{seed}".replace(" ", "_").replace(",", "")
-    length = [f"run.epochs={epochs_of(share, epochs, arm)}"] if ARMS[arm] else [f"run.steps={steps}"]
-    loaded = config.load(base, [*ARMS[arm], *length, f"run.seed={seed}", f"run.name={name}"])
+    length = (
+        [f"run.epochs={epochs_of(share, epochs, arm)}"]
+        if ARMS[arm]
+        else [f"run.steps={steps}"]
+    )
+    loaded = config.load(
+        base, [*ARMS[arm], *length, f"run.seed={seed}", f"run.name={name}"]
+    )
     clock, cpu = time.perf_counter(), time.process_time()
     result = train(loaded)
     wall, cpu = time.perf_counter() - clock, time.process_time() - cpu
-    rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (result.folder / "metrics.jsonl").read_text().splitlines()
+    ]
     last = [row for row in rows if row["kind"] == "val"][-1]
     classes = per_class(result.folder, loaded)
     third = len(classes) // 3
@@ -219,7 +289,10 @@ def earlier(file: Path) -> list[dict[str, Any]]:
         return []
     words = ("regime", "arm", "per_class", "loss", "setting")
     with file.open() as opened:
-        return [{k: v if k in words else float(v) for k, v in row.items()} for row in csv.DictReader(opened)]
+        return [
+            {k: v if k in words else float(v) for k, v in row.items()}
+            for row in csv.DictReader(opened)
+        ]
 
 
 def append(file: Path, row: dict[str, Any]) -> None:
@@ -233,24 +306,54 @@ def append(file: Path, row: dict[str, Any]) -> None:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Return means with 95 % intervals, and differences from everything with the same seed, as Markdown."""
+    """Return means with 95 % intervals, and differences from everything with the same
+    seed, as Markdown.
+    """
     lines = []
-    whole = {(r["regime"], r["budget"], r["seed"]): r for r in rows if r["arm"] == "everything"}
-    for regime, budget, arm in dict.fromkeys((r["regime"], r["budget"], r["arm"]) for r in rows):
-        own = [r for r in rows if (r["regime"], r["arm"], r["budget"]) == (regime, arm, budget)]
-        same = [(r, whole[regime, budget, r["seed"]]) for r in own if (regime, budget, r["seed"]) in whole]
-        full = [(r, whole[regime, 1.0, r["seed"]]) for r in own if (regime, 1.0, r["seed"]) in whole]
+    whole = {
+        (r["regime"], r["budget"], r["seed"]): r
+        for r in rows
+        if r["arm"] == "everything"
+    }
+    for regime, budget, arm in dict.fromkeys(
+        (r["regime"], r["budget"], r["arm"]) for r in rows
+    ):
+        own = [
+            r
+            for r in rows
+            if (r["regime"], r["arm"], r["budget"]) == (regime, arm, budget)
+        ]
+        same = [
+            (r, whole[regime, budget, r["seed"]])
+            for r in own
+            if (regime, budget, r["seed"]) in whole
+        ]
+        full = [
+            (r, whole[regime, 1.0, r["seed"]])
+            for r in own
+            if (regime, 1.0, r["seed"]) in whole
+        ]
         lines.append(
             {
                 "data": regime,
                 "images": f"{100 * budget:.0f} %",
                 "method": arm,
                 "accuracy": interval([r["accuracy"] for r in own], "{:.1f}"),
-                "against everything, as many images": difference(same) if arm != "everything" else "",
-                "against everything, 100 %": difference(full) if (arm, budget) != ("everything", 1.0) else "",
-                "largest third": f"{statistics.mean(r['accuracy_largest_third'] for r in own):.1f}",
-                "smallest third": f"{statistics.mean(r['accuracy_smallest_third'] for r in own):.1f}",
-                "CPU seconds": f"{statistics.mean(r['job_cpu_seconds'] for r in own):.0f}",
+                "against everything, as many images": (
+                    difference(same) if arm != "everything" else ""
+                ),
+                "against everything, 100 %": (
+                    difference(full) if (arm, budget) != ("everything", 1.0) else ""
+                ),
+                "largest third": (
+                    f"{statistics.mean(r['accuracy_largest_third'] for r in own):.1f}"
+                ),
+                "smallest third": (
+                    f"{statistics.mean(r['accuracy_smallest_third'] for r in own):.1f}"
+                ),
+                "CPU seconds": (
+                    f"{statistics.mean(r['job_cpu_seconds'] for r in own):.0f}"
+                ),
                 "seeds": str(len(own)),
             }
         )
@@ -259,7 +362,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 def difference(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     """Return the difference of accuracy within pairs of the same seed, in points."""
-    return interval([mine["accuracy"] - other["accuracy"] for mine, other in pairs], "{:+.1f}") if pairs else ""
+    return (
+        interval(
+            [mine["accuracy"] - other["accuracy"] for mine, other in pairs], "{:+.1f}"
+        )
+        if pairs
+        else ""
+    )
 
 
 T95 = (0, 0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
@@ -271,20 +380,29 @@ def interval(values: Sequence[float], form: str) -> str:
     mean = form.format(statistics.mean(values))
     if len(values) < 2:
         return mean
-    return f"{mean} ± {T95[min(len(values), 9)] * statistics.stdev(values) / len(values) ** 0.5:.1f}"
+    return (
+        f"{mean} ±"
+        f" {T95[min(len(values), 9)] * statistics.stdev(values) / len(values) ** 0.5:.1f}"
+    )
 
 
 def main() -> None:
     """Run what is missing, and write the CSV and the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", required=True)
-    parser.add_argument("--regimes", nargs="*", default=list(REGIMES), choices=list(REGIMES))
+    parser.add_argument(
+        "--regimes", nargs="*", default=list(REGIMES), choices=list(REGIMES)
+    )
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=24)
     parser.add_argument("--budgets", nargs="*", type=float, default=[1.0, 0.6, 0.4])
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--name", default="regimes", help="of the CSV")
-    parser.add_argument("--write", action="store_true", help="write the CSV with what is there")
+    parser.add_argument(
+        "--write", action="store_true", help="write the CSV with what is there"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     work, rows = Path(given.work), []
@@ -295,13 +413,21 @@ def main() -> None:
             for seed in given.seeds:
                 cache(config.load(base, [f"run.seed={seed}"]))
                 for arm, share in PLAN:
-                    done = {(r["regime"], r["arm"], r["budget"], r["seed"]) for r in earlier(file)}
+                    done = {
+                        (r["regime"], r["arm"], r["budget"], r["seed"])
+                        for r in earlier(file)
+                    }
                     wanted = arm in given.arms and share in given.budgets
                     if wanted and (regime, arm, share, seed) not in done:
                         append(file, one(base, regime, arm, share, seed, given.epochs))
     rows = sorted(
         earlier(file),
-        key=lambda r: (list(REGIMES).index(r["regime"]), -r["budget"], list(ARMS).index(r["arm"]), r["seed"]),
+        key=lambda r: (
+            list(REGIMES).index(r["regime"]),
+            -r["budget"],
+            list(ARMS).index(r["arm"]),
+            r["seed"],
+        ),
     )
     print(summary(rows))
     command = f"python benchmarks/regimes.py --work FOLDER --epochs {given.epochs}"

@@ -1,14 +1,19 @@
-"""What `data.loader: ray` costs and wins against the local loader: one trainer and two data hosts on this machine.
+"""What `data.loader: ray` costs and wins against the local loader: one trainer and two
+data hosts on this machine.
 
 Run: python benchmarks/remote.py --data FOLDER [--images 384] [--rounds 3] [--size 224]
 
-- `cost`: CPU milliseconds and bytes of an image, local (2 workers) and Ray (3 decoders) in turns, all processes.
-- `bound`: an image also takes 20 ms of waiting, which stands for the work of a core that this machine does not have.
-  The step takes 1 ms an image. Local: 1 worker. Ray: 3 decoders, one on each host.
-- `killed`, `frozen`: the longest wait for a batch while that happens to a data host (`data.deadline` 3 s).
+- `cost`: CPU milliseconds and bytes of an image, local (2 workers) and Ray (3 decoders)
+  in turns, all processes.
+- `bound`: an image also takes 20 ms of waiting, which stands for the work of a core
+  that this machine does not have. The step takes 1 ms an image. Local: 1 worker. Ray: 3
+  decoders, one on each host.
+- `killed`, `frozen`: the longest wait for a batch while that happens to a data host
+  (`data.deadline` 3 s).
 
-All hosts share the cores of one machine, and the network is the loopback. So `cost` is real CPU time, without a network
-card's share; `bound` shows that waiting is divided among hosts, not that other machines' cores are.
+All hosts share the cores of one machine, and the network is the loopback. So `cost` is
+real CPU time, without a network card's share; `bound` shows that waiting is divided
+among hosts, not that other machines' cores are.
 """
 
 from __future__ import annotations
@@ -74,7 +79,11 @@ def of_job() -> set[int]:
 
 def of_ray(host: str | None = None) -> set[int]:
     """Return Ray's processes, of one host or of all."""
-    found = {pid for pid in of_job() if b"\0KD_RAY=" in Path(f"/proc/{pid}/environ").read_bytes()}
+    found = {
+        pid
+        for pid in of_job()
+        if b"\0KD_RAY=" in Path(f"/proc/{pid}/environ").read_bytes()
+    }
     return found if host is None else found & set(marked(host, "SM_CURRENT_HOST"))
 
 
@@ -103,37 +112,68 @@ def inside(given: argparse.Namespace) -> list[dict[str, Any]]:
     pool = Pool(datasets, 0, 1, 3.0)
     while len(pool.trusted()) < 3:
         time.sleep(0.5)
-    remote = [RemoteLoader(pool, number, each, Share(BATCH, 1, 0, 1)) for number, each in enumerate(datasets)]
-    local = [LocalLoader(views, Share(BATCH, 1, 0, 1), 2), LocalLoader(datasets[1], Share(BATCH, 1, 0, 1), 1)]
+    remote = [
+        RemoteLoader(pool, number, each, Share(BATCH, 1, 0, 1))
+        for number, each in enumerate(datasets)
+    ]
+    local = [
+        LocalLoader(views, Share(BATCH, 1, 0, 1), 2),
+        LocalLoader(datasets[1], Share(BATCH, 1, 0, 1), 1),
+    ]
     rows = []
-    for turn in range(given.rounds + 1):  # round 0 warms up: files in memory, workers forked
+    for turn in range(
+        given.rounds + 1
+    ):  # round 0 warms up: files in memory, workers forked
         for which in ("local", "ray") if turn % 2 else ("ray", "local"):
             loader = local[0] if which == "local" else remote[0]
             ray = of_ray()
             before = cpu(of_job())
             seconds, _ = epoch(loader.epoch(plan(given.images, turn), turn))
-            used = {pid: value - before.get(pid, 0.0) for pid, value in cpu(of_job()).items()}
-            spent = sum(value for pid, value in used.items() if which == "ray" or pid not in ray)
-            row = {"part": "cost", "round": turn, "loader": which, "images_per_second": given.images / seconds}
-            row |= {"cpu_ms": 1000 * spent / given.images, "trainer_cpu_ms": 1000 * used[os.getpid()] / given.images}
+            used = {
+                pid: value - before.get(pid, 0.0)
+                for pid, value in cpu(of_job()).items()
+            }
+            spent = sum(
+                value for pid, value in used.items() if which == "ray" or pid not in ray
+            )
+            row = {
+                "part": "cost",
+                "round": turn,
+                "loader": which,
+                "images_per_second": given.images / seconds,
+            }
+            row |= {
+                "cpu_ms": 1000 * spent / given.images,
+                "trainer_cpu_ms": 1000 * used[os.getpid()] / given.images,
+            }
             rows.append(row)
     for turn in range(1, given.rounds + 1):
         for which, loader in (("local", local[1]), ("ray", remote[1])):
             seconds, _ = epoch(loader.epoch(plan(given.images, turn), turn), STEP)
             row = {"part": "bound", "round": turn, "loader": which}
             rows.append(row | {"images_per_second": given.images / seconds})
-    for event, host, number in (("killed", "127.0.0.3", signal.SIGKILL), ("frozen", "127.0.0.4", signal.SIGSTOP)):
+    for event, host, number in (
+        ("killed", "127.0.0.3", signal.SIGKILL),
+        ("frozen", "127.0.0.4", signal.SIGSTOP),
+    ):
         batches = remote[1].epoch(plan(given.images, 9), 9)
         next(batches)
         stopped = of_ray(host)
         signal_all(sorted(stopped), number)
         seconds, longest = epoch(batches)
         signal_all(sorted(stopped), signal.SIGCONT)
-        rows.append({"part": event, "round": 1, "loader": "ray", "longest_wait_s": longest})
+        rows.append(
+            {"part": event, "round": 1, "loader": "ray", "longest_wait_s": longest}
+        )
     payload = sum(
-        getattr(batch, name).nbytes for batch in [next(local[0].epoch(plan(BATCH, 0), 0))] for name in TENSORS
+        getattr(batch, name).nbytes
+        for batch in [next(local[0].epoch(plan(BATCH, 0), 0))]
+        for name in TENSORS
     )
-    return [{"bytes_per_image": payload // BATCH if row["part"] == "cost" else "", **row} for row in rows]
+    return [
+        {"bytes_per_image": payload // BATCH if row["part"] == "cost" else "", **row}
+        for row in rows
+    ]
 
 
 NAMES = (
@@ -150,8 +190,12 @@ NAMES = (
 
 def main() -> int:
     """Start the job, or measure in it; write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="folder with train/<class>/* and val/<class>/*")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", required=True, help="folder with train/<class>/* and val/<class>/*"
+    )
     parser.add_argument("--images", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", type=int, default=224)
@@ -160,22 +204,43 @@ def main() -> int:
     if given.rows:
         Path(given.rows).write_text(json.dumps(inside(given)))
         return 0
-    os.environ |= {"KD_DECODERS": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    os.environ |= {
+        "KD_DECODERS": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+    }
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
-        job = LocalJob({"dnn": 1, "data": 2}, ["-m", "remote", *sys.argv[1:], "--rows", str(file)])
+        job = LocalJob(
+            {"dnn": 1, "data": 2}, ["-m", "remote", *sys.argv[1:], "--rows", str(file)]
+        )
         try:
             code = job.wait()
         finally:
             job.close()
         if code:
             return code
-        rows = [{name: shown(row.get(name, "")) for name in NAMES} for row in json.loads(file.read_text())]
-    for part, name in (("cost", "cpu_ms"), ("cost", "trainer_cpu_ms"), ("bound", "images_per_second")):
+        rows = [
+            {name: shown(row.get(name, "")) for name in NAMES}
+            for row in json.loads(file.read_text())
+        ]
+    for part, name in (
+        ("cost", "cpu_ms"),
+        ("cost", "trainer_cpu_ms"),
+        ("bound", "images_per_second"),
+    ):
         chosen = [row for row in rows if row["part"] == part and row["round"]]
-        median = {w: statistics.median(r[name] for r in chosen if r["loader"] == w) for w in ("local", "ray")}
+        median = {
+            w: statistics.median(r[name] for r in chosen if r["loader"] == w)
+            for w in ("local", "ray")
+        }
         print(f"{part} {name}: local {median['local']:.2f}, ray {median['ray']:.2f}")
-    print([(row["part"], row["longest_wait_s"]) for row in rows if row["longest_wait_s"] != ""])
+    print(
+        [
+            (row["part"], row["longest_wait_s"])
+            for row in rows
+            if row["longest_wait_s"] != ""
+        ]
+    )
     argv = ["FOLDER" if word == given.data else word for word in sys.argv[1:]]
     write("remote", " ".join(["python benchmarks/remote.py", *argv]), rows)
     return 0

@@ -1,10 +1,13 @@
-"""What it costs that ranks compare their images at a start: two processes over gloo, on one machine.
+"""What it costs that ranks compare their images at a start: two processes over gloo, on
+one machine.
 
     python benchmarks/same_data.py                     # 1,000,000 names, and files of two sizes
 
-`listing` is what each start did before: names, labels and sizes as a scan yields them, and their hash. `equal` is one
-comparison of equal listings. `search` finds one label that differs, in the middle. `contents` reads files from memory
-(the file cache) and hashes them, so many for each split: JPEG files of 500 x 375 and of 4,032 x 3,024 pixels.
+`listing` is what each start did before: names, labels and sizes as a scan yields them,
+and their hash. `equal` is one comparison of equal listings. `search` finds one label
+that differs, in the middle. `contents` reads files from memory (the file cache) and
+hashes them, so many for each split: JPEG files of 500 x 375 and of 4,032 x 3,024
+pixels.
 """
 
 from __future__ import annotations
@@ -38,20 +41,29 @@ SAMPLED = (16, 64, 256)
 EQUAL = 50  # comparisons of equal listings, of which the mean is told
 
 
-def timed(part: str, images: int, work: Callable[[], Any], times: int = 1) -> dict[str, Any]:
+def timed(
+    part: str, images: int, work: Callable[[], Any], times: int = 1
+) -> dict[str, Any]:
     """Return a row: seconds of one call, by the clock and of this process's CPU."""
     spent, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     for _ in range(times):
         work()
     wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - spent.ru_utime - spent.ru_stime
-    return {"part": part, "images": images, "wall_s": f"{wall / times:.4f}", "cpu_s": f"{cpu / times:.4f}"}
+    return {
+        "part": part,
+        "images": images,
+        "wall_s": f"{wall / times:.4f}",
+        "cpu_s": f"{cpu / times:.4f}",
+    }
 
 
 def as_rank(count: int) -> None:
     """Be one of the two ranks, and print the rows."""
     module = registry.find("backends", "cpu", "benchmark")
-    backend = module.build(module.Options(threads=1), precision="fp32", timeout_seconds=600.0)
+    backend = module.build(
+        module.Options(threads=1), precision="fp32", timeout_seconds=600.0
+    )
     backend.setup()
     opened: list[Any] = []
     rows = [timed("listing", count, lambda: opened.append(listing(count)))]
@@ -59,7 +71,9 @@ def as_rank(count: int) -> None:
     splits = {"train": source}
 
     def compare() -> None:
-        same_data.require_equal(source.fingerprint, same_data.facts(splits, {}), backend)
+        same_data.require_equal(
+            source.fingerprint, same_data.facts(splits, {}), backend
+        )
 
     rows.append(timed("equal", len(source), compare, EQUAL))
     middle = len(source) // 2
@@ -84,8 +98,14 @@ def as_rank(count: int) -> None:
 
 def read(folder: Path, most: int) -> list[dict[str, Any]]:
     """Read and hash files of each size, as `same_contents` does for one split."""
-    rows, pixels, module = [], np.random.default_rng(0), registry.find("backends", "cpu", "benchmark")
-    alone = module.build(module.Options(threads=1), precision="fp32", timeout_seconds=60.0)
+    rows, pixels, module = (
+        [],
+        np.random.default_rng(0),
+        registry.find("backends", "cpu", "benchmark"),
+    )
+    alone = module.build(
+        module.Options(threads=1), precision="fp32", timeout_seconds=60.0
+    )
     for title, (width, height) in SIDES.items():
         root = folder / title.replace(" ", "")
         for number in range(most):
@@ -96,7 +116,9 @@ def read(folder: Path, most: int) -> list[dict[str, Any]]:
                 Image.fromarray(small).resize((width, height)).save(path, quality=90)
             else:
                 os.link(root / f"class{number % 2}" / f"{number % 4}.jpg", path)
-        source = imagefolder.build(imagefolder.Options(root=str(root), val_fraction=1e-9), "train", None)
+        source = imagefolder.build(
+            imagefolder.Options(root=str(root), val_fraction=1e-9), "train", None
+        )
         for sampled in (one for one in SAMPLED if one <= most):
             same_data.SAMPLED = sampled
             work = partial(same_data.same_contents, {"train": source}, alone)
@@ -105,9 +127,15 @@ def read(folder: Path, most: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=1_000_000, help=f"names, a multiple of {FOLDER}")
-    parser.add_argument("--files", type=int, default=max(SAMPLED), help="files of each size")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--images", type=int, default=1_000_000, help=f"names, a multiple of {FOLDER}"
+    )
+    parser.add_argument(
+        "--files", type=int, default=max(SAMPLED), help="files of each size"
+    )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
@@ -117,10 +145,18 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     command = [sys.executable, __file__, "--rank", "--images", str(options.images)]
-    meeting = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    meeting = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     ranks = [
         subprocess.Popen(
-            command, env={**os.environ, **meeting, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True
+            command,
+            env={**os.environ, **meeting, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in ("0", "1")
     ]
@@ -131,7 +167,11 @@ def main() -> None:
         rows += read(Path(folder), options.files)
     for row in rows:
         print(row)
-    _record.write("same_data", "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), rows)
+    _record.write(
+        "same_data",
+        "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
-"""What many images cost one rank: seconds and MiB at 10^5, 10^6 and 10^7, each part in a process of its own.
+"""What many images cost one rank: seconds and MiB at 10^5, 10^6 and 10^7, each part in
+a process of its own.
 
     python benchmarks/scale.py                        # all sizes; the files of 10^5 images are made and removed
     python benchmarks/scale.py --sizes 100000 --parts folder csv
 
-`folder` and `csv` list real files (100,000 links to a few; above that not run). `listing` starts behind the file
-system: it makes a listing of names and statuses as a scan yields them, holds out 5 % of each class and hashes it.
-`hex` is the same with names of 32 random digits, which compress least. `labels`: the labels of all images. `epoch`: a
-plan of all images with four views, and the requests of one of eight ranks. `history`: the sifter's table, over two
-epochs. `cache`: the search for records in a file of answers without any.
+`folder` and `csv` list real files (100,000 links to a few; above that not run).
+`listing` starts behind the file system: it makes a listing of names and statuses as a
+scan yields them, holds out 5 % of each class and hashes it. `hex` is the same with
+names of 32 random digits, which compress least. `labels`: the labels of all images.
+`epoch`: a plan of all images with four views, and the requests of one of eight ranks.
+`history`: the sifter's table, over two epochs. `cache`: the search for records in a
+file of answers without any.
 
-MiB are of resident memory above that before, `held` in the end and `peak` in between; bytes are per image.
+MiB are of resident memory above that before, `held` in the end and `peak` in between;
+bytes are per image.
 """
 
 from __future__ import annotations
@@ -54,30 +58,55 @@ VAL = 0.05
 def names(count: int, random: bool) -> Iterator[bytes]:
     """Yield names as ImageNet has them, or of random digits, in order."""
     for folder in range(count // FOLDER):
-        ids = (hashlib.md5(b"%d" % (folder * FOLDER + i)).hexdigest().encode() for i in range(FOLDER))
-        own = ids if random else (b"n%08d_%d" % (folder, i * 7919 % 100_000) for i in range(FOLDER))
+        ids = (
+            hashlib.md5(b"%d" % (folder * FOLDER + i)).hexdigest().encode()
+            for i in range(FOLDER)
+        )
+        own = (
+            ids
+            if random
+            else (b"n%08d_%d" % (folder, i * 7919 % 100_000) for i in range(FOLDER))
+        )
         yield from sorted(b"n%08d/%s.JPEG" % (folder, one) for one in own)
 
 
 def listing(count: int, random: bool = False) -> Listed:
-    """Make a listing of images that are nowhere, as `imagefolder` does behind its scan."""
+    """Make a listing of images that are nowhere, as `imagefolder` does behind
+    its scan.
+    """
     sizes = 10_000 + np.arange(count) % 997
     stamps = 2**63 + np.arange(count, dtype=np.uint64)
     files = Storage(Names(names(count, random)), sizes, stamps)
     classes = [f"n{folder:08d}" for folder in range(count // FOLDER)]
-    column = Repeated(classes, np.repeat(np.arange(len(classes), dtype=np.int32), FOLDER))
-    return source(files, LabelColumn(column), SplitRequest("train", None, "all", "data.root", VAL))
+    column = Repeated(
+        classes, np.repeat(np.arange(len(classes), dtype=np.int32), FOLDER)
+    )
+    return source(
+        files, LabelColumn(column), SplitRequest("train", None, "all", "data.root", VAL)
+    )
 
 
 def context(count: int) -> SiftContext:
     """Return what a sifter knows of a run on one rank."""
-    return SiftContext(count, 1000, 1000, 0, 1, 0, lambda: torch.zeros(count), lambda tensor: tensor, views=4)
+    return SiftContext(
+        count,
+        1000,
+        1000,
+        0,
+        1,
+        0,
+        lambda: torch.zeros(count),
+        lambda tensor: tensor,
+        views=4,
+    )
 
 
 def epoch(count: int) -> Any:
     """Plan an epoch and make the requests of one rank of eight."""
     plan = full_plan(context(count), 0)
-    asked = sum(len(request.ids) for request in Share(1000, 1, 0, 8).requests(plan, 0, 0))
+    asked = sum(
+        len(request.ids) for request in Share(1000, 1, 0, 8).requests(plan, 0, 0)
+    )
     assert asked == count // 1000 * 125
     return plan
 
@@ -94,7 +123,9 @@ def sifted(count: int) -> Any:
 def missing(count: int) -> Any:
     """Look for the records of a cache that has none."""
     with tempfile.TemporaryDirectory() as folder:
-        store = open_store(Path(folder), {}, Codec(101, "fp16", 0), count, writable=True)
+        store = open_store(
+            Path(folder), {}, Codec(101, "fp16", 0), count, writable=True
+        )
         store.write(0, [count - 1], [np.ones((1, 101), np.float16)], [0])
         found = store.missing(0)
         assert len(found) == count - 1
@@ -119,7 +150,9 @@ def parts(root: str) -> dict[str, Callable[[int], Any]]:
     """Return what is measured, by name."""
     table = csv.Options(root=root, train_list="../list.csv", val_fraction=VAL)
     return {
-        "folder": lambda count: imagefolder.build(imagefolder.Options(root=root, val_fraction=VAL), "train", None),
+        "folder": lambda count: imagefolder.build(
+            imagefolder.Options(root=root, val_fraction=VAL), "train", None
+        ),
         "csv": lambda count: csv.build(table, "train", None),
         "listing": listing,
         "hex": lambda count: listing(count, random=True),
@@ -141,7 +174,11 @@ def measure(name: str, count: int, root: str) -> dict[str, Any]:
     full_plan(context(2000), 0)  # what torch takes at its first use
     before, wall, busy = resident(), time.perf_counter(), time.process_time()
     held = parts(root)[name](count)
-    row = {"part": name, "images": count, "wall_s": round(time.perf_counter() - wall, 2)}
+    row = {
+        "part": name,
+        "images": count,
+        "wall_s": round(time.perf_counter() - wall, 2),
+    }
     row["cpu_s"] = round(time.process_time() - busy, 2)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
     gc.collect()  # Python's lists of freed tuples too
@@ -150,17 +187,26 @@ def measure(name: str, count: int, root: str) -> dict[str, Any]:
     kept = resident() - before
     del held
     row |= {"held_mib": round(kept), "peak_mib": round(peak)}
-    return row | {"held_bytes": round(kept * 2**20 / count, 1), "peak_bytes": round(peak * 2**20 / count, 1)}
+    return row | {
+        "held_bytes": round(kept * 2**20 / count, 1),
+        "peak_bytes": round(peak * 2**20 / count, 1),
+    }
 
 
 def resident() -> float:
     """Return the resident memory of this process, MiB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+    return (
+        int(Path("/proc/self/statm").read_text().split()[1])
+        * resource.getpagesize()
+        / 2**20
+    )
 
 
 def main() -> None:
     """Measure every part at every size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[10**5, 10**6, 10**7])
     parser.add_argument("--parts", nargs="+", default=[*parts("/")])
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
@@ -179,11 +225,22 @@ def main() -> None:
             for count in args.sizes:
                 if name in ("folder", "csv") and count != MOST_FILES:
                     continue
-                command = [sys.executable, __file__, "--one", name, str(count), str(root)]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--one",
+                    name,
+                    str(count),
+                    str(root),
+                ]
+                done = subprocess.run(
+                    command, capture_output=True, text=True, check=True
+                )
                 rows.append(json.loads(done.stdout.splitlines()[-1]))
                 print(rows[-1], flush=True)
-    _record.write("scale", f"python benchmarks/scale.py {' '.join(sys.argv[1:])}".strip(), rows)
+    _record.write(
+        "scale", f"python benchmarks/scale.py {' '.join(sys.argv[1:])}".strip(), rows
+    )
 
 
 if __name__ == "__main__":

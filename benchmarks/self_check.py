@@ -1,11 +1,14 @@
-"""Start exports on all ways to compute that this machine can be made to take: how far the self-check's answers move.
+"""Start exports on all ways to compute that this machine can be made to take: how far
+the self-check's answers move.
 
     python benchmarks/self_check.py EXPORT... --old onnxruntime=FOLDER --old openvino=FOLDER --old pillow=FOLDER
 
-Each start is `kd.load` in a process of its own. FOLDER: where `pip install --no-deps --target FOLDER NAME==VERSION` put
-the oldest version that pyproject.toml allows. OpenVINO takes the code paths of other processors by `DNNL_MAX_CPU_ISA`.
-onnxruntime has no such variable: its library is copied, each CPUID instruction in it becomes an invalid one, and a
-signal handler answers in its place without some units of the processor (Linux on x86, with gcc and binutils).
+Each start is `kd.load` in a process of its own. FOLDER: where `pip install --no-deps
+--target FOLDER NAME==VERSION` put the oldest version that pyproject.toml allows.
+OpenVINO takes the code paths of other processors by `DNNL_MAX_CPU_ISA`. onnxruntime has
+no such variable: its library is copied, each CPUID instruction in it becomes an invalid
+one, and a signal handler answers in its place without some units of the processor
+(Linux on x86, with gcc and binutils).
 """
 
 from __future__ import annotations
@@ -88,41 +91,81 @@ __attribute__((constructor)) static void start(void) {
 
 
 def masked(folder: Path) -> dict[str, str]:
-    """Write the signal handler and an onnxruntime that asks it; return the environment of a process with them."""
+    """Write the signal handler and an onnxruntime that asks it; return the environment
+    of a process with them.
+    """
     found = find_spec("onnxruntime")
     assert found is not None
     assert found.submodule_search_locations
     (folder / "mask.c").write_text(MASK)
     library = folder / "mask.so"
-    subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", library, folder / "mask.c"], check=True)
+    subprocess.run(
+        ["gcc", "-O1", "-shared", "-fPIC", "-o", library, folder / "mask.c"], check=True
+    )
     shutil.copytree(found.submodule_search_locations[0], folder / "onnxruntime")
     for path in (folder / "onnxruntime").rglob("*.so*"):
-        told = subprocess.run(["objdump", "-d", "--no-show-raw-insn", path], capture_output=True, text=True).stdout
-        places = [int(one, 16) for one in re.findall(r"^\s*([0-9a-f]+):\s+cpuid", told, re.MULTILINE)]
-        lines = subprocess.run(["readelf", "-lW", path], capture_output=True, text=True).stdout.splitlines()
-        parts = [[int(word, 16) for word in line.split()[1:5]] for line in lines if line.split()[:1] == ["LOAD"]]
+        told = subprocess.run(
+            ["objdump", "-d", "--no-show-raw-insn", path],
+            capture_output=True,
+            text=True,
+        ).stdout
+        places = [
+            int(one, 16)
+            for one in re.findall(r"^\s*([0-9a-f]+):\s+cpuid", told, re.MULTILINE)
+        ]
+        lines = subprocess.run(
+            ["readelf", "-lW", path], capture_output=True, text=True
+        ).stdout.splitlines()
+        parts = [
+            [int(word, 16) for word in line.split()[1:5]]
+            for line in lines
+            if line.split()[:1] == ["LOAD"]
+        ]
         content = bytearray(path.read_bytes())
         for place in places:
-            offset = next(at + place - start for at, start, _, size in parts if start <= place < start + size)
+            offset = next(
+                at + place - start
+                for at, start, _, size in parts
+                if start <= place < start + size
+            )
             assert content[offset : offset + 2] == b"\x0f\xa2"
             content[offset : offset + 2] = b"\x0f\x0b"
         path.write_bytes(content)
     return {"PYTHONPATH": str(folder), "MASK_LIBRARY": str(library)}
 
 
-def ways(runtime: str, old: dict[str, str], mask: dict[str, str]) -> list[tuple[str, int, dict[str, str]]]:
+def ways(
+    runtime: str, old: dict[str, str], mask: dict[str, str]
+) -> list[tuple[str, int, dict[str, str]]]:
     """Return name, threads and environment of each way."""
     found = [("as installed", threads, {}) for threads in (1, 1, 2, 3, 4, 6, 8)]
-    found += [(f"oldest {name}", 1, {"PYTHONPATH": old[name]}) for name in (runtime, "pillow") if name in old]
+    found += [
+        (f"oldest {name}", 1, {"PYTHONPATH": old[name]})
+        for name in (runtime, "pillow")
+        if name in old
+    ]
     if runtime == "onnxruntime":
-        found += [(f"processor with {units}", 1, {**mask, "MASK_UNITS": units}) for units in ("avx512", "avx2", "sse")]
+        found += [
+            (f"processor with {units}", 1, {**mask, "MASK_UNITS": units})
+            for units in ("avx512", "avx2", "sse")
+        ]
     else:
-        units = ("AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
-        found += [(f"processor with {one}", 1, {"DNNL_MAX_CPU_ISA": one}) for one in units]
+        units = (
+            "AVX2",
+            "AVX2_VNNI",
+            "AVX512_CORE",
+            "AVX512_CORE_VNNI",
+            "AVX512_CORE_BF16",
+        )
+        found += [
+            (f"processor with {one}", 1, {"DNNL_MAX_CPU_ISA": one}) for one in units
+        ]
     return found
 
 
-def start(export: Path, file: str, threads: int, more: dict[str, str]) -> dict[str, Any]:
+def start(
+    export: Path, file: str, threads: int, more: dict[str, str]
+) -> dict[str, Any]:
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join(one for one in (more.get("PYTHONPATH"), root) if one)
     environment = {**os.environ, **more, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -130,7 +173,11 @@ def start(export: Path, file: str, threads: int, more: dict[str, str]) -> dict[s
     done = subprocess.run(argv, env=environment, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        reason = f"signal {-done.returncode}" if done.returncode < 0 or not lines else lines[-1]
+        reason = (
+            f"signal {-done.returncode}"
+            if done.returncode < 0 or not lines
+            else lines[-1]
+        )
         return {"verdict": f"not run: {reason[:80]}"}
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -149,10 +196,23 @@ def main() -> None:
                 runtime = registry.graphs()[file].runtime
                 for way, threads, more in ways(runtime, old, mask):
                     found = start(export, file, threads, more)
-                    row = {"model": manifest["name"], "file": file, "way": way, "threads": threads}
-                    row |= {"runtime": found.get(runtime, ""), "pillow": found.get("pillow", "")}
-                    row |= {key: found.get(key, "") for key in ("start_s", "check_s", "pixels", "logits")}
-                    rows.append(row | {"allowed": told["allowed"], "verdict": found["verdict"]})
+                    row = {
+                        "model": manifest["name"],
+                        "file": file,
+                        "way": way,
+                        "threads": threads,
+                    }
+                    row |= {
+                        "runtime": found.get(runtime, ""),
+                        "pillow": found.get("pillow", ""),
+                    }
+                    row |= {
+                        key: found.get(key, "")
+                        for key in ("start_s", "check_s", "pixels", "logits")
+                    }
+                    rows.append(
+                        row | {"allowed": told["allowed"], "verdict": found["verdict"]}
+                    )
                     print(rows[-1], time.strftime("%H:%M:%S"), flush=True)
     told = " ".join(["EXPORT...", *(f"--old {name}=FOLDER" for name in old)])
     write("self_check", f"python benchmarks/self_check.py {told}", rows)

@@ -1,12 +1,14 @@
-"""What the self-check of pictures of all branches costs at a start, and how far int8 moves without and with a fault.
+"""What the self-check of pictures of all branches costs at a start, and how far int8
+moves without and with a fault.
 
     python benchmarks/self_check_branches.py start --before CHECKOUT EXPORT=EXPORT_BEFORE...
     python benchmarks/self_check_branches.py int8 --old FOLDER... [EXPORT...]
 
-start: loads `kd.deploy.serve.service.Service` in processes of its own, by turns with this kd and with that of CHECKOUT,
-each with the export that its own kd wrote. int8: int8 graphs of random networks and of exports on the four pictures:
-with other versions of onnxruntime (FOLDER: `pip install --no-deps --target FOLDER onnxruntime==VERSION`), without AVX
-(see `self_check.py`), and with all zero points shifted by one.
+start: loads `kd.deploy.serve.service.Service` in processes of its own, by turns with
+this kd and with that of CHECKOUT, each with the export that its own kd wrote. int8:
+int8 graphs of random networks and of exports on the four pictures: with other versions
+of onnxruntime (FOLDER: `pip install --no-deps --target FOLDER onnxruntime==VERSION`),
+without AVX (see `self_check.py`), and with all zero points shifted by one.
 """
 
 from __future__ import annotations
@@ -59,7 +61,11 @@ session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExec
 rows = [session.run(None, {"image": picture[None]})[0] for picture in numpy.load(sys.argv[2])]
 numpy.save(sys.argv[3], numpy.concatenate(rows))
 """
-VIT, XCIT, SWIN = "vit_tiny_patch16_224", "xcit_nano_12_p16_224", "swin_tiny_patch4_window7_224"
+VIT, XCIT, SWIN = (
+    "vit_tiny_patch16_224",
+    "xcit_nano_12_p16_224",
+    "swin_tiny_patch4_window7_224",
+)
 NETWORKS: list[tuple[str, int, dict[str, Any]]] = [
     *((VIT, 64, {"patch_size": 8, "depth": depth}) for depth in (2, 6, 12, 24)),
     ("vit_small_patch16_224", 112, {}),
@@ -71,9 +77,16 @@ NETWORKS: list[tuple[str, int, dict[str, Any]]] = [
 
 def child(code: str, *argv: object, **environment: str) -> str:
     root = str(Path(__file__).parents[1])
-    variables = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **environment}
+    variables = {
+        **os.environ,
+        "PYTHONPATH": root,
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
     command = [sys.executable, "-c", code, *map(str, argv)]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, check=True, cwd="/").stdout
+    return subprocess.run(
+        command, env=variables, capture_output=True, text=True, check=True, cwd="/"
+    ).stdout
 
 
 def start(pairs: list[str], before: Path) -> None:
@@ -86,25 +99,58 @@ def start(pairs: list[str], before: Path) -> None:
                 for kd, folder in exports.items():
                     root = {"PYTHONPATH": str(before)} if kd == "before" else {}
                     told = json.loads(child(START, folder, file, **root))
-                    rows.append({"model": manifest["name"], "file": file, "kd": kd, "turn": turn, **told})
-            times = {kd: [row["cpu_s"] for row in rows if (row["file"], row["kd"]) == (file, kd)] for kd in exports}
-            print(manifest["name"], file, {kd: round(statistics.median(each), 3) for kd, each in times.items()})
-    write("self_check_branches", "python benchmarks/self_check_branches.py start --before CHECKOUT EXPORTS...", rows)
+                    rows.append(
+                        {
+                            "model": manifest["name"],
+                            "file": file,
+                            "kd": kd,
+                            "turn": turn,
+                            **told,
+                        }
+                    )
+            times = {
+                kd: [
+                    row["cpu_s"]
+                    for row in rows
+                    if (row["file"], row["kd"]) == (file, kd)
+                ]
+                for kd in exports
+            }
+            print(
+                manifest["name"],
+                file,
+                {kd: round(statistics.median(each), 3) for kd, each in times.items()},
+            )
+    write(
+        "self_check_branches",
+        "python benchmarks/self_check_branches.py start --before CHECKOUT EXPORTS...",
+        rows,
+    )
 
 
 def graphs(folder: Path, exports: list[str]) -> Any:
     """Yield name, seed, side, and the paths of model.onnx and model.int8.onnx."""
     for export in map(Path, exports):
         manifest = json.loads((export / MANIFEST).read_text())
-        yield manifest["name"], "", manifest["input"]["size"], export / "model.onnx", export / "model.int8.onnx"
+        yield (
+            manifest["name"],
+            "",
+            manifest["input"]["size"],
+            export / "model.onnx",
+            export / "model.int8.onnx",
+        )
     for name, side, settings in NETWORKS:
         for seed in range(3):
             torch.manual_seed(seed)
-            network = load(Spec("student", name, settings, tuple(map(str, range(20)))), side).eval()
+            network = load(
+                Spec("student", name, settings, tuple(map(str, range(20)))), side
+            ).eval()
             with torch.no_grad():
                 network.network.get_classifier().weight *= 10  # type: ignore[operator]
             exact, int8 = folder / "model.onnx", folder / "model.int8.onnx"
-            program = runtimes.export_program(runtimes.reparameterized(network), side, 0)
+            program = runtimes.export_program(
+                runtimes.reparameterized(network), side, 0
+            )
             runtimes.write_onnx(program, exact, "logits")
             runtimes.write_int8(exact, int8)
             yield f"{name} {settings.get('depth', '')}".strip(), seed, side, exact, int8
@@ -117,13 +163,19 @@ def shifted(path: Path, by: int, to: Path) -> Path:
     for tensor in model.graph.initializer:
         if "zero_point" in tensor.name:
             values = onnx.numpy_helper.to_array(tensor)
-            tensor.CopyFrom(onnx.numpy_helper.from_array((values + by).astype(values.dtype), tensor.name))
+            tensor.CopyFrom(
+                onnx.numpy_helper.from_array(
+                    (values + by).astype(values.dtype), tensor.name
+                )
+            )
     onnx.save(model, to)
     return to
 
 
 def version(folder: str) -> str:
-    return child("import onnxruntime; print(onnxruntime.__version__)", PYTHONPATH=folder).strip()
+    return child(
+        "import onnxruntime; print(onnxruntime.__version__)", PYTHONPATH=folder
+    ).strip()
 
 
 def int8(exports: list[str], old: list[str]) -> None:
@@ -136,23 +188,51 @@ def int8(exports: list[str], old: list[str]) -> None:
         honest |= {"without AVX": {**mask, "MASK_UNITS": "sse"}}
         for model, seed, side, exact, graph in graphs(folder, exports):
             pictures = check.pictures(BRANCHES[:4], side, 16)
-            np.save(folder / "pixels.npy", np.stack([prepare(file, side, 0.875).pixels for file in pictures]))
+            np.save(
+                folder / "pixels.npy",
+                np.stack([prepare(file, side, 0.875).pixels for file in pictures]),
+            )
 
             def run(path: Path, environment: dict[str, str]) -> np.ndarray:
-                child(RUN, path, folder / "pixels.npy", folder / "logits.npy", **environment)
+                child(
+                    RUN,
+                    path,
+                    folder / "pixels.npy",
+                    folder / "logits.npy",
+                    **environment,
+                )
                 return np.load(folder / "logits.npy")
 
             here = run(graph, {})
             error = float(np.abs(here - run(exact, {})).max())
             ways = {way: (graph, environment) for way, environment in honest.items()}
-            ways |= {f"zero points {by:+d}": (shifted(graph, by, folder / f"{by}.onnx"), {}) for by in (1, -1)}
+            ways |= {
+                f"zero points {by:+d}": (shifted(graph, by, folder / f"{by}.onnx"), {})
+                for by in (1, -1)
+            }
             for way, (path, environment) in ways.items():
                 change = run(path, environment) - here
                 drift = float(np.sqrt(np.square(change.mean(0)).mean()))
-                row = {"model": model, "seed": seed, "side": side, "way": way, "error": error}
-                rows.append(row | {"largest": float(np.abs(change).max()) / error, "mean": drift / error})
+                row = {
+                    "model": model,
+                    "seed": seed,
+                    "side": side,
+                    "way": way,
+                    "error": error,
+                }
+                rows.append(
+                    row
+                    | {
+                        "largest": float(np.abs(change).max()) / error,
+                        "mean": drift / error,
+                    }
+                )
                 print(rows[-1], flush=True)
-    write("self_check_int8", "python benchmarks/self_check_branches.py int8 --old FOLDERS... EXPORTS...", rows)
+    write(
+        "self_check_int8",
+        "python benchmarks/self_check_branches.py int8 --old FOLDERS... EXPORTS...",
+        rows,
+    )
 
 
 def main() -> None:

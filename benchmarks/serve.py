@@ -1,9 +1,11 @@
-"""The endpoint: cold start, load, overload, memory over time, and LitServe with the same model.
+"""The endpoint: cold start, load, overload, memory over time, and LitServe with the
+same model.
 
 Run: python benchmarks/serve.py [EXPORT] [--part load] [--seconds 8]     every part on its own takes about a minute
 
-EXPORT is what `kd-export` wrote; without it, a ViT-Tiny of 224 px with random weights, which says all about speed and
-nothing about accuracy. The picture is a synthetic JPEG of 600 x 450. The load generator runs on the same cores.
+EXPORT is what `kd-export` wrote; without it, a ViT-Tiny of 224 px with random weights,
+which says all about speed and nothing about accuracy. The picture is a synthetic JPEG
+of 600 x 450. The load generator runs on the same cores.
 """
 
 from __future__ import annotations
@@ -24,7 +26,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from _hostile import Hostile
-from _load import Answer, Server, closed_loop, exchange, kd_serve, open_loop, percentile, request, wait_ready
+from _load import (
+    Answer,
+    Server,
+    closed_loop,
+    exchange,
+    kd_serve,
+    open_loop,
+    percentile,
+    request,
+    wait_ready,
+)
 from variants import picture, random_export
 
 from _record import write
@@ -69,7 +81,9 @@ if __name__ == "__main__":
 
 
 def cold(folder: Path, seconds: float) -> Rows:
-    """From the start of a process to its first answer: wall, CPU and peak memory, in turns."""
+    """From the start of a process to its first answer: wall, CPU and peak memory, in
+    turns.
+    """
     rows = []
     with tempfile.NamedTemporaryFile(suffix=".jpg") as file:
         file.write(picture())
@@ -79,20 +93,50 @@ def cold(folder: Path, seconds: float) -> Rows:
                 start = time.perf_counter()
                 if which == "kd-serve":
                     server = kd_serve(folder)
-                    asyncio.run(closed_loop(server.url, request(server.url, picture(), "image/jpeg"), 1, 0.001))
-                    wall, cpu, memory = time.perf_counter() - start, server.cpu_seconds(), server.resident_mb(True)
+                    asyncio.run(
+                        closed_loop(
+                            server.url,
+                            request(server.url, picture(), "image/jpeg"),
+                            1,
+                            0.001,
+                        )
+                    )
+                    wall, cpu, memory = (
+                        time.perf_counter() - start,
+                        server.cpu_seconds(),
+                        server.resident_mb(True),
+                    )
                     server.stop()
                 else:
-                    process = subprocess.Popen([sys.executable, "-c", TORCH, str(folder), file.name])
+                    process = subprocess.Popen(
+                        [sys.executable, "-c", TORCH, str(folder), file.name]
+                    )
                     _, status, usage = os.wait4(process.pid, 0)
                     process.returncode = status
-                    wall, cpu = time.perf_counter() - start, usage.ru_utime + usage.ru_stime
+                    wall, cpu = (
+                        time.perf_counter() - start,
+                        usage.ru_utime + usage.ru_stime,
+                    )
                     memory = usage.ru_maxrss / 1024
                 if turn:  # the first reads the files from the disk
-                    rows.append({"part": "cold", "which": which, "wall_s": wall, "cpu_s": cpu, "peak_mb": memory})
+                    rows.append(
+                        {
+                            "part": "cold",
+                            "which": which,
+                            "wall_s": wall,
+                            "cpu_s": cpu,
+                            "peak_mb": memory,
+                        }
+                    )
     for key in ("wall_s", "cpu_s", "peak_mb"):
-        ours, theirs = (statistics.median(r[key] for r in rows if r["which"] == w) for w in ("kd-serve", "torch+timm"))
-        print(f"cold: {key:8s} kd-serve {ours:8.2f}, torch+timm {theirs:8.2f}, ratio {ours / theirs:.3f}")
+        ours, theirs = (
+            statistics.median(r[key] for r in rows if r["which"] == w)
+            for w in ("kd-serve", "torch+timm")
+        )
+        print(
+            f"cold: {key:8s} kd-serve {ours:8.2f}, torch+timm {theirs:8.2f}, ratio"
+            f" {ours / theirs:.3f}"
+        )
     return rows
 
 
@@ -112,16 +156,30 @@ def summary(answers: list[Answer], seconds: float) -> dict[str, Any]:
 
 def told(which: str, row: dict[str, Any]) -> None:
     """Print a summary."""
-    shown = {key: f"{v:.2f}" if isinstance(v, float) else v for key, v in row.items() if key not in ("part", "which")}
-    print(f"{row['part']}: {which:26s} {', '.join(f'{key} {value}' for key, value in shown.items())}")
+    shown = {
+        key: f"{v:.2f}" if isinstance(v, float) else v
+        for key, v in row.items()
+        if key not in ("part", "which")
+    }
+    print(
+        f"{row['part']}: {which:26s}"
+        f" {', '.join(f'{key} {value}' for key, value in shown.items())}"
+    )
 
 
-def driven(part: str, which: str, server: Server, message: bytes, clients: int, seconds: float) -> dict[str, Any]:
+def driven(
+    part: str, which: str, server: Server, message: bytes, clients: int, seconds: float
+) -> dict[str, Any]:
     """Drive a server in a closed loop and return a row."""
     asyncio.run(closed_loop(server.url, message, clients, 0.5))
     cpu = server.cpu_seconds()
     answers = asyncio.run(closed_loop(server.url, message, clients, seconds))
-    row: dict[str, Any] = {"part": part, "which": which, "clients": clients, **summary(answers, seconds)}
+    row: dict[str, Any] = {
+        "part": part,
+        "which": which,
+        "clients": clients,
+        **summary(answers, seconds),
+    }
     row["cpu_ms_per_request"] = 1000 * (server.cpu_seconds() - cpu) / max(1, row["ok"])
     row["resident_mb"] = server.resident_mb()
     told(which, row)
@@ -129,7 +187,9 @@ def driven(part: str, which: str, server: Server, message: bytes, clients: int, 
 
 
 def load(folder: Path, seconds: float) -> Rows:
-    """One and eight clients with either division of the cores, then the highest Poisson rate within 3x the median."""
+    """One and eight clients with either division of the cores, then the highest Poisson
+    rate within 3x the median.
+    """
     cores = len(os.sched_getaffinity(0))
     rows = []
     for slots in (1, cores):
@@ -147,24 +207,39 @@ def load(folder: Path, seconds: float) -> Rows:
     for _ in range(5):
         share = (low + high) / 2
         answers = asyncio.run(open_loop(server.url, message, share * capacity, seconds))
-        row: dict[str, Any] = {"part": "load", "which": "poisson", **summary(answers, seconds)}
+        row: dict[str, Any] = {
+            "part": "load",
+            "which": "poisson",
+            **summary(answers, seconds),
+        }
         row["offered_rps"] = share * capacity
-        row["held"] = row["p99_ms"] <= 3 * single["p50_ms"] and row["ok"] == row["requests"]
+        row["held"] = (
+            row["p99_ms"] <= 3 * single["p50_ms"] and row["ok"] == row["requests"]
+        )
         low, high = (share, high) if row["held"] else (low, share)
         told(f"poisson at {share:.2f} of capacity", row)
         rows.append(row)
     server.stop()
-    print(f"load: p99 <= 3 x {single['p50_ms']:.1f} ms up to {low * capacity:.1f} of {capacity:.1f} requests/s")
+    print(
+        f"load: p99 <= 3 x {single['p50_ms']:.1f} ms up to {low * capacity:.1f} of"
+        f" {capacity:.1f} requests/s"
+    )
     return [*rows, single]
 
 
 def overload(folder: Path, seconds: float) -> Rows:
-    """Ten times the capacity: answers at capacity, 503 beyond, and afterwards as before."""
+    """Ten times the capacity: answers at capacity, 503 beyond, and afterwards as
+    before.
+    """
     server = kd_serve(folder)
     message = request(server.url, picture(), "image/jpeg")
     before = driven("overload", "capacity", server, message, 8, seconds / 2)
     answers = asyncio.run(open_loop(server.url, message, 10 * before["rps"], seconds))
-    row: dict[str, Any] = {"part": "overload", "which": "10x", **summary(answers, seconds)}
+    row: dict[str, Any] = {
+        "part": "overload",
+        "which": "10x",
+        **summary(answers, seconds),
+    }
     row["resident_mb"] = server.resident_mb()
     told("10x", row)
     after = driven("overload", "after", server, message, 8, seconds / 2)
@@ -173,25 +248,46 @@ def overload(folder: Path, seconds: float) -> Rows:
 
 
 def soak(folder: Path, seconds: float) -> Rows:
-    """Memory over time under eight clients; two thirds good pictures, the rest cut and random bytes."""
+    """Memory over time under eight clients; two thirds good pictures, the rest cut and
+    random bytes.
+    """
     server = kd_serve(folder)
     whole, rows, start = picture(), [], time.perf_counter()
-    messages = [request(server.url, body, "image/jpeg") for body in (whole, whole[: len(whole) // 2], os.urandom(9999))]
+    messages = [
+        request(server.url, body, "image/jpeg")
+        for body in (whole, whole[: len(whole) // 2], os.urandom(9999))
+    ]
     while time.perf_counter() - start < seconds:
         count = 0
         for message, share in zip(messages, (4, 1, 1), strict=True):
-            count += len(asyncio.run(closed_loop(server.url, message, 8, share * seconds / 120)))
-        row = {"part": "soak", "second": time.perf_counter() - start, "resident_mb": server.resident_mb()}
+            count += len(
+                asyncio.run(closed_loop(server.url, message, 8, share * seconds / 120))
+            )
+        row = {
+            "part": "soak",
+            "second": time.perf_counter() - start,
+            "resident_mb": server.resident_mb(),
+        }
         rows.append({**row, "requests": count})
     server.stop()
     half = len(rows) // 2
-    first, last = (statistics.median(r["resident_mb"] for r in part) for part in (rows[half // 2 : half], rows[half:]))
-    print(f"soak: {sum(r['requests'] for r in rows)} requests, {first:.1f} MB before half-time, {last:.1f} MB after")
+    first, last = (
+        statistics.median(r["resident_mb"] for r in part)
+        for part in (rows[half // 2 : half], rows[half:])
+    )
+    print(
+        f"soak: {sum(r['requests'] for r in rows)} requests, {first:.1f} MB before"
+        f" half-time, {last:.1f} MB after"
+    )
     return rows
 
 
-async def _mixed(url: str, message: bytes, hostile: Hostile, rate: float, seconds: float) -> dict[str, Any]:
-    """Send requests at Poisson times, every tenth client a hostile one; ask for the health once a second."""
+async def _mixed(
+    url: str, message: bytes, hostile: Hostile, rate: float, seconds: float
+) -> dict[str, Any]:
+    """Send requests at Poisson times, every tenth client a hostile one; ask for the
+    health once a second.
+    """
     start, due, tasks, pings = time.perf_counter(), 0.0, set(), []
     health = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
     answers: list[Answer] = []
@@ -199,7 +295,9 @@ async def _mixed(url: str, message: bytes, hostile: Hostile, rate: float, second
     async def ask(sent: bytes) -> Answer:
         begin, status = time.perf_counter(), 0
         try:
-            pair = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+            pair = await asyncio.open_connection(
+                urlsplit(url).hostname, urlsplit(url).port
+            )
             status = await exchange(*pair, sent)
             pair[1].close()
         except (OSError, asyncio.IncompleteReadError):
@@ -227,31 +325,58 @@ async def _mixed(url: str, message: bytes, hostile: Hostile, rate: float, second
     row = summary(answers, time.perf_counter() - start)
     slowest = 1000 * max(ping.took for ping in pings)
     failed = sum(ping.status != 200 for ping in pings)
-    return {**row, "hostile": hostiles, "pings": len(pings), "pings_failed": failed, "slowest_ping_ms": slowest}
+    return {
+        **row,
+        "hostile": hostiles,
+        "pings": len(pings),
+        "pings_failed": failed,
+        "slowest_ping_ms": slowest,
+    }
 
 
 def hostile(folder: Path, seconds: float) -> Rows:
-    """Memory over time under few clients of which a tenth is hostile; a row a minute, at most 60."""
+    """Memory over time under few clients of which a tenth is hostile; a row a minute,
+    at most 60.
+    """
     server, start, rows = kd_serve(folder), time.perf_counter(), []
     clients = Hostile(server.url, picture())
     message, minute = request(server.url, picture(), "image/jpeg"), min(60.0, seconds)
     while time.perf_counter() - start < seconds:
         row = asyncio.run(_mixed(server.url, message, clients, RATE, minute))
-        where = {"part": "hostile", "second": time.perf_counter() - start, "resident_mb": server.resident_mb()}
+        where = {
+            "part": "hostile",
+            "second": time.perf_counter() - start,
+            "resident_mb": server.resident_mb(),
+        }
         rows.append({**where, **row})
         told("hostile", rows[-1])
-    with urllib.request.urlopen(server.url.replace("/invocations", "/metrics"), timeout=30) as page:
-        errors = [line for line in page.read().decode().splitlines() if 'status="500"' in line]
+    with urllib.request.urlopen(
+        server.url.replace("/invocations", "/metrics"), timeout=30
+    ) as page:
+        errors = [
+            line for line in page.read().decode().splitlines() if 'status="500"' in line
+        ]
     server.stop()
     quarter = max(1, len(rows) // 4)
-    first, last = (statistics.median(r["resident_mb"] for r in part) for part in (rows[:quarter], rows[-quarter:]))
-    print(f"hostile: {clients.count}; answered with 500: {errors or 'none'}; exit code {server.process.returncode}")
-    print(f"hostile: {first:.1f} MB in the first quarter, {last:.1f} MB in the last, after {rows[-1]['second']:.0f} s")
+    first, last = (
+        statistics.median(r["resident_mb"] for r in part)
+        for part in (rows[:quarter], rows[-quarter:])
+    )
+    print(
+        f"hostile: {clients.count}; answered with 500: {errors or 'none'}; exit code"
+        f" {server.process.returncode}"
+    )
+    print(
+        f"hostile: {first:.1f} MB in the first quarter, {last:.1f} MB in the last,"
+        f" after {rows[-1]['second']:.0f} s"
+    )
     return rows
 
 
 def litserve(folder: Path, seconds: float) -> Rows:
-    """The picked file, and model.onnx, here; the picked file in LitServe: the same pixels and JSON body, in turns."""
+    """The picked file, and model.onnx, here; the picked file in LitServe: the same
+    pixels and JSON body, in turns.
+    """
     cores = len(os.sched_getaffinity(0))
     body = json.dumps({"image": base64.b64encode(picture()).decode()}).encode()
     rows, port = [], 18765
@@ -259,19 +384,38 @@ def litserve(folder: Path, seconds: float) -> Rows:
         script = Path(temporary) / "lit.py"
         script.write_text(LITSERVE)
         for turn in range(2):
-            for which in ("kd-serve", "kd-serve model.onnx", "litserve 1 worker", "litserve worker a core"):
+            for which in (
+                "kd-serve",
+                "kd-serve model.onnx",
+                "litserve 1 worker",
+                "litserve worker a core",
+            ):
                 if which.startswith("kd-serve"):
-                    server = kd_serve(folder, *(["--file", "model.onnx"] if "model.onnx" in which else []))
+                    server = kd_serve(
+                        folder,
+                        *(["--file", "model.onnx"] if "model.onnx" in which else []),
+                    )
                 else:
                     workers = 1 if "1" in which else cores
                     port += 1
-                    argv = [sys.executable, str(script), str(folder), str(port), str(cores // workers), str(workers)]
-                    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                    argv = [
+                        sys.executable,
+                        str(script),
+                        str(folder),
+                        str(port),
+                        str(cores // workers),
+                        str(workers),
+                    ]
+                    process = subprocess.Popen(
+                        argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                    )
                     server = Server(process, f"http://127.0.0.1:{port}/predict")
                     wait_ready(f"http://127.0.0.1:{port}/health", process)
                 message = request(server.url, body, "application/json")
                 for clients in (1, 8):
-                    row = driven("litserve", which, server, message, clients, seconds / 2)
+                    row = driven(
+                        "litserve", which, server, message, clients, seconds / 2
+                    )
                     rows.append({**row, "turn": turn})
                 server.stop()
     return rows
@@ -289,17 +433,30 @@ PARTS = {
 
 def main() -> None:
     """Measure and write one CSV a part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("export", nargs="?", type=Path, help="an export folder")
-    parser.add_argument("--part", action="append", choices=sorted(PARTS), help="default: all but hostile and litserve")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
-    parser.add_argument("--model", default="vit_tiny_patch16_224", help="without EXPORT")
+    parser.add_argument(
+        "--part",
+        action="append",
+        choices=sorted(PARTS),
+        help="default: all but hostile and litserve",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=8.0, help="of each measurement"
+    )
+    parser.add_argument(
+        "--model", default="vit_tiny_patch16_224", help="without EXPORT"
+    )
     parser.add_argument("--size", type=int, default=224, help="without EXPORT")
     parser.add_argument("--dry", action="store_true", help="write no CSV")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.export or random_export(Path(temporary), given.model, given.size)
-        for part in given.part or [name for name in PARTS if name not in ("hostile", "litserve")]:
+        for part in given.part or [
+            name for name in PARTS if name not in ("hostile", "litserve")
+        ]:
             rows = PARTS[part](folder, given.seconds)
             keys = list(dict.fromkeys(key for row in rows for key in row))
             if not given.dry:

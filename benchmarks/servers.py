@@ -1,17 +1,23 @@
-"""Which HTTP server does kd-serve stand on: attacks, ends, latency, start and size of three, by public options alone.
+"""Which HTTP server does kd-serve stand on: attacks, ends, latency, start and size of
+three, by public options alone.
 
 Run: python benchmarks/servers.py EXPORT IMAGE [--before CHECKOUT] [--ends 200] [--seconds 3] [--only PART ...]
 
-The same application of kd is served by kd-serve (granian, embedded), uvicorn with httptools, and hypercorn. CHECKOUT is
-an older copy of kd, whose kd-serve takes part too. Parts:
+The same application of kd is served by kd-serve (granian, embedded), uvicorn with
+httptools, and hypercorn. CHECKOUT is an older copy of kd, whose kd-serve takes part
+too. Parts:
 
-- `attack`: health checks on new connections for some seconds beside each kind of tests/e2e/attacker.py; a check that
-  takes longer than 3 s has failed. Memory is the server's at the end of the attack.
-- `end`: SIGTERM at a random moment under eight clients that never pause, with a connection per request or kept ones.
-  `accepted`: requests that the application answered, by its log; `answered`: those of them whose answer arrived.
-  `reset`: new connections that were closed before the server read a request, in the moment in which the port closes.
+- `attack`: health checks on new connections for some seconds beside each kind of
+  tests/e2e/attacker.py; a check that takes longer than 3 s has failed. Memory is the
+  server's at the end of the attack.
+- `end`: SIGTERM at a random moment under eight clients that never pause, with a
+  connection per request or kept ones. `accepted`: requests that the application
+  answered, by its log; `answered`: those of them whose answer arrived. `reset`: new
+  connections that were closed before the server read a request, in the moment in which
+  the port closes.
 - `latency`: one and eight clients in turns, IMAGE as it is.
-- `start`: seconds from the start of a process until /ping says 200; the packages' size on disk.
+- `start`: seconds from the start of a process until /ping says 200; the packages' size
+  on disk.
 - `facts`: of 2026-11-29, from PyPI's index: releases within a year, wheels, licence.
 """
 
@@ -47,11 +53,27 @@ TURNS = 5
 PACKAGES = {
     "kd-serve": ["granian", "click"],
     "uvicorn": ["uvicorn", "httptools", "h11", "click"],
-    "hypercorn": ["hypercorn", "h11", "h2", "hpack", "hyperframe", "priority", "wsproto"],
+    "hypercorn": [
+        "hypercorn",
+        "h11",
+        "h2",
+        "hpack",
+        "hyperframe",
+        "priority",
+        "wsproto",
+    ],
 }
 FACTS = {
-    "kd-serve": {"releases": 20, "wheels": "Linux x86-64 and ARM, macOS, Windows", "licence": "BSD-3-Clause"},
-    "uvicorn": {"releases": 22, "wheels": "any; httptools as granian", "licence": "BSD-3-Clause"},
+    "kd-serve": {
+        "releases": 20,
+        "wheels": "Linux x86-64 and ARM, macOS, Windows",
+        "licence": "BSD-3-Clause",
+    },
+    "uvicorn": {
+        "releases": 22,
+        "wheels": "any; httptools as granian",
+        "licence": "BSD-3-Clause",
+    },
     "hypercorn": {"releases": 0, "wheels": "any", "licence": "MIT"},
 }
 OTHERS = """
@@ -109,15 +131,29 @@ class Candidate:
         self._root = before or Path(__file__).resolve().parents[1]
 
     def start(self, log: Path | None = None) -> tuple[Server, float]:
-        """Start a server; return it when it is ready, and the seconds that this took. `log`: the file of its log."""
+        """Start a server; return it when it is ready, and the seconds that this took.
+        `log`: the file of its log.
+        """
         begin = time.perf_counter()
-        argv = [sys.executable, "-m", "kd.cli", "serve", str(self._export), "--port", "0", "--slots", "2"]
+        argv = [
+            sys.executable,
+            "-m",
+            "kd.cli",
+            "serve",
+            str(self._export),
+            "--port",
+            "0",
+            "--slots",
+            "2",
+        ]
         argv += ["--threads", "2", *["--quiet"] * (log is None)]
         if self.name in ("uvicorn", "hypercorn"):
             argv = [sys.executable, "-c", OTHERS, self.name, str(self._export)]
         environment = {**os.environ, "PYTHONPATH": str(self._root)}
         with (log or Path(os.devnull)).open("w") as lines:
-            process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=lines, text=True, env=environment)
+            process = subprocess.Popen(
+                argv, stdout=subprocess.PIPE, stderr=lines, text=True, env=environment
+            )
         assert process.stdout is not None
         base = process.stdout.readline().split("at ")[1].split()[0]
         server = Server(process, f"{base}/invocations")
@@ -127,9 +163,13 @@ class Candidate:
 
 
 def ping(server: Server) -> tuple[float, int | str]:
-    """Return the seconds of a health check on a new connection, and its status or what went wrong."""
+    """Return the seconds of a health check on a new connection, and its status or what
+    went wrong.
+    """
     parts, begin = urlsplit(server.url), time.perf_counter()
-    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=LATE)
+    connection = http.client.HTTPConnection(
+        str(parts.hostname), parts.port, timeout=LATE
+    )
     try:
         connection.request("GET", "/ping")
         status: int | str = connection.getresponse().status
@@ -147,7 +187,12 @@ def attacks(candidates: list[Candidate], options: argparse.Namespace) -> list[Ro
         for candidate in candidates:
             server, _ = candidate.start()
             before = server.resident_mb()
-            argv = [sys.executable, attacker.__file__, kind, str(urlsplit(server.url).port)]
+            argv = [
+                sys.executable,
+                attacker.__file__,
+                kind,
+                str(urlsplit(server.url).port),
+            ]
             attack = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
             assert attack.stdout is not None
             attack.stdout.readline()
@@ -155,7 +200,12 @@ def attacks(candidates: list[Candidate], options: argparse.Namespace) -> list[Ro
             while time.perf_counter() < end:
                 checks.append(ping(server))
                 time.sleep(0.05)
-            row: Row = {"part": "attack", "which": kind, "server": candidate.name, "checks": len(checks)}
+            row: Row = {
+                "part": "attack",
+                "which": kind,
+                "server": candidate.name,
+                "checks": len(checks),
+            }
             row["failed"] = sum(status != 200 for _, status in checks)
             row["slowest_s"] = round(max(took for took, _ in checks), 3)
             row |= {"mb_before": round(before), "mb_after": round(server.resident_mb())}
@@ -183,7 +233,9 @@ def ends(candidates: list[Candidate], options: argparse.Namespace) -> list[Row]:
     for candidate in candidates:
         for kept in (False, True):
             totals: Counter[str] = Counter()
-            for _ in range(options.ends if candidate.name == "kd-serve" else options.ends // 10):
+            for _ in range(
+                options.ends if candidate.name == "kd-serve" else options.ends // 10
+            ):
                 totals += one_end(candidate, body, kept, rng.uniform(0.1, 0.6))
             which = "kept connections" if kept else "a connection a request"
             row = {"part": "end", "which": which, "server": candidate.name, **totals}
@@ -192,7 +244,9 @@ def ends(candidates: list[Candidate], options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def one_end(candidate: Candidate, body: bytes, kept: bool, after: float) -> Counter[str]:
+def one_end(
+    candidate: Candidate, body: bytes, kept: bool, after: float
+) -> Counter[str]:
     """Count answers and losses of eight clients, one of whose servers ends."""
     log = Path(tempfile.gettempdir()) / "end.log"
     server, _ = candidate.start(log)
@@ -208,14 +262,20 @@ def one_end(candidate: Candidate, body: bytes, kept: bool, after: float) -> Coun
                     connection = http.client.HTTPConnection(*address, timeout=30)
                     connection.connect()
                     assert connection.sock is not None
-                    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    connection.sock.setsockopt(
+                        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+                    )
             except OSError:  # refused: the server did not take it
                 return
             try:
-                connection.request("POST", "/invocations", body, {"content-type": "image/jpeg"})
+                connection.request(
+                    "POST", "/invocations", body, {"content-type": "image/jpeg"}
+                )
                 answer = connection.getresponse()
                 answer.read()
-                counts["answered" if answer.status == 200 else f"status {answer.status}"] += 1
+                counts[
+                    "answered" if answer.status == 200 else f"status {answer.status}"
+                ] += 1
                 if not kept or answer.will_close:
                     connection.close()
                     connection = None
@@ -254,12 +314,22 @@ def latency(candidates: list[Candidate], options: argparse.Namespace) -> list[Ro
             for clients in (1, 8):
                 asyncio.run(closed_loop(server.url, message, clients, 0.3))
                 used = server.cpu_seconds()
-                answers = asyncio.run(closed_loop(server.url, message, clients, options.seconds))
+                answers = asyncio.run(
+                    closed_loop(server.url, message, clients, options.seconds)
+                )
                 used = server.cpu_seconds() - used
                 waits = [1000 * answer.took for answer in answers]
                 assert {answer.status for answer in answers} == {200}
-                row = {"part": "latency", "which": f"{clients} clients", "server": name, "turn": turn}
-                row |= {"p50_ms": round(percentile(waits, 0.5), 2), "p99_ms": round(percentile(waits, 0.99), 2)}
+                row = {
+                    "part": "latency",
+                    "which": f"{clients} clients",
+                    "server": name,
+                    "turn": turn,
+                }
+                row |= {
+                    "p50_ms": round(percentile(waits, 0.5), 2),
+                    "p99_ms": round(percentile(waits, 0.99), 2),
+                }
                 row |= {"images_per_s": round(len(answers) / options.seconds, 1)}
                 row["cpu_ms"] = round(1000 * used / len(answers), 2)
                 rows.append(row)
@@ -275,8 +345,17 @@ def starts(candidates: list[Candidate], options: argparse.Namespace) -> list[Row
     for turn in range(TURNS):
         for candidate in candidates:
             server, seconds = candidate.start()
-            row = {"part": "start", "which": "", "server": candidate.name, "turn": turn, "start_s": round(seconds, 2)}
-            row |= {"mb_after": round(server.resident_mb()), "installed_mb": installed(candidate.name)}
+            row = {
+                "part": "start",
+                "which": "",
+                "server": candidate.name,
+                "turn": turn,
+                "start_s": round(seconds, 2),
+            }
+            row |= {
+                "mb_after": round(server.resident_mb()),
+                "installed_mb": installed(candidate.name),
+            }
             stop(server)
             rows.append(row)
             print(row, flush=True)
@@ -285,7 +364,10 @@ def starts(candidates: list[Candidate], options: argparse.Namespace) -> list[Row
 
 def facts(candidates: list[Candidate], options: argparse.Namespace) -> list[Row]:
     """Return what an index says about each candidate."""
-    return [{"part": "facts", "which": "", "server": name, **row} for name, row in FACTS.items()]
+    return [
+        {"part": "facts", "which": "", "server": name, **row}
+        for name, row in FACTS.items()
+    ]
 
 
 def installed(name: str) -> float | str:
@@ -301,26 +383,51 @@ def installed(name: str) -> float | str:
     return round(total / 1e6, 1) if total else ""
 
 
-PARTS = {"attack": attacks, "end": ends, "latency": latency, "start": starts, "facts": facts}
+PARTS = {
+    "attack": attacks,
+    "end": ends,
+    "latency": latency,
+    "start": starts,
+    "facts": facts,
+}
 
 
 def main() -> None:
     """Measure and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("export", type=Path)
     parser.add_argument("image", type=Path, help="a JPEG")
     parser.add_argument("--before", type=Path, help="an older copy of kd")
-    parser.add_argument("--ends", type=int, default=200, help="SIGTERMs of kd-serve; a tenth of it for the others")
+    parser.add_argument(
+        "--ends",
+        type=int,
+        default=200,
+        help="SIGTERMs of kd-serve; a tenth of it for the others",
+    )
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--only", action="append", choices=sorted(PARTS))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TMPDIR"] = folder
-        candidates = [Candidate(name, options.export) for name in ("kd-serve", "uvicorn", "hypercorn")]
+        candidates = [
+            Candidate(name, options.export)
+            for name in ("kd-serve", "uvicorn", "hypercorn")
+        ]
         if options.before:
-            candidates.append(Candidate("kd-serve before", options.export, options.before))
-        rows = [row for part in options.only or PARTS for row in PARTS[part](candidates, options)]
-    command = f"python benchmarks/servers.py EXPORT IMAGE --ends {options.ends} --seconds {options.seconds:g}"
+            candidates.append(
+                Candidate("kd-serve before", options.export, options.before)
+            )
+        rows = [
+            row
+            for part in options.only or PARTS
+            for row in PARTS[part](candidates, options)
+        ]
+    command = (
+        f"python benchmarks/servers.py EXPORT IMAGE --ends {options.ends} --seconds"
+        f" {options.seconds:g}"
+    )
     write("server", command + " --before CHECKOUT" * bool(options.before), rows)
 
 

@@ -1,11 +1,13 @@
-"""Draw docs/soft-less-hard.svg: what the teacher's probabilities add to its top class, from the rows of `proof.py`.
+"""Draw docs/soft-less-hard.svg: what the teacher's probabilities add to its top class,
+from the rows of `proof.py`.
 
 Run: python benchmarks/soft_less_hard.py
 
-Left: points of accuracy over pictures per class, where there are no other pictures and no labels. Right: the same
-difference over the teacher's accuracy, for all experiments. "Hard" is the better of the arms with the teacher's class
-that have the length of "soft". A dot is the mean over the seeds that both arms have; a bar is its 95 % interval, from
-three seeds on.
+Left: points of accuracy over pictures per class, where there are no other pictures and
+no labels. Right: the same difference over the teacher's accuracy, for all experiments.
+"Hard" is the better of the arms with the teacher's class that have the length of
+"soft". A dot is the mean over the seeds that both arms have; a bar is its 95 %
+interval, from three seeds on.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ SIZE = (390, 250)  # of a panel, pixels
 
 
 class Point(NamedTuple):
-    """A difference: its experiment, pictures or labels per class (0: all), the teacher's accuracy, points, interval."""
+    """A difference: its experiment, pictures or labels per class (0: all), the
+    teacher's accuracy, points, interval.
+    """
 
     experiment: str
     labels: int
@@ -48,46 +52,93 @@ class Point(NamedTuple):
 
 
 def point(experiment: str, labels: int, rows: Sequence[dict[str, str]]) -> Point | None:
-    """Return soft less hard of the rows of one experiment and number of labels; None without a pair."""
+    """Return soft less hard of the rows of one experiment and number of labels; None
+    without a pair.
+    """
     by_arm = {
-        arm: {row["seed"]: float(row["accuracy"]) for row in rows if row["arm"] == arm} for arm in ("soft", *HARD)
+        arm: {row["seed"]: float(row["accuracy"]) for row in rows if row["arm"] == arm}
+        for arm in ("soft", *HARD)
     }
-    hard = max((by_arm[arm] for arm in HARD if by_arm[arm]), key=lambda own: statistics.mean(own.values()), default={})
-    pairs = [by_arm["soft"][seed] - value for seed, value in hard.items() if seed in by_arm["soft"]]
+    hard = max(
+        (by_arm[arm] for arm in HARD if by_arm[arm]),
+        key=lambda own: statistics.mean(own.values()),
+        default={},
+    )
+    pairs = [
+        by_arm["soft"][seed] - value
+        for seed, value in hard.items()
+        if seed in by_arm["soft"]
+    ]
     if not pairs:
         return None
-    half = STUDENT_T[len(pairs)] * statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) in STUDENT_T else 0.0
-    teacher = statistics.mean(float(row["teacher_accuracy"]) for row in rows if row["arm"] == "soft")
+    half = (
+        STUDENT_T[len(pairs)] * statistics.stdev(pairs) / math.sqrt(len(pairs))
+        if len(pairs) in STUDENT_T
+        else 0.0
+    )
+    teacher = statistics.mean(
+        float(row["teacher_accuracy"]) for row in rows if row["arm"] == "soft"
+    )
     return Point(experiment, labels, teacher, statistics.mean(pairs), half, len(pairs))
 
 
 def points() -> list[Point]:
-    """Return the differences of all committed rows, the newest file of each experiment."""
+    """Return the differences of all committed rows, the newest file of each
+    experiment.
+    """
     found = []
     for experiment in NAMES:
         files = sorted(
-            (ROOT / "benchmarks" / "results").rglob(f"proof_{experiment}_[a-z]*-*.csv"), key=lambda one: one.name[-14:]
+            (ROOT / "benchmarks" / "results").rglob(f"proof_{experiment}_[a-z]*-*.csv"),
+            key=lambda one: one.name[-14:],
         )
         if not files:
             continue
-        rows = list(csv.DictReader(line for line in files[-1].read_text().splitlines() if not line.startswith("#")))
+        rows = list(
+            csv.DictReader(
+                line
+                for line in files[-1].read_text().splitlines()
+                if not line.startswith("#")
+            )
+        )
         rows = [row for row in rows if row["experiment"] == experiment]
         for labels in sorted({int(row["labels"]) for row in rows}):
-            one = point(experiment, labels, [row for row in rows if int(row["labels"]) == labels])
+            one = point(
+                experiment,
+                labels,
+                [row for row in rows if int(row["labels"]) == labels],
+            )
             found += [one] if one else []
     return found
 
 
 def panel(shown: Sequence[Point], x_axis: Axis, named: bool) -> Chart:
-    """Return a panel: over the pictures per class if its axis is logarithmic, else over the teacher's accuracy."""
+    """Return a panel: over the pictures per class if its axis is logarithmic, else over
+    the teacher's accuracy.
+    """
     groups = []
     for (name, color), many in zip(COLORS.items(), (True, False), strict=True):
         own = [one for one in shown if (one.experiment in MANY) == many]
-        at = [(float(one.labels) if x_axis.log else one.teacher, one.points) for one in own]
-        texts = [NAMES[one.experiment].format(labels=one.labels) if named else f"{one.points:+.1f}" for one in own]
-        intervals = [(one.points - one.half, one.points + one.half) if one.half else None for one in own]
+        at = [
+            (float(one.labels) if x_axis.log else one.teacher, one.points)
+            for one in own
+        ]
+        texts = [
+            (
+                NAMES[one.experiment].format(labels=one.labels)
+                if named
+                else f"{one.points:+.1f}"
+            )
+            for one in own
+        ]
+        intervals = [
+            (one.points - one.half, one.points + one.half) if one.half else None
+            for one in own
+        ]
         groups.append(Points(name, color, at, texts, intervals))
-    return drawn_points(groups, SIZE, (x_axis, Axis("soft less hard, points of accuracy")))
+    return drawn_points(
+        groups, SIZE, (x_axis, Axis("soft less hard, points of accuracy"))
+    )
 
 
 def main() -> None:
@@ -98,8 +149,16 @@ def main() -> None:
     right = panel(found, Axis("accuracy of the teacher, %"), named=True)
     for one in found:
         found_by = f"teacher {one.teacher:.1f} %, {one.seeds} seeds"
-        print(f"{one.experiment} {one.labels}: {one.points:+.1f} ± {one.half:.1f} points ({found_by})")
-    text = Chart({"hconcat": [left.spec, right.spec], "resolve": {"scale": {"color": "independent"}}}).svg(FILE)
+        print(
+            f"{one.experiment} {one.labels}: {one.points:+.1f} ± {one.half:.1f} points"
+            f" ({found_by})"
+        )
+    text = Chart(
+        {
+            "hconcat": [left.spec, right.spec],
+            "resolve": {"scale": {"color": "independent"}},
+        }
+    ).svg(FILE)
     (ROOT / "docs" / "soft-less-hard.svg").write_text(text)
 
 

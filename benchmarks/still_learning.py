@@ -1,12 +1,15 @@
-"""Is the rule of kd/study/learning.py right? Runs of the study of curves, and runs of at least twice their length.
+"""Is the rule of kd/study/learning.py right? Runs of the study of curves, and runs of
+at least twice their length.
 
 Run: python benchmarks/still_learning.py [--curves FILE]
 
-FILE is a CSV or the .jsonl of benchmarks/curves.py; without it, the newest CSV of that study. Two runs make a pair if
-they differ in nothing but their length. The rule reads the validation scores of the short one; right or wrong is what
-the test pictures say: the long one is better by more than the 95 % interval, or not by one standard error. Between the
-two nothing is decided. The column `cut` tests the patience that ends labels alone (kd/study/paying.py): the best
-validation score less the best at which patience would have ended the run; empty where it would not have.
+FILE is a CSV or the .jsonl of benchmarks/curves.py; without it, the newest CSV of that
+study. Two runs make a pair if they differ in nothing but their length. The rule reads
+the validation scores of the short one; right or wrong is what the test pictures say:
+the long one is better by more than the 95 % interval, or not by one standard error.
+Between the two nothing is decided. The column `cut` tests the patience that ends labels
+alone (kd/study/paying.py): the best validation score less the best at which patience
+would have ended the run; empty where it would not have.
 """
 
 from __future__ import annotations
@@ -27,10 +30,25 @@ from kd.study.learning import learning
 from kd.study.paying import patience_of
 
 Row = dict[str, Any]
-VALIDATION = {"tiny50_all": 500, "fruit10": 111, "fruit10_vit": 111, "dishes": 240, "tiny25": 250}  # pictures, else 200
-AS_WRITTEN = {"tiny10": 8, "tiny50_all": 2, "fruit10": 18, "fruit10_vit": 18, "dishes": 7, "cifar100": 2}
+VALIDATION = {
+    "tiny50_all": 500,
+    "fruit10": 111,
+    "fruit10_vit": 111,
+    "dishes": 240,
+    "tiny25": 250,
+}  # pictures, else 200
+AS_WRITTEN = {
+    "tiny10": 8,
+    "tiny50_all": 2,
+    "fruit10": 18,
+    "fruit10_vit": 18,
+    "dishes": 7,
+    "cifar100": 2,
+}
 """Views of the teacher in what kd-init writes."""
-EVALUATIONS = 20  # of each run, evenly spaced; with the last step, which is one more where 20 do not divide the steps
+# of each run, evenly spaced; with the last step, which is one more where 20 do not
+# divide the steps
+EVALUATIONS = 20
 
 
 def read(file: Path | None) -> list[Row]:
@@ -39,36 +57,62 @@ def read(file: Path | None) -> list[Row]:
         return newest("curves")[1]
     if file.suffix == ".jsonl":
         return [json.loads(line) for line in file.read_text().splitlines()]
-    return list(csv.DictReader(line for line in file.read_text().splitlines() if not line.startswith("#")))
+    return list(
+        csv.DictReader(
+            line for line in file.read_text().splitlines() if not line.startswith("#")
+        )
+    )
 
 
 def scores_of(row: Row) -> list[tuple[float, float]]:
     """Return (share of the steps, validation accuracy) of each evaluation."""
-    steps, scores = int(row["steps"]), [float(pair.split(":")[1]) for pair in row["curve"].split()]
+    steps, scores = (
+        int(row["steps"]),
+        [float(pair.split(":")[1]) for pair in row["curve"].split()],
+    )
     every = max(1, steps // EVALUATIONS)
-    return [(min(1.0, (i + 1) * every / steps), score) for i, score in enumerate(scores)]
+    return [
+        (min(1.0, (i + 1) * every / steps), score) for i, score in enumerate(scores)
+    ]
 
 
 def same(row: Row) -> tuple[str, ...]:
-    """Return all that two runs of a pair have in common; as many views as epochs are a fresh view in each."""
+    """Return all that two runs of a pair have in common; as many views as epochs are a
+    fresh view in each.
+    """
     keys = dict(key.split("=", 1) for key in row["keys"].split())
     views = keys.pop("teacher.cache.views", str(AS_WRITTEN.get(row["setup"], "")))
     views = "fresh" if views == keys.pop("run.epochs", "") else views
     keys.pop("run.steps", None)
     views = "" if row["arm"] == "labels" else views
-    return row["setup"], row["arm"], str(row["seed"]), row["student"], views, json.dumps(keys, sort_keys=True)
+    return (
+        row["setup"],
+        row["arm"],
+        str(row["seed"]),
+        row["student"],
+        views,
+        json.dumps(keys, sort_keys=True),
+    )
 
 
 def gained(short: Row, long: Row) -> tuple[float, str]:
-    """Return the longer run's gain on the test pictures, and whether it is more, no more, or unclear."""
+    """Return the longer run's gain on the test pictures, and whether it is more, no
+    more, or unclear.
+    """
     one, other = (float(row["accuracy"]) for row in (short, long))
-    error = math.sqrt(sum(share * (1 - share) / int(short["test_images"]) for share in (one, other)))
+    error = math.sqrt(
+        sum(share * (1 - share) / int(short["test_images"]) for share in (one, other))
+    )
     gain = other - one
-    return gain, "more" if gain > Z * error else "unclear" if gain > error else "no more"
+    return gain, (
+        "more" if gain > Z * error else "unclear" if gain > error else "no more"
+    )
 
 
 def cut(scores: Sequence[float]) -> str:
-    """Return the points that patience would have cost, in validation accuracy; "": it would not have ended the run."""
+    """Return the points that patience would have cost, in validation accuracy; "": it
+    would not have ended the run.
+    """
     for end in range(1, len(scores) + 1):
         idle = end - 1 - scores.index(max(scores[:end]))
         if idle >= patience_of(len(scores)) and end < len(scores):
@@ -80,31 +124,55 @@ def pairs(rows: Sequence[Row]) -> Iterator[Row]:
     """Yield a row of each run: the rule's answer, and what each longer run gave."""
     for row in rows:
         scores = scores_of(row)
-        if row["setup"] == "trays" or len(scores) < EVALUATIONS:  # its score is no share; ended by patience
+        if (
+            row["setup"] == "trays" or len(scores) < EVALUATIONS
+        ):  # its score is no share; ended by patience
             continue
         answer = learning(scores, VALIDATION.get(row["setup"], 200))
-        known = {"setup": row["setup"], "cell": row["cell"], "seed": row["seed"], "steps": row["steps"]}
+        known = {
+            "setup": row["setup"],
+            "cell": row["cell"],
+            "seed": row["seed"],
+            "steps": row["steps"],
+        }
         known |= {"answer": answer.answer, "reason": answer.reason}
         known |= {"cut": cut([score for _, score in scores])}
-        longer = [one for one in rows if same(one) == same(row) and int(one["steps"]) >= 2 * int(row["steps"])]
+        longer = [
+            one
+            for one in rows
+            if same(one) == same(row) and int(one["steps"]) >= 2 * int(row["steps"])
+        ]
         for other in longer:
             gain, found = gained(row, other)
             right = {("learning", "more"): "right", ("stopped", "no more"): "right"}
             right |= {("learning", "no more"): "wrong", ("stopped", "more"): "wrong"}
-            outcome = {"longer": f"{int(other['steps']) / int(row['steps']):.2g}x", "gain": round(100 * gain, 2)}
-            yield {**known, **outcome, "gave": found, "rule": right.get((answer.answer, found), "open")}
+            outcome = {
+                "longer": f"{int(other['steps']) / int(row['steps']):.2g}x",
+                "gain": round(100 * gain, 2),
+            }
+            yield {
+                **known,
+                **outcome,
+                "gave": found,
+                "rule": right.get((answer.answer, found), "open"),
+            }
         if not longer:
             yield {**known, "longer": "", "gain": "", "gave": "", "rule": ""}
 
 
 def main() -> None:
     """Print the rows and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--curves", type=Path)
     rows = list(pairs(read(parser.parse_args().curves)))
     print(table(rows))
     counts = Counter(row["rule"] for row in rows if row["rule"])
-    print(", ".join(f"{name} {count}" for name, count in counts.items()) or "no run has a longer one")
+    print(
+        ", ".join(f"{name} {count}" for name, count in counts.items())
+        or "no run has a longer one"
+    )
     write("still_learning", "python benchmarks/still_learning.py", rows)
 
 

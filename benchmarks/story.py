@@ -1,16 +1,20 @@
-"""From 300 days to one: a script with the usual mistakes, and six changes that its findings name, each of them run.
+"""From 300 days to one: a script with the usual mistakes, and six changes that its
+findings name, each of them run.
 
 Run: python benchmarks/story.py [--work FOLDER] [--images 640] [key=value ...]
 
-Row 0 is `configs/story.yaml`: 16 workers on the cores of this machine, student and teacher in float32, a live teacher.
-Each later row keeps the changes before it. `images` are trained in each row, so that a larger batch makes fewer steps.
-The teacher is fitted once, in bfloat16, before row 0. A row is one run in processes of its own; `finding` is what its
-findings.json says and `check`, of rows 0 and 4, what `kd-train --check` says about time, memory and keys. Times are of
-steady steps, in milliseconds per image, from the timeline; operators are those of `profile/operators.json`. Accuracy
-has its 95 % interval on validation images. `optimizer_mib` is of one rank.
+Row 0 is `configs/story.yaml`: 16 workers on the cores of this machine, student and
+teacher in float32, a live teacher. Each later row keeps the changes before it. `images`
+are trained in each row, so that a larger batch makes fewer steps. The teacher is fitted
+once, in bfloat16, before row 0. A row is one run in processes of its own; `finding` is
+what its findings.json says and `check`, of rows 0 and 4, what `kd-train --check` says
+about time, memory and keys. Times are of steady steps, in milliseconds per image, from
+the timeline; operators are those of `profile/operators.json`. Accuracy has its 95 %
+interval on validation images. `optimizer_mib` is of one rank.
 
-Rows are kept in WORK/rows.jsonl, and a row that is there is not made again. `--page` writes table and picture into
-docs/story.md. Not here: several GPUs, and a network between them.
+Rows are kept in WORK/rows.jsonl, and a row that is there is not made again. `--page`
+writes table and picture into docs/story.md. Not here: several GPUs, and a network
+between them.
 """
 
 from __future__ import annotations
@@ -60,33 +64,58 @@ STEPS = (
     Step("fewer workers, a store", ("data.workers=1", "data.store=ram")),
     Step("bfloat16", ("backend.precision=bf16", "teacher.precision=bf16")),
     Step("teacher cached", ("teacher.cache.views=2",)),
-    Step("ZeRO on two ranks", ("optimizer.zero=true", "data.store=disk"), ranks=2, check=True),
+    Step(
+        "ZeRO on two ranks",
+        ("optimizer.zero=true", "data.store=disk"),
+        ranks=2,
+        check=True,
+    ),
     Step("batch by memory", ("data.batch_size=32", "data.micro_batch=16"), ranks=2),
-    Step("small pictures first", ("data.progressive.size=112", "data.progressive.until=0.6"), ranks=2),
+    Step(
+        "small pictures first",
+        ("data.progressive.size=112", "data.progressive.until=0.6"),
+        ranks=2,
+    ),
 )
 
 
 def kd(arguments: list[str], ranks: int = 1) -> str:
     """Run a command of kd in processes of its own and return what it prints."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks > 1
+        else []
+    )
     paths = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, *launch, "-m", "kd.cli", *arguments]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}")
+        raise SystemExit(
+            f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}"
+        )
     return done.stdout
 
 
 def keys_of(number: int, given: argparse.Namespace, teacher: Path) -> list[str]:
     """Return the overrides of a row: those of the rows before it too."""
     keys = [key for step in STEPS[: number + 1] for key in step.change]
-    own = [f"run.folder={given.work}", f"run.name=story_{number}", "teacher.fit.steps=0", f"teacher.model={teacher}"]
+    own = [
+        f"run.folder={given.work}",
+        f"run.name=story_{number}",
+        "teacher.fit.steps=0",
+        f"teacher.model={teacher}",
+    ]
     own += ["teacher.checkpoint=", "teacher.pretrained=false", "teacher.args={}"]
     keys = [*given.overrides, *own, *keys]
     steps = max(4, given.images // config.load(str(CONFIG), keys).data.batch_size)
     log = max(1, min(4, steps // 8))
-    return [*keys, f"run.steps={steps}", f"run.every.log={log}", f"profile.steps=[{max(1, steps - 3)}, {steps - 1}]"]
+    return [
+        *keys,
+        f"run.steps={steps}",
+        f"run.every.log={log}",
+        f"profile.steps=[{max(1, steps - 3)}, {steps - 1}]",
+    ]
 
 
 def measured(folder: RunDir, batch: int) -> dict[str, Any]:
@@ -94,8 +123,13 @@ def measured(folder: RunDir, batch: int) -> dict[str, Any]:
     rows, scored = folder.metrics("train"), folder.scored()
     assert scored is not None
     step = Evidence({0: read_rows(folder.path / "timeline_0.jsonl")}, ()).step()
-    parts = {part: sum(step.get(name, 0.0) for name in names) / batch for part, names in PARTS.items()}
-    profile = read_json(folder.path / "profile" / "operators.json", "story", "Remove the run")
+    parts = {
+        part: sum(step.get(name, 0.0) for name in names) / batch
+        for part, names in PARTS.items()
+    }
+    profile = read_json(
+        folder.path / "profile" / "operators.json", "story", "Remove the run"
+    )
     sums: dict[str, float] = {}
     for one in profile["operators"]:
         name = " ".join([one["name"].rpartition("::")[2], one["dtype"]]).strip()
@@ -104,7 +138,9 @@ def measured(folder: RunDir, batch: int) -> dict[str, Any]:
     low, high = scored.samples["accuracy"].interval()
     return {
         "images_per_second": round(rows[-1]["images"] / rows[-1]["seconds"], 2),
-        "steady_images_per_second": round(1000 / sum(parts.values()), 2) if sum(parts.values()) else 0.0,
+        "steady_images_per_second": (
+            round(1000 / sum(parts.values()), 2) if sum(parts.values()) else 0.0
+        ),
         **{f"{part}_ms": round(ms, 3) for part, ms in parts.items()},
         "cpu_seconds": rows[-1]["cpu_seconds"],
         "peak_mib": folder.manifest()["peak_mib"],
@@ -118,15 +154,22 @@ def measured(folder: RunDir, batch: int) -> dict[str, Any]:
 
 def said(findings: list[dict[str, Any]]) -> str:
     """Return the findings of a run as one text."""
-    return " | ".join(f"{one['rule']}: {one['evidence']}. {one['advice']}" for one in findings)
+    return " | ".join(
+        f"{one['rule']}: {one['evidence']}. {one['advice']}" for one in findings
+    )
 
 
 def play(number: int, given: argparse.Namespace, teacher: Path) -> dict[str, Any]:
     """Make a row."""
     step, keys = STEPS[number], keys_of(number, given, teacher)
-    lines = kd(["train", str(CONFIG), *keys, "--check"]).splitlines() if step.check else []
+    lines = (
+        kd(["train", str(CONFIG), *keys, "--check"]).splitlines() if step.check else []
+    )
     kd(["train", str(CONFIG), *keys, "--no-test"], step.ranks)
-    folder, batch = RunDir(given.work / f"story_{number}"), config.load(str(CONFIG), keys).data.batch_size
+    folder, batch = (
+        RunDir(given.work / f"story_{number}"),
+        config.load(str(CONFIG), keys).data.batch_size,
+    )
     findings = read_json(folder.path / "findings.json", "story", "Remove the run", list)
     return {
         "step": number,
@@ -136,7 +179,11 @@ def play(number: int, given: argparse.Namespace, teacher: Path) -> dict[str, Any
         "batch": batch,
         **measured(folder, batch),
         "finding": said(findings),
-        "check": " | ".join(" ".join(line.split()) for line in lines if line.startswith(("time ", "memory ", "keys "))),
+        "check": " | ".join(
+            " ".join(line.split())
+            for line in lines
+            if line.startswith(("time ", "memory ", "keys "))
+        ),
     }
 
 
@@ -146,7 +193,10 @@ def shown(rows: list[dict[str, Any]]) -> str:
     found = []
     for row in rows:
         parts = {name: row[f"{name}_ms"] for name in PARTS}
-        shares = [f"{100 * parts[name] / (sum(parts.values()) or 1):.0f}" for name in ("data", "teacher", "student")]
+        shares = [
+            f"{100 * parts[name] / (sum(parts.values()) or 1):.0f}"
+            for name in ("data", "teacher", "student")
+        ]
         found.append(
             {
                 "": row["name"],
@@ -154,8 +204,15 @@ def shown(rows: list[dict[str, Any]]) -> str:
                 "times": f"{row['steady_images_per_second'] / first:.2f}",
                 "data, teacher, student, %": ", ".join(shares),
                 "optimizer, MiB per rank": f"{row['optimizer_mib']:.1f}",
-                "accuracy, %": f"{row['accuracy']:.0f} ({row['low']:.0f} to {row['high']:.0f})",
-                "found": " ".join(one.split(":")[0] for one in row["finding"].split(" | ") if one) or "-",
+                "accuracy, %": (
+                    f"{row['accuracy']:.0f} ({row['low']:.0f} to {row['high']:.0f})"
+                ),
+                "found": (
+                    " ".join(
+                        one.split(":")[0] for one in row["finding"].split(" | ") if one
+                    )
+                    or "-"
+                ),
             }
         )
     return table(found)
@@ -165,24 +222,40 @@ def drawn(rows: list[dict[str, Any]]) -> str:
     """Return the picture: milliseconds per image of each row, by part of a step."""
     xs = [float(row["step"]) for row in rows]
     layers = [
-        Series(name, color, xs, [row[f"{name}_ms"] for row in rows]) for name, color in zip(PARTS, COLORS, strict=True)
+        Series(name, color, xs, [row[f"{name}_ms"] for row in rows])
+        for name, color in zip(PARTS, COLORS, strict=True)
     ]
-    return stack(layers, (700, 290), Axis("row of the table"), Axis("ms per image", zero=True)).svg(FILE)
+    return stack(
+        layers, (700, 290), Axis("row of the table"), Axis("ms per image", zero=True)
+    ).svg(FILE)
 
 
 def main() -> None:
-    """Fit the teacher, make the rows that are missing, show the table, write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Fit the teacher, make the rows that are missing, show the table, write
+    the CSV.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, default=Path("runs/story"))
-    parser.add_argument("--images", type=int, default=640, help="images that each row trains on")
-    parser.add_argument("--page", action="store_true", help="write table and picture into docs/story.md")
+    parser.add_argument(
+        "--images", type=int, default=640, help="images that each row trains on"
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="write table and picture into docs/story.md"
+    )
     parser.add_argument("--no-record", action="store_true", help="write no CSV")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_args()
     given.work = given.work.absolute()
     given.work.mkdir(parents=True, exist_ok=True)
     kept = given.work / "rows.jsonl"
-    fitted = ["backend.precision=bf16", "teacher.precision=auto", "data.workers=1", f"run.folder={given.work}"]
+    fitted = [
+        "backend.precision=bf16",
+        "teacher.precision=auto",
+        "data.workers=1",
+        f"run.folder={given.work}",
+    ]
     fitted += [f"teacher.fit.folder={given.work / 'teachers'}", *given.overrides]
     rows = {row["step"]: row for row in read_rows(kept)} if kept.is_file() else {}
     missing = [number for number in range(len(STEPS)) if number not in rows]
@@ -198,12 +271,17 @@ def main() -> None:
             for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]  # fmt: skip
     print(f"{text}\n\n{sum(used):.1f} CPU minutes")
     if not given.no_record:
-        write("story", " ".join(["python benchmarks/story.py", *sys.argv[1:]]), table_rows)
+        write(
+            "story", " ".join(["python benchmarks/story.py", *sys.argv[1:]]), table_rows
+        )
     if given.page:
         page = PAGE.read_text()
         head, tail = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
         PAGE.with_suffix(".svg").write_text(drawn(table_rows))
-        PAGE.write_text(f"{head}\n{text}\n\n![milliseconds per image, by part of a step](story.svg)\n\n{tail}")
+        PAGE.write_text(
+            f"{head}\n{text}\n\n![milliseconds per image, by part of a"
+            f" step](story.svg)\n\n{tail}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What does a sweep save? Nine runs of vit_food_scratch, three temperatures by three rates, as commands and as a sweep.
+"""What does a sweep save? Nine runs of vit_food_scratch, three temperatures by three
+rates, as commands and as a sweep.
 
-The CPU seconds of all processes of each: nine `kd-train` that each fit a teacher and run it in every step; one
-`kd-sweep`, with its two runs of other seeds, in the middle of them. `--shared`: also nine commands that share the
-fitted teacher and run it in every step. No run has a baseline, each process has one thread, and the pictures are
-rendered before.
+The CPU seconds of all processes of each: nine `kd-train` that each fit a teacher and
+run it in every step; one `kd-sweep`, with its two runs of other seeds, in the middle of
+them. `--shared`: also nine commands that share the fitted teacher and run it in every
+step. No run has a baseline, each process has one thread, and the pictures are rendered
+before.
 
 Run: python benchmarks/sweep.py [--epochs 5] [--shared] [--folder FOLDER] [key=value ...]
 """
@@ -24,20 +26,27 @@ from _record import write
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 
-AXES = {"losses.0.temperature": ("1", "2", "4"), "optimizer.lr": ("1e-3", "3e-3", "1e-2")}
+AXES = {
+    "losses.0.temperature": ("1", "2", "4"),
+    "optimizer.lr": ("1e-3", "3e-3", "1e-2"),
+}
 
 
 def cpu_seconds(words: list[str]) -> float:
     """Run a command of kd and return the CPU seconds of it and all that it started."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "kd", *words], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "kd", *words], check=True, stdout=subprocess.DEVNULL
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> None:
     """Measure the ways and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--shared", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path("runs", "sweep_benchmark"))
@@ -45,30 +54,61 @@ def main() -> None:
     given = parser.parse_args()
     shutil.rmtree(given.folder, ignore_errors=True)
     shared = ["run.baseline=false", "backend.threads=1"]
-    common = ["vit_food_scratch", f"run.epochs={given.epochs}", *shared, *given.overrides]
+    common = [
+        "vit_food_scratch",
+        f"run.epochs={given.epochs}",
+        *shared,
+        *given.overrides,
+    ]
     data = open_sources(resolve(kd.load_config(common[0], common[1:])).data)
     for source in (data.train, data.val):
         source.prepare()
     calls: list[tuple[str, str, list[str]]] = []
-    for way in ("own teacher, live", *(["shared teacher, live"] if given.shared else [])):
+    for way in (
+        "own teacher, live",
+        *(["shared teacher, live"] if given.shared else []),
+    ):
         for i, values in enumerate(itertools.product(*AXES.values())):
             at = given.folder / way.partition(",")[0].replace(" ", "_")
             teachers = at / (str(i) if way.startswith("own") else "teachers")
             keys = [f"{key}={text}" for key, text in zip(AXES, values, strict=True)]
-            own = [f"run.folder={at}", f"run.name={i}", f"teacher.fit.folder={teachers}", *keys]
+            own = [
+                f"run.folder={at}",
+                f"run.name={i}",
+                f"teacher.fit.folder={teachers}",
+                *keys,
+            ]
             calls.append((way, " ".join(keys), ["train", *common, *own]))
-    own = [f"run.folder={given.folder / 'sweep'}", f"teacher.fit.folder={given.folder / 'sweep' / 'teachers'}"]
+    own = [
+        f"run.folder={given.folder / 'sweep'}",
+        f"teacher.fit.folder={given.folder / 'sweep' / 'teachers'}",
+    ]
     lists = [f"{key}={','.join(texts)}" for key, texts in AXES.items()]
     calls.insert(len(calls) // 2, ("kd-sweep", "all", ["sweep", *common, *own, *lists]))
     rows: list[dict[str, Any]] = []
     for way, run, words in calls:
         rows.append({"way": way, "run": run, "cpu_s": round(cpu_seconds(words), 1)})
         print(rows[-1], flush=True)
-    totals = {way: sum(row["cpu_s"] for row in rows if row["way"] == way) for way in {row["way"] for row in rows}}
+    totals = {
+        way: sum(row["cpu_s"] for row in rows if row["way"] == way)
+        for way in {row["way"] for row in rows}
+    }
     for way, total in totals.items():
-        print(f"{way:22s} {total:8.1f} s of CPU, kd-sweep takes {100 * totals['kd-sweep'] / total:.1f} % of it")
+        print(
+            f"{way:22s} {total:8.1f} s of CPU, kd-sweep takes"
+            f" {100 * totals['kd-sweep'] / total:.1f} % of it"
+        )
     shown = [word for word in sys.argv[1:] if not word.startswith(str(given.folder))]
-    write("sweep", " ".join(["python benchmarks/sweep.py", *(word for word in shown if word != "--folder")]), rows)
+    write(
+        "sweep",
+        " ".join(
+            [
+                "python benchmarks/sweep.py",
+                *(word for word in shown if word != "--folder"),
+            ]
+        ),
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 Arms, on a small version of vit_food_scratch with one thread:
 - all: kd-sweep of a checkout before Optuna trains 24 combinations to their end;
-- pruned: kd-sweep draws rates and temperatures from the same ranges by TPE, with a pruner, until it has used as much
-  CPU time;
-- killed: six combinations in SQLite, killed three times; `repeated` counts evaluations that a run made twice;
+- pruned: kd-sweep draws rates and temperatures from the same ranges by TPE, with a
+  pruner, until it has used as much CPU time;
+- killed: six combinations in SQLite, killed three times; `repeated` counts evaluations
+  that a run made twice;
 - two: six combinations in SQLite by two processes at a time.
 
 Run: python benchmarks/sweep_pruned.py --before CHECKOUT [--folder FOLDER]
@@ -44,32 +45,56 @@ KEYS = (
     "optimizer.warmup_ratio=0.1",
     "backend.threads=1",
 )
-LISTS = ("optimizer.lr=1e-4,2e-4,5e-4,1e-3,2e-3,5e-3,1e-2,3e-2", "losses.0.temperature=1,2,4")
+LISTS = (
+    "optimizer.lr=1e-4,2e-4,5e-4,1e-3,2e-3,5e-3,1e-2,3e-2",
+    "losses.0.temperature=1,2,4",
+)
 RANGES = ("optimizer.lr=loguniform(1e-4,3e-2)", "losses.0.temperature=uniform(1,4)")
 FEW = ("run.epochs=2", "optimizer.lr=1e-4,3e-4,1e-3,3e-3,1e-2,3e-2")
 TRIALS = 24  # combinations of `LISTS`
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def started(folder: Path, words: list[str], code: Path = ROOT, name: str = "out") -> subprocess.Popen[bytes]:
+def started(
+    folder: Path, words: list[str], code: Path = ROOT, name: str = "out"
+) -> subprocess.Popen[bytes]:
     """Start kd-sweep of a checkout; its output is appended to a file."""
-    own = ["run.name=small", f"run.folder={folder}", f"teacher.fit.folder={folder / 'teachers'}"]
-    command = [sys.executable, "-m", "kd", "sweep", "vit_food_scratch", *KEYS, *own, *words]
+    own = [
+        "run.name=small",
+        f"run.folder={folder}",
+        f"teacher.fit.folder={folder / 'teachers'}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "kd",
+        "sweep",
+        "vit_food_scratch",
+        *KEYS,
+        *own,
+        *words,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(code)}
     with (folder / f"{name}.txt").open("ab") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=code)
+        return subprocess.Popen(
+            command, stdout=out, stderr=out, env=environment, cwd=code
+        )
 
 
 def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
     """Return the CPU seconds of a process and of all that it started."""
     try:
         head = psutil.Process(process.pid)
-        return sum(sum(part.cpu_times()[:4]) for part in (head, *head.children(recursive=True)))
+        return sum(
+            sum(part.cpu_times()[:4]) for part in (head, *head.children(recursive=True))
+        )
     except psutil.Error:
         return 0.0
 
 
-def until(process: subprocess.Popen[bytes], done: Callable[[], bool], number: int) -> float:
+def until(
+    process: subprocess.Popen[bytes], done: Callable[[], bool], number: int
+) -> float:
     """Wait until a condition holds, send a signal, and return the CPU seconds."""
     seconds = 0.0
     while not done() and process.poll() is None:
@@ -95,9 +120,16 @@ def repeated(folder: Path) -> int:
 
 
 def largest(folder: Path, storage: str = "") -> optuna.Study:
-    """Return the study with most trials: the other one has the best with other seeds."""
-    kept = storage or optuna.storages.JournalStorage(JournalFileBackend(str(folder / "small_sweep" / "journal.log")))
-    studies = [optuna.load_study(study_name=name, storage=kept) for name in optuna.get_all_study_names(kept)]
+    """Return the study with most trials: the other one has the best with
+    other seeds.
+    """
+    kept = storage or optuna.storages.JournalStorage(
+        JournalFileBackend(str(folder / "small_sweep" / "journal.log"))
+    )
+    studies = [
+        optuna.load_study(study_name=name, storage=kept)
+        for name in optuna.get_all_study_names(kept)
+    ]
     return max(studies, key=lambda study: len(study.trials))
 
 
@@ -109,13 +141,25 @@ def all_combinations(folder: Path, before: Path) -> dict[str, Any]:
         return journal.is_file() and len(journal.read_text().splitlines()) == TRIALS
 
     seconds = until(started(folder, list(LISTS), before), done, signal.SIGTERM)
-    scores = [float(text) for text in re.findall(r'"score": ([\d.]+)', journal.read_text())]
-    return {"cpu_s": round(seconds), "ended": len(scores), "pruned": 0, "best": round(100 * max(scores), 1)}
+    scores = [
+        float(text) for text in re.findall(r'"score": ([\d.]+)', journal.read_text())
+    ]
+    return {
+        "cpu_s": round(seconds),
+        "ended": len(scores),
+        "pruned": 0,
+        "best": round(100 * max(scores), 1),
+    }
 
 
 def pruned(folder: Path, budget: float) -> dict[str, Any]:
     """Search the same ranges with a pruner for some CPU seconds."""
-    options = ["--trials", "1000", "--pruner", "median(n_startup_trials=4, n_warmup_steps=1)"]
+    options = [
+        "--trials",
+        "1000",
+        "--pruner",
+        "median(n_startup_trials=4, n_warmup_steps=1)",
+    ]
     process = started(folder, [*RANGES, *options])
     seconds = until(process, lambda: cpu_seconds(process) >= budget, signal.SIGTERM)
     return {"cpu_s": round(seconds), **facts(largest(folder))}
@@ -129,7 +173,10 @@ def killed(folder: Path) -> dict[str, Any]:
         process = started(folder, words)
 
         def trains(number: int = number) -> bool:
-            return len(list(folder.glob("small_sweep/*/checkpoints/step_00000022"))) >= number
+            return (
+                len(list(folder.glob("small_sweep/*/checkpoints/step_00000022")))
+                >= number
+            )
 
         until(process, trains, signal.SIGKILL)
         time.sleep(10)  # its child writes a checkpoint
@@ -144,16 +191,29 @@ def two(folder: Path) -> dict[str, Any]:
     processes = [started(folder, words, name=name) for name in ("first", "second")]
     codes = [process.wait() for process in processes]
     texts = [(folder / f"{name}.txt").read_text() for name in ("first", "second")]
-    counts = [len(re.findall(r"^sweep: optimizer\.lr=[^,]*: accuracy", text, re.MULTILINE)) for text in texts]
-    same = texts[0].partition("\n| ")[2] == texts[1].partition("\n| ")[2] and codes == [0, 0]
+    counts = [
+        len(re.findall(r"^sweep: optimizer\.lr=[^,]*: accuracy", text, re.MULTILINE))
+        for text in texts
+    ]
+    same = texts[0].partition("\n| ")[2] == texts[1].partition("\n| ")[2] and codes == [
+        0,
+        0,
+    ]
     own = {"by_first": counts[0], "by_second": counts[1], "same_table": same}
     return {**facts(largest(folder, storage)), **own, "repeated": repeated(folder)}
 
 
 def main() -> None:
     """Measure the arms and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, required=True, help="a checkout before kd-sweep used Optuna")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        required=True,
+        help="a checkout before kd-sweep used Optuna",
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs", "sweep_pruned"))
     given = parser.parse_args()
     shutil.rmtree(given.folder, ignore_errors=True)

@@ -1,12 +1,15 @@
-"""Do fewer tokens pay? A ViT student that sees fewer patches of its training images, for the same CPU time.
+"""Do fewer tokens pay? A ViT student that sees fewer patches of its training images,
+for the same CPU time.
 
     python benchmarks/tokens.py data.root=PATH/cifar10 teacher.checkpoint=FILE [--work runs/tokens] [--seeds 0 1 2]
 
-timm's patch dropout (arXiv:2208.07220) leaves out random patches, a quarter or half of them; the last arm sees images
-of 48 px for the first 60 % of its steps. Evaluation sees all patches of 64 px. The teacher of configs/cifar10.yaml
-looks at 32 px, the student has 64 patches of 8 x 8. All arms of a seed take the same stored answers to 4 views. A few
-steps of each arm are timed in turns, and the shorter a step, the more of them follow: the time of `--epochs` passes
-with all patches. One thread. FILE: weights that `full_labels.py` fitted. Rows count as made as in `full_labels.py`.
+timm's patch dropout (arXiv:2208.07220) leaves out random patches, a quarter or half of
+them; the last arm sees images of 48 px for the first 60 % of its steps. Evaluation sees
+all patches of 64 px. The teacher of configs/cifar10.yaml looks at 32 px, the student
+has 64 patches of 8 x 8. All arms of a seed take the same stored answers to 4 views. A
+few steps of each arm are timed in turns, and the shorter a step, the more of them
+follow: the time of `--epochs` passes with all patches. One thread. FILE: weights that
+`full_labels.py` fitted. Rows count as made as in `full_labels.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ VIT = STUDENTS["vit_8"]
 
 
 class Smaller(nn.Module):
-    """Shrinks the images of the first `steps` training passes of the network that it is a hook of."""
+    """Shrinks the images of the first `steps` training passes of the network that it is
+    a hook of.
+    """
 
     def __init__(self, size: int, steps: int) -> None:
         super().__init__()
@@ -58,49 +63,91 @@ class Smaller(nn.Module):
         if not network.training or not self.left:
             return args
         self.left -= 1
-        return (nn.functional.interpolate(args[0], self.size, mode="bilinear", antialias=True),)
+        return (
+            nn.functional.interpolate(
+                args[0], self.size, mode="bilinear", antialias=True
+            ),
+        )
 
 
 def growing(small: int, steps: int, classes: int = 10) -> nn.Module:
-    """Return the student, which sees images of `small` pixels a side for its first `steps` training passes."""
-    network = timm.create_model(VIT["model"], **VIT["args"], img_size=64, dynamic_img_size=True, num_classes=classes)
+    """Return the student, which sees images of `small` pixels a side for its first
+    `steps` training passes.
+    """
+    network = timm.create_model(
+        VIT["model"],
+        **VIT["args"],
+        img_size=64,
+        dynamic_img_size=True,
+        num_classes=classes,
+    )
     network.smaller = Smaller(small, steps)
     network.register_forward_pre_hook(network.smaller)
     return network
 
 
 def student(arm: str, steps: int) -> dict[str, Any]:
-    """Return a student's section for a run that shows it small images for `steps` steps."""
+    """Return a student's section for a run that shows it small images for `steps`
+    steps.
+    """
     own = ARMS[arm]
     if "small" in own:
         half = {"mean": [0.5] * 3, "std": [0.5] * 3, "input_size": 64}
-        return {"kind": "torch", "model": "tokens:growing", "args": {**own, "steps": steps}, **half}
+        return {
+            "kind": "torch",
+            "model": "tokens:growing",
+            "args": {**own, "steps": steps},
+            **half,
+        }
     return {**VIT, "args": {**VIT["args"], **own}}
 
 
-def train(options: argparse.Namespace, arm: str, seed: int, steps: int, name: str, first: int) -> dict[str, Any]:
+def train(
+    options: argparse.Namespace, arm: str, seed: int, steps: int, name: str, first: int
+) -> dict[str, Any]:
     """Train a student on stored answers; return its test accuracy and what it took."""
     settings = {**plain("cifar10"), "student": student(arm, first)}
     keys = [key for key in KEYS if not key.startswith(NOT_HERE)]
     own = ["teacher.cache.views=4", "run.every.log=1"]
-    run = [f"run.folder={options.work}", f"run.name={name}", f"run.seed={seed}", f"run.steps={steps}"]
+    run = [
+        f"run.folder={options.work}",
+        f"run.name={name}",
+        f"run.seed={seed}",
+        f"run.steps={steps}",
+    ]
     loaded = kd.load_config(settings, [*keys, *own, *run, *options.overrides])
     cache(loaded)  # before the clock: what is stored is left as it is
     start = time.process_time()
     folder = kd.train(loaded).folder
     minutes = (time.process_time() - start) / 60
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     times = [row["step_ms"] for row in rows if row["kind"] == "train"]
     scored = json.loads((folder / "scored.json").read_text())
     accuracy = scored["row"]["accuracy"]
-    percents = [round(100 * value, 2) for value in (accuracy, *wilson(accuracy, scored["images"]))]
-    row = {"arm": arm, "seed": seed, "steps": steps, **dict(zip(("accuracy", "low", "high"), percents, strict=True))}
-    return {**row, "ms_a_step": round(statistics.median(times[len(times) // 4 :]), 2), "cpu_minutes": round(minutes, 2)}
+    percents = [
+        round(100 * value, 2)
+        for value in (accuracy, *wilson(accuracy, scored["images"]))
+    ]
+    row = {
+        "arm": arm,
+        "seed": seed,
+        "steps": steps,
+        **dict(zip(("accuracy", "low", "high"), percents, strict=True)),
+    }
+    return {
+        **row,
+        "ms_a_step": round(statistics.median(times[len(times) // 4 :]), 2),
+        "cpu_minutes": round(minutes, 2),
+    }
 
 
 def main() -> None:
     """Time the arms, train what is missing, write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, default=Path("runs", "tokens"))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=8)
@@ -108,7 +155,11 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key=value for all")
     options = parser.parse_intermixed_args()
     options.work.mkdir(parents=True, exist_ok=True)
-    weights = [text.partition("=")[2] for text in options.overrides if text.startswith("teacher.checkpoint=")]
+    weights = [
+        text.partition("=")[2]
+        for text in options.overrides
+        if text.startswith("teacher.checkpoint=")
+    ]
     if not weights:
         parser.error("teacher.checkpoint=FILE is missing")
     options.teachers = [Path(weights[-1]).parent]
@@ -119,8 +170,19 @@ def main() -> None:
         for turn in range(SIZES["rounds"]):
             for arm, times in found.items():
                 name = f"timed-{list(ARMS).index(arm)}-{turn}"
-                times.append(train(options, arm, options.seeds[0], SIZES["steps"], name, SIZES["steps"])["ms_a_step"])
-        timed.write_text(json.dumps({arm: statistics.median(times) for arm, times in found.items()}))
+                times.append(
+                    train(
+                        options,
+                        arm,
+                        options.seeds[0],
+                        SIZES["steps"],
+                        name,
+                        SIZES["steps"],
+                    )["ms_a_step"]
+                )
+        timed.write_text(
+            json.dumps({arm: statistics.median(times) for arm, times in found.items()})
+        )
     ms = json.loads(timed.read_text())
     print(ms, flush=True)
     done = {(row["arm"], row["seed"]) for row in full_labels.earlier(options, THEME)}
@@ -129,14 +191,22 @@ def main() -> None:
         for arm in options.arms:
             if (arm, seed) in done:
                 continue
-            share = FIRST if "small" in ARMS[arm] else 1.0  # of the steps that are shorter
+            share = (
+                FIRST if "small" in ARMS[arm] else 1.0
+            )  # of the steps that are shorter
             steps = round(whole / (share * ms[arm] / ms["all patches"] + 1 - share))
             name = f"tokens-{list(ARMS).index(arm)}-{seed}"
-            row = {**train(options, arm, seed, steps, name, round(FIRST * steps)), **own}
+            row = {
+                **train(options, arm, seed, steps, name, round(FIRST * steps)),
+                **own,
+            }
             with (options.work / f"{THEME}.jsonl").open("a") as opened:
                 opened.write(json.dumps(row) + "\n")
             print(row, flush=True)
-    rows = sorted(full_labels.earlier(options, THEME), key=lambda row: (row["seed"], list(ARMS).index(row["arm"])))
+    rows = sorted(
+        full_labels.earlier(options, THEME),
+        key=lambda row: (row["seed"], list(ARMS).index(row["arm"])),
+    )
     write(THEME, shown(["python benchmarks/tokens.py", *sys.argv[1:]]), rows)
 
 

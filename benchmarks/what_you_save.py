@@ -1,20 +1,26 @@
-"""What does a small model save beside a large one: accuracy, time, memory, bytes and dollars, at the endpoint.
+"""What does a small model save beside a large one: accuracy, time, memory, bytes and
+dollars, at the endpoint.
 
 Run: python benchmarks/what_you_save.py IMAGES NAME[@SEED]=EXPORT[:FILE][+SECOND] ... [--price ml.c7i.8xlarge]
 
-IMAGES has class folders: the test photographs, scored once, over HTTP by one client of a kd-serve with one thread. A
-system is an export, one of its graphs (default: the one that kd-serve takes), and perhaps a second export for images on
-which the first is unsure. SEED is that of its training. Systems take turns. Columns:
+IMAGES has class folders: the test photographs, scored once, over HTTP by one client of
+a kd-serve with one thread. A system is an export, one of its graphs (default: the one
+that kd-serve takes), and perhaps a second export for images on which the first is
+unsure. SEED is that of its training. Systems take turns. Columns:
 
-- `accuracy`, `passed_on`: of all photographs; `cpu_ms`: CPU time of the server per photograph as it is, decoded in it.
-- `behind`, `behind_low`, `behind_high`: percentage points below the first system, with the interval of the paired
-  difference; `cpu_share`: its `cpu_ms` over that of the first system.
-- `p50_ms`, `p99_ms`: one client that sends the first photograph as it is, again and again; `p50_12mp_ms` and
-  `p99_12mp_ms`: the same photograph enlarged to 12 million pixels.
-- `per_core`: photographs per second of one busy core. `usd_per_million`: by the price of an instance's vCPU, two to a
-  core, always busy.
-- `mb`: of the graph's file, of both graphs of a pair; `memory_mb`: resident, at the end. `matrix_gflops`: the machine's
-  own rate of matrix products on one thread, at the start.
+- `accuracy`, `passed_on`: of all photographs; `cpu_ms`: CPU time of the server per
+  photograph as it is, decoded in it.
+- `behind`, `behind_low`, `behind_high`: percentage points below the first system, with
+  the interval of the paired difference; `cpu_share`: its `cpu_ms` over that of the
+  first system.
+- `p50_ms`, `p99_ms`: one client that sends the first photograph as it is, again and
+  again; `p50_12mp_ms` and `p99_12mp_ms`: the same photograph enlarged to 12 million
+  pixels.
+- `per_core`: photographs per second of one busy core. `usd_per_million`: by the price
+  of an instance's vCPU, two to a core, always busy.
+- `mb`: of the graph's file, of both graphs of a pair; `memory_mb`: resident, at the
+  end. `matrix_gflops`: the machine's own rate of matrix products on one thread, at the
+  start.
 """
 
 from __future__ import annotations
@@ -60,7 +66,9 @@ class System:
         name, _, seed = title.partition("@")
         first, _, second = rest.partition("+")
         export, _, file = first.partition(":")
-        return cls(name, int(seed or 0), Path(export), file, Path(second) if second else None)
+        return cls(
+            name, int(seed or 0), Path(export), file, Path(second) if second else None
+        )
 
     def start(self) -> Server:
         """Start a server of one thread."""
@@ -76,7 +84,10 @@ class System:
             graphs.append(graph_file(self.second, ""))
         return (
             sum(
-                path.stat().st_size for graph in graphs for path in (graph, graph.with_suffix(".bin")) if path.is_file()
+                path.stat().st_size
+                for graph in graphs
+                for path in (graph, graph.with_suffix(".bin"))
+                if path.is_file()
             )
             / 1e6
         )
@@ -91,7 +102,8 @@ def graph_file(export: Path, file: str) -> Path:
 def scored(system: System, images: Sequence[Path], first: list[bool]) -> Row:
     """Send every photograph once and return accuracy, share passed on and CPU time.
 
-    `first`: which photographs the first system predicts correctly; filled if it is empty.
+    `first`: which photographs the first system predicts correctly; filled if it is
+    empty.
     """
     server = system.start()
     right, passed_on = list[bool](), 0
@@ -113,7 +125,9 @@ def scored(system: System, images: Sequence[Path], first: list[bool]) -> Row:
     lost = sum(a and not b for a, b in zip(first, right, strict=True))
     gained = sum(b and not a for a, b in zip(first, right, strict=True))
     row["behind"] = round(100 * (lost - gained) / len(images), 2)
-    row["behind_low"], row["behind_high"] = (round(100 * side, 2) for side in paired(lost, gained, len(images)))
+    row["behind_low"], row["behind_high"] = (
+        round(100 * side, 2) for side in paired(lost, gained, len(images))
+    )
     row["passed_on"] = round(100 * passed_on / len(images), 2) if system.second else ""
     row["cpu_ms"] = round(1000 * used / len(images), 2)
     return row
@@ -122,12 +136,18 @@ def scored(system: System, images: Sequence[Path], first: list[bool]) -> Row:
 def predict(server: Server, image: Path) -> Row:
     """Return the endpoint's prediction for one file."""
     headers = {"content-type": "application/octet-stream"}
-    with urllib.request.urlopen(urllib.request.Request(server.url, image.read_bytes(), headers), timeout=60) as reply:
+    with urllib.request.urlopen(
+        urllib.request.Request(server.url, image.read_bytes(), headers), timeout=60
+    ) as reply:
         return json.load(reply)["predictions"][0]
 
 
-def timed(systems: Sequence[System], image: Path, turns: int, seconds: float) -> dict[System, Row]:
-    """Let one client ask each system in turns, with the photograph as it is and enlarged."""
+def timed(
+    systems: Sequence[System], image: Path, turns: int, seconds: float
+) -> dict[System, Row]:
+    """Let one client ask each system in turns, with the photograph as it is and
+    enlarged.
+    """
     bodies = {"": image.read_bytes(), "12mp_": enlarged(image, SIDES[LARGE])}
     waits: dict[tuple[System, str], list[float]] = {}
     servers = {system: system.start() for system in systems}
@@ -142,7 +162,9 @@ def timed(systems: Sequence[System], image: Path, turns: int, seconds: float) ->
                     answers = asyncio.run(closed_loop(url, message, 1, seconds))
                     statuses = Counter(answer.status for answer in answers)
                     assert set(statuses) == {200}, (system, statuses)
-                    waits.setdefault((system, kind), []).extend(1000 * answer.took for answer in answers)
+                    waits.setdefault((system, kind), []).extend(
+                        1000 * answer.took for answer in answers
+                    )
         for system, server in servers.items():
             rows[system] = {
                 f"{place}_{kind}ms": round(percentile(waits[system, kind], share), 2)
@@ -158,29 +180,53 @@ def timed(systems: Sequence[System], image: Path, turns: int, seconds: float) ->
 
 def main() -> None:
     """Measure and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("images", type=Path)
-    parser.add_argument("systems", nargs="+", type=System.parse, metavar="NAME[@SEED]=EXPORT[:FILE][+SECOND]")
+    parser.add_argument(
+        "systems",
+        nargs="+",
+        type=System.parse,
+        metavar="NAME[@SEED]=EXPORT[:FILE][+SECOND]",
+    )
     parser.add_argument("--price", default="ml.c7i.8xlarge", choices=sorted(TABLE))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0)
     options = parser.parse_args()
-    images = sorted(path for path in options.images.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
+    images = sorted(
+        path
+        for path in options.images.rglob("*")
+        if path.suffix.lower() in (".jpg", ".jpeg", ".png")
+    )
     instance = TABLE[options.price]
     torch.set_num_threads(1)
     rate = matrix_rate(torch.device("cpu"), torch.float32, (1024,)) / 1e9
     times = timed(options.systems, images[0], options.turns, options.seconds)
     rows, first = list[Row](), list[bool]()
     for system in options.systems:
-        row: Row = {"system": system.name, "seed": system.seed, **scored(system, images, first), **times[system]}
-        row["cpu_share"] = round(row["cpu_ms"] / (rows[0] if rows else row)["cpu_ms"], 3)
+        row: Row = {
+            "system": system.name,
+            "seed": system.seed,
+            **scored(system, images, first),
+            **times[system],
+        }
+        row["cpu_share"] = round(
+            row["cpu_ms"] / (rows[0] if rows else row)["cpu_ms"], 3
+        )
         row["per_core"] = round(1000 / row["cpu_ms"], 1)
-        row["usd_per_million"] = round(row["cpu_ms"] * 1e6 / 3.6e6 * instance.usd / instance.cores, 2)
+        row["usd_per_million"] = round(
+            row["cpu_ms"] * 1e6 / 3.6e6 * instance.usd / instance.cores, 2
+        )
         row["mb"] = round(system.megabytes(), 2)
         row["matrix_gflops"] = round(rate, 1)
         rows.append(row)
         print(row, flush=True)
-    write("what_you_save", f"python benchmarks/what_you_save.py IMAGES SYSTEM ... --price {options.price}", rows)
+    write(
+        "what_you_save",
+        f"python benchmarks/what_you_save.py IMAGES SYSTEM ... --price {options.price}",
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Run the zoo of tests/zoo through kd and through other readers, and count what each does with a case.
+"""Run the zoo of tests/zoo through kd and through other readers, and count what each
+does with a case.
 
     python benchmarks/zoo.py            # every case, in a temporary folder
     python benchmarks/zoo.py --print    # print the rows instead of writing the CSV
 
-right: the images of each class that are to be read, with the right pixels. refused: an error that names the file, the
-folder or the class at fault. traceback: an error that does not. silently_wrong: another result, without a word. Others
-read folders of classes; a case of a table, shards or parquet is kd's alone. Their order of classes is not compared.
+right: the images of each class that are to be read, with the right pixels. refused: an
+error that names the file, the folder or the class at fault. traceback: an error that
+does not. silently_wrong: another result, without a word. Others read folders of
+classes; a case of a table, shards or parquet is kd's alone. Their order of classes is
+not compared.
 """
 
 from __future__ import annotations
@@ -24,14 +27,23 @@ from typing import Any
 
 from PIL import Image
 
-sys.path += [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("zoo", "")]
+sys.path += [
+    str(Path(__file__).parents[1] / "tests" / folder) for folder in ("zoo", "")
+]
 
 import cases  # type: ignore[import-not-found]
 
 import _record
 
-OWN = ("nested classes", "a palette with transparency", "an MPO of 2,000 scans", "a JPEG of 2,000 scans")
-"""Cases in which what is right is a convention of kd. Others are not compared: theirs are as good."""
+OWN = (
+    "nested classes",
+    "a palette with transparency",
+    "an MPO of 2,000 scans",
+    "a JPEG of 2,000 scans",
+)
+"""Cases in which what is right is a convention of kd. Others are not compared: theirs
+are as good.
+"""
 OUTCOMES = ("right", "refused", "traceback", "silently_wrong")
 Read = tuple[dict[str, int], Image.Image | None]
 
@@ -40,7 +52,12 @@ def torchvision(split: Path) -> Read:
     from torchvision.datasets import ImageFolder
 
     found = ImageFolder(str(split))
-    return counted([(found.classes[label], image) for image, label in (found[i] for i in range(len(found)))])
+    return counted(
+        [
+            (found.classes[label], image)
+            for image, label in (found[i] for i in range(len(found)))
+        ]
+    )
 
 
 def timm(split: Path) -> Read:
@@ -48,7 +65,12 @@ def timm(split: Path) -> Read:
 
     found = ImageDataset(str(split))
     names = {label: name for name, label in found.reader.class_to_idx.items()}  # type: ignore[attr-defined]
-    return counted([(names[label], image) for image, label in (found[i] for i in range(len(found)))])
+    return counted(
+        [
+            (names[label], image)
+            for image, label in (found[i] for i in range(len(found)))
+        ]
+    )
 
 
 def datasets(split: Path) -> Read:
@@ -56,16 +78,24 @@ def datasets(split: Path) -> Read:
     hub.disable_progress_bars()
     with tempfile.TemporaryDirectory() as cache:
         files = {"train": f"{split}/**"}
-        found = hub.load_dataset("imagefolder", data_files=files, cache_dir=cache, drop_labels=False)["train"]
+        found = hub.load_dataset(
+            "imagefolder", data_files=files, cache_dir=cache, drop_labels=False
+        )["train"]
         names = found.features["label"].names
-        return counted([(names[row["label"]], row["image"].convert("RGB")) for row in found])
+        return counted(
+            [(names[row["label"]], row["image"].convert("RGB")) for row in found]
+        )
 
 
 def counted(pairs: list[tuple[str, Any]]) -> Read:
     return dict(Counter(name for name, _ in pairs)), pairs[0][1] if pairs else None
 
 
-PEERS: dict[str, Callable[[Path], Read]] = {"torchvision": torchvision, "timm": timm, "datasets": datasets}
+PEERS: dict[str, Callable[[Path], Read]] = {
+    "torchvision": torchvision,
+    "timm": timm,
+    "datasets": datasets,
+}
 
 
 def outcome(case: Any, read: Callable[[Path], Read], root: Path) -> str:
@@ -75,10 +105,23 @@ def outcome(case: Any, read: Callable[[Path], Read], root: Path) -> str:
         counts, first = read(root / "train")
         val = set(read(root / "val")[0]) if (root / "val").is_dir() else set()
     except Exception as error:
-        named = [part for path in root.rglob("*") for part in (path.name, str(path)) if len(part) > 4 or "/" in part]
-        return "refused" if any(name in str(error) for name in [*named, "train"]) else "traceback"
+        named = [
+            part
+            for path in root.rglob("*")
+            for part in (path.name, str(path))
+            if len(part) > 4 or "/" in part
+        ]
+        return (
+            "refused"
+            if any(name in str(error) for name in [*named, "train"])
+            else "traceback"
+        )
     wrong = counts != dict(case.right) or val - set(counts) or first is None
-    return "silently_wrong" if wrong or (case.pixels and not case.pixels(first)) else "right"
+    return (
+        "silently_wrong"
+        if wrong or (case.pixels and not case.pixels(first))
+        else "right"
+    )
 
 
 def of_kd(case: Any, root: Path) -> str:
@@ -95,7 +138,9 @@ def rows() -> list[dict[str, Any]]:
     made = []
     for case in cases.CASES:
         readers = {"kd": lambda root, case=case: of_kd(case, root)}
-        for name, read in PEERS.items() if case.kind == "folder" and case.name not in OWN else ():
+        for name, read in (
+            PEERS.items() if case.kind == "folder" and case.name not in OWN else ()
+        ):
             readers[name] = lambda root, case=case, read=read: outcome(case, read, root)
         for name, run in readers.items():
             with tempfile.TemporaryDirectory() as folder:
@@ -103,14 +148,21 @@ def rows() -> list[dict[str, Any]]:
                 found = run(Path(folder) / "data")
             is_kd = name == "kd"
             group = "folders" if case.kind == "folder" else "tables, shards, parquet"
-            row = {"cases": group, "reader": name, "version": version(name) if not is_kd else "here", "case": case.name}
+            row = {
+                "cases": group,
+                "reader": name,
+                "version": version(name) if not is_kd else "here",
+                "case": case.name,
+            }
             made.append({**row, **{one: int(one == found) for one in OUTCOMES}})
             print(f"{case.name:40s} {name:12s} {found}", flush=True)
     return made
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--print", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -1,4 +1,5 @@
-"""Distill your own module into a smaller one, on your own dataset, without YAML, timm or a run folder.
+"""Distill your own module into a smaller one, on your own dataset, without YAML, timm
+or a run folder.
 
 Run: python examples/own_modules.py
 """
@@ -23,7 +24,12 @@ def blobs(count: int, seed: int) -> TensorDataset:
 
 def network(width: int) -> nn.Module:
     """Make a small convolutional network."""
-    body = [nn.Conv2d(3, width, 3, padding=1), nn.GELU(), nn.Conv2d(width, width, 3, 2, 1), nn.GELU()]
+    body = [
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.GELU(),
+        nn.Conv2d(width, width, 3, 2, 1),
+        nn.GELU(),
+    ]
     return nn.Sequential(*body, nn.Flatten(), nn.Linear(16 * width, 4))
 
 
@@ -33,10 +39,25 @@ def main() -> float:
     train, val = blobs(512, seed=1), blobs(256, seed=2)
     teacher, student = network(16), network(4)
     common = {"train": train, "val": val, "optimizer": {"lr": 1e-2}}
-    kd.distill(teacher=teacher, student=teacher, losses=[{"kind": "ce"}], epochs=5, progress=False, **common)
+    kd.distill(
+        teacher=teacher,
+        student=teacher,
+        losses=[{"kind": "ce"}],
+        epochs=5,
+        progress=False,
+        **common,
+    )
     losses = [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.1}]
-    distilled = kd.distill(teacher=teacher, student=student, losses=losses, epochs=5, **common)
-    print({name: round(value, 3) for name, value in distilled.metrics.items() if name != "kind"})
+    distilled = kd.distill(
+        teacher=teacher, student=student, losses=losses, epochs=5, **common
+    )
+    print(
+        {
+            name: round(value, 3)
+            for name, value in distilled.metrics.items()
+            if name != "kind"
+        }
+    )
     return distilled.metrics["accuracy"]
 
 

@@ -1,9 +1,11 @@
-"""kd inside an objective of Optuna's: for a space that kd-sweep cannot write, here keys that depend on the loss.
+"""kd inside an objective of Optuna's, for a space that kd-sweep cannot write: here keys
+that depend on the loss.
 
 Run: python examples/under_optuna.py CONFIG [TRIALS]        (pip install optuna)
 
-All trials share the fitted teacher, the store of decoded images and the teacher's cache, which depend on nothing that
-is searched here. Set `teacher.cache.views` in CONFIG. The same command goes on: Optuna keeps its trials in a file.
+All trials share the fitted teacher, the store of decoded images and the teacher's
+cache, which depend on nothing that is searched here. Set `teacher.cache.views` in
+CONFIG. The same command goes on: Optuna keeps its trials in a file.
 """
 
 from __future__ import annotations
@@ -25,12 +27,24 @@ def search(config: str, trials: int, *overrides: str) -> optuna.Study:
         kind = trial.suggest_categorical("loss", ["kl", "dkd"])
         key = {"kl": "temperature", "dkd": "beta"}[kind]
         loss = f"losses=[{{kind: {kind}, {key}: {trial.suggest_float(key, 1.0, 8.0)}}}]"
-        result = kd.train(config, f"run.name=optuna-{trial.number}", f"optimizer.lr={rate}", loss, *overrides)
-        return result.metrics["accuracy"]  # of the best checkpoint, on validation images: optimistic
+        result = kd.train(
+            config,
+            f"run.name=optuna-{trial.number}",
+            f"optimizer.lr={rate}",
+            loss,
+            *overrides,
+        )
+        return result.metrics[
+            "accuracy"
+        ]  # of the best checkpoint, on validation images: optimistic
 
     storage = optuna.storages.JournalStorage(JournalFileBackend("optuna.log"))
-    study = optuna.create_study(storage=storage, study_name="kd", direction="maximize", load_if_exists=True)
-    study.optimize(objective, max(0, trials - len(study.get_trials(states=(TrialState.COMPLETE,)))))
+    study = optuna.create_study(
+        storage=storage, study_name="kd", direction="maximize", load_if_exists=True
+    )
+    study.optimize(
+        objective, max(0, trials - len(study.get_trials(states=(TrialState.COMPLETE,))))
+    )
     return study
 
 

@@ -1,4 +1,5 @@
-"""kd: train a small vision model to match a large one, with stored teacher outputs and sifted data.
+"""kd: train a small vision model to match a large one, with stored teacher outputs and
+sifted data.
 
     import kd
     run = kd.train("configs/vit_food.yaml", "run.epochs=5")
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
     from kd.jobs.api import Distilled, distill, train
     from kd.study.sweeps.sweep import sweep
 
-# Read by OpenMP when torch starts. Its threads otherwise spin for long while they wait: beside any busy neighbour, such
-# as the loader's own worker, a step on two cores was measured to take fifty times as long. Where they sleep at once, a
-# step of small models takes twice as long; a short spin covers the gaps between torch's operators.
+# Read by OpenMP when torch starts. Its threads otherwise spin for long while they wait:
+# beside any busy neighbour, such as the loader's own worker, a step on two cores was
+# measured to take fifty times as long. Where they sleep at once, a step of small models
+# takes twice as long; a short spin covers the gaps between torch's operators.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# Read by onnxruntime when it is imported: 1.32 sends events to its makers, and keeps an id in the home folder.
+# Read by onnxruntime when it is imported: 1.32 sends events to its makers, and keeps an
+# id in the home folder.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __version__ = "0.3.0"

@@ -1,4 +1,6 @@
-"""What several folders of tests share: a tiny image folder, a tiny fitted teacher, a configuration, the commands."""
+"""What several folders of tests share: a tiny image folder, a tiny fitted teacher, a
+configuration, the commands.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,34 @@ import psutil
 import pytest
 import yaml
 
-import kd  # before torch: it tells OpenMP how to wait, and a run on two busy cores takes a quarter of the CPU time
+# before torch: it tells OpenMP how to wait, and a run on two busy cores takes a quarter
+# of the CPU time
+import kd
 
 # isort: split
 import torch
 from pieces import base, given, merged, paint
 
 assert kd.__version__
-gc.disable()  # until all is imported: a quarter of the collection's CPU time was gc's, which found nothing
-SHARED = Path(os.environ.get("KD_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
+# until all is imported: a quarter of the collection's CPU time was gc's, which found
+# nothing
+gc.disable()
+SHARED = Path(
+    os.environ.get("KD_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data"
+)
 """Where real photographs lie, if they do."""
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+)
 SPENT = pytest.StashKey[float]()
 BUDGET = 31_000
-"""Products of matrices for which the default suite may compute: on 2026-11-28 it took 28,900, 33,000 beside other
-work."""
+"""Products of matrices for which the default suite may compute: on 2026-11-28 it took
+28,900, 33,000 beside other work.
+"""
 
 
 class Answer(NamedTuple):
@@ -47,12 +62,18 @@ class Answer(NamedTuple):
 
 
 def pytest_collection_finish() -> None:
-    """Do once what the tests would do again and again: collect what imports have made, a twelfth of the time."""
-    if "kd.models.runtimes" in sys.modules:  # a fifth of an export is to make one list of functions again
+    """Do once what the tests would do again and again: collect what imports have made,
+    a twelfth of the time.
+    """
+    if (
+        "kd.models.runtimes" in sys.modules
+    ):  # a fifth of an export is to make one list of functions again
         with suppress(ImportError):  # torch 2.4 has no such module
             from torch.onnx._internal.exporter import _registration
 
-            if (functions := getattr(_registration, "onnxscript_apis", None)) is not None:
+            if (
+                functions := getattr(_registration, "onnxscript_apis", None)
+            ) is not None:
                 functions.get_torchlib_ops = cache(functions.get_torchlib_ops)
     gc.collect()
     gc.freeze()
@@ -61,7 +82,9 @@ def pytest_collection_finish() -> None:
 
 
 def spent() -> float:
-    """Return the CPU seconds of this process and of its children, those that have ended included."""
+    """Return the CPU seconds of this process and of its children, those that have ended
+    included.
+    """
     running = psutil.Process().children(recursive=True)
     return sum(os.times()[:4]) + sum(sum(one.cpu_times()[:4]) for one in running)
 
@@ -75,11 +98,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Add up what the workers have cost."""
-    node.config.stash[SPENT] = node.config.stash.get(SPENT, 0.0) + getattr(node, "workeroutput", {})["cpu_seconds"]
+    node.config.stash[SPENT] = (
+        node.config.stash.get(SPENT, 0.0)
+        + getattr(node, "workeroutput", {})["cpu_seconds"]
+    )
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say what the tests have cost: in seconds, and in products of matrices, which machines have in common."""
+    """Say what the tests have cost: in seconds, and in products of matrices, which
+    machines have in common.
+    """
     seconds, matrix = config.stash.get(SPENT, 0.0) or spent(), torch.ones(1024, 1024)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -88,10 +116,19 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         matrix @ matrix
     products = round(seconds / (time.thread_time() - begin) * 10, -2)
     torch.set_num_threads(threads)
-    cost = f"{seconds:.0f} CPU seconds, as long as {products:,.0f} products of matrices of 1024 x 1024"
-    whole = config.option.markexpr == "not slow" and config.args_source == config.ArgsSource.TESTPATHS
+    cost = (
+        f"{seconds:.0f} CPU seconds, as long as {products:,.0f} products of matrices of"
+        " 1024 x 1024"
+    )
+    whole = (
+        config.option.markexpr == "not slow"
+        and config.args_source == config.ArgsSource.TESTPATHS
+    )
     if whole and products > 1.1 * BUDGET:
-        cost += f", {products / BUDGET - 1:.0%} above the budget of tests/conftest.py: the suite has grown dear"
+        cost += (
+            f", {products / BUDGET - 1:.0%} above the budget of tests/conftest.py: the"
+            " suite has grown dear"
+        )
     terminalreporter.write_line(cost)
 
 
@@ -109,7 +146,8 @@ def alone(monkeypatch) -> None:
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory) -> Callable[..., Path]:
-    """Build a folder in the first worker that asks, for all of them: `once("name", build)`, `build(folder)` a path.
+    """Build a folder in the first worker that asks, for all of them: `once("name",
+    build)`, `build(folder)` a path.
 
     Nobody writes into it; a test that must, copies it.
     """
@@ -123,7 +161,9 @@ def once(tmp_path_factory) -> Callable[..., Path]:
         with open(folder.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # of a worker in which it failed
+                shutil.rmtree(
+                    folder, ignore_errors=True
+                )  # of a worker in which it failed
                 folder.mkdir()
                 done.write_text(str(build(folder)))
         return Path(done.read_text())
@@ -133,7 +173,9 @@ def once(tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def photos(once) -> Path:
-    """A folder of 36 training and 13 validation images of three classes. Do not write into it."""
+    """A folder of 36 training and 13 validation images of three classes. Do not write
+    into it.
+    """
 
     def build(root: Path) -> Path:
         paint(root / "train", (12, 12, 12), seed=1)
@@ -174,13 +216,19 @@ def teacher(photos, once) -> Path:
 
 @pytest.fixture(scope="session")
 def steady(photos, once) -> Path:
-    """A teacher whose bits do not depend on an image's neighbours in the batch: heads of 16, as BLAS likes them."""
-    return once("steady", lambda folder: taught(photos, folder, 1, embed_dim=64, num_heads=4))
+    """A teacher whose bits do not depend on an image's neighbours in the batch: heads
+    of 16, as BLAS likes them.
+    """
+    return once(
+        "steady", lambda folder: taught(photos, folder, 1, embed_dim=64, num_heads=4)
+    )
 
 
 @pytest.fixture(scope="session")
 def photographs(once) -> Path:
-    """Two real photographs of each of 28 kinds of fruit, in three splits. Do not write into it."""
+    """Two real photographs of each of 28 kinds of fruit, in three splits. Do not write
+    into it.
+    """
     path = SHARED / "grocery-fruit.tar"
     if not path.is_file():
         pytest.skip("grocery-fruit.tar is not here; set KD_TEST_DATA to its folder")
@@ -190,7 +238,11 @@ def photographs(once) -> Path:
         with tarfile.open(path) as archive:
             for member in archive:
                 folder = member.name.rpartition("/")[0]
-                if member.isfile() and folder.count("/") == 2 and seen.setdefault(folder, 0) < 2:
+                if (
+                    member.isfile()
+                    and folder.count("/") == 2
+                    and seen.setdefault(folder, 0) < 2
+                ):
                     seen[folder] += 1
                     archive.extract(member, root, filter="data")
         return root / "grocery-fruit"
@@ -200,7 +252,9 @@ def photographs(once) -> Path:
 
 @pytest.fixture
 def settings(photos, teacher, tmp_path) -> dict[str, Any]:
-    """A configuration with `teacher` and `photos`, run folders in `tmp_path`; change it as you like."""
+    """A configuration with `teacher` and `photos`, run folders in `tmp_path`; change it
+    as you like.
+    """
     made = base(photos, tmp_path)
     made["teacher"] = given(teacher)
     return made
@@ -220,7 +274,9 @@ def written(settings, tmp_path) -> Callable[..., str]:
 
 @pytest.fixture
 def command(capfd) -> Callable[..., Answer]:
-    """Run a command's `main` in this process: `command("train", path, "run.epochs=1")`."""
+    """Run a command's `main` in this process: `command("train", path,
+    "run.epochs=1")`.
+    """
     from kd.cli.__main__ import COMMANDS
 
     def run(name: str, *argv: object) -> Answer:
@@ -237,7 +293,9 @@ def command(capfd) -> Callable[..., Answer]:
 
 @pytest.fixture
 def refused(command) -> Callable[..., str]:
-    """Run a command that must stop with exit code 2 and one line on stderr; return the line."""
+    """Run a command that must stop with exit code 2 and one line on stderr; return the
+    line.
+    """
 
     def run(name: str, *argv: object) -> str:
         answer = command(name, *argv)
@@ -251,7 +309,9 @@ def refused(command) -> Callable[..., str]:
 
 @pytest.fixture
 def inside(tmp_path, monkeypatch) -> Path:
-    """Work in `tmp_path`, so that nothing can be written elsewhere by a relative path."""
+    """Work in `tmp_path`, so that nothing can be written elsewhere by a
+    relative path.
+    """
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -267,8 +327,12 @@ def learned(photos: Path, teacher: Path, folder: Path, /, **sections: Any) -> Pa
 
 @pytest.fixture(scope="session")
 def distilled(photos, teacher, once) -> Path:
-    """A finished run folder: a student that has learned `photos`. Do not write into it."""
-    return once("distilled", lambda folder: learned(photos, teacher, folder, run={"epochs": 6}))
+    """A finished run folder: a student that has learned `photos`. Do not write
+    into it.
+    """
+    return once(
+        "distilled", lambda folder: learned(photos, teacher, folder, run={"epochs": 6})
+    )
 
 
 @pytest.fixture(scope="session")
@@ -277,17 +341,23 @@ def exported(distilled, once) -> Path:
     from kd.deploy.export.export import ExportOptions, export
 
     options = ExportOptions(int8=True, pt2=True)
-    return once("exported", lambda folder: export(distilled, folder / "export", options).folder)
+    return once(
+        "exported", lambda folder: export(distilled, folder / "export", options).folder
+    )
 
 
 @pytest.fixture(scope="session")
 def embedded(photos, teacher, once) -> Path:
-    """A finished run folder of an embedding student, with its export. Do not write into it."""
+    """A finished run folder of an embedding student, with its export. Do not write into
+    it.
+    """
     from kd.deploy.export.export import ExportOptions, export
 
     def build(folder: Path) -> Path:
         losses = [{"kind": "cosine"}, {"kind": "cckd", "weight": 0.5}]
-        run = learned(photos, teacher, folder, teacher={"cache": {"views": 1}}, losses=losses)
+        run = learned(
+            photos, teacher, folder, teacher={"cache": {"views": 1}}, losses=losses
+        )
         export(run, options=ExportOptions(int8=True))
         return run
 
@@ -307,15 +377,27 @@ def _moto() -> Iterator[str]:
 
 @pytest.fixture
 def aws(_moto, monkeypatch) -> Iterator[Callable[[str], Any]]:
-    """Point boto3 and s3fs at moto's server, which is empty but for the bucket `bucket`; returns clients."""
+    """Point boto3 and s3fs at moto's server, which is empty but for the bucket
+    `bucket`; returns clients.
+    """
     import boto3
 
-    keep = {"AWS_ENDPOINT_URL": _moto, "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
-    for name, value in {**keep, "AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"}.items():
+    keep = {
+        "AWS_ENDPOINT_URL": _moto,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    for name, value in {
+        **keep,
+        "AWS_ACCESS_KEY_ID": "none",
+        "AWS_SECRET_ACCESS_KEY": "none",
+    }.items():
         monkeypatch.setenv(name, value)
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
-    urllib.request.urlopen(urllib.request.Request(f"{_moto}/moto-api/reset", method="POST")).close()
+    urllib.request.urlopen(
+        urllib.request.Request(f"{_moto}/moto-api/reset", method="POST")
+    ).close()
     boto3.setup_default_session()
     boto3.client("s3").create_bucket(Bucket="bucket")
     yield boto3.client

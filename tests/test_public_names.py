@@ -12,7 +12,10 @@ def test_every_public_name_is_there(name):
 
 def test_the_public_names():
     functions = {"distill", "load", "load_config", "region", "sweep", "train"}
-    assert set(kd.__all__) == {"BadImage", "Config", "Distilled", "KdError", "__version__"} | functions
+    assert (
+        set(kd.__all__)
+        == {"BadImage", "Config", "Distilled", "KdError", "__version__"} | functions
+    )
     assert set(kd._HOMES) | {"__version__"} == set(kd.__all__)
 
 

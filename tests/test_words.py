@@ -1,4 +1,6 @@
-"""Pages, and the strings and docstrings of kd/, are in plain words: the phrases of tests/words.py are not in them."""
+"""Pages, and the strings and docstrings of kd/, are in plain words: the phrases of
+tests/words.py are not in them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from words import faults, prose
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")),
+    *(
+        ROOT / name
+        for name in (
+            "README.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "benchmarks/README.md",
+        )
+    ),
     *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "keys"),
 ]
 
@@ -24,7 +34,11 @@ def test_strings_and_docstrings_of_kd_have_no_such_phrase():
     found = {}
     for path in sorted((ROOT / "kd").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and (wrong := faults(node.value)):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and (wrong := faults(node.value))
+            ):
                 found[f"{path.relative_to(ROOT)}:{node.lineno}"] = wrong
     assert not found
 

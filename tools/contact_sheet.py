@@ -23,7 +23,9 @@ def main() -> None:
     sheet = Image.new("RGB", (given.columns * side, len(DISHES) * side))
     for row, dish in enumerate(DISHES):
         for column in range(given.columns):
-            sheet.paste(render(dish, "train", column, 0, side), (column * side, row * side))
+            sheet.paste(
+                render(dish, "train", column, 0, side), (column * side, row * side)
+            )
     sheet.save(given.to, quality=85)
 
 

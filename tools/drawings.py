@@ -1,8 +1,10 @@
-"""Draw docs/how.svg (guide: from photographs to an endpoint) and docs/rooms.svg (design: who may import whom).
+"""Draw docs/how.svg (guide: from photographs to an endpoint) and docs/rooms.svg
+(design: who may import whom).
 
     python tools/drawings.py
 
-Both have colours for light and dark screens. The rooms and their order come from tests/test_imports.py.
+Both have colours for light and dark screens. The rooms and their order come from
+tests/test_imports.py.
 """
 
 from __future__ import annotations
@@ -36,32 +38,53 @@ MEANINGS = {
 }
 
 
-def box(x: float, y: float, width: float, height: float, title: str, *lines: str, kind: str = "box") -> str:
+def box(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    title: str,
+    *lines: str,
+    kind: str = "box",
+) -> str:
     """Return a box with a title and smaller lines below it."""
     first = y + height / 2 + 5 - 8 * len(lines)
-    parts = [f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="7"/>']
+    parts = [
+        f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}"'
+        f' height="{height:g}" rx="7"/>'
+    ]
     parts.append(f'<text x="{x + width / 2:g}" y="{first:g}">{escape(title)}</text>')
     for number, line in enumerate(lines, 1):
-        parts.append(f'<text class="small" x="{x + width / 2:g}" y="{first + 16 * number:g}">{escape(line)}</text>')
+        parts.append(
+            f'<text class="small" x="{x + width / 2:g}"'
+            f' y="{first + 16 * number:g}">{escape(line)}</text>'
+        )
     return "".join(parts)
 
 
 def arrow(*points: tuple[float, float]) -> str:
-    """Return a line through points with a head at its end, which points right or up or down."""
+    """Return a line through points with a head at its end, which points right or up or
+    down.
+    """
     (x0, y0), (x, y) = points[-2:]
     dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
     head = (
-        f"{x:g},{y:g} {x - 8 * dx - 4 * dy:g},{y - 8 * dy - 4 * dx:g} {x - 8 * dx + 4 * dy:g},{y - 8 * dy + 4 * dx:g}"
+        f"{x:g},{y:g} {x - 8 * dx - 4 * dy:g},{y - 8 * dy - 4 * dx:g}"
+        f" {x - 8 * dx + 4 * dy:g},{y - 8 * dy + 4 * dx:g}"
     )
     line = " ".join(f"{px:g},{py:g}" for px, py in points)
-    return f'<polyline class="arrow" points="{line}"/><polygon class="head" points="{head}"/>'
+    return (
+        f'<polyline class="arrow" points="{line}"/><polygon class="head"'
+        f' points="{head}"/>'
+    )
 
 
 def drawing(width: float, height: float, label: str, *parts: str) -> str:
     """Return an SVG file."""
     ground = f'<rect class="ground" width="{width:g}" height="{height:g}"/>'
     start = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width:g} {height:g}" aria-label="{label}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width:g}'
+        f' {height:g}" aria-label="{label}">'
     )
     return "\n".join([start, STYLE, ground, *parts, "</svg>", ""])
 
@@ -76,14 +99,41 @@ def how() -> str:
         box(14, 116, 136, 74, "teacher", "large, frozen"),
         arrow((150, 153), (198, 153)),
         arrow((82, 90), (82, 116)),
-        box(198, 116, 148, 74, "stored outputs", "the teacher runs once", "per view of an image", kind="ours"),
+        box(
+            198,
+            116,
+            148,
+            74,
+            "stored outputs",
+            "the teacher runs once",
+            "per view of an image",
+            kind="ours",
+        ),
         arrow((150, 53), (394, 53)),
         arrow((346, 153), (460, 153), (460, 90)),
         box(394, 16, 132, 74, "student", "small", "one YAML file: a run", kind="ours"),
         arrow((526, 53), (574, 53)),
-        box(574, 16, 138, 74, "export", "ONNX or int8,", "compared with PyTorch", kind="ours"),
+        box(
+            574,
+            16,
+            138,
+            74,
+            "export",
+            "ONNX or int8,",
+            "compared with PyTorch",
+            kind="ours",
+        ),
         arrow((712, 53), (760, 53)),
-        box(760, 16, 126, 74, "endpoint", "on a CPU, without", "torch; drift alarms", kind="ours"),
+        box(
+            760,
+            16,
+            126,
+            74,
+            "endpoint",
+            "on a CPU, without",
+            "torch; drift alarms",
+            kind="ours",
+        ),
         arrow((643, 90), (643, 130)),
         box(574, 130, 138, 60, "model card", "kd-verify recomputes it", kind="ours"),
         '<text class="small" x="462" y="176">the student learns the outputs</text>',
@@ -93,24 +143,48 @@ def how() -> str:
 def rooms() -> str:
     """Draw the rooms in the order in which they may import each other."""
     text = (ROOT / "tests" / "test_imports.py").read_text()
-    order = re.findall(r'^    "(\w+)": ', text.split("MAY_IMPORT = {", 1)[1].split("}\n", 1)[0], re.MULTILINE)
+    order = re.findall(
+        r'^    "(\w+)": ',
+        text.split("MAY_IMPORT = {", 1)[1].split("}\n", 1)[0],
+        re.MULTILINE,
+    )
     names = [name for name in order if name in MEANINGS]
     if {*names} != {*MEANINGS}:
-        raise SystemExit(f"tools/drawings.py: rooms without a meaning: {sorted({*names} ^ {*MEANINGS})}")
+        raise SystemExit(
+            "tools/drawings.py: rooms without a meaning:"
+            f" {sorted({*names} ^ {*MEANINGS})}"
+        )
     parts = []
     for number, name in enumerate(names):
         column, row = divmod(number, 5)
         x, y = 40 + 290 * column, 14 + 66 * row
         parts.append(
-            box(x, y, 250, 50, f"{number + 1}  {name}/", MEANINGS[name], kind="ours" if name == "engine" else "box")
+            box(
+                x,
+                y,
+                250,
+                50,
+                f"{number + 1}  {name}/",
+                MEANINGS[name],
+                kind="ours" if name == "engine" else "box",
+            )
         )
         if row < 4 and number + 1 < len(names):
             parts.append(arrow((x + 125, y + 50), (x + 125, y + 66)))
         elif number + 1 < len(names):
-            parts.append(arrow((x + 250, y + 25), (x + 270, y + 25), (x + 270, 39), (x + 290, 39)))
-    note = '<text class="small left" x="600" y="240">A room may import rooms with smaller numbers.</text>'
+            parts.append(
+                arrow(
+                    (x + 250, y + 25), (x + 270, y + 25), (x + 270, 39), (x + 290, 39)
+                )
+            )
+    note = (
+        '<text class="small left" x="600" y="240">A room may import rooms with smaller'
+        " numbers.</text>"
+    )
     more = '<text class="small left" x="600" y="258">sifting/ stands alone.</text>'
-    return drawing(900, 350, "the rooms of kd/ in their import order", *parts, note, more)
+    return drawing(
+        900, 350, "the rooms of kd/ in their import order", *parts, note, more
+    )
 
 
 def main() -> None:

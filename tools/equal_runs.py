@@ -1,9 +1,10 @@
-"""Are two fresh runs of one file and seed the same bits, one of them beside a busy neighbour?
+"""Are two fresh runs of one file and seed the same bits, one of them beside a busy
+neighbour?
 
     python tools/equal_runs.py --pairs 5
 
-Everything that `auto` decides is left to it. A run fits its teacher, distills it and writes its folder anew. The
-neighbour keeps all cores busy with matrix products.
+Everything that `auto` decides is left to it. A run fits its teacher, distills it and
+writes its folder anew. The neighbour keeps all cores busy with matrix products.
 """
 
 from __future__ import annotations
@@ -21,12 +22,19 @@ from pathlib import Path
 from same_losses import digest, settings
 
 BUSY = "import torch\nwhile True: torch.randn(700, 700) @ torch.randn(700, 700)"
-FIXED = {"teacher": ("precision", "attention", "compile", "runtime"), "student": ("attention", "compile")}
-"""Keys that the golden runs fix, left to `auto` here; and all of `backend` but its kind."""
+FIXED = {
+    "teacher": ("precision", "attention", "compile", "runtime"),
+    "student": ("attention", "compile"),
+}
+"""Keys that the golden runs fix, left to `auto` here; and all of `backend` but its
+kind.
+"""
 
 
 def train(folder: Path) -> tuple[str, float, str]:
-    """Train in an empty folder; return the hash of its rows, the last loss, and what ran."""
+    """Train in an empty folder; return the hash of its rows, the last loss, and what
+    ran.
+    """
     chosen = settings("live", folder)
     for section, keys in FIXED.items():
         for key in keys:
@@ -34,12 +42,20 @@ def train(folder: Path) -> tuple[str, float, str]:
     chosen["backend"] = {"kind": "cpu"}
     file = folder / "live.json"
     file.write_text(json.dumps(chosen))
-    command = [sys.executable, str(Path(__file__).with_name("same_losses.py")), "--one", str(file)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("same_losses.py")),
+        "--one",
+        str(file),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:
         raise SystemExit(ended.stdout[-500:] + ended.stderr[-2000:])
     manifest = json.loads((folder / "live" / "manifest.json").read_text())
-    return *digest(folder / "live"), f"{manifest['modes']}, {manifest['threads']} threads"
+    return (
+        *digest(folder / "live"),
+        f"{manifest['modes']}, {manifest['threads']} threads",
+    )
 
 
 @contextmanager
@@ -61,14 +77,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         os.environ.setdefault("FOOD_MINI", f"{temporary}/food")
         for number in range(given.pairs):
-            folders = [Path(temporary) / f"{number}-{name}" for name in ("alone", "beside")]
+            folders = [
+                Path(temporary) / f"{number}-{name}" for name in ("alone", "beside")
+            ]
             for folder in folders:
                 folder.mkdir()
             alone = train(folders[0])
             with neighbour():
                 beside = train(folders[1])
             differing += alone != beside
-            print(f"pair {number + 1}: {'equal' if alone == beside else 'DIFFERENT'}", alone, beside, flush=True)
+            print(
+                f"pair {number + 1}: {'equal' if alone == beside else 'DIFFERENT'}",
+                alone,
+                beside,
+                flush=True,
+            )
     return differing
 
 

@@ -1,9 +1,11 @@
-"""Run the papers' official code on one fixed batch and write what it says into a golden file.
+"""Run the papers' official code on one fixed batch and write what it says into a golden
+file.
 
     python tools/golden_losses.py CHECKOUTS tests/reference/golden/losses.json
 
-CHECKOUTS holds git clones named `owner/name`; each file is read at the commit given here and run in memory, in
-float64. Only numbers are kept: none of that code is part of this repository.
+CHECKOUTS holds git clones named `owner/name`; each file is read at the commit given
+here and run in memory, in float64. Only numbers are kept: none of that code is part of
+this repository.
 """
 
 from __future__ import annotations
@@ -27,14 +29,18 @@ TTM = ("zkxufo/TTM", "fe457b33a71ba27536ec04fe3d32c5b04963522f")
 
 
 class Source(NamedTuple):
-    """One of our losses, and the call of official code that must give the same number."""
+    """One of our losses, and the call of official code that must give the same
+    number.
+    """
 
     loss: str
     options: dict[str, float]
     origin: tuple[str, str]
     path: str
     call: str
-    """Evaluated inside the file at `path`, with `student`, `teacher` (logits) and `label` defined."""
+    """Evaluated inside the file at `path`, with `student`, `teacher` (logits) and
+    `label` defined.
+    """
 
 
 SOURCES = [
@@ -91,9 +97,17 @@ WITHOUT_OFFICIAL_CODE = {
 
 
 def load(checkouts: Path, source: Source) -> types.ModuleType:
-    """Run one file of a clone as a module, with empty shells for the framework classes that it imports."""
+    """Run one file of a clone as a module, with empty shells for the framework classes
+    that it imports.
+    """
     repository, commit = source.origin
-    command = ["git", "-C", str(checkouts / repository), "show", f"{commit}:{source.path}"]
+    command = [
+        "git",
+        "-C",
+        str(checkouts / repository),
+        "show",
+        f"{commit}:{source.path}",
+    ]
     code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     registry = types.SimpleNamespace(register_module=lambda: lambda cls: cls)
     shells = {
@@ -114,7 +128,9 @@ def load(checkouts: Path, source: Source) -> types.ModuleType:
 def main(checkouts: str, target: str) -> None:
     """Write the golden file."""
     generator = torch.Generator().manual_seed(20)
-    student_BC = (3 * torch.randn(B, C, generator=generator)).double()  # exact in float32, computed with in float64
+    student_BC = (
+        3 * torch.randn(B, C, generator=generator)
+    ).double()  # exact in float32, computed with in float64
     teacher_BC = (3 * torch.randn(B, C, generator=generator)).double()
     label_B = torch.randint(C, (B,), generator=generator)
 
@@ -139,14 +155,23 @@ def main(checkouts: str, target: str) -> None:
         )
 
     record = {
-        "about": "Loss and gradient by official code, in float64. Made by tools/golden_losses.py.",
+        "about": (
+            "Loss and gradient by official code, in float64. Made by"
+            " tools/golden_losses.py."
+        ),
         "torch": torch.__version__,
         "without_official_code": WITHOUT_OFFICIAL_CODE,
-        "inputs": {"student_BC": student_BC.tolist(), "teacher_BC": teacher_BC.tolist(), "label_B": label_B.tolist()},
+        "inputs": {
+            "student_BC": student_BC.tolist(),
+            "teacher_BC": teacher_BC.tolist(),
+            "label_B": label_B.tolist(),
+        },
         "outputs": outputs,
     }
     text = json.dumps(record, indent=1)
-    one_row_a_line = re.sub(r"\[\s+([-+.\de,\s]+?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
+    one_row_a_line = re.sub(
+        r"\[\s+([-+.\de,\s]+?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text
+    )
     Path(target).write_text(one_row_a_line + "\n")
 
 

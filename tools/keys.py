@@ -23,19 +23,43 @@ Written by `python tools/keys.py` from what `kd help` prints. `kd help KEY` expl
 def page() -> str:
     """Return the page: a heading for each section, and one for each part in it."""
     lines, section, kind = [TITLE], "", ""
-    rows = [(*row, *(re.findall(r"^\[kind: (\w+)\] ", row[3]) or [""])) for row in explain()]
-    order = {key: place for place, key in enumerate(dict.fromkeys(row[0].split(".")[0] for row in rows))}
+    rows = [
+        (*row, *(re.findall(r"^\[kind: (\w+)\] ", row[3]) or [""])) for row in explain()
+    ]
+    order = {
+        key: place
+        for place, key in enumerate(dict.fromkeys(row[0].split(".")[0] for row in rows))
+    }
     rows.sort(key=lambda row: (order[row[0].split(".")[0]], row[4]))
     for key, allowed, default, meaning, part in rows:
         if key.split(".")[0] != section:
             section, kind = key.split(".")[0], ""
-            lines += ["", f"## {section.removesuffix('[]')}", "", "| key | allowed | default | |", "|---|---|---|---|"]
+            lines += [
+                "",
+                f"## {section.removesuffix('[]')}",
+                "",
+                "| key | allowed | default | |",
+                "|---|---|---|---|",
+            ]
         if part != kind:
             kind = part
-            lines += ["", f"**kind: {kind}**", "", "| key | allowed | default | |", "|---|---|---|---|"]
+            lines += [
+                "",
+                f"**kind: {kind}**",
+                "",
+                "| key | allowed | default | |",
+                "|---|---|---|---|",
+            ]
         meaning = meaning.removeprefix(f"[kind: {part}] ")
-        cells = (f"`{key}`", allowed.removeprefix("Allowed: "), f"`{default}`" if default else "", meaning)
-        lines.append(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in cells)} |")
+        cells = (
+            f"`{key}`",
+            allowed.removeprefix("Allowed: "),
+            f"`{default}`" if default else "",
+            meaning,
+        )
+        lines.append(
+            f"| {' | '.join(text.replace('|', chr(92) + '|') for text in cells)} |"
+        )
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 

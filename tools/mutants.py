@@ -1,11 +1,13 @@
-"""How many small mistakes in the code the tests notice: mutmut's mutants of the files where a wrong number is born.
+"""How many small mistakes in the code the tests notice: mutmut's mutants of the files
+where a wrong number is born.
 
     make mutants                                 300 mutants drawn by seed 0, hours; the same command resumes
     make mutants MUTANTS="--files kd/core/intervals.py --count 50"
 
-mutmut (https://github.com/boxed/mutmut) makes the mutants, runs the tests that call the mutated function in forked
-processes, and keeps every result in the working folder. This file draws the sample and prints the table. A mutant that
-changes nothing a user can see is listed with its reason in tools/mutants.txt and is counted apart.
+mutmut (https://github.com/boxed/mutmut) makes the mutants, runs the tests that call the
+mutated function in forked processes, and keeps every result in the working folder. This
+file draws the sample and prints the table. A mutant that changes nothing a user can see
+is listed with its reason in tools/mutants.txt and is counted apart.
 """
 
 import argparse
@@ -41,16 +43,24 @@ TESTS = (  # in one process: neither worlds of ranks nor servers
     "tests/e2e/test_report.py",
     "tests/e2e/test_report_numbers.py",
 )
-NAMING = ("tests/unit/engine/test_update.py::test_the_host_waits_for_the_device_at_known_points_only",)
+NAMING = (
+    "tests/unit/engine/test_update.py::test_the_host_waits_for_the_device_at_known_points_only",
+)
 """Tests that hold names of functions, which mutmut changes."""
 KNOWN = Path(__file__).with_suffix(".txt")
 NOTICED, MISSED = {1, 3, -11, -9, 24, -24, 36, 152, 255}, {0, 5, 33}
-"""mutmut's exit codes: a failing test, a crash, too much time; all tests pass, no test calls the function."""
+"""mutmut's exit codes: a failing test, a crash, too much time; all tests pass, no test
+calls the function.
+"""
 
 
 def prepare(work: Path, files: list[str], tests: list[str]) -> None:
-    """Copy the tracked files, with uncommitted changes, and write mutmut's configuration beside them."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    """Copy the tracked files, with uncommitted changes, and write mutmut's
+    configuration beside them.
+    """
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout.decode()
     for name in filter(None, listed.split("\0")):
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_file():
@@ -58,12 +68,26 @@ def prepare(work: Path, files: list[str], tests: list[str]) -> None:
     config = {
         "source_paths": ["kd"],
         "only_mutate": files,
-        "also_copy": [one.name for one in sorted(work.iterdir()) if one.name not in ("kd", "mutants", "tests")],
-        "pytest_add_cli_args": ["-p", "no:cacheprovider", "-m", "not slow", *(f"--deselect={test}" for test in NAMING)],
+        "also_copy": [
+            one.name
+            for one in sorted(work.iterdir())
+            if one.name not in ("kd", "mutants", "tests")
+        ],
+        "pytest_add_cli_args": [
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+            *(f"--deselect={test}" for test in NAMING),
+        ],
         "pytest_add_cli_args_test_selection": tests,
-        "process_isolation": "forkserver",  # torch's threads do not survive a plain fork
+        "process_isolation": (
+            "forkserver"
+        ),  # torch's threads do not survive a plain fork
         "use_git_change_detection": False,
-        "debug": True,  # else it keeps the output of tests that fail without a mutant to itself
+        "debug": (
+            True
+        ),  # else it keeps the output of tests that fail without a mutant to itself
     }
     values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
     text = (ROOT / "pyproject.toml").read_text() + f"\n[tool.mutmut]\n{values}\n"
@@ -71,7 +95,9 @@ def prepare(work: Path, files: list[str], tests: list[str]) -> None:
 
 
 def results(work: Path) -> dict[str, int | None]:
-    """Return the exit code of each mutant that was made, by name; None: it did not run yet."""
+    """Return the exit code of each mutant that was made, by name; None: it did not run
+    yet.
+    """
     found: dict[str, int | None] = {}
     for file in sorted((work / "mutants").rglob("*.py.meta")):
         found |= json.loads(file.read_text())["exit_code_by_key"]
@@ -79,7 +105,9 @@ def results(work: Path) -> dict[str, int | None]:
 
 
 def sample(names: list[str], count: int, seed: int) -> list[str]:
-    """Draw mutants; a larger count holds the smaller one, so that a run can be made longer."""
+    """Draw mutants; a larger count holds the smaller one, so that a run can be made
+    longer.
+    """
     order = sorted(names)
     random.Random(seed).shuffle(order)
     return order[:count]
@@ -88,11 +116,17 @@ def sample(names: list[str], count: int, seed: int) -> list[str]:
 def known(file: Path = KNOWN) -> dict[str, str]:
     """Return the reason of each mutant that is listed as equivalent, by name."""
     lines = file.read_text().splitlines() if file.is_file() else []
-    pairs = [line.split(maxsplit=1) for line in lines if line.strip() and not line.startswith("#")]
+    pairs = [
+        line.split(maxsplit=1)
+        for line in lines
+        if line.strip() and not line.startswith("#")
+    ]
     return {name: reason for name, reason in pairs}
 
 
-def table(found: dict[str, int | None], drawn: list[str], equal: dict[str, str]) -> list[str]:
+def table(
+    found: dict[str, int | None], drawn: list[str], equal: dict[str, str]
+) -> list[str]:
     """Return the result as lines: each missed mutant, then the counts."""
     missed = [name for name in drawn if found.get(name) in MISSED and name not in equal]
     counts = Counter(
@@ -104,8 +138,14 @@ def table(found: dict[str, int | None], drawn: list[str], equal: dict[str, str])
     )  # fmt: skip
     ran = counts["noticed"] + counts["missed"]
     share = f"{100 * counts['noticed'] / ran:.1f} % noticed" if ran else "none ran"
-    lines = [f"missed: {name}{' (no test calls it)' if found[name] in (5, 33) else ''}" for name in missed]
-    text = ", ".join(f"{counts[kind]} {kind}" for kind in ("noticed", "missed", "equivalent", "not run"))
+    lines = [
+        f"missed: {name}{' (no test calls it)' if found[name] in (5, 33) else ''}"
+        for name in missed
+    ]
+    text = ", ".join(
+        f"{counts[kind]} {kind}"
+        for kind in ("noticed", "missed", "equivalent", "not run")
+    )
     return [*lines, f"{len(drawn)} mutants: {text}: {share}"]
 
 
@@ -118,30 +158,59 @@ def ending(log: Path, lines: int = 30) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the sample and print what the tests missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "mutants", help="folder that keeps the results")
-    parser.add_argument("--files", nargs="+", default=list(FILES), help="files to mutate, as patterns")
-    parser.add_argument("--tests", nargs="+", default=list(TESTS), help="folders of tests that may notice")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / "runs" / "mutants",
+        help="folder that keeps the results",
+    )
+    parser.add_argument(
+        "--files", nargs="+", default=list(FILES), help="files to mutate, as patterns"
+    )
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        default=list(TESTS),
+        help="folders of tests that may notice",
+    )
     parser.add_argument("--count", type=int, default=300, help="mutants in the sample")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--children", type=int, default=2, help="mutants that run at the same time")
+    parser.add_argument(
+        "--children", type=int, default=2, help="mutants that run at the same time"
+    )
     options = parser.parse_args(argv)
     work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     prepare(work, options.files, options.tests)
-    command, log = [sys.executable, "-m", "mutmut", "run", "--max-children", str(options.children)], work / "tests.log"
+    command, log = (
+        [
+            sys.executable,
+            "-m",
+            "mutmut",
+            "run",
+            "--max-children",
+            str(options.children),
+        ],
+        work / "tests.log",
+    )
 
     def run(*names: str) -> int:
         with log.open("a") as out:
-            return subprocess.run([*command, *names], cwd=work, stdout=out, stderr=subprocess.STDOUT).returncode
+            return subprocess.run(
+                [*command, *names], cwd=work, stdout=out, stderr=subprocess.STDOUT
+            ).returncode
 
-    if not results(work):  # mutmut makes all mutants, learns which test calls what, and stops at an unknown name
+    if not results(
+        work
+    ):  # mutmut makes all mutants, learns which test calls what, and stops at an unknown name
         run("unknown")
     if not results(work):
         print(f"mutmut made no mutants. {ending(log)}", file=sys.stderr)
         return 1
     drawn = sample([*results(work)], options.count, options.seed)
-    # before each batch mutmut runs all tests without a mutant; after it the results are on disk
+    # before each batch mutmut runs all tests without a mutant; after it the results are
+    # on disk
     while rest := [name for name in drawn if results(work)[name] is None][:60]:
         if run(*rest):
             print(f"mutmut failed. {ending(log)}", file=sys.stderr)

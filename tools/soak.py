@@ -1,11 +1,13 @@
-"""Try kd's reliability at length: faults, kills, damaged files, hostile clients, many ranks; one table, one CSV.
+"""Try kd's reliability at length: faults, kills, damaged files, hostile clients, many
+ranks; one table, one CSV.
 
     python tools/soak.py                 # all groups, about 20 minutes on two cores
     python tools/soak.py fuzz scale      # some of them: a table, no CSV
 
-Each group is a pytest process. A test that tries many cases records their number (`record_property("tried", n)`); any
-other test is one case. A failed test is one case lost. So is a process that did not end by itself or left no
-report, and a group whose tests were all skipped or expected to fail. Exit code 1 if anything was lost.
+Each group is a pytest process. A test that tries many cases records their number
+(`record_property("tried", n)`); any other test is one case. A failed test is one case
+lost. So is a process that did not end by itself or left no report, and a group whose
+tests were all skipped or expected to fail. Exit code 1 if anything was lost.
 """
 
 from __future__ import annotations
@@ -39,9 +41,15 @@ GROUPS = {
     "scale": Group(("tests/soak/test_scale.py",), {"KD_SOAK": "1"}),
     "disk": Group(("tests/unit/files",)),
     "data": Group(
-        ("tests/unit/parts/datasets/test_away.py", "tests/unit/data/test_workers.py", "tests/unit/data/test_store.py")
+        (
+            "tests/unit/parts/datasets/test_away.py",
+            "tests/unit/data/test_workers.py",
+            "tests/unit/data/test_store.py",
+        )
     ),
-    "cache": Group(("tests/unit/models/test_cache.py", "tests/unit/engine/test_cached.py")),
+    "cache": Group(
+        ("tests/unit/models/test_cache.py", "tests/unit/engine/test_cached.py")
+    ),
     "numbers": Group(
         ("tests/unit/engine/test_loop.py", "tests/unit/engine/test_nonfinite.py"),
     ),
@@ -55,26 +63,42 @@ GROUPS = {
             "tests/distributed/test_skipped_steps.py",
         )
     ),
-    "strangers": Group(("tests/e2e/test_trust.py", "tests/unit/deploy/predict/test_predict.py")),
+    "strangers": Group(
+        ("tests/e2e/test_trust.py", "tests/unit/deploy/predict/test_predict.py")
+    ),
     "storage": Group(("tests/distributed/test_failing_storage.py",), {"KD_SOAK": "1"}),
-    "kills": Group(("tests/distributed/test_signals.py", "tests/distributed/test_resume.py")),
+    "kills": Group(
+        ("tests/distributed/test_signals.py", "tests/distributed/test_resume.py")
+    ),
 }
 """In order: short ones first."""
 
 
 def properties(case: ElementTree.Element) -> dict[str, str]:
     """Return what a test recorded of itself."""
-    return {found.get("name", ""): found.get("value", "") for found in case.iter("property")}
+    return {
+        found.get("name", ""): found.get("value", "") for found in case.iter("property")
+    }
 
 
-def row(group: str, tried: int, lost: int, skipped: int, seconds: float, mib: object = "") -> dict[str, Any]:
+def row(
+    group: str, tried: int, lost: int, skipped: int, seconds: float, mib: object = ""
+) -> dict[str, Any]:
     """Return one row of the table."""
-    counts = {"tried": tried, "survived": tried - lost, "lost": lost, "skipped": skipped}
+    counts = {
+        "tried": tried,
+        "survived": tried - lost,
+        "lost": lost,
+        "skipped": skipped,
+    }
     return {"group": group, **counts, "seconds": round(seconds, 1), "mib": mib}
 
 
-def counted(group: str, report: Path, code: int, seconds: float) -> list[dict[str, Any]]:
-    """Return the row of a group, then one for each of its tests that measured its memory.
+def counted(
+    group: str, report: Path, code: int, seconds: float
+) -> list[dict[str, Any]]:
+    """Return the row of a group, then one for each of its tests that measured its
+    memory.
 
     Args:
         group: name.
@@ -82,7 +106,9 @@ def counted(group: str, report: Path, code: int, seconds: float) -> list[dict[st
         code: exit code of the process.
         seconds: that it took.
     """
-    tried: dict[str, int] = {}  # by test: one that fails in its teardown too is reported twice
+    tried: dict[
+        str, int
+    ] = {}  # by test: one that fails in its teardown too is reported twice
     skipped, measured, failed = 0, [], set()
     for case in ElementTree.parse(report).iter("testcase") if report.is_file() else ():
         name, facts = f"{case.get('classname')}.{case.get('name')}", properties(case)
@@ -94,9 +120,13 @@ def counted(group: str, report: Path, code: int, seconds: float) -> list[dict[st
             failed.add(name)
         elif "mib" in facts:
             label = f"{group}: {case.get('name')}"
-            measured.append(row(label, tried[name], 0, 0, float(facts["seconds"]), facts["mib"]))
+            measured.append(
+                row(label, tried[name], 0, 0, float(facts["seconds"]), facts["mib"])
+            )
     count, lost = sum(tried.values()), len(failed)
-    if not lost and (code or not count):  # killed, out of time, left without a report, or nothing was tried
+    if not lost and (
+        code or not count
+    ):  # killed, out of time, left without a report, or nothing was tried
         count, lost = count + 1, 1
     return [row(group, count, lost, skipped, seconds), *measured]
 
@@ -106,15 +136,27 @@ def run(name: str, group: Group, left: float) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
-        command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]  # xunit2 has no properties of a test
+        command += [
+            f"--junitxml={report}",
+            "-o",
+            "junit_family=xunit1",
+        ]  # xunit2 has no properties of a test
         environment = {**os.environ, **group.environment}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        if group.environment:  # thousands of inputs take longer than the suite's deadline for one test
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
+        )
+        if (
+            group.environment
+        ):  # thousands of inputs take longer than the suite's deadline for one test
             command.append(f"--timeout={max(left, 1):.0f}")
         command += group.tests
         start = time.monotonic()
-        print(f"--- {name}: {' '.join(group.tests)} {group.environment or ''}", flush=True)
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+        print(
+            f"--- {name}: {' '.join(group.tests)} {group.environment or ''}", flush=True
+        )
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, start_new_session=True
+        )
         try:
             code = process.wait(max(left, 1))
         except subprocess.TimeoutExpired:
@@ -128,33 +170,55 @@ def run(name: str, group: Group, left: float) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return rows as aligned text."""
-    lines = [list(rows[0]), *([str(value) for value in found.values()] for found in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    lines = [
+        list(rows[0]),
+        *([str(value) for value in found.values()] for found in rows),
+    ]
+    widths = [
+        max(len(line[column]) for line in lines) for column in range(len(lines[0]))
+    ]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
 
 
 def main() -> int:
     """Run the groups and print the table; write the CSV if all of them ran."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}; none: all")
-    parser.add_argument("--minutes", type=float, default=BUDGET / 60, help="for all groups, where others compute too")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument(
+        "groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}; none: all"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=BUDGET / 60,
+        help="for all groups, where others compute too",
+    )
     given = parser.parse_args()
     names = given.groups or list(GROUPS)
     if unknown := set(names) - GROUPS.keys():
-        parser.error(f"no group {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
+        parser.error(
+            f"no group {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}"
+        )
     end, rows, sums = time.monotonic() + 60 * given.minutes, [], []
     for name in names:
         found = run(name, GROUPS[name], end - time.monotonic())
         rows.extend(found)
         sums.append(found[0])
-    total = {key: sum(found[key] for found in sums) for key in ("tried", "lost", "skipped", "seconds")}
+    total = {
+        key: sum(found[key] for found in sums)
+        for key in ("tried", "lost", "skipped", "seconds")
+    }
     rows.append(row("all", **total))
     print(table(rows))
     if set(names) == GROUPS.keys():
         sys.path.insert(0, str(ROOT / "benchmarks"))
         import _record
 
-        _record.write("reliability", " ".join(["python tools/soak.py", *sys.argv[1:]]), rows)
+        _record.write(
+            "reliability", " ".join(["python tools/soak.py", *sys.argv[1:]]), rows
+        )
     return 1 if total["lost"] else 0
 
 

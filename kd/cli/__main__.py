@@ -1,4 +1,6 @@
-"""`kd NAME ...` is the command `kd-NAME ...`. Launchers of modules (torchrun, mpirun) use `python -m kd`."""
+"""`kd NAME ...` is the command `kd-NAME ...`. Launchers of modules (torchrun, mpirun)
+use `python -m kd`.
+"""
 
 import os
 import sys
@@ -73,7 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _help(words: list[str]) -> None:
     if words[0] != "help":
         near = did_you_mean(words[0], COMMANDS) or "See `kd help`"
-        raise ConfigError("kd", f"no command '{words[0]}'", f"Allowed: help, {', '.join(COMMANDS)}", near)
+        raise ConfigError(
+            "kd",
+            f"no command '{words[0]}'",
+            f"Allowed: help, {', '.join(COMMANDS)}",
+            near,
+        )
     for key in words[1:]:
         print(explained(key))
 

@@ -1,4 +1,6 @@
-"""`kd-launch CONFIG --instance TYPE`, `kd-launch deploy EXPORT`, `kd-launch transform EXPORT IMAGES`: SageMaker."""
+"""`kd-launch CONFIG --instance TYPE`, `kd-launch deploy EXPORT`, `kd-launch transform
+EXPORT IMAGES`: SageMaker.
+"""
 
 import argparse
 import json
@@ -37,22 +39,39 @@ def launch(argv: Sequence[str] | None = None) -> int:
 def _train(argv: Sequence[str]) -> int:
     parser = new_parser(
         "kd-launch",
-        "Train CONFIG on SageMaker and follow its log. A value s3://... of the configuration becomes a channel of the "
-        "job. Also: kd-launch deploy EXPORT, kd-launch transform EXPORT IMAGES.",
-        "kd-launch food.yaml data.root=s3://BUCKET/food --instance ml.p4d.24xlarge --count 4 --spot --dry-run",
+        "Train CONFIG on SageMaker and follow its log. A value s3://... of the"
+        " configuration becomes a channel of the job. Also: kd-launch deploy EXPORT,"
+        " kd-launch transform EXPORT IMAGES.",
+        "kd-launch food.yaml data.root=s3://BUCKET/food --instance ml.p4d.24xlarge"
+        " --count 4 --spot --dry-run",
     )
     add_fields(parser, Job)
-    parser.add_argument("--extra", metavar="FILE", type=Path, help="JSON laid over the request: VpcConfig, Tags, ...")
-    parser.add_argument("--follow", action=argparse.BooleanOptionalAction, default=True, help="print the job's log")
+    parser.add_argument(
+        "--extra",
+        metavar="FILE",
+        type=Path,
+        help="JSON laid over the request: VpcConfig, Tags, ...",
+    )
+    parser.add_argument(
+        "--follow",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="print the job's log",
+    )
     text = "try the job on this machine: dnn=1,data=2"
     parser.add_argument("--local", metavar="GROUPS", type=_local_groups, help=text)
     _add_account_options(parser, "KD_TRAIN_IMAGE", "Dockerfile.train")
     options = parser.read(argv)
     if options.local:
         if given := [
-            name for name in vars(options).keys() - HERE if getattr(options, name) != parser.get_default(name)
+            name
+            for name in vars(options).keys() - HERE
+            if getattr(options, name) != parser.get_default(name)
         ]:
-            names = (f"--{'no-' * (name == 'follow')}{name.replace('_', '-')}" for name in sorted(given))
+            names = (
+                f"--{'no-' * (name == 'follow')}{name.replace('_', '-')}"
+                for name in sorted(given)
+            )
             parser.error(f"{', '.join(names)}: for jobs on SageMaker, not for --local")
         return _train_here(options)
 
@@ -69,13 +88,29 @@ def _train(argv: Sequence[str]) -> int:
             options,
             name=_unique_name(keys["run.name"]),
             keys=keys,
-            files=list(file_keys(config.load({}, [f"{key}={text}" for key, text in keys.items()], here=False))),
-            extra=read_json(options.extra, "--extra", "Give a JSON object", kind=ConfigError, required=True)
-            if options.extra
-            else {},
+            files=list(
+                file_keys(
+                    config.load(
+                        {}, [f"{key}={text}" for key, text in keys.items()], here=False
+                    )
+                )
+            ),
+            extra=(
+                read_json(
+                    options.extra,
+                    "--extra",
+                    "Give a JSON object",
+                    kind=ConfigError,
+                    required=True,
+                )
+                if options.extra
+                else {}
+            ),
         )
         planned, request = _plan(job), training_request(job)
-        config.load({}, overrides(request["HyperParameters"]), here=False)  # with the changes by options
+        config.load(
+            {}, overrides(request["HyperParameters"]), here=False
+        )  # with the changes by options
         send = _validate({"CreateTrainingJob": request}, options.dry_run)
         for line in planned:
             print(line, file=sys.stderr)  # the requests of a dry run are JSON
@@ -88,14 +123,25 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def _plan(job: Job) -> list[str]:
-    """Return lines: whether the cores of a job can feed its accelerators; none without the time of a view."""
+    """Return lines: whether the cores of a job can feed its accelerators; none without
+    the time of a view.
+    """
     from kd.config import instances
 
     if job.images_per_second and not job.view_ms:
         remedy = "Take loading of kd-train CONFIG --check"
-        raise ConfigError("--view-ms", "is not given, but --images-per-second is", "Milliseconds per view", remedy)
+        raise ConfigError(
+            "--view-ms",
+            "is not given, but --images-per-second is",
+            "Milliseconds per view",
+            remedy,
+        )
     usd, rate = float(job.keys.get("price.per_hour", 0.0)), job.images_per_second
-    return instances.plan(job.instance, job.count, job.view_ms, rate, job.data_group, usd) if job.view_ms else []
+    return (
+        instances.plan(job.instance, job.count, job.view_ms, rate, job.data_group, usd)
+        if job.view_ms
+        else []
+    )
 
 
 def _train_here(options: argparse.Namespace) -> int:
@@ -114,7 +160,10 @@ def _train_here(options: argparse.Namespace) -> int:
             argv.append(f"backend.kind={options.backend}")
         config.load(options.config, argv[1:], cluster=False)  # the hosts start it
         if options.dry_run:
-            print(f"the configuration is valid; without --dry-run these groups start here: {options.local}")
+            print(
+                "the configuration is valid; without --dry-run these groups start"
+                f" here: {options.local}"
+            )
         else:
             code = run_job(options.local, argv)
 
@@ -124,7 +173,8 @@ def _train_here(options: argparse.Namespace) -> int:
 def _deploy(argv: Sequence[str]) -> int:
     parser = _hosting_parser(
         "kd-launch deploy",
-        "Put an export on a SageMaker endpoint, wait until it is in service, and send it one image.",
+        "Put an export on a SageMaker endpoint, wait until it is in service, and send"
+        " it one image.",
         "kd-launch deploy runs/vit_food/export --instance ml.c5.xlarge",
     )
     options = parser.read(argv)
@@ -145,11 +195,20 @@ def _deploy(argv: Sequence[str]) -> int:
 def _transform(argv: Sequence[str]) -> int:
     parser = _hosting_parser(
         "kd-launch transform",
-        "Classify all images below an S3 prefix in a batch transform job. Each image gets a file NAME.out (JSON).",
-        "kd-launch transform runs/vit_food/export s3://BUCKET/images --instance ml.c5.2xlarge --count 4",
+        "Classify all images below an S3 prefix in a batch transform job. Each image"
+        " gets a file NAME.out (JSON).",
+        "kd-launch transform runs/vit_food/export s3://BUCKET/images --instance"
+        " ml.c5.2xlarge --count 4",
     )
-    parser.add_argument("images", metavar="IMAGES", help="s3://BUCKET/PREFIX of image files")
-    parser.add_argument("--to", metavar="S3URI", default="", help="where results go (default: OUTPUT/transform/NAME)")
+    parser.add_argument(
+        "images", metavar="IMAGES", help="s3://BUCKET/PREFIX of image files"
+    )
+    parser.add_argument(
+        "--to",
+        metavar="S3URI",
+        default="",
+        help="where results go (default: OUTPUT/transform/NAME)",
+    )
     text = "concurrent requests per instance (default 8)"
     parser.add_argument("--at-once", metavar="N", type=COUNT, default=8, help=text)
     options = parser.read(argv)
@@ -169,47 +228,87 @@ def _transform(argv: Sequence[str]) -> int:
     return guarded(command)
 
 
-# ------------------------------------------------------------------------------------------------------------- options
+# --------------------------------------------------------------------------------
+# options
 
 
-def _add_account_options(parser: argparse.ArgumentParser, variable: str, file: str) -> None:
-    parser.add_argument("--image", metavar="URI", help=f"image in ECR, built from {file} (default: ${variable})")
-    parser.add_argument("--role", metavar="ARN", help=f"role for SageMaker (default: ${ROLE})")
+def _add_account_options(
+    parser: argparse.ArgumentParser, variable: str, file: str
+) -> None:
+    parser.add_argument(
+        "--image",
+        metavar="URI",
+        help=f"image in ECR, built from {file} (default: ${variable})",
+    )
+    parser.add_argument(
+        "--role", metavar="ARN", help=f"role for SageMaker (default: ${ROLE})"
+    )
     text = f"s3://BUCKET/PREFIX of all output (default: ${OUTPUT})"
     parser.add_argument("--output", metavar="S3URI", help=text)
     parser.set_defaults(variables={"image": variable, "role": ROLE, "output": OUTPUT})
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the requests, send nothing")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything, print the requests, send nothing",
+    )
 
 
 def _hosting_parser(command: str, summary: str, example: str) -> Parser:
     parser = new_parser(command, summary, example, with_config=False)
-    parser.add_argument("export", metavar="EXPORT", type=Path, help="folder written by kd-export")
+    parser.add_argument(
+        "export", metavar="EXPORT", type=Path, help="folder written by kd-export"
+    )
     add_fields(parser, Hosting)
-    parser.add_argument("--name", default="", help="name of everything created (default: the run's name and the time)")
+    parser.add_argument(
+        "--name",
+        default="",
+        help="name of everything created (default: the run's name and the time)",
+    )
     _add_account_options(parser, "KD_SERVE_IMAGE", "Dockerfile")
     return parser
 
 
 def _complete(options: argparse.Namespace) -> None:
-    """Take image, role and output from the environment if they are not given as options."""
+    """Take image, role and output from the environment if they are not given as
+    options.
+    """
     errors = []
     for name, variable in options.variables.items():
         setattr(options, name, getattr(options, name) or os.environ.get(variable, ""))
         if not getattr(options, name):
-            errors.append(ConfigError(f"--{name}", "is not given", "", f"Give it, or set {variable}"))
+            errors.append(
+                ConfigError(
+                    f"--{name}", "is not given", "", f"Give it, or set {variable}"
+                )
+            )
     if options.output and not re.match(r"s3://[^/]+", options.output):
-        errors.append(ConfigError("--output", f"is '{options.output}'", "s3://BUCKET/PREFIX"))
+        errors.append(
+            ConfigError("--output", f"is '{options.output}'", "s3://BUCKET/PREFIX")
+        )
     if not 0 < getattr(options, "hours", 1.0) <= MOST_HOURS:  # false for NaN
-        errors.append(ConfigError("--hours", f"is {options.hours:g}", f"Above 0, at most {MOST_HOURS}"))
+        errors.append(
+            ConfigError(
+                "--hours", f"is {options.hours:g}", f"Above 0, at most {MOST_HOURS}"
+            )
+        )
     if not options.instance:
-        errors.append(ConfigError("--instance", "is not given", "An instance type", "Give it: ml.g5.xlarge"))
+        errors.append(
+            ConfigError(
+                "--instance",
+                "is not given",
+                "An instance type",
+                "Give it: ml.g5.xlarge",
+            )
+        )
     if errors:
         raise ConfigErrors(errors)
     options.output = options.output.rstrip("/")
 
 
 def _hosting(options: argparse.Namespace) -> tuple[Hosting, "Description"]:
-    """Describe an export, whose graph the image must be able to run, and where it is hosted."""
+    """Describe an export, whose graph the image must be able to run, and where it is
+    hosted.
+    """
     from kd.deploy.serve.model import describe
     from kd.parts import registry
 
@@ -217,14 +316,29 @@ def _hosting(options: argparse.Namespace) -> tuple[Hosting, "Description"]:
     runtime = registry.graphs()[model.file].runtime
     if runtime not in IMAGE_RUNTIMES:
         wrong = f"'{model.file}' needs {runtime}, which the image does not have"
-        raise ConfigError("EXPORT", wrong, f"Graphs for {' or '.join(IMAGE_RUNTIMES)}", "Export anew without --formats")
+        raise ConfigError(
+            "EXPORT",
+            wrong,
+            f"Graphs for {' or '.join(IMAGE_RUNTIMES)}",
+            "Export anew without --formats",
+        )
     _complete(options)
     name = options.name or _unique_name(model.name)
-    return taken(Hosting, options, name=name, model=f"{options.output}/models/{name}/model.tar.gz"), model
+    return (
+        taken(
+            Hosting,
+            options,
+            name=name,
+            model=f"{options.output}/models/{name}/model.tar.gz",
+        ),
+        model,
+    )
 
 
 def _validate(requests: Mapping[str, Mapping[str, Any]], dry_run: bool) -> bool:
-    """Check requests and return whether to send them; those of a dry run are printed instead."""
+    """Check requests and return whether to send them; those of a dry run are printed
+    instead.
+    """
     from kd.cluster.requests import validate
 
     for operation, request in requests.items():
@@ -242,8 +356,14 @@ def _unique_name(name: str) -> str:
 def _local_groups(text: str) -> dict[str, int]:
     found = re.findall(r"([A-Za-z][A-Za-z0-9_-]*)=([1-9][0-9]?)(?:,|$)", text)
     groups = {name: int(count) for name, count in found}
-    whole = ",".join(f"{name}={count}" for name, count in groups.items()) == text and sum(groups.values()) <= 250
+    whole = (
+        ",".join(f"{name}={count}" for name, count in groups.items()) == text
+        and sum(groups.values()) <= 250
+    )
     if not whole or all(name.startswith("data") for name in groups):
-        allowed = "a list of groups such as dnn=1,data=2, one that trains, of at most 250 hosts"
+        allowed = (
+            "a list of groups such as dnn=1,data=2, one that trains, of at most 250"
+            " hosts"
+        )
         raise argparse.ArgumentTypeError(f"'{text}' is not {allowed}")
     return groups

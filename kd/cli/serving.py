@@ -1,4 +1,6 @@
-"""`kd-export`, `kd-serve`, `kd-predict` and `kd-verify`. kd-serve and kd-predict start without torch."""
+"""`kd-export`, `kd-serve`, `kd-predict` and `kd-verify`. kd-serve and kd-predict start
+without torch.
+"""
 
 import json
 import os
@@ -14,19 +16,32 @@ from kd.core.text import VARIANTS_NOTE, table, variant_rows
 from kd.deploy.export.flags import ExportOptions, accepted_line
 
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
-"""SageMaker starts a container as `docker run IMAGE serve`, with the export in this folder."""
-DRAIN = 5  # seconds that a container drains; SageMaker and Kubernetes check its health every few seconds
+"""SageMaker starts a container as `docker run IMAGE serve`, with the export in this
+folder.
+"""
+# seconds that a container drains; SageMaker and Kubernetes check its health every few
+# seconds
+DRAIN = 5
 
 
 def export(argv: Sequence[str] | None = None) -> int:
-    """`kd-export RUN [--to FOLDER]`: write the best student as a folder that timm loads and `kd-serve` serves."""
+    """`kd-export RUN [--to FOLDER]`: write the best student as a folder that timm loads
+    and `kd-serve` serves.
+    """
     options = _export_parser().read(argv)
 
     def command() -> None:
         from kd.deploy.export.export import export
 
         wanted = taken(ExportOptions, options)
-        exported = export(options.run, options.to, wanted, options.overrides, options.trust, options.teacher)
+        exported = export(
+            options.run,
+            options.to,
+            wanted,
+            options.overrides,
+            options.trust,
+            options.teacher,
+        )
         print(f"wrote {exported.folder}")
         for line in exported.lines:
             print(f"  {line}")
@@ -41,7 +56,10 @@ def export(argv: Sequence[str] | None = None) -> int:
             print(f"wrote {write_archive(exported.folder)}")
         print(f"load it:  {exported.load}")
         if wanted.onnx:
-            print(f"serve it: kd-serve {exported.folder}" + (f" --second {options.second}" if cascade else ""))
+            print(
+                f"serve it: kd-serve {exported.folder}"
+                + (f" --second {options.second}" if cascade else "")
+            )
 
     return guarded(command)
 
@@ -49,40 +67,61 @@ def export(argv: Sequence[str] | None = None) -> int:
 def _export_parser() -> Parser:
     parser = new_parser(
         "kd-export",
-        "Write the best student of a run as one folder: for timm, for onnxruntime, for `kd-serve`. Every graph is "
-        "compared with PyTorch on the run's validation images before it is kept.",
+        "Write the best student of a run as one folder: for timm, for onnxruntime, for"
+        " `kd-serve`. Every graph is compared with PyTorch on the run's validation"
+        " images before it is kept.",
         'kd-export runs/vit_food --accept "drop<=1 ms<=5"',
         with_config=False,
     )
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="a run folder")
-    add("overrides", metavar="key=value", nargs="*", help="the data's present place: data.root=FOLDER")
-    add("--to", metavar="FOLDER", type=Path, help="where to write (default: RUN/export)")
-    text = "write the teacher, for kd-predict --second (default folder: RUN/export-teacher)"
+    add(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="the data's present place: data.root=FOLDER",
+    )
+    add(
+        "--to", metavar="FOLDER", type=Path, help="where to write (default: RUN/export)"
+    )
+    text = (
+        "write the teacher, for kd-predict --second (default folder:"
+        " RUN/export-teacher)"
+    )
     add("--teacher", action="store_true", help=text)
     add_fields(parser, ExportOptions)
-    add("--sagemaker", action="store_true", help="also model.tar.gz for SageMaker, in FOLDER-sagemaker")
+    add(
+        "--sagemaker",
+        action="store_true",
+        help="also model.tar.gz for SageMaker, in FOLDER-sagemaker",
+    )
     add_trust(parser)
     return parser
 
 
 def serve(argv: Sequence[str] | None = None) -> int:
     """`kd-serve FOLDER`: serve an export over HTTP on a CPU, without torch."""
-    # Pillow reads this at import and keeps this many blocks of pixels for later images. Freeing and reallocating them
-    # causes page faults (600 x 450 JPEG: decode 2.5 instead of 3.7 ms, three runs, busy machine).
+    # Pillow reads this at import and keeps this many blocks of pixels for later images.
+    # Freeing and reallocating them causes page faults (600 x 450 JPEG: decode 2.5
+    # instead of 3.7 ms, three runs, busy machine).
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")
     from kd.deploy.serve.limits import BODY, SAGEMAKER_BODY, Limits
     from kd.deploy.serve.server import ServeOptions, serve
 
     parser = new_parser(
         "kd-serve",
-        "Serve an export over HTTP: POST /invocations, GET /ping, GET /metrics, and a page at /.",
+        "Serve an export over HTTP: POST /invocations, GET /ping, GET /metrics, and a"
+        " page at /.",
         "kd-serve runs/vit_food/export",
         with_config=False,
     )
     add_fields(parser, ServeOptions)
     add_fields(parser, Limits)
-    parser.set_defaults(host="", port=os.environ.get("SAGEMAKER_BIND_TO_PORT", "8080"), drain_seconds=None)
+    parser.set_defaults(
+        host="",
+        port=os.environ.get("SAGEMAKER_BIND_TO_PORT", "8080"),
+        drain_seconds=None,
+    )
     parser.set_defaults(max_body=None)
     options = parser.read(argv)
 
@@ -95,7 +134,16 @@ def serve(argv: Sequence[str] | None = None) -> int:
         folder = Path(SAGEMAKER_MODEL if hosted else options.folder)
         host = options.host or ("0.0.0.0" if hosted else "127.0.0.1")
         limits = taken(Limits, options)
-        serve(taken(ServeOptions, options, folder=folder, host=host, ui=options.ui and not hosted, limits=limits))
+        serve(
+            taken(
+                ServeOptions,
+                options,
+                folder=folder,
+                host=host,
+                ui=options.ui and not hosted,
+                limits=limits,
+            )
+        )
 
     return guarded(command)
 
@@ -106,7 +154,8 @@ def predict(argv: Sequence[str] | None = None) -> int:
 
     parser = new_parser(
         "kd-predict",
-        "Classify images and write a row for each: image, label, score, error. An interrupted command resumes.",
+        "Classify images and write a row for each: image, label, score, error. An"
+        " interrupted command resumes.",
         "kd-predict runs/vit_food/export photos --to labels.csv",
         with_config=False,
     )
@@ -115,30 +164,50 @@ def predict(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         result = predict(taken(PredictOptions, options))
-        earlier = f", {result.resumed} of them by an earlier start" if result.resumed else ""
+        earlier = (
+            f", {result.resumed} of them by an earlier start" if result.resumed else ""
+        )
         speed = (result.images - result.resumed) / max(result.seconds, 1e-9)
-        passed = f", {result.passed_on} of them by the second model" if options.second else ""
-        print(f"{result.images} images{earlier}{passed}, {speed:.1f} images/s: {options.to}")
+        passed = (
+            f", {result.passed_on} of them by the second model"
+            if options.second
+            else ""
+        )
+        print(
+            f"{result.images} images{earlier}{passed}, {speed:.1f} images/s:"
+            f" {options.to}"
+        )
         print(*result.notes, sep="\n", end="\n" if result.notes else "")
         if result.num_unreadable:
-            print(f"{result.num_unreadable} images are unreadable; their rows have an error:", file=sys.stderr)
-            print(*(f"  {line}" for line in result.unreadable), sep="\n", file=sys.stderr)
+            print(
+                f"{result.num_unreadable} images are unreadable; their rows have an"
+                " error:",
+                file=sys.stderr,
+            )
+            print(
+                *(f"  {line}" for line in result.unreadable), sep="\n", file=sys.stderr
+            )
 
     code = guarded(command, resumable=True)
-    if code == Interrupted.exit_code and threading.active_count() > 1:  # a thread still waits for a hanging storage
+    if (
+        code == Interrupted.exit_code and threading.active_count() > 1
+    ):  # a thread still waits for a hanging storage
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
 def verify(argv: Sequence[str] | None = None) -> int:
-    """`kd-verify EXPORT --data IMAGES`: recompute an export's claims. Exit code 1: a claim is wrong; 3: no export."""
+    """`kd-verify EXPORT --data IMAGES`: recompute an export's claims. Exit code 1: a
+    claim is wrong; 3: no export.
+    """
     from kd.deploy.verify.verify import VerifyOptions
     from kd.deploy.verify.verify import verify as verified
 
     parser = new_parser(
         "kd-verify",
-        "Recompute every claim in an export's model card and manifest, from its files and the images used at export.",
+        "Recompute every claim in an export's model card and manifest, from its files"
+        " and the images used at export.",
         "kd-verify runs/vit_food/export --data images/val",
         with_config=False,
     )
@@ -149,8 +218,14 @@ def verify(argv: Sequence[str] | None = None) -> int:
         with redirect_stdout(sys.stderr):  # the log
             found = verified(taken(VerifyOptions, options))
         rows = [row._asdict() for row in found.rows]
-        stated = {key: found.manifest.get(key) for key in ("chain", "licences")} | {"verdict": found.line}
-        print(json.dumps({**stated, "rows": rows}, indent=1) if options.json else "\n".join(found.lines))
+        stated = {key: found.manifest.get(key) for key in ("chain", "licences")} | {
+            "verdict": found.line
+        }
+        print(
+            json.dumps({**stated, "rows": rows}, indent=1)
+            if options.json
+            else "\n".join(found.lines)
+        )
         found.require(options.strict)
 
     return guarded(command)

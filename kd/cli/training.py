@@ -1,33 +1,70 @@
-"""`kd-init`, `kd-train`, `kd-teach`, `kd-cache`, `kd-sweep`, `kd-evaluate`, `kd-report`, `kd-parts` and `kd-schema`."""
+"""`kd-init`, `kd-train`, `kd-teach`, `kd-cache`, `kd-sweep`, `kd-evaluate`,
+`kd-report`, `kd-parts` and `kd-schema`.
+"""
 
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import add_trust, explained, guarded, import_quickly, load_config, new_parser, number, whole_number
+from kd.cli.command import (
+    add_trust,
+    explained,
+    guarded,
+    import_quickly,
+    load_config,
+    new_parser,
+    number,
+    whole_number,
+)
 from kd.core.host import command_seconds
 from kd.core.references import redact
 
 
 def init(argv: Sequence[str] | None = None) -> int:
-    """`kd-init FOLDER [--latency MS] [--mb MB] [--teacher WEIGHTS] [--student WEIGHTS] [-o FILE]`: write a run."""
+    """`kd-init FOLDER [--latency MS] [--mb MB] [--teacher WEIGHTS] [--student WEIGHTS]
+    [-o FILE]`: write a run.
+    """
     parser = new_parser(
         "kd-init",
-        "Inspect a folder of images and this machine, and write a commented configuration.",
+        "Inspect a folder of images and this machine, and write a commented"
+        " configuration.",
         "kd-init photos --latency 10ms --mb 4",
         with_config=False,
     )
-    text = "class folders, with train, val and test or without; images alone; or images and a table of labels"
+    text = (
+        "class folders, with train, val and test or without; images alone; or images"
+        " and a table of labels"
+    )
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=text)
     text = "largest latency per image, such as 10ms: students are timed on this machine"
-    parser.add_argument("--latency", dest="ms", metavar="MS", type=number("ms"), help=text)
-    parser.add_argument("--mb", metavar="MB", type=number("mb"), help="largest size of the student, megabytes")
-    text = "pretrained weights: a name, a file, NAME=FILE or a folder (default: the largest in the hub's cache here)"
-    parser.add_argument("--teacher", dest="teacher_weights", metavar="WEIGHTS", default="", help=text)
-    text = "pretrained weights of the student, as for --teacher; MS and MB are then checked by kd-export only"
-    parser.add_argument("--student", dest="student_weights", metavar="WEIGHTS", default="", help=text)
-    text = "where to write, never over an existing file (default: FOLDER's name with .yaml)"
+    parser.add_argument(
+        "--latency", dest="ms", metavar="MS", type=number("ms"), help=text
+    )
+    parser.add_argument(
+        "--mb",
+        metavar="MB",
+        type=number("mb"),
+        help="largest size of the student, megabytes",
+    )
+    text = (
+        "pretrained weights: a name, a file, NAME=FILE or a folder (default: the"
+        " largest in the hub's cache here)"
+    )
+    parser.add_argument(
+        "--teacher", dest="teacher_weights", metavar="WEIGHTS", default="", help=text
+    )
+    text = (
+        "pretrained weights of the student, as for --teacher; MS and MB are then"
+        " checked by kd-export only"
+    )
+    parser.add_argument(
+        "--student", dest="student_weights", metavar="WEIGHTS", default="", help=text
+    )
+    text = (
+        "where to write, never over an existing file (default: FOLDER's name with"
+        " .yaml)"
+    )
     parser.add_argument("-o", dest="to", metavar="FILE", type=Path, help=text)
     options = parser.read(argv)
 
@@ -42,19 +79,29 @@ def init(argv: Sequence[str] | None = None) -> int:
 
 
 def train(argv: Sequence[str] | None = None) -> int:
-    """`kd-train CONFIG [key=value ...] [--check[=all]]`: distill a teacher into a student."""
+    """`kd-train CONFIG [key=value ...] [--check[=all]]`: distill a teacher into a
+    student.
+    """
     parser = new_parser(
         "kd-train",
-        "Distill a frozen teacher into a small student. The same command resumes a run that was interrupted.",
+        "Distill a frozen teacher into a small student. The same command resumes a run"
+        " that was interrupted.",
         "kd-train vit_food run.epochs=5 optimizer.lr=5e-4",
     )
-    text = "train nothing: validate the configuration, look for damaged and repeated images (a 5 s sample; =all: "
+    text = (
+        "train nothing: validate the configuration, look for damaged and repeated"
+        " images (a 5 s sample; =all: "
+    )
     text += "every image), time a few steps, and estimate time, memory and cost"
-    parser.add_argument("--check", nargs="?", choices=("some", "all"), metavar="all", help=text)
+    parser.add_argument(
+        "--check", nargs="?", choices=("some", "all"), metavar="all", help=text
+    )
     text = "do not score the test split; use it while comparing runs"
     parser.add_argument("--no-test", action="store_true", help=text)
     words = sys.argv[1:] if argv is None else argv
-    options = parser.read(["--check=some" if word == "--check" else word for word in words])  # CONFIG may follow
+    options = parser.read(
+        ["--check=some" if word == "--check" else word for word in words]
+    )  # CONFIG may follow
 
     def command() -> None:
         settings = load_config(options)
@@ -62,12 +109,16 @@ def train(argv: Sequence[str] | None = None) -> int:
             from kd.jobs.forecast import forecast
             from kd.setup.recipe import resolve
 
-            text = forecast(resolve(settings), options.config, everything=options.check == "all")
+            text = forecast(
+                resolve(settings), options.config, everything=options.check == "all"
+            )
             print(redact(str(text)))
             return
         from kd.jobs.train import train
 
-        text = train(settings, command_seconds(), "val" if options.no_test else "test").report
+        text = train(
+            settings, command_seconds(), "val" if options.no_test else "test"
+        ).report
         if text:
             print("\n" + text)
 
@@ -78,8 +129,9 @@ def teach(argv: Sequence[str] | None = None) -> int:
     """`kd-teach CONFIG [key=value ...]`: fit the teacher of a configuration."""
     parser = new_parser(
         "kd-teach",
-        "Fit the teacher (or teachers) of CONFIG on the labels, keep the best epoch, and print the folder. "
-        "A teacher that was fitted from the same content is reused.",
+        "Fit the teacher (or teachers) of CONFIG on the labels, keep the best epoch,"
+        " and print the folder. A teacher that was fitted from the same content is"
+        " reused.",
         "kd-teach configs/vit_food101.yaml teacher.fit.epochs=10",
     )
     options = parser.read(argv)
@@ -95,14 +147,19 @@ def teach(argv: Sequence[str] | None = None) -> int:
 
 
 def cache(argv: Sequence[str] | None = None) -> int:
-    """`kd-cache CONFIG [key=value ...] [--export FILE]`: compute the teacher's logits before training."""
+    """`kd-cache CONFIG [key=value ...] [--export FILE]`: compute the teacher's logits
+    before training.
+    """
     parser = new_parser(
         "kd-cache",
-        "Fill the teacher's cache of CONFIG ahead of training, on any number of ranks. The same command resumes "
-        "after an interruption.",
+        "Fill the teacher's cache of CONFIG ahead of training, on any number of ranks."
+        " The same command resumes after an interruption.",
         "kd-cache configs/vit_food.yaml teacher.cache.views=4",
     )
-    text = "also write the outputs by file name, for teacher.kind=answers elsewhere (.safetensors)"
+    text = (
+        "also write the outputs by file name, for teacher.kind=answers elsewhere"
+        " (.safetensors)"
+    )
     parser.add_argument("--export", metavar="FILE", default="", help=text)
     options = parser.read(argv)
 
@@ -112,8 +169,9 @@ def cache(argv: Sequence[str] | None = None) -> int:
 
         filled = cache(settings, options.export)
         print(
-            f"cache: '{filled.folder}' holds {filled.records} records, {filled.missing} are missing; "
-            f"the teacher ran on {filled.computed} images in {filled.seconds:.1f} s"
+            f"cache: '{filled.folder}' holds {filled.records} records, {filled.missing}"
+            f" are missing; the teacher ran on {filled.computed} images in"
+            f" {filled.seconds:.1f} s"
         )
         if options.export:
             print(f"cache: wrote '{options.export}'")
@@ -122,30 +180,58 @@ def cache(argv: Sequence[str] | None = None) -> int:
 
 
 def sweep(argv: Sequence[str] | None = None) -> int:
-    """`kd-sweep CONFIG key=a,b,c ... [--trials N] [--sampler NAME] [--pruner NAME]`: find the best settings."""
+    """`kd-sweep CONFIG key=a,b,c ... [--trials N] [--sampler NAME] [--pruner NAME]`:
+    find the best settings.
+    """
     parser = new_parser(
         "kd-sweep",
-        "Train CONFIG with all combinations of the values that keys list, or by a sampler of Optuna's, with one "
-        "teacher, cache and store for all. The best is trained again with two other seeds. Different students "
-        "(student.model=a,b) are also timed, and plotted by score and milliseconds. The same command resumes after an "
-        "interruption; with --storage several hosts share the trials.",
-        "kd-sweep vit_food losses.0.temperature=1,2,4 'optimizer.lr=loguniform(1e-4,1e-2)' --trials 20",
+        "Train CONFIG with all combinations of the values that keys list, or by a"
+        " sampler of Optuna's, with one teacher, cache and store for all. The best is"
+        " trained again with two other seeds. Different students (student.model=a,b)"
+        " are also timed, and plotted by score and milliseconds. The same command"
+        " resumes after an interruption; with --storage several hosts share the"
+        " trials.",
+        "kd-sweep vit_food losses.0.temperature=1,2,4"
+        " 'optimizer.lr=loguniform(1e-4,1e-2)' --trials 20",
     )
-    text = "number of trials, if a key has a range (uniform, loguniform, integers) or a sampler is named"
-    parser.add_argument("--trials", metavar="N", type=whole_number(1, 10**6), default=0, help=text)
+    text = (
+        "number of trials, if a key has a range (uniform, loguniform, integers) or a"
+        " sampler is named"
+    )
+    parser.add_argument(
+        "--trials", metavar="N", type=whole_number(1, 10**6), default=0, help=text
+    )
     text = "grid, tpe, random, gp, cmaes, nsga2, ... (default: grid; with --trials tpe)"
     parser.add_argument("--sampler", metavar="NAME", default="", help=text)
-    text = "end hopeless trials early: median, percentile(25), successive_halving, hyperband, ... (default none)"
+    text = (
+        "end hopeless trials early: median, percentile(25), successive_halving,"
+        " hyperband, ... (default none)"
+    )
     parser.add_argument("--pruner", metavar="NAME", default="none", help=text)
-    text = "database of the trials, such as sqlite:///sweep.db; run.folder is shared too (default: a journal there)"
+    text = (
+        "database of the trials, such as sqlite:///sweep.db; run.folder is shared too"
+        " (default: a journal there)"
+    )
     parser.add_argument("--storage", metavar="URL", default="", help=text)
-    parser.add_argument("--by", metavar="SCORE", default="", help="deciding score (default: the task's first)")
-    text = "search the Pareto front of scores and costs: accuracy,ms,mb (CPU time per image, size of the graph)"
+    parser.add_argument(
+        "--by",
+        metavar="SCORE",
+        default="",
+        help="deciding score (default: the task's first)",
+    )
+    text = (
+        "search the Pareto front of scores and costs: accuracy,ms,mb (CPU time per"
+        " image, size of the graph)"
+    )
     parser.add_argument("--objectives", metavar="NAMES", default="", help=text)
     text = "parallel trials; each gets its share of the cores (default 1)"
-    parser.add_argument("--jobs", metavar="N", type=whole_number(1, 999), default=1, help=text)
+    parser.add_argument(
+        "--jobs", metavar="N", type=whole_number(1, 999), default=1, help=text
+    )
     options = vars(parser.read(argv))
-    settings, overrides, _ = (options.pop(name) for name in ("config", "overrides", "help_keys"))
+    settings, overrides, _ = (
+        options.pop(name) for name in ("config", "overrides", "help_keys")
+    )
 
     def command() -> None:
         from kd.study.sweeps.sweep import sweep
@@ -159,15 +245,24 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     """`kd-evaluate RUN [key=value ...] [--audit]`: score student and teacher."""
     parser = new_parser(
         "kd-evaluate",
-        "Evaluate the best student of a run folder, its teacher and their agreement, with 95 % intervals.",
+        "Evaluate the best student of a run folder, its teacher and their agreement,"
+        " with 95 % intervals.",
         "kd-evaluate runs/vit_food data.workers=2",
         with_config=False,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the run's configuration to change")
+    parser.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="keys of the run's configuration to change",
+    )
     text = "split: val (default), or test, which no choice used"
     parser.add_argument("--split", choices=("val", "test"), default="val", help=text)
-    text = "also list doubtful labels, and photographs in two splits that have similar outputs (RUN/audit)"
+    text = (
+        "also list doubtful labels, and photographs in two splits that have similar"
+        " outputs (RUN/audit)"
+    )
     parser.add_argument("--audit", action="store_true", help=text)
     add_trust(parser)
     options = parser.read(argv)
@@ -175,35 +270,53 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     def command() -> None:
         from kd.jobs.evaluate import evaluate
 
-        scored = evaluate(options.run, options.overrides, options.trust, options.split, options.audit)
+        scored = evaluate(
+            options.run, options.overrides, options.trust, options.split, options.audit
+        )
         for name, value in {**scored.row, "images": scored.images}.items():
             samples = scored.samples
-            ends = "  95 %: {:.4f} to {:.4f}".format(*samples[name].interval()) if name in samples else ""
-            print(f"{name:20s} " + (f"{value:.4f}{ends}" if isinstance(value, float) else str(value)))
+            ends = (
+                "  95 %: {:.4f} to {:.4f}".format(*samples[name].interval())
+                if name in samples
+                else ""
+            )
+            print(
+                f"{name:20s} "
+                + (f"{value:.4f}{ends}" if isinstance(value, float) else str(value))
+            )
 
     return guarded(command)
 
 
 def report(argv: Sequence[str] | None = None) -> int:
-    """`kd-report RUN... [--price] [key=value ...]`: report time, cost and results of runs."""
+    """`kd-report RUN... [--price] [key=value ...]`: report time, cost and results of
+    runs.
+    """
     parser = new_parser(
         "kd-report",
-        "Write one HTML file about a run, or about several side by side: findings, curves, time, load of "
-        "the machine, sifting, and the classes and photographs on which the student is worse than its teacher.",
+        "Write one HTML file about a run, or about several side by side: findings,"
+        " curves, time, load of the machine, sifting, and the classes and photographs"
+        " on which the student is worse than its teacher.",
         "kd-report runs/vit_food runs/wttm --to compared.html",
         with_config=False,
     )
     text = "run folders; also key=value, such as price.instance=NAME"
     parser.add_argument("runs", metavar="RUN", nargs="+", help=text)
-    text = "where to write the page (default: report.html in the first RUN), or the prices"
+    text = (
+        "where to write the page (default: report.html in the first RUN), or the prices"
+    )
     parser.add_argument("--to", metavar="FILE", type=Path, help=text)
     text = "print throughput, billable time, cost and saving only"
     parser.add_argument("--price", action="store_true", help=text)
     text = "validation images that both models predict; 0: all (default 2000)"
-    parser.add_argument("--images", metavar="N", type=whole_number(0, 10**9), default=2000, help=text)
+    parser.add_argument(
+        "--images", metavar="N", type=whole_number(0, 10**9), default=2000, help=text
+    )
     add_trust(parser)
     options = parser.read(argv)
-    overrides = [text for text in options.runs if "=" in text and not Path(text).is_dir()]
+    overrides = [
+        text for text in options.runs if "=" in text and not Path(text).is_dir()
+    ]
     paths = [Path(text) for text in options.runs if text not in overrides]
 
     def command() -> None:
@@ -214,14 +327,21 @@ def report(argv: Sequence[str] | None = None) -> int:
 
         if not paths:
             wrong = f"'{overrides[0]}' is no run folder, and there is no other"
-            raise ConfigError("RUN", wrong, "Run folders, then key=value", "Name one, such as runs/vit_food")
+            raise ConfigError(
+                "RUN",
+                wrong,
+                "Run folders, then key=value",
+                "Name one, such as runs/vit_food",
+            )
         if options.price:
             text = table(job.prices(paths, overrides, options.trust))
             print(text)
             if options.to:
                 write_text(options.to, text + "\n", "--to")
         else:
-            page = job.report(paths, options.to, options.images, overrides, options.trust)
+            page = job.report(
+                paths, options.to, options.images, overrides, options.trust
+            )
             print(page.summary)
             print(f"wrote {page.file} ({page.size / 2**20:.2f} MiB, self-contained)")
 
@@ -230,8 +350,16 @@ def report(argv: Sequence[str] | None = None) -> int:
 
 def parts(argv: Sequence[str] | None = None) -> int:
     """`kd-parts [FOLDER]`: list the losses, sifters, datasets and backends."""
-    parser = new_parser("kd-parts", "List the parts that configurations name.", "kd-parts losses", with_config=False)
-    text = "losses, sifters, ... (default: all), or your own part, such as mylab.losses.mse"
+    parser = new_parser(
+        "kd-parts",
+        "List the parts that configurations name.",
+        "kd-parts losses",
+        with_config=False,
+    )
+    text = (
+        "losses, sifters, ... (default: all), or your own part, such as"
+        " mylab.losses.mse"
+    )
     parser.add_argument("folder", nargs="?", metavar="FOLDER|MODULE", help=text)
     options = parser.read(argv)
 
@@ -241,11 +369,19 @@ def parts(argv: Sequence[str] | None = None) -> int:
 
         name = options.folder
         if name and "." in name:
-            print(f"{name}: {registry.summary(registry.find('losses', name, 'kd-parts'))}\n{explained(name)}")
+            print(
+                f"{name}:"
+                f" {registry.summary(registry.find('losses', name, 'kd-parts'))}\n{explained(name)}"
+            )
             return
         if name and name not in registry.FOLDERS:
             near = did_you_mean(name, registry.FOLDERS) or "Give none to see all"
-            raise ConfigError("kd-parts", f"no folder '{name}'", f"Allowed: {', '.join(registry.FOLDERS)}", near)
+            raise ConfigError(
+                "kd-parts",
+                f"no folder '{name}'",
+                f"Allowed: {', '.join(registry.FOLDERS)}",
+                near,
+            )
         for folder in [name] if name else registry.FOLDERS:
             print(f"{folder}:")
             for part, summary in registry.describe(folder):
@@ -256,8 +392,13 @@ def parts(argv: Sequence[str] | None = None) -> int:
 
 def schema(argv: Sequence[str] | None = None) -> int:
     """`kd-schema [CONFIG]`: print the JSON Schema of configurations."""
-    summary = "Print the JSON Schema of configurations, by which editors complete and check them."
-    parser = new_parser("kd-schema", summary, "kd-schema > kd.schema.json", with_config=False)
+    summary = (
+        "Print the JSON Schema of configurations, by which editors complete and check"
+        " them."
+    )
+    parser = new_parser(
+        "kd-schema", summary, "kd-schema > kd.schema.json", with_config=False
+    )
     text = "a configuration whose parts from outside kd the schema describes too"
     parser.add_argument("config", nargs="?", metavar="CONFIG", help=text)
     options = parser.read(argv)
@@ -266,6 +407,11 @@ def schema(argv: Sequence[str] | None = None) -> int:
         from kd import config
         from kd.config.json_schema import json_schema
 
-        print(json.dumps(json_schema(config.read(options.config) if options.config else None), indent=1))
+        print(
+            json.dumps(
+                json_schema(config.read(options.config) if options.config else None),
+                indent=1,
+            )
+        )
 
     return guarded(command)

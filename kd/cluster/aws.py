@@ -1,4 +1,6 @@
-"""Send requests to AWS, wait for their end, print a training job's log, pack an export as `model.tar.gz`."""
+"""Send requests to AWS, wait for their end, print a training job's log, pack an export
+as `model.tar.gz`.
+"""
 
 import base64
 import gzip
@@ -18,9 +20,21 @@ from kd.files.storage import atomic_folder, refuse_unlisted
 from kd.parts import registry
 
 LOGS = "/aws/sagemaker/TrainingJobs"
-POLL_SECONDS = 10.0  # seconds between polls: a job takes minutes to start, and AWS limits the rate of requests
-LATE_MS = 60_000  # seconds by which an event may appear after later events of other hosts
-DONE, FAILED = ("Completed", "InService"), ("Failed", "Stopped", "OutOfService", "RollingBackFailed")
+# seconds between polls: a job takes minutes to start, and AWS limits the rate of
+# requests
+POLL_SECONDS = 10.0
+LATE_MS = (
+    60_000  # seconds by which an event may appear after later events of other hosts
+)
+DONE, FAILED = (
+    ("Completed", "InService"),
+    (
+        "Failed",
+        "Stopped",
+        "OutOfService",
+        "RollingBackFailed",
+    ),
+)
 AGAIN = "Check credentials, region and names, then run the same command again"
 Request = Mapping[str, Any]
 
@@ -34,15 +48,25 @@ def train(request: Request, follow: bool = True) -> None:
         print(f"training job {name} is created", flush=True)
         if not follow:
             return
-        print(f"Ctrl-C ends this log and not the job: aws sagemaker stop-training-job --training-job-name {name}")
+        print(
+            "Ctrl-C ends this log and not the job: aws sagemaker stop-training-job"
+            f" --training-job-name {name}"
+        )
         try:
-            _wait(lambda: sagemaker.describe_training_job(TrainingJobName=name), "TrainingJobStatus", name, _Log(name))
+            _wait(
+                lambda: sagemaker.describe_training_job(TrainingJobName=name),
+                "TrainingJobStatus",
+                name,
+                _Log(name),
+            )
         except KeyboardInterrupt:
             print(f"training job {name} goes on")
 
 
 def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str]) -> str:
-    """Upload an export, send `hosting_requests`, wait, send the endpoint one image; return a line about it."""
+    """Upload an export, send `hosting_requests`, wait, send the endpoint one image;
+    return a line about it.
+    """
     name = requests["CreateEndpoint"]["EndpointName"]
     remove = f"Remove it: aws sagemaker delete-endpoint --endpoint-name {name}"
     with _aws_errors("deploy"):
@@ -50,7 +74,11 @@ def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str])
     print(f"endpoint {name} is created", flush=True)
     with _aws_errors("deploy", remove):
         try:
-            _wait(lambda: sagemaker.describe_endpoint(EndpointName=name), "EndpointStatus", name)
+            _wait(
+                lambda: sagemaker.describe_endpoint(EndpointName=name),
+                "EndpointStatus",
+                name,
+            )
         except KeyboardInterrupt:
             print(f"endpoint {name} goes on. {remove}", flush=True)
             raise
@@ -58,34 +86,50 @@ def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str])
         Image.new("RGB", (64, 48), (127, 127, 127)).save(grey, "JPEG")
         question = json.dumps({"image": base64.b64encode(grey.getvalue()).decode()})
         answer = _client("sagemaker-runtime").invoke_endpoint(
-            EndpointName=name, ContentType="application/json", Accept="application/json", Body=question
+            EndpointName=name,
+            ContentType="application/json",
+            Accept="application/json",
+            Body=question,
         )
         body = answer["Body"].read()
     try:
         prediction = json.loads(body)["predictions"][0]
         if labels:
-            label = (prediction["top"][0] if "labels" in prediction else prediction)["label"]
+            label = (prediction["top"][0] if "labels" in prediction else prediction)[
+                "label"
+            ]
             said = f"'{label}'" if label in labels else ""
         else:
             said = f"a vector of {len(prediction['embedding'])} numbers"
     except (ValueError, KeyError, IndexError, TypeError):
         said = ""
     if not said:
-        wrong = f"endpoint {name} returned {body[:80]!r}, which is no {'label' if labels else 'vector'} of '{export}'"
+        wrong = (
+            f"endpoint {name} returned {body[:80]!r}, which is no"
+            f" {'label' if labels else 'vector'} of '{export}'"
+        )
         raise RunError("deploy", wrong, "", remove)
     return f"endpoint {name} is in service; a grey image is {said}. {remove}"
 
 
 def transform(requests: Mapping[str, Request], export: Path) -> None:
-    """Upload an export, send `requests.transform_requests`, and wait for the end of the job."""
+    """Upload an export, send `requests.transform_requests`, and wait for the end of the
+    job.
+    """
     name = requests["CreateTransformJob"]["TransformJobName"]
     with _aws_errors("transform"):
         sagemaker = _create(requests, export)
         print(f"transform job {name} is created", flush=True)
         try:
-            _wait(lambda: sagemaker.describe_transform_job(TransformJobName=name), "TransformJobStatus", name)
+            _wait(
+                lambda: sagemaker.describe_transform_job(TransformJobName=name),
+                "TransformJobStatus",
+                name,
+            )
         except KeyboardInterrupt:
-            stop = f"Stop it: aws sagemaker stop-transform-job --transform-job-name {name}"
+            stop = (
+                f"Stop it: aws sagemaker stop-transform-job --transform-job-name {name}"
+            )
             print(f"transform job {name} goes on. {stop}", flush=True)
             raise
 
@@ -97,14 +141,20 @@ def _create(requests: Mapping[str, Request], export: Path) -> Any:
     bucket, _, key = target.removeprefix("s3://").partition("/")
     _client("s3").put_object(Bucket=bucket, Key=key, Body=archive(export))
     print(f"uploaded {target}", flush=True)
-    methods = {operation: method for method, operation in sagemaker.meta.method_to_api_mapping.items()}
+    methods = {
+        operation: method
+        for method, operation in sagemaker.meta.method_to_api_mapping.items()
+    }
     for operation, request in requests.items():
         getattr(sagemaker, methods[operation])(**request)
     return sagemaker
 
 
 def _wait(
-    describe: Callable[[], Mapping[str, Any]], key: str, name: str, print_log: Callable[[], None] = lambda: None
+    describe: Callable[[], Mapping[str, Any]],
+    key: str,
+    name: str,
+    print_log: Callable[[], None] = lambda: None,
 ) -> None:
     """Poll the status until it is final; print it when it changes."""
     before = ""
@@ -119,7 +169,11 @@ def _wait(
         if status in DONE:
             return
         if status in FAILED:
-            raise RunError("kd-launch", f"{name}: {status}: {answer.get('FailureReason', 'no reason is given')}")
+            raise RunError(
+                "kd-launch",
+                f"{name}: {status}:"
+                f" {answer.get('FailureReason', 'no reason is given')}",
+            )
         time.sleep(POLL_SECONDS)
 
 
@@ -132,7 +186,9 @@ class _Log:
 
     def __call__(self) -> None:
         pages = self._client.get_paginator("filter_log_events").paginate(
-            logGroupName=LOGS, logStreamNamePrefix=f"{self._job}/", startTime=self._since
+            logGroupName=LOGS,
+            logStreamNamePrefix=f"{self._job}/",
+            startTime=self._since,
         )
         newest = self._since
         with suppress(self._client.exceptions.ResourceNotFoundException):  # no log yet
@@ -145,7 +201,12 @@ class _Log:
 
 
 def _client(service: str) -> Any:
-    boto3 = needed("boto3", "kd-launch", "boto3 is not installed", "pip install 'PATH/kd[sagemaker]'")
+    boto3 = needed(
+        "boto3",
+        "kd-launch",
+        "boto3 is not installed",
+        "pip install 'PATH/kd[sagemaker]'",
+    )
     return boto3.client(service)
 
 
@@ -169,9 +230,14 @@ def write_archive(export: Path) -> Path:
 
 
 def archive(export: Path) -> bytes:
-    """Return the `model.tar.gz` for a container that runs `kd-serve`, the same bytes for the same files."""
+    """Return the `model.tar.gz` for a container that runs `kd-serve`, the same bytes
+    for the same files.
+    """
     packed = io.BytesIO()
-    never_read = {"model.safetensors", *(name for name, graph in registry.graphs().items() if graph.code)}
+    never_read = {
+        "model.safetensors",
+        *(name for name, graph in registry.graphs().items() if graph.code),
+    }
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", mtime=0, filename="") as zipped,
         tarfile.open(fileobj=zipped, mode="w") as tar,

@@ -1,4 +1,6 @@
-"""Metrics of CloudWatch, read from the lines that `kd-train` prints without a terminal."""
+"""Metrics of CloudWatch, read from the lines that `kd-train` prints without a
+terminal.
+"""
 
 import re
 
@@ -20,6 +22,10 @@ METRICS = {
 
 
 def definitions(run: str) -> list[dict[str, str]]:
-    """Return MetricDefinitions for the lines of the run itself; its teacher's fit and baseline print others."""
+    """Return MetricDefinitions for the lines of the run itself; its teacher's fit and
+    baseline print others.
+    """
     begin = rf"{re.escape(run)} \| step [0-9]+ .*"
-    return [{"Name": name, "Regex": f"{begin}{regex}"} for name, regex in METRICS.items()]
+    return [
+        {"Name": name, "Regex": f"{begin}{regex}"} for name, regex in METRICS.items()
+    ]

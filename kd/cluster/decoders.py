@@ -1,4 +1,6 @@
-"""Decoders on the hosts of a Ray cluster: the actor, and the pool that monitors actors and assigns calls."""
+"""Decoders on the hosts of a Ray cluster: the actor, and the pool that monitors actors
+and assigns calls.
+"""
 
 from __future__ import annotations
 
@@ -30,35 +32,58 @@ log = logging.getLogger("kd")
 
 
 class Decoder:
-    """Class of the Ray actors: makes parts of batches, one at a time, from its pool's datasets."""
+    """Class of the Ray actors: makes parts of batches, one at a time, from its pool's
+    datasets.
+    """
 
     def __init__(self, datasets: Sequence[Any], folder: str) -> None:
-        """Start in the trainer's working folder if it exists here. `datasets`: one reference, kept by rank 0."""
+        """Start in the trainer's working folder if it exists here. `datasets`: one
+        reference, kept by rank 0.
+        """
         torch.set_num_threads(1)
         if os.path.isdir(folder):
             os.chdir(folder)
         self._fetch = [Fetch(dataset) for dataset in ray.get(datasets[0])]
 
     def ping(self) -> tuple[str, str, dict[str, str]]:
-        """Return the id and the address of this host, and the versions that pixels depend on."""
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), decoding_versions(*PACKAGES)
+        """Return the id and the address of this host, and the versions that pixels
+        depend on.
+        """
+        return (
+            ray.get_runtime_context().get_node_id(),
+            ray.util.get_node_ip_address(),
+            decoding_versions(*PACKAGES),
+        )
 
     def load(self, dataset: int, request: Request) -> dict[str, Any] | KdError:
         return pack(self._fetch[dataset][request])
 
 
 def pack(batch: Batch | KdError) -> dict[str, Any] | KdError:
-    """Return a batch as arrays, which Ray moves without pickling; return an error as a value."""
+    """Return a batch as arrays, which Ray moves without pickling; return an error as a
+    value.
+    """
     if isinstance(batch, KdError):
         return batch
     arrays = {name: getattr(batch, name).numpy() for name in TENSORS}
-    return {**arrays, "view": batch.view, "unreadable": batch.unreadable, "crc": batch.crc}
+    return {
+        **arrays,
+        "view": batch.view,
+        "unreadable": batch.unreadable,
+        "crc": batch.crc,
+    }
 
 
 def unpack(parts: Sequence[dict[str, Any]]) -> Batch:
     """Join the parts of a micro-batch in new memory; their arrays may be read-only."""
-    fields: dict[str, Any] = {n: torch.from_numpy(np.concatenate([part[n] for part in parts])) for n in TENSORS}
-    fields |= {n: tuple(value for part in parts for value in part[n]) for n in ("unreadable", "crc")}
+    fields: dict[str, Any] = {
+        n: torch.from_numpy(np.concatenate([part[n] for part in parts]))
+        for n in TENSORS
+    }
+    fields |= {
+        n: tuple(value for part in parts for value in part[n])
+        for n in ("unreadable", "crc")
+    }
     return Batch(**fields, view=parts[0]["view"])
 
 
@@ -91,18 +116,26 @@ class Call(NamedTuple):
     ref: Any = None
 
 
-_owned: list[Pool] = []  # the newest pool of this process; the next pool, after a teacher's fit, needs its CPUs
+_owned: list[
+    Pool
+] = []  # the newest pool of this process; the next pool, after a teacher's fit, needs its CPUs
 
 
 class Pool:
-    """The decoders of a cluster, one per CPU, shared by all ranks. Rank 0 starts them; they end with its process.
+    """The decoders of a cluster, one per CPU, shared by all ranks. Rank 0 starts them;
+    they end with its process.
 
-    A decoder gets calls once it has responded to a ping; a new pool waits for all of them. If it fails or misses a
-    deadline, all decoders of its host are pinged, and get calls again once they respond.
+    A decoder gets calls once it has responded to a ping; a new pool waits for all of
+    them. If it fails or misses a deadline, all decoders of its host are pinged, and get
+    calls again once they respond.
     """
 
-    def __init__(self, datasets: Sequence[Dataset], rank: int, token: int, deadline: float) -> None:
-        """Connect to the cluster of RAY_ADDRESS, rank 0 first; all ranks have the same `token`."""
+    def __init__(
+        self, datasets: Sequence[Dataset], rank: int, token: int, deadline: float
+    ) -> None:
+        """Connect to the cluster of RAY_ADDRESS, rank 0 first; all ranks have the same
+        `token`.
+        """
         connect(WHERE)
         self.deadline, self.slots = deadline, list[RemoteDecoder]()
         self._prefix, self._turn, self._lock = f"{token}-", rank, threading.Lock()
@@ -114,10 +147,19 @@ class Pool:
             _owned.append(self)
         self.grow()
         probes = [slot.probe for slot in self.slots]
-        late = ray.wait(probes, num_returns=len(probes), timeout=deadline)[1] if probes else []
+        late = (
+            ray.wait(probes, num_returns=len(probes), timeout=deadline)[1]
+            if probes
+            else []
+        )
         if late or not probes:
-            missing = f"{len(late)} of {len(probes)} decoders have not responded for {deadline:g} seconds"
-            log.warning("%s: %s; until they do, the trainers make their images", WHERE, missing)
+            missing = (
+                f"{len(late)} of {len(probes)} decoders have not responded for"
+                f" {deadline:g} seconds"
+            )
+            log.warning(
+                "%s: %s; until they do, the trainers make their images", WHERE, missing
+            )
 
     def close(self) -> None:
         """End the decoders; this process then makes the batches itself."""
@@ -127,13 +169,24 @@ class Pool:
                 ray.kill(self.slots.pop().actor)
 
     def grow(self) -> None:
-        """Start a decoder on each CPU without one (rank 0), or find those that rank 0 started."""
+        """Start a decoder on each CPU without one (rank 0), or find those that rank 0
+        started.
+        """
         with self._lock:
             if self._datasets is not None:
-                names = [f"{self._prefix}{number}" for number in range(int(ray.cluster_resources().get("CPU", 0)))]
+                names = [
+                    f"{self._prefix}{number}"
+                    for number in range(int(ray.cluster_resources().get("CPU", 0)))
+                ]
             else:
-                names = [name for name in ray.util.list_named_actors() if name.startswith(self._prefix)]
-            for name in sorted(set(names) - {slot.name for slot in self.slots} - self._dropped):
+                names = [
+                    name
+                    for name in ray.util.list_named_actors()
+                    if name.startswith(self._prefix)
+                ]
+            for name in sorted(
+                set(names) - {slot.name for slot in self.slots} - self._dropped
+            ):
                 with suppress(ValueError):  # it has just ended
                     self.slots.append(RemoteDecoder(name, self._actor(name)))
                     self.slots[-1].ping()
@@ -142,12 +195,18 @@ class Pool:
         if self._datasets is None:
             return ray.get_actor(name)
         options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": -1}
-        return ray.remote(Decoder).options(name=name, **options).remote([self._datasets], os.getcwd())
+        return (
+            ray.remote(Decoder)
+            .options(name=name, **options)
+            .remote([self._datasets], os.getcwd())
+        )
 
     def trusted(self) -> list[RemoteDecoder]:
         waiting = [slot for slot in self.slots if slot.probe is not None]
         probes = [slot.probe for slot in waiting]
-        answered = ray.wait(probes, num_returns=len(probes), timeout=0)[0] if probes else []
+        answered = (
+            ray.wait(probes, num_returns=len(probes), timeout=0)[0] if probes else []
+        )
         for slot in waiting:
             if slot.probe in answered:
                 self._answered(slot)
@@ -160,7 +219,11 @@ class Pool:
             slot.host, slot.address, theirs = ray.get(slot.probe)
         except ActorDiedError as error:
             self.slots.remove(slot)
-            log.warning("%s: a decoder has ended for good (%s)", WHERE, str(error).strip().splitlines()[-1])
+            log.warning(
+                "%s: a decoder has ended for good (%s)",
+                WHERE,
+                str(error).strip().splitlines()[-1],
+            )
             return
         except RayError:  # it is being started again
             if time.monotonic() - slot.probed > 1.0:
@@ -173,18 +236,27 @@ class Pool:
             log.warning("%s: the host %s responds again", WHERE, slot.address)
 
     def send(self, dataset: int, request: Request) -> Call:
-        """Give a request to the trusted decoder with the fewest calls, else to this process."""
+        """Give a request to the trusted decoder with the fewest calls, else to this
+        process.
+        """
         with self._lock:
             trusted = self.trusted()
             if not trusted:
                 return Call(request)
-            self._turn += 1  # ties are broken in turn, and each rank begins at another decoder
-            slot = min(enumerate(trusted), key=lambda pair: (pair[1].calls, (pair[0] - self._turn) % len(trusted)))[1]
+            self._turn += (
+                1  # ties are broken in turn, and each rank begins at another decoder
+            )
+            slot = min(
+                enumerate(trusted),
+                key=lambda pair: (pair[1].calls, (pair[0] - self._turn) % len(trusted)),
+            )[1]
             slot.calls += 1
             return Call(request, slot, slot.actor.load.remote(dataset, request))
 
     def room(self, calls: int, ranks: int) -> int:
-        """Return how many more calls a rank may make: one at a time if it must process them itself."""
+        """Return how many more calls a rank may make: one at a time if it must process
+        them itself.
+        """
         with self._lock:
             return max(0, max(1, AHEAD * len(self.trusted()) // ranks) - calls)
 
@@ -193,7 +265,9 @@ class Pool:
         try:
             return ray.get(call.ref, timeout=self.deadline)
         except GetTimeoutError as error:
-            raise Unanswered(f"has not responded for {self.deadline:g} seconds") from error
+            raise Unanswered(
+                f"has not responded for {self.deadline:g} seconds"
+            ) from error
         except RayError as error:
             raise Unanswered(f"has failed ({type(error).__name__})") from error
         finally:
@@ -208,12 +282,21 @@ class Pool:
     def suspect(self, slot: RemoteDecoder, why: str) -> list[RemoteDecoder]:
         """Distrust all decoders of a host until they respond to a ping; return them."""
         with self._lock:
-            suspects = [other for other in self.slots if other is slot or other.host == slot.host]
+            suspects = [
+                other
+                for other in self.slots
+                if other is slot or other.host == slot.host
+            ]
             for other in suspects:
                 other.ping()
             if slot.address not in self._silent:
                 self._silent.add(slot.address)
-                log.warning("%s: the host %s %s; its images are made elsewhere", WHERE, slot.address, why)
+                log.warning(
+                    "%s: the host %s %s; its images are made elsewhere",
+                    WHERE,
+                    slot.address,
+                    why,
+                )
             return suspects
 
     def drop(self, slot: RemoteDecoder, why: str) -> list[RemoteDecoder]:
@@ -224,11 +307,18 @@ class Pool:
                 self.slots.remove(other)
                 self._dropped.add(other.name)
             if dropped:
-                log.warning("%s: the host %s %s; it gets no more calls", WHERE, slot.address, why)
+                log.warning(
+                    "%s: the host %s %s; it gets no more calls",
+                    WHERE,
+                    slot.address,
+                    why,
+                )
             return dropped
 
     def again(self, dataset: int, call: Call) -> Call:
-        """Send a suspected decoder's call to another decoder, unless its result has arrived."""
+        """Send a suspected decoder's call to another decoder, unless its result has
+        arrived.
+        """
         if ray.wait([call.ref], timeout=0)[0]:
             return call
         self.forget([call])

@@ -1,4 +1,6 @@
-"""The hosts of a SageMaker job, read on one of them; such a job on one machine (`kd-launch --local`)."""
+"""The hosts of a SageMaker job, read on one of them; such a job on one machine
+(`kd-launch --local`).
+"""
 
 import json
 import os
@@ -20,9 +22,13 @@ from kd.files.json_file import read_json
 
 INPUT = Path("/opt/ml/input/config")
 RAY, TORCH = 6379, 29500  # ports of the first trainer: Ray, torch's rendezvous
-MARK = "KD_HOST"  # environment variable of all processes of a host, inherited by children
+MARK = (  # environment variable of all processes of a host, inherited by children
+    "KD_HOST"
+)
 RUN_MARK = "KD_RUN"  # environment variable of all processes of a local job
-PIECE = "config_piece_"  # begin of a hyperparameter that has a piece of the configuration, as JSON
+PIECE = (  # begin of a hyperparameter that has a piece of the configuration, as JSON
+    "config_piece_"
+)
 LEAVE_SECONDS = 30.0  # seconds in which a host must end after the training
 
 
@@ -41,30 +47,59 @@ class Hosts:
         return self.trainers[0]
 
 
-def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "resourceconfig.json") -> Hosts:
-    """Return the hosts of this job from SageMaker's variables or file. Groups whose names begin with `data` decode."""
+def read_hosts(
+    environ: Mapping[str, str] = os.environ, file: Path = INPUT / "resourceconfig.json"
+) -> Hosts:
+    """Return the hosts of this job from SageMaker's variables or file. Groups whose
+    names begin with `data` decode.
+    """
     try:
         config = _resource_config(environ, file)
         me = str(config.get("current_host") or "localhost")
-        groups = {group["instance_group_name"]: list(group["hosts"]) for group in config.get("instance_groups") or ()}
+        groups = {
+            group["instance_group_name"]: list(group["hosts"])
+            for group in config.get("instance_groups") or ()
+        }
         groups = groups or {"all": list(config.get("hosts") or [me])}
-        ports = tuple(map(int, environ["KD_PORTS"].split(","))) if "KD_PORTS" in environ else (RAY, TORCH)
+        ports = (
+            tuple(map(int, environ["KD_PORTS"].split(",")))
+            if "KD_PORTS" in environ
+            else (RAY, TORCH)
+        )
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        wrong = f"the job's description of its hosts cannot be read ({type(error).__name__}: {error})"
-        raise BackendError("SM_INSTANCE_GROUPS_DICT", wrong, "As in resourceconfig.json", "") from error
+        wrong = (
+            "the job's description of its hosts cannot be read"
+            f" ({type(error).__name__}: {error})"
+        )
+        raise BackendError(
+            "SM_INSTANCE_GROUPS_DICT", wrong, "As in resourceconfig.json", ""
+        ) from error
     decoding = [name for name in groups if name.startswith("data")]
     data = tuple(sorted(host for name in decoding for host in groups[name]))
-    trainers = tuple(sorted(host for name in groups if name not in decoding for host in groups[name]))
+    trainers = tuple(
+        sorted(host for name in groups if name not in decoding for host in groups[name])
+    )
     if not trainers or me not in trainers + data:
-        wrong = f"host '{me}' of the groups {', '.join(groups)} " + ("is in none" if trainers else "has no trainers")
-        allowed = "Groups whose name begins with `data` decode, at least one other group trains"
-        raise BackendError("SM_INSTANCE_GROUPS_DICT", wrong, allowed, "Rename the groups")
+        wrong = f"host '{me}' of the groups {', '.join(groups)} " + (
+            "is in none" if trainers else "has no trainers"
+        )
+        allowed = (
+            "Groups whose name begins with `data` decode, at least one other group"
+            " trains"
+        )
+        raise BackendError(
+            "SM_INSTANCE_GROUPS_DICT", wrong, allowed, "Rename the groups"
+        )
     return Hosts(me, trainers, data, ports)
 
 
 def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
     if "SM_CURRENT_HOST" not in environ:
-        return read_json(file, "backend", "Start it as a SageMaker job", kind=BackendError) if file.is_file() else {}
+        return (
+            read_json(file, "backend", "Start it as a SageMaker job", kind=BackendError)
+            if file.is_file()
+            else {}
+        )
     groups = list(json.loads(environ.get("SM_INSTANCE_GROUPS_DICT") or "{}").values())
     return {
         "current_host": environ["SM_CURRENT_HOST"],
@@ -75,14 +110,27 @@ def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
 
 def hyperparameters(file: Path = INPUT / "hyperparameters.json") -> list[str]:
     """Return the configuration in a job's hyperparameters as `key=value`."""
-    return read_json(file, "train", "Give CONFIG key=value instead", overrides, BackendError, required=True)
+    return read_json(
+        file,
+        "train",
+        "Give CONFIG key=value instead",
+        overrides,
+        BackendError,
+        required=True,
+    )
 
 
 def overrides(content: Mapping[str, str]) -> list[str]:
-    """Return hyperparameters, their `PIECE`s joined, as sorted `key=value`, without SageMaker's own."""
+    """Return hyperparameters, their `PIECE`s joined, as sorted `key=value`, without
+    SageMaker's own.
+    """
     joined = "".join(content[key] for key in sorted(content) if key.startswith(PIECE))
     keys = {**content, **json.loads(joined or "{}")}
-    return [f"{key}={value}" for key, value in sorted(keys.items()) if not key.startswith((PIECE, "sagemaker_"))]
+    return [
+        f"{key}={value}"
+        for key, value in sorted(keys.items())
+        if not key.startswith((PIECE, "sagemaker_"))
+    ]
 
 
 def processes(environ: Mapping[str, str] = os.environ) -> int:
@@ -92,13 +140,17 @@ def processes(environ: Mapping[str, str] = os.environ) -> int:
             return int(environ[name])
     if Path("/dev/neuron0").exists():
         remedy = "Set the variable KD_PROCESSES to the number of NeuronCores"
-        raise BackendError("SM_NUM_NEURONS", "is not set, but this host has Neuron devices", "", remedy)
+        raise BackendError(
+            "SM_NUM_NEURONS", "is not set, but this host has Neuron devices", "", remedy
+        )
     return max(1, len(list(Path("/dev").glob("nvidia[0-9]*"))))
 
 
 def accelerated() -> bool:
     """Return whether this host has an NVIDIA or Neuron device."""
-    return any(list(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "neuron[0-9]*"))
+    return any(
+        list(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "neuron[0-9]*")
+    )
 
 
 def free_ports(count: int) -> list[int]:
@@ -111,21 +163,30 @@ def free_ports(count: int) -> list[int]:
 
 
 def marks(mark: str, name: str = MARK) -> dict[str, str]:
-    """Return the environment variables by which `marked` finds a process: two, because Ray's agents overwrite one."""
+    """Return the environment variables by which `marked` finds a process: two, because
+    Ray's agents overwrite one.
+    """
     return {name: mark, f"{name}_AGAIN": mark}
 
 
 def marked(mark: str, name: str = MARK) -> Iterator[int]:
-    """Yield the running processes (except this one) with one of these `marks` in their environment."""
+    """Yield the running processes (except this one) with one of these `marks` in their
+    environment.
+    """
     wanted = {f"{key}={value}".encode() for key, value in marks(mark, name).items()}
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
-            if wanted & set((folder / "environ").read_bytes().split(b"\0")) and int(folder.name) != os.getpid():
+            if (
+                wanted & set((folder / "environ").read_bytes().split(b"\0"))
+                and int(folder.name) != os.getpid()
+            ):
                 yield int(folder.name)
 
 
 def end_marked(mark: str, name: str = MARK, grace: float = 3.0) -> int:
-    """End the marked processes by SIGTERM, after `grace` seconds by SIGKILL; return their number."""
+    """End the marked processes by SIGTERM, after `grace` seconds by SIGKILL; return
+    their number.
+    """
     pids, deadline = set(marked(mark, name)), time.monotonic() + grace
     signal_all(pids, signal.SIGTERM)
     while (left := list(marked(mark, name))) and time.monotonic() < deadline + grace:
@@ -143,24 +204,41 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 
 
 class LocalJob:
-    """Hosts 127.0.0.2, 127.0.0.3, ... of a job: one process each, with the variables that SageMaker sets."""
+    """Hosts 127.0.0.2, 127.0.0.3, ... of a job: one process each, with the variables
+    that SageMaker sets.
+    """
 
     def __init__(self, groups: Mapping[str, int], argv: Sequence[str]) -> None:
-        """Start all hosts with `kd.cluster.group ARGV`. `groups` has the number of hosts in each group."""
+        """Start all hosts with `kd.cluster.group ARGV`. `groups` has the number of
+        hosts in each group.
+        """
         if sys.platform != "linux":
-            raise BackendError("--local", "needs Linux, where all of 127.0.0.0/8 is this machine", "", "Use Docker")
+            raise BackendError(
+                "--local",
+                "needs Linux, where all of 127.0.0.0/8 is this machine",
+                "",
+                "Use Docker",
+            )
         names = iter(f"127.0.0.{number}" for number in range(2, 255))
-        self.groups = {group: [next(names) for _ in range(count)] for group, count in groups.items()}
+        self.groups = {
+            group: [next(names) for _ in range(count)]
+            for group, count in groups.items()
+        }
         self.mark, self.argv = secrets.token_hex(8), list(argv)
         hosts = [host for group in self.groups.values() for host in group]
-        listed = {name: {"instance_group_name": name, "hosts": group} for name, group in self.groups.items()}
+        listed = {
+            name: {"instance_group_name": name, "hosts": group}
+            for name, group in self.groups.items()
+        }
         self._environ = {
             **os.environ,
             **marks(self.mark, RUN_MARK),
             "SM_HOSTS": json.dumps(hosts),
             "SM_INSTANCE_GROUPS_DICT": json.dumps(listed),
             "KD_PORTS": ",".join(str(port) for port in free_ports(2)),
-            "KD_DECODERS": os.environ.get("KD_DECODERS", str(max(1, cores() // len(hosts)))),
+            "KD_DECODERS": os.environ.get(
+                "KD_DECODERS", str(max(1, cores() // len(hosts)))
+            ),
             "RAY_AUTH_MODE": "token",  # else Ray listens on all interfaces
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }
@@ -170,7 +248,9 @@ class LocalJob:
 
     def start(self, host: str) -> None:
         command = [sys.executable, "-m", "kd.cluster.group", *self.argv]
-        self.processes[host] = subprocess.Popen(command, env={**self._environ, "SM_CURRENT_HOST": host})
+        self.processes[host] = subprocess.Popen(
+            command, env={**self._environ, "SM_CURRENT_HOST": host}
+        )
 
     def wait(self) -> int:
         """Wait until all hosts have ended, and return the exit code of the training."""
@@ -190,13 +270,23 @@ class LocalJob:
             process.wait()
 
     def _trainers(self) -> list[str]:
-        return [host for name, group in self.groups.items() if not name.startswith("data") for host in group]
+        return [
+            host
+            for name, group in self.groups.items()
+            if not name.startswith("data")
+            for host in group
+        ]
 
 
 def run_job(groups: Mapping[str, int], argv: Sequence[str]) -> int:
-    """Run a job on this machine and return its exit code; all its processes have ended then."""
+    """Run a job on this machine and return its exit code; all its processes have ended
+    then.
+    """
     job = LocalJob(groups, argv)
-    before = {number: signal.signal(number, lambda *_: job.stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, lambda *_: job.stop())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         return job.wait()
     finally:

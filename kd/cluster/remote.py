@@ -1,7 +1,9 @@
-"""`data.loader: ray`: batches from decoders on all hosts of a Ray cluster, bit-identical to the local loader's.
+"""`data.loader: ray`: batches from decoders on all hosts of a Ray cluster,
+bit-identical to the local loader's.
 
-Ray places the decoders and restarts them (`kd.cluster.decoders`). An image is a pure function of (seed, view, id), so a
-call may be repeated on any host. Each rank has its own queue of calls, and waits for a call at most until the deadline.
+Ray places the decoders and restarts them (`kd.cluster.decoders`). An image is a pure
+function of (seed, view, id), so a call may be repeated on any host. Each rank has its
+own queue of calls, and waits for a call at most until the deadline.
 """
 
 from collections import deque
@@ -12,13 +14,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kd.cluster.decoders import WHERE, Call, Pool, RemoteDecoder, Unanswered, pack, unpack
+from kd.cluster.decoders import (
+    WHERE,
+    Call,
+    Pool,
+    RemoteDecoder,
+    Unanswered,
+    pack,
+    unpack,
+)
 from kd.core.contracts import Dataset
 from kd.core.errors import KdError, RunError
 from kd.core.types import TENSORS, Batch
 from kd.data.loader import Fetch, LocalLoader, Request, Share
 
-CHUNK = 32  # most images per call: enough to amortize a call, few enough to spread over decoders
+# most images per call: enough to amortize a call, few enough to spread over decoders
+CHUNK = 32
 
 T = TypeVar("T")
 
@@ -49,7 +60,9 @@ class RemoteLoader(LocalLoader):
         yield from prefetched(self._made())
 
     def _made(self) -> Generator[Batch | KdError, None, None]:
-        """Yield the batches of the current requests; keep a window of calls pending at the decoders."""
+        """Yield the batches of the current requests; keep a window of calls pending at
+        the decoders.
+        """
         waiting = (part for request in self._requests for part in divided(request))
         calls: deque[Call] = deque()
         try:
@@ -57,7 +70,10 @@ class RemoteLoader(LocalLoader):
                 parts: list[dict[str, Any]] = []
                 for _ in divided(request):
                     room = self.pool.room(len(calls), self.share.world_size)
-                    calls.extend(self.pool.send(self.number, part) for part in islice(waiting, room))
+                    calls.extend(
+                        self.pool.send(self.number, part)
+                        for part in islice(waiting, room)
+                    )
                     part = self._result(calls.popleft(), calls)
                     if isinstance(part, KdError):
                         yield part
@@ -69,7 +85,9 @@ class RemoteLoader(LocalLoader):
             self.pool.forget(calls)
 
     def _result(self, call: Call, others: deque[Call]) -> dict[str, Any] | KdError:
-        """Return the result of a call: the decoder's, or this process's if the decoder fails or is late."""
+        """Return the result of a call: the decoder's, or this process's if the decoder
+        fails or is late.
+        """
         if call.slot is None:
             return self._here(call.request)
         try:
@@ -79,22 +97,42 @@ class RemoteLoader(LocalLoader):
         except Unanswered as error:
             self._reassign(self.pool.suspect(call.slot, str(error)), others)
             return self._here(call.request)
-        # An error counts only if this process gets it too: the other host may lack a file.
+        # An error counts only if this process gets it too: the other host may lack a
+        # file.
         here = self._here(call.request)
         if not isinstance(here, KdError):
-            self._reassign(self.pool.drop(call.slot, f"cannot read what this one can ({answer})"), others)
+            self._reassign(
+                self.pool.drop(call.slot, f"cannot read what this one can ({answer})"),
+                others,
+            )
         return here
 
-    def _other(self, slot: RemoteDecoder, request: Request, answer: dict[str, Any]) -> RunError | None:
-        """Compare each host's first image in a pass with this process's: its copy of the data may differ."""
+    def _other(
+        self, slot: RemoteDecoder, request: Request, answer: dict[str, Any]
+    ) -> RunError | None:
+        """Compare each host's first image in a pass with this process's: its copy of
+        the data may differ.
+        """
         if slot.address in self._compared:
             return None
         self._compared.add(slot.address)
-        here = pack(self._fetch[Request(request.ids[:1], request.weights[:1], request.view)])
-        if isinstance(here, KdError) or all(np.array_equal(here[name], answer[name][:1]) for name in TENSORS):
+        here = pack(
+            self._fetch[Request(request.ids[:1], request.weights[:1], request.view)]
+        )
+        if isinstance(here, KdError) or all(
+            np.array_equal(here[name], answer[name][:1]) for name in TENSORS
+        ):
             return None
-        wrong = f"the host {slot.address} makes other pixels of image {request.ids[0]} than this one"
-        return RunError(WHERE, wrong, "The same data on all hosts", "Copy it there again, or set data.loader=local")
+        wrong = (
+            f"the host {slot.address} makes other pixels of image {request.ids[0]} than"
+            " this one"
+        )
+        return RunError(
+            WHERE,
+            wrong,
+            "The same data on all hosts",
+            "Copy it there again, or set data.loader=local",
+        )
 
     def _reassign(self, suspects: Sequence[RemoteDecoder], others: deque[Call]) -> None:
         for i, other in enumerate(others):
@@ -110,11 +148,16 @@ def divided(request: Request) -> list[Request]:
     """Cut a request into calls of nearly equal size."""
     count = -(-len(request.ids) // CHUNK)
     cuts = [len(request.ids) * i // count for i in range(count + 1)]
-    return [Request(request.ids[a:b], request.weights[a:b], request.view) for a, b in pairwise(cuts)]
+    return [
+        Request(request.ids[a:b], request.weights[a:b], request.view)
+        for a, b in pairwise(cuts)
+    ]
 
 
 def prefetched(items: Generator[T, None, None]) -> Iterator[T]:
-    """Yield items made by a thread, two in advance; an error in the thread is raised here."""
+    """Yield items made by a thread, two in advance; an error in the thread is raised
+    here.
+    """
     pool = ThreadPoolExecutor(1, thread_name_prefix="kd-ahead")
     ahead = deque(pool.submit(next, items, None) for _ in range(2))
     try:

@@ -1,8 +1,10 @@
-"""SageMaker's profiler in a training job: system metrics, and the rules that judge them when the job ends.
+"""SageMaker's profiler in a training job: system metrics, and the rules that judge them
+when the job ends.
 
-From the pages "Configure Debugger using the SageMaker API" and "Debugger registry URLs for built-in rule evaluators" of
-the SageMaker developer guide. Metrics of the framework are left out: Debugger has none for PyTorch 2. `kd` records
-its own (`timeline_0.jsonl`, `findings.json`, `profile.steps`).
+From the pages "Configure Debugger using the SageMaker API" and "Debugger registry URLs
+for built-in rule evaluators" of the SageMaker developer guide. Metrics of the framework
+are left out: Debugger has none for PyTorch 2. `kd` records its own (`timeline_0.jsonl`,
+`findings.json`, `profile.steps`).
 """
 
 import re
@@ -24,18 +26,43 @@ RULES = dict(re.findall(r"(\S+) ([0-9]+)", _ACCOUNTS))
 
 
 def sections(image: str, output: str) -> dict[str, Any]:
-    """Return the sections of CreateTrainingJob for a job with the training image `image`, in whose region it runs.
+    """Return the sections of CreateTrainingJob for a job with the training image
+    `image`, in whose region it runs.
 
-    ProfilerReport applies every built-in rule of the profiler and writes one report to S3.
+    ProfilerReport applies every built-in rule of the profiler and writes one report to
+    S3.
     """
-    found = re.match(r"[0-9]+\.dkr\.ecr\.([a-z0-9-]+)\.(amazonaws\.com(?:\.cn)?)/", image)
+    found = re.match(
+        r"[0-9]+\.dkr\.ecr\.([a-z0-9-]+)\.(amazonaws\.com(?:\.cn)?)/", image
+    )
     region = found[1] if found else ""
     if not found or region not in RULES:
-        wrong = f"has no image of the rules in '{region}'" if found else f"cannot read a region from --image '{image}'"
-        remedy = "Drop it, or write ProfilerConfig and ProfilerRuleConfigurations into --extra"
-        raise ConfigError("--profiler", wrong, f"An image in ECR in one of {', '.join(RULES)}", remedy)
-    rules = f"{RULES[region]}.dkr.ecr.{region}.{found[2]}/sagemaker-debugger-rules:latest"
+        wrong = (
+            f"has no image of the rules in '{region}'"
+            if found
+            else f"cannot read a region from --image '{image}'"
+        )
+        remedy = (
+            "Drop it, or write ProfilerConfig and ProfilerRuleConfigurations into"
+            " --extra"
+        )
+        raise ConfigError(
+            "--profiler", wrong, f"An image in ECR in one of {', '.join(RULES)}", remedy
+        )
+    rules = (
+        f"{RULES[region]}.dkr.ecr.{region}.{found[2]}/sagemaker-debugger-rules:latest"
+    )
     name = "ProfilerReport"
-    rule = {"RuleConfigurationName": name, "RuleEvaluatorImage": rules, "RuleParameters": {"rule_to_invoke": name}}
-    where = {"S3OutputPath": f"{output}/profiler", "ProfilingIntervalInMilliseconds": INTERVAL_MS}
-    return {"ProfilerConfig": where, "ProfilerRuleConfigurations": [rule | {"S3OutputPath": f"{output}/profiler"}]}
+    rule = {
+        "RuleConfigurationName": name,
+        "RuleEvaluatorImage": rules,
+        "RuleParameters": {"rule_to_invoke": name},
+    }
+    where = {
+        "S3OutputPath": f"{output}/profiler",
+        "ProfilingIntervalInMilliseconds": INTERVAL_MS,
+    }
+    return {
+        "ProfilerConfig": where,
+        "ProfilerRuleConfigurations": [rule | {"S3OutputPath": f"{output}/profiler"}],
+    }

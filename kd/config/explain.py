@@ -17,9 +17,13 @@ from kd.parts import registry
 
 
 def explain(prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """List (key, allowed, default, meaning) of every key below a dotted prefix, or of a module outside kd."""
+    """List (key, allowed, default, meaning) of every key below a dotted prefix, or of a
+    module outside kd.
+    """
     rows = list(_explain(Config, ""))
-    if "." in prefix and prefix.partition(".")[0].removesuffix("[]") not in fields_of(Config):  # a part from outside
+    if "." in prefix and prefix.partition(".")[0].removesuffix("[]") not in fields_of(
+        Config
+    ):  # a part from outside
         try:
             return list(_explain(registry.options_type("losses", prefix, prefix), ""))
         except PartNotFound as error:
@@ -28,7 +32,13 @@ def explain(prefix: str = "") -> list[tuple[str, str, str, str]]:
                 raise ConfigError(prefix, "no such key", "", near) from error
             raise
     prefix = renamed_key(prefix)
-    return [row for row in rows if not prefix or row[0] == prefix or row[0].startswith((prefix + ".", prefix + "["))]
+    return [
+        row
+        for row in rows
+        if not prefix
+        or row[0] == prefix
+        or row[0].startswith((prefix + ".", prefix + "["))
+    ]
 
 
 def _explain(cls: type, where: str) -> Iterator[tuple[str, str, str, str]]:
@@ -40,7 +50,12 @@ def _explain(cls: type, where: str) -> Iterator[tuple[str, str, str, str]]:
         elif section is field.annotation and section:
             yield from _explain(section, key)
         else:
-            yield key, allowed(field), _default(field), " ".join((field.description or "").split())
+            yield (
+                key,
+                allowed(field),
+                _default(field),
+                " ".join((field.description or "").split()),
+            )
             yield from _explain(section, key) if section else ()
         for kind, options in options_by_kind(field):
             for *row, meaning in _explain(options, where):
@@ -66,7 +81,9 @@ def explain_part(name: str) -> list[tuple[str, str]]:
 
 
 def kinds_of(values: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Return the kinds of parts that a configuration's plain values name, by section: `data`, `losses[]`."""
+    """Return the kinds of parts that a configuration's plain values name, by section:
+    `data`, `losses[]`.
+    """
     used: dict[str, set[str]] = {}
     for name, field in fields_of(Config).items():
         section, several = section_of(field.annotation), is_list(field.annotation)
@@ -76,6 +93,10 @@ def kinds_of(values: Mapping[str, Any]) -> dict[str, set[str]]:
         also = value.get("also") if isinstance(value, Mapping) else None
         parts = value if several else [value, *(also or ())]
         default = fields_of(section)["kind"].default
-        words = [part.get("kind", default) for part in parts if isinstance(part, Mapping)]
-        used[name + "[]" * several] = {section.present(word) for word in words if isinstance(word, str)}
+        words = [
+            part.get("kind", default) for part in parts if isinstance(part, Mapping)
+        ]
+        used[name + "[]" * several] = {
+            section.present(word) for word in words if isinstance(word, str)
+        }
     return used

@@ -1,4 +1,6 @@
-"""Write a configuration as `key=value` texts, for a launcher that passes it to another machine."""
+"""Write a configuration as `key=value` texts, for a launcher that passes it to another
+machine.
+"""
 
 import json
 import sys
@@ -22,8 +24,8 @@ from kd.core.references import written
 def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     """Return only the keys that a configuration sets, as {"section.key": text}.
 
-    `load({}, ["key=text", ...])` gives the same configuration. References to the environment and to other keys stay.
-    `run.name` is always among the keys.
+    `load({}, ["key=text", ...])` gives the same configuration. References to the
+    environment and to other keys stay. `run.name` is always among the keys.
     """
     errors: list[KdError] = []
     raw = apply_overrides(read_yaml(path), overrides, errors)
@@ -35,15 +37,22 @@ def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
 
 
 def plain(path: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a YAML file, or a copy of given contents, with the name of the run; references stay."""
+    """Return the contents of a YAML file, or a copy of given contents, with the name of
+    the run; references stay.
+    """
     found: Any = OmegaConf.to_container(read_yaml(path), resolve=False)
     own = {} if isinstance(path, dict) else {"name": Path(path).stem}
     run = found.get("run") or {}
-    return {**found, "run": {**own, **run} if isinstance(run, dict) else run}  # `load` reports what is allowed
+    return {
+        **found,
+        "run": {**own, **run} if isinstance(run, dict) else run,
+    }  # `load` reports what is allowed
 
 
 def alternatives(override: str) -> list[str]:
-    """Return the texts that `key=a,b,c` lists. A comma inside brackets, quotes or `${...}` does not separate."""
+    """Return the texts that `key=a,b,c` lists. A comma inside brackets, quotes or
+    `${...}` does not separate.
+    """
     key, _, text = override.partition("=")
     if "," not in text or "${" in text:
         return [text]
@@ -54,22 +63,40 @@ def alternatives(override: str) -> list[str]:
         texts = []
     if not texts or text.endswith(",") or len(set(texts)) < len(texts):
         wrong = f"lists '{text}', where a value is missing or repeated"
-        raise ConfigError(key, wrong, "Different values with a comma between two", "Correct the list")
+        raise ConfigError(
+            key, wrong, "Different values with a comma between two", "Correct the list"
+        )
     return texts if len(texts) > 1 else [text]
 
 
 def file_keys(section: Any, where: str = "") -> Iterator[FileKey]:
-    """Yield the keys below a section whose values name files that the run reads (see `kd.core.keys.file_key`)."""
+    """Yield the keys below a section whose values name files that the run reads (see
+    `kd.core.keys.file_key`).
+    """
     for name, field in fields_of(type(section)).items():
-        value, key, declared = getattr(section, name), f"{where}.{name}".lstrip("."), extra(field)
+        value, key, declared = (
+            getattr(section, name),
+            f"{where}.{name}".lstrip("."),
+            extra(field),
+        )
         if "files" in declared and value:
             folder = declared["files"]
-            yield FileKey(key, written(value), folder and f"{where}.{folder}", declared["or_name"])
+            yield FileKey(
+                key, written(value), folder and f"{where}.{folder}", declared["or_name"]
+            )
         elif is_dataclass(value):
             yield from file_keys(value, where if name == "options" else key)
         elif isinstance(value, tuple):
-            items = [(number, item) for number, item in enumerate(value) if is_dataclass(item)]
-            yield from (found for number, item in items for found in file_keys(item, f"{key}.{number}"))
+            items = [
+                (number, item)
+                for number, item in enumerate(value)
+                if is_dataclass(item)
+            ]
+            yield from (
+                found
+                for number, item in items
+                for found in file_keys(item, f"{key}.{number}")
+            )
 
 
 def _leaves(value: Any, where: str) -> Iterator[tuple[str, str]]:
@@ -82,9 +109,14 @@ def _leaves(value: Any, where: str) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """Return the text behind `key=`: bare if it parses to the same value, else as JSON or YAML."""
+    """Return the text behind `key=`: bare if it parses to the same value, else as JSON
+    or YAML.
+    """
     candidates = [value] if isinstance(value, str) else []
-    candidates += [json.dumps(value), yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).strip()]
+    candidates += [
+        json.dumps(value),
+        yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).strip(),
+    ]
     for text in candidates:
         try:
             read = parse_value(f"key={text}")

@@ -1,9 +1,12 @@
-"""Rented machines: prices, accelerators and cores, and whether the cores can feed the accelerators.
+"""Rented machines: prices, accelerators and cores, and whether the cores can feed the
+accelerators.
 
-On-demand list prices of SageMaker training in us-east-1 on 2026-09-27, from the AWS Price List API (`AmazonSageMaker`
-offer file) as a public notebook toolkit recorded them; that of ml.p3.2xlarge is from AWS's post on heterogeneous
-clusters (2022). `price.per_hour` of a configuration overrides them. Accelerators, vCPUs and GiB of memory are those of
-EC2, as torchx and Red Hat's documentation list them (read 2026-11); of p5.4xlarge, g6 and c7i they were not looked up.
+On-demand list prices of SageMaker training in us-east-1 on 2026-09-27, from the AWS
+Price List API (`AmazonSageMaker` offer file) as a public notebook toolkit recorded
+them; that of ml.p3.2xlarge is from AWS's post on heterogeneous clusters (2022).
+`price.per_hour` of a configuration overrides them. Accelerators, vCPUs and GiB of
+memory are those of EC2, as torchx and Red Hat's documentation list them (read 2026-11);
+of p5.4xlarge, g6 and c7i they were not looked up.
 """
 
 import math
@@ -52,7 +55,9 @@ TABLE = {
 
 
 def find(name: str) -> tuple[str, Instance] | None:
-    """Return the full name and the row of a machine, named with or without `ml.`; None: it is not in the table."""
+    """Return the full name and the row of a machine, named with or without `ml.`; None:
+    it is not in the table.
+    """
     full = name if name in TABLE else f"ml.{name}"
     return (full, TABLE[full]) if full in TABLE else None
 
@@ -64,16 +69,25 @@ def price_per_hour(name: str) -> float:
 
 
 def required(name: str, where: str) -> tuple[str, Instance]:
-    """Return name and entry of the machine given by option `where`; ConfigError: it is not in the table."""
+    """Return name and entry of the machine given by option `where`; ConfigError: it is
+    not in the table.
+    """
     if (found := find(name)) is None:
         wrong = f"is {name}, which is not in the table of {PRICED_ON}"
-        remedy = " ".join(filter(None, (did_you_mean(name, TABLE), "Without --view-ms any type is taken")))
+        remedy = " ".join(
+            filter(
+                None, (did_you_mean(name, TABLE), "Without --view-ms any type is taken")
+            )
+        )
         raise ConfigError(where, wrong, f"One of {', '.join(TABLE)}", remedy)
     return found
 
 
-def saving(before: tuple[float, float], after: tuple[float, float]) -> tuple[float, float]:
-    """Return how many times as fast `after` is, and the share of the cost that it saves.
+def saving(
+    before: tuple[float, float], after: tuple[float, float]
+) -> tuple[float, float]:
+    """Return how many times as fast `after` is, and the share of the cost that it
+    saves.
 
     Both are (USD per hour, time of the same work).
     """
@@ -82,41 +96,86 @@ def saving(before: tuple[float, float], after: tuple[float, float]) -> tuple[flo
 
 
 def plan(
-    name: str, count: int, view_ms: float, rate: float = 0.0, group: tuple[str, int] | None = None, usd: float = 0.0
+    name: str,
+    count: int,
+    view_ms: float,
+    rate: float = 0.0,
+    group: tuple[str, int] | None = None,
+    usd: float = 0.0,
 ) -> list[str]:
-    """Return lines: whether the cores of `count` machines load as many views as their accelerators train on.
+    """Return lines: whether the cores of `count` machines load as many views as their
+    accelerators train on.
 
-    `view_ms`: milliseconds of one core per view. `rate`: images/s of the student per accelerator; 0: not known.
-    `group`: a data group; without one, the smallest that is enough is proposed. `usd`: the price per hour of a machine
-    without a data group; 0: its list price. Not handled: the time that a network or a disk adds.
+    `view_ms`: milliseconds of one core per view. `rate`: images/s of the student per
+    accelerator; 0: not known. `group`: a data group; without one, the smallest that is
+    enough is proposed. `usd`: the price per hour of a machine without a data group; 0:
+    its list price. Not handled: the time that a network or a disk adds.
     """
     name, own = required(name, "--instance")
     if not own.accelerators:
-        raise ConfigError("--instance", f"is {name}, which has no accelerator", "A type with one", "Choose another")
+        raise ConfigError(
+            "--instance",
+            f"is {name}, which has no accelerator",
+            "A type with one",
+            "Choose another",
+        )
     number, cores = count * own.accelerators, count * own.cores
     most, shown = 1000 * cores / view_ms, f"{cores} ({count * own.vcpus} vCPUs)"
     if not rate:
         each = f"{most / number:,.0f} images/s for each of {number} accelerators"
-        return [f"loading   {count} x {name} with {cores} cores load {each} at {view_ms:g} ms per view"]
+        return [
+            f"loading   {count} x {name} with {cores} cores load {each} at {view_ms:g}"
+            " ms per view"
+        ]
     need, hourly = math.ceil(number * rate * view_ms / 1000), count * (usd or own.usd)
     verdict = "enough" if need <= cores else "too few"
-    text = f"loading   {number} x {rate:,.0f} images/s need {need} cores at {view_ms:g} ms per view; {name} has {shown}"
-    lines = [f"{text}: {verdict}, as they load {most / number:,.0f} images/s per accelerator"]
+    text = (
+        f"loading   {number} x {rate:,.0f} images/s need {need} cores at {view_ms:g} ms"
+        f" per view; {name} has {shown}"
+    )
+    lines = [
+        f"{text}: {verdict}, as they load {most / number:,.0f} images/s per accelerator"
+    ]
     if need <= cores and group is None:
         return lines
     family = name[: name.rindex(".") + 1]  # such as `ml.g5.`: the same accelerator
-    ratio, other = max((one.cores / one.accelerators, kind) for kind, one in TABLE.items() if kind.startswith(family))
+    ratio, other = max(
+        (one.cores / one.accelerators, kind)
+        for kind, one in TABLE.items()
+        if kind.startswith(family)
+    )
     if need > cores and ratio > cores / number:
-        lines.append(f"ratio     {other} has {ratio:g} cores per accelerator instead of {cores / number:g}")
-    kind, hosts = group or (DATA_HOST, math.ceil((need - cores) / TABLE[DATA_HOST].cores))
+        lines.append(
+            f"ratio     {other} has {ratio:g} cores per accelerator instead of"
+            f" {cores / number:g}"
+        )
+    kind, hosts = group or (
+        DATA_HOST,
+        math.ceil((need - cores) / TABLE[DATA_HOST].cores),
+    )
     kind, data = required(kind, "--data-group")
-    both, dearer = 1000 * (cores + hosts * data.cores) / view_ms, 1 + hosts * data.usd / hourly
-    faster, saved = saving((hourly, 1 / min(most, number * rate)), (hourly * dearer, 1 / min(both, number * rate)))
-    text = f"data      --data-group {kind}:{hosts} brings {hosts * data.cores} cores for USD "
-    text += f"{money(hosts * data.usd)} an hour ({dearer:.2f} times the price), and pays from "
+    both, dearer = (
+        1000 * (cores + hosts * data.cores) / view_ms,
+        1 + hosts * data.usd / hourly,
+    )
+    faster, saved = saving(
+        (hourly, 1 / min(most, number * rate)),
+        (hourly * dearer, 1 / min(both, number * rate)),
+    )
+    text = (
+        f"data      --data-group {kind}:{hosts} brings {hosts * data.cores} cores for"
+        " USD "
+    )
+    text += (
+        f"{money(hosts * data.usd)} an hour ({dearer:.2f} times the price), and pays"
+        " from "
+    )
     lines.append(f"{text}{most * dearer / number:,.0f} images/s per accelerator on")
     if both < number * rate:
-        lines.append(f"data      that is still too few: {cores + hosts * data.cores} of {need} cores")
+        lines.append(
+            f"data      that is still too few: {cores + hosts * data.cores} of {need}"
+            " cores"
+        )
     if group is None:
         lines.append("data      a data group needs data.store=none")
     cost = f"{100 * abs(saved):.0f} % {'cheaper' if saved > 0 else 'dearer'} per image"

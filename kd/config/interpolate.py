@@ -1,4 +1,6 @@
-"""Resolve `${...}` in a configuration. A value from the environment keeps its reference."""
+"""Resolve `${...}` in a configuration. A value from the environment keeps its
+reference.
+"""
 
 import re
 from typing import Any
@@ -16,20 +18,28 @@ DEEPEST = 20
 
 
 def node_of(values: dict[str, Any]) -> Any:
-    """Return plain values as an OmegaConf node; ConfigError: they hold what YAML cannot."""
+    """Return plain values as an OmegaConf node; ConfigError: they hold what YAML
+    cannot.
+    """
     try:
         return OmegaConf.create(values)
     except OmegaConfBaseException as error:
         where = str(getattr(error, "full_key", None) or "configuration")
-        raise ConfigError(where, f"cannot be read: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            where, f"cannot be read: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def resolve(raw: Any, errors: list[KdError], here: bool = True) -> Any:
-    """Return an OmegaConf node as plain values; texts from a resolver (`oc.env`) become `Referenced`.
+    """Return an OmegaConf node as plain values; texts from a resolver (`oc.env`) become
+    `Referenced`.
 
-    A dangling reference is an error. With `here=False` it is left unresolved: the run was made on another machine.
+    A dangling reference is an error. With `here=False` it is left unresolved: the run
+    was made on another machine.
     """
-    return _Resolver(raw, errors, here).container(raw, OmegaConf.to_container(raw, resolve=False), "")
+    return _Resolver(raw, errors, here).container(
+        raw, OmegaConf.to_container(raw, resolve=False), ""
+    )
 
 
 class _Resolver:
@@ -42,13 +52,26 @@ class _Resolver:
         keys = range(len(node)) if OmegaConf.is_list(node) else list(node)
         values = {}
         for key in keys:
-            path = f"{where}[{key}]" if OmegaConf.is_list(node) else f"{where}.{key}" if where else str(key)
+            path = (
+                f"{where}[{key}]"
+                if OmegaConf.is_list(node)
+                else f"{where}.{key}"
+                if where
+                else str(key)
+            )
             values[key] = self.value(node, key, texts[key], path)
         return list(values.values()) if OmegaConf.is_list(node) else values
 
     def value(self, node: Any, key: Any, text: Any, where: str) -> Any:
         if text == "???":  # OmegaConf's word for a missing value
-            self.errors.append(ConfigError(where, "is ???, which stands for a missing value", "", "Write the value"))
+            self.errors.append(
+                ConfigError(
+                    where,
+                    "is ???, which stands for a missing value",
+                    "",
+                    "Write the value",
+                )
+            )
         if not OmegaConf.is_interpolation(node, key):
             plain = not isinstance(text, (dict, list))
             return text if plain else self.container(node[key], text, where)
@@ -64,8 +87,14 @@ class _Resolver:
             allowed = "A reference to the environment stands for one value"
             self.errors.append(ConfigError(where, wrong, allowed, "Write it"))
         elif section:
-            return self.container(value, OmegaConf.to_container(value, resolve=False), where)
-        return Referenced(value, reference) if isinstance(value, str) and "${" in reference else value
+            return self.container(
+                value, OmegaConf.to_container(value, resolve=False), where
+            )
+        return (
+            Referenced(value, reference)
+            if isinstance(value, str) and "${" in reference
+            else value
+        )
 
 
 def _dangling(where: str, text: str, error: Exception) -> ConfigError:
@@ -75,14 +104,24 @@ def _dangling(where: str, text: str, error: Exception) -> ConfigError:
     absent = next((key for key in _KEY.findall(text) if f"'{key}'" in str(error)), "")
     if isinstance(error, InterpolationKeyError) and absent:
         wrong = f"is {text!r}, but this configuration does not set {absent}"
-        return ConfigError(where, wrong, "Keys that it sets, and ${oc.env:NAME}", f"Write {absent} too")
-    reason = str(error).splitlines()[0].partition("resolving interpolation: ")  # the exception of `oc.env` is quoted
+        return ConfigError(
+            where, wrong, "Keys that it sets, and ${oc.env:NAME}", f"Write {absent} too"
+        )
+    reason = (
+        str(error).splitlines()[0].partition("resolving interpolation: ")
+    )  # the exception of `oc.env` is quoted
     reason = (reason[2] or reason[0]).strip('"')
-    return ConfigError(where, f"is {text!r}: {reason}", "Keys that the configuration sets, and ${oc.env:NAME}")
+    return ConfigError(
+        where,
+        f"is {text!r}: {reason}",
+        "Keys that the configuration sets, and ${oc.env:NAME}",
+    )
 
 
 def _expand(text: str, root: Any, depth: int = 0) -> str:
-    """Replace references to other keys by their text. References to the environment stay."""
+    """Replace references to other keys by their text. References to the environment
+    stay.
+    """
     if depth > DEEPEST:
         raise RecursionError
     return _KEY.sub(lambda match: _target(match[0], match[1], root, depth), text)
@@ -97,5 +136,6 @@ def _target(text: str, key: str, root: Any, depth: int) -> str:
     if not OmegaConf.is_config(node):
         return text
     if OmegaConf.is_interpolation(node, last):
-        return _expand(OmegaConf.to_container(node, resolve=False)[last], root, depth + 1)  # type: ignore[index]
+        unresolved: Any = OmegaConf.to_container(node, resolve=False)
+        return _expand(unresolved[last], root, depth + 1)
     return str(node[last])

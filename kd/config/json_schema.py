@@ -1,4 +1,6 @@
-"""The JSON Schema of a configuration, for editors that complete and check YAML while it is typed."""
+"""The JSON Schema of a configuration, for editors that complete and check YAML while it
+is typed.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, get_args
@@ -17,10 +19,20 @@ from kd.core.keys import RULES, extra, fields_of
 from kd.parts import registry
 
 Schema = dict[str, Any]
-DRAFT = "http://json-schema.org/draft-07/schema#"  # the newest that the YAML extension of VS Code reads in full
-REFERENCE: Schema = {"type": "string", "pattern": r"\$\{"}  # `${oc.env:NAME}` in place of any value
-NUMBER: Schema = {"type": "string", "pattern": r"\$\{|^[-+]?[\d_.]+([eE][-+]?\d+)?$"}  # a number may be quoted
-TEXT: Schema = {"type": ["string", "integer", "null"]}  # whole numbers become text, and `key:` is empty
+DRAFT = (  # the newest that the YAML extension of VS Code reads in full
+    "http://json-schema.org/draft-07/schema#"
+)
+REFERENCE: Schema = {
+    "type": "string",
+    "pattern": r"\$\{",
+}  # `${oc.env:NAME}` in place of any value
+NUMBER: Schema = {
+    "type": "string",
+    "pattern": r"\$\{|^[-+]?[\d_.]+([eE][-+]?\d+)?$",
+}  # a number may be quoted
+TEXT: Schema = {
+    "type": ["string", "integer", "null"]
+}  # whole numbers become text, and `key:` is empty
 FILE = "kd.schema.json"
 """Name of the file beside a configuration."""
 EDITOR_LINE = f"# yaml-language-server: $schema={FILE}"
@@ -28,42 +40,78 @@ EDITOR_LINE = f"# yaml-language-server: $schema={FILE}"
 
 
 def json_schema(values: Mapping[str, Any] | None = None) -> Schema:
-    """Return the schema of a configuration, with the parts from outside kd that the values of one name."""
+    """Return the schema of a configuration, with the parts from outside kd that the
+    values of one name.
+    """
     made = _Definitions(kinds_of(values or {}))
-    sections = {name: made.key(name, field) for name, field in fields_of(Config).items()}
-    dotted = {f"^({'|'.join(sections)})\\.": {}}  # `optimizer.lr: 0.1` at the top of a file
-    root = {"type": "object", "properties": sections, "patternProperties": dotted, "additionalProperties": False}
-    return {"$schema": DRAFT, "title": "A configuration of kd", **root, "definitions": made.definitions}
+    sections = {
+        name: made.key(name, field) for name, field in fields_of(Config).items()
+    }
+    dotted = {
+        f"^({'|'.join(sections)})\\.": {}
+    }  # `optimizer.lr: 0.1` at the top of a file
+    root = {
+        "type": "object",
+        "properties": sections,
+        "patternProperties": dotted,
+        "additionalProperties": False,
+    }
+    return {
+        "$schema": DRAFT,
+        "title": "A configuration of kd",
+        **root,
+        "definitions": made.definitions,
+    }
 
 
 class _Definitions:
-    """Writes each section once, in `definitions`; `kinds`: the kinds that a configuration uses, by section."""
+    """Writes each section once, in `definitions`; `kinds`: the kinds that a
+    configuration uses, by section.
+    """
 
     def __init__(self, kinds: dict[str, set[str]]) -> None:
         self.kinds, self.definitions = kinds, dict[str, Schema]()
 
     def key(self, name: str, field: FieldInfo) -> Schema:
         """Return the schema of a key's value."""
-        section, meaning = section_of(field.annotation), " ".join((field.description or "").split())
+        section, meaning = (
+            section_of(field.annotation),
+            " ".join((field.description or "").split()),
+        )
         described = {"description": meaning} if meaning else {}
         if section is None:
             default = {}
             if not field.is_required():
                 value = field.get_default(call_default_factory=True)
-                default = {"default": to_jsonable_python(value, fallback=repr, inf_nan_mode="strings")}
+                default = {
+                    "default": to_jsonable_python(
+                        value, fallback=repr, inf_nan_mode="strings"
+                    )
+                }
             return {**_value(field), **default, **described}
         several = is_list(field.annotation)
-        value = {"$ref": f"#/definitions/{self.section(name + '[]' * several, section)}"}
+        value = {
+            "$ref": f"#/definitions/{self.section(name + '[]' * several, section)}"
+        }
         if several:
             return {"type": "array", "items": value, **described}
-        return {"anyOf": [value, {"type": "null"}], **described}  # `run:` alone has its defaults
+        return {
+            "anyOf": [value, {"type": "null"}],
+            **described,
+        }  # `run:` alone has its defaults
 
     def section(self, name: str, cls: type) -> str:
-        """Define a section and return its name; one that names a part has an alternative for each kind."""
+        """Define a section and return its name; one that names a part has an
+        alternative for each kind.
+        """
         if cls.__name__ not in self.definitions:
             self.definitions[cls.__name__] = {}  # its place
             is_part = issubclass(cls, PartSection)
-            made = self.alternatives(name, cls) if is_part else self.keys(name, keys_of(cls))
+            made = (
+                self.alternatives(name, cls)
+                if is_part
+                else self.keys(name, keys_of(cls))
+            )
             self.definitions[cls.__name__] = {"description": _summary(cls), **made}
         return cls.__name__
 
@@ -74,18 +122,28 @@ class _Definitions:
         known = [*kinds(kind), *outside]
         found = [self.of_kind(name, cls, one) for one in known]
         old = [*KINDS.get(name.removesuffix("[]"), {})]
-        names: Schema = {"anyOf": [{"enum": [*known, *old]}, {"type": "string", "pattern": r"\."}]}
+        names: Schema = {
+            "anyOf": [{"enum": [*known, *old]}, {"type": "string", "pattern": r"\."}]
+        }
         others: Schema = {
             "pattern": r"\.",
             **({"not": {"enum": outside}} if outside else {}),
         }  # of a laboratory: any keys
-        lab: Schema = {"type": "object", "properties": {"kind": others}, "required": ["kind"]}
+        lab: Schema = {
+            "type": "object",
+            "properties": {"kind": others},
+            "required": ["kind"],
+        }
         return {"properties": {"kind": names}, "oneOf": [*found, lab]}
 
     def of_kind(self, name: str, cls: type[PartSection], kind: str) -> Schema:
         """Return the schema of a section whose kind is given."""
         found = self.keys(name, keys_of(cls, {"kind": kind}))
-        old = [word for word, new in KINDS.get(name.removesuffix("[]"), {}).items() if new == kind]
+        old = [
+            word
+            for word, new in KINDS.get(name.removesuffix("[]"), {}).items()
+            if new == kind
+        ]
         field = fields_of(cls)["kind"]
         meaning = found["properties"]["kind"].get("description", "")
         if kind != "auto":
@@ -100,10 +158,19 @@ class _Definitions:
         """Return the schema of keys, with their old names."""
         properties = {key: self.key(key, field) for key, field in fields.items()}
         for old, new in KEYS.get(name, {}).items():
-            properties[old] = {**properties[new], "deprecated": True, "description": f"The old name of {new}."}
+            properties[old] = {
+                **properties[new],
+                "deprecated": True,
+                "description": f"The old name of {new}.",
+            }
         required = [key for key, field in fields.items() if field.is_required()]
         named = {"required": required} if required else {}
-        return {"type": "object", "properties": properties, "additionalProperties": False, **named}
+        return {
+            "type": "object",
+            "properties": properties,
+            "additionalProperties": False,
+            **named,
+        }
 
 
 def _summary(cls: type) -> str:
@@ -114,10 +181,16 @@ def _value(field: FieldInfo) -> Schema:
     """Return the schema of a plain value, or of a reference in its place."""
     if field.annotation is str:
         return dict(TEXT)
-    annotation: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    annotation: Any = (
+        Annotated[(field.annotation, *field.metadata)]
+        if field.metadata
+        else field.annotation
+    )
     try:
         plain = TypeAdapter(annotation, config=RULES).json_schema()
-    except PydanticInvalidForJsonSchema:  # a type of a part from outside, which YAML cannot hold
+    except (
+        PydanticInvalidForJsonSchema
+    ):  # a type of a part from outside, which YAML cannot hold
         return {}
     if "$defs" in plain:  # its references would lead nowhere here
         return {}

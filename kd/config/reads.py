@@ -14,13 +14,17 @@ class Reads:
     """The outputs that the losses of a run read."""
 
     teacher: bool  # whether a loss needs a teacher
-    teacher_logits: bool  # False: the losses read only the teacher's features, so it needs no classes
+    # False: the losses read only the teacher's features, so it needs no classes
+    teacher_logits: bool
     features: tuple[str, ...]  # names of features, of both models
 
 
 def loss_facts(losses: Sequence[LossSection]) -> list[LossFacts]:
     """Return what each loss reads."""
-    return [registry.facts("losses", one.kind, one.options, f"losses[{i}].kind") for i, one in enumerate(losses)]
+    return [
+        registry.facts("losses", one.kind, one.options, f"losses[{i}].kind")
+        for i, one in enumerate(losses)
+    ]
 
 
 def reads(losses: Sequence[LossSection]) -> Reads:
@@ -38,7 +42,9 @@ def reads(losses: Sequence[LossSection]) -> Reads:
 
 
 def label_of(data: DataSection) -> str:
-    """Return the kind of an image's label, "class" or "set"; "" for unlabelled images."""
+    """Return the kind of an image's label, "class" or "set"; "" for unlabelled
+    images.
+    """
     if data.labels == "none":
         return ""
     return registry.facts("datasets", data.kind, data.options, "data.kind").label
@@ -49,8 +55,12 @@ def build_task(section: TaskSection) -> Task:
     return registry.build("tasks", section.kind, section.options, "task.kind")
 
 
-def resolved_task(section: TaskSection, losses: Sequence[LossSection], data: DataSection) -> TaskSection:
-    """Return the task. `auto`: the built-in task that fits labels and losses, else the one that fits the losses."""
+def resolved_task(
+    section: TaskSection, losses: Sequence[LossSection], data: DataSection
+) -> TaskSection:
+    """Return the task. `auto`: the built-in task that fits labels and losses, else the
+    one that fits the losses.
+    """
     if section.kind != "auto":
         return section
     functions = [one.logits for one in loss_facts(losses) if one.logits] or [""]
@@ -60,5 +70,11 @@ def resolved_task(section: TaskSection, losses: Sequence[LossSection], data: Dat
         task = build_task(own)
         fits = bool(task.logits) == bool(functions[0]) and label in ("", task.label)
         # then the error names the loss that does not fit the labels, not the task
-        found.append((fits and (bool(label) or task.logits == functions[0]), task.logits == functions[0], own))
+        found.append(
+            (
+                fits and (bool(label) or task.logits == functions[0]),
+                task.logits == functions[0],
+                own,
+            )
+        )
     return max(found, key=lambda one: one[:2])[2]

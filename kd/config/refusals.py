@@ -1,4 +1,6 @@
-"""Pydantic's errors as kd says them: `<config path>: <what is wrong>. <what is allowed>.`"""
+"""Pydantic's errors as kd says them: `<config path>: <what is wrong>. <what is
+allowed>.`
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
@@ -23,23 +25,43 @@ class Place(NamedTuple):
 
 
 def refusals(error: ValidationError, cls: type, raw: Any) -> list[KdError]:
-    """Return an error for each key that is wrong in the values `raw` of a class of keys."""
+    """Return an error for each key that is wrong in the values `raw` of a class of
+    keys.
+    """
     found: dict[tuple[str, str], KdError] = {}
     for one in error.errors(include_url=False):
-        told = _told(cls, _place(cls, raw, one["loc"]), one["type"], one.get("ctx", {}).get("error"))
-        found.setdefault((told.where, told.wrong), told)  # a union tells once for each of its types
+        told = _told(
+            cls,
+            _place(cls, raw, one["loc"]),
+            one["type"],
+            one.get("ctx", {}).get("error"),
+        )
+        found.setdefault(
+            (told.where, told.wrong), told
+        )  # a union tells once for each of its types
     return list(found.values())
 
 
 def _place(cls: type, raw: Any, steps: Sequence[int | str]) -> Place:
-    """Follow the steps from the root; below a plain value, the key as a whole is meant."""
+    """Follow the steps from the root; below a plain value, the key as a whole
+    is meant.
+    """
     place = Place("", cls, keys_of(cls, raw), None, raw)
     for step in steps:
         if isinstance(step, int):
             value = place.value[step]
-            place = Place(f"{place.where}[{step}]", place.owner, keys_of(place.owner, value), None, value)
+            place = Place(
+                f"{place.where}[{step}]",
+                place.owner,
+                keys_of(place.owner, value),
+                None,
+                value,
+            )
             continue
-        field, value = place.known.get(step), place.value.get(step) if isinstance(place.value, Mapping) else None
+        field, value = (
+            place.known.get(step),
+            (place.value.get(step) if isinstance(place.value, Mapping) else None),
+        )
         where = f"{place.where}.{step}".lstrip(".")
         section = section_of(field.annotation) if field else None
         if section is None:
@@ -55,7 +77,12 @@ def _told(root: type, place: Place, kind: str, cause: Any) -> KdError:
         path = f"{where}.{error.where}".strip(".")
         return type(error)(path, error.wrong, error.allowed, error.remedy)
     if kind in ("unexpected_keyword_argument", "invalid_key"):
-        return ConfigError(where, "no such key", f"Allowed: {', '.join(sorted(place.known))}", _remedy(root, place))
+        return ConfigError(
+            where,
+            "no such key",
+            f"Allowed: {', '.join(sorted(place.known))}",
+            _remedy(root, place),
+        )
     if kind == "missing" and field and value is None:  # else an item of it is missing
         return ConfigError(where, "is missing", allowed(field))
     if field is not None and is_list(field.annotation) and section_of(field.annotation):
@@ -68,18 +95,26 @@ def _told(root: type, place: Place, kind: str, cause: Any) -> KdError:
     if field is None or section_of(field.annotation):
         if cause is not None:
             return _rule(place, str(cause))
-        return ConfigError(where, f"is {value!r}", f"A section with keys is expected: {', '.join(place.known)}")
+        return ConfigError(
+            where,
+            f"is {value!r}",
+            f"A section with keys is expected: {', '.join(place.known)}",
+        )
     if field.annotation is str and isinstance(value, (bool, float)):
         kind = "a boolean" if isinstance(value, bool) else "a number"
         wrong = f"is {value!r}, because YAML reads it as {kind} without quotes"
-        return ConfigError(where, wrong, "Text", f"Quote it; in a shell '{where}=\"...\"'")
+        return ConfigError(
+            where, wrong, "Text", f"Quote it; in a shell '{where}=\"...\"'"
+        )
     if isinstance(value, str) and "\0" in value:
         return ConfigError(where, f"is {value!r}, with a zero byte", "Text without one")
     return ConfigError(where, f"is {value!r}", allowed(field))
 
 
 def _rule(place: Place, text: str) -> KdError:
-    """Return a part's own rule; one such as "temperature is 4, ..." is about that key."""
+    """Return a part's own rule; one such as "temperature is 4, ..." is about
+    that key.
+    """
     text = " ".join(text.split()) or "breaks a rule of its part"
     key, _, wrong = text.partition(" ")
     if key in place.known and wrong.startswith(("is ", "are ", "needs ", "must ")):
@@ -88,7 +123,9 @@ def _rule(place: Place, text: str) -> KdError:
 
 
 def _remedy(root: type, place: Place) -> str:
-    """Name the kinds that have the key, or the key that is meant: below this section, a similar one, elsewhere."""
+    """Name the kinds that have the key, or the key that is meant: below this section, a
+    similar one, elsewhere.
+    """
     section, _, key = place.where.rpartition(".")
     if having := [kind for kind, known in _kinds(place.known) if key in known]:
         return f"Kinds with this key: {', '.join(having)}"
@@ -108,14 +145,18 @@ def _remedy(root: type, place: Place) -> str:
 def _paths(cls: type, prefix: str) -> Iterator[str]:
     """Yield the paths of all keys below a class of keys, those of each kind too."""
     known = keys_of(cls)
-    for name in dict.fromkeys([*known, *(name for _, fields in _kinds(known) for name in fields)]):
+    for name in dict.fromkeys(
+        [*known, *(name for _, fields in _kinds(known) for name in fields)]
+    ):
         yield f"{prefix}{name}"
         if name in known and (section := section_of(known[name].annotation)):
             items = "[]" if is_list(known[name].annotation) else ""
             yield from _paths(section, f"{prefix}{name}{items}.")
 
 
-def _kinds(known: Mapping[str, FieldInfo]) -> Iterator[tuple[str, Mapping[str, FieldInfo]]]:
+def _kinds(
+    known: Mapping[str, FieldInfo],
+) -> Iterator[tuple[str, Mapping[str, FieldInfo]]]:
     """Yield the kinds of a section with the keys of each."""
     for kind, options in options_by_kind(known["kind"]) if "kind" in known else ():
         yield kind, fields_of(options)

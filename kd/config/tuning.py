@@ -1,32 +1,50 @@
-"""The sections for the optimizer, the tuning of layers, augmentation and the fit of a teacher."""
+"""The sections for the optimizer, the tuning of layers, augmentation and the fit of a
+teacher.
+"""
 
 from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from kd.core.keys import Auto, Field, Fraction, Keys, PositiveFraction, ProperFraction, keys
+from kd.core.keys import (
+    Auto,
+    Field,
+    Fraction,
+    Keys,
+    PositiveFraction,
+    ProperFraction,
+    keys,
+)
 
 FROM_SCRATCH, FROM_PRETRAINED = 1e-3, 5e-5
-"""Learning rates for `teacher.fit.lr: 0`. The second is the default of transformers' TrainingArguments (5.23), whose
-examples fine-tune ViTs with AdamW; not measured here."""
+"""Learning rates for `teacher.fit.lr: 0`. The second is the default of transformers'
+TrainingArguments (5.23), whose examples fine-tune ViTs with AdamW; not measured here.
+"""
 
 
 @keys
 class Tuning(Keys):
-    """Learning rates of single layers, for a network that starts from pretrained weights."""
+    """Learning rates of single layers, for a network that starts from pretrained
+    weights.
+    """
 
     layer_decay: PositiveFraction = 1.0
-    """Ratio of a layer's learning rate to that of the next deeper layer (arXiv:2003.10555), in timm's layer groups;
-    0.75 is usual for a ViT. 1.0: one rate for all layers."""
+    """Ratio of a layer's learning rate to that of the next deeper layer
+    (arXiv:2003.10555), in timm's layer groups; 0.75 is usual for a ViT. 1.0: one rate
+    for all layers.
+    """
     head_lr_scale: PositiveFloat = 1.0
     """Factor of the classifier's learning rate."""
     freeze: tuple[str, ...] = ()
-    """Name patterns of frozen parameters, such as `patch_embed.*` or `blocks.[0-5].*` (fnmatch).
-    Batch norm whose parameters are all frozen keeps its statistics."""
+    """Name patterns of frozen parameters, such as `patch_embed.*` or `blocks.[0-5].*`
+    (fnmatch).
+    Batch norm whose parameters are all frozen keeps its statistics.
+    """
     freeze_epochs: NonNegativeInt = 0
-    """Number of first epochs in which `freeze` holds. 0: the whole run; frozen layers at the input then need no
-    backward."""
+    """Number of first epochs in which `freeze` holds. 0: the whole run; frozen layers
+    at the input then need no backward.
+    """
 
 
 @keys
@@ -34,8 +52,11 @@ class OptimizerSection(Keys):
     """The student's optimizer and learning rate schedule."""
 
     kind: Literal["adamw", "sgd", "muon"] = "adamw"
-    """The optimizer; fused kernels where the device has them. muon: timm's, which orthogonalizes
-    the updates of matrices and convolutions (arXiv:2502.16982); AdamW for the rest. Not on XLA."""
+    """The optimizer; fused kernels where the device has them. muon: timm's, which
+    orthogonalizes
+    the updates of matrices and convolutions (arXiv:2502.16982); AdamW for the rest. Not
+    on XLA.
+    """
     lr: PositiveFloat = 1e-3
     """Peak learning rate; not scaled with the batch size."""
     min_lr_ratio: Fraction = 0.0
@@ -45,7 +66,9 @@ class OptimizerSection(Keys):
     schedule: Literal["cosine", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up, over the progress of the run."""
     weight_decay: NonNegativeFloat = 0.05
-    """Decoupled weight decay; not applied to biases, norms, tokens and position embeddings."""
+    """Decoupled weight decay; not applied to biases, norms, tokens and position
+    embeddings.
+    """
     betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
     """AdamW's decay rates."""
     momentum: Annotated[float, Field(ge=0.0, le=0.9999)] = 0.9
@@ -53,12 +76,16 @@ class OptimizerSection(Keys):
     clip_grad_norm: NonNegativeFloat = 1.0
     """Largest gradient norm. 0: do not clip."""
     on_nonfinite: Literal["error", "skip"] = "error"
-    """What to do if a step's gradient is NaN or infinite; it never reaches weights or optimizer. skip: leave the step
-    out and count it. More than 10 skipped steps in a row end the run; more than half of all steps are an error."""
+    """What to do if a step's gradient is NaN or infinite; it never reaches weights or
+    optimizer. skip: leave the step out and count it. More than 10 skipped steps in a
+    row end the run; more than half of all steps are an error.
+    """
     zero: bool = False
     """Shard the optimizer state over the ranks (ZeRO-1, arXiv:1910.02054)."""
     ema_decay: Annotated[float, Field(ge=0.0, le=0.99999)] = 0.0
-    """Decay of the averaged weights (EMA), which are evaluated and exported. 0: no averaging."""
+    """Decay of the averaged weights (EMA), which are evaluated and exported. 0: no
+    averaging.
+    """
 
 
 @keys
@@ -74,11 +101,15 @@ class Augment(Keys):
     policy: str = ""
     """A timm auto-augment policy such as `rand-m9-mstd0.5`. Empty: none."""
     erase: Fraction = 0.0
-    """Probability that a rectangle of 2 to 33 % of the area becomes noise (random erasing, arXiv:1708.04896)."""
+    """Probability that a rectangle of 2 to 33 % of the area becomes noise (random
+    erasing, arXiv:1708.04896).
+    """
     mixup: NonNegativeFloat = 0.0
     """Alpha of mixup (arXiv:1710.09412). 0: none. Both models see the mixed pixels."""
     cutmix: NonNegativeFloat = 0.0
-    """Alpha of CutMix (arXiv:1905.04899). 0: none. With mixup on too, each image gets one of them."""
+    """Alpha of CutMix (arXiv:1905.04899). 0: none. With mixup on too, each image gets
+    one of them.
+    """
     mix_probability: Fraction = 1.0
     """Probability that an image is mixed at all, where mixup or cutmix is on."""
 
@@ -89,11 +120,15 @@ class Augment(Keys):
 
 @keys
 class Fit(Keys):
-    """How `kd-train` and `kd-teach` fit a teacher on the labels if it has no checkpoint."""
+    """How `kd-train` and `kd-teach` fit a teacher on the labels if it has no
+    checkpoint.
+    """
 
     epochs: Auto | NonNegativeInt = 0
-    """Passes over the labelled training images. `auto`: by their number (kd/core/recommended.py). 0: never fit, unless
-    `steps` is set; a checkpoint is required."""
+    """Passes over the labelled training images. `auto`: by their number
+    (kd/core/recommended.py). 0: never fit, unless `steps` is set; a checkpoint is
+    required.
+    """
     steps: NonNegativeInt = 0
     """Length of the fit in optimizer steps, instead of epochs. 0: use `epochs`."""
     lr: NonNegativeFloat = 0.0
@@ -107,28 +142,46 @@ class Fit(Keys):
     warmup_ratio: Fraction = 0.05
     """Share of the fit in which the learning rate rises."""
     evaluate: NonNegativeInt = 0
-    """Steps between evaluations, which choose the weights. 0: at the end of each epoch."""
+    """Steps between evaluations, which choose the weights. 0: at the end of
+    each epoch.
+    """
     patience: NonNegativeInt = 0
     """End after this many evaluations in a row without a new best. 0: never."""
     tuning: Tuning = Tuning()
     """Learning rates of single layers of the teacher, and frozen layers."""
     augment: Augment | None = None
-    """Augmentation during the fit, with the keys of `data.augment`. null: `data.augment` without mixing, and a random
-    crop keeps at least 0.35 of the area. Augmentation strong enough for the student makes a worse teacher."""
+    """Augmentation during the fit, with the keys of `data.augment`. null:
+    `data.augment` without mixing, and a random crop keeps at least 0.35 of the area.
+    Augmentation strong enough for the student makes a worse teacher.
+    """
     seed: NonNegativeInt = 0
-    """Seed of the fit. It differs from `run.seed`, so runs of several seeds share a teacher."""
+    """Seed of the fit. It differs from `run.seed`, so runs of several seeds share a
+    teacher.
+    """
     folder: str = "runs/teachers"
-    """Folder of fitted teachers, one subfolder per content hash; later runs find them there."""
+    """Folder of fitted teachers, one subfolder per content hash; later runs find them
+    there.
+    """
 
     def augmented(self, student: Augment) -> Augment:
         """Return the augmentation of the fit, given the student's."""
         plain = Augment()
         usual = replace(
-            student, crop_scale=max(student.crop_scale, plain.crop_scale), mixup=0.0, cutmix=0.0, mix_probability=1.0
+            student,
+            crop_scale=max(student.crop_scale, plain.crop_scale),
+            mixup=0.0,
+            cutmix=0.0,
+            mix_probability=1.0,
         )
         return usual if self.augment is None else self.augment
 
     @property
     def length(self) -> str:
         """The length of the fit as text; empty: nothing is fitted."""
-        return f"{self.steps} steps" if self.steps else f"{self.epochs} epochs" if self.epochs else ""
+        return (
+            f"{self.steps} steps"
+            if self.steps
+            else f"{self.epochs} epochs"
+            if self.epochs
+            else ""
+        )

@@ -1,10 +1,20 @@
-"""Report every contradiction between the keys of a well-formed configuration, before anything is built."""
+"""Report every contradiction between the keys of a well-formed configuration, before
+anything is built.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 
 from kd.config.reads import build_task, label_of, loss_facts, reads
-from kd.config.schema import QUANTIZED, RUNTIMES, TRAINED, Config, DataSection, StudentSection, TeacherSection
+from kd.config.schema import (
+    QUANTIZED,
+    RUNTIMES,
+    TRAINED,
+    Config,
+    DataSection,
+    StudentSection,
+    TeacherSection,
+)
 from kd.core.errors import EXCLUSIVE, ConfigError, KdError, MissingExtra, did_you_mean
 from kd.core.evaluation import Task
 from kd.core.facts import BackendFacts, LossFacts
@@ -12,55 +22,109 @@ from kd.core.host import installed
 from kd.parts import registry
 
 
-def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterator[KdError]:
-    """Yield an error for every rule that a configuration breaks. Each key is well-formed already.
+def validate(
+    config: Config, here: bool = True, cluster: bool = True
+) -> Iterator[KdError]:
+    """Yield an error for every rule that a configuration breaks. Each key is
+    well-formed already.
 
-    `here`: also check the packages that the run imports on this machine. `cluster`: also check the address of its Ray
-    cluster.
+    `here`: also check the packages that the run imports on this machine. `cluster`:
+    also check the address of its Ray cluster.
     """
     needed = loss_facts(config.losses)
     read, task = reads(config.losses), build_task(config.task)
-    if config.teacher.pipeline and (not read.teacher_logits or "tokens" in read.features):
-        wrong = "passes logits and pooled features on, but the losses need other outputs"
+    if config.teacher.pipeline and (
+        not read.teacher_logits or "tokens" in read.features
+    ):
+        wrong = (
+            "passes logits and pooled features on, but the losses need other outputs"
+        )
         remedy = "Set teacher.pipeline=0; teacher.shard works for any outputs"
-        yield ConfigError("teacher.pipeline", wrong, "Losses on logits, with or without pooled features", remedy)
+        yield ConfigError(
+            "teacher.pipeline",
+            wrong,
+            "Losses on logits, with or without pooled features",
+            remedy,
+        )
     yield from _data(config.data, config.teacher)
     yield from _progressive(config.data, read.features)
     yield from _remote(config.data, here, here and cluster)
     yield from _losses(config, needed)
-    sifting = registry.facts("sifters", config.sifter.kind, config.sifter.options, "sifter.kind")
+    sifting = registry.facts(
+        "sifters", config.sifter.kind, config.sifter.options, "sifter.kind"
+    )
     yield from _task(config, needed, task)
     yield from _by_class(config.data, config.sifter.kind, sifting.by_class, task)
-    if sifting.answers and not (config.teacher.cache.views and read.teacher_logits and task.logits == "softmax"):
-        wrong = f"is {config.sifter.kind}, which reads stored teacher logits, but nothing stores them"
-        yield ConfigError("sifter.kind", wrong, "A loss on logits and a cache", "Set teacher.cache.views=4")
+    if sifting.answers and not (
+        config.teacher.cache.views and read.teacher_logits and task.logits == "softmax"
+    ):
+        wrong = (
+            f"is {config.sifter.kind}, which reads stored teacher logits, but nothing"
+            " stores them"
+        )
+        yield ConfigError(
+            "sifter.kind",
+            wrong,
+            "A loss on logits and a cache",
+            "Set teacher.cache.views=4",
+        )
     yield from _of_one_section(config)
     if config.data.labels == "none":
         yield from _unlabelled(config, needed)
     yield from _student(config.student)
     yield from _by_order(config)
     if "tokens" in read.features and config.student.args.get("patch_drop_rate"):
-        wrong = f"is {config.student.args['patch_drop_rate']}, but a loss compares the tokens of all patches"
-        yield ConfigError("student.args.patch_drop_rate", wrong, "0, or other losses", "Leave one of them out")
+        wrong = (
+            f"is {config.student.args['patch_drop_rate']}, but a loss compares the"
+            " tokens of all patches"
+        )
+        yield ConfigError(
+            "student.args.patch_drop_rate",
+            wrong,
+            "0, or other losses",
+            "Leave one of them out",
+        )
     yield from _divided(config.teacher)
     if config.teacher.model:
         yield from _several(config.teacher)
     elif config.teacher.also:
-        yield ConfigError("teacher.also", "names further teachers, but there is no first", "", "Set teacher.model")
-    facts = registry.facts("backends", config.backend.kind, config.backend.options, "backend.kind")
+        yield ConfigError(
+            "teacher.also",
+            "names further teachers, but there is no first",
+            "",
+            "Set teacher.model",
+        )
+    facts = registry.facts(
+        "backends", config.backend.kind, config.backend.options, "backend.kind"
+    )
     yield from _optimizer(config, facts)
-    yield from _execution(config.teacher, config.student, config.backend.kind, facts, bool(read.features), here)
+    yield from _execution(
+        config.teacher,
+        config.student,
+        config.backend.kind,
+        facts,
+        bool(read.features),
+        here,
+    )
 
 
 def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
     named = registry.facts("datasets", data.kind, data.options, "data.kind").test
     if named and data.test_fraction:
-        wrong, remedy = f"is {data.test_fraction:g}, but data.{named} names a test split", "Leave one of them out"
+        wrong, remedy = (
+            f"is {data.test_fraction:g}, but data.{named} names a test split",
+            "Leave one of them out",
+        )
         yield ConfigError("data.test_fraction", wrong, EXCLUSIVE, remedy)
     if 0 < data.store_size < data.image_size:
         allowed = f"0, or at least {data.image_size}: training would enlarge them"
         wrong = f"is {data.store_size}, but data.image_size is {data.image_size}"
-        yield ConfigError("data.store_size", wrong, allowed, f"Set data.store_size=0 or {data.image_size}")
+        yield ConfigError(
+            "data.store_size",
+            wrong,
+            allowed,
+            f"Set data.store_size=0 or {data.image_size}",
+        )
     if data.store == "views" and not (data.views or teacher.cache.views):
         wrong, remedy = (
             "is views, but no view is shown twice",
@@ -68,31 +132,56 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
         )
         yield ConfigError("data.store", wrong, "One of none, ram and disk", remedy)
     if data.labels_per_class and data.labels == "none":
-        yield ConfigError("data.labels_per_class", "needs labels", "data.labels: some, or all", "Change either")
+        yield ConfigError(
+            "data.labels_per_class",
+            "needs labels",
+            "data.labels: some, or all",
+            "Change either",
+        )
     cached = teacher.cache.views
     if data.views and cached not in (0, "auto", data.views):
         wrong = f"is {cached}, but data.views is {data.views}"
         remedy = f"Set teacher.cache.views={data.views}, or leave data.views at 0"
-        yield ConfigError("teacher.cache.views", wrong, "The cache keeps the views that the run shows", remedy)
+        yield ConfigError(
+            "teacher.cache.views",
+            wrong,
+            "The cache keeps the views that the run shows",
+            remedy,
+        )
 
 
 def _progressive(data: DataSection, features: Sequence[str]) -> Iterator[KdError]:
     """Yield options that are incompatible with data.progressive."""
-    where, size, until = "data.progressive", data.progressive.size, data.progressive.until
+    where, size, until = (
+        "data.progressive",
+        data.progressive.size,
+        data.progressive.until,
+    )
     if not (size or until):
         return
     if not 8 <= size < data.image_size:
-        wrong, remedy = f"is {size}, but data.image_size is {data.image_size}", f"Change it, or leave {where} out"
-        yield ConfigError(f"{where}.size", wrong, f">= 8 and < {data.image_size}", remedy)
+        wrong, remedy = (
+            f"is {size}, but data.image_size is {data.image_size}",
+            f"Change it, or leave {where} out",
+        )
+        yield ConfigError(
+            f"{where}.size", wrong, f">= 8 and < {data.image_size}", remedy
+        )
     if not until:
         wrong, remedy = f"is 0, but {where}.size is {size}", f"Set {where}.until=0.6"
         yield ConfigError(f"{where}.until", wrong, "> 0 and <= 1", remedy)
     if data.loader == "ray":
-        wrong = f"is {size}, but data.loader is ray, whose decoders make images of one size"
-        yield ConfigError(f"{where}.size", wrong, "0, or data.loader: local", "Set data.loader=local")
+        wrong = (
+            f"is {size}, but data.loader is ray, whose decoders make images of one size"
+        )
+        yield ConfigError(
+            f"{where}.size", wrong, "0, or data.loader: local", "Set data.loader=local"
+        )
     if "tokens" in features:
         wrong = f"is {size}, but a loss compares the tokens of all patches"
-        yield ConfigError(f"{where}.size", wrong, "0, or other losses", "Leave one of them out")
+        yield ConfigError(
+            f"{where}.size", wrong, "0, or other losses", "Leave one of them out"
+        )
 
 
 def _remote(data: DataSection, here: bool, cluster: bool) -> Iterator[KdError]:
@@ -100,8 +189,13 @@ def _remote(data: DataSection, here: bool, cluster: bool) -> Iterator[KdError]:
     if data.loader != "ray":
         return
     if data.store != "none":
-        wrong = f"is {data.store}, but with data.loader=ray other hosts decode, which do not share it"
-        yield ConfigError("data.store", wrong, "none", "Set data.store=none, or data.loader=local")
+        wrong = (
+            f"is {data.store}, but with data.loader=ray other hosts decode, which do"
+            " not share it"
+        )
+        yield ConfigError(
+            "data.store", wrong, "none", "Set data.store=none, or data.loader=local"
+        )
     if here and not installed("ray"):
         remedy = "pip install 'PATH/kd[ray]', or set data.loader=local"
         yield MissingExtra("data.loader", "is ray, which is not installed", "", remedy)
@@ -114,31 +208,63 @@ def _remote(data: DataSection, here: bool, cluster: bool) -> Iterator[KdError]:
 def _losses(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError]:
     if not config.losses:
         remedy = "Start with `losses: [{kind: kl}]`"
-        yield ConfigError("losses", "is empty", f"At least one of: {', '.join(registry.names('losses'))}", remedy)
+        yield ConfigError(
+            "losses",
+            "is empty",
+            f"At least one of: {', '.join(registry.names('losses'))}",
+            remedy,
+        )
     elif not any(term.weight > 0 for term in config.losses):
-        yield ConfigError("losses", "all weights are 0", "At least one weight > 0", "Raise one")
+        yield ConfigError(
+            "losses", "all weights are 0", "At least one weight > 0", "Raise one"
+        )
     for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
         if wanted.teacher and not config.teacher.model:
-            remedy = "Set teacher.model, or learn from labels alone with losses: [{kind: ce}]"
-            yield ConfigError("teacher.model", f"is missing, but losses[{i}] ('{term.kind}') needs it", "", remedy)
+            remedy = (
+                "Set teacher.model, or learn from labels alone with losses: [{kind:"
+                " ce}]"
+            )
+            yield ConfigError(
+                "teacher.model",
+                f"is missing, but losses[{i}] ('{term.kind}') needs it",
+                "",
+                remedy,
+            )
         if wanted.unmixed and config.data.augment.mixes:
-            wrong = f"'{term.kind}' needs one label per image, but mixup or cutmix is on"
-            allowed = f"Losses that mix: {', '.join(_losses_where(lambda facts: not facts.unmixed))}"
-            remedy = "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss"
+            wrong = (
+                f"'{term.kind}' needs one label per image, but mixup or cutmix is on"
+            )
+            allowed = (
+                "Losses that mix:"
+                f" {', '.join(_losses_where(lambda facts: not facts.unmixed))}"
+            )
+            remedy = (
+                "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss"
+            )
             yield ConfigError(f"losses[{i}].kind", wrong, allowed, remedy)
 
 
 def _task(config: Config, needed: Sequence[LossFacts], task: Task) -> Iterator[KdError]:
     """Yield an error where labels, losses or other keys do not fit the task."""
-    texts = {"class": "an image has one label", "set": "images have several labels", "": f"the task is {task.name}"}
+    texts = {
+        "class": "an image has one label",
+        "set": "images have several labels",
+        "": f"the task is {task.name}",
+    }
     label = label_of(config.data)
     have, topk = texts[label], config.teacher.cache.topk
     for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
         if wanted.logits and wanted.logits != task.logits:
             wrong = f"'{term.kind}' reads logits by a {wanted.logits}, but {have}"
             fit = _losses_where(lambda facts: facts.logits == task.logits)
-            allowed = f"logits by a {task.logits}: {', '.join(fit)}" if task.logits else "features"
-            yield ConfigError(f"losses[{i}].kind", wrong, f"Losses on {allowed}", "Take one of these")
+            allowed = (
+                f"logits by a {task.logits}: {', '.join(fit)}"
+                if task.logits
+                else "features"
+            )
+            yield ConfigError(
+                f"losses[{i}].kind", wrong, f"Losses on {allowed}", "Take one of these"
+            )
     if label not in ("", task.label):
         scored = {"class": "one label", "set": "a set of labels"}[task.label]
         wrong = f"{have}, but the task {task.name} is scored by {scored}"
@@ -146,56 +272,127 @@ def _task(config: Config, needed: Sequence[LossFacts], task: Task) -> Iterator[K
         yield ConfigError("data.labels", wrong, allowed, "Set data.labels=none")
     if task.logits and not any(wanted.logits for wanted in needed):
         wrong = f"is {task.name}, but no loss reads logits"
-        yield ConfigError("task.kind", wrong, "auto, or a loss on logits", "Leave task.kind out, or add a loss")
+        yield ConfigError(
+            "task.kind",
+            wrong,
+            "auto, or a loss on logits",
+            "Leave task.kind out, or add a loss",
+        )
     if config.run.baseline and not task.logits:
-        wrong = "is true, but the losses train an embedding model, which labels alone do not"
-        yield ConfigError("run.baseline", wrong, "Losses on logits", "Set run.baseline=false, or add a loss such as ce")
+        wrong = (
+            "is true, but the losses train an embedding model, which labels alone"
+            " do not"
+        )
+        yield ConfigError(
+            "run.baseline",
+            wrong,
+            "Losses on logits",
+            "Set run.baseline=false, or add a loss such as ce",
+        )
     if topk > 0 and not task.keeps_topk:
-        wrong = f"is {topk}: top-k storage needs softmax losses, and these are sigmoid losses"
-        yield ConfigError("teacher.cache.topk", wrong, "0: all logits", "Set teacher.cache.topk=0")
+        wrong = (
+            f"is {topk}: top-k storage needs softmax losses, and these are sigmoid"
+            " losses"
+        )
+        yield ConfigError(
+            "teacher.cache.topk", wrong, "0: all logits", "Set teacher.cache.topk=0"
+        )
 
 
 def _losses_where(test: Callable[[LossFacts], bool]) -> list[str]:
-    """Return the names of kd's losses whose facts, with default options, pass a test."""
-    defaults = {name: registry.default_options("losses", name) for name in registry.names("losses")}
-    return [name for name, options in defaults.items() if test(registry.facts("losses", name, options, "losses"))]
+    """Return the names of kd's losses whose facts, with default options, pass
+    a test.
+    """
+    defaults = {
+        name: registry.default_options("losses", name)
+        for name in registry.names("losses")
+    }
+    return [
+        name
+        for name, options in defaults.items()
+        if test(registry.facts("losses", name, options, "losses"))
+    ]
 
 
-def _by_class(data: DataSection, sifter: str, sifted: bool, task: Task) -> Iterator[KdError]:
-    """Yield options that are incompatible with drawing by class (`data.balance` or a sifter)."""
+def _by_class(
+    data: DataSection, sifter: str, sifted: bool, task: Task
+) -> Iterator[KdError]:
+    """Yield options that are incompatible with drawing by class (`data.balance` or a
+    sifter).
+    """
     if data.balance and sifter != "none":
-        wrong = f"is {data.balance:g}, but sifter.kind is {sifter}, which chooses the images of an epoch too"
-        yield ConfigError("data.balance", wrong, EXCLUSIVE, "Set sifter.kind=none or data.balance=0")
+        wrong = (
+            f"is {data.balance:g}, but sifter.kind is {sifter}, which chooses the"
+            " images of an epoch too"
+        )
+        yield ConfigError(
+            "data.balance", wrong, EXCLUSIVE, "Set sifter.kind=none or data.balance=0"
+        )
     if not (data.balance or sifted):
         return
-    key, off = ("data.balance", "data.balance=0") if data.balance else ("sifter.kind", "sifter.kind=none")
+    key, off = (
+        ("data.balance", "data.balance=0")
+        if data.balance
+        else ("sifter.kind", "sifter.kind=none")
+    )
     if data.labels != "all":
         wrong = f"is {data.labels}, but {key} reads the class of each image"
         yield ConfigError("data.labels", wrong, "All images have labels", f"Set {off}")
     elif task.label != "class":
-        yield ConfigError(key, "reads the class of each image, but images have several labels", "", f"Set {off}")
+        yield ConfigError(
+            key,
+            "reads the class of each image, but images have several labels",
+            "",
+            f"Set {off}",
+        )
 
 
 def _of_one_section(config: Config) -> Iterator[KdError]:
-    for where, tuning in (("student.tuning", config.student.tuning), ("teacher.fit.tuning", config.teacher.fit.tuning)):
+    for where, tuning in (
+        ("student.tuning", config.student.tuning),
+        ("teacher.fit.tuning", config.teacher.fit.tuning),
+    ):
         if tuning.freeze_epochs and not tuning.freeze:
             wrong = f"is {tuning.freeze_epochs}, but {where}.freeze names nothing"
-            yield ConfigError(f"{where}.freeze_epochs", wrong, "Patterns in freeze", f"Set {where}.freeze, or 0")
+            yield ConfigError(
+                f"{where}.freeze_epochs",
+                wrong,
+                "Patterns in freeze",
+                f"Set {where}.freeze, or 0",
+            )
     steps, price = list(config.profile.steps), config.price
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         allowed = "The first and the last step, counted from 1"
-        yield ConfigError("profile.steps", f"is {steps}", allowed, "Set profile.steps=[20, 30]")
+        yield ConfigError(
+            "profile.steps", f"is {steps}", allowed, "Set profile.steps=[20, 30]"
+        )
     elif steps and 0 < config.run.steps < steps[1]:
-        wrong, allowed = f"is {steps}, but run.steps is {config.run.steps}", "Steps of the run"
-        yield ConfigError("profile.steps", wrong, allowed, f"Set profile.steps=[1, {config.run.steps}]")
+        wrong, allowed = (
+            f"is {steps}, but run.steps is {config.run.steps}",
+            "Steps of the run",
+        )
+        yield ConfigError(
+            "profile.steps",
+            wrong,
+            allowed,
+            f"Set profile.steps=[1, {config.run.steps}]",
+        )
     if price.instance and not price.per_hour:
-        from kd.config.instances import TABLE, price_per_hour  # only if a machine is named
+        from kd.config.instances import (
+            TABLE,
+            price_per_hour,
+        )  # only if a machine is named
 
         if price_per_hour(price.instance):
             return
         wrong = f"is {price.instance!r}, whose price kd does not know"
         remedy = did_you_mean(price.instance, TABLE) or "Set price.per_hour"
-        yield ConfigError("price.instance", wrong, f"One of {', '.join(TABLE)}, or any with a price", remedy)
+        yield ConfigError(
+            "price.instance",
+            wrong,
+            f"One of {', '.join(TABLE)}, or any with a price",
+            remedy,
+        )
 
 
 def _unlabelled(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError]:
@@ -203,8 +400,15 @@ def _unlabelled(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError
     for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
         if wanted.labels:
             wrong = f"'{term.kind}' learns from labels, but data.labels=none"
-            others = ", ".join(_losses_where(lambda facts: facts.teacher and not facts.labels))
-            yield ConfigError(f"losses[{i}].kind", wrong, f"Losses on the teacher's outputs: {others}", "Drop it")
+            others = ", ".join(
+                _losses_where(lambda facts: facts.teacher and not facts.labels)
+            )
+            yield ConfigError(
+                f"losses[{i}].kind",
+                wrong,
+                f"Losses on the teacher's outputs: {others}",
+                "Drop it",
+            )
     labelled = {
         "run.baseline": config.run.baseline,
         "teacher.fit.epochs": teacher.fit.epochs != 0,
@@ -214,127 +418,290 @@ def _unlabelled(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError
     for key, on in labelled.items():
         if on:
             wrong = "needs labels, but data.labels=none"
-            yield ConfigError(key, wrong, "Images with labels", f"Leave {key} out, or set data.labels=all")
+            yield ConfigError(
+                key,
+                wrong,
+                "Images with labels",
+                f"Leave {key} out, or set data.labels=all",
+            )
     if not teacher.model:
-        yield ConfigError("teacher.model", "is missing, and the images have no labels", "A teacher", "Set it")
+        yield ConfigError(
+            "teacher.model",
+            "is missing, and the images have no labels",
+            "A teacher",
+            "Set it",
+        )
 
 
 def _by_order(config: Config) -> Iterator[KdError]:
     also = {f"teacher.also[{i}]": one for i, one in enumerate(config.teacher.also)}
-    for where, model in {"teacher": config.teacher, "student": config.student, **also}.items():
-        if model.weights == "by_order" and not (model.kind == "timm" and model.checkpoint):
-            wrong = f"is by_order, but kind is {model.kind} and checkpoint is '{model.checkpoint}'"
-            yield ConfigError(f"{where}.weights", wrong, "Kind timm with a checkpoint", f"Leave {where}.weights out")
+    for where, model in {
+        "teacher": config.teacher,
+        "student": config.student,
+        **also,
+    }.items():
+        if model.weights == "by_order" and not (
+            model.kind == "timm" and model.checkpoint
+        ):
+            wrong = (
+                f"is by_order, but kind is {model.kind} and checkpoint is"
+                f" '{model.checkpoint}'"
+            )
+            yield ConfigError(
+                f"{where}.weights",
+                wrong,
+                "Kind timm with a checkpoint",
+                f"Leave {where}.weights out",
+            )
 
 
 def _student(student: StudentSection) -> Iterator[KdError]:
     if not student.model:
-        yield ConfigError("student.model", "is missing", "A timm model name, a folder or a hub id", "Add it")
+        yield ConfigError(
+            "student.model",
+            "is missing",
+            "A timm model name, a folder or a hub id",
+            "Add it",
+        )
     if student.checkpoint and student.init != "pretrained":
         allowed = "A checkpoint to start from goes with `student.init: pretrained`"
-        yield ConfigError("student.init", f"is '{student.init}', but checkpoint is set", allowed, "Set it")
-    if not registry.facts("networks", student.kind, student.options, "student.kind").trains:
+        yield ConfigError(
+            "student.init",
+            f"is '{student.init}', but checkpoint is set",
+            allowed,
+            "Set it",
+        )
+    if not registry.facts(
+        "networks", student.kind, student.options, "student.kind"
+    ).trains:
         wrong = f"is '{student.kind}', whose weights kd cannot train"
-        yield ConfigError("student.kind", wrong, "timm, torch", "Choose one; torch builds your own network")
-    elif student.kind != "timm" and student.init == "pretrained" and not student.checkpoint:
-        wrong = f"is 'pretrained', but a student of kind '{student.kind}' has no checkpoint"
-        yield ConfigError("student.init", wrong, "A file of weights", "Set student.checkpoint, or student.init=scratch")
+        yield ConfigError(
+            "student.kind",
+            wrong,
+            "timm, torch",
+            "Choose one; torch builds your own network",
+        )
+    elif (
+        student.kind != "timm"
+        and student.init == "pretrained"
+        and not student.checkpoint
+    ):
+        wrong = (
+            f"is 'pretrained', but a student of kind '{student.kind}' has no checkpoint"
+        )
+        yield ConfigError(
+            "student.init",
+            wrong,
+            "A file of weights",
+            "Set student.checkpoint, or student.init=scratch",
+        )
 
 
 def _several(teacher: TeacherSection) -> Iterator[KdError]:
     if teacher.also and (teacher.shard or teacher.pipeline):
         allowed = "Several teachers, or one that is divided over the ranks"
-        yield ConfigError("teacher.also", "does not go with teacher.shard and teacher.pipeline", allowed, "Drop one")
-    if teacher.fit.length and not {teacher.kind, *(member.kind for member in teacher.also)} & set(TRAINED):
+        yield ConfigError(
+            "teacher.also",
+            "does not go with teacher.shard and teacher.pipeline",
+            allowed,
+            "Drop one",
+        )
+    if teacher.fit.length and not {
+        teacher.kind,
+        *(member.kind for member in teacher.also),
+    } & set(TRAINED):
         key = "teacher.fit.steps" if teacher.fit.steps else "teacher.fit.epochs"
-        wrong = f"is {teacher.fit.length.split()[0]}, but kd does not fit a teacher of kind '{teacher.kind}'"
-        yield ConfigError(key, wrong, f"Kinds {' and '.join(TRAINED)} are fitted", f"Set {key}=0")
-    seen = [(teacher.kind, teacher.model, teacher.args, teacher.checkpoint, teacher.options)]
+        wrong = (
+            f"is {teacher.fit.length.split()[0]}, but kd does not fit a teacher of kind"
+            f" '{teacher.kind}'"
+        )
+        yield ConfigError(
+            key, wrong, f"Kinds {' and '.join(TRAINED)} are fitted", f"Set {key}=0"
+        )
+    seen = [
+        (teacher.kind, teacher.model, teacher.args, teacher.checkpoint, teacher.options)
+    ]
     for i, member in enumerate(teacher.also):
         where = f"teacher.also[{i}]"
-        key = (member.kind, member.model, member.args, member.checkpoint, member.options)
+        key = (
+            member.kind,
+            member.model,
+            member.args,
+            member.checkpoint,
+            member.options,
+        )
         if not member.model:
-            yield ConfigError(f"{where}.model", "is missing", "A timm model name, a folder or a hub id", "Add it")
-        elif key in seen and (member.checkpoint or not teacher.fit.length or member.kind not in TRAINED):
-            allowed = "Each teacher once; one that is to be fitted may come again, with another seed"
-            yield ConfigError(where, "repeats an earlier teacher", allowed, "Change its weight")
+            yield ConfigError(
+                f"{where}.model",
+                "is missing",
+                "A timm model name, a folder or a hub id",
+                "Add it",
+            )
+        elif key in seen and (
+            member.checkpoint or not teacher.fit.length or member.kind not in TRAINED
+        ):
+            allowed = (
+                "Each teacher once; one that is to be fitted may come again, with"
+                " another seed"
+            )
+            yield ConfigError(
+                where, "repeats an earlier teacher", allowed, "Change its weight"
+            )
         seen.append(key)
 
 
 def _optimizer(config: Config, facts: BackendFacts) -> Iterator[KdError]:
     """Yield options of the optimizer that the backend lacks."""
-    frozen, section, zero = config.student.tuning.freeze_epochs, config.optimizer, facts.own_zero
+    frozen, section, zero = (
+        config.student.tuning.freeze_epochs,
+        config.optimizer,
+        facts.own_zero,
+    )
     if zero and section.zero and section.on_nonfinite == "skip":
         wrong = f"is 'skip', but {zero} applies every step"
-        yield ConfigError("optimizer.on_nonfinite", wrong, "error, or no ZeRO", "Set optimizer.zero=false")
+        yield ConfigError(
+            "optimizer.on_nonfinite",
+            wrong,
+            "error, or no ZeRO",
+            "Set optimizer.zero=false",
+        )
     if section.kind == "muon" and not facts.muon:
         wrong = f"is muon, which is untested on {config.backend.kind}"
-        yield ConfigError("optimizer.kind", wrong, "adamw or sgd there", "Set optimizer.kind=adamw")
+        yield ConfigError(
+            "optimizer.kind", wrong, "adamw or sgd there", "Set optimizer.kind=adamw"
+        )
     if zero and section.zero and frozen:
         wrong = f"is {frozen}, but {zero} is untested without some gradients"
-        yield ConfigError("student.tuning.freeze_epochs", wrong, "0, or no ZeRO", "Set optimizer.zero=false")
+        yield ConfigError(
+            "student.tuning.freeze_epochs",
+            wrong,
+            "0, or no ZeRO",
+            "Set optimizer.zero=false",
+        )
 
 
 def _divided(teacher: TeacherSection) -> Iterator[KdError]:
     """Yield options that are incompatible with a teacher divided over the ranks."""
     if teacher.shard and teacher.pipeline:
         wrong = "is true, but teacher.pipeline divides the teacher already"
-        yield ConfigError("teacher.shard", wrong, EXCLUSIVE, "Set teacher.pipeline=0 or teacher.shard=false")
+        yield ConfigError(
+            "teacher.shard",
+            wrong,
+            EXCLUSIVE,
+            "Set teacher.pipeline=0 or teacher.shard=false",
+        )
     if not (teacher.shard or teacher.pipeline):
         return
-    key, kinds = ("pipeline", ("timm",)) if teacher.pipeline else ("shard", ("timm", "transformers"))
+    key, kinds = (
+        ("pipeline", ("timm",))
+        if teacher.pipeline
+        else ("shard", ("timm", "transformers"))
+    )
     if teacher.kind not in kinds:
         wrong = f"is set, but kd does not divide a teacher of kind '{teacher.kind}'"
-        yield ConfigError(f"teacher.{key}", wrong, f"Models of {' and '.join(kinds)}", f"Leave teacher.{key} out")
-    named = {"runtime": teacher.runtime in RUNTIMES, "precision": teacher.precision in QUANTIZED}
+        yield ConfigError(
+            f"teacher.{key}",
+            wrong,
+            f"Models of {' and '.join(kinds)}",
+            f"Leave teacher.{key} out",
+        )
+    named = {
+        "runtime": teacher.runtime in RUNTIMES,
+        "precision": teacher.precision in QUANTIZED,
+    }
     for key, on in {**named, "compile": teacher.compile == "on"}.items():
         if on:
-            wrong = f"is {getattr(teacher, key)}, but the teacher is divided over ranks, which plain torch does"
-            remedy = f"Leave teacher.{key} out, or leave teacher.shard and teacher.pipeline out"
+            wrong = (
+                f"is {getattr(teacher, key)}, but the teacher is divided over ranks,"
+                " which plain torch does"
+            )
+            remedy = (
+                f"Leave teacher.{key} out, or leave teacher.shard and"
+                " teacher.pipeline out"
+            )
             yield ConfigError(f"teacher.{key}", wrong, "", remedy)
     if teacher.cache.views:
-        wrong = "sends the teacher other images on each rank, but a divided teacher needs all ranks at the same time"
+        wrong = (
+            "sends the teacher other images on each rank, but a divided teacher needs"
+            " all ranks at the same time"
+        )
         allowed = "A cache, or teacher.shard / teacher.pipeline"
-        yield ConfigError("teacher.cache.views", wrong, allowed, "Leave one of them out")
+        yield ConfigError(
+            "teacher.cache.views", wrong, allowed, "Leave one of them out"
+        )
 
 
-# ----------------------------------------------------------------------------------- execution of the models
+# --------------------------------------------------------------------------------
+# execution of the models
 
 
 def _execution(
-    teacher: TeacherSection, student: StudentSection, kind: str, facts: BackendFacts, features: bool, here: bool
+    teacher: TeacherSection,
+    student: StudentSection,
+    kind: str,
+    facts: BackendFacts,
+    features: bool,
+    here: bool,
 ) -> Iterator[KdError]:
     """Yield compilers, runtimes and precisions that the backend lacks."""
     for section, where in ((teacher, "teacher"), (student, "student")):
         if section.compile == "on" and facts.compiles:
             wrong = f"is on, but backend '{kind}' compiles by itself"
-            yield ConfigError(f"{where}.compile", wrong, "off", f"Set {where}.compile=off")
-    if teacher.model and (teacher.runtime in RUNTIMES or teacher.precision in QUANTIZED):
+            yield ConfigError(
+                f"{where}.compile", wrong, "off", f"Set {where}.compile=off"
+            )
+    if teacher.model and (
+        teacher.runtime in RUNTIMES or teacher.precision in QUANTIZED
+    ):
         yield from _exported(teacher, kind, facts, features, here)
 
 
-def _exported(teacher: TeacherSection, kind: str, facts: BackendFacts, features: bool, here: bool) -> Iterator[KdError]:
+def _exported(
+    teacher: TeacherSection, kind: str, facts: BackendFacts, features: bool, here: bool
+) -> Iterator[KdError]:
     key = "runtime" if teacher.runtime in RUNTIMES else "precision"
     where, value = f"teacher.{key}", getattr(teacher, key)
     runtime = teacher.exported(cpu=True)
     if not facts.cpu:
-        allowed = "Only backend.kind=cpu runs onnxruntime and openvino, and int8 in onnxruntime"
-        yield ConfigError(where, f"is {value}, but the backend is '{kind}'", allowed, f"Set {where}=auto")
+        allowed = (
+            "Only backend.kind=cpu runs onnxruntime and openvino, and int8 in"
+            " onnxruntime"
+        )
+        yield ConfigError(
+            where,
+            f"is {value}, but the backend is '{kind}'",
+            allowed,
+            f"Set {where}=auto",
+        )
     if not runtime:
         allowed = "On a CPU, int8 runs as a graph of onnxruntime"
-        yield ConfigError(where, f"is {value}, but teacher.runtime is torch", allowed, "Set teacher.runtime=auto")
+        yield ConfigError(
+            where,
+            f"is {value}, but teacher.runtime is torch",
+            allowed,
+            "Set teacher.runtime=auto",
+        )
         return
     if features:
-        wrong = f"is {value}, but a loss needs the teacher's features, and an exported graph returns logits alone"
-        yield ConfigError(where, wrong, "torch, or losses on logits", f"Set {where}=auto")
+        wrong = (
+            f"is {value}, but a loss needs the teacher's features, and an exported"
+            " graph returns logits alone"
+        )
+        yield ConfigError(
+            where, wrong, "torch, or losses on logits", f"Set {where}=auto"
+        )
     if teacher.compile == "on":
         wrong = f"is {value}, but teacher.compile is on, and torch.compile is torch's"
-        yield ConfigError(where, wrong, EXCLUSIVE, f"Set teacher.compile=off or {where}=auto")
+        yield ConfigError(
+            where, wrong, EXCLUSIVE, f"Set teacher.compile=off or {where}=auto"
+        )
     precisions = ("auto", "fp32", "int8" if runtime == "onnxruntime" else "bf16")
     if teacher.precision not in precisions:
         wrong = f"is {teacher.precision}, which kd does not run on {runtime}"
         remedy = "Set teacher.precision=auto, or another teacher.runtime"
-        yield ConfigError("teacher.precision", wrong, f"On {runtime}: {', '.join(precisions)}", remedy)
+        yield ConfigError(
+            "teacher.precision", wrong, f"On {runtime}: {', '.join(precisions)}", remedy
+        )
     if here and not installed(runtime):
         extra = "PATH/kd[openvino]" if runtime == "openvino" else runtime
         remedy = f"pip install '{extra}', or set {where}=auto"

@@ -25,7 +25,9 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "a multi
 
 
 def keys_of(cls: type, values: Any = None) -> dict[str, FieldInfo]:
-    """Return the keys of a section by name; with `values` also those of the part that they name."""
+    """Return the keys of a section by name; with `values` also those of the part that
+    they name.
+    """
     found = {name: field for name, field in fields_of(cls).items() if name != "options"}
     if not issubclass(cls, PartSection) or not isinstance(values, Mapping):
         return found
@@ -36,7 +38,9 @@ def keys_of(cls: type, values: Any = None) -> dict[str, FieldInfo]:
 
 
 def section_of(annotation: Any) -> Any:
-    """Return the class of a key that holds a section, or a list of sections; None for a plain value."""
+    """Return the class of a key that holds a section, or a list of sections; None for a
+    plain value.
+    """
     inner = [cls for cls in (annotation, *get_args(annotation)) if is_dataclass(cls)]
     return inner[0] if inner else None
 
@@ -56,7 +60,10 @@ def allowed(field: FieldInfo) -> str:
 def _described(annotation: Any, limits: Any = ()) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _described(args[0], [limit for one in args[1:] for limit in getattr(one, "metadata", [one])])
+        return _described(
+            args[0],
+            [limit for one in args[1:] for limit in getattr(one, "metadata", [one])],
+        )
     if origin is Literal:
         return "one of " * (len(args) > 1) + ", ".join(str(arg) for arg in args)
     if origin in (Union, types.UnionType):
@@ -69,12 +76,20 @@ def _described(annotation: Any, limits: Any = ()) -> str:
     if origin in (tuple, list, set, frozenset, Sequence):
         return f"a list of {_described(args[0])}"
     if origin is dict or is_dataclass(annotation):
-        return f"a section of key: {_described(args[1]) if args and args[1] is not Any else 'value'}"
+        return (
+            "a section of key:"
+            f" {_described(args[1]) if args and args[1] is not Any else 'value'}"
+        )
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return f"one of {', '.join(str(member.value) for member in annotation)}"
     if annotation is Any:
         return "text, a list or a section"
-    pairs = [(sign, getattr(limit, name)) for limit in limits for name, sign in _LIMITS.items() if hasattr(limit, name)]
+    pairs = [
+        (sign, getattr(limit, name))
+        for limit in limits
+        for name, sign in _LIMITS.items()
+        if hasattr(limit, name)
+    ]
     bounds = " and ".join(f"{sign} {bound:g}" for sign, bound in pairs)
     name = _NAMES.get(annotation) or getattr(annotation, "__name__", str(annotation))
     return f"{name} {bounds}".rstrip()

@@ -1,1 +1,3 @@
-"""Shared by all rooms: errors, types, contracts, scores, intervals, seeds, text, this machine."""
+"""Shared by all rooms: errors, types, contracts, scores, intervals, seeds, text, this
+machine.
+"""

@@ -22,10 +22,21 @@ class KdError(Exception):
 
     exit_code = 2
 
-    def __init__(self, where: str, wrong: str, allowed: str = "", remedy: str = "") -> None:
-        self.where, self.wrong, self.allowed, self.remedy = where, wrong, allowed, remedy
-        stated = allowed if not allowed or allowed[0].isupper() else f"Allowed: {allowed}"
-        sentences = [_sentence(part) for part in (wrong, stated, remedy) if part.strip()]
+    def __init__(
+        self, where: str, wrong: str, allowed: str = "", remedy: str = ""
+    ) -> None:
+        self.where, self.wrong, self.allowed, self.remedy = (
+            where,
+            wrong,
+            allowed,
+            remedy,
+        )
+        stated = (
+            allowed if not allowed or allowed[0].isupper() else f"Allowed: {allowed}"
+        )
+        sentences = [
+            _sentence(part) for part in (wrong, stated, remedy) if part.strip()
+        ]
         place = where if where.isprintable() else repr(where)[1:-1]
         super().__init__(f"{place}: {' '.join(sentences)}")
 
@@ -61,7 +72,9 @@ class PartNotFound(ConfigError):
 
 
 class MissingExtra(KdError):
-    """An optional package is not installed; the remedy names the extra that installs it."""
+    """An optional package is not installed; the remedy names the extra that installs
+    it.
+    """
 
 
 class DataError(KdError):
@@ -73,7 +86,9 @@ class BadImage(KdError):
 
 
 class CorruptImage(DataError):
-    """An image that was read but cannot be decoded; `data.on_corrupt` decides. A failed read is a DataError instead."""
+    """An image that was read but cannot be decoded; `data.on_corrupt` decides. A failed
+    read is a DataError instead.
+    """
 
 
 class NotPrepared(DataError):
@@ -101,7 +116,9 @@ class NonFiniteLoss(KdError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The process was stopped on request. The same command resumes; no `except Exception` may swallow it."""
+    """The process was stopped on request. The same command resumes; no `except
+    Exception` may swallow it.
+    """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
 
@@ -110,7 +127,9 @@ FOREIGN: set[str] = set()  # files of parts from outside kd, wherever they are i
 
 
 def raised(error: BaseException) -> str:
-    """Return `TYPE: message (FILE, line N, in NAME)`; the place only if `own_line` finds it."""
+    """Return `TYPE: message (FILE, line N, in NAME)`; the place only if `own_line`
+    finds it.
+    """
     text, line = named(error, 1000), own_line(error)
     return f"{text} ({line})" if line else text
 
@@ -120,7 +139,9 @@ _END = re.compile(r"(?<=[\w)'\"\]][.!?])\s+(?=[A-Z])|\s*\n\s*\n")  # end of a se
 
 
 def in_short(error: object, most: int = 200) -> str:
-    """Return the first sentence of a foreign message: one line, without control characters, at most `most` long."""
+    """Return the first sentence of a foreign message: one line, without control
+    characters, at most `most` long.
+    """
     text = _END.split(_CODES.sub("", str(error)).strip(), maxsplit=1)[0]
     text = " ".join("".join(one if one.isprintable() else " " for one in text).split())
     return text[:most].rstrip(" .:;,(") or type(error).__name__
@@ -142,14 +163,30 @@ def needed(package: str, where: str, wrong: str, remedy: str) -> Any:
 
 
 def own_line(error: BaseException) -> str:
-    """Return the last line of an error's traceback that is neither kd's nor an installed package's."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_foreign(frame.filename)]
-    return f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+    """Return the last line of an error's traceback that is neither kd's nor an
+    installed package's.
+    """
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if _is_foreign(frame.filename)
+    ]
+    return (
+        f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}"
+        if frames
+        else ""
+    )
 
 
 def _is_foreign(file: str) -> bool:
-    known = (str(Path(__file__).parents[1]) + os.sep, os.path.dirname(os.__file__) + os.sep, "<")
-    return file in FOREIGN or not (file.startswith(known) or "site-packages" in file or "dist-packages" in file)
+    known = (
+        str(Path(__file__).parents[1]) + os.sep,
+        os.path.dirname(os.__file__) + os.sep,
+        "<",
+    )
+    return file in FOREIGN or not (
+        file.startswith(known) or "site-packages" in file or "dist-packages" in file
+    )
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -1,4 +1,5 @@
-"""The contracts of a task: a model's predictions and their scores. `kd/core/contracts.py` has all others.
+"""The contracts of a task: a model's predictions and their scores.
+`kd/core/contracts.py` has all others.
 
 Shape legend: B images of a batch, C classes, K teachers, N images of a split.
 """
@@ -33,13 +34,21 @@ class Evaluation:
 
     backend: Backend
     val: Split
-    teacher: Teacher | None  # outputs for validation images; None if no loss needs a teacher
+    teacher: (
+        Teacher | None
+    )  # outputs for validation images; None if no loss needs a teacher
     num_classes: int
     labelled: bool = True  # whether validation images have labels, all or some
     bank: Callable[[], Split] | None = None  # training images: the k-NN index
-    bank_teacher: Teacher | None = None  # for training images, if outputs are looked up by id
-    agreement: Callable[[Outputs, Outputs], Tensor] | None = None  # (student, teacher) -> cosine [B]
-    projected: Callable[[Outputs], Tensor | None] | None = None  # the student's vectors in the teacher's space
+    bank_teacher: Teacher | None = (
+        None  # for training images, if outputs are looked up by id
+    )
+    agreement: Callable[[Outputs, Outputs], Tensor] | None = (
+        None  # (student, teacher) -> cosine [B]
+    )
+    projected: Callable[[Outputs], Tensor | None] | None = (
+        None  # the student's vectors in the teacher's space
+    )
     members: int = 1  # number of teachers
     partly: bool = False  # whether only some training images have a label
 
@@ -48,12 +57,18 @@ class Evaluator(Protocol):
     """Scores student and teacher on the validation split; a task builds it."""
 
     loader: Loader
-    selection_metric: str  # the key of the metric that chooses the checkpoint; larger is better
+    selection_metric: (
+        str  # the key of the metric that chooses the checkpoint; larger is better
+    )
     labelled: bool  # whether models are scored against labels
     chance: float  # that metric at chance level; 0: unknown
 
-    def __call__(self, student: nn.Module, stop: Callable[[], bool] = ...) -> dict[str, float]:
-        """Return a validation row (see `kd.core.scores`); {} if `stop`, called before each batch, ended it."""
+    def __call__(
+        self, student: nn.Module, stop: Callable[[], bool] = ...
+    ) -> dict[str, float]:
+        """Return a validation row (see `kd.core.scores`); {} if `stop`, called before
+        each batch, ended it.
+        """
         ...
 
     def of(self, teacher: Teacher) -> Evaluator:
@@ -61,40 +76,51 @@ class Evaluator(Protocol):
         ...
 
     def standard_error(self, value: float) -> float:
-        """Return the standard error of a value of the selection metric on these images; 0: unknown."""
+        """Return the standard error of a value of the selection metric on these images;
+        0: unknown.
+        """
         return 0.0
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return scores [B] of a training batch beside the loss terms.
 
-        With `labelled`, 1 for each image with a label, `accuracy` is logged as a share of those.
+        With `labelled`, 1 for each image with a label, `accuracy` is logged as a share
+        of those.
         """
         return {}
 
 
 @runtime_checkable
 class Sampled(Protocol):
-    """An evaluator that keeps the inputs of its last row. Evaluators without it get no confidence interval."""
+    """An evaluator that keeps the inputs of its last row. Evaluators without it get no
+    confidence interval.
+    """
 
     def samples(self) -> dict[str, Samples]:
-        """Return the samples behind the scores of the last row, by key. All ranks must call it."""
+        """Return the samples behind the scores of the last row, by key. All ranks must
+        call it.
+        """
         ...
 
 
 class Task(Protocol):
-    """A model's prediction and how it is scored and shown: `tasks/NAME.py: build(options) -> Task`.
+    """A model's prediction and how it is scored and shown: `tasks/NAME.py:
+    build(options) -> Task`.
 
-    The data decides whether all, some or no images have labels, not the task. A task that derives from this class
-    inherits the methods of a classification task.
+    The data decides whether all, some or no images have labels, not the task. A task
+    that derives from this class inherits the methods of a classification task.
     """
 
     name: str
-    logits: str  # activation of the logits, as in `LossFacts.logits`; "": an embedding model
+    # activation of the logits, as in `LossFacts.logits`; "": an embedding model
+    logits: str
     label: str  # kind of an image's label: "class" or "set"
     problem_type: str  # transformers' `problem_type`; "": no logits
     label_loss: str  # the loss for training on labels alone: a part of `losses/`
     scores: Scores
-    keeps_topk: bool  # whether top-k logits and the mass of the rest are enough for its losses
+    keeps_topk: (
+        bool  # whether top-k logits and the mass of the rest are enough for its losses
+    )
 
     def evaluator(self, setting: Evaluation) -> Evaluator: ...
 
@@ -116,10 +142,18 @@ class Task(Protocol):
         """Return logits, float32 [B, C]."""
         ...
 
-    def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
-        """Compare a graph's outputs for N images with PyTorch's; `label` is -1 where unknown."""
+    def graph_scores(
+        self, outputs: Tensor, reference: Tensor, label: Tensor
+    ) -> GraphScores:
+        """Compare a graph's outputs for N images with PyTorch's; `label` is -1 where
+        unknown.
+        """
         ...
 
-    def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return each class's decision threshold, a probability; {}: predict the class with the largest logit."""
+    def thresholds(
+        self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]
+    ) -> dict[str, dict[str, Any]]:
+        """Return each class's decision threshold, a probability; {}: predict the class
+        with the largest logit.
+        """
         return {}

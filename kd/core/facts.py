@@ -1,4 +1,6 @@
-"""Static capabilities of a component (`facts` of its module), and options that name files."""
+"""Static capabilities of a component (`facts` of its module), and options that name
+files.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,21 +20,31 @@ class LossFacts:
     teacher: bool = False
     labels: bool = False
     unmixed: bool = False  # one label per image: mixup and cutmix are refused
-    images: int = 1  # fewest images of a micro-batch: more than 1 if it compares them with one another
+    # fewest images of a micro-batch: more than 1 if it compares them with one another
+    images: int = 1
     logits: str = ""
-    """The activation that it applies to both models' logits: "softmax" (one label per image) or "sigmoid" (classes are
-    independent). "": it reads no logits."""
-    features: frozenset[str] = frozenset()  # names in `Outputs.features` that it reads: "pooled", "tokens"
-    agreement: bool = False  # it has `agreement(student, teacher)` [B], -1 to 1, which evaluation shows
-    projects: bool = False  # it has `projected(student)` [B, D] in the teacher's space, by its module `project`
+    """The activation that it applies to both models' logits: "softmax" (one label per
+    image) or "sigmoid" (classes are independent). "": it reads no logits.
+    """
+    features: frozenset[str] = (
+        frozenset()
+    )  # names in `Outputs.features` that it reads: "pooled", "tokens"
+    # it has `agreement(student, teacher)` [B], -1 to 1, which evaluation shows
+    agreement: bool = False
+    # it has `projected(student)` [B, D] in the teacher's space, by its module `project`
+    projects: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFacts:
     """Static properties of a dataset's options."""
 
-    label: str = "class"  # kind of an image's label: "class", or "set" if it may have several
-    root: str = ""  # the folder whose files are the images; "": the images are stored otherwise
+    label: str = (
+        "class"  # kind of an image's label: "class", or "set" if it may have several
+    )
+    root: str = (
+        ""  # the folder whose files are the images; "": the images are stored otherwise
+    )
     test: str = ""  # the key that names a test split, if it is set
 
 
@@ -56,29 +68,48 @@ class SifterFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFacts:
-    """Capabilities of a backend and its device, known before it is built; also in `Backend.facts`."""
+    """Capabilities of a backend and its device, known before it is built; also in
+    `Backend.facts`.
+    """
 
-    cpu: bool = False  # runs on the CPU, where onnxruntime and OpenVINO can run a teacher
-    cuda: bool = False  # torch.cuda names its device, pins memory for it, times and profiles it
+    cpu: bool = (
+        False  # runs on the CPU, where onnxruntime and OpenVINO can run a teacher
+    )
+    cuda: bool = (
+        False  # torch.cuda names its device, pins memory for it, times and profiles it
+    )
     compiles: bool = False  # compiles a graph for each shape: torch.compile is refused
-    complete: bool = False  # its device supports all of torch: fused optimizers, float64, sorting
+    complete: bool = (
+        False  # its device supports all of torch: fused optimizers, float64, sorting
+    )
     inference: bool = True  # torch's inference mode works on its device
     muon: bool = True  # the optimizer muon was tested on it
-    own_zero: str = ""  # name of its own ZeRO, which applies every step and needs every gradient; "": torch's
+    # name of its own ZeRO, which applies every step and needs every gradient; "":
+    # torch's
+    own_zero: str = ""
     threads: int | None = None
-    """CPU threads of torch per rank, from its key `threads`. 0: cores divided by the ranks here. None: it has no such
-    key."""
-    instances: tuple[str, ...] = ("",)  # prefixes of the SageMaker instance types that it runs on
-    chosen_on: tuple[str, ...] = ()  # prefixes for which `backend.kind: auto` chooses it; the longest match wins
+    """CPU threads of torch per rank, from its key `threads`. 0: cores divided by the
+    ranks here. None: it has no such key.
+    """
+    instances: tuple[str, ...] = (
+        "",
+    )  # prefixes of the SageMaker instance types that it runs on
+    chosen_on: tuple[
+        str, ...
+    ] = ()  # prefixes for which `backend.kind: auto` chooses it; the longest match wins
 
 
 class Network(NamedTuple):
     """The inputs of an exporter."""
 
     program: Callable[[int], Any]
-    """(batch) -> the ExportedProgram for this batch size (0: any). It maps uint8 [B, 3, S, S] to logits or vectors."""
+    """(batch) -> the ExportedProgram for this batch size (0: any). It maps uint8 [B, 3,
+    S, S] to logits or vectors.
+    """
     onnx: Path  # model.onnx of the same export, if it has one
-    views: Callable[[int], Any]  # (number) -> batches of that number of training views, each (uint8 [B, 3, S, S], ...)
+    views: Callable[
+        [int], Any
+    ]  # (number) -> batches of that number of training views, each (uint8 [B, 3, S, S], ...)
     output: str  # name of the output: "logits" or "embedding"
 
 
@@ -87,12 +118,20 @@ class GraphFile:
     """A file of an export that holds a network."""
 
     runtime: str  # the package that runs it
-    precision: str  # "float32" (must equal PyTorch), or "bf16" or "int8" (may lose some accuracy)
-    option: str = ""  # flag of `kd-export` that writes it; "": always. A new format: "--formats NAME" and `named`
+    # "float32" (must equal PyTorch), or "bf16" or "int8" (may lose some accuracy)
+    precision: str
+    # flag of `kd-export` that writes it; "": always. A new format: "--formats NAME" and
+    # `named`
+    option: str = ""
     weights: str = ""  # a second file that holds its weights
-    integer: bool = False  # its activations are integers too, so sums are equal on all processors
-    code: bool = False  # loading it may run its code: no endpoint loads it; kd-verify only with --trust
-    cost: int = 9  # `--accept` tries cheaper files first; model.onnx, the self-check's reference, has 1
+    integer: bool = (
+        False  # its activations are integers too, so sums are equal on all processors
+    )
+    # loading it may run its code: no endpoint loads it; kd-verify only with --trust
+    code: bool = False
+    # `--accept` tries cheaper files first; model.onnx, the self-check's reference, has
+    # 1
+    cost: int = 9
     named: bool = False  # written only where `--formats` names it
     kind: str = ""  # the exporter's name; the registry adds it
 
@@ -109,5 +148,7 @@ class FileKey(NamedTuple):
 
     key: str  # dotted: "teacher.also.0.model"
     value: str
-    within: str  # key of the folder that relative paths start from; "": the working folder
+    within: (
+        str  # key of the folder that relative paths start from; "": the working folder
+    )
     or_name: bool  # the value may also be a name, such as a model's

@@ -1,4 +1,6 @@
-"""Facts of this machine and process: cores, busy time of threads, free memory, versions, signals."""
+"""Facts of this machine and process: cores, busy time of threads, free memory,
+versions, signals.
+"""
 
 import ctypes
 import importlib.util
@@ -19,27 +21,45 @@ from typing import Any
 from kd.core.errors import Interrupted
 from kd.core.references import redact
 
-CONTAINERS = (  # files of limit and use, and file and line that count reclaimable page cache: cgroup v2, v1
+# files of limit and use, and file and line that count reclaimable page cache: cgroup
+# v2, v1
+CONTAINERS = (
     ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
 )
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""malloc.h's limits of free bytes at the heap's top (default 2**17) and of mapped blocks (default 2**16)."""
+"""malloc.h's limits of free bytes at the heap's top (default 2**17) and of mapped
+blocks (default 2**16).
+"""
 HANDLED = (signal.SIGTERM, signal.SIGINT)
-TOGETHER = 1.0  # seconds within which two signals count as one: a launcher forwards what its group received
-_PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
+# seconds within which two signals count as one: a launcher forwards what its group
+# received
+TOGETHER = 1.0
+_PR_SET_PDEATHSIG = (
+    1  # of prctl(2): the signal that a process gets when its parent ends
+)
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""Linux's names for units that multiply bfloat16: two of x86, one of ARM. A ViT-B's forward of 16 images took
-0.97 s with the first on two cores of an AMD EPYC, and 3.6 s in float32 on one without (`results/speed/mfu_*.csv`)."""
+"""Linux's names for units that multiply bfloat16: two of x86, one of ARM. A ViT-B's
+forward of 16 images took 0.97 s with the first on two cores of an AMD EPYC, and 3.6 s
+in float32 on one without (`results/speed/mfu_*.csv`).
+"""
 MOST_CONVOLVED, MOST_DEPTHWISE = 0.2, {True: 0.03, False: 0.1}
-"""Shares of multiplications, in convolutions and in depthwise ones, up to which AVX-512 gains by bfloat16. A step took
-on two threads, float32 = 1: XCiT of vit_food (share 0.40) 3.8, ResNet-18 (1.0) 2.6, ConvNeXt 1.2; on one, by the
-depthwise share: 0 0.61, 0.01 0.87 and 1.06, 0.055 1.07, 0.09 1.34, 0.13 1.92. A forward: 0.09 0.68, 0.13 1.12."""
+"""Shares of multiplications, in convolutions and in depthwise ones, up to which AVX-512
+gains by bfloat16. A step took on two threads, float32 = 1: XCiT of vit_food (share
+0.40) 3.8, ResNet-18 (1.0) 2.6, ConvNeXt 1.2; on one, by the depthwise share: 0 0.61,
+0.01 0.87 and 1.06, 0.055 1.07, 0.09 1.34, 0.13 1.92. A forward: 0.09 0.68, 0.13 1.12.
+"""
 
 
 def bf16_units(root: Path = Path("/")) -> set[str]:
-    """Return this processor's bfloat16 units; empty if the system does not report them. `root` holds /proc."""
+    """Return this processor's bfloat16 units; empty if the system does not report them.
+    `root` holds /proc.
+    """
     with suppress(OSError):
         for line in (root / "proc/cpuinfo").read_text().splitlines():
             name, _, flags = line.partition(":")
@@ -56,7 +76,9 @@ def peak_mib() -> float:
         return psutil.Process().memory_info().peak_wset / 2**20
     import resource  # not on Windows
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        2**20 if sys.platform == "darwin" else 2**10
+    )
 
 
 def open_files(wanted: int) -> int:
@@ -76,7 +98,9 @@ def open_files(wanted: int) -> int:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time (user and system) of this process and its worker processes, running or ended."""
+    """Return the CPU time (user and system) of this process and its worker processes,
+    running or ended.
+    """
     import psutil  # 10 ms of imports
 
     total = sum(os.times()[:4])
@@ -86,12 +110,19 @@ def cpu_seconds() -> float:
     return total
 
 
-def bf16_pays(convolved: float, depthwise: float, trained: bool, threads: int, root: Path = Path("/")) -> bool:
-    """Return whether bfloat16 is faster than float32 for a network on this processor, which has bf16 units.
+def bf16_pays(
+    convolved: float,
+    depthwise: float,
+    trained: bool,
+    threads: int,
+    root: Path = Path("/"),
+) -> bool:
+    """Return whether bfloat16 is faster than float32 for a network on this processor,
+    which has bf16 units.
 
-    `convolved`: share of its multiplications in convolutions; `depthwise`: in depthwise convolutions; `trained`: its
-    backward runs too. For processors with bfloat16 in AVX-512 only, see `results/speed/precision_*.csv`; others were
-    not measured.
+    `convolved`: share of its multiplications in convolutions; `depthwise`: in depthwise
+    convolutions; `trained`: its backward runs too. For processors with bfloat16 in
+    AVX-512 only, see `results/speed/precision_*.csv`; others were not measured.
     """
     if bf16_units(root) != {"avx512_bf16"}:
         return True
@@ -101,30 +132,50 @@ def bf16_pays(convolved: float, depthwise: float, trained: bool, threads: int, r
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that affinity and cgroups allow this process. `root` holds /proc and /sys."""
+    """Return the number of cores that affinity and cgroups allow this process. `root`
+    holds /proc and /sys.
+    """
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, min([allowed, *map(int, _quotas(root))]))
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the CPU quotas of this process's cgroup and its parents, in cores. In v1 the period has its own file."""
-    for controller, top, file in (("", "sys/fs/cgroup", "cpu.max"), ("cpu", "sys/fs/cgroup/cpu", "cpu.cfs_quota_us")):
+    """Yield the CPU quotas of this process's cgroup and its parents, in cores. In v1
+    the period has its own file.
+    """
+    for controller, top, file in (
+        ("", "sys/fs/cgroup", "cpu.max"),
+        ("cpu", "sys/fs/cgroup/cpu", "cpu.cfs_quota_us"),
+    ):
         group, top = "/", root / top
         with suppress(OSError, ValueError):
             for line in (root / "proc/self/cgroup").read_text().splitlines():
                 _, controllers, path = line.split(":", 2)
                 group = path if controller in controllers.split(",") else group
         own = top / group.lstrip("/")
-        for folder in [own, *(parent for parent in own.parents if parent == top or top in parent.parents)]:
+        for folder in [
+            own,
+            *(
+                parent
+                for parent in own.parents
+                if parent == top or top in parent.parents
+            ),
+        ]:
             with suppress(OSError, ValueError, ZeroDivisionError):
                 quota, *period = (folder / file).read_text().split()
                 if quota not in ("max", "-1"):
-                    yield int(quota) / int(period[0] if period else (folder / "cpu.cfs_period_us").read_text())
+                    yield int(quota) / int(
+                        period[0]
+                        if period
+                        else (folder / "cpu.cfs_period_us").read_text()
+                    )
 
 
 def process_stat(pid: int | str = "self") -> list[str]:
-    """Return the fields of a process from its state on (`man 5 proc`); empty if the system does not report them."""
+    """Return the fields of a process from its state on (`man 5 proc`); empty if the
+    system does not report them.
+    """
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -133,27 +184,35 @@ def process_stat(pid: int | str = "self") -> list[str]:
 
 
 def command_seconds() -> float:
-    """Return the age of this process, or of the torchrun that started it, in seconds; 0.0 if unknown."""
+    """Return the age of this process, or of the torchrun that started it, in seconds;
+    0.0 if unknown.
+    """
     began = process_stat()
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and began:
         began = process_stat(began[1]) or began  # field 4 is the parent
     if not began or not hasattr(time, "CLOCK_BOOTTIME"):
         return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(began[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(began[19]) / os.sysconf(
+        "SC_CLK_TCK"
+    )
 
 
 class BusyClock:
-    """Seconds in which a thread computed or waited for a core. In the rest of its time it waited for bytes.
+    """Seconds in which a thread computed or waited for a core. In the rest of its time
+    it waited for bytes.
 
-    On a shared machine a decoding thread may get a core for a fraction of its time. Its CPU time alone would look like
-    waiting for the disk. Only Linux also counts the time in a core's queue.
+    On a shared machine a decoding thread may get a core for a fraction of its time. Its
+    CPU time alone would look like waiting for the disk. Only Linux also counts the time
+    in a core's queue.
     """
 
     def __init__(self) -> None:
         self._begin = self._now()
 
     def __call__(self) -> float:
-        """Return the seconds since its creation; a call takes 10 microseconds. Only the creating thread may call it."""
+        """Return the seconds since its creation; a call takes 10 microseconds. Only the
+        creating thread may call it.
+        """
         return self._now() - self._begin
 
     @staticmethod
@@ -169,11 +228,14 @@ class BusyClock:
 def keep_freed_memory() -> bool:
     """Keep freed memory in this process from now on; return whether that was set.
 
-    glibc returns large blocks to the system and requests them again at each step. The first write to each page of 4 KiB
-    is then a fault: 380,000 in one forward of ViT-B (`benchmarks/page_faults.py`). Nothing changes with other C
-    libraries, or if the user has set glibc's own variables (MALLOC_..., GLIBC_TUNABLES).
+    glibc returns large blocks to the system and requests them again at each step. The
+    first write to each page of 4 KiB is then a fault: 380,000 in one forward of ViT-B
+    (`benchmarks/page_faults.py`). Nothing changes with other C libraries, or if the
+    user has set glibc's own variables (MALLOC_..., GLIBC_TUNABLES).
     """
-    chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name[:7] == "MALLOC_" for name in os.environ)
+    chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
+        name[:7] == "MALLOC_" for name in os.environ
+    )
     if chosen or platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
@@ -181,16 +243,21 @@ def keep_freed_memory() -> bool:
 
 
 class _Stack(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("size", ctypes.c_size_t),
+    )
 
 
 @contextmanager
 def signal_stack() -> Iterator[None]:
-    """Restore this thread's signal stack after calls of OpenVINO or of code that uses it.
+    """Restore this thread's signal stack after calls of OpenVINO or of code that uses
+    it.
 
-    Each Core of OpenVINO sets its own signal stack with its first model. When it is destroyed it restores the previous
-    one, even if that was freed. Python's handlers run there: the next signal, such as SIGTERM, was then a segmentation
-    fault.
+    Each Core of OpenVINO sets its own signal stack with its first model. When it is
+    destroyed it restores the previous one, even if that was freed. Python's handlers
+    run there: the next signal, such as SIGTERM, was then a segmentation fault.
     """
     if sys.platform != "linux":
         yield
@@ -204,7 +271,9 @@ def signal_stack() -> Iterator[None]:
 
 
 def end_with() -> Callable[[], None] | None:
-    """Return a `preexec_fn` by which a child gets SIGTERM when this process ends, killed or not; Linux only."""
+    """Return a `preexec_fn` by which a child gets SIGTERM when this process ends,
+    killed or not; Linux only.
+    """
     parent = os.getpid()
 
     def ask() -> None:
@@ -216,29 +285,43 @@ def end_with() -> Callable[[], None] | None:
 
 
 def free_mib() -> float:
-    """Return the MiB that processes may still allocate: the smaller of the machine's and the container's."""
+    """Return the MiB that processes may still allocate: the smaller of the machine's
+    and the container's.
+    """
     import psutil
 
     free = [float(psutil.virtual_memory().available)]
     for limit, used, droppable in CONTAINERS:
         folder, most = Path(limit).parent, _number(limit)
         if most is not None:
-            free.append(most - (_number(folder / used) or 0.0) + (_number(folder / "memory.stat", droppable) or 0.0))
+            free.append(
+                most
+                - (_number(folder / used) or 0.0)
+                + (_number(folder / "memory.stat", droppable) or 0.0)
+            )
     return max(0.0, min(free) / 2**20)
 
 
 def _number(path: Path | str, name: str = "") -> float | None:
-    """Return the number after a name in a file of `NAME NUMBER` lines, or the first number; None: `max` or missing."""
+    """Return the number after a name in a file of `NAME NUMBER` lines, or the first
+    number; None: `max` or missing.
+    """
     try:
-        lines = [line.split() for line in Path(path).read_text(encoding="ascii").splitlines()]
-        value = float(next(words[-1] for words in lines if not name or words[0] == name))
+        lines = [
+            line.split() for line in Path(path).read_text(encoding="ascii").splitlines()
+        ]
+        value = float(
+            next(words[-1] for words in lines if not name or words[0] == name)
+        )
     except (OSError, StopIteration, ValueError, IndexError):
         return None
     return value if math.isfinite(value) else None
 
 
 def shared_memory_mib(folder: str = "/dev/shm") -> float:
-    """Return the free MiB of shared memory; infinity if the system has no such folder."""
+    """Return the free MiB of shared memory; infinity if the system has no such
+    folder.
+    """
     try:
         status = os.statvfs(folder)
     except OSError:
@@ -247,17 +330,34 @@ def shared_memory_mib(folder: str = "/dev/shm") -> float:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, machine and command of this process; see `kd.core.references.redact`."""
+    """Return versions, machine and command of this process; see
+    `kd.core.references.redact`.
+    """
     return {
-        "packages": versions("kd", "torch", "timm", "torchvision", "pillow", "numpy", "safetensors", "omegaconf"),
+        "packages": versions(
+            "kd",
+            "torch",
+            "timm",
+            "torchvision",
+            "pillow",
+            "numpy",
+            "safetensors",
+            "omegaconf",
+        ),
         "python": platform.python_version(),
-        "machine": {"system": platform.platform(), "processor": processor(), "cores": os.cpu_count()},
+        "machine": {
+            "system": platform.platform(),
+            "processor": processor(),
+            "cores": os.cpu_count(),
+        },
         "command": redact(" ".join(sys.argv)),
     }
 
 
 def installed(package: str) -> bool:
-    """Return whether a package can be found, without importing it: NNCF reads its telemetry setting at import."""
+    """Return whether a package can be found, without importing it: NNCF reads its
+    telemetry setting at import.
+    """
     return importlib.util.find_spec(package) is not None
 
 
@@ -276,24 +376,31 @@ def processor() -> str:
     """Return the processor's name from the system."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+            names = [
+                line.partition(":")[2].strip()
+                for line in file
+                if line.startswith("model name")
+            ]
         return names[0] if names else platform.processor()
     except OSError:
         return platform.processor()
 
 
 class Signals:
-    """SIGTERM and SIGINT received by this process. They are handled while a command runs.
+    """SIGTERM and SIGINT received by this process. They are handled while a command
+    runs.
 
-    Training writes a checkpoint after its step; anything else ends at once. In Python, without a command, Ctrl-C stays
-    a KeyboardInterrupt and SIGTERM ends the process.
+    Training writes a checkpoint after its step; anything else ends at once. In Python,
+    without a command, Ctrl-C stays a KeyboardInterrupt and SIGTERM ends the process.
     """
 
     _process, _training, _name, _first = 0, False, "", 0.0
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle signals in this block if this is the main thread, then restore the previous handlers."""
+        """Handle signals in this block if this is the main thread, then restore the
+        previous handlers.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -320,7 +427,9 @@ class Signals:
         return bool(self._name)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # this is a data worker in the same group: it serves until its trainer ends
+        if (
+            os.getpid() != self._process
+        ):  # this is a data worker in the same group: it serves until its trainer ends
             return
         if self._name and time.monotonic() - self._first < TOGETHER:
             return
@@ -331,7 +440,11 @@ class Signals:
         if not self._training:
             raise Interrupted(self._message())
         # not print: the signal may have interrupted a print
-        os.write(2, f"{self._name}: finishing the step and writing a checkpoint; a second signal ends now\n".encode())
+        os.write(
+            2,
+            f"{self._name}: finishing the step and writing a checkpoint; a second"
+            " signal ends now\n".encode(),
+        )
 
     def _message(self) -> str:
         return f"stopped by {self._name}; the same command resumes"

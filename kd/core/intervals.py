@@ -14,19 +14,22 @@ import numpy as np
 
 Z = 1.959964  # the 97.5 % quantile of the normal distribution
 RESAMPLES = 200
-"""Bootstrap samples: enough for a standard error (Efron and Tibshirani, An Introduction to the Bootstrap, 1993,
-6.4)."""
+"""Bootstrap samples: enough for a standard error (Efron and Tibshirani, An Introduction
+to the Bootstrap, 1993, 6.4).
+"""
 FEW_IMAGES = 18.0
-"""The bootstrap's standard error of a mean average precision is too small for few images: two equal models were called
-better or worse in 13 % of the cases at 60 images and in 7 % at 200, instead of 5 %. Multiplying it by 1 + 18 / images
-gives 5 % for both."""
+"""The bootstrap's standard error of a mean average precision is too small for few
+images: two equal models were called better or worse in 13 % of the cases at 60 images
+and in 7 % at 200, instead of 5 %. Multiplying it by 1 + 18 / images gives 5 % for both.
+"""
 
 
 def wilson(share: float, images: int) -> tuple[float, float]:
-    """Return the interval of a share of independent images, 0 to 1; (0, 1) for no images.
+    """Return the interval of a share of independent images, 0 to 1; (0, 1) for no
+    images.
 
-    E. B. Wilson, J. Am. Stat. Assoc. 22 (1927); recommended for any number of images by Brown, Cai and DasGupta,
-    Statistical Science 16 (2001).
+    E. B. Wilson, J. Am. Stat. Assoc. 22 (1927); recommended for any number of images by
+    Brown, Cai and DasGupta, Statistical Science 16 (2001).
     """
     if not images:
         return 0.0, 1.0
@@ -37,11 +40,13 @@ def wilson(share: float, images: int) -> tuple[float, float]:
 
 
 def paired(gained: int, lost: int, images: int) -> tuple[float, float]:
-    """Return the interval of the difference of two shares of the same images; (-1, 1) for no images.
+    """Return the interval of the difference of two shares of the same images; (-1, 1)
+    for no images.
 
-    `gained`: images that only the first model predicts correctly; `lost`: only the second. The adjusted Wald interval
-    of Bonett and Price, J. Educ. Behav. Stat. 37 (2012), one of three that Fagerland, Lydersen and Laake recommend
-    (Statistics in Medicine 33, 2014). Like McNemar's test it uses only the discordant images.
+    `gained`: images that only the first model predicts correctly; `lost`: only the
+    second. The adjusted Wald interval of Bonett and Price, J. Educ. Behav. Stat. 37
+    (2012), one of three that Fagerland, Lydersen and Laake recommend (Statistics in
+    Medicine 33, 2014). Like McNemar's test it uses only the discordant images.
     """
     if not images:
         return -1.0, 1.0
@@ -51,20 +56,26 @@ def paired(gained: int, lost: int, images: int) -> tuple[float, float]:
 
 
 def resampled(score: Callable[[np.ndarray], Any], images: int) -> np.ndarray:
-    """Return a score on `RESAMPLES` bootstrap samples, float64; `score` gets the positions of a sample, int64 [images].
+    """Return a score on `RESAMPLES` bootstrap samples, float64; `score` gets the
+    positions of a sample, int64 [images].
 
-    Several scores at once are rows: [`RESAMPLES`, scores]. The samples depend only on the number of images. So the
-    difference of two models' values, sample by sample, is the paired bootstrap of their difference.
+    Several scores at once are rows: [`RESAMPLES`, scores]. The samples depend only on
+    the number of images. So the difference of two models' values, sample by sample, is
+    the paired bootstrap of their difference.
     """
     draw = np.random.default_rng(images)
     return np.array([score(draw.integers(0, images, images)) for _ in range(RESAMPLES)])
 
 
-def around(value: float, replicates: Sequence[float] | np.ndarray, images: int = 0) -> tuple[float, float]:
-    """Return value - bias +- 1.96 standard errors, both from the bootstrap; wider for few `images`.
+def around(
+    value: float, replicates: Sequence[float] | np.ndarray, images: int = 0
+) -> tuple[float, float]:
+    """Return value - bias +- 1.96 standard errors, both from the bootstrap; wider for
+    few `images`.
 
-    Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 5.2. A mean average precision of few
-    images is biased upward, and a resample's is biased twice: percentiles would lie on the wrong side.
+    Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 5.2. A
+    mean average precision of few images is biased upward, and a resample's is biased
+    twice: percentiles would lie on the wrong side.
     """
     drawn = np.asarray(replicates, np.float64)
     wider = 1 + FEW_IMAGES / images if images else 1.0
@@ -78,19 +89,29 @@ def within(low: float, high: float) -> tuple[float, float]:
 
 
 def verdict(low: float, high: float) -> str:
-    """Return the verdict of a difference's interval on the first model: better, worse or undecided."""
+    """Return the verdict of a difference's interval on the first model: better, worse
+    or undecided.
+    """
     return "better" if low > 0 else "worse" if high < 0 else "no difference shown"
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples behind one score of a model: enough for its interval and for that of a difference."""
+    """The samples behind one score of a model: enough for its interval and for that of
+    a difference.
+    """
 
     value: float
-    right: np.ndarray | None = None  # bool [N], if the score is the share of N images that are right
-    replicates: np.ndarray | None = None  # for any other score: its values on bootstrap samples, see `resampled`
+    right: np.ndarray | None = (
+        None  # bool [N], if the score is the share of N images that are right
+    )
+    replicates: np.ndarray | None = (
+        None  # for any other score: its values on bootstrap samples, see `resampled`
+    )
     images: int = 0  # number of images behind `replicates`; 0: many
-    ends: tuple[float, float] | None = None  # ends of its interval, if only they were recorded
+    ends: tuple[float, float] | None = (
+        None  # ends of its interval, if only they were recorded
+    )
     share: bool = True  # whether the score is a share: its interval ends at 0 and 1
 
     def interval(self) -> tuple[float, float]:
@@ -103,29 +124,52 @@ class Samples:
         return within(*ends) if self.share else ends
 
     def minus(self, other: Samples) -> tuple[float, float, float]:
-        """Return the difference from another model's score on the same images, with the ends of its interval."""
+        """Return the difference from another model's score on the same images, with the
+        ends of its interval.
+        """
         difference = self.value - other.value
         if self.right is not None and other.right is not None:
-            gained, lost = int((self.right & ~other.right).sum()), int((other.right & ~self.right).sum())
+            gained, lost = (
+                int((self.right & ~other.right).sum()),
+                int((other.right & ~self.right).sum()),
+            )
             return difference, *paired(gained, lost, len(self.right))
         assert self.replicates is not None
         assert other.replicates is not None
-        return difference, *around(difference, self.replicates - other.replicates, self.images)
+        return difference, *around(
+            difference, self.replicates - other.replicates, self.images
+        )
 
     def record(self) -> dict[str, Any]:
-        """Return JSON values: a hexadecimal digit for four images, or the bootstrap values."""
+        """Return JSON values: a hexadecimal digit for four images, or the bootstrap
+        values.
+        """
         if self.right is not None:
-            return {"value": self.value, "images": len(self.right), "right": np.packbits(self.right).tobytes().hex()}
+            return {
+                "value": self.value,
+                "images": len(self.right),
+                "right": np.packbits(self.right).tobytes().hex(),
+            }
         assert self.replicates is not None
         drawn = [round(float(one), 6) for one in self.replicates]
         other = {} if self.share else {"share": False}
-        return {"value": self.value, "images": self.images, "replicates": drawn, **other}
+        return {
+            "value": self.value,
+            "images": self.images,
+            "replicates": drawn,
+            **other,
+        }
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Samples:
         if "right" in recorded:
-            bits = np.unpackbits(np.frombuffer(bytes.fromhex(recorded["right"]), np.uint8), count=recorded["images"])
+            bits = np.unpackbits(
+                np.frombuffer(bytes.fromhex(recorded["right"]), np.uint8),
+                count=recorded["images"],
+            )
             return cls(recorded["value"], right=bits.astype(bool))
         drawn = np.array(recorded["replicates"], np.float64)
         share = recorded.get("share", True)
-        return cls(recorded["value"], replicates=drawn, images=recorded["images"], share=share)
+        return cls(
+            recorded["value"], replicates=drawn, images=recorded["images"], share=share
+        )

@@ -1,14 +1,31 @@
-"""Keys of a configuration: the base of its sections and of each part's `Options`, checked by Pydantic.
+"""Keys of a configuration: the base of its sections and of each part's `Options`,
+checked by Pydantic.
 
-A field is a key: its type and `Field(ge=...)` say what is allowed, the string under it says what it means.
+A field is a key: its type and `Field(ge=...)` say what is allowed, the string under it
+says what it means.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    PydanticUserError,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticUndefined
@@ -32,12 +49,18 @@ RULES = ConfigDict(
 )
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(Field,)
+)
 def keys(cls: type[T]) -> type[T]:
-    """Make a class of keys: a frozen dataclass that checks its values; pydantic.ValidationError, a ValueError."""
+    """Make a class of keys: a frozen dataclass that checks its values;
+    pydantic.ValidationError, a ValueError.
+    """
     made: Any = dataclass(cls, frozen=True, kw_only=True, config=RULES)
     inherited = {
-        name: field for base in reversed(made.__mro__[1:-1]) for name, field in base.__pydantic_fields__.items()
+        name: field
+        for base in reversed(made.__mro__[1:-1])
+        for name, field in base.__pydantic_fields__.items()
     }
     for name, field in made.__pydantic_fields__.items():
         if name in inherited:  # Pydantic reads the strings of a class itself alone
@@ -51,7 +74,9 @@ class Keys:
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _as_written(cls, value: Any, check: Callable[[Any], Any], info: ValidationInfo) -> Any:
+    def _as_written(
+        cls, value: Any, check: Callable[[Any], Any], info: ValidationInfo
+    ) -> Any:
         """Check a value as YAML read it, and keep the references of its texts."""
         annotation = fields_of(cls)[str(info.field_name)].annotation
         if value is None and annotation is str:  # `key:`
@@ -62,7 +87,9 @@ class Keys:
             raise ValueError("a number")
         if isinstance(value, str) and "\0" in value:
             raise ValueError("a zero byte")
-        if isinstance(value, Referenced) and annotation is bool:  # the environment holds texts
+        if (
+            isinstance(value, Referenced) and annotation is bool
+        ):  # the environment holds texts
             value = {"true": True, "false": False}.get(value.lower(), value)
         if isinstance(value, bool) and annotation not in (bool, Any):
             value = _word(annotation, value)
@@ -73,7 +100,9 @@ class Keys:
 
 
 def _word(annotation: Any, value: bool) -> Any:
-    """Return the word that YAML read as a boolean: a bare `off`, `on`. ValueError: no such word is allowed."""
+    """Return the word that YAML read as a boolean: a bare `off`, `on`. ValueError: no
+    such word is allowed.
+    """
     word = "on" if value else "off"
     if word in get_args(annotation):
         return word
@@ -81,42 +110,64 @@ def _word(annotation: Any, value: bool) -> Any:
 
 
 def referenced(value: Any, checked: Any) -> Any:
-    """Return the checked value with the references of its texts. Numbers and enumerated words need no reference."""
+    """Return the checked value with the references of its texts. Numbers and enumerated
+    words need no reference.
+    """
     if isinstance(value, Mapping) and isinstance(checked, dict):
         return {key: referenced(value.get(key), item) for key, item in checked.items()}
     if isinstance(value, (list, tuple)) and isinstance(checked, (list, tuple)):
-        return type(checked)(referenced(*pair) for pair in zip(value, checked, strict=True))
+        return type(checked)(
+            referenced(*pair) for pair in zip(value, checked, strict=True)
+        )
     if isinstance(value, Referenced) and isinstance(checked, str):
         return Referenced(checked, value.reference)
     return checked
 
 
-def part(folder: str, default: Any = PydanticUndefined, only: tuple[str, ...] = ()) -> Any:
-    """Declare the `kind` of a section that names a part of a folder; `only`: the allowed names."""
-    return Field(default=default, json_schema_extra={"parts": folder, "only": list(only)})
-
-
-def file_key(default: Any = PydanticUndefined, within: str = "", or_name: bool = False) -> Any:
-    """Declare a key that names input files, so that a launcher can upload them; see `kd.core.facts.FileKey`.
-
-    `within`: the key of the folder that relative paths start from. `or_name`: it may also be a name, as a model's.
+def part(
+    folder: str, default: Any = PydanticUndefined, only: tuple[str, ...] = ()
+) -> Any:
+    """Declare the `kind` of a section that names a part of a folder; `only`: the
+    allowed names.
     """
-    return Field(default=default, json_schema_extra={"files": within, "or_name": or_name})
+    return Field(
+        default=default, json_schema_extra={"parts": folder, "only": list(only)}
+    )
+
+
+def file_key(
+    default: Any = PydanticUndefined, within: str = "", or_name: bool = False
+) -> Any:
+    """Declare a key that names input files, so that a launcher can upload them; see
+    `kd.core.facts.FileKey`.
+
+    `within`: the key of the folder that relative paths start from. `or_name`: it may
+    also be a name, as a model's.
+    """
+    return Field(
+        default=default, json_schema_extra={"files": within, "or_name": or_name}
+    )
 
 
 def fields_of(cls: type) -> dict[str, FieldInfo]:
-    """Return the keys of a class by name, with their types, ranges, defaults and meanings."""
+    """Return the keys of a class by name, with their types, ranges, defaults and
+    meanings.
+    """
     return checked_class(cls).__pydantic_fields__  # type: ignore[attr-defined]
 
 
 def extra(field: FieldInfo) -> Mapping[str, Any]:
     """Return what `part` or `file_key` declared."""
-    return field.json_schema_extra if isinstance(field.json_schema_extra, Mapping) else {}
+    return (
+        field.json_schema_extra if isinstance(field.json_schema_extra, Mapping) else {}
+    )
 
 
 @cache
 def checked_class(cls: type) -> type:
-    """Return a class of keys as it is, and the keys of a plain dataclass: a part from outside may have one."""
+    """Return a class of keys as it is, and the keys of a plain dataclass: a part from
+    outside may have one.
+    """
     if "__pydantic_fields__" in cls.__dict__:
         return cls
     docs, members = field_docs(cls), {}
@@ -126,9 +177,15 @@ def checked_class(cls: type) -> type:
         raise _unfit(cls, error) from error
     for field in (field for field in dataclasses.fields(cls) if field.init):
         given = {"default": field.default, "default_factory": field.default_factory}
-        made: dict[str, Any] = {key: value for key, value in given.items() if value is not dataclasses.MISSING}
+        made: dict[str, Any] = {
+            key: value
+            for key, value in given.items()
+            if value is not dataclasses.MISSING
+        }
         own = isinstance(field.default, FieldInfo)  # inherited from a class of keys
-        members[field.name] = field.default if own else Field(description=docs.get(field.name), **made)
+        members[field.name] = (
+            field.default if own else Field(description=docs.get(field.name), **made)
+        )
     hints = {name: hints[name] for name in members}  # without ClassVar and InitVar
     members |= {"__annotations__": hints, "__module__": cls.__module__}
     try:
@@ -138,18 +195,33 @@ def checked_class(cls: type) -> type:
 
 
 def _unfit(cls: type, error: Exception) -> KdError:
-    wrong = f"the types of {cls.__module__}.{cls.__qualname__} cannot be read ({in_short(error)})"
-    return ConfigError("kind", wrong, "Types of Python and Pydantic, imported where the class is defined")
+    wrong = (
+        f"the types of {cls.__module__}.{cls.__qualname__} cannot be read"
+        f" ({in_short(error)})"
+    )
+    return ConfigError(
+        "kind",
+        wrong,
+        "Types of Python and Pydantic, imported where the class is defined",
+    )
 
 
 def checked(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Build a class of keys, or a plain dataclass, from values; pydantic.ValidationError: they are wrong."""
+    """Build a class of keys, or a plain dataclass, from values;
+    pydantic.ValidationError: they are wrong.
+    """
     made = checked_class(cls)(**values)
-    return made if isinstance(made, cls) else cls(**{key: getattr(made, key) for key in fields_of(cls)})
+    return (
+        made
+        if isinstance(made, cls)
+        else cls(**{key: getattr(made, key) for key in fields_of(cls)})
+    )
 
 
 class Refused(ValueError):
-    """A value that breaks a rule which Pydantic does not know; `error.where` is relative to the section."""
+    """A value that breaks a rule which Pydantic does not know; `error.where` is
+    relative to the section.
+    """
 
     def __init__(self, error: KdError) -> None:
         super().__init__(str(error))
@@ -159,12 +231,19 @@ class Refused(ValueError):
 def details(error: ValidationError) -> list[InitErrorDetails]:
     """Return the errors of a section's part, to be raised among the section's own."""
     return [
-        InitErrorDetails(type=_kept(fault["type"]), loc=fault["loc"], input=fault["input"], ctx=fault.get("ctx", {}))
+        InitErrorDetails(
+            type=_kept(fault["type"]),
+            loc=fault["loc"],
+            input=fault["input"],
+            ctx=fault.get("ctx", {}),
+        )
         for fault in error.errors(include_url=False)
     ]
 
 
 def _kept(kind: str) -> Any:
-    """Return the type of an error that kd tells apart, or one for all wrong values: some types cannot be raised."""
+    """Return the type of an error that kd tells apart, or one for all wrong values:
+    some types cannot be raised.
+    """
     kept = ("missing", "unexpected_keyword_argument", "value_error", "assertion_error")
     return kind if kind in kept else PydanticCustomError("wrong_value", "a wrong value")

@@ -1,4 +1,6 @@
-"""Options of a command, declared once: a dataclass field is a flag, and the string under it is its help."""
+"""Options of a command, declared once: a dataclass field is a flag, and the string
+under it is its help.
+"""
 
 import ast
 import inspect
@@ -11,14 +13,22 @@ from typing import Any
 
 
 def option(
-    default: Any = MISSING, metavar: str | None = None, parse: Callable[[str], Any] | None = None, flag: str = ""
+    default: Any = MISSING,
+    metavar: str | None = None,
+    parse: Callable[[str], Any] | None = None,
+    flag: str = "",
 ) -> Any:
-    """Declare a dataclass field that is a command-line option; `kd.cli.command.add_fields` adds it.
+    """Declare a dataclass field that is a command-line option;
+    `kd.cli.command.add_fields` adds it.
 
-    `metavar` names the value in the help, `parse` converts the text, `flag` replaces the field's name. A bool is a
-    switch. A field without a default is a positional argument.
+    `metavar` names the value in the help, `parse` converts the text, `flag` replaces
+    the field's name. A bool is a switch. A field without a default is a positional
+    argument.
     """
-    return field(default=default, metadata={"option": {"metavar": metavar, "parse": parse, "flag": flag}})
+    return field(
+        default=default,
+        metadata={"option": {"metavar": metavar, "parse": parse, "flag": flag}},
+    )
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -27,16 +37,29 @@ def field_docs(cls: type) -> dict[str, str]:
     docs = {key: text for one in bases for key, text in one.items()}
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     for node, following in itertools.pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
-            docs[node.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and isinstance(following, ast.Expr)
+        ):
+            docs[node.target.id] = " ".join(
+                str(ast.literal_eval(following.value)).split()
+            )
     return docs
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `low` to `high`; ValueError: anything else."""
+    """Return a parser of whole numbers from `low` to `high`; ValueError:
+    anything else.
+    """
 
     def parse(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high):
+        if not (
+            text.isascii()
+            and text.isdigit()
+            and len(text) < 10
+            and low <= int(text) <= high
+        ):
             raise ValueError(f"'{text}' is not a whole number from {low} to {high}")
         return int(text)
 
@@ -64,7 +87,10 @@ def size(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,12})(|B|KiB|MiB|GiB)", text, re.IGNORECASE)
     if match is None or not int(match[1]):
         raise ValueError(f"'{text}' is not a size such as 6MiB, 512KiB or 1000000")
-    return int(match[1]) * {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}[match[2].lower()]
+    return (
+        int(match[1])
+        * {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}[match[2].lower()]
+    )
 
 
 def one_of(*words: str) -> Callable[[str], str]:

@@ -1,4 +1,6 @@
-"""What the ranks of a run tell each other. All ranks must call these functions; all get the same result."""
+"""What the ranks of a run tell each other. All ranks must call these functions; all get
+the same result.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,7 +11,9 @@ from kd.core.contracts import Backend
 
 
 def gathered(backend: Backend, numbers: Sequence[float]) -> list[list[float]]:
-    """Return the numbers of every rank as float32, whole ones exact below 2^24. All ranks give equally many."""
+    """Return the numbers of every rank as float32, whole ones exact below 2^24. All
+    ranks give equally many.
+    """
     if backend.world_size == 1:
         return [torch.tensor(list(numbers), dtype=torch.float32).tolist()]
     table = torch.zeros(backend.world_size, len(numbers), device=backend.device)

@@ -1,4 +1,6 @@
-"""Environment variables in a configuration: their values are kept out of files and messages."""
+"""Environment variables in a configuration: their values are kept out of files and
+messages.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,19 @@ import os
 import re
 from typing import Any
 
-SHORTEST = 6  # shortest value kept out of messages, characters: shorter ones (a rank, a port) would match anywhere
+# shortest value kept out of messages, characters: shorter ones (a rank, a port) would
+# match anywhere
+SHORTEST = 6
 _VARIABLE = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
-_variables: set[str] = set()  # names of environment variables used by a configuration of this process
+_variables: set[str] = (
+    set()
+)  # names of environment variables used by a configuration of this process
 
 
 class Referenced(str):
-    """The value of a reference such as `${oc.env:TOKEN}`. Its `repr`, and the text in run folders, is the reference."""
+    """The value of a reference such as `${oc.env:TOKEN}`. Its `repr`, and the text in
+    run folders, is the reference.
+    """
 
     reference: str
 
@@ -35,9 +43,15 @@ def written(value: Any) -> Any:
 
 
 def redact(text: str) -> str:
-    """Replace values of a configuration's environment variables by references, except paths and short values."""
+    """Replace values of a configuration's environment variables by references, except
+    paths and short values.
+    """
     for name in sorted(_variables):
         value = os.environ.get(name, "")
-        if len(value) >= SHORTEST and not os.path.isabs(value) and not os.path.exists(value):
+        if (
+            len(value) >= SHORTEST
+            and not os.path.isabs(value)
+            and not os.path.exists(value)
+        ):
             text = text.replace(value, f"${{oc.env:{name}}}")
     return text

@@ -1,7 +1,9 @@
-"""The columns of a validation row: a task's scores, their display, and the one that chooses the checkpoint.
+"""The columns of a validation row: a task's scores, their display, and the one that
+chooses the checkpoint.
 
-A row holds the student's scores under their keys, a teacher's under `teacher_KEY` (a second teacher's under
-`teacher_KEY_2`), and scores of the student against its teacher. Everything that shows a row uses the columns.
+A row holds the student's scores under their keys, a teacher's under `teacher_KEY` (a
+second teacher's under `teacher_KEY_2`), and scores of the student against its teacher.
+Everything that shows a row uses the columns.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from typing import Any
 from kd.core.intervals import Samples, verdict, within
 from kd.core.text import percent
 
-DIFFERENCES_NOTE = "In brackets: 95 % intervals, of the difference on the same images where two models are compared."
+DIFFERENCES_NOTE = (
+    "In brackets: 95 % intervals, of the difference on the same images where two models"
+    " are compared."
+)
 TITLES = {"test": "test", "val": "validation"}  # names of splits as text
 
 
@@ -25,28 +30,45 @@ class Column:
 
     key: str  # key in a validation row
     title: str
-    unit: str = "%"  # "%": a share, 0 to 1, shown in percent. With "nats" and "" it is shown as a number.
-    meaning: str = field(default="", compare=False)  # noun phrase after the value; empty: the title
+    # "%": a share, 0 to 1, shown in percent. With "nats" and "" it is shown as a
+    # number.
+    unit: str = "%"
+    meaning: str = field(
+        default="", compare=False
+    )  # noun phrase after the value; empty: the title
     smaller: bool = field(default=False, compare=False)  # whether smaller is better
 
     def text(self, value: float, samples: Samples | None = None) -> str:
-        """Return the value with its unit, and its 95 % interval if it is known: `71.6 % (69.0 to 74.1)`."""
-        text = percent(value) if self.unit == "%" else f"{value:.4f} {self.unit}".rstrip()
+        """Return the value with its unit, and its 95 % interval if it is known: `71.6 %
+        (69.0 to 74.1)`.
+        """
+        text = (
+            percent(value) if self.unit == "%" else f"{value:.4f} {self.unit}".rstrip()
+        )
         ends = () if samples is None else samples.interval()
         ends = within(*ends) if ends and self.unit == "%" else ends
-        return text + (f" ({' to '.join(self.text(end).removesuffix(' %') for end in ends)})" if ends else "")
+        return text + (
+            f" ({' to '.join(self.text(end).removesuffix(' %') for end in ends)})"
+            if ends
+            else ""
+        )
 
     def with_title(self, value: float, samples: Samples | None = None) -> str:
         """Return the title and the value: `accuracy 71.6 %`."""
         return f"{self.title} {self.text(value, samples)}"
 
     def difference(self, one: Samples, other: Samples) -> str:
-        """Describe the difference between two models: `-5.2 points (-7.9 to -2.4): worse`."""
+        """Describe the difference between two models: `-5.2 points (-7.9 to -2.4):
+        worse`.
+        """
         return self.differs(*one.minus(other))
 
     def differs(self, value: float, low: float, high: float) -> str:
         """Format a difference and the ends of its interval like `difference`."""
-        points = [f"{100 * number:+.1f}" if self.unit == "%" else f"{number:+.4f}" for number in (value, low, high)]
+        points = [
+            f"{100 * number:+.1f}" if self.unit == "%" else f"{number:+.4f}"
+            for number in (value, low, high)
+        ]
         unit = " points" if self.unit == "%" else ""
         return f"{points[0]}{unit} ({points[1]} to {points[2]}): {verdict(low, high)}"
 
@@ -56,9 +78,15 @@ class Scores:
     """The columns of a task."""
 
     own: tuple[Column, ...]
-    """Scores of one model against the labels. The first one chooses the checkpoint; larger is better."""
-    pair: tuple[Column, ...]  # scores of the student against its teacher. The first one decides if there are no labels.
-    note: str = ""  # how the own scores are computed, one sentence for the model card; empty: commonly known
+    """Scores of one model against the labels. The first one chooses the checkpoint;
+    larger is better.
+    """
+    pair: tuple[
+        Column, ...
+    ]  # scores of the student against its teacher. The first one decides if there are no labels.
+    # how the own scores are computed, one sentence for the model card; empty: commonly
+    # known
+    note: str = ""
 
     def selection_metric(self, labelled: bool) -> Column:
         """Return the column that chooses the checkpoint."""
@@ -70,22 +98,39 @@ class Scores:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of tables and charts: the own scores, and the first score of the student against its teacher."""
+        """The columns of tables and charts: the own scores, and the first score of the
+        student against its teacher.
+        """
         return (*self.own, *self.pair[:1])
 
-    def cells(self, row: Mapping[str, Any], samples: Mapping[str, Samples] | None = None) -> dict[str, str]:
-        """Return a row's values of `columns` as texts by title, with intervals for the scores that have samples."""
+    def cells(
+        self, row: Mapping[str, Any], samples: Mapping[str, Samples] | None = None
+    ) -> dict[str, str]:
+        """Return a row's values of `columns` as texts by title, with intervals for the
+        scores that have samples.
+        """
         known = samples or {}
-        return {one.title: one.text(row[one.key], known.get(one.key)) for one in self.columns if one.key in row}
+        return {
+            one.title: one.text(row[one.key], known.get(one.key))
+            for one in self.columns
+            if one.key in row
+        }
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """Return a row as one line: `accuracy 71.6 % (teacher 77.8 %), agreement 80.1 %`."""
+        """Return a row as one line: `accuracy 71.6 % (teacher 77.8 %), agreement 80.1
+        %`.
+        """
         first = self.own[0]
         pair = [column.with_title(row[column.key]) for column in self.pair_in(row)]
         if first.key not in row:
             return ", ".join(pair)
-        teachers = [f"{name} {first.text(values[first.key])}" for name, values in self.of_teachers(row).items()]
-        text = first.with_title(row[first.key]) + (f" ({', '.join(teachers)})" if teachers else "")
+        teachers = [
+            f"{name} {first.text(values[first.key])}"
+            for name, values in self.of_teachers(row).items()
+        ]
+        text = first.with_title(row[first.key]) + (
+            f" ({', '.join(teachers)})" if teachers else ""
+        )
         return ", ".join([text, *pair[:1]])
 
     def pair_in(self, row: Mapping[str, Any]) -> list[Column]:
@@ -93,31 +138,57 @@ class Scores:
         return [column for column in self.pair if column.key in row]
 
     def against_teacher(self, row: Mapping[str, Any], on: str = "") -> str:
-        """Return the scores of the student against its teacher as a sentence, or "". `on`: the images."""
+        """Return the scores of the student against its teacher as a sentence, or "".
+        `on`: the images.
+        """
         parts = [
-            column.with_title(row[column.key]) + (f" ({column.meaning})" if column.meaning else "")
+            column.with_title(row[column.key])
+            + (f" ({column.meaning})" if column.meaning else "")
             for column in self.pair_in(row)
         ]
-        return f"Student against its teacher{on and f' on {on} images'}: {', '.join(parts)}." if parts else ""
+        return (
+            f"Student against its teacher{on and f' on {on} images'}:"
+            f" {', '.join(parts)}."
+            if parts
+            else ""
+        )
 
     def table(
-        self, models: Mapping[str, Mapping[str, Any]], samples: Mapping[str, Mapping[str, Samples]] | None = None
+        self,
+        models: Mapping[str, Mapping[str, Any]],
+        samples: Mapping[str, Mapping[str, Samples]] | None = None,
     ) -> list[dict[str, str]]:
-        """Return the own scores of models, by name, as rows of a table, with intervals from `samples`."""
-        columns = [column for column in self.own if any(column.key in values for values in models.values())]
+        """Return the own scores of models, by name, as rows of a table, with intervals
+        from `samples`.
+        """
+        columns = [
+            column
+            for column in self.own
+            if any(column.key in values for values in models.values())
+        ]
         rows, known = [], samples or {}
         for name, values in models.items():
             own = known.get(name, {})
             cells = {
-                one.title: one.text(values[one.key], own.get(one.key)) if one.key in values else "-" for one in columns
+                one.title: (
+                    one.text(values[one.key], own.get(one.key))
+                    if one.key in values
+                    else "-"
+                )
+                for one in columns
             }
             rows.append({"model": name, **cells})
         return rows
 
     def conclusion(self, scored: Scored) -> str:
-        """Return the final score of a run as one line: with intervals, and whether the student reaches its teacher."""
+        """Return the final score of a run as one line: with intervals, and whether the
+        student reaches its teacher.
+        """
         column = self.deciding(scored.row)
-        text = f"{scored.title} {column.with_title(scored.row[column.key], scored.samples.get(column.key))}"
+        text = (
+            f"{scored.title}"
+            f" {column.with_title(scored.row[column.key], scored.samples.get(column.key))}"
+        )
         if column not in self.own:
             return text
         for name, values in self.of_teachers(scored.row).items():
@@ -125,10 +196,15 @@ class Scores:
             text += f", {name} {column.text(values[column.key], own.get(column.key))}"
             difference = scored.against(own, column)
             text += f"; the student against it {difference}" if difference else ""
-        return text + "".join(f"; {one.with_title(scored.row[one.key])}" for one in self.pair_in(scored.row)[:1])
+        return text + "".join(
+            f"; {one.with_title(scored.row[one.key])}"
+            for one in self.pair_in(scored.row)[:1]
+        )
 
     def of_teachers(self, row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """Return each teacher's own scores in a row, by name ("teacher", "teacher 2")."""
+        """Return each teacher's own scores in a row, by name ("teacher",
+        "teacher 2").
+        """
         teachers, number = {}, 1
         while number == 1 or f"teacher_{self.own[0].key}_{number}" in row:
             end = f"_{number}" if number > 1 else ""
@@ -145,21 +221,29 @@ class Scores:
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Scores:
-        own, pair = (tuple(Column(**one) for one in recorded[name]) for name in ("own", "pair"))
+        own, pair = (
+            tuple(Column(**one) for one in recorded[name]) for name in ("own", "pair")
+        )
         return cls(own, pair, recorded.get("note", ""))
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The final score of a run: its chosen checkpoint on the test split, else on the validation split."""
+    """The final score of a run: its chosen checkpoint on the test split, else on the
+    validation split.
+    """
 
-    split: str  # "test": nothing was chosen on it. "val": it chose one of `evaluations`.
+    split: (
+        str  # "test": nothing was chosen on it. "val": it chose one of `evaluations`.
+    )
     step: int  # step of the checkpoint
     data: str  # a hash of the split's listing: equal hashes mean equal images
     images: int  # number of scored images
     evaluations: int
     row: Mapping[str, float]  # as a validation row
-    samples: Mapping[str, Samples]  # samples of the scores in `row`, by key; a score without samples has no interval
+    samples: Mapping[
+        str, Samples
+    ]  # samples of the scores in `row`, by key; a score without samples has no interval
 
     @property
     def title(self) -> str:
@@ -169,37 +253,66 @@ class Scored:
     def note(self) -> str:
         """One sentence on how far the number can be trusted."""
         if self.split == "test":
-            return f"Scored once, on {self.images:,} test images on which nothing was chosen."
+            return (
+                f"Scored once, on {self.images:,} test images on which nothing was"
+                " chosen."
+            )
         if self.evaluations == 1:
-            return f"Scored on {self.images:,} validation images, once: no checkpoint was chosen on them."
+            return (
+                f"Scored on {self.images:,} validation images, once: no checkpoint was"
+                " chosen on them."
+            )
         return (
-            f"Chosen from {self.evaluations} evaluations on the same {self.images:,} validation images, "
-            "which flatters it: name a test split of the data, or set images aside with `data.test_fraction`."
+            f"Chosen from {self.evaluations} evaluations on the same {self.images:,}"
+            " validation images, which flatters it: name a test split of the data, or"
+            " set images aside with `data.test_fraction`."
         )
 
     def of(self, teacher: str) -> Mapping[str, Samples]:
-        """Return a teacher's samples ("teacher", "teacher 2") under the keys of the own scores."""
+        """Return a teacher's samples ("teacher", "teacher 2") under the keys of the own
+        scores.
+        """
         end = teacher.removeprefix("teacher").replace(" ", "_")
-        named = [key for key in self.samples if key.startswith("teacher_") and key.endswith(end)]
-        return {key.removeprefix("teacher_").removesuffix(end): self.samples[key] for key in named}
+        named = [
+            key
+            for key in self.samples
+            if key.startswith("teacher_") and key.endswith(end)
+        ]
+        return {
+            key.removeprefix("teacher_").removesuffix(end): self.samples[key]
+            for key in named
+        }
 
     def against(self, other: Mapping[str, Samples], column: Column) -> str:
-        """Describe the student's difference from another model on the same images; "" if it is unknown."""
+        """Describe the student's difference from another model on the same images; ""
+        if it is unknown.
+        """
         if column.key not in self.samples or column.key not in other:
             return ""
         return column.difference(self.samples[column.key], other[column.key])
 
     def same_images(self, other: Scored) -> bool:
-        """Return whether both were scored on the same images, so that their difference can be paired."""
+        """Return whether both were scored on the same images, so that their difference
+        can be paired.
+        """
         return (self.data, self.images) == (other.data, other.images)
 
     def record(self) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in ("split", "step", "data", "images", "evaluations")}
-        return {**plain, "row": dict(self.row), "samples": {key: one.record() for key, one in self.samples.items()}}
+        plain = {
+            name: getattr(self, name)
+            for name in ("split", "step", "data", "images", "evaluations")
+        }
+        return {
+            **plain,
+            "row": dict(self.row),
+            "samples": {key: one.record() for key, one in self.samples.items()},
+        }
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Scored:
-        values = recorded["row"]  # float32; those beside the samples are not rounded, so differences would not agree
+        values = recorded[
+            "row"
+        ]  # float32; those beside the samples are not rounded, so differences would not agree
         samples = {
             key: Samples.read({**sample, "value": values.get(key, sample["value"])})
             for key, sample in recorded["samples"].items()
@@ -207,7 +320,9 @@ class Scored:
         return cls(**{**recorded, "samples": samples})
 
 
-def samples_of(scored: Scored | None, teachers: Iterable[str], student: str) -> dict[str, Mapping[str, Samples]]:
+def samples_of(
+    scored: Scored | None, teachers: Iterable[str], student: str
+) -> dict[str, Mapping[str, Samples]]:
     """Return the samples of a run's last scores by model name."""
     if scored is None:
         return {}
@@ -223,7 +338,9 @@ class GraphScores:
     title: str  # of that score
     summary: str  # as text: `same top-1 on 200 of 200 validation images`
     others: int = 0  # number of images with another prediction
-    share_of: int = 0  # number of images of which the score is a share; 0: it is no share
+    share_of: int = (
+        0  # number of images of which the score is a share; 0: it is no share
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +359,19 @@ class Trained:
 def not_finite_text(row: Mapping[str, float]) -> str:
     """Name the scores of a validation row that are not finite; "" if all are."""
     names = [name for name, value in row.items() if not math.isfinite(value)]
-    text = f"validation: {', '.join(names)} are NaN or infinite: so are a model's outputs for at least one image"
+    text = (
+        f"validation: {', '.join(names)} are NaN or infinite: so are a model's outputs"
+        " for at least one image"
+    )
     return text if names else ""
 
 
 def skipped_text(skipped: int, steps: int) -> str:
-    """Report the number of steps skipped by `optimizer.on_nonfinite: skip`; "" if there were none."""
-    text = f"{skipped} of {steps} optimizer steps were skipped: their gradient was NaN or infinite."
+    """Report the number of steps skipped by `optimizer.on_nonfinite: skip`; "" if there
+    were none.
+    """
+    text = (
+        f"{skipped} of {steps} optimizer steps were skipped: their gradient was NaN or"
+        " infinite."
+    )
     return text if skipped else ""

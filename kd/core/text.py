@@ -8,7 +8,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of cells that spreadsheets run as formulas
+FORMULA = (
+    "=",
+    "+",
+    "-",
+    "@",
+    "\t",
+    "\r",
+)  # first characters of cells that spreadsheets run as formulas
 
 
 def percent(share: float) -> str:
@@ -22,23 +29,31 @@ def table(rows: list[dict[str, Any]]) -> str:
     cells = [columns, *[[str(row[column]) for column in columns] for row in rows]]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     aligned = [
-        [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))]
+        [
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ]
         for line in cells
     ]
     rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [aligned[0], rule, *aligned[1:]])
+    return "\n".join(
+        "| " + " | ".join(line) + " |" for line in [aligned[0], rule, *aligned[1:]]
+    )
 
 
 AS_TRAINED = "as trained"  # title of the share of images with PyTorch's prediction
 
 
 def variant_rows(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the measurements of `kd-export --compare` as rows of a table, the fastest on one thread first.
+    """Return the measurements of `kd-export --compare` as rows of a table, the fastest
+    on one thread first.
 
     A score with the title `AS_TRAINED`, of images without labels, has one column.
     """
     rows, found = [], manifest.get("variants", {})
-    for file, one in sorted(found.items(), key=lambda item: item[1]["speed"]["1"]["p50_ms"]):
+    for file, one in sorted(
+        found.items(), key=lambda item: item[1]["speed"]["1"]["p50_ms"]
+    ):
         mark = " (accepted)" if file == manifest.get("pick") else ""
         show = percent if one["unit"] == "%" else "{:.4f}".format
         for threads, speed in one["speed"].items():
@@ -60,15 +75,18 @@ def variant_rows(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 VARIANTS_NOTE = (
-    "p50 and p99: latency of one image for one client of kd-serve (JPEG, S x S pixels), with the given number of "
-    "threads. images/s: with as many images at a time as threads. MB: on disk. memory: of the server. as trained: the "
-    "same prediction as the student in PyTorch before the export. 95 %: of the score."
+    "p50 and p99: latency of one image for one client of kd-serve (JPEG, S x S pixels),"
+    " with the given number of threads. images/s: with as many images at a time as"
+    " threads. MB: on disk. memory: of the server. as trained: the same prediction as"
+    " the student in PyTorch before the export. 95 %: of the score."
 )
 """Legend under the table of `variant_rows`."""
 
 
 def number(value: float, unit: str = "", digits: int = 3) -> str:
-    """Return a number in few characters, with its unit: 0.123, 12.3, 1,234, 75 %. The unit "%" is for shares."""
+    """Return a number in few characters, with its unit: 0.123, 12.3, 1,234, 75 %. The
+    unit "%" is for shares.
+    """
     if unit == "%":
         return f"{100 * value:.{digits}g} %"
     form = f".{digits}g"
@@ -95,7 +113,9 @@ def clock(seconds: float) -> str:
 
 
 def nfc(name: str) -> str:
-    """Return the normalized form (NFC) in which names are compared: macOS writes é as two characters."""
+    """Return the normalized form (NFC) in which names are compared: macOS writes é as
+    two characters.
+    """
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
@@ -103,46 +123,75 @@ JOINERS = "\u200c\u200d"  # inside words of Persian and in emoji
 
 
 def one_line(text: str) -> bool:
-    """Return whether a text is one line without control characters; it may have wide spaces such as U+3000."""
+    """Return whether a text is one line without control characters; it may have wide
+    spaces such as U+3000.
+    """
     return text.isprintable() or all(
-        one.isprintable() or unicodedata.category(one) == "Zs" or one in JOINERS for one in text
+        one.isprintable() or unicodedata.category(one) == "Zs" or one in JOINERS
+        for one in text
     )
 
 
 def printed(text: str) -> str:
-    """Return a stranger's text as one line for terminals, with "?" for each character that is not printed."""
-    return text if text.isprintable() else "".join(one if one_line(one) else "?" for one in text)
+    """Return a stranger's text as one line for terminals, with "?" for each character
+    that is not printed.
+    """
+    return (
+        text
+        if text.isprintable()
+        else "".join(one if one_line(one) else "?" for one in text)
+    )
 
 
 def table_cell(text: str) -> str:
-    """Return a text for a CSV cell: a spreadsheet runs one such as =A1 as a formula, unless an apostrophe precedes."""
+    """Return a text for a CSV cell: a spreadsheet runs one such as =A1 as a formula,
+    unless an apostrophe precedes.
+    """
     return f"'{text}" if text.startswith(FORMULA) and not text[1:].isdecimal() else text
 
 
 def class_order(names: Iterable[str]) -> list[str]:
-    """Return class names in order: numeric if all are whole numbers in digits, else alphabetical."""
+    """Return class names in order: numeric if all are whole numbers in digits, else
+    alphabetical.
+    """
     order = sorted(names)
     return sorted(order, key=int) if all(name.isdecimal() for name in order) else order
 
 
 def quoted(name: str) -> str:
-    """Return a name as a line of a list: the name itself, or JSON if the bare name would be read differently."""
-    plain = name == name.strip() and name.isprintable() and name[:1] not in ("", '"', "#")
+    """Return a name as a line of a list: the name itself, or JSON if the bare name
+    would be read differently.
+    """
+    plain = (
+        name == name.strip() and name.isprintable() and name[:1] not in ("", '"', "#")
+    )
     return name if plain else json.dumps(name)
 
 
 def names_of(text: str) -> list[str]:
-    """Return the names in a list with one name per line. Empty lines and lines that begin with "#" are ignored."""
+    """Return the names in a list with one name per line. Empty lines and lines that
+    begin with "#" are ignored.
+    """
     found = []
-    for line in (line.strip() for line in text.split("\n")):  # not splitlines: a name may contain U+2028 or U+0085
+    for line in (
+        line.strip() for line in text.split("\n")
+    ):  # not splitlines: a name may contain U+2028 or U+0085
         if line and not line.startswith("#"):
-            with suppress(ValueError):  # a handwritten name that begins with a quotation mark
+            with suppress(
+                ValueError
+            ):  # a handwritten name that begins with a quotation mark
                 line = str(json.loads(line)) if line.startswith('"') else line
             found.append(line)
     return found
 
 
 def author_name(name: str) -> str:
-    """Return a parameter's name as the network's author wrote it, without the names of wrappers before it."""
+    """Return a parameter's name as the network's author wrote it, without the names of
+    wrappers before it.
+    """
     first, _, rest = name.partition(".")
-    return author_name(rest) if first in ("module", "student", "network", "inner") and rest else name
+    return (
+        author_name(rest)
+        if first in ("module", "student", "network", "inner") and rest
+        else name
+    )

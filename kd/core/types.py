@@ -1,6 +1,7 @@
 """Frozen dataclasses that parts pass to each other.
 
-Shape legend: B images of a batch, C classes, D feature width, H W pixels, N images of a plan.
+Shape legend: B images of a batch, C classes, D feature width, H W pixels, N images of a
+plan.
 """
 
 from __future__ import annotations
@@ -15,9 +16,17 @@ from PIL import Image
 from torch import Tensor
 
 Label = int | np.ndarray
-"""A class, -1 if unlabelled. With several labels per image int8 [C]: 1 for each class in the image, all -1 if
-unlabelled."""
-TENSORS = ("ids", "image", "label", "partner_label", "lam", "weight")  # names of the tensor fields of every batch
+"""A class, -1 if unlabelled. With several labels per image int8 [C]: 1 for each class
+in the image, all -1 if unlabelled.
+"""
+TENSORS = (
+    "ids",
+    "image",
+    "label",
+    "partner_label",
+    "lam",
+    "weight",
+)  # names of the tensor fields of every batch
 
 
 class Decoded(NamedTuple):
@@ -26,7 +35,9 @@ class Decoded(NamedTuple):
     image: Image.Image  # RGB, 8 bits a channel
     crc: int  # CRC-32 of the encoded bytes; 0 if unknown
     used: int = 0
-    """For 16 bits per channel: bits of the image's largest value, negative for colour. 0: an image of 8 bits."""
+    """For 16 bits per channel: bits of the image's largest value, negative for colour.
+    0: an image of 8 bits.
+    """
     format: str = ""  # file format, as Pillow names it: "JPEG"; "": unknown
     file_bytes: int = 0  # size of the encoded image; 0 if unknown
 
@@ -36,10 +47,15 @@ class Sample(NamedTuple):
 
     pixels: Tensor  # uint8 [3, H, W], RGB
     label: Label
-    partner_label: Label  # the label of the mixup partner; equal to `label` without mixing
+    partner_label: (
+        Label  # the label of the mixup partner; equal to `label` without mixing
+    )
     lam: float  # the share of `label` in the pixels, 0 to 1; 1.0 without mixing
-    readable: bool = True  # False: decoding failed with `data.on_corrupt: skip`, and the pixels are grey
-    crc: int = 0  # CRC-32 of the encoded bytes, of both images if they are mixed; 0 if unknown
+    # False: decoding failed with `data.on_corrupt: skip`, and the pixels are grey
+    readable: bool = True
+    crc: int = (
+        0  # CRC-32 of the encoded bytes, of both images if they are mixed; 0 if unknown
+    )
 
 
 class Loading(NamedTuple):
@@ -49,7 +65,8 @@ class Loading(NamedTuple):
     busy: float = 0.0  # the loading thread computed or waited for a core
     decoding: float = 0.0  # reading and decoding images
     resizing: float = 0.0  # cutting and resizing crops
-    whole: float = 0.0  # part of `decoding`: images that a JPEG decoder could reduce to half the sides
+    # part of `decoding`: images that a JPEG decoder could reduce to half the sides
+    whole: float = 0.0
 
     def plus(self, other: Loading) -> Loading:
         return Loading(*(a + b for a, b in zip(self, other, strict=True)))
@@ -72,22 +89,36 @@ class Batch:
     lam: Tensor  # float32 [B], the share of `label`; 1.0 without mixing
     weight: Tensor  # float32 [B], from the sifter's plan; 0.0 marks padding
     view: int = 0  # number of the view: `epoch mod views`, or the epoch itself
-    unreadable: tuple[int, ...] = ()  # ids of images that could not be decoded; their weight is 0
-    crc: tuple[int, ...] = ()  # `Sample.crc` of each image; empty if unknown. Only the host reads it.
+    unreadable: tuple[
+        int, ...
+    ] = ()  # ids of images that could not be decoded; their weight is 0
+    crc: tuple[
+        int, ...
+    ] = ()  # `Sample.crc` of each image; empty if unknown. Only the host reads it.
     loading: Loading = UNKNOWN  # of this batch; the loader adds it up
-    teacher_outputs: TeacherOutputs | None = None  # known outputs, from a cache or a scoring pass
+    teacher_outputs: TeacherOutputs | None = (
+        None  # known outputs, from a cache or a scoring pass
+    )
     small: bool = False  # `image` has the small size of `data.progressive`
-    whole: Tensor | None = None  # with `small`: the same views at full size, if the teacher predicts some of them
+    whole: Tensor | None = (
+        # with `small`: the same views at full size, if the teacher predicts some of
+        # them
+        None
+    )
 
     @property
     def labelled(self) -> Tensor:
-        """Whether an image, and its mixing partner if it has one, is labelled, bool [B]."""
+        """Whether an image, and its mixing partner if it has one, is labelled, bool
+        [B].
+        """
         whole = torch.minimum(self.label, self.partner_label)
         return (whole.view(len(whole), -1) >= 0).all(1)
 
     @classmethod
     def of(cls, image: Tensor, label: Tensor, ids: Tensor | None = None) -> Batch:
-        """Make a batch of unmixed images [B, ...] with weight 1, labels int64 [B] or int8 [B, C], `ids` int64 [B]."""
+        """Make a batch of unmixed images [B, ...] with weight 1, labels int64 [B] or
+        int8 [B, C], `ids` int64 [B].
+        """
         ones = torch.ones(len(label), device=label.device)
         numbers = torch.arange(len(label), device=label.device)
         return cls(numbers if ids is None else ids, image, label, label, ones, ones)
@@ -101,7 +132,9 @@ class Batch:
         return replace(self, **moved)
 
     def take(self, rows: Tensor) -> Batch:
-        """Return the given rows (int64 [K]) of the batch; on the CPU only if it has `crc` or missing outputs."""
+        """Return the given rows (int64 [K]) of the batch; on the CPU only if it has
+        `crc` or missing outputs.
+        """
         index = rows.to(self.image.device, non_blocking=True)
         taken = self.map(lambda tensor: tensor.index_select(0, index))
         if self.crc:
@@ -109,23 +142,48 @@ class Batch:
         if self.teacher_outputs is None or not self.teacher_outputs.missing:
             return taken
         ids = dict(self.teacher_outputs.missing)
-        missing = tuple((new, ids[old]) for new, old in enumerate(rows.tolist()) if old in ids)
+        missing = tuple(
+            (new, ids[old]) for new, old in enumerate(rows.tolist()) if old in ids
+        )
         assert taken.teacher_outputs is not None
-        return replace(taken, teacher_outputs=replace(taken.teacher_outputs, missing=missing))
+        return replace(
+            taken, teacher_outputs=replace(taken.teacher_outputs, missing=missing)
+        )
 
     @classmethod
     def cat(cls, batches: Sequence[Batch]) -> Batch:
-        """Concatenate batches of one view; teacher outputs are kept if all batches have them."""
-        joined: dict[str, Any] = {n: torch.cat([getattr(batch, n) for batch in batches]) for n in TENSORS}
-        known = [batch.teacher_outputs for batch in batches if batch.teacher_outputs is not None]
-        joined["teacher_outputs"] = TeacherOutputs.cat(known) if len(known) == len(batches) else None
-        if any(batch.whole is not None for batch in batches):  # rows without a missing output have outputs
+        """Concatenate batches of one view; teacher outputs are kept if all batches have
+        them.
+        """
+        joined: dict[str, Any] = {
+            n: torch.cat([getattr(batch, n) for batch in batches]) for n in TENSORS
+        }
+        known = [
+            batch.teacher_outputs
+            for batch in batches
+            if batch.teacher_outputs is not None
+        ]
+        joined["teacher_outputs"] = (
+            TeacherOutputs.cat(known) if len(known) == len(batches) else None
+        )
+        if any(
+            batch.whole is not None for batch in batches
+        ):  # rows without a missing output have outputs
             sized = next(batch.whole for batch in batches if batch.whole is not None)
-            empty = (sized.new_zeros(len(batch.ids), *sized.shape[1:]) for batch in batches)
-            wholes = [one if batch.whole is None else batch.whole for one, batch in zip(empty, batches, strict=True)]
+            empty = (
+                sized.new_zeros(len(batch.ids), *sized.shape[1:]) for batch in batches
+            )
+            wholes = [
+                one if batch.whole is None else batch.whole
+                for one, batch in zip(empty, batches, strict=True)
+            ]
             joined["whole"] = torch.cat(wholes)
         joined["unreadable"] = tuple(id for batch in batches for id in batch.unreadable)
-        joined["crc"] = tuple(c for batch in batches for c in batch.crc) if all(batch.crc for batch in batches) else ()
+        joined["crc"] = (
+            tuple(c for batch in batches for c in batch.crc)
+            if all(batch.crc for batch in batches)
+            else ()
+        )
         return replace(batches[0], **joined)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
@@ -133,39 +191,68 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory; torch's DataLoader calls this by name."""
-        return self.map(lambda tensor: tensor.pin_memory() if tensor.numel() else tensor)
+        return self.map(
+            lambda tensor: tensor.pin_memory() if tensor.numel() else tensor
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """The outputs of a model for a batch."""
 
-    logits: Tensor  # [B, C], any float dtype. [B, 0] for a model without classes, which returns features only.
+    # [B, C], any float dtype. [B, 0] for a model without classes, which returns
+    # features only.
+    logits: Tensor
     features: Mapping[str, Tensor] = field(default_factory=dict)
-    """Features that a loss needs, by name: "pooled" [B, D], the classifier's input; "tokens" [B, N, D], patch tokens or
-    positions of a feature map, row by row. The names for `teacher.also[i]` end in `.i+1`: "pooled.1"."""
+    """Features that a loss needs, by name: "pooled" [B, D], the classifier's input;
+    "tokens" [B, N, D], patch tokens or positions of a feature map, row by row. The
+    names for `teacher.also[i]` end in `.i+1`: "pooled.1".
+    """
 
     @property
     def main(self) -> Tensor:
         """The logits, or the first features of a model without classes."""
-        return self.logits if self.logits.shape[1] else next(iter(self.features.values()), self.logits)
+        return (
+            self.logits
+            if self.logits.shape[1]
+            else next(iter(self.features.values()), self.logits)
+        )
 
     def of(self, member: int) -> Outputs:
-        """Return the outputs with only the features of one of several teachers, under their plain names."""
+        """Return the outputs with only the features of one of several teachers, under
+        their plain names.
+        """
         if not any("." in name for name in self.features):
             return self
-        named = {tuple(name.partition(".")[::2]): tensor for name, tensor in self.features.items()}
+        named = {
+            tuple(name.partition(".")[::2]): tensor
+            for name, tensor in self.features.items()
+        }
         end = str(member) if member else ""
-        return Outputs(self.logits, {name: tensor for (name, number), tensor in named.items() if number == end})
+        return Outputs(
+            self.logits,
+            {name: tensor for (name, number), tensor in named.items() if number == end},
+        )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
-        return Outputs(change(self.logits), {name: change(tensor) for name, tensor in self.features.items()})
+        return Outputs(
+            change(self.logits),
+            {name: change(tensor) for name, tensor in self.features.items()},
+        )
 
     @classmethod
     def cat(cls, parts: Sequence[Outputs]) -> Outputs:
-        """Concatenate the outputs of several batches; features are kept if all batches have them."""
-        names = [name for name in parts[0].features if all(name in part.features for part in parts)]
-        features = {name: torch.cat([part.features[name] for part in parts]) for name in names}
+        """Concatenate the outputs of several batches; features are kept if all batches
+        have them.
+        """
+        names = [
+            name
+            for name in parts[0].features
+            if all(name in part.features for part in parts)
+        ]
+        features = {
+            name: torch.cat([part.features[name] for part in parts]) for name in names
+        }
         return cls(torch.cat([part.logits for part in parts]), features)
 
 
@@ -174,7 +261,9 @@ class TeacherOutputs:
     """The teacher's outputs that are known before its forward."""
 
     outputs: Outputs
-    missing: tuple[tuple[int, int], ...] = ()  # (row, id) of the images without outputs; their rows in `outputs` are 0
+    missing: tuple[
+        tuple[int, int], ...
+    ] = ()  # (row, id) of the images without outputs; their rows in `outputs` are 0
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TeacherOutputs:
         return replace(self, outputs=self.outputs.map(change))
@@ -195,11 +284,16 @@ class Dims:
     num_classes: int
     student_features: int  # width of the pooled features; 0 if no loss needs them
     teacher_features: int  # same for the teacher; 0 if the run has no teacher
-    student_tokens: tuple[int, int] = (0, 0)  # number N and width D of the tokens; (0, 0) if no loss needs them
+    student_tokens: tuple[int, int] = (
+        0,
+        0,
+    )  # number N and width D of the tokens; (0, 0) if no loss needs them
     teacher_tokens: tuple[int, int] = (0, 0)
     classes: tuple[str, ...] = ()  # class names; empty: unknown
     labels: Callable[[], Tensor] | None = None
-    """Return every training image's label, as in a batch, int64 [num_images]; None: unknown."""
+    """Return every training image's label, as in a batch, int64 [num_images]; None:
+    unknown.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +302,9 @@ class Plan:
 
     ids: Tensor  # int64 [N]; N is a multiple of the global batch size
     weights: Tensor  # float32 [N]; 1.0 without reweighting
-    steps: int = 0  # exact number of optimizer steps if the sifter's stream drops images. 0: N / batch size.
+    # exact number of optimizer steps if the sifter's stream drops images. 0: N / batch
+    # size.
+    steps: int = 0
 
 
 class Small(NamedTuple):
@@ -228,10 +324,22 @@ class Costs:
     load: float  # decoding and augmentation, divided by the number of worker processes
     overlapped: bool  # whether workers load while the device computes
 
-    def per_image(self, teacher: float = 1.0, forward: float = 0.0, step: float = 1.0, load: float = 1.0) -> float:
-        """Return the milliseconds per image of the dataset; each argument is a number of operations per image."""
+    def per_image(
+        self,
+        teacher: float = 1.0,
+        forward: float = 0.0,
+        step: float = 1.0,
+        load: float = 1.0,
+    ) -> float:
+        """Return the milliseconds per image of the dataset; each argument is a number
+        of operations per image.
+        """
         compute = teacher * self.teacher + forward * self.forward + step * self.step
-        return max(compute, load * self.load) if self.overlapped else compute + load * self.load
+        return (
+            max(compute, load * self.load)
+            if self.overlapped
+            else compute + load * self.load
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,19 +353,38 @@ class SiftContext:
     world_size: int
     seed: int
     labels: Callable[[], Tensor]
-    """Return every image's class, int64 [num_images]; called only by sifters that need it. Data with several labels per
-    image does not allow such sifters."""
-    reduce_sum: Callable[[Tensor], Tensor]  # mean of a CPU tensor over the ranks; all must call it
+    """Return every image's class, int64 [num_images]; called only by sifters that need
+    it. Data with several labels per image does not allow such sifters.
+    """
+    reduce_sum: Callable[
+        [Tensor], Tensor
+    ]  # mean of a CPU tensor over the ranks; all must call it
     views: int = 0  # number of views per image; 0: a new view every epoch
-    balance: float = 0.0  # share of the images drawn for an unsifted epoch, balanced over classes; 0: all
+    # share of the images drawn for an unsifted epoch, balanced over classes; 0: all
+    balance: float = 0.0
     answers: Callable[[int, Sequence[int]], tuple[Tensor, Tensor]] | None = None
-    """Return the teacher's stored logits [K, C] for one view of images, and a mask of those stored, bool [K]."""
-    on_device: bool = False  # whether the device has float64 and sorting; else losses are copied to the host for a draw
+    """Return the teacher's stored logits [K, C] for one view of images, and a mask of
+    those stored, bool [K].
+    """
+    # whether the device has float64 and sorting; else losses are copied to the host for
+    # a draw
+    on_device: bool = False
 
     @classmethod
     def alone(cls, labels: Tensor, batch_size: int, seed: int = 0) -> SiftContext:
-        """Return the context of a single process without micro-batches; `labels` is int64 [num_images]."""
-        return cls(len(labels), batch_size, batch_size, 0, 1, seed, lambda: labels, lambda tensor: tensor)
+        """Return the context of a single process without micro-batches; `labels` is
+        int64 [num_images].
+        """
+        return cls(
+            len(labels),
+            batch_size,
+            batch_size,
+            0,
+            1,
+            seed,
+            lambda: labels,
+            lambda tensor: tensor,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +396,15 @@ class State:
     step_in_epoch: int = 0  # completed steps of the current epoch's plan
     images: int = 0  # images trained on, over all ranks
     seconds: float = 0.0  # training time so far, without evaluation and checkpoints
-    cpu_seconds: float = 0.0  # CPU time of training, over all ranks and their worker processes
+    cpu_seconds: float = (
+        0.0  # CPU time of training, over all ranks and their worker processes
+    )
     best: float = -1.0  # best `Evaluator.selection_metric` so far; -1: none
     no_better: int = 0  # latest evaluations in a row without a new best
-    unevaluated: bool = False  # the run stopped before a due evaluation; the resumed run begins with it
-    skipped: int = 0  # latest steps in a row that were skipped because of a non-finite gradient
+    unevaluated: bool = (
+        False  # the run stopped before a due evaluation; the resumed run begins with it
+    )
+    skipped: int = (
+        0  # latest steps in a row that were skipped because of a non-finite gradient
+    )
     skipped_in_all: int = 0  # all skipped steps so far

@@ -26,10 +26,18 @@ from kd.core.contracts import Dataset
 from kd.core.errors import DataError, KdError
 from kd.core.host import BusyClock
 from kd.core.types import Batch, Loading, Plan, Small
-from kd.data.workers import Watch, connection_error, serve_until_the_trainer_ends, sigterm_blocked, worker_error
+from kd.data.workers import (
+    Watch,
+    connection_error,
+    serve_until_the_trainer_ends,
+    sigterm_blocked,
+    worker_error,
+)
 
 BATCH = 50
-"""Images per forward. On a CPU the cost per image is constant from about 16 on; 50 of 224 pixels take 30 MB."""
+"""Images per forward. On a CPU the cost per image is constant from about 16 on; 50 of
+224 pixels take 30 MB.
+"""
 
 
 class Request(NamedTuple):
@@ -55,20 +63,37 @@ class Share:
     def micro(self) -> int:
         return self.batch_size // (self.accumulate * self.world_size)
 
-    def requests(self, plan: Plan, view: int, start: int, small: Small | None = None) -> Iterator[Request]:
-        """Yield a plan's micro-batches one by one: a plan as lists would take nine times its memory."""
+    def requests(
+        self, plan: Plan, view: int, start: int, small: Small | None = None
+    ) -> Iterator[Request]:
+        """Yield a plan's micro-batches one by one: a plan as lists would take nine
+        times its memory.
+        """
         for step in range(start, len(plan.ids) // self.batch_size):
             for i in range(self.accumulate):
-                first = step * self.batch_size + (i * self.world_size + self.rank) * self.micro
-                ids, weights = (tensor[first : first + self.micro] for tensor in (plan.ids, plan.weights))
+                first = (
+                    step * self.batch_size
+                    + (i * self.world_size + self.rank) * self.micro
+                )
+                ids, weights = (
+                    tensor[first : first + self.micro]
+                    for tensor in (plan.ids, plan.weights)
+                )
                 less = small if small is not None and step < small.steps else None
-                whole = less is not None and bool(less.asked[first : first + self.micro].any())
-                # Plain lists: each tensor in a request would need a file in shared memory.
-                yield Request(ids.tolist(), weights.tolist(), view, less is not None, whole)
+                whole = less is not None and bool(
+                    less.asked[first : first + self.micro].any()
+                )
+                # Plain lists: each tensor in a request would need a file in shared
+                # memory.
+                yield Request(
+                    ids.tolist(), weights.tolist(), view, less is not None, whole
+                )
 
 
 class LocalLoader:
-    """Load micro-batches on this machine. See `kd.core.contracts.Loader`; docs/design.md says how a step is divided."""
+    """Load micro-batches on this machine. See `kd.core.contracts.Loader`;
+    docs/design.md says how a step is divided.
+    """
 
     def __init__(
         self,
@@ -79,14 +104,17 @@ class LocalLoader:
         max_skipped: float = 1.0,
         timeout_seconds: float = 600.0,
     ) -> None:
-        """Load from a dataset. Worker processes start with the first epoch; 0 workers: this process loads.
+        """Load from a dataset. Worker processes start with the first epoch; 0 workers:
+        this process loads.
 
-        `max_skipped`: largest share of undecodable images (one is always allowed); `timeout_seconds`: longest wait for
-        a batch.
+        `max_skipped`: largest share of undecodable images (one is always allowed);
+        `timeout_seconds`: longest wait for a batch.
         """
         self.dataset, self.share, self.workers = dataset, share, workers
         self.max_skipped, self.timeout_seconds = max_skipped, timeout_seconds
-        self.unreadable: set[int] = set()  # ids of images that could not be decoded, among those loaded so far
+        self.unreadable: set[int] = (
+            set()
+        )  # ids of images that could not be decoded, among those loaded so far
         self.loading = Loading()  # sums over all batches so far
         self._requests = _Requests()
         self._batches = DataLoader(
@@ -98,19 +126,27 @@ class LocalLoader:
             persistent_workers=workers > 0,
             prefetch_factor=ahead(workers) if workers else None,
             worker_init_fn=serve_until_the_trainer_ends,
-            # fork shares the listing's memory; workers use neither the device nor torch's thread pool
-            multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+            # fork shares the listing's memory; workers use neither the device nor
+            # torch's thread pool
+            multiprocessing_context=(
+                "fork" if workers and sys.platform == "linux" else None
+            ),
         )
 
-    def epoch(self, plan: Plan, view: int, start: int = 0, small: Small | None = None) -> Iterator[Batch]:
-        # Not a method of this loader: the DataLoader's iterator would keep it alive, and its workers would never end.
+    def epoch(
+        self, plan: Plan, view: int, start: int = 0, small: Small | None = None
+    ) -> Iterator[Batch]:
+        # Not a method of this loader: the DataLoader's iterator would keep it alive,
+        # and its workers would never end.
         self._requests.make = partial(self.share.requests, plan, view, start, small)
         for batch in self._arriving():
             if isinstance(batch, KdError):
                 try:
                     raise batch
                 finally:
-                    del batch  # breaks a reference cycle through its traceback, which would keep the workers alive
+                    # breaks a reference cycle through its traceback, which would keep
+                    # the workers alive
+                    del batch
             self.unreadable.update(batch.unreadable)
             self.loading = self.loading.plus(batch.loading)
             self._require_few_skipped()
@@ -122,15 +158,20 @@ class LocalLoader:
             yield from self._batches
             return
         processes, forked = weakref.WeakMethod(self.processes), bool(self.processes())
-        watch = Watch(lambda: (processes() or list)(), self.timeout_seconds)  # its thread may outlive a dropped loader
+        watch = Watch(
+            lambda: (processes() or list)(), self.timeout_seconds
+        )  # its thread may outlive a dropped loader
         try:
             if forked:
                 watch.start()
             with nullcontext() if forked else sigterm_blocked():
                 batches = iter(self._batches)
             if not forked:
-                # Runs at exit before torch's own handler, which waits 5 s for each worker that fills pinned memory.
-                atexit.register(weakref.finalize(self, end_workers, batches, os.getpid()))
+                # Runs at exit before torch's own handler, which waits 5 s for each
+                # worker that fills pinned memory.
+                atexit.register(
+                    weakref.finalize(self, end_workers, batches, os.getpid())
+                )
                 watch.start()  # after the fork, which is safer with fewer threads
             for batch in batches:
                 watch.waiting = False
@@ -138,7 +179,11 @@ class LocalLoader:
                 watch.number += 1
                 watch.waiting = True
         except (RuntimeError, OSError, EOFError) as error:
-            explained = watch.error() or worker_error(error) or connection_error(error, self.processes())
+            explained = (
+                watch.error()
+                or worker_error(error)
+                or connection_error(error, self.processes())
+            )
             if explained is None:
                 raise
             self._abandon()
@@ -147,11 +192,15 @@ class LocalLoader:
             watch.close()
 
     def processes(self) -> list[BaseProcess]:
-        """Return the worker processes; none before the first epoch. Torch has no public name for them."""
+        """Return the worker processes; none before the first epoch. Torch has no public
+        name for them.
+        """
         return list(getattr(self._batches._iterator, "_workers", []))
 
     def _abandon(self) -> None:
-        """Kill the remaining workers; torch's signal handler must not raise again for that."""
+        """Kill the remaining workers; torch's signal handler must not raise again for
+        that.
+        """
         iterator, processes = self._batches._iterator, self.processes()
         if iterator is None:
             return
@@ -165,24 +214,39 @@ class LocalLoader:
         self._batches._iterator = None
 
     def batch_bytes(self, size: int) -> int:
-        """Return an estimate of the shared memory in bytes that this rank's batches take at `size` pixels."""
-        # The loop holds two more batches than the workers prefetch. Each tensor takes whole pages.
+        """Return an estimate of the shared memory in bytes that this rank's batches
+        take at `size` pixels.
+        """
+        # The loop holds two more batches than the workers prefetch. Each tensor takes
+        # whole pages.
         batch = self.share.micro * (3 * size**2 + 36) + 7 * mmap.PAGESIZE
         return (self.workers * ahead(self.workers) + 2) * batch if self.workers else 0
 
     def _require_few_skipped(self) -> None:
-        images, most = len(self.dataset), most_skipped(self.max_skipped, len(self.dataset))
+        images, most = (
+            len(self.dataset),
+            most_skipped(self.max_skipped, len(self.dataset)),
+        )
         if len(self.unreadable) > most:
             ids = ", ".join(str(id) for id in sorted(self.unreadable)[:5])
-            wrong = f"{len(self.unreadable)} of {images} images could not be decoded, the first with the ids {ids}"
-            allowed = f"At most {most} (a share of {self.max_skipped:g}, and always one)"
-            remedy = "Look at the images with data.on_corrupt=error, which names them, or raise data.max_skipped"
+            wrong = (
+                f"{len(self.unreadable)} of {images} images could not be decoded, the"
+                f" first with the ids {ids}"
+            )
+            allowed = (
+                f"At most {most} (a share of {self.max_skipped:g}, and always one)"
+            )
+            remedy = (
+                "Look at the images with data.on_corrupt=error, which names them, or"
+                " raise data.max_skipped"
+            )
             raise DataError("data.max_skipped", wrong, allowed, remedy)
 
 
 def ahead(workers: int) -> int:
     """Return how many micro-batches each worker prefetches."""
-    # 15 workers times 4 of 256 images of 224 px were 2.3 GB of shared memory, and on a GPU as much of pinned memory.
+    # 15 workers times 4 of 256 images of 224 px were 2.3 GB of shared memory, and on a
+    # GPU as much of pinned memory.
     return 4 if workers <= 4 else 2
 
 
@@ -192,14 +256,20 @@ def most_skipped(share: float, images: int) -> int:
 
 
 def end_workers(batches: Any, process: int) -> None:
-    """Tell torch's workers to end before their queues are garbage-collected: torch would wait 5 s for each."""
+    """Tell torch's workers to end before their queues are garbage-collected: torch
+    would wait 5 s for each.
+    """
     if os.getpid() == process:  # a worker inherits the loader
-        with suppress(RuntimeError):  # torch's signal handler raises it if another loader's worker was killed
+        with suppress(
+            RuntimeError
+        ):  # torch's signal handler raises it if another loader's worker was killed
             batches._shutdown_workers()
 
 
 class _Requests(Sampler[Request]):
-    """The requests of the current epoch: the DataLoader keeps its workers and iterates over this again each epoch."""
+    """The requests of the current epoch: the DataLoader keeps its workers and iterates
+    over this again each epoch.
+    """
 
     def __init__(self) -> None:
         self.make: Callable[[], Iterator[Request]] = lambda: iter(())
@@ -215,17 +285,25 @@ class Fetch(TorchDataset[Batch | KdError]):
         self.dataset, self.small = dataset, getattr(dataset, "small", None)
 
     def _spent(self) -> Loading:
-        first, second = (getattr(one, "spent", Loading()) for one in (self.dataset, self.small))
+        first, second = (
+            getattr(one, "spent", Loading()) for one in (self.dataset, self.small)
+        )
         return first.plus(second)
 
     def __getitem__(self, request: Request) -> Batch | KdError:
         busy, begin, before = BusyClock(), time.perf_counter(), self._spent()
-        dataset, whole = self.small if request.small and self.small is not None else self.dataset, None
+        dataset, whole = (
+            (self.small if request.small and self.small is not None else self.dataset),
+            None,
+        )
         try:
             samples = [dataset.load(id, request.view) for id in request.ids]
             if request.whole:
-                whole = torch.stack([self.dataset.load(id, request.view).pixels for id in request.ids])
-        except KdError as error:  # torch would wrap it into a RuntimeError with the worker's traceback as text
+                whole = torch.stack(
+                    [self.dataset.load(id, request.view).pixels for id in request.ids]
+                )
+        # torch would wrap it into a RuntimeError with the worker's traceback as text
+        except KdError as error:
             return error
         readable = torch.tensor([sample.readable for sample in samples])
         # A worker builds its batch directly in shared memory.
@@ -236,12 +314,18 @@ class Fetch(TorchDataset[Batch | KdError]):
             ids=torch.tensor(request.ids),
             image=image,
             label=torch.from_numpy(np.array([sample.label for sample in samples])),
-            partner_label=torch.from_numpy(np.array([sample.partner_label for sample in samples])),
+            partner_label=torch.from_numpy(
+                np.array([sample.partner_label for sample in samples])
+            ),
             lam=torch.tensor([sample.lam for sample in samples], dtype=torch.float32),
             weight=torch.tensor(request.weights, dtype=torch.float32) * readable,
             view=request.view,
             crc=tuple(sample.crc for sample in samples),
-            unreadable=tuple(id for id, sample in zip(request.ids, samples, strict=True) if not sample.readable),
+            unreadable=tuple(
+                id
+                for id, sample in zip(request.ids, samples, strict=True)
+                if not sample.readable
+            ),
             loading=loading,
             small=request.small,
             whole=whole,
@@ -249,15 +333,21 @@ class Fetch(TorchDataset[Batch | KdError]):
 
 
 def evaluation_plan(num_images: int, batch_size: int) -> Plan:
-    """Return all images in order, padded with image 0 at weight 0 to a multiple of `batch_size`."""
+    """Return all images in order, padded with image 0 at weight 0 to a multiple of
+    `batch_size`.
+    """
     padding = -num_images % batch_size
     ids = torch.cat([torch.arange(num_images), torch.zeros(padding, dtype=torch.int64)])
     weights = torch.cat([torch.ones(num_images), torch.zeros(padding)])
     return Plan(ids=ids, weights=weights)
 
 
-def batches_of(dataset: Dataset, ids: Sequence[int], size: int = BATCH) -> Iterator[Batch]:
-    """Yield the images `ids` in batches of up to `size`, on the CPU, without undecodable images."""
+def batches_of(
+    dataset: Dataset, ids: Sequence[int], size: int = BATCH
+) -> Iterator[Batch]:
+    """Yield the images `ids` in batches of up to `size`, on the CPU, without
+    undecodable images.
+    """
     for first in range(0, len(ids), size):
         samples = [(id, dataset.load(id, 0)) for id in ids[first : first + size]]
         samples = [(id, sample) for id, sample in samples if sample.readable]

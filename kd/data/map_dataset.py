@@ -22,7 +22,9 @@ TRIES = 3  # empty epochs in a row before a DataLoader counts as too short
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The dataset section of `kd.distill`, which passes dataset objects: `kind: kd.data.map_dataset`."""
+    """The dataset section of `kd.distill`, which passes dataset objects: `kind:
+    kd.data.map_dataset`.
+    """
 
     label: Literal["class", "set"] = "class"
     """Kind of an item's label."""
@@ -35,10 +37,17 @@ def facts(options: Options) -> DatasetFacts:
     return DatasetFacts(label=options.label)
 
 
-def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> Source:
+def build(
+    options: Options, split: str, classes: Sequence[str] | None, labels: str = "all"
+) -> Source:
     """Refuse: there are no files to list."""
     remedy = "Choose one of `kd-parts datasets`, or call kd.distill from Python"
-    raise ConfigError("data.kind", "is for kd.distill, which passes dataset objects", "Images as files", remedy)
+    raise ConfigError(
+        "data.kind",
+        "is for kd.distill, which passes dataset objects",
+        "Images as files",
+        remedy,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,56 +55,112 @@ class Labels:
     """Reads and checks the labels of a dataset's items."""
 
     where: str  # the data's name for messages, such as "train"
-    kind: str  # "all", "some" (-1: none), "sets" (0 or 1 for each class) or "none" (not read)
+    # "all", "some" (-1: none), "sets" (0 or 1 for each class) or "none" (not read)
+    kind: str
     num_classes: int  # labels must be smaller; 0: not known yet
 
     def split(self, item: Any, subject: str) -> tuple[Any, Any]:
-        """Return image and label of an item, or of a batch; -1 where labels are not read."""
+        """Return image and label of an item, or of a batch; -1 where labels are not
+        read.
+        """
         parts = [*item] if isinstance(item, (tuple, list)) and item else [item]
         if self.kind == "none":
             return parts[0], -1
         if len(parts) < 2:
             wrong = f"{subject} is not (image, label): it is {type(item).__name__}"
             allowed = "Pairs; images alone go with labels='none'"
-            raise DataError(self.where, wrong, allowed, "Return pairs, or pass labels='none'")
+            raise DataError(
+                self.where, wrong, allowed, "Return pairs, or pass labels='none'"
+            )
         return parts[0], parts[1]
 
     def check(self, found: Any, subject: str) -> torch.Tensor:
-        """Return labels as classes int64 [B], or -1 where some are missing, or as sets of classes int8 [B, C]."""
+        """Return labels as classes int64 [B], or -1 where some are missing, or as sets
+        of classes int8 [B, C].
+        """
         where, classes = self.where, self.num_classes
         try:
             labels_B = torch.as_tensor(found)
         except (TypeError, ValueError, RuntimeError) as error:
             wrong = f"{subject} is not (image, label): {error}"
-            raise DataError(where, wrong, "A label is a number", "Return pairs") from error
+            raise DataError(
+                where, wrong, "A label is a number", "Return pairs"
+            ) from error
         if self.kind == "sets":
             shape = labels_B.shape[1:]
-            if shape != (classes or labels_B.shape[-1],) or not ((labels_B == 0) | (labels_B == 1)).all():
-                wrong = f"{subject} has labels of shape {list(shape)}, or other values than 0 and 1"
-                raise DataError(where, wrong, f"{classes or 'As many'} numbers, 1 for each class in the image", "")
+            if (
+                shape != (classes or labels_B.shape[-1],)
+                or not ((labels_B == 0) | (labels_B == 1)).all()
+            ):
+                wrong = (
+                    f"{subject} has labels of shape {list(shape)}, or other values than"
+                    " 0 and 1"
+                )
+                raise DataError(
+                    where,
+                    wrong,
+                    f"{classes or 'As many'} numbers, 1 for each class in the image",
+                    "",
+                )
             return labels_B.to(torch.int8)
         if labels_B.numel() != len(labels_B):
             wrong = f"{subject} has a label of shape {list(labels_B.shape[1:])}"
-            raise DataError(where, wrong, "A class number; sets of labels go with labels='sets'", "Pass class numbers")
+            raise DataError(
+                where,
+                wrong,
+                "A class number; sets of labels go with labels='sets'",
+                "Pass class numbers",
+            )
         lowest, most = 0 if self.kind == "all" else -1, classes or 2**31
-        value = next((v for v in labels_B.flatten().tolist() if not lowest <= v < most or v != int(v)), None)
+        value = next(
+            (
+                v
+                for v in labels_B.flatten().tolist()
+                if not lowest <= v < most or v != int(v)
+            ),
+            None,
+        )
         if value is not None:
-            allowed = f"Whole numbers from {lowest}" + (f" to {classes - 1}" if classes else " or above")
-            remedy = "Pass labels='some' where -1 means no label" if value == -1 else "Correct the labels"
-            raise DataError(where, f"{subject} has the label {value:g}", allowed, remedy)
+            allowed = f"Whole numbers from {lowest}" + (
+                f" to {classes - 1}" if classes else " or above"
+            )
+            remedy = (
+                "Pass labels='some' where -1 means no label"
+                if value == -1
+                else "Correct the labels"
+            )
+            raise DataError(
+                where, f"{subject} has the label {value:g}", allowed, remedy
+            )
         return labels_B.flatten().long()
 
 
 class MapDataset:
-    """A map-style dataset of (image, label) pairs, or of images alone. See `kd.core.contracts.Dataset`."""
+    """A map-style dataset of (image, label) pairs, or of images alone. See
+    `kd.core.contracts.Dataset`.
+    """
 
-    # Its transforms use the global generators of Python, NumPy and torch (CPU). They are seeded from (seed, view, id)
-    # before an item is read and restored after it, so a view is a pure function as in kd's own datasets.
+    # Its transforms use the global generators of Python, NumPy and torch (CPU). They
+    # are seeded from (seed, view, id) before an item is read and restored after it, so
+    # a view is a pure function as in kd's own datasets.
 
-    def __init__(self, items: Any, seed: int, where: str = "train", labels: str = "all", num_classes: int = 0) -> None:
-        self.items, self.seed, self.labels = items, seed, Labels(where, labels, num_classes)
+    def __init__(
+        self,
+        items: Any,
+        seed: int,
+        where: str = "train",
+        labels: str = "all",
+        num_classes: int = 0,
+    ) -> None:
+        self.items, self.seed, self.labels = (
+            items,
+            seed,
+            Labels(where, labels, num_classes),
+        )
         names = getattr(items, "classes", ())  # some datasets store a number there
-        self.classes: Sequence[str] = tuple(names) if isinstance(names, Collection) else ()
+        self.classes: Sequence[str] = (
+            tuple(names) if isinstance(names, Collection) else ()
+        )
         self._shape: torch.Size | None = None
 
     def __len__(self) -> int:
@@ -106,7 +171,9 @@ class MapDataset:
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats three tracebacks: 0.1 to 1 ms per image
+        torch.default_generator.manual_seed(
+            seed
+        )  # torch.manual_seed formats three tracebacks: 0.1 to 1 ms per image
         try:
             item = self.items[id]
         finally:
@@ -117,11 +184,21 @@ class MapDataset:
         image, label = self.labels.split(item, subject)
         if not isinstance(image, torch.Tensor):
             wrong = f"image {id} is {type(image).__name__}"
-            raise DataError(where, wrong, "A tensor is expected", "End the transform in a tensor")
+            raise DataError(
+                where, wrong, "A tensor is expected", "End the transform in a tensor"
+            )
         self._shape = self._shape or image.shape
         if image.shape != self._shape:
-            wrong = f"image {id} has the shape {list(image.shape)}, but an earlier one {list(self._shape)}"
-            raise DataError(where, wrong, "Images of one shape", "Resize or crop them in the transform")
+            wrong = (
+                f"image {id} has the shape {list(image.shape)}, but an earlier one"
+                f" {list(self._shape)}"
+            )
+            raise DataError(
+                where,
+                wrong,
+                "Images of one shape",
+                "Resize or crop them in the transform",
+            )
         if self.labels.kind == "none":
             return Sample(image, -1, -1, 1.0)
         one = label[None] if isinstance(label, (torch.Tensor, np.ndarray)) else [label]
@@ -130,41 +207,86 @@ class MapDataset:
         return Sample(image, value, value, 1.0)
 
     def fingerprint(self) -> str:
-        """Return a hash of the length, of all `targets` if it has any, and of `PROBES` items."""
-        # Of an item that differs when it is loaded twice (own generator), only the label is hashed.
+        """Return a hash of the length, of all `targets` if it has any, and of `PROBES`
+        items.
+        """
+        # Of an item that differs when it is loaded twice (own generator), only the
+        # label is hashed.
         targets = getattr(self.items, "targets", None)
-        known = None if targets is None else [t.tolist() if hasattr(t, "tolist") else t for t in targets]
+        known = (
+            None
+            if targets is None
+            else [t.tolist() if hasattr(t, "tolist") else t for t in targets]
+        )
         sha = hashlib.sha256(f"{len(self)} {known}".encode())
         for id in evenly_spaced(len(self), PROBES):
             one, two = self.load(id, 0), self.load(id, 0)
             sha.update(str(np.asarray(one.label).tolist()).encode())
             if torch.equal(one.pixels, two.pixels):
-                sha.update(one.pixels.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                sha.update(
+                    one.pixels.detach()
+                    .cpu()
+                    .contiguous()
+                    .flatten()
+                    .view(torch.uint8)
+                    .numpy()
+                    .tobytes()
+                )
         return sha.hexdigest()
 
 
 class BatchLoader:
-    """A DataLoader of (images, labels) batches, in its own order. See `kd.core.contracts.Loader`."""
+    """A DataLoader of (images, labels) batches, in its own order. See
+    `kd.core.contracts.Loader`.
+    """
 
-    # Not handled: ids. The order is the DataLoader's, so sifters cannot remember images, and a resumed epoch has
-    # another shuffle. A short last batch is dropped: shapes stay fixed.
+    # Not handled: ids. The order is the DataLoader's, so sifters cannot remember
+    # images, and a resumed epoch has another shuffle. A short last batch is dropped:
+    # shapes stay fixed.
 
     def __init__(
-        self, batches: Iterable[Any], batch_size: int, where: str = "train", labels: str = "all", num_classes: int = 0
+        self,
+        batches: Iterable[Any],
+        batch_size: int,
+        where: str = "train",
+        labels: str = "all",
+        num_classes: int = 0,
     ) -> None:
-        self.batches, self.batch_size, self.labels = batches, batch_size, Labels(where, labels, num_classes)
+        self.batches, self.batch_size, self.labels = (
+            batches,
+            batch_size,
+            Labels(where, labels, num_classes),
+        )
         self.unreadable: set[int] = set()
         self._empty = 0  # epochs in a row without a batch
 
-    def epoch(self, plan: Plan, view: int, start: int = 0, small: Small | None = None) -> Iterator[Batch]:
+    def epoch(
+        self, plan: Plan, view: int, start: int = 0, small: Small | None = None
+    ) -> Iterator[Batch]:
         self._empty += 1
-        for number, item in enumerate(islice(self.batches, len(plan.ids) // self.batch_size)):
+        for number, item in enumerate(
+            islice(self.batches, len(plan.ids) // self.batch_size)
+        ):
             image, label = self.labels.split(item, f"batch {number}")
             if number >= start and len(image) == self.batch_size:
                 none = self.labels.kind == "none"
-                known = torch.full((len(image),), -1) if none else self.labels.check(label, f"batch {number}")
+                known = (
+                    torch.full((len(image),), -1)
+                    if none
+                    else self.labels.check(label, f"batch {number}")
+                )
                 first, self._empty = number * self.batch_size, 0
-                yield Batch.of(image, known, torch.arange(first, first + self.batch_size))
+                yield Batch.of(
+                    image, known, torch.arange(first, first + self.batch_size)
+                )
         if self._empty == TRIES:  # else the epoch would begin again and again
-            wrong = f"its DataLoader ends before the {start + 1}. whole batch of {len(plan.ids) // self.batch_size}"
-            raise DataError(self.labels.where, wrong, "Whole batches", "Give its sampler a length, or pass the dataset")
+            wrong = (
+                f"its DataLoader ends before the {start + 1}. whole batch of"
+                f" {len(plan.ids) // self.batch_size}"
+            )
+            raise DataError(
+                self.labels.where,
+                wrong,
+                "Whole batches",
+                "Give its sampler a length, or pass the dataset",
+            )

@@ -1,11 +1,14 @@
-"""Store of decoded pixels, on disk or in memory: a Source that wraps another Source and decodes each image once.
+"""Store of decoded pixels, on disk or in memory: a Source that wraps another Source and
+decodes each image once.
 
 Also `StoredViews`, a store of repeated views.
 
-One file per split, one record per image (`Records`): width, height, CRC of the encoded bytes, then uint8 RGB. The first
-process that decodes an image writes its record, in any worker of any rank of any run. All would write the same bytes,
-so no process waits for another. An image is decoded again if its record is not whole or its file's times have changed:
-the store's identity has only names and sizes, and a file may be replaced by one of the same size.
+One file per split, one record per image (`Records`): width, height, CRC of the encoded
+bytes, then uint8 RGB. The first process that decodes an image writes its record, in any
+worker of any rank of any run. All would write the same bytes, so no process waits for
+another. An image is decoded again if its record is not whole or its file's times have
+changed: the store's identity has only names and sizes, and a file may be replaced by
+one of the same size.
 """
 
 import math
@@ -33,8 +36,12 @@ from kd.files.records import Records, Stop, record_bytes
 from kd.files.storage import log, on_disk, open_folder
 
 FORMAT = 5  # raised with every change of a record; a store of another format is rebuilt
-HEAD = struct.Struct("<IIIQ")  # width, height, the CRC-32 of the encoded bytes, and the file's stamp
-VIEW = struct.Struct("<Id")  # the CRC-32 of the encoded bytes, and lam; then the partner's label and the pixels
+HEAD = struct.Struct(
+    "<IIIQ"
+)  # width, height, the CRC-32 of the encoded bytes, and the file's stamp
+VIEW = struct.Struct(
+    "<Id"
+)  # the CRC-32 of the encoded bytes, and lam; then the partner's label and the pixels
 WHERE = "data.store"
 PIXELS = "pixels"  # name of the file in a store's folder
 LONGEST = 4.0  # largest aspect at which every image fits into its slot
@@ -44,17 +51,22 @@ LONGEST = 4.0  # largest aspect at which every image fits into its slot
 class Shrunk:
     """Shrinks a training image to the pixels that a random crop can need."""
 
-    # Every random crop has at least `size` pixels per side. A smaller image is stored as it is.
+    # Every random crop has at least `size` pixels per side. A smaller image is stored
+    # as it is.
 
     size: int  # side of the smallest crop, pixels
     crop: float
-    """Smallest share of the area in a random crop; 1.0: no random crop, the shorter side becomes `size`."""
+    """Smallest share of the area in a random crop; 1.0: no random crop, the shorter
+    side becomes `size`.
+    """
 
     @property
     def most(self) -> int:
         """Pixels of a slot: enough for any image up to 4 times as long as wide."""
         pixels = max(LONGEST, 4 / 3 / self.crop) * self.size**2
-        return math.ceil(pixels + 2 * math.sqrt(LONGEST * pixels)) + 1  # both sides are rounded up
+        return (
+            math.ceil(pixels + 2 * math.sqrt(LONGEST * pixels)) + 1
+        )  # both sides are rounded up
 
     def __call__(self, image: Image.Image) -> Image.Image:
         factor = self.least(*image.size)
@@ -76,11 +88,18 @@ class StoredImage(NamedTuple):
 
 
 class Slots:
-    """An open file with one record per image, for this process and its forks. Others open its `path`, if it has one."""
+    """An open file with one record per image, for this process and its forks. Others
+    open its `path`, if it has one.
+    """
 
-    def __init__(self, file: int, pixels: int, name: str, path: Path | None = None) -> None:
+    def __init__(
+        self, file: int, pixels: int, name: str, path: Path | None = None
+    ) -> None:
         self.pixels, self.path = pixels, path
-        stop = Stop(f"{WHERE}: {name}", "Stored images are used; the others are decoded each time.")
+        stop = Stop(
+            f"{WHERE}: {name}",
+            "Stored images are used; the others are decoded each time.",
+        )
         self.records = Records(file, HEAD.size + 3 * pixels, stop, align=mmap.PAGESIZE)
 
     def read(self, id: int) -> StoredImage | None:
@@ -92,34 +111,47 @@ class Slots:
         return StoredImage(Image.frombytes("RGB", (width, height), pixels), crc, stamp)
 
     def write(self, id: int, slot: StoredImage) -> None:
-        self.records.write(id, HEAD.pack(*slot.image.size, slot.crc, slot.stamp) + slot.image.tobytes())
+        self.records.write(
+            id, HEAD.pack(*slot.image.size, slot.crc, slot.stamp) + slot.image.tobytes()
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is None:  # spawned workers, as on macOS, inherit no memory
             wrong = "is ram, but worker processes do not inherit memory on this system"
-            raise DataError(WHERE, wrong, "none, disk", "Set data.store=disk or data.workers=0")
+            raise DataError(
+                WHERE, wrong, "none, disk", "Set data.store=disk or data.workers=0"
+            )
         return _opened, (self.path, self.pixels)
 
 
 def slot_bytes(pixels: int) -> int:
-    """Return the bytes of a slot in the file: whole pages, so that no two images share a page."""
+    """Return the bytes of a slot in the file: whole pages, so that no two images share
+    a page.
+    """
     return record_bytes(HEAD.size + 3 * pixels, mmap.PAGESIZE)
 
 
 class Stored:
-    """A source whose images are decoded once and stored as training needs them. See `kd.core.contracts.Source`."""
+    """A source whose images are decoded once and stored as training needs them. See
+    `kd.core.contracts.Source`.
+    """
 
-    # `decode` returns `keep(image)`, equal from a slot or just decoded; without slots nothing is stored. Two kinds are
-    # not stored: undecodable images, which raise as before, and long images (over 4 : 1) with more pixels than a slot.
-    # If the source is not `Stamped`, only `refresh` notices a file replaced by one of the same size, in a sample.
+    # `decode` returns `keep(image)`, equal from a slot or just decoded; without slots
+    # nothing is stored. Two kinds are not stored: undecodable images, which raise as
+    # before, and long images (over 4 : 1) with more pixels than a slot. If the source
+    # is not `Stamped`, only `refresh` notices a file replaced by one of the same size,
+    # in a sample.
 
-    def __init__(self, source: Source, keep: Shrunk | EvalTransform, slots: Slots | None = None) -> None:
+    def __init__(
+        self, source: Source, keep: Shrunk | EvalTransform, slots: Slots | None = None
+    ) -> None:
         self.source, self.keep, self.slots = source, keep, slots
         self.classes: Sequence[str] = source.classes
         self.fingerprint = source.fingerprint
         self._stamped = source if isinstance(source, Stamped) else None
-        # A byte per image: 1 if its file was compared with the slot in this run. The last byte: warned once.
-        # Forked workers share it. Hosts with copies of the data may share a store, but not the file times.
+        # A byte per image: 1 if its file was compared with the slot in this run. The
+        # last byte: warned once. Forked workers share it. Hosts with copies of the data
+        # may share a store, but not the file times.
         self._same = mmap.mmap(-1, len(source) + 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -146,7 +178,10 @@ class Stored:
                 self._same[id] = crc == slot.crc
                 if not self._same[id] and not self._same[len(self)]:  # warn once
                     self._same[len(self)] = 1
-                    text = "%s: '%s' has changed since it was decoded; it and all others that have are decoded again"
+                    text = (
+                        "%s: '%s' has changed since it was decoded; it and all others"
+                        " that have are decoded again"
+                    )
                     log.warning(text, WHERE, self.name(id))
             slot = StoredImage(self.keep(image), crc, stamp)
             if self.slots is not None:
@@ -154,16 +189,20 @@ class Stored:
         return Decoded(slot.image, slot.crc)
 
     def refresh(self, ids: Iterable[int]) -> int:
-        """Read some images again and return how many have changed since they were stored."""
-        # If one sampled file has changed, others may have: the whole store is cleared. Files with stamps are compared
-        # as they are used.
+        """Read some images again and return how many have changed since they were
+        stored.
+        """
+        # If one sampled file has changed, others may have: the whole store is cleared.
+        # Files with stamps are compared as they are used.
         if self.slots is None or self._stamped is not None:
             return 0
         changed = 0
         for id in ids:
             stored = self.slots.read(id)
             if stored is not None and stored.crc:
-                with suppress(CorruptImage):  # training will decode it, and data.on_corrupt decides
+                with suppress(
+                    CorruptImage
+                ):  # training will decode it, and data.on_corrupt decides
                     changed += self.source.decode(id).crc not in (0, stored.crc)
         if changed:
             self.slots.records.clear()
@@ -172,27 +211,46 @@ class Stored:
 
 def identity(source: Source, split: str, rule: dict[str, Any]) -> dict[str, Any]:
     """Return everything that the stored pixels depend on, by name; JSON values."""
-    decoders = {name: features.version(name) for name in ("jpg", "libjpeg_turbo", "webp", "zlib")}
+    decoders = {
+        name: features.version(name)
+        for name in ("jpg", "libjpeg_turbo", "webp", "zlib")
+    }
     listing = {"data": source.fingerprint, "split": split, "images": len(source)}
-    return {"format": FORMAT, **listing, "kept": rule, "pillow": PIL.__version__, "decoders": decoders}
+    return {
+        "format": FORMAT,
+        **listing,
+        "kept": rule,
+        "pillow": PIL.__version__,
+        "decoders": decoders,
+    }
 
 
 def open_disk(folder: Path, made_from: dict[str, Any], pixels: int) -> Slots:
-    """Open or create the store in a folder made from an `identity`; images have at most `pixels`."""
+    """Open or create the store in a folder made from an `identity`; images have at most
+    `pixels`.
+    """
     open_folder(folder, made_from, WHERE)
     return _opened(folder / PIXELS, pixels)
 
 
 def open_ram(pixels: int, name: str) -> Slots:
-    """Store images in memory for this process and its future forks. Memory grows with each stored image."""
+    """Store images in memory for this process and its future forks. Memory grows with
+    each stored image.
+    """
     return Slots(_memory(name), pixels, f"the store of {name} images in memory")
 
 
 def _memory(name: str) -> int:
-    # An anonymous file: containers limit /dev/shm to 64 MB, and writing to a full one ends in SIGBUS.
+    # An anonymous file: containers limit /dev/shm to 64 MB, and writing to a full one
+    # ends in SIGBUS.
     make = getattr(os, "memfd_create", None)
     if make is None:
-        raise RunError(WHERE, "is in memory, which needs Linux", "none, disk", "Set data.store=disk")
+        raise RunError(
+            WHERE,
+            "is in memory, which needs Linux",
+            "none, disk",
+            "Set data.store=disk",
+        )
     return make(f"kd-{name}")
 
 
@@ -203,15 +261,28 @@ def _opened(path: Path, pixels: int) -> Slots:
 
 
 class StoredViews:
-    """Keeps the first `number` views of each image in memory. See `kd.core.contracts.Dataset`."""
+    """Keeps the first `number` views of each image in memory. See
+    `kd.core.contracts.Dataset`.
+    """
 
-    # For this process and its forks. A sample is equal whether it is read or made. An image that changes during the job
-    # keeps its views. Undecodable images are not stored.
+    # For this process and its forks. A sample is equal whether it is read or made. An
+    # image that changes during the job keeps its views. Undecodable images are not
+    # stored.
 
     def __init__(self, views: Views, number: int) -> None:
-        self.views, self.number, self.classes, self.size = views, number, views.classes, views.size
-        self.small = StoredViews(views.small, number) if views.small is not None else None
-        stop = Stop(f"{WHERE}: the store of views", "Stored views are used; the others are made each time.")
+        self.views, self.number, self.classes, self.size = (
+            views,
+            number,
+            views.classes,
+            views.size,
+        )
+        self.small = (
+            StoredViews(views.small, number) if views.small is not None else None
+        )
+        stop = Stop(
+            f"{WHERE}: the store of views",
+            "Stored views are used; the others are made each time.",
+        )
         self.records = Records(_memory("views"), view_bytes(views), stop)
 
     @property
@@ -234,11 +305,17 @@ class StoredViews:
         label, (crc, lam) = self.views.source.label(id), VIEW.unpack_from(content)
         like = np.asarray(label)
         partner = np.frombuffer(content, like.dtype, like.size, VIEW.size)
-        pixels = torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=VIEW.size + like.nbytes)
+        pixels = torch.frombuffer(
+            bytearray(content), dtype=torch.uint8, offset=VIEW.size + like.nbytes
+        )
         partner_label = partner.copy() if like.ndim else int(partner[0])
-        return Sample(pixels.view(3, self.size, self.size), label, partner_label, lam, crc=crc)
+        return Sample(
+            pixels.view(3, self.size, self.size), label, partner_label, lam, crc=crc
+        )
 
 
 def view_bytes(views: Views) -> int:
-    """Return the largest size of a stored view in bytes, without its record's header."""
+    """Return the largest size of a stored view in bytes, without its record's
+    header.
+    """
     return VIEW.size + np.asarray(views.source.label(0)).nbytes + 3 * views.size**2

@@ -1,4 +1,5 @@
-"""Transforms, mixing, and the views of a source: an augmented image is a pure function of (seed, view, id).
+"""Transforms, mixing, and the views of a source: an augmented image is a pure function
+of (seed, view, id).
 
 Every random choice uses the generator that is passed in.
 """
@@ -24,19 +25,30 @@ from kd.core.types import Loading, Sample
 from kd.data.subset import decoded
 from kd.files.pixels import centre_crop, could_reduce, least_of_centre, least_of_random
 
-MEAN, STD = np.array([123.675, 116.28, 103.53]), np.array([58.395, 57.12, 57.375])  # of ImageNet's pixels, 0 to 255
-ASPECTS = math.log(3 / 4), math.log(4 / 3)  # logarithms of a random crop's smallest and largest aspect ratio
+MEAN, STD = (
+    np.array([123.675, 116.28, 103.53]),
+    np.array([58.395, 57.12, 57.375]),
+)  # of ImageNet's pixels, 0 to 255
+ASPECTS = (
+    math.log(3 / 4),
+    math.log(4 / 3),
+)  # logarithms of a random crop's smallest and largest aspect ratio
 ONES = np.ones(784, np.float32)
 GREY = 0.299, 0.587, 0.114  # weights of red, green and blue (ITU-R 601), as in Pillow
-FORMAT = 2  # raised with every change of `TrainTransform`'s pixels; caches of another format are rebuilt
+# raised with every change of `TrainTransform`'s pixels; caches of another format are
+# rebuilt
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class MixupCutmix:
-    """Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899) with a partner that is a function of (seed, view, id)."""
+    """Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899) with a partner that is a
+    function of (seed, view, id).
+    """
 
-    # The partner is drawn from the whole dataset, not from the batch, so a mixed image does not depend on its batch: a
-    # cached teacher sees the same pixels. Cost: a second decode per mixed image.
+    # The partner is drawn from the whole dataset, not from the batch, so a mixed image
+    # does not depend on its batch: a cached teacher sees the same pixels. Cost: a
+    # second decode per mixed image.
 
     mixup: float  # alpha of the Beta distribution; 0: no mixup
     cutmix: float
@@ -44,9 +56,13 @@ class MixupCutmix:
 
 
 class Views:
-    """The views of a source: decode, transform, mix. See `kd.core.contracts.Dataset`."""
+    """The views of a source: decode, transform, mix. See
+    `kd.core.contracts.Dataset`.
+    """
 
-    small: "Views | None" = None  # the same views (crops, flips, colours) at lower resolution
+    small: "Views | None" = (
+        None  # the same views (crops, flips, colours) at lower resolution
+    )
 
     def __init__(
         self,
@@ -58,8 +74,14 @@ class Views:
         on_corrupt: str = "error",
         drawn: int = 0,
     ) -> None:
-        # `drawn`: image side for CutMix's boxes, so that a small view has the same boxes; 0: `size`
-        self.source, self.transform, self.size, self.seed = source, transform, size, seed
+        # `drawn`: image side for CutMix's boxes, so that a small view has the same
+        # boxes; 0: `size`
+        self.source, self.transform, self.size, self.seed = (
+            source,
+            transform,
+            size,
+            seed,
+        )
         self.mixing, self.on_corrupt, self.drawn = mixing, on_corrupt, drawn
         self.classes = source.classes
         self.spent = Loading()  # in this process: `decoding` and its parts, `resizing`
@@ -83,7 +105,9 @@ class Views:
         if other is None:
             return Sample(pixels, label, label, 1.0, crc=crc)
         mixed, lam = mix(pixels, other[0], self.mixing, rng, self.drawn)
-        both = zlib.crc32(other[1].to_bytes(4, "little"), crc) if crc and other[1] else 0
+        both = (
+            zlib.crc32(other[1].to_bytes(4, "little"), crc) if crc and other[1] else 0
+        )
         return Sample(mixed, label, self.source.label(partner), lam, crc=both)
 
     def _pixels(self, id: int, rng: random.Random) -> tuple[Tensor, int] | None:
@@ -103,18 +127,34 @@ class Views:
             image = self.transform.change(image, rng)
         else:
             image, resizing = self.transform(image, rng), 0.0
-        self.spent = self.spent.plus(Loading(0.0, 0.0, decoding, resizing, whole * decoding))
-        planes = bytearray().join(image.tobytes("raw", band) for band in "RGB")  # half the time of a transposed copy
-        return torch.frombuffer(planes, dtype=torch.uint8).view(3, image.height, image.width), crc
+        self.spent = self.spent.plus(
+            Loading(0.0, 0.0, decoding, resizing, whole * decoding)
+        )
+        planes = bytearray().join(
+            image.tobytes("raw", band) for band in "RGB"
+        )  # half the time of a transposed copy
+        return (
+            torch.frombuffer(planes, dtype=torch.uint8).view(
+                3, image.height, image.width
+            ),
+            crc,
+        )
 
 
-def mix(pixels: Tensor, other: Tensor, mixing: MixupCutmix, rng: random.Random, drawn: int = 0) -> tuple[Tensor, float]:
-    """Mix two images, uint8 [3, H, W], and return the result and lam, the share of the first one.
+def mix(
+    pixels: Tensor,
+    other: Tensor,
+    mixing: MixupCutmix,
+    rng: random.Random,
+    drawn: int = 0,
+) -> tuple[Tensor, float]:
+    """Mix two images, uint8 [3, H, W], and return the result and lam, the share of the
+    first one.
 
     `drawn`: image side for the box; 0: the side of these images.
     """
-    # If both alphas are above 0, mixup and CutMix are equally likely. After CutMix lam is the exact share of pixels
-    # outside the box, not the drawn value.
+    # If both alphas are above 0, mixup and CutMix are equally likely. After CutMix lam
+    # is the exact share of pixels outside the box, not the drawn value.
     cut = mixing.cutmix > 0 and (mixing.mixup <= 0 or rng.random() < 0.5)
     alpha = mixing.cutmix if cut else mixing.mixup
     lam = rng.betavariate(alpha, alpha)
@@ -124,8 +164,13 @@ def mix(pixels: Tensor, other: Tensor, mixing: MixupCutmix, rng: random.Random, 
     height, width = (drawn, drawn) if drawn else pixels.shape[1:]
     side = math.sqrt(1 - lam)
     row, column = rng.randrange(height), rng.randrange(width)
-    top, bottom = (round(max(0.0, min(height, row + sign * height * side / 2))) for sign in (-1, 1))
-    left, right = (round(max(0.0, min(width, column + sign * width * side / 2))) for sign in (-1, 1))
+    top, bottom = (
+        round(max(0.0, min(height, row + sign * height * side / 2))) for sign in (-1, 1)
+    )
+    left, right = (
+        round(max(0.0, min(width, column + sign * width * side / 2)))
+        for sign in (-1, 1)
+    )
     mixed, share = pixels.clone(), pixels.shape[1] / height
     box = (
         slice(None),
@@ -138,7 +183,9 @@ def mix(pixels: Tensor, other: Tensor, mixing: MixupCutmix, rng: random.Random, 
 
 @dataclass(frozen=True, slots=True)
 class TrainTransform:
-    """Random resized crop, flip, colour jitter, an optional timm auto-augment policy, and random erasing."""
+    """Random resized crop, flip, colour jitter, an optional timm auto-augment policy,
+    and random erasing.
+    """
 
     size: int  # side of the result, pixels
     crop: float  # smallest share of the area that the crop keeps; 1.0: the whole image
@@ -159,7 +206,11 @@ class TrainTransform:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         image = jitter(image, self.jitter, rng) if self.jitter else image
         image = _auto_augment(image, self.policy, rng) if self.policy else image
-        return erase(image, rng, self.drawn) if self.erase and rng.random() < self.erase else image
+        return (
+            erase(image, rng, self.drawn)
+            if self.erase and rng.random() < self.erase
+            else image
+        )
 
     def least(self, width: int, height: int) -> float:  # see `kd.files.pixels.reduce`
         return least_of_random(width, height, self.size, self.crop)
@@ -167,7 +218,9 @@ class TrainTransform:
 
 @dataclass(frozen=True, slots=True)
 class EvalTransform:
-    """Centre crop and resize, without randomness. A store keeps the result for validation images."""
+    """Centre crop and resize, without randomness. A store keeps the result for
+    validation images.
+    """
 
     size: int
     crop: float  # share of the shorter side that the crop keeps
@@ -176,17 +229,24 @@ class EvalTransform:
     def most(self) -> int:  # pixels of the result
         return self.size**2
 
-    def __call__(self, image: Image.Image, rng: random.Random | None = None) -> Image.Image:
+    def __call__(
+        self, image: Image.Image, rng: random.Random | None = None
+    ) -> Image.Image:
         return centre_crop(image, self.size, self.crop)
 
     def least(self, width: int, height: int) -> float:
         return least_of_centre(width, height, self.size, self.crop)
 
 
-def random_box(width: int, height: int, smallest: float, rng: random.Random) -> tuple[float, float, float, float]:
-    """Draw a crop box (left, top, right, bottom) with random area and an aspect ratio between 3:4 and 4:3."""
-    # If the drawn aspect ratio does not fit into the image at that area, the nearest fitting one is used, so one draw
-    # is enough (Inception's crop, arXiv:1409.4842, rejects and draws again).
+def random_box(
+    width: int, height: int, smallest: float, rng: random.Random
+) -> tuple[float, float, float, float]:
+    """Draw a crop box (left, top, right, bottom) with random area and an aspect ratio
+    between 3:4 and 4:3.
+    """
+    # If the drawn aspect ratio does not fit into the image at that area, the nearest
+    # fitting one is used, so one draw is enough (Inception's crop, arXiv:1409.4842,
+    # rejects and draws again).
     if smallest >= 1.0:
         return 0.0, 0.0, float(width), float(height)
     area = width * height * rng.uniform(smallest, 1.0)
@@ -198,26 +258,56 @@ def random_box(width: int, height: int, smallest: float, rng: random.Random) -> 
     return left, top, min(width, left + crop_width), min(height, top + crop_height)
 
 
-def cut(image: Image.Image, box: tuple[float, float, float, float], size: int) -> Image.Image:
-    """Crop the whole pixels of a box from an RGB image and resize them (bilinear) to a square of side `size`."""
-    # Torch's channels-last kernel for uint8 takes a third of Pillow's time with AVX2, and gives the same bits without.
-    # Pillow stores four bytes per pixel, so four channels are passed. A large box is averaged first, like Pillow's
+def cut(
+    image: Image.Image, box: tuple[float, float, float, float], size: int
+) -> Image.Image:
+    """Crop the whole pixels of a box from an RGB image and resize them (bilinear) to a
+    square of side `size`.
+    """
+    # Torch's channels-last kernel for uint8 takes a third of Pillow's time with AVX2,
+    # and gives the same bits without. Pillow stores four bytes per pixel, so four
+    # channels are passed. A large box is averaged first, like Pillow's
     # `reducing_gap=2`.
     left, top, right, bottom = (*map(math.floor, box[:2]), *map(math.ceil, box[2:]))
-    factor, whole = min(right - left, bottom - top) // (2 * size), (left, top, right, bottom)
+    factor, whole = (
+        min(right - left, bottom - top) // (2 * size),
+        (
+            left,
+            top,
+            right,
+            bottom,
+        ),
+    )
     image = image.reduce(factor, whole) if factor > 1 else image.crop(whole)
-    pixels = torch.frombuffer(bytearray(image.tobytes("raw", "RGBX")), dtype=torch.uint8)
+    pixels = torch.frombuffer(
+        bytearray(image.tobytes("raw", "RGBX")), dtype=torch.uint8
+    )
     pixels = pixels.view(1, image.height, image.width, 4).permute(0, 3, 1, 2)
-    small = functional.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
-    return Image.frombytes("RGB", (size, size), np.ascontiguousarray(small[0].permute(1, 2, 0)), "raw", "RGBX")
+    small = functional.interpolate(
+        pixels, (size, size), mode="bilinear", antialias=True
+    )
+    return Image.frombytes(
+        "RGB",
+        (size, size),
+        np.ascontiguousarray(small[0].permute(1, 2, 0)),
+        "raw",
+        "RGBX",
+    )
 
 
 def jitter(image: Image.Image, strength: float, rng: random.Random) -> Image.Image:
-    """Change brightness, contrast and saturation of an RGB image by up to `strength`, in a random order."""
-    # Each step is an affine map of colour and grey, equal for all three channels. So all steps are one matrix, and
-    # values are rounded and clipped once. Contrast pivots on the mean grey of a grid of 28 x 28 pixels.
-    grid = np.frombuffer(image.resize((28, 28), Image.Resampling.NEAREST).tobytes(), np.uint8).reshape(784, 3)
-    mean = ((ONES @ grid.astype(np.float32)).astype(float) / 784).dot(GREY)  # exact, in a third of grid.mean's time
+    """Change brightness, contrast and saturation of an RGB image by up to `strength`,
+    in a random order.
+    """
+    # Each step is an affine map of colour and grey, equal for all three channels. So
+    # all steps are one matrix, and values are rounded and clipped once. Contrast pivots
+    # on the mean grey of a grid of 28 x 28 pixels.
+    grid = np.frombuffer(
+        image.resize((28, 28), Image.Resampling.NEAREST).tobytes(), np.uint8
+    ).reshape(784, 3)
+    mean = ((ONES @ grid.astype(np.float32)).astype(float) / 784).dot(
+        GREY
+    )  # exact, in a third of grid.mean's time
     a, b, c = 1.0, 0.0, 0.0
     steps = ["brightness", "contrast", "saturation"]
     rng.shuffle(steps)
@@ -229,12 +319,18 @@ def jitter(image: Image.Image, strength: float, rng: random.Random) -> Image.Ima
             rest = (1 - factor) * ((a + b) * mean + c) if step == "contrast" else 0.0
             a, b, c = factor * a, factor * b, factor * c + rest
     red, green, blue = (b * share for share in GREY)
-    return image.convert("RGB", (a + red, green, blue, c, red, a + green, blue, c, red, green, a + blue, c))
+    return image.convert(
+        "RGB",
+        (a + red, green, blue, c, red, a + green, blue, c, red, green, a + blue, c),
+    )
 
 
 def erase(image: Image.Image, rng: random.Random, drawn: int = 0) -> Image.Image:
-    """Return a square with a rectangle of normal noise around ImageNet's mean (random erasing, arXiv:1708.04896)."""
-    # As timm's mode `pixel`: area 2 to 33 %, aspect ratio 0.3 to 1 / 0.3, up to ten draws until it fits.
+    """Return a square with a rectangle of normal noise around ImageNet's mean (random
+    erasing, arXiv:1708.04896).
+    """
+    # As timm's mode `pixel`: area 2 to 33 %, aspect ratio 0.3 to 1 / 0.3, up to ten
+    # draws until it fits.
     image, side = image.copy(), drawn or image.width
     share = image.width / side
     for _ in range(10):
@@ -243,8 +339,12 @@ def erase(image: Image.Image, rng: random.Random, drawn: int = 0) -> Image.Image
         height, width = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if height < side and width < side:
             top, left = rng.randint(0, side - height), rng.randint(0, side - width)
-            height, width, top, left = (round(share * value) for value in (height, width, top, left))
-            noise = np.random.default_rng(rng.getrandbits(64)).standard_normal((max(1, height), max(1, width), 3))
+            height, width, top, left = (
+                round(share * value) for value in (height, width, top, left)
+            )
+            noise = np.random.default_rng(rng.getrandbits(64)).standard_normal(
+                (max(1, height), max(1, width), 3)
+            )
             pixels = np.rint(MEAN + STD * noise).clip(0, 255).astype(np.uint8)
             image.paste(Image.fromarray(pixels), (left, top))
             break
@@ -252,7 +352,9 @@ def erase(image: Image.Image, rng: random.Random, drawn: int = 0) -> Image.Image
 
 
 def _auto_augment(image: Image.Image, policy: str, rng: random.Random) -> Image.Image:
-    """Apply a timm policy. timm draws from Python's and NumPy's global generators: they are seeded, then restored."""
+    """Apply a timm policy. timm draws from Python's and NumPy's global generators: they
+    are seeded, then restored.
+    """
     transform = build_policy(policy, image.width)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(rng.getrandbits(64))
@@ -267,17 +369,22 @@ def _auto_augment(image: Image.Image, policy: str, rng: random.Random) -> Image.
 @functools.lru_cache
 def build_policy(policy: str, size: int) -> object:
     """Build a timm auto-augment policy; ValueError: timm does not know it."""
-    # timm 1.0.31 may posterize to 0 bits, which Pillow 13 refuses: at least one bit is kept.
+    # timm 1.0.31 may posterize to 0 bits, which Pillow 13 refuses: at least one bit is
+    # kept.
     from timm.data import auto_augment  # 0.5 s of imports, needed only for a policy
 
     posterize = auto_augment.NAME_TO_OP["PosterizeIncreasing"]
     if not getattr(posterize, "keeps_a_bit", False):
 
-        def at_least_one_bit(image: Image.Image, bits: int, **options: object) -> Image.Image:
+        def at_least_one_bit(
+            image: Image.Image, bits: int, **options: object
+        ) -> Image.Image:
             return posterize(image, max(1, int(bits)), **options)
 
         at_least_one_bit.keeps_a_bit = True  # type: ignore[attr-defined]
-        for name in [name for name in auto_augment.NAME_TO_OP if name.startswith("Posterize")]:
+        for name in [
+            name for name in auto_augment.NAME_TO_OP if name.startswith("Posterize")
+        ]:
             auto_augment.NAME_TO_OP[name] = at_least_one_bit
     grey = (124, 116, 104)
     try:
@@ -288,4 +395,6 @@ def build_policy(policy: str, size: int) -> object:
             return auto_augment.augment_and_mix_transform(policy, options)
         return auto_augment.auto_augment_transform(policy, options)
     except (AssertionError, KeyError, ValueError) as error:
-        raise ValueError(f"'{policy}' is not a policy that timm knows: {error}") from error
+        raise ValueError(
+            f"'{policy}' is not a policy that timm knows: {error}"
+        ) from error

@@ -1,4 +1,6 @@
-"""Detect DataLoader workers that died or hang: out of shared memory, killed by a signal, blocked on storage."""
+"""Detect DataLoader workers that died or hang: out of shared memory, killed by a
+signal, blocked on storage.
+"""
 
 import os
 import re
@@ -12,24 +14,39 @@ from multiprocessing.process import BaseProcess
 from kd.core.errors import RunError
 from kd.core.host import process_stat
 
-STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for the storage", "Z": "dead"}
+STATES = {
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "D": "waiting for the storage",
+    "Z": "dead",
+}
 """States of a process (`man 5 proc`) in which it cannot work."""
 ENDED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", re.DOTALL)
 WHERE = "data.workers"
 
 
 def require_shared_memory(needed: int, free: float, workers: int) -> None:
-    """Require shared memory for the workers' batches: `needed` bytes for all ranks here, `free` MiB."""
+    """Require shared memory for the workers' batches: `needed` bytes for all ranks
+    here, `free` MiB.
+    """
     if workers and needed / 2**20 > free:
-        wrong = f"the batches of {workers} workers take about {needed / 2**20:.0f} MiB of shared memory"
-        remedy = f"Start the container with --shm-size={max(1, round(2 * needed / 2**30))}g, or set fewer data.workers"
+        wrong = (
+            f"the batches of {workers} workers take about {needed / 2**20:.0f} MiB of"
+            " shared memory"
+        )
+        remedy = (
+            f"Start the container with --shm-size={max(1, round(2 * needed / 2**30))}g,"
+            " or set fewer data.workers"
+        )
         allowed = "Docker gives a container 64 MB unless told otherwise"
         wrong = f"{wrong}; /dev/shm has {free:.0f} MiB free"
         raise RunError(WHERE, wrong, allowed, f"{remedy}, or data.workers=0")
 
 
 def worker_error(error: Exception) -> RunError | None:
-    """Return a RunError for torch's "DataLoader worker exited", or None for any other error."""
+    """Return a RunError for torch's "DataLoader worker exited", or None for any other
+    error.
+    """
     # Torch raises it in a signal handler, at any line of the main thread.
     match = ENDED.search(str(error))
     if not isinstance(error, RuntimeError) or match is None:
@@ -37,8 +54,12 @@ def worker_error(error: Exception) -> RunError | None:
     return _ended(match[1], match[2].strip().partition(". ")[0].rstrip("."))
 
 
-def connection_error(error: Exception, workers: Sequence[BaseProcess]) -> RunError | None:
-    """Return the same error if a batch could not be fetched because its worker has just died."""
+def connection_error(
+    error: Exception, workers: Sequence[BaseProcess]
+) -> RunError | None:
+    """Return the same error if a batch could not be fetched because its worker has just
+    died.
+    """
     if not isinstance(error, (OSError, EOFError)):
         return None
     for worker in workers:
@@ -48,21 +69,32 @@ def connection_error(error: Exception, workers: Sequence[BaseProcess]) -> RunErr
 
 
 def _ended(pids: str, how: str) -> RunError:
-    remedy = "The system kills a process where memory is short: see `dmesg`, set fewer data.workers, or raise "
-    remedy += "--shm-size of a container. The same command resumes from the last checkpoint"
+    remedy = (
+        "The system kills a process where memory is short: see `dmesg`, set fewer"
+        " data.workers, or raise "
+    )
+    remedy += (
+        "--shm-size of a container. The same command resumes from the last checkpoint"
+    )
     return RunError(WHERE, f"the worker process {pids} has ended ({how})", "", remedy)
 
 
 class Watch(threading.Thread):
     """Kills the workers if a batch does not arrive within a time limit."""
 
-    # `DataLoader(timeout=2)` is not enough: with one of two workers stopped, six of six loops still waited after 15
-    # seconds (torch 2.15). The stopped worker had announced a batch, and the main thread waits for the rest without a
-    # limit. Time in which this process itself was stopped does not count.
+    # `DataLoader(timeout=2)` is not enough: with one of two workers stopped, six of six
+    # loops still waited after 15 seconds (torch 2.15). The stopped worker had announced
+    # a batch, and the main thread waits for the rest without a limit. Time in which
+    # this process itself was stopped does not count.
 
-    def __init__(self, workers: Callable[[], Sequence[BaseProcess]], seconds: float) -> None:
+    def __init__(
+        self, workers: Callable[[], Sequence[BaseProcess]], seconds: float
+    ) -> None:
         super().__init__(daemon=True, name="kd-watch")
-        self.waiting, self.number = True, 0  # whether the loop waits for a batch, and its number in the epoch
+        self.waiting, self.number = (
+            True,
+            0,
+        )  # whether the loop waits for a batch, and its number in the epoch
         self.late = ""  # finally, the worker that did not deliver it
         self._workers, self._seconds, self._over = workers, seconds, threading.Event()
 
@@ -85,25 +117,46 @@ class Watch(threading.Thread):
     def error(self) -> RunError | None:
         if not self.late:
             return None
-        remedy = "See what holds it up (the storage, a debugger, a full /dev/shm), or raise backend.timeout_seconds. "
-        return RunError(WHERE, self.late, "", remedy + "The same command resumes from the last checkpoint")
+        remedy = (
+            "See what holds it up (the storage, a debugger, a full /dev/shm), or raise"
+            " backend.timeout_seconds. "
+        )
+        return RunError(
+            WHERE,
+            self.late,
+            "",
+            remedy + "The same command resumes from the last checkpoint",
+        )
 
 
 def late(workers: Sequence[BaseProcess], number: int, seconds: float) -> str:
-    """Name the late workers: those that the system reports as stopped, else the one whose turn it is."""
-    states = [STATES.get(next(iter(process_stat(worker.pid or 0)), ""), "") for worker in workers]
+    """Name the late workers: those that the system reports as stopped, else the one
+    whose turn it is.
+    """
+    states = [
+        STATES.get(next(iter(process_stat(worker.pid or 0)), ""), "")
+        for worker in workers
+    ]
     numbers = [i for i, state in enumerate(states) if state]
     if not numbers and workers:
         numbers = [number % len(workers)]  # torch assigns batches to workers in turn
-    names = [f"worker {i} (process {', '.join(filter(None, [str(workers[i].pid), states[i]]))})" for i in numbers]
-    return f"{' and '.join(names) or 'a worker'} made no batch within {seconds:g} seconds"
+    names = [
+        f"worker {i} (process"
+        f" {', '.join(filter(None, [str(workers[i].pid), states[i]]))})"
+        for i in numbers
+    ]
+    return (
+        f"{' and '.join(names) or 'a worker'} made no batch within {seconds:g} seconds"
+    )
 
 
 @contextmanager
 def sigterm_blocked() -> Iterator[None]:
-    """Block SIGTERM in this thread and in all threads of processes that it forks in this block."""
-    # Blocking inside a worker is too late: torch starts threads there before kd's code runs, and a signal ends the
-    # process through any thread that does not block it.
+    """Block SIGTERM in this thread and in all threads of processes that it forks in
+    this block.
+    """
+    # Blocking inside a worker is too late: torch starts threads there before kd's code
+    # runs, and a signal ends the process through any thread that does not block it.
     if sys.platform != "linux":
         yield
         return
@@ -115,10 +168,12 @@ def sigterm_blocked() -> Iterator[None]:
 
 
 def serve_until_the_trainer_ends(number: int) -> None:
-    """Let only the trainer end this worker by SIGTERM, which is blocked since the fork. It is a `worker_init_fn`."""
-    # torchrun, Slurm, `timeout` and others send SIGTERM to the whole process group. A trainer that finishes its step
-    # still needs its workers. If the trainer dies, torch's worker notices within seconds. Only Linux reports a signal's
-    # sender.
+    """Let only the trainer end this worker by SIGTERM, which is blocked since the fork.
+    It is a `worker_init_fn`.
+    """
+    # torchrun, Slurm, `timeout` and others send SIGTERM to the whole process group. A
+    # trainer that finishes its step still needs its workers. If the trainer dies,
+    # torch's worker notices within seconds. Only Linux reports a signal's sender.
     if sys.platform == "linux":
         threading.Thread(target=_wait, args=(os.getppid(),), daemon=True).start()
 

@@ -1,1 +1,3 @@
-"""Export, serving, prediction for many images, drift detection, and the verification of exports."""
+"""Export, serving, prediction for many images, drift detection, and the verification of
+exports.
+"""

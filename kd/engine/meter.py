@@ -12,19 +12,26 @@ from kd.core.host import cpu_seconds
 from kd.core.types import Plan, State
 from kd.engine.run import Run
 
-# The same command would resume from the last checkpoint and diverge at the same step again.
+# The same command would resume from the last checkpoint and diverge at the same step
+# again.
 LOWER = (
-    "Choose another run.name with a lower optimizer.lr, with optimizer.clip_grad_norm or with backend.precision=fp32"
+    "Choose another run.name with a lower optimizer.lr, with optimizer.clip_grad_norm"
+    " or with backend.precision=fp32"
 )
-AFTER_DIVERGING = f"{LOWER}; or go on without such steps with optimizer.on_nonfinite=skip"
+AFTER_DIVERGING = (
+    f"{LOWER}; or go on without such steps with optimizer.on_nonfinite=skip"
+)
 AFTER_SKIPPING = f"{LOWER}; optimizer.on_nonfinite=error names the first layer"
 MOST_SKIPPED = 10  # most skipped steps in a row: a diverged run does not recover
 
 
 class Meter:
-    """Keep a few numbers of each step on the device; `flush` sums them and waits for the device."""
+    """Keep a few numbers of each step on the device; `flush` sums them and waits for
+    the device.
+    """
 
-    # Not summed at once: on XLA the first step of a window would then have another graph than the others.
+    # Not summed at once: on XLA the first step of a window would then have another
+    # graph than the others.
 
     def __init__(self, run: Run, state: State) -> None:
         self.run, self.since = run, state
@@ -33,12 +40,16 @@ class Meter:
         self.teacher_images = run.teacher.images
         self.clock, self.spent = time.perf_counter(), cpu_seconds()
 
-    def add(self, values: dict[str, Tensor], state: State, plan: Plan) -> None:  # the state before the step
+    def add(
+        self, values: dict[str, Tensor], state: State, plan: Plan
+    ) -> None:  # the state before the step
         self.rows.append(values)
         self.places.append((state, plan))
 
     def flush(self, state: State, lr: float) -> State:
-        """Log the means since the last flush and return the state with the time spent."""
+        """Log the means since the last flush and return the state with the
+        time spent.
+        """
         steps = state.step - self.since.step
         if not steps:
             return state
@@ -47,17 +58,24 @@ class Meter:
             sums = {name: sums[name] + value for name, value in row.items()}
         stacked = torch.stack([value.float() for value in sums.values()])
         asked = self.run.teacher.images - self.teacher_images
-        of_rank = torch.tensor([max(0.0, cpu_seconds() - self.spent), asked], device=stacked.device)
+        of_rank = torch.tensor(
+            [max(0.0, cpu_seconds() - self.spent), asked], device=stacked.device
+        )
         with self.run.span("wait"):
             mean = self.run.backend.reduce_mean(torch.cat([stacked, of_rank]))
-            *means, cpu, asked = torch.cat([mean[:-2] / steps, mean[-2:] * self.run.backend.world_size]).tolist()
+            *means, cpu, asked = torch.cat(
+                [mean[:-2] / steps, mean[-2:] * self.run.backend.world_size]
+            ).tolist()
         values = dict(zip(sums, means, strict=True))
         seconds = time.perf_counter() - self.clock
-        self.run.teacher.flush()  # before the terms are checked: it reports non-finite outputs
+        # before the terms are checked: it reports non-finite outputs
+        self.run.teacher.flush()
         skipped, in_a_row = 0, 0
         if not all(map(math.isfinite, means)):
             values, skipped, in_a_row = self._applied()
-        labelled = values.pop("labelled", 1.0)  # only if some images have no label; see `Evaluator.training`
+        labelled = values.pop(
+            "labelled", 1.0
+        )  # only if some images have no label; see `Evaluator.training`
         if labelled != 1 and "accuracy" in values:
             accuracy = values.pop("accuracy")
             values |= {"accuracy": accuracy / labelled} if labelled else {}
@@ -73,29 +91,53 @@ class Meter:
             "images_per_second": (state.images - self.since.images) / seconds,
         }
         values |= {**self.run.backend.counters(), **self.run.window(state)}
-        values["teacher_images"], self.teacher_images = float(round(asked)), self.run.teacher.images
+        values["teacher_images"], self.teacher_images = (
+            float(round(asked)),
+            self.run.teacher.images,
+        )
         self.run.store.log("train", state, values)
         self.run.logger.log("train", state, values)
         self.since, self.rows, self.places = state, [], []
         return state
 
     def _applied(self) -> tuple[dict[str, float], int, int]:
-        """Return the means of the applied steps, the number of skipped steps, and how many of these end the window."""
+        """Return the means of the applied steps, the number of skipped steps, and how
+        many of these end the window.
+        """
         names, run = list(self.rows[0]), self.run
-        table_SN = torch.stack([torch.stack([row[name].float() for name in names]) for row in self.rows])
-        table_SN = run.backend.reduce_mean(table_SN).cpu()  # only here: if all numbers are finite, one row is reduced
+        table_SN = torch.stack(
+            [torch.stack([row[name].float() for name in names]) for row in self.rows]
+        )
+        table_SN = run.backend.reduce_mean(
+            table_SN
+        ).cpu()  # only here: if all numbers are finite, one row is reduced
         wrong_SN = ~table_SN.isfinite()
         skipped_S = wrong_SN[:, names.index("grad_norm")] & run.skip_nonfinite
         in_a_row, longest = self.since.skipped, 0
         for skipped in skipped_S.tolist():
             in_a_row = in_a_row + 1 if skipped else 0
             longest = max(longest, in_a_row)
-        fatal_SN = wrong_SN if longest > MOST_SKIPPED else wrong_SN & ~skipped_S[:, None]
+        fatal_SN = (
+            wrong_SN if longest > MOST_SKIPPED else wrong_SN & ~skipped_S[:, None]
+        )
         if fatal_SN.any():
             rows = fatal_SN.any(1).nonzero()[:, 0].tolist()
-            terms = [name for name, fatal in zip(names, fatal_SN.any(0).tolist(), strict=True) if fatal]
-            more = f"; {longest} steps in a row were skipped, {MOST_SKIPPED} may be" if longest > MOST_SKIPPED else ""
-            raise diverged(terms, [self.places[row][0].step + 1 for row in rows], self.places[rows[0]], more)
+            terms = [
+                name
+                for name, fatal in zip(names, fatal_SN.any(0).tolist(), strict=True)
+                if fatal
+            ]
+            more = (
+                f"; {longest} steps in a row were skipped, {MOST_SKIPPED} may be"
+                if longest > MOST_SKIPPED
+                else ""
+            )
+            raise diverged(
+                terms,
+                [self.places[row][0].step + 1 for row in rows],
+                self.places[rows[0]],
+                more,
+            )
         means = table_SN[~skipped_S].double().mean(0).tolist()
         values = {} if skipped_S.all() else dict(zip(names, means, strict=True))
         return values, int(skipped_S.sum()), in_a_row
@@ -105,22 +147,36 @@ class Meter:
         # The time is the host's; there is no device sync.
         open_window = time.perf_counter() - self.clock if self.rows else 0.0
         weights_N = plan.weights.double()
-        values = {"candidates": float(len(plan.ids)), "trained": float(steps * self.run.length.batch_size)}
+        values = {
+            "candidates": float(len(plan.ids)),
+            "trained": float(steps * self.run.length.batch_size),
+        }
         values["effective"] = float(weights_N.sum() ** 2 / (weights_N**2).sum())
-        self.run.store.log("epoch", replace(state, seconds=state.seconds + open_window), values)
+        self.run.store.log(
+            "epoch", replace(state, seconds=state.seconds + open_window), values
+        )
 
     def resume(self) -> None:
-        """Restart the clock after evaluation and checkpoints, which are not training time."""
+        """Restart the clock after evaluation and checkpoints, which are not training
+        time.
+        """
         if not self.rows:
             self.clock, self.spent = time.perf_counter(), cpu_seconds()
             self.teacher_images = self.run.teacher.images
 
 
 def require_applied(state: State) -> None:
-    """Require at least half of the steps of a finished run to have changed the weights."""
+    """Require at least half of the steps of a finished run to have changed the
+    weights.
+    """
     if 2 * state.skipped_in_all > state.step:
-        wrong = f"{state.skipped_in_all} of {state.step} steps were skipped: their gradient was NaN or infinite"
-        raise NonFiniteLoss("optimizer.on_nonfinite", wrong, "At most half of the steps", AFTER_SKIPPING)
+        wrong = (
+            f"{state.skipped_in_all} of {state.step} steps were skipped: their gradient"
+            " was NaN or infinite"
+        )
+        raise NonFiniteLoss(
+            "optimizer.on_nonfinite", wrong, "At most half of the steps", AFTER_SKIPPING
+        )
 
 
 class Diverged(NonFiniteLoss):
@@ -129,7 +185,9 @@ class Diverged(NonFiniteLoss):
     at: tuple[State, Plan]  # the state before the first such step, and its epoch's plan
 
 
-def diverged(terms: list[str], steps: list[int], at: tuple[State, Plan], more: str = "") -> Diverged:
+def diverged(
+    terms: list[str], steps: list[int], at: tuple[State, Plan], more: str = ""
+) -> Diverged:
     """Return the error that names terms and steps."""
     text = f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
     if 1 < len(steps) == steps[-1] - steps[0] + 1:

@@ -15,36 +15,54 @@ from kd.core.types import State
 
 def groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
     """Split trainable parameters into a group with weight decay and one without."""
-    # Without decay: vectors (biases, norms, layer scales), and parameters that match a pattern of a timm model's
-    # `no_weight_decay` (position embeddings, class and register tokens). An empty group, which ZeroRedundancyOptimizer
-    # does not accept, is left out.
+    # Without decay: vectors (biases, norms, layer scales), and parameters that match a
+    # pattern of a timm model's `no_weight_decay` (position embeddings, class and
+    # register tokens). An empty group, which ZeroRedundancyOptimizer does not accept,
+    # is left out.
     decayed, undecayed = [], []
     for module in modules:
         exempt = getattr(module, "no_weight_decay", set)()
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                plain = parameter.ndim <= 1 or any(fnmatchcase(name, pattern) for pattern in exempt)
+                plain = parameter.ndim <= 1 or any(
+                    fnmatchcase(name, pattern) for pattern in exempt
+                )
                 (undecayed if plain else decayed).append(parameter)
-    both = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
+    both = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
     return [group for group in both if group["params"]]
 
 
-def scaled(groups: Iterable[dict[str, Any]], factors: Mapping[nn.Parameter, float]) -> list[dict[str, Any]]:
-    """Split parameter groups so that each has one learning rate: `lr_scale` times the parameters' factor."""
+def scaled(
+    groups: Iterable[dict[str, Any]], factors: Mapping[nn.Parameter, float]
+) -> list[dict[str, Any]]:
+    """Split parameter groups so that each has one learning rate: `lr_scale` times the
+    parameters' factor.
+    """
     found = []
     for group in groups:
         rates: dict[float, list[nn.Parameter]] = {}
         for parameter in group["params"]:
-            rates.setdefault(group.get("lr_scale", 1.0) * factors.get(parameter, 1.0), []).append(parameter)
-        found += [{**group, "params": members, "lr_scale": rate} for rate, members in rates.items()]
+            rates.setdefault(
+                group.get("lr_scale", 1.0) * factors.get(parameter, 1.0), []
+            ).append(parameter)
+        found += [
+            {**group, "params": members, "lr_scale": rate}
+            for rate, members in rates.items()
+        ]
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Linear warm-up, then cosine decay (arXiv:1608.03983, without restarts) or a constant rate."""
+    """Linear warm-up, then cosine decay (arXiv:1608.03983, without restarts) or a
+    constant rate.
+    """
 
-    # Stateless: the rate is a function of the progress, so checkpoints do not contain it.
+    # Stateless: the rate is a function of the progress, so checkpoints do not contain
+    # it.
 
     lr: float  # peak learning rate
     warmup: float  # length of the warm-up as a share of the run, 0 to 1
@@ -60,7 +78,9 @@ class Schedule:
         return self.min_lr + (1 - self.min_lr) * (1 + math.cos(math.pi * after)) / 2
 
     def apply(self, optimizer: torch.optim.Optimizer, progress: float) -> float:
-        """Set the learning rate of all groups, each times its `lr_scale`; return the unscaled rate."""
+        """Set the learning rate of all groups, each times its `lr_scale`; return the
+        unscaled rate.
+        """
         lr = self.lr * self.factor(progress)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -68,28 +88,44 @@ class Schedule:
 
 
 STATISTICS = ("running_mean", "running_var")
-"""Names of batch norm's statistics, the only buffers that are averaged beside the parameters. Against copied
-ones (a CNN of 3 batch norms, 10 classes of noisy patterns, 5 seeds, learning rates 0.003 and 0.01), after 50 steps the
-loss was 3 and 6 % lower and the accuracy 0.7 and 0.4 points lower; after 500 they were within 2 % and 0.03 points."""
+"""Names of batch norm's statistics, the only buffers that are averaged beside the
+parameters. Against copied ones (a CNN of 3 batch norms, 10 classes of noisy patterns, 5
+seeds, learning rates 0.003 and 0.01), after 50 steps the loss was 3 and 6 % lower and
+the accuracy 0.7 and 0.4 points lower; after 500 they were within 2 % and 0.03 points.
+"""
 
 
 class EMA:
-    """Keep an exponential moving average of a module's parameters and batch norm statistics.
+    """Keep an exponential moving average of a module's parameters and batch norm
+    statistics.
 
-    Any other buffer stays as it is: averaged vectors of a power iteration, indices or masks mean nothing.
+    Any other buffer stays as it is: averaged vectors of a power iteration, indices or
+    masks mean nothing.
     """
 
-    # average <- decay * average + (1 - decay) * weight. The decay is at most (1 + step) / (10 + step), so that the
-    # initial weights fade early. Cost: one foreach call per step, and a float32 copy of the student.
+    # average <- decay * average + (1 - decay) * weight. The decay is at most (1 + step)
+    # / (10 + step), so that the initial weights fade early. Cost: one foreach call per
+    # step, and a float32 copy of the student.
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
-        # The parameters themselves, not state_dict(): ZeRO replaces their storage later.
+        # The parameters themselves, not state_dict(): ZeRO replaces their storage
+        # later.
         live: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
         buffers = dict(module.named_buffers(remove_duplicate=False))
-        live |= {name: buffers[name] for name in module.state_dict() if name.endswith(STATISTICS)}
-        live = {name: live[name] for name in live if live[name].is_floating_point() or live[name].is_complex()}
-        weights = {id(tensor): tensor for tensor in live.values()}  # a shared tensor (tied weights) has several names
+        live |= {
+            name: buffers[name]
+            for name in module.state_dict()
+            if name.endswith(STATISTICS)
+        }
+        live = {
+            name: live[name]
+            for name in live
+            if live[name].is_floating_point() or live[name].is_complex()
+        }
+        weights = {
+            id(tensor): tensor for tensor in live.values()
+        }  # a shared tensor (tied weights) has several names
         averages = {key: tensor.detach().clone() for key, tensor in weights.items()}
         self._averages, self._weights = [*averages.values()], [*weights.values()]
         self.average = {name: averages[id(tensor)] for name, tensor in live.items()}
@@ -102,7 +138,9 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Load the average into the module for an evaluation; restore the weights on exit."""
+        """Load the average into the module for an evaluation; restore the weights on
+        exit.
+        """
         kept = [weight.detach().clone() for weight in self._weights]
         self.apply()
         try:
@@ -116,28 +154,46 @@ class EMA:
         torch._foreach_copy_(self._weights, self._averages)
 
     def load(self, average: dict[str, Tensor]) -> None:
-        torch._foreach_copy_([*self.average.values()], [average[name] for name in self.average])
+        torch._foreach_copy_(
+            [*self.average.values()], [average[name] for name in self.average]
+        )
 
 
 class Frozen:
-    """Freeze parameters and batch norm statistics, in the first epochs or the whole run."""
+    """Freeze parameters and batch norm statistics, in the first epochs or the whole
+    run.
+    """
 
-    # The frozen set is a function of the epoch, so checkpoints do not contain it. An optimizer skips a parameter
-    # without a gradient: neither weight decay nor momentum changes it. If only some epochs are frozen, gradients are
-    # computed and dropped, because DDP reduces the parameters that it was built with.
+    # The frozen set is a function of the epoch, so checkpoints do not contain it. An
+    # optimizer skips a parameter without a gradient: neither weight decay nor momentum
+    # changes it. If only some epochs are frozen, gradients are computed and dropped,
+    # because DDP reduces the parameters that it was built with.
 
-    def __init__(self, network: nn.Module, patterns: Sequence[str], epochs: int) -> None:
-        """Freeze the parameters of a network whose names match one of the patterns (fnmatch), for `epochs` epochs."""
+    def __init__(
+        self, network: nn.Module, patterns: Sequence[str], epochs: int
+    ) -> None:
+        """Freeze the parameters of a network whose names match one of the patterns
+        (fnmatch), for `epochs` epochs.
+        """
         # 0 epochs: the whole run, without computing gradients.
         named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-        matching = {id(t) for name, t in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        matching = {
+            id(t)
+            for name, t in named.items()
+            if any(fnmatchcase(name, pattern) for pattern in patterns)
+        }
         self.network, self.epochs = network, epochs
-        self.names = {name for name, parameter in network.named_parameters() if id(parameter) in matching}
+        self.names = {
+            name
+            for name, parameter in network.named_parameters()
+            if id(parameter) in matching
+        }
         self.norms = [
             module
             for module in network.modules()
             if (own := list(module.buffers(recurse=False)))
-            and {id(tensor) for tensor in list(module.parameters(recurse=False)) or own} <= matching
+            and {id(tensor) for tensor in list(module.parameters(recurse=False)) or own}
+            <= matching
         ]
         if not epochs:
             for parameter in self.parameters:
@@ -145,15 +201,25 @@ class Frozen:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The frozen parameters, looked up anew: moving a network to an XLA device replaces them."""
-        return [parameter for name, parameter in self.network.named_parameters() if name in self.names]
+        """The frozen parameters, looked up anew: moving a network to an XLA device
+        replaces them.
+        """
+        return [
+            parameter
+            for name, parameter in self.network.named_parameters()
+            if name in self.names
+        ]
 
     def holds(self, state: State) -> bool:  # in the step after this state
         return not self.epochs or state.epoch < self.epochs
 
     def statistics(self, state: State) -> list[Tensor]:
         """Return the buffers that stay frozen after this state."""
-        return [buffer for norm in self.norms for buffer in norm.buffers(recurse=False)] if self.holds(state) else []
+        return (
+            [buffer for norm in self.norms for buffer in norm.buffers(recurse=False)]
+            if self.holds(state)
+            else []
+        )
 
     @contextmanager
     def held(self, state: State) -> Iterator[None]:

@@ -19,15 +19,22 @@ from kd.core.types import Batch, Plan, State, TeacherOutputs
 from kd.engine.criterion import StudentWithLoss
 from kd.engine.optim import EMA, Schedule
 
-STOP_SECONDS = 1.0  # seconds until a rank's signal reaches the other ranks; torchrun kills 30 s after its signal
-MOST_PLANNED = 1000  # most epochs for which the sifter counts steps: takes up to a second
+# seconds until a rank's signal reaches the other ranks; torchrun kills 30 s after its
+# signal
+STOP_SECONDS = 1.0
+MOST_PLANNED = (
+    1000  # most epochs for which the sifter counts steps: takes up to a second
+)
 STOP_CALLS = 50  # most calls between two reductions, in case later calls are slower
 
 Span = Callable[[str], AbstractContextManager[object]]
-"""`with span(NAME):` around a part of a step: data, sifting, teacher, forward, backward, optimizer, wait, evaluation,
-checkpoint. Spans may be nested."""
+"""`with span(NAME):` around a part of a step: data, sifting, teacher, forward,
+backward, optimizer, wait, evaluation, checkpoint. Spans may be nested.
+"""
 Window = Callable[[State], Mapping[str, float]]
-"""Called where a log window ends, after device synchronization; returns what to add to the training row."""
+"""Called where a log window ends, after device synchronization; returns what to add to
+the training row.
+"""
 
 
 def never() -> bool:
@@ -39,7 +46,9 @@ class Logger(Protocol):
     """Shows the progress of a run; never waits for the device."""
 
     def step(self, state: State, progress: float) -> None:
-        """Show the state after a step, and the share of all planned steps that are done, 0 to 1."""
+        """Show the state after a step, and the share of all planned steps that are
+        done, 0 to 1.
+        """
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None: ...
 
@@ -53,8 +62,12 @@ class RunStore(Protocol):
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
         """Write a row of metrics: `kind` is "train" or "val"."""
 
-    def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
-        """Write a checkpoint atomically: after a crash, the old or the new one exists."""
+    def checkpoint(
+        self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool
+    ) -> None:
+        """Write a checkpoint atomically: after a crash, the old or the new one
+        exists.
+        """
 
     def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
         """Return the newest complete checkpoint, or None for a new run."""
@@ -68,16 +81,22 @@ class RunLength:
     epochs: int
     steps: int  # 0: `epochs` decides
     batch_size: int  # images per optimizer step, all ranks
-    views: int  # views per image; epoch e shows view `e mod views`. 0: a fresh view every epoch.
+    # views per image; epoch e shows view `e mod views`. 0: a fresh view every epoch.
+    views: int
     every: Intervals
-    patience: int = 0  # evaluations in a row without a better score that end the run; 0: never
+    patience: int = (
+        0  # evaluations in a row without a better score that end the run; 0: never
+    )
     small_until: float = 0.0  # first share of the run, with small images
 
     def progress(self, state: State, steps_in_epoch: int) -> float:
         """Return the progress of the run in the middle of the next step, 0 to 1."""
         if self.steps:
             return min(1.0, (state.step + 0.5) / self.steps)
-        return min(1.0, (state.epoch + (state.step_in_epoch + 0.5) / steps_in_epoch) / self.epochs)
+        return min(
+            1.0,
+            (state.epoch + (state.step_in_epoch + 0.5) / steps_in_epoch) / self.epochs,
+        )
 
     def share(self, state: State) -> float:
         """Return the progress of the run at the start of the current epoch, 0 to 1."""
@@ -87,14 +106,21 @@ class RunLength:
 
     def small_steps(self, state: State, plan: Plan) -> int:
         """Return how many first steps of the plan of an epoch show small images."""
-        candidates, begin = len(plan.ids) // self.batch_size, state.step - state.step_in_epoch
+        candidates, begin = (
+            len(plan.ids) // self.batch_size,
+            state.step - state.step_in_epoch,
+        )
         steps = plan.steps or candidates
 
         def share(step: int) -> float:
-            return self.progress(replace(state, step=begin + step, step_in_epoch=step), steps)
+            return self.progress(
+                replace(state, step=begin + step, step_in_epoch=step), steps
+            )
 
         number = bisect_left(range(steps), self.small_until, key=share)
-        if plan.steps:  # a step may have images from several steps of the plan, so an epoch has one size
+        # a step may have images from several steps of the plan, so an epoch has one
+        # size
+        if plan.steps:
             return candidates if 2 * number >= steps else 0
         return number
 
@@ -106,12 +132,16 @@ class RunLength:
         return done or self.gave_up(state)
 
     def planned(self, sifter: Sifter) -> list[int]:
-        """Return the steps of each epoch, as the sifter plans them; epochs after `MOST_PLANNED` repeat the last."""
+        """Return the steps of each epoch, as the sifter plans them; epochs after
+        `MOST_PLANNED` repeat the last.
+        """
         made, total = list[int](), 0
         while total < self.steps if self.steps else len(made) < self.epochs:
             known = len(made) < MOST_PLANNED
             at = State(step=total, epoch=len(made))
-            made.append(max(1, sifter.steps(len(made), self.share(at))) if known else made[-1])
+            made.append(
+                max(1, sifter.steps(len(made), self.share(at))) if known else made[-1]
+            )
             total += made[-1]
         return made
 
@@ -139,18 +169,25 @@ class Run:
     evaluator: Evaluator
     store: RunStore
     logger: Logger
-    skip_nonfinite: bool = False  # go on after a step with a non-finite gradient, which is never applied
+    skip_nonfinite: bool = (
+        False  # go on after a step with a non-finite gradient, which is never applied
+    )
     span: Span = nullcontext  # marks the loop's current part; free without a listener
     window: Window = lambda state: {}  # ends the listener's log window
     stop: Callable[[], bool] = never
-    """Called after each step and in evaluations; True: write a checkpoint now and raise Interrupted."""
+    """Called after each step and in evaluations; True: write a checkpoint now and raise
+    Interrupted.
+    """
 
 
 class Stopping:
-    """Evaluates `run.stop` after each step or evaluation batch, with the same result on all ranks."""
+    """Evaluates `run.stop` after each step or evaluation batch, with the same result on
+    all ranks.
+    """
 
-    # A single process checks every time. Several reduce the result about every `STOP_SECONDS`, since that syncs the
-    # device. The number of calls between two reductions follows from a reduced time, so it is equal on all ranks.
+    # A single process checks every time. Several reduce the result about every
+    # `STOP_SECONDS`, since that syncs the device. The number of calls between two
+    # reductions follows from a reduced time, so it is equal on all ranks.
 
     def __init__(self, run: Run) -> None:
         self.run, self.agreed = run, False
@@ -175,33 +212,47 @@ class Stopping:
             stops, total = backend.reduce_sum(mine).tolist()
         self.agreed = stops > 0
         self.restart()
-        self._every = max(1, min(STOP_CALLS, int(STOP_SECONDS * backend.world_size / max(total, 1e-9))))
+        self._every = max(
+            1,
+            min(STOP_CALLS, int(STOP_SECONDS * backend.world_size / max(total, 1e-9))),
+        )
         return self.agreed
 
 
 class Scoring:
-    """Score the images of one step on all ranks, without training. See `kd.core.contracts.Score`."""
+    """Score the images of one step on all ranks, without training. See
+    `kd.core.contracts.Score`.
+    """
 
-    # Shape legend: A micro-batches a step on one rank, W ranks, M images of a micro-batch.
+    # Shape legend: A micro-batches a step on one rank, W ranks, M images of a
+    # micro-batch.
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
     @torch.no_grad()
-    def __call__(self, batches: Sequence[Batch], shrink: int = 1) -> tuple[Tensor, list[Batch]]:
+    def __call__(
+        self, batches: Sequence[Batch], shrink: int = 1
+    ) -> tuple[Tensor, list[Batch]]:
         backend, distillation = self.run.backend, self.run.distillation
         scored, losses = [], []
         with self.run.span("sifting"):
-            distillation.eval()  # batch norm's statistics and dropout's draws belong to training
+            # batch norm's statistics and dropout's draws belong to training
+            distillation.eval()
             for batch in batches:
                 with self.run.span("teacher"):  # the step reuses these outputs
                     outputs = self.run.teacher(batch)
                 with backend.autocast(), shrunk(batch, shrink) as small:
                     losses.append(distillation(small, outputs)[1]["per_image"].float())
-                # no `crc`: there is no further lookup, and selecting rows would sync with the host
-                scored.append(replace(batch, teacher_outputs=TeacherOutputs(outputs), crc=()))
+                # no `crc`: there is no further lookup, and selecting rows would sync
+                # with the host
+                scored.append(
+                    replace(batch, teacher_outputs=TeacherOutputs(outputs), crc=())
+                )
             distillation.train()
-            all_AWM = torch.zeros(len(losses), backend.world_size, len(losses[0]), device=backend.device)
+            all_AWM = torch.zeros(
+                len(losses), backend.world_size, len(losses[0]), device=backend.device
+            )
             all_AWM[:, backend.rank] = torch.stack(losses)
             total = backend.reduce_sum(all_AWM)
             backend.end_step()
@@ -213,7 +264,9 @@ class Scoring:
 
 @contextmanager
 def shrunk(batch: Batch, times: int) -> Iterator[Batch]:
-    """Average-pool the images of a batch by `times`, and set the student's input size."""
+    """Average-pool the images of a batch by `times`, and set the student's
+    input size.
+    """
     if times == 1:
         yield batch
         return
@@ -222,6 +275,14 @@ def shrunk(batch: Batch, times: int) -> Iterator[Batch]:
     try:
         yield replace(batch, image=small.to(batch.image.dtype))
     except (AssertionError, RuntimeError) as error:
-        wrong = f"is {times}, but the student takes no smaller images ({in_short(error, 120)})"
-        remedy = "Set sifter.shrink=1, or for a ViT of timm student.args={dynamic_img_size: true}"
-        raise ModelError("sifter.shrink", wrong, "1 for this student", remedy) from error
+        wrong = (
+            f"is {times}, but the student takes no smaller images"
+            f" ({in_short(error, 120)})"
+        )
+        remedy = (
+            "Set sifter.shrink=1, or for a ViT of timm student.args={dynamic_img_size:"
+            " true}"
+        )
+        raise ModelError(
+            "sifter.shrink", wrong, "1 for this student", remedy
+        ) from error

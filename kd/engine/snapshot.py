@@ -1,4 +1,6 @@
-"""Save and restore a run: weights, averages, optimizer, sifter. No random state, and never the teacher."""
+"""Save and restore a run: weights, averages, optimizer, sifter. No random state, and
+never the teacher.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -17,59 +19,117 @@ LOADABLE = "A new network must load the state that a checkpoint holds"
 @torch.no_grad()
 def average_buffers(run: Run, state: State) -> None:
     """Average the batch norm statistics over the ranks."""
-    # Each rank gathers them from its own images, but an evaluation or a checkpoint must not depend on the rank. Buffers
-    # without checkpoint and frozen ones are not averaged: a mean of three equal numbers may have other bits.
+    # Each rank gathers them from its own images, but an evaluation or a checkpoint must
+    # not depend on the rank. Buffers without checkpoint and frozen ones are not
+    # averaged: a mean of three equal numbers may have other bits.
     if run.backend.world_size == 1:
         return
     student, frozen = run.distillation.student, run.distillation.frozen
-    still = {id(tensor) for tensor in frozen.statistics(state)} if frozen is not None else set()
-    saved = {name for name, tensor in student.state_dict(keep_vars=True).items() if id(tensor) not in still}
-    named = {name: tensor for name, tensor in student.named_buffers() if name in saved and tensor.is_floating_point()}
+    still = (
+        {id(tensor) for tensor in frozen.statistics(state)}
+        if frozen is not None
+        else set()
+    )
+    saved = {
+        name
+        for name, tensor in student.state_dict(keep_vars=True).items()
+        if id(tensor) not in still
+    }
+    named = {
+        name: tensor
+        for name, tensor in student.named_buffers()
+        if name in saved and tensor.is_floating_point()
+    }
     tensors = list(named.values())
     if run.average is not None:
-        tensors += [run.average.average[name] for name in named if name in run.average.average]
+        tensors += [
+            run.average.average[name] for name in named if name in run.average.average
+        ]
     if not tensors:
         return
     mean = run.backend.reduce_mean(torch.cat([tensor.flatten() for tensor in tensors]))
-    for tensor, part in zip(tensors, mean.split([tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, part in zip(
+        tensors, mean.split([tensor.numel() for tensor in tensors]), strict=True
+    ):
         tensor.copy_(part.view_as(tensor))
 
 
 def snapshot(run: Run, state: State, best: bool) -> None:
     """Write a checkpoint. All ranks must call it: a sharded optimizer is gathered."""
     weights = run.distillation.state_dict()
-    finite = torch.stack([tensor.isfinite().all() for tensor in weights.values()]).tolist()  # equal on all ranks
+    finite = torch.stack(
+        [tensor.isfinite().all() for tensor in weights.values()]
+    ).tolist()  # equal on all ranks
     if not all(finite):
         name = list(weights)[finite.index(False)]
-        wrong = f"the student's '{name}' became NaN or infinite in step {state.step} or before"
-        raise NonFiniteLoss("optimizer", wrong, "All weights must stay finite", AFTER_DIVERGING)
-    optimizer, sifter = run.backend.optimizer_state(run.optimizer), run.sifter.state_dict()
+        wrong = (
+            f"the student's '{name}' became NaN or infinite in step {state.step} or"
+            " before"
+        )
+        raise NonFiniteLoss(
+            "optimizer", wrong, "All weights must stay finite", AFTER_DIVERGING
+        )
+    optimizer, sifter = (
+        run.backend.optimizer_state(run.optimizer),
+        run.sifter.state_dict(),
+    )
     if run.backend.rank == 0:
-        tensors = weights_of(run) | {f"sifter.{name}": value for name, value in sifter.items()}
+        tensors = weights_of(run) | {
+            f"sifter.{name}": value for name, value in sifter.items()
+        }
         info = {"optimizer_groups": optimizer["param_groups"]}
         for index, entries in optimizer["state"].items():
-            kept = {name: value for name, value in entries.items() if not isinstance(value, bool)}  # muon's shapes
-            tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in kept.items()}
+            kept = {
+                name: value
+                for name, value in entries.items()
+                if not isinstance(value, bool)
+            }  # muon's shapes
+            tensors |= {
+                f"optimizer.{index}.{name}": torch.as_tensor(value)
+                for name, value in kept.items()
+            }
         run.store.checkpoint(state, tensors, info, best)
     run.backend.barrier()
 
 
 def restore(run: Run) -> State:
-    """Load the newest checkpoint into the run's parts on every rank; a fresh run starts at State()."""
+    """Load the newest checkpoint into the run's parts on every rank; a fresh run starts
+    at State().
+    """
     found = run.store.restore()
     content = ""
     if found is not None and run.backend.world_size > 1:  # about a second for 1 GB
-        content = f"{found[0]} {sorted((name, crc32(tensor)) for name, tensor in found[1].items())}"
+        content = (
+            f"{found[0]}"
+            f" {sorted((name, crc32(tensor)) for name, tensor in found[1].items())}"
+        )
     if differing(run.backend, content):
         own = f"one of step {found[0].step}" if found is not None else "none"
-        wrong = f"the ranks do not find the same checkpoint; rank {run.backend.rank} finds {own}"
-        remedy = "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each"
-        raise RunError("run.folder", wrong, "All ranks resume from one run folder", remedy)
-    state, tensors, info = found or (State(), weights_of(run), {})  # a new run loads what it will save
+        wrong = (
+            f"the ranks do not find the same checkpoint; rank {run.backend.rank} finds"
+            f" {own}"
+        )
+        remedy = (
+            "Put run.folder on a file system that all machines share, or copy rank 0's"
+            " run folder to each"
+        )
+        raise RunError(
+            "run.folder", wrong, "All ranks resume from one run folder", remedy
+        )
+    state, tensors, info = found or (
+        State(),
+        weights_of(run),
+        {},
+    )  # a new run loads what it will save
     try:
         run.distillation.load_state_dict(tensors_below("model.", tensors))
-    except RuntimeError as error:  # names or shapes differ: the file is unchanged, so the code has changed, or is wrong
-        wrong = f"the checkpoint of step {state.step} does not fit the student's network ({in_short(error)})"
+    # names or shapes differ: the file is unchanged, so the code has changed, or is
+    # wrong
+    except RuntimeError as error:
+        wrong = (
+            f"the checkpoint of step {state.step} does not fit the student's network"
+            f" ({in_short(error)})"
+        )
         remedy = "Undo the last change of its code, or correct it and start a new run"
         raise RunError("student.model", wrong, LOADABLE, remedy) from error
     if found is None:
@@ -87,37 +147,67 @@ def restore(run: Run) -> State:
 
 
 def weights_of(run: Run) -> dict[str, Tensor]:
-    """Return the tensors of student, losses and averages by their names in a checkpoint."""
+    """Return the tensors of student, losses and averages by their names in a
+    checkpoint.
+    """
     state = run.distillation.state_dict().items()
-    tensors = {f"model.{name}": value for name, value in state if isinstance(value, Tensor)}
+    tensors = {
+        f"model.{name}": value for name, value in state if isinstance(value, Tensor)
+    }
     if run.average is not None:
-        tensors |= {f"average.{name}": value for name, value in run.average.average.items()}
+        tensors |= {
+            f"average.{name}": value for name, value in run.average.average.items()
+        }
     return tensors
 
 
 def shapes_of(run: Run) -> set[tuple[str, torch.Size]]:
-    """Return the names and shapes of what a checkpoint holds of the student and the losses."""
-    return {(name, tensor.shape) for name, tensor in run.distillation.state_dict().items()}
+    """Return the names and shapes of what a checkpoint holds of the student and the
+    losses.
+    """
+    return {
+        (name, tensor.shape) for name, tensor in run.distillation.state_dict().items()
+    }
 
 
 def require_same_shapes(run: Run, before: set[tuple[str, torch.Size]]) -> None:
-    """Require that a step has changed no name and no shape of the state: a new network could not load it."""
+    """Require that a step has changed no name and no shape of the state: a new network
+    could not load it.
+    """
     for name, _ in before ^ shapes_of(run):
-        wrong = f"a training step makes '{name.removeprefix('student.network.')}' of its state, or its shape, anew"
-        raise ModelError("student.model", wrong, LOADABLE, "Register it in __init__, or with persistent=False")
+        wrong = (
+            f"a training step makes '{name.removeprefix('student.network.')}' of its"
+            " state, or its shape, anew"
+        )
+        raise ModelError(
+            "student.model",
+            wrong,
+            LOADABLE,
+            "Register it in __init__, or with persistent=False",
+        )
 
 
-def load_distillation(distillation: StudentWithLoss, tensors: dict[str, Tensor]) -> None:
-    """Load a checkpoint's weights of the losses' projectors and of the student, averaged ones first."""
+def load_distillation(
+    distillation: StudentWithLoss, tensors: dict[str, Tensor]
+) -> None:
+    """Load a checkpoint's weights of the losses' projectors and of the student,
+    averaged ones first.
+    """
     distillation.load_state_dict(tensors_below("model.", tensors))
     load_student(distillation.student, tensors)
 
 
 def load_student(student: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Load a checkpoint's weights of the student, averaged ones first."""
-    student.load_state_dict(tensors_below("model.student.", tensors) | tensors_below("average.", tensors))
+    student.load_state_dict(
+        tensors_below("model.student.", tensors) | tensors_below("average.", tensors)
+    )
 
 
 def tensors_below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors whose names begin with `prefix`, without it."""
-    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+    return {
+        name[len(prefix) :]: value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }

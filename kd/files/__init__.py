@@ -1,1 +1,3 @@
-"""Files on disk or at a URL: atomic writes, checksummed records, shards, the run folder, checkpoints."""
+"""Files on disk or at a URL: atomic writes, checksummed records, shards, the run
+folder, checkpoints.
+"""

@@ -1,4 +1,6 @@
-"""Checkpoints: a folder with tensors.safetensors and state.json, without pickle; whole or absent."""
+"""Checkpoints: a folder with tensors.safetensors and state.json, without pickle; whole
+or absent.
+"""
 
 import errno
 import json
@@ -25,9 +27,20 @@ class Broken(RunError):
     """A checkpoint is truncated or damaged. Another format raises a plain RunError."""
 
 
-def write(folder: Path, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool = False) -> None:
-    """Write a checkpoint folder atomically, tensors as CPU copies; `info` holds JSON values, and `best` is recorded."""
-    on_cpu = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+def write(
+    folder: Path,
+    state: State,
+    tensors: dict[str, Tensor],
+    info: dict[str, Any],
+    best: bool = False,
+) -> None:
+    """Write a checkpoint folder atomically, tensors as CPU copies; `info` holds JSON
+    values, and `best` is recorded.
+    """
+    on_cpu = {
+        name: tensor.detach().to("cpu", copy=True).contiguous()
+        for name, tensor in tensors.items()
+    }
     content = {"format": FORMAT, "best": best, "state": asdict(state), "info": info}
     with atomic_folder(folder) as draft:
         save_tensors(draft / TENSORS, on_cpu)
@@ -37,12 +50,22 @@ def write(folder: Path, state: State, tensors: dict[str, Tensor], info: dict[str
 
 
 def head(folder: Path) -> tuple[State, dict[str, Any]]:
-    """Read a checkpoint's state and the content of its state.json; `Broken` if damaged."""
+    """Read a checkpoint's state and the content of its state.json; `Broken` if
+    damaged.
+    """
 
     def build(content: Any) -> tuple[State, dict[str, Any]]:
         if content["format"] != FORMAT:
-            wrong = f"checkpoint '{folder}' has format {content['format']}, this version reads {FORMAT}"
-            raise RunError("run.folder", wrong, "", f"Choose another run.name, or remove '{folder}'")
+            wrong = (
+                f"checkpoint '{folder}' has format {content['format']}, this version"
+                f" reads {FORMAT}"
+            )
+            raise RunError(
+                "run.folder",
+                wrong,
+                "",
+                f"Choose another run.name, or remove '{folder}'",
+            )
         if content.pop("checksum") != _checksum(content):
             raise ValueError("its content has changed")
         return State(**content["state"]), content
@@ -54,10 +77,14 @@ def head(folder: Path) -> tuple[State, dict[str, Any]]:
 
 
 def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
-    """Read a checkpoint folder; `Broken`, which names the tensor, if it is truncated or damaged."""
+    """Read a checkpoint folder; `Broken`, which names the tensor, if it is truncated or
+    damaged.
+    """
     state, content = head(folder)
     try:
-        with (folder / TENSORS).open("rb") as file:  # safetensors reports an unreadable file as missing
+        with (folder / TENSORS).open(
+            "rb"
+        ) as file:  # safetensors reports an unreadable file as missing
             size = file.seek(0, 2)
         if size != content["bytes"]:
             raise _broken(folder, f"is cut short: {size} of {content['bytes']} bytes")
@@ -66,36 +93,53 @@ def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
         raise _unread(folder, error) from error
     for name in tensors.keys() | content["crc32"].keys():
         if name not in tensors or crc32(tensors[name]) != content["crc32"].get(name):
-            raise _broken(folder, f"is damaged: the content of tensor '{name}' has changed")
+            raise _broken(
+                folder, f"is damaged: the content of tensor '{name}' has changed"
+            )
     return state, tensors, content["info"]
 
 
 def crc32(tensor: Tensor) -> int:
-    """Return the CRC-32 of a tensor's type, shape and bytes: a damaged header may leave the bytes unchanged."""
+    """Return the CRC-32 of a tensor's type, shape and bytes: a damaged header may leave
+    the bytes unchanged.
+    """
     layout = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
     return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, layout)
 
 
 def _checksum(content: dict[str, Any]) -> int:
-    """Return the CRC-32 of JSON values, the same before they are written and after they are read."""
-    return zlib.crc32(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
+    """Return the CRC-32 of JSON values, the same before they are written and after they
+    are read.
+    """
+    return zlib.crc32(
+        json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode()
+    )
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def save_tensors(
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
     """Write tensors as safetensors; call it inside `atomic_folder`."""
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as error:  # safetensors reports the OSError only in its text
-        raise OSError(errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error)) from error
+        raise OSError(
+            errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error)
+        ) from error
     share(path)
 
 
 def _unread(folder: Path, error: Exception) -> RunError:
-    """Return the error for a checkpoint that cannot be read: `Broken` if truncated or corrupt, else RunError."""
+    """Return the error for a checkpoint that cannot be read: `Broken` if truncated or
+    corrupt, else RunError.
+    """
     wrong = f"cannot be read ({type(error).__name__}: {error})"
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
         return _broken(folder, wrong)
-    remedy = "It may be whole: let this user read it, or bring the storage back, and run the same command again"
+    remedy = (
+        "It may be whole: let this user read it, or bring the storage back, and run the"
+        " same command again"
+    )
     return RunError("run.folder", f"checkpoint '{folder}' {wrong}", "", remedy)
 
 
@@ -104,4 +148,7 @@ def _broken(folder: Path, wrong: str) -> Broken:
 
 
 def _remedy(folder: Path) -> str:
-    return f"Remove '{folder}'; the same command then resumes from the checkpoint before it"
+    return (
+        f"Remove '{folder}'; the same command then resumes from the checkpoint"
+        " before it"
+    )

@@ -1,8 +1,9 @@
 """Image files in folders: what is listed, in which order, and what is left out.
 
-Training, `kd init` and `kd-predict` list with these functions. Links are followed; hidden names and the folders of
-storage systems are left out. One `scandir` per folder gives the types of entries. An entry's status is one more
-request, which NFS serves from the same listing.
+Training, `kd init` and `kd-predict` list with these functions. Links are followed;
+hidden names and the folders of storage systems are left out. One `scandir` per folder
+gives the types of entries. An entry's status is one more request, which NFS serves from
+the same listing.
 """
 
 import os
@@ -16,17 +17,26 @@ from kd.core.errors import DataError
 from kd.files import pixels
 from kd.files.pixels import AVIF, HEIF
 
-ENDINGS = tuple(f".{ending}".encode() for ending in (*pixels.ENDINGS, *["avif"] * AVIF, *["heic", "heif"] * HEIF))
+ENDINGS = tuple(
+    f".{ending}".encode()
+    for ending in (*pixels.ENDINGS, *["avif"] * AVIF, *["heic", "heif"] * HEIF)
+)
 """Endings of image files that can be read here."""
 PILLOW_HEIF = "pillow-heif reads them: pip install 'PATH/kd[heic]'"
-READ_BY: dict[str, str] = {".heic": PILLOW_HEIF, ".heif": PILLOW_HEIF, ".avif": "Pillow 11.3 or later reads them"}
+READ_BY: dict[str, str] = {
+    ".heic": PILLOW_HEIF,
+    ".heif": PILLOW_HEIF,
+    ".avif": "Pillow 11.3 or later reads them",
+}
 """Remedies for endings that may be unreadable here."""
 OTHER = re.compile(
     "txt|xml|jsonl?|[ct]sv|md|html?|pdf|ya?ml|toml|ini|log|docx?|xlsx?|py|ipynb|zip|tar|t?gz|bz2|xz|7z|rar|np[yz]|mat|"
     "pkl|pth?|safetensors|onnx|h5|hdf5|parquet|arrow|db|dcm|nii|mp[34]|avi|mov|mkv|wav|svg|e?ps|psd|ai|xcf|hei[cf]|avif|"
     "jp2|jxl|exr|hdr|dng|cr[23]|nef|arw|orf|rw2|ra[fw]|svs|ndpi|scn|lsm|stk|lif|czi"
 )
-"""Endings of files that are not tested for being images. Some begin like a TIFF: raw photographs."""
+"""Endings of files that are not tested for being images. Some begin like a TIFF: raw
+photographs.
+"""
 SYSTEM = {
     b"@eaDir",
     b"@Recycle",
@@ -51,14 +61,24 @@ def printable(name: bytes) -> str:
     return name.decode("utf-8", "backslashreplace")
 
 
-def entries_of(path: bytes, where: str) -> tuple[list[os.DirEntry[bytes]], os.stat_result]:
-    """Return a folder's content without hidden names, and the folder's metadata before listing."""
+def entries_of(
+    path: bytes, where: str
+) -> tuple[list[os.DirEntry[bytes]], os.stat_result]:
+    """Return a folder's content without hidden names, and the folder's metadata before
+    listing.
+    """
     try:
         status = os.stat(path)
         with os.scandir(path) as listing:
-            entries = [e for e in listing if not e.name.startswith(b".") and e.name not in SYSTEM]  # macOS ._* too
+            entries = [
+                e
+                for e in listing
+                if not e.name.startswith(b".") and e.name not in SYSTEM
+            ]  # macOS ._* too
     except OSError as error:
-        raise DataError(where, f"the folder '{printable(path)}' cannot be listed ({error.strerror})") from error
+        raise DataError(
+            where, f"the folder '{printable(path)}' cannot be listed ({error.strerror})"
+        ) from error
     return entries, status
 
 
@@ -66,7 +86,8 @@ def is_folder(entry: os.DirEntry[bytes]) -> bool:
     """Return whether an entry is a folder, or a link to one."""
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself: listed if it is named like an image; decoding reports the error
+    # a link to itself: listed if it is named like an image; decoding reports the error
+    except OSError:
         return False
 
 
@@ -84,15 +105,22 @@ def is_image(entry: os.DirEntry[bytes]) -> bool:
             head = file.read(12)
     except OSError:
         return False
-    # Texts may begin with "BM" too. A file with an unknown ending, such as 4.5, may be a raw photograph.
+    # Texts may begin with "BM" too. A file with an unknown ending, such as 4.5, may be
+    # a raw photograph.
     doubtful = ("BMP", "TIFF") if name else ("BMP",)
     return pixels.format_of(head) not in ("", "AVIF", "HEIC", *doubtful)
 
 
 def folders(path: str | os.PathLike[str]) -> list[str]:
-    """Return the names of the folders in a folder, sorted, without hidden ones; none if it cannot be listed."""
+    """Return the names of the folders in a folder, sorted, without hidden ones; none if
+    it cannot be listed.
+    """
     try:
-        kept = (e.name for e in os.scandir(path) if e.is_dir() and not e.name.startswith("."))
+        kept = (
+            e.name
+            for e in os.scandir(path)
+            if e.is_dir() and not e.name.startswith(".")
+        )
         return sorted(name for name in kept if os.fsencode(name) not in SYSTEM)
     except OSError:
         return []
@@ -103,19 +131,32 @@ class Folder(NamedTuple):
 
     path: bytes  # below the root
     above: frozenset[tuple[int, int]]  # its parents
-    content: Iterator[tuple[bytes, os.DirEntry[bytes] | None]]  # names in order; folders end in "/", without entry
+    content: Iterator[
+        tuple[bytes, os.DirEntry[bytes] | None]
+    ]  # names in order; folders end in "/", without entry
 
 
 class Walk:
-    """The image files below a folder of a root, in byte order of their paths: the same order in every locale."""
+    """The image files below a folder of a root, in byte order of their paths: the same
+    order in every locale.
+    """
 
-    def __init__(self, root: str, folder: bytes, where: str, accept: IsImage = is_image) -> None:
-        self.root, self.folder, self.where, self.accept = os.fsencode(root), folder, where, accept
+    def __init__(
+        self, root: str, folder: bytes, where: str, accept: IsImage = is_image
+    ) -> None:
+        self.root, self.folder, self.where, self.accept = (
+            os.fsencode(root),
+            folder,
+            where,
+            accept,
+        )
         self.folders = list[bytes]()  # all that were listed
         self.other = Counter[str]()  # files that are no images, by ending
 
     def __iter__(self) -> Iterator[tuple[bytes, bytes, os.DirEntry[bytes]]]:
-        """Yield the folder, the path and the entry of each image; one folder at a time is held as objects."""
+        """Yield the folder, the path and the entry of each image; one folder at a time
+        is held as objects.
+        """
         todo = [self._open(self.folder, frozenset())]
         while todo:
             path, above, content = todo[-1]
@@ -148,25 +189,41 @@ class Walk:
 
 
 def left_out(other: Counter[str], noun: str = "file", remedy: str = "") -> list[str]:
-    """Return a line that counts unread files or shard members by ending; nothing if all are read."""
+    """Return a line that counts unread files or shard members by ending; nothing if all
+    are read.
+    """
     if not other:
         return []
     words = []
     for ending, count in other.most_common(MOST_KINDS):
         reader = READ_BY.get(ending.lower(), "")
-        words.append(f"{count} {ending or 'without an ending'}" + (f" ({reader})" if reader else ""))
-    more = f" and {len(other) - MOST_KINDS} kinds more" if len(other) > MOST_KINDS else ""
+        words.append(
+            f"{count} {ending or 'without an ending'}"
+            + (f" ({reader})" if reader else "")
+        )
+    more = (
+        f" and {len(other) - MOST_KINDS} kinds more" if len(other) > MOST_KINDS else ""
+    )
     count = other.total()
     verb = "is" if count == 1 else "are"
-    return [f"{count} {noun}{'s' * (count > 1)} {verb} not read: {', '.join(words)}{more}{remedy}"]
+    return [
+        f"{count} {noun}{'s' * (count > 1)} {verb} not read:"
+        f" {', '.join(words)}{more}{remedy}"
+    ]
 
 
 def without_images(listed: Sequence[bytes], holding: Sequence[bytes]) -> list[str]:
-    """Return the listed folders without images, only the uppermost of nested ones; `holding`: those with images."""
+    """Return the listed folders without images, only the uppermost of nested ones;
+    `holding`: those with images.
+    """
     above: set[bytes] = set()
     for folder in holding:
         while folder not in above:
             above.add(folder)
             folder = posixpath.dirname(folder)
-    bare = sorted(name for name in listed[1:] if name not in above and posixpath.dirname(name) in above)
+    bare = sorted(
+        name
+        for name in listed[1:]
+        if name not in above and posixpath.dirname(name) in above
+    )
     return [printable(name) for name in bare]

@@ -1,4 +1,6 @@
-"""Reader of JSON that may be damaged: truncated by a full disk, edited, or from an untrusted source."""
+"""Reader of JSON that may be damaged: truncated by a full disk, edited, or from an
+untrusted source.
+"""
 
 import json
 from collections.abc import Callable
@@ -8,8 +10,17 @@ from typing import Any, TypeVar
 from kd.core.errors import KdError, RunError, named
 
 Value = TypeVar("Value")
-DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors of JSON that is truncated, is not UTF-8, is nested too deep, or has unexpected values."""
+DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Errors of JSON that is truncated, is not UTF-8, is nested too deep, or has unexpected
+values.
+"""
 
 
 def object_of(content: Any) -> Any:
@@ -27,18 +38,23 @@ def read_json(
     kind: type[KdError] = RunError,
     required: bool = False,
 ) -> Value:
-    """Read a JSON file and return `build(content)`, by default an object. OSError: it cannot be read.
+    """Read a JSON file and return `build(content)`, by default an object. OSError: it
+    cannot be read.
 
-    If the file is damaged (`build` raises one of `DAMAGE`), or `required` and cannot be read, raise `kind` at the
-    config path `where`.
+    If the file is damaged (`build` raises one of `DAMAGE`), or `required` and cannot be
+    read, raise `kind` at the config path `where`.
     """
     try:
         content = file.read_bytes()
     except OSError as error:
         if required:
-            raise kind(where, f"'{file}' cannot be read ({error.strerror})", "", remedy) from error
+            raise kind(
+                where, f"'{file}' cannot be read ({error.strerror})", "", remedy
+            ) from error
         raise
     try:
         return build(json.loads(content))
     except DAMAGE as error:
-        raise kind(where, f"'{file}' is damaged ({named(error)})", "", remedy) from error
+        raise kind(
+            where, f"'{file}' is damaged ({named(error)})", "", remedy
+        ) from error

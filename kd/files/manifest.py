@@ -14,17 +14,26 @@ DIGITS = 12  # digits of a hash as shown to users, such as the version of an exp
 def served_first(manifest: Mapping[str, Any]) -> list[str]:
     """Return the graph names of an export; `kd-serve` loads the first."""
     main = manifest.get("pick", "model.onnx")
-    return sorted(manifest.get("parity", ()), key=lambda name: (name != main, name != "model.onnx", name))
+    return sorted(
+        manifest.get("parity", ()),
+        key=lambda name: (name != main, name != "model.onnx", name),
+    )
 
 
 def checksum(manifest: Mapping[str, Any]) -> str:
-    """Return the sha256 of a manifest without its checksum, as compact JSON with sorted keys."""
+    """Return the sha256 of a manifest without its checksum, as compact JSON with sorted
+    keys.
+    """
     content = {key: value for key, value in manifest.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def unchanged(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a manifest is unchanged; exports of older builds have no checksum."""
+    """Return whether a manifest is unchanged; exports of older builds have no
+    checksum.
+    """
     return manifest.get("checksum") in (None, checksum(manifest))
 
 

@@ -15,7 +15,11 @@ from kd.files.storage import atomic_file
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 EXTRAS = {"s3": "pip install 'PATH/kd[sagemaker]'", "gs": "pip install gcsfs"}
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # fsspec's protocols of local files
+DISK_ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+)  # fsspec's protocols of local files
 
 
 def is_url(path: str) -> bool:
@@ -29,41 +33,63 @@ def join(url: str, name: str) -> str:
 
 
 def versions(url: str, where: str) -> dict[str, tuple[int, str]]:
-    """Return size and `version` of all files at or below a URL, or matching its wildcards; sorted, without folders."""
+    """Return size and `version` of all files at or below a URL, or matching its
+    wildcards; sorted, without folders.
+    """
     with _one_line(url, where):
         files, path = _open(url, where)
         infos = {}
         if re.search(r"[*?\[]", path):
-            infos = {files.unstrip_protocol(name): info for name, info in files.glob(path, detail=True).items()}
-        else:  # not `unstrip_protocol`: a URL has several spellings, and the caller's is kept
+            infos = {
+                files.unstrip_protocol(name): info
+                for name, info in files.glob(path, detail=True).items()
+            }
+        # not `unstrip_protocol`: a URL has several spellings, and the caller's is kept
+        else:
             for name, info in files.find(path, detail=True).items():
                 below = name[len(path) :].lstrip("/")
                 infos[join(url, below) if below or name.endswith("/") else url] = info
         # object stores' consoles write an empty object "photos/" for a folder
-        names = [each for each in sorted(infos) if not each.endswith("/") and infos[each].get("type") != "directory"]
-        return {each: (int(infos[each]["size"] or 0), _version(each, infos[each])) for each in names}
+        names = [
+            each
+            for each in sorted(infos)
+            if not each.endswith("/") and infos[each].get("type") != "directory"
+        ]
+        return {
+            each: (int(infos[each]["size"] or 0), _version(each, infos[each]))
+            for each in names
+        }
 
 
 def version(url: str, where: str) -> str:
-    """Return a hash of a file's size, ETag and times in the store; it changes with the content."""
+    """Return a hash of a file's size, ETag and times in the store; it changes with the
+    content.
+    """
     with _one_line(url, where):
         files, path = _open(url, where)
         return _version(url, files.info(path))
 
 
 def _version(url: str, info: Any) -> str:
-    marks = [str(info.get(key, "")) for key in ("size", "ETag", "etag", "mtime", "LastModified", "updated")]
+    marks = [
+        str(info.get(key, ""))
+        for key in ("size", "ETag", "etag", "mtime", "LastModified", "updated")
+    ]
     return hashlib.sha256("\0".join([url, *marks]).encode()).hexdigest()[:12]
 
 
 def read(url: str, where: str) -> bytes:
-    """Read a whole file; FileNotFoundError and PermissionError are raised as for a local file."""
+    """Read a whole file; FileNotFoundError and PermissionError are raised as for a
+    local file.
+    """
     try:
         with _one_line(url, where, (FileNotFoundError, PermissionError)):
             files, path = _open(url, where)
             return files.cat_file(path)
     except (FileNotFoundError, PermissionError) as error:
-        raise type(error)(error.errno or errno.ENOENT, "no such file, or no right to read it", url) from error
+        raise type(error)(
+            error.errno or errno.ENOENT, "no such file, or no right to read it", url
+        ) from error
 
 
 def copy_here(url: str, target: Path, where: str) -> None:
@@ -77,24 +103,38 @@ def _open(url: str, where: str) -> tuple[Any, str]:
     protocol = url.partition("://")[0]
     try:
         files = _store(protocol, os.getpid())
-    except (ImportError, ValueError) as error:  # ValueError: fsspec does not know the protocol
+    except (
+        ImportError,
+        ValueError,
+    ) as error:  # ValueError: fsspec does not know the protocol
         remedy = EXTRAS.get(protocol, "Install the package for fsspec that brings it")
         reason = in_short(error)
-        raise MissingExtra(where, f"'{url}' needs a package that is not installed ({reason})", "", remedy) from error
+        raise MissingExtra(
+            where,
+            f"'{url}' needs a package that is not installed ({reason})",
+            "",
+            remedy,
+        ) from error
     return files, files._strip_protocol(url)
 
 
 @functools.lru_cache
 def _store(protocol: str, process: int) -> Any:
-    """Return the process's file system, shared by its threads; fsspec would make one with a client per thread."""
+    """Return the process's file system, shared by its threads; fsspec would make one
+    with a client per thread.
+    """
     import fsspec
 
     return fsspec.filesystem(protocol, use_listings_cache=False)
 
 
 @contextmanager
-def _one_line(url: str, where: str, passed: tuple[type[Exception], ...] = (), disk: bool = False) -> Iterator[None]:
-    """Convert a store's exceptions of many unrelated types to a DataError; `passed` are raised unchanged."""
+def _one_line(
+    url: str, where: str, passed: tuple[type[Exception], ...] = (), disk: bool = False
+) -> Iterator[None]:
+    """Convert a store's exceptions of many unrelated types to a DataError; `passed` are
+    raised unchanged.
+    """
     try:
         yield
     except (MissingExtra, *passed):
@@ -103,5 +143,9 @@ def _one_line(url: str, where: str, passed: tuple[type[Exception], ...] = (), di
         if disk and isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
         reason = in_short(error)
-        remedy = "Check the name, credentials and network, then run the same command again"
-        raise DataError(where, f"'{url}': the store reports: {reason[:200]}", "", remedy) from error
+        remedy = (
+            "Check the name, credentials and network, then run the same command again"
+        )
+        raise DataError(
+            where, f"'{url}': the store reports: {reason[:200]}", "", remedy
+        ) from error

@@ -13,10 +13,16 @@ FIRST = mmap.PAGESIZE  # bytes of the first read: a small record takes one reque
 
 
 class Stop:
-    """Whether and why writing has ended. Forked processes share it, so only one of them warns."""
+    """Whether and why writing has ended. Forked processes share it, so only one of them
+    warns.
+    """
 
     def __init__(self, name: str, consequence: str) -> None:
-        self.name, self.consequence, self._page = name, consequence, mmap.mmap(-1, mmap.PAGESIZE)
+        self.name, self.consequence, self._page = (
+            name,
+            consequence,
+            mmap.mmap(-1, mmap.PAGESIZE),
+        )
 
     @property
     def reason(self) -> str:
@@ -32,22 +38,30 @@ class Stop:
 
 
 class Records:
-    """A sparse file of numbered records, each of at most `size` bytes, with its length and a checksum.
+    """A sparse file of numbered records, each of at most `size` bytes, with its length
+    and a checksum.
 
-    Each record is one write, so a reader finds the old record, the new one, or a partial one that its checksum rejects.
-    It uses `pread`: reading a mapped file that was truncated would end the process (SIGBUS).
+    Each record is one write, so a reader finds the old record, the new one, or a
+    partial one that its checksum rejects. It uses `pread`: reading a mapped file that
+    was truncated would end the process (SIGBUS).
     """
 
     HEAD = struct.Struct("<II")  # checksum and length
 
-    def __init__(self, file: int, size: int, stop: Stop, label: str = "", align: int = 1) -> None:
-        """Use an open file. The label is part of the checksums; a record begins at a multiple of `align` bytes."""
+    def __init__(
+        self, file: int, size: int, stop: Stop, label: str = "", align: int = 1
+    ) -> None:
+        """Use an open file. The label is part of the checksums; a record begins at a
+        multiple of `align` bytes.
+        """
         self.size, self.stop, self.stride = size, stop, record_bytes(size, align)
         self._file, self._label = file, label
         self._close = weakref.finalize(self, os.close, file)
 
     def read(self, id: int) -> bytes | None:
-        """Return the content of a record, or None if it is not whole or cannot be read."""
+        """Return the content of a record, or None if it is not whole or cannot
+        be read.
+        """
         start, head = id * self.stride, self.HEAD.size
         try:
             record = os.pread(self._file, min(self.stride, FIRST), start)
@@ -58,18 +72,30 @@ class Records:
                 return None
             content = record[head : head + length]
             if length > len(content):
-                content += os.pread(self._file, length - len(content), start + head + len(content))
+                content += os.pread(
+                    self._file, length - len(content), start + head + len(content)
+                )
         except OSError:
             return None
-        return content if len(content) == length and self._checksum(id, content) == checksum else None
+        return (
+            content
+            if len(content) == length and self._checksum(id, content) == checksum
+            else None
+        )
 
     def write(self, id: int, content: bytes) -> None:
-        """Write a record. If the disk is full, warn once and stop writing; written records stay valid."""
+        """Write a record. If the disk is full, warn once and stop writing; written
+        records stay valid.
+        """
         if self.stop.reason or len(content) > self.size:
             return
         record = self.HEAD.pack(self._checksum(id, content), len(content)) + content
         try:
-            reason = "it is full" if os.pwrite(self._file, record, id * self.stride) < len(record) else ""
+            reason = (
+                "it is full"
+                if os.pwrite(self._file, record, id * self.stride) < len(record)
+                else ""
+            )
         except OSError as error:
             reason = error.strerror or str(error)
         if reason:
@@ -79,7 +105,9 @@ class Records:
         os.ftruncate(self._file, 0)
 
     def _checksum(self, id: int, content: bytes) -> int:
-        return zlib.crc32(content, zlib.crc32(f"{self._label}:{id}:{len(content)}".encode()))
+        return zlib.crc32(
+            content, zlib.crc32(f"{self._label}:{id}:{len(content)}".encode())
+        )
 
 
 def record_bytes(size: int, align: int = 1) -> int:

@@ -1,6 +1,7 @@
 """The run folder: config.yaml, manifest.json, metrics.jsonl, checkpoints/, report.md.
 
-Rank 0 writes; every rank reads (several machines need a shared file system for `run.folder`).
+Rank 0 writes; every rank reads (several machines need a shared file system for
+`run.folder`).
 """
 
 import hashlib
@@ -19,72 +20,122 @@ from kd.core.types import State
 from kd.files import checkpoint, storage
 from kd.files.json_file import object_of, read_json
 
-BASELINE = "labels_only"  # folder of the baseline inside a run folder; a given length is appended as "_STEPS"
+# folder of the baseline inside a run folder; a given length is appended as "_STEPS"
+BASELINE = "labels_only"
 
-BILLED = ("billable_seconds", "began")  # in manifest.json: seconds of all starts; start time of this one, 0: ended
+BILLED = (
+    "billable_seconds",
+    "began",
+)  # in manifest.json: seconds of all starts; start time of this one, 0: ended
 
 
 class RunDir:
     """The folder of one run. See `kd.engine.run.RunStore`."""
 
     def __init__(self, path: Path, rank: int = 0, keep: int = 2) -> None:
-        """Name a run folder. The `keep` newest checkpoints and the chosen one are kept."""
+        """Name a run folder. The `keep` newest checkpoints and the chosen one
+        are kept.
+        """
         self.path, self.rank, self.keep = path, rank, keep
         self.checkpoints = path / "checkpoints"
         self._lock: IO[str] | None = None
 
     def open(self, config: str, differences: Iterable[str] = ()) -> None:
-        """Create or reopen the folder; rank 0 locks it. Without a checkpoint the run begins from scratch."""
+        """Create or reopen the folder; rank 0 locks it. Without a checkpoint the run
+        begins from scratch.
+        """
         keys = list(differences)
         if keys and self._folders():
             wrong = f"'{self.path}' holds another run; it differs in {', '.join(keys)}"
-            raise RunError("run.name", wrong, "One folder, one run", "Choose another run.name, or remove the folder")
+            raise RunError(
+                "run.name",
+                wrong,
+                "One folder, one run",
+                "Choose another run.name, or remove the folder",
+            )
         if self.rank != 0:  # rank 0 may be making the folder at this moment
             return
-        new = self.path.is_dir() and not self.config_file.exists()  # or a start that ended before its first file
-        if new and any(not path.name.startswith((".", "checkpoints", "audit")) for path in self.path.iterdir()):
+        new = (
+            self.path.is_dir() and not self.config_file.exists()
+        )  # or a start that ended before its first file
+        if new and any(
+            not path.name.startswith((".", "checkpoints", "audit"))
+            for path in self.path.iterdir()
+        ):
             remedy = "Choose another run.name or run.folder"
-            raise RunError("run.name", f"'{self.path}' exists and is not a run folder", "", remedy)
+            raise RunError(
+                "run.name", f"'{self.path}' exists and is not a run folder", "", remedy
+            )
         if self._lock is None:
             self._enter()
         if not self._folders():
             known: dict[str, Any] = {}
-            with suppress(RunError):  # files of a start that was killed before its first checkpoint
+            with suppress(
+                RunError
+            ):  # files of a start that was killed before its first checkpoint
                 known = self.manifest() if self.stored_config() == config else {}
             storage.write_text(self.config_file, config)
-            storage.write_json(self.path / "manifest.json", {key: known[key] for key in BILLED if key in known})
+            storage.write_json(
+                self.path / "manifest.json",
+                {key: known[key] for key in BILLED if key in known},
+            )
 
     @property
     def config_file(self) -> Path:
         return self.path / "config.yaml"
 
     def stored_config(self) -> str | None:
-        return self.config_file.read_text(encoding="utf-8", errors="replace") if self.config_file.is_file() else None
+        return (
+            self.config_file.read_text(encoding="utf-8", errors="replace")
+            if self.config_file.is_file()
+            else None
+        )
 
     def step(self) -> int:
         """Return the step of the newest checkpoint; 0 if there is no checkpoint."""
-        return max((int(folder.name.rpartition("_")[2]) for folder in self._folders()), default=0)
+        return max(
+            (int(folder.name.rpartition("_")[2]) for folder in self._folders()),
+            default=0,
+        )
 
     def manifest(self) -> dict[str, Any]:
         """Return what manifest.json records; empty before the first `record`."""
         file = self.path / "manifest.json"
-        return read_json(file, "run.folder", "Restore it, or choose another run.name", _facts) if file.is_file() else {}
+        return (
+            read_json(
+                file, "run.folder", "Restore it, or choose another run.name", _facts
+            )
+            if file.is_file()
+            else {}
+        )
 
     def record(self, **facts: Any) -> None:
         if self.rank == 0:
-            storage.write_json(self.path / "manifest.json", {**self.manifest(), **facts})
+            storage.write_json(
+                self.path / "manifest.json", {**self.manifest(), **facts}
+            )
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
         if self.rank != 0:
             return
-        row = {"kind": kind, "step": state.step, "epoch": state.epoch, "images": state.images}
-        row |= {"seconds": round(state.seconds, 3), **{name: float(value) for name, value in values.items()}}
+        row = {
+            "kind": kind,
+            "step": state.step,
+            "epoch": state.epoch,
+            "images": state.images,
+        }
+        row |= {
+            "seconds": round(state.seconds, 3),
+            **{name: float(value) for name, value in values.items()},
+        }
         with storage.on_disk(self._metrics_file, "run.folder"):
             storage.append_rows(self._metrics_file, row)
 
     def alone(self) -> "RunDir":
         """Return the folder of the latest baseline; it may not exist."""
-        return RunDir(self.path / Path(str(self.manifest().get("baseline", BASELINE))).name)
+        return RunDir(
+            self.path / Path(str(self.manifest().get("baseline", BASELINE))).name
+        )
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
         return [row for row in self.rows() if row["kind"] == kind]
@@ -93,16 +144,29 @@ class RunDir:
         rows = storage.read_rows(self._metrics_file, last=None)
         for row in rows:
             if not isinstance(row.get("kind"), str) or type(row.get("step")) is not int:
-                wrong = f"'{self._metrics_file}' is corrupt or was edited: a row {json.dumps(row)[:80]}"
-                raise RunError("run.folder", wrong, "Rows with kind and step", "Remove that line")
+                wrong = (
+                    f"'{self._metrics_file}' is corrupt or was edited: a row"
+                    f" {json.dumps(row)[:80]}"
+                )
+                raise RunError(
+                    "run.folder", wrong, "Rows with kind and step", "Remove that line"
+                )
         return rows
 
-    def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
-        """Write checkpoints/step_N, which records whether it is the best so far, and remove old ones."""
+    def checkpoint(
+        self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool
+    ) -> None:
+        """Write checkpoints/step_N, which records whether it is the best so far, and
+        remove old ones.
+        """
         with storage.on_disk(self._metrics_file, "run.folder"):
-            if self._metrics_file.is_file():  # its rows must be on disk before the checkpoint
+            if (
+                self._metrics_file.is_file()
+            ):  # its rows must be on disk before the checkpoint
                 storage.flush(self._metrics_file)
-        checkpoint.write(self.checkpoints / f"step_{state.step:08d}", state, tensors, info, best)
+        checkpoint.write(
+            self.checkpoints / f"step_{state.step:08d}", state, tensors, info, best
+        )
         try:
             best_folder = self._best()
         except RunError as error:  # the best one is unknown, so none is removed
@@ -113,9 +177,11 @@ class RunDir:
                     storage.remove_folder(folder)
 
     def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
-        """Return the newest checkpoint, and drop later metrics: those steps will be repeated.
+        """Return the newest checkpoint, and drop later metrics: those steps will be
+        repeated.
 
-        If the best checkpoint was removed by hand, `State.best` is that of the best remaining one.
+        If the best checkpoint was removed by hand, `State.best` is that of the best
+        remaining one.
         """
         folders = self._folders()
         if not folders:
@@ -125,41 +191,73 @@ class RunDir:
         best = self._best()
         if best is not None:
             best_state, content = checkpoint.head(best)
-            state = replace(state, best=best_state.best if content["best"] else State().best)
+            state = replace(
+                state, best=best_state.best if content["best"] else State().best
+            )
         self._truncate_metrics(state.step)
         return state, tensors, info
 
     def best(self) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
-        """Return the chosen checkpoint. If it was removed by hand, warn and return the newest one left."""
+        """Return the chosen checkpoint. If it was removed by hand, warn and return the
+        newest one left.
+        """
         folder = self._best()
         if folder is None:
-            raise RunError("run", f"'{self.path}' has no checkpoint yet", "", "Train it first: `kd-train CONFIG`")
+            raise RunError(
+                "run",
+                f"'{self.path}' has no checkpoint yet",
+                "",
+                "Train it first: `kd-train CONFIG`",
+            )
         state, content = checkpoint.head(folder)
-        if not content["best"] or state.best < checkpoint.head(self._folders()[-1])[0].best:
-            storage.log.warning(f"run: the best checkpoint of '{self.path}' is gone. '{folder.name}' is used.")
+        if (
+            not content["best"]
+            or state.best < checkpoint.head(self._folders()[-1])[0].best
+        ):
+            storage.log.warning(
+                f"run: the best checkpoint of '{self.path}' is gone. '{folder.name}' is"
+                " used."
+            )
         return checkpoint.read(folder)
 
     def best_row(self) -> dict[str, Any]:
-        """Return the validation row of the chosen checkpoint; empty before the first one."""
+        """Return the validation row of the chosen checkpoint; empty before the first
+        one.
+        """
         folder = self._best()
         step = checkpoint.head(folder)[0].step if folder else -1
-        return next((row for row in reversed(self.metrics("val")) if row["step"] == step), {})
+        return next(
+            (row for row in reversed(self.metrics("val")) if row["step"] == step), {}
+        )
 
     def best_weights(self) -> str:
         """Return a hash of the chosen checkpoint; empty before the first one."""
         folder = self._best()
-        return hashlib.sha256(json.dumps(checkpoint.head(folder)[1]["crc32"]).encode()).hexdigest() if folder else ""
+        return (
+            hashlib.sha256(
+                json.dumps(checkpoint.head(folder)[1]["crc32"]).encode()
+            ).hexdigest()
+            if folder
+            else ""
+        )
 
     def write_scored(self, scored: Scored) -> None:
-        storage.write_json(self.path / "scored.json", {"weights": self.best_weights(), **scored.record()})
+        storage.write_json(
+            self.path / "scored.json",
+            {"weights": self.best_weights(), **scored.record()},
+        )
 
     def scored(self) -> Scored | None:
-        """Return the score from `write_scored`; None if it is missing or belongs to another checkpoint."""
+        """Return the score from `write_scored`; None if it is missing or belongs to
+        another checkpoint.
+        """
         file = self.path / "scored.json"
         if not file.is_file():
             return None
         best = self.best_weights()  # "": the checkpoints were removed
-        weights, scored = read_json(file, "run.folder", "Remove the file", _weights_and_score)
+        weights, scored = read_json(
+            file, "run.folder", "Remove the file", _weights_and_score
+        )
         return scored if weights == best or not best else None
 
     def close(self) -> None:
@@ -168,23 +266,36 @@ class RunDir:
             self._lock = None
 
     def _folders(self) -> list[Path]:
-        found = sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []
+        found = (
+            sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []
+        )
         for folder in found:
             if not folder.name.removeprefix("step_").isdecimal():
                 allowed = "step_ and a number"
-                raise RunError("run.folder", f"'{folder}' is no checkpoint of kd", allowed, "Move it out of the folder")
+                raise RunError(
+                    "run.folder",
+                    f"'{folder}' is no checkpoint of kd",
+                    allowed,
+                    "Move it out of the folder",
+                )
         return found
 
     def _best(self) -> Path | None:
-        """Return the newest checkpoint that was chosen when it was written: see `kd.engine.loop.evaluate`.
+        """Return the newest checkpoint that was chosen when it was written: see
+        `kd.engine.loop.evaluate`.
 
-        If all of those were removed by hand, return the newest checkpoint; None if the run was never evaluated.
+        If all of those were removed by hand, return the newest checkpoint; None if the
+        run was never evaluated.
         """
         folders = self._folders()
         for folder in reversed(folders):
             if checkpoint.head(folder)[1]["best"]:
                 return folder
-        return folders[-1] if folders and checkpoint.head(folders[-1])[0].best >= 0 else None
+        return (
+            folders[-1]
+            if folders and checkpoint.head(folders[-1])[0].best >= 0
+            else None
+        )
 
     @property
     def _metrics_file(self) -> Path:
@@ -201,12 +312,20 @@ class RunDir:
             try:
                 self._lock = storage.lock(self.path / ".lock", "run.name")
             except RunError as error:
-                storage.log.warning(f"{error} Training goes on. Start no second process for this folder.")
+                storage.log.warning(
+                    f"{error} Training goes on. Start no second process for this"
+                    " folder."
+                )
             else:
                 if self._lock is None:
                     holder = (self.path / ".lock").read_text().strip() or "unknown"
                     remedy = "Wait for it, or choose another run.name"
-                    raise FolderInUse("run.name", f"process {holder} is writing '{self.path}'", "", remedy)
+                    raise FolderInUse(
+                        "run.name",
+                        f"process {holder} is writing '{self.path}'",
+                        "",
+                        remedy,
+                    )
             storage.recover(self.checkpoints, alone=True)
             storage.recover(self.path)
 
@@ -228,9 +347,13 @@ class Memory:
         self.rows: list[dict[str, Any]] = []
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
-        self.rows.append({"kind": kind, "step": state.step, "images": state.images, **values})
+        self.rows.append(
+            {"kind": kind, "step": state.step, "images": state.images, **values}
+        )
 
-    def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
+    def checkpoint(
+        self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool
+    ) -> None:
         """Do nothing: the caller holds the student."""
 
     def restore(self) -> None:

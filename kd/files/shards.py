@@ -1,4 +1,6 @@
-"""Tar shards: names with braces and wildcards, local copies of remote shards, offsets of their members."""
+"""Tar shards: names with braces and wildcards, local copies of remote shards, offsets
+of their members.
+"""
 
 import errno
 import glob
@@ -17,7 +19,9 @@ from kd.files import object_store
 from kd.files.storage import lock, log, on_disk, recover
 
 BLOCK = 512  # bytes of a tar block; headers and contents begin at multiples of it
-MAX_HEADER = 2**20  # largest extended header, bytes. tarfile would read any claimed size.
+MAX_HEADER = (
+    2**20
+)  # largest extended header, bytes. tarfile would read any claimed size.
 _NUMBER = re.compile(r"([0-9]+)\.")  # digits between the first two dots of a file name
 AT_ONCE = 8  # shards copied at the same time
 
@@ -31,7 +35,9 @@ class Shard:
 
 
 def find(pattern: str, where: str, copies: str) -> list[Shard]:
-    """Return the shards of a pattern in its order; new or changed remote shards are copied first."""
+    """Return the shards of a pattern in its order; new or changed remote shards are
+    copied first.
+    """
     names = origins(pattern, where)
     if not object_store.is_url(pattern):
         return [Shard(name, name) for name in names]
@@ -39,17 +45,32 @@ def find(pattern: str, where: str, copies: str) -> list[Shard]:
 
 
 def origins(pattern: str, where: str) -> list[str]:
-    """Return the paths or URLs of a pattern's shards in its order; nothing is copied."""
+    """Return the paths or URLs of a pattern's shards in its order; nothing is
+    copied.
+    """
     if pattern.startswith("pipe:"):
-        raise DataError(where, f"'{pattern}' is a pipe", "Paths or URLs of .tar files", "Name the shards' URL")
+        raise DataError(
+            where,
+            f"'{pattern}' is a pipe",
+            "Paths or URLs of .tar files",
+            "Name the shards' URL",
+        )
     remote = object_store.is_url(pattern)
     names: dict[str, None] = {}
     missing: list[str] = []
     for path in _expand_braces(pattern if remote else os.path.expanduser(pattern)):
         if remote:
-            matches = list(object_store.versions(path, where)) if glob.has_magic(path) else [path]
+            matches = (
+                list(object_store.versions(path, where))
+                if glob.has_magic(path)
+                else [path]
+            )
         else:
-            matches = sorted(glob.glob(path)) if glob.has_magic(path) else [path] * os.path.isfile(path)
+            matches = (
+                sorted(glob.glob(path))
+                if glob.has_magic(path)
+                else [path] * os.path.isfile(path)
+            )
         names.update(dict.fromkeys(matches))
         missing.extend([] if matches else [path])
     if missing:
@@ -60,10 +81,12 @@ def origins(pattern: str, where: str) -> list[str]:
 def members(
     file: BinaryIO, shard: str, where: str, named: Collection[str] = ()
 ) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return offset and size of the members of an open shard, by key and ending: {"dir/0001": {"jpg": (512, 99)}}.
+    """Return offset and size of the members of an open shard, by key and ending:
+    {"dir/0001": {"jpg": (512, 99)}}.
 
-    A key ends at the first dot of the file name, as in WebDataset. Exception: if only digits stand between the first
-    two dots, the key ends at the second, so `img_4.5.jpg` has the key `img_4.5`, unless `5.jpg` is in `named`.
+    A key ends at the first dot of the file name, as in WebDataset. Exception: if only
+    digits stand between the first two dots, the key ends at the second, so
+    `img_4.5.jpg` has the key `img_4.5`, unless `5.jpg` is in `named`.
     """
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     end = 0
@@ -83,12 +106,23 @@ def members(
                 raise DataError(where, wrong, "Plain files", "Write it anew")
             sample = samples.setdefault(key, {})
             if ending in sample:
-                raise DataError(where, f"the shard '{shard}' has '{member.name}' twice", "", "Write it anew")
+                raise DataError(
+                    where,
+                    f"the shard '{shard}' has '{member.name}' twice",
+                    "",
+                    "Write it anew",
+                )
             sample[ending] = (member.offset_data, size)
-    # tarfile treats a damaged or missing header as the end, and would lose the images behind it without a message.
+    # tarfile treats a damaged or missing header as the end, and would lose the images
+    # behind it without a message.
     if read(file, end, BLOCK) != bytes(BLOCK):
         wrong = f"the shard '{shard}' is cut short or damaged at byte {end}"
-        raise DataError(where, wrong, "Whole .tar files, which end with empty blocks", "Copy or write it again")
+        raise DataError(
+            where,
+            wrong,
+            "Whole .tar files, which end with empty blocks",
+            "Copy or write it again",
+        )
     return samples
 
 
@@ -100,16 +134,22 @@ class _Headers:
 
     def read(self, size: int) -> bytes:
         if size > MAX_HEADER:
-            raise tarfile.ReadError(f"a header of {size} bytes; at most {MAX_HEADER} are read")
+            raise tarfile.ReadError(
+                f"a header of {size} bytes; at most {MAX_HEADER} are read"
+            )
         return self._file.read(size)
 
 
 def content(path: str, offset: int, size: int) -> bytes:
-    """Return a member; OSError also if the shard has become shorter. Opening it takes microseconds."""
+    """Return a member; OSError also if the shard has become shorter. Opening it takes
+    microseconds.
+    """
     with open(path, "rb", buffering=0) as file:
         data = read(file, offset, size)
     if len(data) < size:
-        raise OSError(errno.EIO, f"the shard '{path}' has become shorter since it was indexed")
+        raise OSError(
+            errno.EIO, f"the shard '{path}' has become shorter since it was indexed"
+        )
     return data
 
 
@@ -127,12 +167,22 @@ def _no_shard(missing: Sequence[str], where: str, remote: bool) -> DataError:
     folder = os.path.dirname(missing[0]) or "."
     files = os.listdir(folder) if os.path.isdir(folder) and not remote else []
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    remedy = did_you_mean(os.path.basename(missing[0]), files) or "Check the path and the range in the braces"
-    return DataError(where, f"no shard '{missing[0]}'{more}", "A path with braces or wildcards", remedy)
+    remedy = (
+        did_you_mean(os.path.basename(missing[0]), files)
+        or "Check the path and the range in the braces"
+    )
+    return DataError(
+        where,
+        f"no shard '{missing[0]}'{more}",
+        "A path with braces or wildcards",
+        remedy,
+    )
 
 
 def _copied(urls: Sequence[str], folder: Path, where: str) -> list[Shard]:
-    """Copy missing shards to this machine. One process copies; the others wait for its lock."""
+    """Copy missing shards to this machine. One process copies; the others wait for its
+    lock.
+    """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         versions = list(pool.map(lambda url: object_store.version(url, where), urls))
         shards = [
@@ -146,10 +196,20 @@ def _copied(urls: Sequence[str], folder: Path, where: str) -> list[Shard]:
         with locked:
             missing = [shard for shard in shards if not os.path.isfile(shard.path)]
             if missing:
-                log.info(f"{where}: copying {len(missing)} of {len(shards)} shards to '{folder}'")
+                log.info(
+                    f"{where}: copying {len(missing)} of {len(shards)} shards to"
+                    f" '{folder}'"
+                )
             for shard in missing:
                 recover(Path(shard.path).parent)
-            list(pool.map(lambda shard: object_store.copy_here(shard.origin, Path(shard.path), where), missing))
+            list(
+                pool.map(
+                    lambda shard: object_store.copy_here(
+                        shard.origin, Path(shard.path), where
+                    ),
+                    missing,
+                )
+            )
     return shards
 
 
@@ -162,7 +222,9 @@ def _expand_braces(pattern: str) -> list[str]:
         choices = match[3].split(",")
     else:
         first, last = int(match[1]), int(match[2])
-        padded = any(len(text) > 1 and text.startswith("0") for text in (match[1], match[2]))
+        padded = any(
+            len(text) > 1 and text.startswith("0") for text in (match[1], match[2])
+        )
         width = max(len(match[1]), len(match[2])) if padded else 0
         step = 1 if first <= last else -1
         choices = [f"{number:0{width}d}" for number in range(first, last + step, step)]

@@ -23,25 +23,37 @@ except ImportError:  # on Windows, where the endpoint runs without locks
     fcntl = None
 
 MANIFEST = "manifest.json"
-LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+\.(tmp|old)")  # drafts, and folders being replaced
-ABANDONED = 3600.0  # seconds after which a draft without a lock counts as left by a killed process
-MANIFEST_WAIT = 10.0  # seconds that a reader waits for the manifest of a folder just created by its writer
-LAST = 2**26  # bytes read from the end of a file of rows: 60,000 log windows, or two days of machine samples
-LINE = 2**20  # longest line of such a file, bytes. A longer line is not kd's and is skipped in parts.
+LEFTOVER = re.compile(
+    r"\.(.+)\.[0-9a-f]+\.(tmp|old)"
+)  # drafts, and folders being replaced
+# seconds after which a draft without a lock counts as left by a killed process
+ABANDONED = 3600.0
+# seconds that a reader waits for the manifest of a folder just created by its writer
+MANIFEST_WAIT = 10.0
+LAST = (
+    2**26
+)  # bytes read from the end of a file of rows: 60,000 log windows, or two days of machine samples
+LINE = (
+    2**20
+)  # longest line of such a file, bytes. A longer line is not kd's and is skipped in parts.
 REPLACED = "A new or empty folder, or an older export, which is replaced"
 log = logging.getLogger("kd")
 
 
 @contextmanager
 def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
-    """Yield a draft that replaces the folder `path` if the block succeeds. `recover` repairs after a kill."""
+    """Yield a draft that replaces the folder `path` if the block succeeds. `recover`
+    repairs after a kill.
+    """
     recover(path.parent, path.name)
     draft = _beside(path)
     old = draft.with_suffix(".old")
     try:
         draft.mkdir(parents=True)
         with _opened(draft) as descriptor:
-            with suppress(OSError):  # so that `recover` in another process does not touch it
+            with suppress(
+                OSError
+            ):  # so that `recover` in another process does not touch it
                 _lock(descriptor)
             yield draft
             for file in (*draft.rglob("*"), draft):
@@ -66,22 +78,36 @@ def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
 def refuse_unlisted(folder: Path, names: Collection[str], where: str) -> None:
     """Refuse to replace a folder that holds files with other names."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        wrong = f"'{folder}' exists and is a {'link' if folder.is_symlink() else 'file'}"
+        wrong = (
+            f"'{folder}' exists and is a {'link' if folder.is_symlink() else 'file'}"
+        )
         raise RunError(where, wrong, REPLACED, "Choose another folder")
     for path in sorted(folder.rglob("*")):
         holds_files = path.is_dir() and not path.is_symlink() and any(path.iterdir())
         if path.relative_to(folder).as_posix() not in names and not holds_files:
-            raise RunError(where, f"'{path}' belongs to no export", REPLACED, "Move it away, or choose another folder")
+            raise RunError(
+                where,
+                f"'{path}' belongs to no export",
+                REPLACED,
+                "Move it away, or choose another folder",
+            )
 
 
 def recover(folder: Path, name: str = "", alone: bool = False) -> None:
-    """Remove drafts (of `name`, or all) left by killed processes; restore folders that were being replaced.
+    """Remove drafts (of `name`, or all) left by killed processes; restore folders that
+    were being replaced.
 
     `alone`: no other process writes here, so every draft is abandoned.
     """
-    for leftover in sorted(folder.glob(".*.*.*")):  # the `old` of a draft sorts before its `tmp`
+    for leftover in sorted(
+        folder.glob(".*.*.*")
+    ):  # the `old` of a draft sorts before its `tmp`
         match = LEFTOVER.fullmatch(leftover.name)
-        if match is None or name not in ("", match[1]) or (not alone and _in_use(leftover.with_suffix(".tmp"))):
+        if (
+            match is None
+            or name not in ("", match[1])
+            or (not alone and _in_use(leftover.with_suffix(".tmp")))
+        ):
             continue
         if match[2] == "old" and not (folder / match[1]).exists():
             with suppress(OSError):
@@ -102,7 +128,9 @@ def remove_folder(path: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path, where: str = "run.folder") -> Iterator[Path]:
-    """Yield the path of a draft that becomes `path` if the block succeeds, else is removed."""
+    """Yield the path of a draft that becomes `path` if the block succeeds, else is
+    removed.
+    """
     draft = _beside(path)
     try:
         with on_disk(path, where):
@@ -130,8 +158,16 @@ def write_json(path: Path, content: Any, where: str = "run.folder") -> None:
 def disk_error(error: OSError, path: Path, where: str) -> RunError:
     """Turn an OSError into one line with a remedy."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    wrong = f"the disk is full at '{path}'" if full else f"cannot write '{path}' ({error.strerror or error})"
-    remedy = "Free space and run the same command again: it resumes" if full else "Choose a folder that you may write"
+    wrong = (
+        f"the disk is full at '{path}'"
+        if full
+        else f"cannot write '{path}' ({error.strerror or error})"
+    )
+    remedy = (
+        "Free space and run the same command again: it resumes"
+        if full
+        else "Choose a folder that you may write"
+    )
     return RunError(where, wrong, "", remedy)
 
 
@@ -145,23 +181,33 @@ def on_disk(path: Path, where: str) -> Iterator[None]:
 
 
 def flush(path: Path) -> None:
-    """Make a file, or a folder's list of files, durable. A file system that cannot flush folders is no error."""
+    """Make a file, or a folder's list of files, durable. A file system that cannot
+    flush folders is no error.
+    """
     with _opened(path) as descriptor:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            if not path.is_dir() or error.errno not in (
+                errno.EINVAL,
+                errno.ENOSYS,
+                errno.ENOTSUP,
+            ):
                 raise
 
 
 def share(path: Path) -> None:
-    """Give a file its folder's read permissions: safetensors lets only the owner read it."""
+    """Give a file its folder's read permissions: safetensors lets only the owner read
+    it.
+    """
     with suppress(OSError):  # a file system without permissions
         path.chmod(0o644 & path.parent.stat().st_mode)
 
 
 def _beside(path: Path) -> Path:
-    """Return a new hidden name in the same folder; random, because processes in two containers may share a PID."""
+    """Return a new hidden name in the same folder; random, because processes in two
+    containers may share a PID.
+    """
     return path.parent / f".{path.name}.{uuid4().hex[:12]}.tmp"
 
 
@@ -169,11 +215,16 @@ def _delete(path: Path, where: str) -> None:
     try:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     except OSError as error:
-        log.warning(f"{where}: cannot remove '{path}' ({error.strerror or error}). It is not needed any more.")
+        log.warning(
+            f"{where}: cannot remove '{path}' ({error.strerror or error}). It is not"
+            " needed any more."
+        )
 
 
 def _in_use(draft: Path) -> bool:
-    """Return whether a draft's writer may be alive, by its lock, else by the draft's age."""
+    """Return whether a draft's writer may be alive, by its lock, else by the draft's
+    age.
+    """
     recent = True
     try:
         with _opened(draft) as descriptor:
@@ -204,16 +255,20 @@ def append_rows(path: Path, *rows: Mapping[str, Any]) -> None:
 
 
 def keep_rows(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file of JSON lines with only the wanted rows; do nothing if it is missing."""
+    """Rewrite a file of JSON lines with only the wanted rows; do nothing if it is
+    missing.
+    """
     if path.is_file():
         rows = [row for row in read_rows(path, last=None) if wanted(row)]
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
-    """Return the rows in the last `last` bytes (None: all) of a file of JSON lines; [] if it is missing.
+    """Return the rows in the last `last` bytes (None: all) of a file of JSON lines; []
+    if it is missing.
 
-    A line that is not a JSON object was truncated and is skipped: the next start may have written after it.
+    A line that is not a JSON object was truncated and is skipped: the next start may
+    have written after it.
     """
     if not path.is_file():
         return []
@@ -231,7 +286,9 @@ def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
 
 
 def lock(path: Path, where: str) -> IO[str] | None:
-    """Take the exclusive lock of a file until the result is closed; None if another process holds it."""
+    """Take the exclusive lock of a file until the result is closed; None if another
+    process holds it.
+    """
     file, owned = path.open("a"), False
     try:
         owned = take_lock(file, path, where)
@@ -240,7 +297,8 @@ def lock(path: Path, where: str) -> IO[str] | None:
             file.close()
     if not owned:
         return None
-    # A data worker may outlive its killed trainer by seconds; it must not inherit the lock.
+    # A data worker may outlive its killed trainer by seconds; it must not inherit the
+    # lock.
     os.register_at_fork(after_in_child=file.close)
     with suppress(OSError):  # it is only for messages, and the disk may be full
         os.ftruncate(file.fileno(), 0)
@@ -255,30 +313,51 @@ def _lock(file: IO[Any] | int) -> None:
 
 
 def take_lock(file: IO[Any], path: Path, where: str) -> bool:
-    """Take the exclusive lock of an open file until it is closed. Return False if another process holds it."""
+    """Take the exclusive lock of an open file until it is closed. Return False if
+    another process holds it.
+    """
     try:
         _lock(file)
     except (BlockingIOError, PermissionError):
         return False
     except OSError as error:
-        wrong = f"'{path.parent}' lies on a file system without locks ({error.strerror or error})"
-        raise RunError(where, wrong, "One writer at a time", "Choose a folder on another file system") from error
+        wrong = (
+            f"'{path.parent}' lies on a file system without locks"
+            f" ({error.strerror or error})"
+        )
+        raise RunError(
+            where,
+            wrong,
+            "One writer at a time",
+            "Choose a folder on another file system",
+        ) from error
     return True
 
 
 def hashed_folder(parent: Path, name: str, identity: dict[str, Any]) -> Path:
-    """Return the folder of a content; its name ends in a hash of everything that the content depends on."""
-    return parent / f"{name}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}"
+    """Return the folder of a content; its name ends in a hash of everything that the
+    content depends on.
+    """
+    return (
+        parent
+        / f"{name}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}"
+    )
 
 
-def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bool = True) -> None:
-    """Open or create a folder made from `identity` (JSON values). Any number of processes may call it."""
+def open_folder(
+    folder: Path, identity: dict[str, Any], where: str, writable: bool = True
+) -> None:
+    """Open or create a folder made from `identity` (JSON values). Any number of
+    processes may call it.
+    """
     file, deadline = folder / MANIFEST, time.monotonic() + MANIFEST_WAIT
     if writable:
         recover(folder, MANIFEST)
         if not file.is_file():
             write_json(file, identity, where)
-    remedy = f"Remove the folder '{folder}', which is then filled again, or use another one"
+    remedy = (
+        f"Remove the folder '{folder}', which is then filled again, or use another one"
+    )
     with on_disk(file, where):
         while not file.is_file() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -286,11 +365,19 @@ def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bo
     for name in identity | stored:
         if stored.get(name) != identity.get(name):
             old, new = (str(each.get(name))[:60] for each in (stored, identity))
-            wrong = f"'{folder}' was made with another {name} ({old}; this run has {new})"
-            raise RunError(where, wrong, "A folder holds the data of one identity", remedy)
+            wrong = (
+                f"'{folder}' was made with another {name} ({old}; this run has {new})"
+            )
+            raise RunError(
+                where, wrong, "A folder holds the data of one identity", remedy
+            )
 
 
-PAUSES = (0.1, 0.4, 1.5)  # seconds between tries: a network storage's failover takes a second or two
+PAUSES = (
+    0.1,
+    0.4,
+    1.5,
+)  # seconds between tries: a network storage's failover takes a second or two
 REMEDY = "Bring the storage back and run the same command again: it resumes"
 Result = TypeVar("Result")
 
@@ -304,7 +391,9 @@ def retried(
     remedy: str = REMEDY,
     final: tuple[type[OSError], ...] = (),
 ) -> Result:
-    """Return `read()`; repeat it after a pause if it raises an OSError other than `final`."""
+    """Return `read()`; repeat it after a pause if it raises an OSError other than
+    `final`.
+    """
     pauses = list(PAUSES)
     while True:
         try:
@@ -314,6 +403,9 @@ def retried(
         except OSError as error:
             if not pauses:
                 reason = f"({error.strerror or error}), in {len(PAUSES) + 1} tries"
-                wrong = f"{subject}: it cannot be read {reason}: the storage is away, or the file is"
+                wrong = (
+                    f"{subject}: it cannot be read {reason}: the storage is away, or"
+                    " the file is"
+                )
                 raise DataError(where, wrong, allowed, remedy) from error
             time.sleep(pauses.pop(0))

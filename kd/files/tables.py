@@ -1,4 +1,6 @@
-"""Read text files and tables from editors and spreadsheets: encodings, delimiters, a first line `sep=;`."""
+"""Read text files and tables from editors and spreadsheets: encodings, delimiters, a
+first line `sep=;`.
+"""
 
 import codecs
 import csv
@@ -10,31 +12,51 @@ from pathlib import Path
 from typing import Any
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-"""Delimiter by ending. Spreadsheets in languages with decimal commas write ";" into a .csv, some write tabs."""
+"""Delimiter by ending. Spreadsheets in languages with decimal commas write ";" into a
+.csv, some write tabs.
+"""
 SEPARATOR = re.compile(r"sep=(.)\r?\n", re.IGNORECASE)  # Excel's own first line
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_text(path: str | Path) -> str:
-    """Read a text in UTF-8, or in UTF-16 with a BOM; ValueError: it is in neither. Encodings are not guessed."""
+    """Read a text in UTF-8, or in UTF-16 with a BOM; ValueError: it is in neither.
+    Encodings are not guessed.
+    """
     data = Path(path).read_bytes()
     if data.startswith(UTF_16):
         return data.decode("utf-16")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line, start = data.count(b"\n", 0, error.start) + 1, data.rfind(b"\n", 0, error.start) + 1
-        shown = data[max(start, error.start - 20) : error.start + 10].partition(b"\n")[0].decode("latin-1").strip()
-        wrong = f"line {line} is not UTF-8 ('{shown}' where it is read as Latin-1). UTF-8, or UTF-16 as Excel writes it"
-        raise ValueError(f"{wrong}. Save it as 'CSV UTF-8', or run: iconv -f cp1252 -t utf-8 FILE > NEW") from error
+        line, start = (
+            data.count(b"\n", 0, error.start) + 1,
+            data.rfind(b"\n", 0, error.start) + 1,
+        )
+        shown = (
+            data[max(start, error.start - 20) : error.start + 10]
+            .partition(b"\n")[0]
+            .decode("latin-1")
+            .strip()
+        )
+        wrong = (
+            f"line {line} is not UTF-8 ('{shown}' where it is read as Latin-1). UTF-8,"
+            " or UTF-16 as Excel writes it"
+        )
+        raise ValueError(
+            f"{wrong}. Save it as 'CSV UTF-8', or run: iconv -f cp1252 -t utf-8 FILE"
+            " > NEW"
+        ) from error
 
 
-def table(text: str, delimiter: str) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+def table(
+    text: str, delimiter: str
+) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
     """Return a table's column names and its lines by number; empty lines are skipped.
 
-    The delimiter is given by a line `sep=;`, else it is the one of `,`, `;` and tab that is most frequent in the first
-    line (`delimiter` in a tie). ValueError: fewer than two columns, an empty or repeated name, or a line of another
-    length.
+    The delimiter is given by a line `sep=;`, else it is the one of `,`, `;` and tab
+    that is most frequent in the first line (`delimiter` in a tie). ValueError: fewer
+    than two columns, an empty or repeated name, or a line of another length.
     """
     skipped, told = 0, SEPARATOR.match(text)
     if told:
@@ -58,25 +80,40 @@ def table(text: str, delimiter: str) -> tuple[list[str], Iterator[tuple[int, lis
             if not any(cell.strip() for cell in row):
                 continue
             if len(row) != len(header):
-                raise ValueError(f"line {number} has {len(row)} fields, the first line has {len(header)}")
+                raise ValueError(
+                    f"line {number} has {len(row)} fields, the first line has"
+                    f" {len(header)}"
+                )
             yield number, row
 
     return header, rows()
 
 
 def _quoted(reader: Any, skipped: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield rows by the number of their last line; ValueError: an unclosed quote, or text after a closing quote."""
+    """Yield rows by the number of their last line; ValueError: an unclosed quote, or
+    text after a closing quote.
+    """
     try:
         for row in reader:
             yield reader.line_num + skipped, row
     except csv.Error as error:
-        wrong = f"line {reader.line_num + skipped}: a quote is not closed, or text follows a closing one ({error})"
-        raise ValueError(f"{wrong}. Write a quote inside a value twice, and the value in quotes") from error
+        wrong = (
+            f"line {reader.line_num + skipped}: a quote is not closed, or text follows"
+            f" a closing one ({error})"
+        )
+        raise ValueError(
+            f"{wrong}. Write a quote inside a value twice, and the value in quotes"
+        ) from error
 
 
 def one_line(number: int, *cells: str) -> None:
-    """Refuse values with a line break: an unclosed quote swallows the lines below it."""
+    """Refuse values with a line break: an unclosed quote swallows the lines
+    below it.
+    """
     if wrong := next((cell for cell in cells if "\n" in cell or "\r" in cell), ""):
         lines = wrong.splitlines()
         shown = f"'{lines[0][:40]}' to '{lines[-1][:40]}'"
-        raise ValueError(f"a quoted value goes over {len(lines)} lines, {shown}, and ends in line {number}")
+        raise ValueError(
+            f"a quoted value goes over {len(lines)} lines, {shown}, and ends in line"
+            f" {number}"
+        )

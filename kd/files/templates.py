@@ -1,18 +1,28 @@
-"""Pages and cards from templates (Jinja2). HTML is escaped by Jinja; a name that a template misses is an error."""
+"""Pages and cards from templates (Jinja2). HTML is escaped by Jinja; a name that a
+template misses is an error.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError, select_autoescape
+from jinja2 import (
+    Environment,
+    FileSystemLoader,
+    StrictUndefined,
+    UndefinedError,
+    select_autoescape,
+)
 
 HERE = Path(__file__).parent
 
 
 @cache
 def environment(folder: Path) -> Environment:
-    """Return the templates of a folder, and those beside this file, which are everyone's."""
+    """Return the templates of a folder, and those beside this file, which are
+    everyone's.
+    """
     return Environment(
         loader=FileSystemLoader([folder, HERE]),
         autoescape=select_autoescape(["html.jinja"]),

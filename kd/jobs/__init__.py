@@ -1,1 +1,3 @@
-"""The jobs behind commands, one per module: from a configuration or a run folder to artifacts."""
+"""The jobs behind commands, one per module: from a configuration or a run folder to
+artifacts.
+"""

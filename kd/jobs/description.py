@@ -1,4 +1,6 @@
-"""Describe a run before it trains: the lines of `kd-train CONFIG --check` on data, models, length and memory."""
+"""Describe a run before it trains: the lines of `kd-train CONFIG --check` on data,
+models, length and memory.
+"""
 
 import logging
 import weakref
@@ -32,66 +34,115 @@ from kd.setup.recipe import Recipe
 
 
 def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
-    """Check a recipe and describe the run; with `answers`, also run its teachers on validation images
-    and count the memory of a step.
+    """Check a recipe and describe the run; with `answers`, also run its teachers on
+    validation images and count the memory of a step.
     """
     return "\n".join(described(recipe, path, answers)[0])
 
 
 def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], float]:
-    """Return these lines, ending with memory, and the estimated MiB of the largest phase."""
+    """Return these lines, ending with memory, and the estimated MiB of the largest
+    phase.
+    """
     checked = check(recipe)
     section, length = recipe.data, recipe.length
-    teachers, split, student = checked.teachers, checked.split, checked.modules["distillation"].student
+    teachers, split, student = (
+        checked.teachers,
+        checked.split,
+        checked.modules["distillation"].student,
+    )
     data, small = teachers.data, section.progressive
     *whole, last = length.planned(sifter_alone(recipe, data, split))
     steps = length.steps or sum(whole) + last
     epochs, labels = len(whole) + (steps - sum(whole)) / last, data.labels()
     lines = [
         f"config    {path}: well-formed",
-        f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
+        f"data      {section.kind}: {len(data.train)} training and {len(data.val)}"
+        " validation images, "
         + (f"{len(data.test)} test images, " if data.test is not None else "")
         + f"{len(data.classes)} classes, {section.image_size} px",
         *([f"          in this order: {_few(data.classes)}"] if data.classes else []),
         *(f"          {note}" for note in data.notes),
         *_skew(labels),
         *_unseen(labels, data.classes, "training", "which no label teaches"),
-        *_unseen(data.labels(val=True), data.classes, "validation", "which accuracy does not cover"),
-        f"student   {recipe.student.model}: {_millions(student)}, images of {student.input_size} px, "
-        f"init {recipe.student.init}",
-        *(_teacher(recipe, where, model) for where, model in zip(recipe.members, teachers.members, strict=True)),
+        *_unseen(
+            data.labels(val=True),
+            data.classes,
+            "validation",
+            "which accuracy does not cover",
+        ),
+        (
+            f"student   {recipe.student.model}: {_millions(student)}, images of"
+            f" {student.input_size} px, init {recipe.student.init}"
+        ),
+        *(
+            _teacher(recipe, where, model)
+            for where, model in zip(recipe.members, teachers.members, strict=True)
+        ),
         *(_augmented(recipe.teacher.fit, section.augment) if recipe.fits else ()),
         *(f"          {note}" for note in teachers.notes),
-        *(f"          {text}" for text in (_answers(recipe, teachers) if answers else ())),
-        "losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in recipe.losses),
+        *(
+            f"          {text}"
+            for text in (_answers(recipe, teachers) if answers else ())
+        ),
+        "losses    "
+        + " + ".join(f"{term.weight:g} x {term.kind}" for term in recipe.losses),
         f"batch     {split}",
-        f"length    {steps} steps of {split.batch_size} images ({epochs:.3g} {'epoch' if epochs == 1 else 'epochs'})",
-        *([f"          at {small.size} px until {small.until:.0%} of them"] if small.size else []),
+        (
+            f"length    {steps} steps of {split.batch_size} images ({epochs:.3g}"
+            f" {'epoch' if epochs == 1 else 'epochs'})"
+        ),
+        *(
+            [f"          at {small.size} px until {small.until:.0%} of them"]
+            if small.size
+            else []
+        ),
         *_store(section, (len(data.train), len(data.val))),
         *([f"cache     {checked.cache}"] if checked.cache else []),
         *(recommendations(recipe, teachers, epochs) if recipe.read.teacher else ()),
         *(planned(recipe, data) if recipe.read.teacher else ()),
-        f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {split.world_size} process(es)",
+        (
+            f"backend   {recipe.backend.kind}, precision {recipe.backend.precision},"
+            f" {split.world_size} process(es)"
+        ),
     ]
     text, mib = _memory(checked, steps=answers)
     return [*lines, text], mib
 
 
 def _skew(labels: torch.Tensor) -> list[str]:
-    """Report the largest classes' share of the images if it is more than twice their share of the classes."""
-    counts = (labels > 0).sum(0) if labels.ndim == 2 else torch.bincount(labels[labels >= 0])
+    """Report the largest classes' share of the images if it is more than twice their
+    share of the classes.
+    """
+    counts = (
+        (labels > 0).sum(0) if labels.ndim == 2 else torch.bincount(labels[labels >= 0])
+    )
     sizes = counts.sort(descending=True).values
     most = -(-len(sizes) // 5)
     share = sizes[:most].sum().item() / max(1, int(sizes.sum()))
     if share <= 2 * most / max(1, len(sizes)):
         return []
-    largest = f"the {most} largest have {100 * share:.0f} % of the images ({sizes[0]} to {sizes[most - 1]} each"
-    return [f"classes   {largest}, the smallest {sizes[-1]}); see docs/sifting.md, uneven classes"]
+    largest = (
+        f"the {most} largest have {100 * share:.0f} % of the images ({sizes[0]} to"
+        f" {sizes[most - 1]} each"
+    )
+    return [
+        f"classes   {largest}, the smallest {sizes[-1]}); see docs/sifting.md, uneven"
+        " classes"
+    ]
 
 
-def _unseen(labels: torch.Tensor, classes: Sequence[str], split: str, hence: str) -> list[str]:
-    """Name the classes without a labelled image of a split: whole numbers in shards and tables of hf leave gaps."""
-    seen = set((labels > 0).any(0).nonzero()[:, 0].tolist() if labels.ndim == 2 else labels.tolist())
+def _unseen(
+    labels: torch.Tensor, classes: Sequence[str], split: str, hence: str
+) -> list[str]:
+    """Name the classes without a labelled image of a split: whole numbers in shards and
+    tables of hf leave gaps.
+    """
+    seen = set(
+        (labels > 0).any(0).nonzero()[:, 0].tolist()
+        if labels.ndim == 2
+        else labels.tolist()
+    )
     missing = [name for label, name in enumerate(classes) if label not in seen]
     if not missing or seen <= {-1}:
         return []
@@ -108,28 +159,52 @@ def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
         return []
     if section.store == "views":
         kept = section.views * sizes[0] * 3 * section.image_size**2
-        return [f"store     views: {kept / 2**30:.2f} GiB of memory on each rank, once all of them are made"]
+        return [
+            f"store     views: {kept / 2**30:.2f} GiB of memory on each rank, once all"
+            " of them are made"
+        ]
     from kd.data.store import slot_bytes  # only if pixels are stored
     from kd.setup.open_store import keep_rules
 
-    most = sum(slot_bytes(rule.most) * size for rule, size in zip(keep_rules(section), sizes, strict=True))
-    return [f"store     {section.store}: at most {most / 2**30:.2f} GiB; estimated from images at the start"]
+    most = sum(
+        slot_bytes(rule.most) * size
+        for rule, size in zip(keep_rules(section), sizes, strict=True)
+    )
+    return [
+        f"store     {section.store}: at most {most / 2**30:.2f} GiB; estimated from"
+        " images at the start"
+    ]
 
 
 def _teacher(recipe: Recipe, where: str, model: TeacherModel) -> str:
     section = recipe.members[where]
     if where in recipe.fits:
-        return f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.length} if not found"
+        return (
+            f"teacher   {section.model}: {_millions(model)}, fitted for"
+            f" {section.fit.length} if not found"
+        )
     size = _millions(model) if model.runtime == "torch" else f"runs in {model.runtime}"
-    return f"teacher   {section.model}: {size}; weights and classes fit; the run measures its accuracy before step 1"
+    return (
+        f"teacher   {section.model}: {size}; weights and classes fit; the run measures"
+        " its accuracy before step 1"
+    )
 
 
 def _augmented(fit: Fit, student: Augment) -> list[str]:
     """Report how the augmentation of a teacher's fit differs from the student's."""
     own = fit.augmented(student)
-    pairs = [(one.name, getattr(own, one.name), getattr(student, one.name)) for one in fields(Augment)]
-    texts = [f"{key} {value}, the student's {other}" for key, value, other in pairs if value != other]
-    return [f"          its fit augments otherwise: {'; '.join(texts)}"] if texts else []
+    pairs = [
+        (one.name, getattr(own, one.name), getattr(student, one.name))
+        for one in fields(Augment)
+    ]
+    texts = [
+        f"{key} {value}, the student's {other}"
+        for key, value, other in pairs
+        if value != other
+    ]
+    return (
+        [f"          its fit augments otherwise: {'; '.join(texts)}"] if texts else []
+    )
 
 
 def _answers(recipe: Recipe, teachers: Teachers) -> list[str]:
@@ -144,32 +219,67 @@ def _millions(model: Any) -> str:
 
 
 def _memory(checked: Checked, steps: bool) -> tuple[str, float]:
-    """Report the memory of all phases, the largest first; `steps`: also trace a step's peak, which takes seconds."""
-    mib, teachers, phases, num_ranks = {}, checked.teachers, checked.phases, checked.split.world_size
+    """Report the memory of all phases, the largest first; `steps`: also trace a step's
+    peak, which takes seconds.
+    """
+    mib, teachers, phases, num_ranks = (
+        {},
+        checked.teachers,
+        checked.phases,
+        checked.split.world_size,
+    )
     section = phases["distillation"].teacher
     torchs = [one for one in teachers.members if one.runtime == "torch"]
     width = 2 if executed(phases["distillation"], section.precision)[0] else 4
-    frozen = sum(map(count_parameters, torchs)) * width / (num_ranks if section.shard or section.pipeline else 1)
+    frozen = (
+        sum(map(count_parameters, torchs))
+        * width
+        / (num_ranks if section.shard or section.pipeline else 1)
+    )
     for name, recipe in phases.items():
         asked, module = name == "distillation", checked.modules[name]
         held = held_bytes(recipe, module, num_ranks) + (frozen if asked else 0)
-        step = 4 * sum(p.numel() for p in module.parameters() if p.requires_grad)  # gradients
+        step = 4 * sum(
+            p.numel() for p in module.parameters() if p.requires_grad
+        )  # gradients
         if steps:
             split = split_batch(recipe.data, num_ranks, len(teachers.data.train))
-            told = teachers.model if asked and len(torchs) == len(teachers.members) else None
+            told = (
+                teachers.model
+                if asked and len(torchs) == len(teachers.members)
+                else None
+            )
             try:
-                step = step_bytes(recipe, module, told, split.micro_batch, num_ranks > 1, split.eval_batch)
+                step = step_bytes(
+                    recipe,
+                    module,
+                    told,
+                    split.micro_batch,
+                    num_ranks > 1,
+                    split.eval_batch,
+                )
             except FAILURES:  # a network whose shapes depend on values
                 steps = False
         mib[name] = (held + step) / 2**20
     largest, *rest = sorted(mib.items(), key=lambda pair: -pair[1])
     others = "".join(f", {one:.0f} in {name}" for name, one in rest)
-    what = "optimizer and the peak of a step or an evaluation" if steps else "gradients and optimizer"
+    what = (
+        "optimizer and the peak of a step or an evaluation"
+        if steps
+        else "gradients and optimizer"
+    )
     what += "" if steps else "; activations come on top"
-    return f"memory    {largest[1]:.0f} MiB per rank in {largest[0]}{others}: weights, {what}", largest[1]
+    return (
+        (
+            f"memory    {largest[1]:.0f} MiB per rank in {largest[0]}{others}: weights,"
+            f" {what}"
+        ),
+        largest[1],
+    )
 
 
-# ---------------------------------------------------------------------------------------- memory of a traced step
+# --------------------------------------------------------------------------------
+# memory of a traced step
 
 
 class Live(TorchDispatchMode):
@@ -180,14 +290,18 @@ class Live(TorchDispatchMode):
         self.bytes = self.peak = 0
         self._alive: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         self.note(tree_leaves(result))
         return result
 
     def note(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were not counted yet."""
-        storages = [one.untyped_storage() for one in tensors if isinstance(one, torch.Tensor)]
+        storages = [
+            one.untyped_storage() for one in tensors if isinstance(one, torch.Tensor)
+        ]
         for storage in (one for one in storages if one._cdata not in self._alive):
             self._alive.add(storage._cdata)
             self.bytes += storage.nbytes()
@@ -200,34 +314,58 @@ class Live(TorchDispatchMode):
 
 
 def held_bytes(recipe: Recipe, distillation: StudentWithLoss, num_ranks: int) -> int:
-    """Return the bytes of a student's weights, their average and its optimizer, without gradients."""
+    """Return the bytes of a student's weights, their average and its optimizer, without
+    gradients.
+    """
     section = recipe.config.optimizer
     moments = (2 if section.kind == "adamw" else 1) / (num_ranks if section.zero else 1)
-    moving = sum(parameter.numel() for parameter in distillation.parameters() if parameter.requires_grad)
+    moving = sum(
+        parameter.numel()
+        for parameter in distillation.parameters()
+        if parameter.requires_grad
+    )
     average = count_parameters(distillation.student) if section.ema_decay else 0
     return round(4 * (count_parameters(distillation) + average + moments * moving))
 
 
 def step_bytes(
-    recipe: Recipe, distillation: StudentWithLoss, teacher: Any, images: int, reduced: bool, scored: int = 0
+    recipe: Recipe,
+    distillation: StudentWithLoss,
+    teacher: Any,
+    images: int,
+    reduced: bool,
+    scored: int = 0,
 ) -> int:
-    """Return the peak bytes of a step of `images`, without the weights and with gradients.
+    """Return the peak bytes of a step of `images`, without the weights and with
+    gradients.
 
-    Operators are the CPU's, on fake tensors; weights may be on the meta device. Not counted: workspaces of operators,
-    and an allocator's reserve. `teacher`: a torch teacher or None. `reduced`: gradients stay in DDP's buckets between
-    steps. `scored`: images of an evaluation batch, which may need more memory than a step; 0: no evaluation.
+    Operators are the CPU's, on fake tensors; weights may be on the meta device. Not
+    counted: workspaces of operators, and an allocator's reserve. `teacher`: a torch
+    teacher or None. `reduced`: gradients stay in DDP's buckets between steps. `scored`:
+    images of an evaluation batch, which may need more memory than a step; 0: no
+    evaluation.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
-    logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # untraceable models raise too
+    logging.getLogger("torch._subclasses").setLevel(
+        logging.CRITICAL
+    )  # untraceable models raise too
     live, fake = Live(), FakeTensorMode(allow_non_fake_inputs=True)
     size, student = recipe.data.image_size, recipe.student
-    half, fused = executed(recipe, recipe.backend.precision, student.attention, distillation.student, trained=True)
+    half, fused = executed(
+        recipe,
+        recipe.backend.precision,
+        student.attention,
+        distillation.student,
+        trained=True,
+    )
     module = on_meta(distillation, fake).train()
     set_attention(module, fused)
     live.note([*module.parameters(), *module.buffers()])
     if teacher is not None:
-        low, fused = executed(recipe, recipe.teacher.precision, recipe.teacher.attention, teacher)
+        low, fused = executed(
+            recipe, recipe.teacher.precision, recipe.teacher.attention, teacher
+        )
         teacher = on_meta(teacher, fake, torch.bfloat16 if low else None).eval()
         set_attention(teacher, fused)
         live.note([*teacher.parameters(), *teacher.buffers()])
@@ -239,12 +377,17 @@ def step_bytes(
         if teacher is None:
             return batch, NoTeacher()(batch)
         with torch.no_grad():
-            parts = [teacher(part) for part in batch.image.split(recipe.teacher.micro_batch or count)]
+            parts = [
+                teacher(part)
+                for part in batch.image.split(recipe.teacher.micro_batch or count)
+            ]
             return batch, Outputs.cat(parts).map(lambda tensor: tensor.float().clone())
 
     with fake, live:
         for parameter in module.parameters() if reduced else ():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.requires_grad else None
+            )
         batch, outputs = batch_of(images)
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             loss = module(batch, outputs)[1]["loss"].mean()
@@ -257,24 +400,46 @@ def step_bytes(
 
 
 def executed(
-    recipe: Recipe, precision: str, attention: str = "auto", model: Any = None, trained: bool = False
+    recipe: Recipe,
+    precision: str,
+    attention: str = "auto",
+    model: Any = None,
+    trained: bool = False,
 ) -> tuple[bool, bool]:
     """Return (bfloat16, fused); `auto` as on this machine's CPU, or on a GPU."""
-    facts = registry.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
-    half = precision == "bf16" or (precision == "auto" and (not facts.cpu or bool(bf16_units())))
+    facts = registry.facts(
+        "backends", recipe.backend.kind, recipe.backend.options, "backend.kind"
+    )
+    half = precision == "bf16" or (
+        precision == "auto" and (not facts.cpu or bool(bf16_units()))
+    )
     if half and precision == "auto" and facts.cpu and model is not None:
         half = bf16_pays(*made_of(model), trained, facts.threads or cores())
     return half, attention == "fused" or (attention == "auto" and not facts.cpu)
 
 
 def used_bits(used: Counter[int], bits: int) -> list[str]:
-    """Report the bits used by images of 16 bits per channel, if their upper bits are zero."""
+    """Report the bits used by images of 16 bits per channel, if their upper bits are
+    zero.
+    """
     lines = []
     for sign, kind in ((1, "grey"), (-1, "colour")):
-        counts = {sign * number: count for number, count in used.items() if sign * number > 0}
+        counts = {
+            sign * number: count for number, count in used.items() if sign * number > 0
+        }
         most = max(counts, default=bits)
         if most < bits:
-            head = f"{sum(counts.values())} {kind} images of 16 bits use {most} of them: read as {bits}, "
-            remedy = f"Set data.bits={max(9, most)}" if sign > 0 else "Convert them to 8 bits: Pillow keeps the upper 8"
-            lines.append(f"bits      {head}{2 ** max(0, most - bits + 8)} of 256 levels are left. {remedy}")
+            head = (
+                f"{sum(counts.values())} {kind} images of 16 bits use {most} of them:"
+                f" read as {bits}, "
+            )
+            remedy = (
+                f"Set data.bits={max(9, most)}"
+                if sign > 0
+                else "Convert them to 8 bits: Pillow keeps the upper 8"
+            )
+            lines.append(
+                f"bits      {head}{2 ** max(0, most - bits + 8)} of 256 levels are"
+                f" left. {remedy}"
+            )
     return lines

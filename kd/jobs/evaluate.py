@@ -1,6 +1,7 @@
 """Evaluate the best student of a run, its teacher and their agreement; audit its data.
 
-An audit lists labels doubted by the teacher, and repeated images found by its predictions only.
+An audit lists labels doubted by the teacher, and repeated images found by its
+predictions only.
 """
 
 import logging
@@ -29,7 +30,13 @@ from kd.setup.data import Data
 from kd.setup.finished import Trust, opened_run, require_files
 from kd.setup.recipe import Recipe, resolve
 from kd.study.audit import lists
-from kd.study.audit.labels import TeacherAnswers, joined, labelled, write_labels, write_repeats
+from kd.study.audit.labels import (
+    TeacherAnswers,
+    joined,
+    labelled,
+    write_labels,
+    write_repeats,
+)
 
 READ = 1024  # cache records read at once: 4 MB for 1,000 classes
 
@@ -37,9 +44,15 @@ log = logging.getLogger("kd")
 
 
 def evaluate(
-    path: Path, overrides: Sequence[str] = (), trust: bool = False, split: str = "val", audit: bool = False
+    path: Path,
+    overrides: Sequence[str] = (),
+    trust: bool = False,
+    split: str = "val",
+    audit: bool = False,
 ) -> Scored:
-    """Score the best student of a run, its teacher and their agreement on a split, and audit the data on request."""
+    """Score the best student of a run, its teacher and their agreement on a split, and
+    audit the data on request.
+    """
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)
     recipe = resolve(config.load(config.to_dict(stored), overrides))
@@ -51,8 +64,16 @@ def evaluate(
     def examine(data: Data) -> None:
         vouched.check_images(data, folder.manifest())
         if split == "test" and data.test is None:
-            remedy = "Add data.test_split=FOLDER behind the run, or the key that its kind of data has (`kd help data`)"
-            raise RunError("--split", "is test, but the data of the run names no test split", "val", remedy)
+            remedy = (
+                "Add data.test_split=FOLDER behind the run, or the key that its kind of"
+                " data has (`kd help data`)"
+            )
+            raise RunError(
+                "--split",
+                "is test, but the data of the run names no test split",
+                "val",
+                remedy,
+            )
 
     with opened(recipe, obtain_teachers, fill=False, examine=examine) as (setting, _):
         built = build_run(setting, folder, Console("", quiet=True))
@@ -65,24 +86,42 @@ def evaluate(
 
 
 def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
-    """Run the teacher on all images of a run and write doubtful labels to the folder's `audit`; return a summary.
+    """Run the teacher on all images of a run and write doubtful labels to the folder's
+    `audit`; return a summary.
 
-    For training images the cached outputs are used (mean over views); the teacher runs on the rest.
+    For training images the cached outputs are used (mean over views); the teacher runs
+    on the rest.
     """
     answering = recipe.members and recipe.read.teacher and recipe.read.teacher_logits
     if recipe.task.logits != "softmax" or not answering or not data.labelled:
-        wrong = "the run has no teacher of one class per image, or its images have no labels"
-        raise RunError("--audit", wrong, "A teacher whose logits the losses read, and one label per image", "")
+        wrong = (
+            "the run has no teacher of one class per image, or its images have no"
+            " labels"
+        )
+        raise RunError(
+            "--audit",
+            wrong,
+            "A teacher whose logits the losses read, and one label per image",
+            "",
+        )
     if run.backend.world_size > 1:
-        raise RunError("--audit", "runs in one process", "", "Start it without a launcher")
-    live: Any = run.teacher.live if isinstance(run.teacher, CachedTeacher) else run.teacher
+        raise RunError(
+            "--audit", "runs in one process", "", "Start it without a launcher"
+        )
+    live: Any = (
+        run.teacher.live if isinstance(run.teacher, CachedTeacher) else run.teacher
+    )
     shown, left, known = data.shown(data.train, "skip"), np.arange(len(data.train)), []
-    if isinstance(run.teacher, CachedTeacher) and not data.plan.augment.mixes:  # mixed images have two labels
+    if (
+        isinstance(run.teacher, CachedTeacher) and not data.plan.augment.mixes
+    ):  # mixed images have two labels
         known = [_stored(run.teacher.store, data.plan.views, data.train)]
         left = np.setdiff1d(left, known[0].id)
     answers = {
         "train": joined([*known, answers_to(live, shown, left.tolist())]),
-        "val": answers_to(live.validation(), data.shown(data.val, "skip"), range(len(data.val))),
+        "val": answers_to(
+            live.validation(), data.shown(data.val, "skip"), range(len(data.val))
+        ),
     }
     target = folder / lists.FOLDER
     return [
@@ -100,18 +139,30 @@ def _stored(store: Store, views: int, source: Source) -> TeacherAnswers:
         total, count = None, np.zeros(len(ids))
         for view in range(views):
             parts, readable, _ = store.parts(view, ids)
-            shares = store.codec.unpack(parts).logits.float().softmax(-1).numpy() * readable[:, None]
+            shares = (
+                store.codec.unpack(parts).logits.float().softmax(-1).numpy()
+                * readable[:, None]
+            )
             total, count = shares if total is None else total + shares, count + readable
         rows = np.flatnonzero(count)
         if total is not None and len(rows):
-            found.append(labelled(np.asarray(ids)[rows], total[rows] / count[rows, None], source))
+            found.append(
+                labelled(np.asarray(ids)[rows], total[rows] / count[rows, None], source)
+            )
     return joined(found)
 
 
 def answers_to(teacher: Any, shown: Views, ids: Sequence[int]) -> TeacherAnswers:
     """Return a teacher's outputs for the images that have a label and can be read."""
     source = shown.source
-    device = next((one.device for one in teacher.model.parameters()), torch.device("cpu"))
+    device = next(
+        (one.device for one in teacher.model.parameters()), torch.device("cpu")
+    )
     batches = batches_of(shown, [id for id in ids if source.label(id) >= 0])
-    asked = ((one.ids, one.outputs.logits.float().softmax(-1)) for one in predict(teacher, batches, device))
-    return joined([labelled(ids.numpy(), shares.numpy(), source) for ids, shares in asked])
+    asked = (
+        (one.ids, one.outputs.logits.float().softmax(-1))
+        for one in predict(teacher, batches, device)
+    )
+    return joined(
+        [labelled(ids.numpy(), shares.numpy(), source) for ids, shares in asked]
+    )

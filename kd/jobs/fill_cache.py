@@ -42,21 +42,39 @@ class Cached:
 
 
 def cache(settings: Config, export: str = "") -> Cached:
-    """Fill all views of a configuration's cache; `export`: a .safetensors file for the outputs by image name."""
+    """Fill all views of a configuration's cache; `export`: a .safetensors file for the
+    outputs by image name.
+    """
     recipe, file = resolve(settings), Path(export).expanduser()
     count = recipe.teacher.cache.num_views
     if not count or not settings.teacher.model:
         remedy = "Set teacher.cache.views=4, for example"
-        raise ConfigError("teacher.cache.views", "there is nothing to cache", "A teacher, and 1 view or more", remedy)
-    if export and (file.suffix != ".safetensors" or not file.parent.is_dir()):  # refuse before minutes of work
-        raise RunError("--export", f"'{export}' cannot be written", "A .safetensors file in a folder that exists", "")
+        raise ConfigError(
+            "teacher.cache.views",
+            "there is nothing to cache",
+            "A teacher, and 1 view or more",
+            remedy,
+        )
+    if export and (
+        file.suffix != ".safetensors" or not file.parent.is_dir()
+    ):  # refuse before minutes of work
+        raise RunError(
+            "--export",
+            f"'{export}' cannot be written",
+            "A .safetensors file in a folder that exists",
+            "",
+        )
     with opened(recipe, obtain_teachers) as (setting, _):
         backend, data = setting.backend, setting.data
         report = choose_teacher(setting)
         if report.line and backend.rank == 0:
             log.info("teacher: %s", report.line)
-        once = replace(data.plan, views=0)  # each view is used once here, so none is kept in memory
-        loader, _ = loaders(data.views(), once, setting.split, backend, recipe.backend.timeout_seconds)
+        once = replace(
+            data.plan, views=0
+        )  # each view is used once here, so none is kept in memory
+        loader, _ = loaders(
+            data.views(), once, setting.split, backend, recipe.backend.timeout_seconds
+        )
         cached = open_cache(report, setting)
         store, start, before = cached.store, time.perf_counter(), cached.images
         _require_writable(store)
@@ -74,14 +92,25 @@ def cache(settings: Config, export: str = "") -> Cached:
         )
 
 
-def _fill(cached: CachedTeacher, view: int, loader: LocalLoader, setting: Setting) -> None:
-    """Compute the missing records of a view, divided over the ranks, in training's batch shapes."""
+def _fill(
+    cached: CachedTeacher, view: int, loader: LocalLoader, setting: Setting
+) -> None:
+    """Compute the missing records of a view, divided over the ranks, in training's
+    batch shapes.
+    """
     backend, store = setting.backend, cached.store
     ids = store.missing(view).tolist()
     backend.barrier()  # every rank must read the same list before one writes
     if backend.rank == 0:
-        log.info("cache: view %d: %d of %d images to compute", view, len(ids), store.num_images)
-    padding = -len(ids) % setting.split.batch_size  # padding with weight 0 to a multiple of the global batch
+        log.info(
+            "cache: view %d: %d of %d images to compute",
+            view,
+            len(ids),
+            store.num_images,
+        )
+    padding = (
+        -len(ids) % setting.split.batch_size
+    )  # padding with weight 0 to a multiple of the global batch
     weights = torch.cat([torch.ones(len(ids)), torch.zeros(padding)])
     plan = Plan(torch.tensor([*ids, *[0] * padding], dtype=torch.int64), weights)
     for batch in backend.put(cached.lookup(loader.epoch(plan, view))):
@@ -96,40 +125,81 @@ def _fill(cached: CachedTeacher, view: int, loader: LocalLoader, setting: Settin
 def _require_writable(store: Store) -> None:
     where = "teacher.cache.path"
     if not store.writable:
-        wrong = f"'{store.folder}' is being written by another run, or may not be written"
-        raise RunError(where, wrong, "One writer at a time", "Wait until that run ends, or train: a run reads it")
+        wrong = (
+            f"'{store.folder}' is being written by another run, or may not be written"
+        )
+        raise RunError(
+            where,
+            wrong,
+            "One writer at a time",
+            "Wait until that run ends, or train: a run reads it",
+        )
     if store.stopped:
         remedy = "Free space and run the same command again: it goes on"
-        raise RunError(where, f"'{store.folder}' cannot be written ({store.stopped})", "", remedy)
+        raise RunError(
+            where, f"'{store.folder}' cannot be written ({store.stopped})", "", remedy
+        )
 
 
-# ------------------------------------------------------------------------------------------------ export as a table
+# --------------------------------------------------------------------------------
+# export as a table
 
 
 def _export(path: Path, cached: CachedTeacher, setting: Setting) -> None:
-    """Write the records of all views, and the outputs for validation and test images; memory holds all of them."""
-    recipe, backend, data, store = setting.recipe, setting.backend, setting.data, cached.store
+    """Write the records of all views, and the outputs for validation and test images;
+    memory holds all of them.
+    """
+    recipe, backend, data, store = (
+        setting.recipe,
+        setting.backend,
+        setting.data,
+        cached.store,
+    )
     views = range(recipe.teacher.cache.num_views)
     if missing := sum(len(store.missing(view)) for view in views):
-        wrong = f"{missing} of the records of {len(data.train)} images are missing: those images cannot be decoded"
-        raise RunError("--export", wrong, "Outputs for every image", "Drop them from the data")
+        wrong = (
+            f"{missing} of the records of {len(data.train)} images are missing: those"
+            " images cannot be decoded"
+        )
+        raise RunError(
+            "--export", wrong, "Outputs for every image", "Drop them from the data"
+        )
     if backend.world_size > 1:
-        raise RunError("--export", "is written by one process", "", "Fill the cache on all ranks, then export on one")
-    arrays = (["logits"] if store.codec.num_classes else []) + list(store.codec.features)
+        raise RunError(
+            "--export",
+            "is written by one process",
+            "",
+            "Fill the cache on all ranks, then export on one",
+        )
+    arrays = (["logits"] if store.codec.num_classes else []) + list(
+        store.codec.features
+    )
     if arrays not in (["logits"], ["pooled"]):
         wrong = f"the cache keeps {' and '.join(arrays)}"
-        raise ModelError("--export", wrong, "Logits alone, or pooled features alone", "Change the losses")
+        raise ModelError(
+            "--export",
+            wrong,
+            "Logits alone, or pooled features alone",
+            "Change the losses",
+        )
 
     def stored(view: int) -> Iterator[Tensor]:
         for start in range(0, store.num_images, ROWS):
-            parts, _, _ = store.parts(view, range(start, min(store.num_images, start + ROWS)))
+            parts, _, _ = store.parts(
+                view, range(start, min(store.num_images, start + ROWS))
+            )
             yield _only(store.codec.unpack(parts))
 
     def answers(source: Source) -> Tensor:
         live: Any = cached.live
         split = shown_split(setting, source, torch.arange(len(source)))
         batches = backend.put(split.loader.epoch(split.plan, 0))
-        found = [_only(one.outputs) for one in predict(live.validation(source is data.test), batches, backend.device)]
+        found = [
+            _only(one.outputs)
+            for one in predict(
+                live.validation(source is data.test), batches, backend.device
+            )
+        ]
         return torch.cat(found)[: len(source)]
 
     values = torch.stack([torch.cat(list(stored(view))) for view in views])
@@ -148,7 +218,12 @@ def _export(path: Path, cached: CachedTeacher, setting: Setting) -> None:
     try:
         write(path, table)
     except OSError as error:
-        raise RunError("--export", f"'{path}' cannot be written ({error.strerror or error})", "", "") from error
+        raise RunError(
+            "--export",
+            f"'{path}' cannot be written ({error.strerror or error})",
+            "",
+            "",
+        ) from error
 
 
 def _names(source: Source) -> list[str]:

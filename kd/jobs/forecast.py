@@ -1,4 +1,6 @@
-"""`kd-train CONFIG --check`: what a run will do, how long it takes, and whether its images are readable."""
+"""`kd-train CONFIG --check`: what a run will do, how long it takes, and whether its
+images are readable.
+"""
 
 import os
 from collections.abc import Mapping
@@ -14,7 +16,9 @@ from kd.setup.recipe import Recipe
 from kd.study.sifting import sifting_text
 
 LATER_MIB = 100
-"""MiB that evaluation, checkpoints, export and report add to the first steps (`results/speed/forecast_*.csv`)."""
+"""MiB that evaluation, checkpoints, export and report add to the first steps
+(`results/speed/forecast_*.csv`).
+"""
 
 
 def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> str:
@@ -22,29 +26,47 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
 
     `everything`: look at all images, and search repeated ones among all of them.
     """
-    (lines, counted), data = described(recipe, path, answers=True), open_sources(recipe.data)
+    (lines, counted), data = (
+        described(recipe, path, answers=True),
+        open_sources(recipe.data),
+    )
     most_skipped = data.plan.max_skipped if data.plan.on_corrupt == "skip" else -1.0
     images = scan(data.splits, most_skipped, recipe.path, everything, data.plan.bits)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return "\n".join([*lines, *images, "time      not measured: only one process measures"])
+        return "\n".join(
+            [*lines, *images, "time      not measured: only one process measures"]
+        )
     with distributed(recipe.backend) as backend:
         bench = Bench.of(recipe, data, backend)
         parts = measure(bench)
-        lines[-1] = _memory(lines[-1].removeprefix("memory    "), counted, bench, parts["step"])
-        return "\n".join([*lines, *images, *estimate(bench, parts), *sifting(bench, parts)])
+        lines[-1] = _memory(
+            lines[-1].removeprefix("memory    "), counted, bench, parts["step"]
+        )
+        return "\n".join(
+            [*lines, *images, *estimate(bench, parts), *sifting(bench, parts)]
+        )
 
 
 def _memory(of_a_step: str, counted: float, bench: Bench, step: Timed) -> str:
-    """Return the line on memory: the process's peak, with a step's own part, `counted` MiB of a whole micro-batch."""
+    """Return the line on memory: the process's peak, with a step's own part, `counted`
+    MiB of a whole micro-batch.
+    """
     peak = peak_mib() + LATER_MIB
     if not bench.backend.facts.cpu:
-        return f"memory    {peak:.0f} MiB at the peak of the process; of the device {of_a_step}"
-    peak += counted * (1 - step.images / bench.split.micro_batch)  # the timed step may have been smaller
+        return (
+            f"memory    {peak:.0f} MiB at the peak of the process; of the device"
+            f" {of_a_step}"
+        )
+    peak += counted * (
+        1 - step.images / bench.split.micro_batch
+    )  # the timed step may have been smaller
     return f"memory    {peak:.0f} MiB at the peak of the process, including {of_a_step}"
 
 
 def sifting(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
-    """Return a line on what the sifter of a run saves or costs, from the measured parts of a step."""
+    """Return a line on what the sifter of a run saves or costs, from the measured parts
+    of a step.
+    """
     run = bench.planned(bench.recipe)
     if not run.sifted:
         return []
@@ -53,8 +75,14 @@ def sifting(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
     cached = 0 < views < run.epochs
     warm = bench.costs(ms, 0.0 if cached else bench.asked(run) * ms["teacher"])
     measured = (
-        f"teacher {warm.teacher:.2f}, student forward {warm.forward:.2f}, step {warm.step:.2f}, "
-        f"loading {warm.load:.2f} ms per image"
+        f"teacher {warm.teacher:.2f}, student forward {warm.forward:.2f}, step"
+        f" {warm.step:.2f}, loading {warm.load:.2f} ms per image"
     )
-    kind, ratio = bench.recipe.config.sifter.kind, run.sifter.cost(warm) / warm.per_image()
-    return [f"sifter    '{kind}' ({measured}): {sifting_text(ratio, run.epochs - run.sifted, run.sifted)}"]
+    kind, ratio = (
+        bench.recipe.config.sifter.kind,
+        run.sifter.cost(warm) / warm.per_image(),
+    )
+    return [
+        f"sifter    '{kind}' ({measured}):"
+        f" {sifting_text(ratio, run.epochs - run.sifted, run.sifted)}"
+    ]

@@ -1,4 +1,6 @@
-"""Observe a run: timeline, samples of the machine, profiler; report at the end where the time went and why."""
+"""Observe a run: timeline, samples of the machine, profiler; report at the end where
+the time went and why.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,25 @@ if TYPE_CHECKING:
     from kd.engine.monitor.system import Monitor
 
 LIVE_SECONDS, LIVE_BYTES = 30.0, 2**17
-"""Seconds between two applications of the rules, and bytes read per file: one takes milliseconds."""
-TRACED = "the host hands work over and does not wait for it: only data, wait and the whole are times of the device"
+"""Seconds between two applications of the rules, and bytes read per file: one takes
+milliseconds.
+"""
+TRACED = (
+    "the host hands work over and does not wait for it: only data, wait and the whole"
+    " are times of the device"
+)
 
 
-_reached: list[float] = []  # time up to which this command's tables account (`time.perf_counter`)
+_reached: list[
+    float
+] = []  # time up to which this command's tables account (`time.perf_counter`)
 
 
 @contextmanager
 def accounted(began: float) -> Iterator[None]:
-    """Let the time tables of the runs in this block have no gaps, the first beginning at `began`."""
+    """Let the time tables of the runs in this block have no gaps, the first beginning
+    at `began`.
+    """
     _reached[:] = [began]
     try:
         yield
@@ -54,21 +65,37 @@ class Observer:
 
     def __init__(self, setting: Setting, folder: RunDir, logger: Logger) -> None:
         backend, traced = setting.backend, setting.recipe.config.profile.steps
-        self.setting, self.backend, self.folder, self.logger = setting, backend, folder, logger
-        folder.path.mkdir(parents=True, exist_ok=True)  # the host does not share the run folder
+        self.setting, self.backend, self.folder, self.logger = (
+            setting,
+            backend,
+            folder,
+            logger,
+        )
+        folder.path.mkdir(
+            parents=True, exist_ok=True
+        )  # the host does not share the run folder
         start, own = folder.step(), folder.path / f"timeline_{backend.rank}.jsonl"
         clock = clock_of(backend.facts)
         since, profiler = _reached[0] if _reached else time.perf_counter(), None
-        self.timeline = Timeline(clock, own, start, backend.communication_ms, since=since)
+        self.timeline = Timeline(
+            clock, own, start, backend.communication_ms, since=since
+        )
         if traced and backend.rank == 0:
-            from kd.engine.monitor.profiler import Profiler  # imports torch.profiler: only if steps are named
+            from kd.engine.monitor.profiler import (
+                Profiler,
+            )  # imports torch.profiler: only if steps are named
 
-            profiler = Profiler(traced, folder.path / "profile", backend.facts.cuda, self.timeline.span)
+            profiler = Profiler(
+                traced, folder.path / "profile", backend.facts.cuda, self.timeline.span
+            )
             self.timeline.on_step = profiler.step
         self._profiler = profiler
         self.monitor: Monitor | None = None
         if backend.local_rank == 0:
-            from kd.engine.monitor.system import Monitor, file_name  # one rank per host samples it
+            from kd.engine.monitor.system import (
+                Monitor,
+                file_name,
+            )  # one rank per host samples it
 
             file = folder.path / file_name(socket.gethostname(), backend.rank)
             self.monitor = Monitor(file, fresh=start == 0)
@@ -95,7 +122,9 @@ class Observer:
         _reached[:] = [time.perf_counter()] if _reached else []
 
     def window(self, state: State) -> Mapping[str, float]:
-        """End a log window; now and then also apply the rules. See `kd.engine.run.Window`."""
+        """End a log window; now and then also apply the rules. See
+        `kd.engine.run.Window`.
+        """
         values = self.timeline.window(state)
         if self.backend.rank == 0 and time.monotonic() - self._looked >= LIVE_SECONDS:
             self._looked = time.monotonic()
@@ -112,19 +141,29 @@ class Observer:
             for rank in range(self.backend.world_size)
         }
 
-    def _found(self, timelines: dict[int, list[dict[str, Any]]], live: bool = False) -> list[Finding]:
-        from kd.engine.monitor.evidence import Evidence  # the next two are set once there are steps to judge
+    def _found(
+        self, timelines: dict[int, list[dict[str, Any]]], live: bool = False
+    ) -> list[Finding]:
+        from kd.engine.monitor.evidence import (
+            Evidence,
+        )  # the next two are set once there are steps to judge
         from kd.engine.monitor.rules import find
 
         assert self._run is not None
-        samples = read_rows(self.monitor.path, LIVE_BYTES if live else LAST) if self.monitor is not None else []
+        samples = (
+            read_rows(self.monitor.path, LIVE_BYTES if live else LAST)
+            if self.monitor is not None
+            else []
+        )
         facts = facts_of(self.setting, self._run)
         if live:  # the network is in use
             facts = replace(facts, float32=lambda: False)
         return find(Evidence(timelines, samples, facts))
 
     def evaluate_and_checkpoint(self, title: str, timed: bool = True) -> None:
-        """Report findings, and the table of times if `timed`, after the context. All ranks must call it."""
+        """Report findings, and the table of times if `timed`, after the context. All
+        ranks must call it.
+        """
         self.backend.barrier()  # every rank has written its rows
         if self.backend.rank != 0:
             return
@@ -132,14 +171,20 @@ class Observer:
         missing = [str(rank) for rank, rows in timelines.items() if not rows]
         if missing:
             ranks = ", ".join(missing)
-            self.logger.info(f"{title}: no timeline of rank {ranks} in '{self.folder.path}': each host keeps its own")
+            self.logger.info(
+                f"{title}: no timeline of rank {ranks} in '{self.folder.path}': each"
+                " host keeps its own"
+            )
         for line in where_the_time_went(title, self.timeline) if timed else ():
             self.logger.info(line)
         findings = self._found(timelines)
         for finding in findings:
             self.logger.info(line_of(finding))
         try:
-            write_json(self.folder.path / "findings.json", [asdict(finding) for finding in findings])
+            write_json(
+                self.folder.path / "findings.json",
+                [asdict(finding) for finding in findings],
+            )
         except RunError as error:  # the run has done its work
             log.warning(str(error))
 
@@ -149,14 +194,19 @@ def facts_of(setting: Setting, run: Run) -> Facts:
     from kd.engine.monitor.evidence import Facts
 
     backend = run.backend
-    evaluate = run.length.every.evaluate or max(1, len(setting.data.train) // run.length.batch_size)
+    evaluate = run.length.every.evaluate or max(
+        1, len(setting.data.train) // run.length.batch_size
+    )
     return Facts(
         device=backend.device.type,
         cores=cores(),
         local_ranks=backend.local_world_size,
         workers=getattr(run.loader, "workers", 0),
         store=setting.data.plan.store,
-        epochs=run.length.steps * run.length.batch_size / max(1, len(setting.data.train)) or run.length.epochs,
+        epochs=run.length.steps
+        * run.length.batch_size
+        / max(1, len(setting.data.train))
+        or run.length.epochs,
         live=isinstance(run.teacher, LiveTeacher) and not run.teacher.divided,
         float32=partial(_needless_float32, setting, run),
         evaluate=evaluate,
@@ -165,9 +215,13 @@ def facts_of(setting: Setting, run: Run) -> Facts:
 
 
 def _needless_float32(setting: Setting, run: Run) -> bool:
-    """Return whether the configuration asks for float32 where the rule for `auto` would choose bfloat16."""
+    """Return whether the configuration asks for float32 where the rule for `auto` would
+    choose bfloat16.
+    """
     backend = setting.backend
-    if setting.recipe.backend.precision != "fp32" or not backend.auto_mode.startswith("bf16"):
+    if setting.recipe.backend.precision != "fp32" or not backend.auto_mode.startswith(
+        "bf16"
+    ):
         return False
     return backend.bf16_pays(partial(made_of, run.distillation.student), True)
 
@@ -186,8 +240,13 @@ def where_the_time_went(title: str, timeline: Timeline) -> list[str]:
     total = sum(totals.values())
     if not steps or not total:
         return []
-    names = [*(name for name in SPANS if name in totals), *sorted(totals.keys() - set(SPANS))]
-    rows = [(name, totals[name]) for name in names if totals[name] / total >= SHOWN_SHARE] + [("all", total)]
+    names = [
+        *(name for name in SPANS if name in totals),
+        *sorted(totals.keys() - set(SPANS)),
+    ]
+    rows = [
+        (name, totals[name]) for name in names if totals[name] / total >= SHOWN_SHARE
+    ] + [("all", total)]
     note = f" ({TRACED})" if timeline.clock == "tracing" else ""
     lines = [f"{title}: where the time of {steps} steps went{note}"]
     for name, ms in rows:

@@ -1,4 +1,6 @@
-"""A configuration compared with the recommended one: the lines `recipe` and `plan` of `--check`."""
+"""A configuration compared with the recommended one: the lines `recipe` and `plan` of
+`--check`.
+"""
 
 import math
 
@@ -7,16 +9,27 @@ from kd.core import recommended
 from kd.setup.auto import accelerated
 from kd.setup.build_teacher import Teachers
 from kd.setup.data import Data
-from kd.setup.measured import EXPECTED, Measured, Situation, comparable, contrast, plan, told
+from kd.setup.measured import (
+    EXPECTED,
+    Measured,
+    Situation,
+    comparable,
+    contrast,
+    plan,
+    told,
+)
 from kd.setup.recipe import Recipe
 
 ENOUGH = 0.7
-"""Share of a recommended number below which `--check` names it. Between the lengths and the numbers of views of the
-study lie factors of three and more; what a smaller difference gives was not measured."""
+"""Share of a recommended number below which `--check` names it. Between the lengths and
+the numbers of views of the study lie factors of three and more; what a smaller
+difference gives was not measured.
+"""
 
 
 def recommendations(recipe: Recipe, teachers: Teachers, epochs: float) -> list[str]:
-    """Return where a run's length, views, teacher's fit and networks are below the recommended ones.
+    """Return where a run's length, views, teacher's fit and networks are below the
+    recommended ones.
 
     Args:
         recipe: the resolved configuration.
@@ -26,12 +39,23 @@ def recommendations(recipe: Recipe, teachers: Teachers, epochs: float) -> list[s
     data = teachers.data
     table = measured(recipe, data)
     pretrained = recipe.student.init == "pretrained"
-    length = recommended.length(len(data.train), accelerated(recipe.backend), pretrained).epochs
-    lines = [*_length(data, epochs, length, table), *_views(recipe, epochs, max(epochs, length), table)]
-    lines += [*_fit(recipe, data), *_teacher_size(recipe, teachers), *_network(recipe, table)]
+    length = recommended.length(
+        len(data.train), accelerated(recipe.backend), pretrained
+    ).epochs
+    lines = [
+        *_length(data, epochs, length, table),
+        *_views(recipe, epochs, max(epochs, length), table),
+    ]
+    lines += [
+        *_fit(recipe, data),
+        *_teacher_size(recipe, teachers),
+        *_network(recipe, table),
+    ]
     lines += _label_weight(recipe, data)
     if not lines:
-        return [f"recipe    length and views as recommended for {len(data.train):,} images"]
+        return [
+            f"recipe    length and views as recommended for {len(data.train):,} images"
+        ]
     heads = ["recipe    ", *["          "] * (len(lines) - 1)]
     return [head + line for head, line in zip(heads, lines, strict=True)]
 
@@ -41,11 +65,17 @@ def measured(recipe: Recipe, data: Data) -> list[Measured]:
     labelled = 0 if recipe.data.labels == "none" else len(data.with_labels().train)
     pretrained = recipe.student.init == "pretrained"
     task = recipe.task.logits
-    return comparable(Situation(len(data.train), labelled, max(1, len(data.classes)), pretrained, task))
+    return comparable(
+        Situation(
+            len(data.train), labelled, max(1, len(data.classes)), pretrained, task
+        )
+    )
 
 
 def planned(recipe: Recipe, data: Data) -> list[str]:
-    """Return what labels alone and distilling reached in comparable runs, or the range of all measured gains."""
+    """Return what labels alone and distilling reached in comparable runs, or the range
+    of all measured gains.
+    """
     text = plan(measured(recipe, data))
     return [f"plan      {text or f'no comparable run was measured; {EXPECTED}'}"]
 
@@ -54,29 +84,53 @@ def _length(data: Data, epochs: float, better: int, table: list[Measured]) -> li
     if epochs >= ENOUGH * better:
         return []
     evidence = told(contrast(table, "epochs", epochs, better), "epochs")
-    return [f"{epochs:.3g} epochs of {len(data.train):,} images, recommended run.epochs={better}: {evidence}"]
+    return [
+        f"{epochs:.3g} epochs of {len(data.train):,} images, recommended"
+        f" run.epochs={better}: {evidence}"
+    ]
 
 
-def _views(recipe: Recipe, epochs: float, longer: float, table: list[Measured]) -> list[str]:
-    """Compare the stored views; `longer`: the epochs of the run, or the recommended ones if these are more."""
+def _views(
+    recipe: Recipe, epochs: float, longer: float, table: list[Measured]
+) -> list[str]:
+    """Compare the stored views; `longer`: the epochs of the run, or the recommended
+    ones if these are more.
+    """
     views = recipe.teacher.cache.num_views
     better = recommended.stored_views(longer)
-    if not views or views >= ENOUGH * recommended.stored_views(epochs):  # a live teacher predicts fresh views
+    if not views or views >= ENOUGH * recommended.stored_views(
+        epochs
+    ):  # a live teacher predicts fresh views
         return []
     evidence = told(contrast(table, "views", views, better), "views")
     key = "data.views" if recipe.config.data.views else "teacher.cache.views"
-    return [f"{views} views in {epochs:.3g} epochs, recommended {key}={better}: {evidence}"]
+    return [
+        f"{views} views in {epochs:.3g} epochs, recommended {key}={better}: {evidence}"
+    ]
 
 
 def _label_weight(recipe: Recipe, data: Data) -> list[str]:
     """Compare the weight of the labels where few images have one."""
-    if recipe.data.labels != "some" or len(data.with_labels().train) > len(data.train) / 2:
+    if (
+        recipe.data.labels != "some"
+        or len(data.with_labels().train) > len(data.train) / 2
+    ):
         return []
     losses, lines = recipe.losses, list[str]()
     for i, (term, facts) in enumerate(zip(losses, loss_facts(losses), strict=True)):
-        if facts.labels and not facts.teacher and term.weight > recommended.MOST_LABEL_WEIGHT:
-            line = f"losses[{i}].weight is {term.weight:g}, recommended {recommended.LABEL_WEIGHT:g}"
-            lines.append(f"{line}: {recommended.WEIGHED} (ten classes of Tiny ImageNet, 15 labels each, one seed)")
+        if (
+            facts.labels
+            and not facts.teacher
+            and term.weight > recommended.MOST_LABEL_WEIGHT
+        ):
+            line = (
+                f"losses[{i}].weight is {term.weight:g}, recommended"
+                f" {recommended.LABEL_WEIGHT:g}"
+            )
+            lines.append(
+                f"{line}: {recommended.WEIGHED} (ten classes of Tiny ImageNet, 15"
+                " labels each, one seed)"
+            )
     return lines
 
 
@@ -90,7 +144,10 @@ def _fit(recipe: Recipe, data: Data) -> list[str]:
         better = recommended.fit_visits(labelled)
         if visits < ENOUGH * better:
             steps = math.ceil(better / fit.data.batch_size)
-            line = f"{visits:,} image visits fit the teacher, recommended {where}.fit.steps={steps}"
+            line = (
+                f"{visits:,} image visits fit the teacher, recommended"
+                f" {where}.fit.steps={steps}"
+            )
             lines.append(f"{line}: {recommended.FITTED}")
     return lines
 
@@ -102,7 +159,10 @@ def _teacher_size(recipe: Recipe, teachers: Teachers) -> list[str]:
         side = getattr(member, "input_size", 0)
         fitted = where in fits and fits[where].student.init == "pretrained"
         if fitted and 0 < side < recommended.TEACHER_SIDE:
-            line = f"{where} sees images of {side} px, recommended {recommended.TEACHER_SIDE}"
+            line = (
+                f"{where} sees images of {side} px, recommended"
+                f" {recommended.TEACHER_SIDE}"
+            )
             lines.append(f"{line}: {recommended.ENLARGED}")
     return lines
 

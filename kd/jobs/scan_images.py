@@ -44,7 +44,9 @@ class Looked:
     def __len__(self) -> int:
         return len(self.album) + len(self.damaged)
 
-    def look(self, number: int, split: str, source: Source, id: int, limits: Limits) -> None:
+    def look(
+        self, number: int, split: str, source: Source, id: int, limits: Limits
+    ) -> None:
         """Decode an image of the split with a number."""
         try:
             decoded = source.decode(id)
@@ -58,25 +60,42 @@ class Looked:
 
 
 def scan(
-    splits: Mapping[str, Source], max_skipped: float, folder: Path, everything: bool = False, bits: int = 16
+    splits: Mapping[str, Source],
+    max_skipped: float,
+    folder: Path,
+    everything: bool = False,
+    bits: int = 16,
 ) -> list[str]:
-    """Decode all images, or a random sample for five seconds; report damaged and repeated ones.
+    """Decode all images, or a random sample for five seconds; report damaged and
+    repeated ones.
 
-    The share `max_skipped` of a split may be damaged, as in the run; below 0: no image. Damaged images, and pairs in
-    two splits or with two labels, are listed in `audit` of the run folder. Nothing is removed.
+    The share `max_skipped` of a split may be damaged, as in the run; below 0: no image.
+    Damaged images, and pairs in two splits or with two labels, are listed in `audit` of
+    the run folder. Nothing is removed.
     """
     looked, audit = _looked(splits, everything), folder / lists.FOLDER
     if not len(looked):
-        return ["images    not decoded: kd-train makes them"] if everything else []  # not rendered or unpacked yet
+        return (
+            ["images    not decoded: kd-train makes them"] if everything else []
+        )  # not rendered or unpacked yet
     total = sum(map(len, splits.values()))
     partly = len(looked) < total
     of = f"{len(looked)} of {total}" if partly else f"all {total}"
-    damage = f"{len(looked.damaged)} damaged, to be skipped" if looked.damaged else "none is damaged"
+    damage = (
+        f"{len(looked.damaged)} damaged, to be skipped"
+        if looked.damaged
+        else "none is damaged"
+    )
     lines = [f"images    decoded {of}: {damage}", *used_bits(looked.used_bits, bits)]
     if looked.refusals:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in looked.refusals.most_common())
+        reasons = ", ".join(
+            f"{count} {reason}" for reason, count in looked.refusals.most_common()
+        )
         count = looked.refusals.total()
-        lines.append(f"endpoint  kd-serve refuses {count} of {of} by its default limits: {reasons}")
+        lines.append(
+            f"endpoint  kd-serve refuses {count} of {of} by its default limits:"
+            f" {reasons}"
+        )
     if looked.damaged:
         lines += _damaged(looked.damaged, splits, max_skipped, of, audit / DAMAGED)
     repeats = lists.repeats(looked.album, copies(looked.album), splits)
@@ -86,74 +105,113 @@ def scan(
     if repeats:
         earlier = lists.with_ids(lists.read_repeats(audit), splits) if partly else []
         lists.write_repeats(audit, lists.worst_first([*earlier, *repeats]), splits)
-        lines.append("          data.group keeps frames of a clip, or pieces of a plate, in one split")
+        lines.append(
+            "          data.group keeps frames of a clip, or pieces of a plate, in one"
+            " split"
+        )
         exclude = shlex.quote(str(audit / lists.EXCLUDE))
-        lines.append(f"          listed in '{audit}', with pictures; data.exclude={exclude}")
+        lines.append(
+            f"          listed in '{audit}', with pictures; data.exclude={exclude}"
+        )
     return lines
 
 
 def _described(repeats: Sequence[lists.Repeat], of: str) -> list[str]:
     """Return the number of repeated images, and the first of them."""
     if not repeats:
-        return [f"repeats   none among {of}: no photograph is in two splits, or has two labels"]
+        return [
+            f"repeats   none among {of}: no photograph is in two splits, or has two"
+            " labels"
+        ]
     leaks = [pair for pair in repeats if pair.leaks]
     contradictions = [pair for pair in repeats if not pair.leaks]
     exact = sum(pair.kind == lists.COPY for pair in leaks)
     text = (
-        f"{len(leaks)} pairs in two splits ({exact} with the same bytes), {len(contradictions)} with two labels in one"
+        f"{len(leaks)} pairs in two splits ({exact} with the same bytes),"
+        f" {len(contradictions)} with two labels in one"
     )
     lines = [f"repeats   {text}"]
     for pair in [*leaks[:NAMED], *contradictions[:NAMED]]:
         first, second = pair.first, pair.second
-        labels = f", labelled {first.label} and {second.label}" if pair.contradicts else ""
+        labels = (
+            f", labelled {first.label} and {second.label}" if pair.contradicts else ""
+        )
         names = f"{first.split}:{first.name} = {second.split}:{second.name}"
         lines.append(f"          {names} ({pair.kind}, {pair.score:.2f}{labels})")
     return lines
 
 
 def _damaged(
-    damaged: Mapping[str, CorruptImage], splits: Mapping[str, Source], max_skipped: float, of: str, file: Path
+    damaged: Mapping[str, CorruptImage],
+    splits: Mapping[str, Source],
+    max_skipped: float,
+    of: str,
+    file: Path,
 ) -> list[str]:
-    """Report damaged images, write them to a file for `data.exclude`, and refuse more than the run may skip."""
+    """Report damaged images, write them to a file for `data.exclude`, and refuse more
+    than the run may skip.
+    """
     names, first = list(damaged), next(iter(damaged.values()))
-    write_text(file, "\n".join(["# Damaged images, for data.exclude.", *map(quoted, names), ""]))
+    write_text(
+        file,
+        "\n".join(["# Damaged images, for data.exclude.", *map(quoted, names), ""]),
+    )
     more = f", ... (all in '{file}')" if len(names) > MOST_NAMED else ""
     listed = ", ".join(names[:MOST_NAMED]) + more
     remedy = f"Repair them, or leave them out: data.exclude={shlex.quote(str(file))}"
     if max_skipped < 0:
         if len(names) == 1:
             raise first
-        wrong = f"{len(names)} images among {of} are damaged: {listed}. The first: {first.wrong}"
+        wrong = (
+            f"{len(names)} images among {of} are damaged: {listed}. The first:"
+            f" {first.wrong}"
+        )
         raise CorruptImage(first.where, wrong, first.allowed, remedy)
     for split, source in splits.items():
         count = sum(name.startswith(f"{split}:") for name in names)
         most = most_skipped(max_skipped, len(source))
         if count > most:
-            wrong = f"{count} of the {len(source)} images of '{split}' are damaged: {listed}"
+            wrong = (
+                f"{count} of the {len(source)} images of '{split}' are damaged:"
+                f" {listed}"
+            )
             allowed = f"At most {most} (a share of {max_skipped:g}, and always one)"
-            raise DataError("data.max_skipped", wrong, allowed, f"{remedy}, or raise data.max_skipped")
+            raise DataError(
+                "data.max_skipped",
+                wrong,
+                allowed,
+                f"{remedy}, or raise data.max_skipped",
+            )
     errors = [f"          {error.wrong}" for error in damaged.values()]
     return [*errors[:MOST_NAMED], f"          listed in '{file}'"]
 
 
 def _looked(splits: Mapping[str, Source], everything: bool) -> Looked:
-    """Decode images; return what they show, or nothing if the images do not exist yet."""
+    """Decode images; return what they show, or nothing if the images do not
+    exist yet.
+    """
     names, sources = [*splits], [*splits.values()]
     *starts, total = accumulate(map(len, sources), initial=0)
     count = total if everything else min(total, MOST_LOOKED)
-    positions = range(total) if everything else random.Random(0).sample(range(total), count)
+    positions = (
+        range(total) if everything else random.Random(0).sample(range(total), count)
+    )
     looked, limits = Looked(Album(count)), Limits()
     start = logged = time.monotonic()
     for position in positions:
         split = bisect(starts, position) - 1
         try:
-            looked.look(split, names[split], sources[split], position - starts[split], limits)
+            looked.look(
+                split, names[split], sources[split], position - starts[split], limits
+            )
         except NotPrepared:
             return Looked(Album(0))
         now = time.monotonic()
         if everything and now > logged + PROGRESS_SECONDS:
             logged = now
-            log.info("images    decoded %d of %d, %.0f s", len(looked), total, now - start)
+            log.info(
+                "images    decoded %d of %d, %.0f s", len(looked), total, now - start
+            )
         if not everything and now > start + LOOK_SECONDS:
             break
     return looked

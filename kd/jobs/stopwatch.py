@@ -13,8 +13,10 @@ from kd.setup.modes import Work
 
 FEWEST = 2  # images of the smallest trial: batch norm needs them
 TRIAL_SECONDS, ROUNDS = 2.0, 5
-"""Seconds in which a part of a run is timed, and most times. On a CPU `FEWEST` images come first; they have a step's
-whole overhead, so that a larger trial never takes longer than expected from them."""
+"""Seconds in which a part of a run is timed, and most times. On a CPU `FEWEST` images
+come first; they have a step's whole overhead, so that a larger trial never takes longer
+than expected from them.
+"""
 LOADED = 16  # images for timing loading: the median of as many varied by a few percent
 
 
@@ -27,7 +29,9 @@ class Timed(NamedTuple):
 
 
 def timed(make: Callable[[int], Work], most: int, images: int) -> Timed:
-    """Time the work made for `most` images, or for as many as `TRIAL_SECONDS` surely allow; try `images` first."""
+    """Time the work made for `most` images, or for as many as `TRIAL_SECONDS` surely
+    allow; try `images` first.
+    """
     work, rounds = make(images), 0
     work().sum().item()  # one-time set-up is not measured
     larger = min(most, int(images * TRIAL_SECONDS / seconds_of(work)))
@@ -38,7 +42,11 @@ def timed(make: Callable[[int], Work], most: int, images: int) -> Timed:
         work().sum().item()
         rounds += 1
     thousands = rounds * images / 1000
-    return Timed((time.perf_counter() - start) / thousands, (time.process_time() - spent) / thousands, images)
+    return Timed(
+        (time.perf_counter() - start) / thousands,
+        (time.process_time() - spent) / thousands,
+        images,
+    )
 
 
 def loading(dataset: Dataset) -> Timed:
@@ -52,7 +60,11 @@ def loading(dataset: Dataset) -> Timed:
 
     ids = evenly_spaced(len(dataset), LOADED)
     try:
-        return timed(lambda images: lambda: torch.tensor([readable(id) for id in ids[:images]]), len(ids), 1)
+        return timed(
+            lambda images: lambda: torch.tensor([readable(id) for id in ids[:images]]),
+            len(ids),
+            1,
+        )
     except DataError:
         return Timed()
 

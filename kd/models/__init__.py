@@ -1,1 +1,3 @@
-"""Models: classifiers, weights, the frozen teacher and its cache, graphs in other runtimes."""
+"""Models: classifiers, weights, the frozen teacher and its cache, graphs in other
+runtimes.
+"""

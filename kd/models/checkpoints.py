@@ -1,6 +1,8 @@
-"""Files of weights: recognize the format, read it without running its code, list its sets of tensors.
+"""Files of weights: recognize the format, read it without running its code, list its
+sets of tensors.
 
-`kd/models/fitting.py` fits them to a network. Known files are listed in `kd/models/weights.json`.
+`kd/models/fitting.py` fits them to a network. Known files are listed in
+`kd/models/weights.json`.
 """
 
 import argparse
@@ -21,14 +23,26 @@ from kd.core.errors import ModelError, in_short
 from kd.models import packages
 from kd.models.timm_folder import folder_classes
 
-KNOWN: dict[str, Any] = json.loads(Path(__file__).with_name("weights.json").read_text(encoding="utf-8"))
+KNOWN: dict[str, Any] = json.loads(
+    Path(__file__).with_name("weights.json").read_text(encoding="utf-8")
+)
 LARGEST = 100_000  # most tensors in a file: the largest network of timm has 3,000
 CLASSES = re.compile(KNOWN["classes"], re.IGNORECASE).fullmatch
 PART = re.compile(r"-\d{5}-of-(\d{5})")  # in the name of a part of a file
 Tensors = dict[str, Tensor]
-_CLASSES: list[Any] = [argparse.Namespace, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDSU"}]
-_RENAMED: list[Any] = [(np.float64(0).__reduce__()[0], f"numpy.{at}.multiarray.scalar") for at in ("core", "_core")]
-_RENAMED += [(PureWindowsPath if "Windows" in name else PurePosixPath, name) for name in KNOWN["harmless"].split()]
+_CLASSES: list[Any] = [
+    argparse.Namespace,
+    np.dtype,
+    *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDSU"},
+]
+_RENAMED: list[Any] = [
+    (np.float64(0).__reduce__()[0], f"numpy.{at}.multiarray.scalar")
+    for at in ("core", "_core")
+]
+_RENAMED += [
+    (PureWindowsPath if "Windows" in name else PurePosixPath, name)
+    for name in KNOWN["harmless"].split()
+]
 """Harmless types often stored beside weights, under their names in Python and numpy."""
 
 
@@ -38,9 +52,15 @@ class Weights:
 
     where: str  # config path for messages
     file: Path
-    sets: Mapping[str, Tensors]  # sets of tensors by their key in the file, such as `model_ema`; "": the whole file
-    classes: list[str] | None  # class names recorded in it or in its folder, in the order of its logits
-    trainer: Mapping[str, Any]  # what its trainer wrote of network and pixels, which shapes may not reveal
+    sets: Mapping[
+        str, Tensors
+    ]  # sets of tensors by their key in the file, such as `model_ema`; "": the whole file
+    classes: (
+        list[str] | None
+    )  # class names recorded in it or in its folder, in the order of its logits
+    trainer: Mapping[
+        str, Any
+    ]  # what its trainer wrote of network and pixels, which shapes may not reveal
 
     @property
     def section(self) -> str:
@@ -49,32 +69,57 @@ class Weights:
 
     @property
     def architecture(self) -> str:
-        """The network's name that its trainer wrote, without a tag such as `.augreg_in1k`; "": none."""
+        """The network's name that its trainer wrote, without a tag such as
+        `.augreg_in1k`; "": none.
+        """
         return str(self.trainer.get("model", "")).partition(".")[0]
 
     def arguments(self, model: str) -> dict[str, Any]:
-        """Return the arguments with which its trainer built a network of timm; {} if it built another network.
+        """Return the arguments with which its trainer built a network of timm; {} if it
+        built another network.
 
-        Without those that kd sets itself: a file names no other file, no weights to fetch and no number of classes.
+        Without those that kd sets itself: a file names no other file, no weights to
+        fetch and no number of classes.
         """
         if self.architecture != model.partition(".")[0]:
             return {}
-        renamed = {"gp": "global_pool", "bn_eps": "bn_eps"}  # options of timm's train.py
-        written = {argument: self.trainer[option] for option, argument in renamed.items() if option in self.trainer}
+        renamed = {
+            "gp": "global_pool",
+            "bn_eps": "bn_eps",
+        }  # options of timm's train.py
+        written = {
+            argument: self.trainer[option]
+            for option, argument in renamed.items()
+            if option in self.trainer
+        }
         more = self.trainer.get("model_kwargs", {})
         written |= more if isinstance(more, dict) else {}
-        return {key: value for key, value in written.items() if key not in KNOWN["set_by_kd"]}
+        return {
+            key: value
+            for key, value in written.items()
+            if key not in KNOWN["set_by_kd"]
+        }
 
     def named_among(self, networks: Iterable[str]) -> list[str]:
-        """Return the networks whose names the trainer or the file's name gives, the likeliest first.
+        """Return the networks whose names the trainer or the file's name gives, the
+        likeliest first.
 
         A file's name may leave out the `tf_` of networks that pad as TensorFlow does.
         """
         trained, stem = letters_of(self.architecture), letters_of(self.file.stem)
         named = [
-            name for name in networks if letters_of(name) == trained or letters_of(name.removeprefix("tf_")) in stem
+            name
+            for name in networks
+            if letters_of(name) == trained
+            or letters_of(name.removeprefix("tf_")) in stem
         ]
-        named.sort(key=lambda name: (letters_of(name) != trained, letters_of(name) not in stem, -len(name)))
+        named.sort(
+            key=lambda name: (
+                letters_of(name) != trained,
+                letters_of(name) not in stem,
+                -len(name),
+            )
+        )
         return named
 
 
@@ -84,50 +129,96 @@ def letters_of(name: str) -> str:
 
 
 def located(where: str, place: str) -> list[Path]:
-    """Return the file of weights in a configuration, or all of its parts if it is split."""
+    """Return the file of weights in a configuration, or all of its parts if it is
+    split.
+    """
     path = Path(packages.fetched(where, place))
     path = path.parent if path.name.endswith(".index.json") else path
     require_no_adapter(where, path)
     parts = PART.sub(r"-*-of-\1", path.name)
     if path.is_dir():
-        files = next((found for names in KNOWN["folder"] if (found := sorted(path.glob(names)))), [])
+        files = next(
+            (found for names in KNOWN["folder"] if (found := sorted(path.glob(names)))),
+            [],
+        )
     else:
         files = [path] if parts == path.name else sorted(path.parent.glob(parts))
     if not all(file.is_file() for file in files or [path]):
         for names, remedy in KNOWN["divided"].items():
             if any(path.glob(names)):
-                raise ModelError(where, f"'{path}' has the weights in parts", "One file", remedy.format(folder=path))
-        allowed = "A .safetensors or .pth file, or a folder with one; `kd-teach` fits a teacher"
+                raise ModelError(
+                    where,
+                    f"'{path}' has the weights in parts",
+                    "One file",
+                    remedy.format(folder=path),
+                )
+        allowed = (
+            "A .safetensors or .pth file, or a folder with one; `kd-teach` fits a"
+            " teacher"
+        )
         raise ModelError(where, f"no file '{path}'", allowed, "Check the path")
     if (part := PART.search(files[0].name)) and len(files) != int(part[1]):
-        wrong = f"'{files[0]}' is one of {int(part[1])} parts, of which {len(files)} are in its folder"
+        wrong = (
+            f"'{files[0]}' is one of {int(part[1])} parts, of which {len(files)} are in"
+            " its folder"
+        )
         raise ModelError(where, wrong, "All of them", "Copy the others beside it")
     return files
 
 
 def require_no_adapter(where: str, folder: Path) -> None:
-    """Refuse a folder whose weights are those of a network only together with an adapter."""
+    """Refuse a folder whose weights are those of a network only together with an
+    adapter.
+    """
     if (folder / "adapter_config.json").is_file():
-        wrong = f"'{folder}' has an adapter (LoRA), so that the weights beside it are not those that were trained"
-        remedy = "Merge it, `model.merge_and_unload().save_pretrained('merged')`, and name that folder"
+        wrong = (
+            f"'{folder}' has an adapter (LoRA), so that the weights beside it are not"
+            " those that were trained"
+        )
+        remedy = (
+            "Merge it, `model.merge_and_unload().save_pretrained('merged')`, and name"
+            " that folder"
+        )
         raise ModelError(where, wrong, "Weights with the adapter merged", remedy)
 
 
 def read(where: str, place: str) -> Weights:
-    """Read a file of weights by its content, not its ending, without running its code."""
+    """Read a file of weights by its content, not its ending, without running
+    its code.
+    """
     files, content = located(where, place), dict[Any, Any]()
     for file in files:
         one = READERS[_kind(where, file)](where, file)
         content |= one if isinstance(one, dict) else {}
     nested = dict(_nested(content))
-    named = {place: _tensors(inside) for place, inside in nested.items() if not re.search(KNOWN["beside"], place)}
-    sets = {place: tensors for place, tensors in named.items() if any(tensor.ndim for tensor in tensors.values())}
+    named = {
+        place: _tensors(inside)
+        for place, inside in nested.items()
+        if not re.search(KNOWN["beside"], place)
+    }
+    sets = {
+        place: tensors
+        for place, tensors in named.items()
+        if any(tensor.ndim for tensor in tensors.values())
+    }
     _require_few(where, files[0], max(map(len, sets.values()), default=0))
     if not sets:
         allowed = "A state_dict, alone or in a dictionary"
-        raise ModelError(where, f"'{files[0]}' holds no tensors by name", allowed, "Save model.state_dict()")
-    recorded = [_class_names(value) for inside in nested.values() for key, value in inside.items() if CLASSES(str(key))]
-    classes = next(filter(None, recorded), None) or folder_classes(files[0].parent, where)
+        raise ModelError(
+            where,
+            f"'{files[0]}' holds no tensors by name",
+            allowed,
+            "Save model.state_dict()",
+        )
+    recorded = [
+        _class_names(value)
+        for inside in nested.values()
+        for key, value in inside.items()
+        if CLASSES(str(key))
+    ]
+    classes = next(filter(None, recorded), None) or folder_classes(
+        files[0].parent, where
+    )
     wrote = {"model": content.get("arch"), **nested.get("args", {})}
     trainer = {key: wrote[key] for key in KNOWN["recorded"] if wrote.get(key)}
     return Weights(where, files[0], sets, classes, trainer)
@@ -136,7 +227,12 @@ def read(where: str, place: str) -> Weights:
 def _require_few(where: str, file: Path, count: int) -> None:
     if count > LARGEST:
         allowed = f"At most {LARGEST:,}; networks have some thousands"
-        raise ModelError(where, f"'{file}' holds {count:,} tensors", allowed, "Save model.state_dict() of one network")
+        raise ModelError(
+            where,
+            f"'{file}' holds {count:,} tensors",
+            allowed,
+            "Save model.state_dict() of one network",
+        )
 
 
 def _kind(where: str, file: Path) -> str:
@@ -147,7 +243,12 @@ def _kind(where: str, file: Path) -> str:
         if re.match(mark, first.decode("latin-1"), re.S):
             if kind in READERS:
                 return kind
-            raise ModelError(where, f"'{file}' is no file of weights but {kind}", "", remedy.format(file=file))
+            raise ModelError(
+                where,
+                f"'{file}' is no file of weights but {kind}",
+                "",
+                remedy.format(file=file),
+            )
     wrong = "its first bytes are of no format that is known" if first else "it is empty"
     raise ModelError(
         where,
@@ -165,49 +266,106 @@ def _safetensors(where: str, file: Path) -> Tensors:
             return {name: opened.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise ModelError(
-            where, f"'{file}' is not whole safetensors ({in_short(error)})", "", "Write the file anew"
+            where,
+            f"'{file}' is not whole safetensors ({in_short(error)})",
+            "",
+            "Write the file anew",
         ) from error
 
 
 def _pickle(where: str, file: Path) -> Any:
-    """Read tensors and plain values from torch.save. The error names other objects and how to rewrite the file."""
-    torch.serialization.add_safe_globals(_CLASSES + _RENAMED * (torch.__version__ >= "2.7"))  # older: no other names
+    """Read tensors and plain values from torch.save. The error names other objects and
+    how to rewrite the file.
+    """
+    torch.serialization.add_safe_globals(
+        _CLASSES + _RENAMED * (torch.__version__ >= "2.7")
+    )  # older: no other names
     try:
-        with suppress(Exception):  # the format before torch 1.6, or another ending, cannot be mapped
+        with suppress(
+            Exception
+        ):  # the format before torch 1.6, or another ending, cannot be mapped
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         with file.open("rb") as opened:
             return torch.load(opened, map_location="cpu", weights_only=True)
-    except Exception as error:  # the unpickler raises many types, all caused by the file
+    except (
+        Exception
+    ) as error:  # the unpickler raises many types, all caused by the file
         text, foreign = str(error) or type(error).__name__, list[str]()
         with suppress(Exception):
             foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
             foreign.sort(
-                key=lambda name: (name.startswith(("torch.", "functools.", "collections.", "builtins.")), name)
+                key=lambda name: (
+                    name.startswith(
+                        ("torch.", "functools.", "collections.", "builtins.")
+                    ),
+                    name,
+                )
             )
     named = ", ".join(foreign[:3]) or " ".join(re.findall(r"GLOBAL (\S+)", text)[:1])
-    reason = f"objects of {named}, whose reading may run code" if named else in_short(text)
+    reason = (
+        f"objects of {named}, whose reading may run code" if named else in_short(text)
+    )
     script = "TorchScript" in text
-    remedy = f"If you trust its source, rewrite it: {_line(file, script)}" if named or script else "Save it anew"
+    remedy = (
+        f"If you trust its source, rewrite it: {_line(file, script)}"
+        if named or script
+        else "Save it anew"
+    )
     if named.startswith("ultralytics"):
-        remedy = f"Write `yolo export model={file} format=onnx`, then set kind: onnx and outputs: probabilities"
-    wrong = f"'{file}' cannot be read as weights ({'a TorchScript archive, which is code' if script else reason})"
-    raise ModelError(where, wrong, "Tensors by name, with numbers, texts and paths beside them", remedy)
+        remedy = (
+            f"Write `yolo export model={file} format=onnx`, then set kind: onnx and"
+            " outputs: probabilities"
+        )
+    wrong = (
+        f"'{file}' cannot be read as weights"
+        f" ({'a TorchScript archive, which is code' if script else reason})"
+    )
+    raise ModelError(
+        where,
+        wrong,
+        "Tensors by name, with numbers, texts and paths beside them",
+        remedy,
+    )
 
 
 def _line(file: Path, script: bool) -> str:
-    """Return the command that rewrites a file with weights only; a module becomes its state_dict."""
-    loaded = f"torch.jit.load({str(file)!r})" if script else f"torch.load({str(file)!r}, 'cpu', weights_only=False)"
-    code = f"import torch; c = {loaded}; c = c if isinstance(c, dict) else dict(model=c); "
-    code += "s = [(k, v.state_dict() if hasattr(v, 'state_dict') else v) for k, v in c.items()]; "
-    code += "ok = lambda v: torch.is_tensor(v) or (isinstance(v, dict) and all(map(torch.is_tensor, v.values()))); "
-    return f'python -c "{code}torch.save({{k: v for k, v in s if ok(v)}}, {str(file.with_suffix(".weights.pth"))!r})"'
+    """Return the command that rewrites a file with weights only; a module becomes its
+    state_dict.
+    """
+    loaded = (
+        f"torch.jit.load({str(file)!r})"
+        if script
+        else f"torch.load({str(file)!r}, 'cpu', weights_only=False)"
+    )
+    code = (
+        f"import torch; c = {loaded}; c = c if isinstance(c, dict) else dict(model=c); "
+    )
+    code += (
+        "s = [(k, v.state_dict() if hasattr(v, 'state_dict') else v) for k, v in"
+        " c.items()]; "
+    )
+    code += (
+        "ok = lambda v: torch.is_tensor(v) or (isinstance(v, dict) and"
+        " all(map(torch.is_tensor, v.values()))); "
+    )
+    return (
+        f'python -c "{code}torch.save({{k: v for k, v in s if ok(v)}},'
+        f' {str(file.with_suffix(".weights.pth"))!r})"'
+    )
 
 
-READERS: dict[str, Callable[[str, Path], Any]] = {"safetensors": _safetensors, "pickle": _pickle}
-"""Readers by kind in `weights.json`: (config path, file) -> dictionaries with tensors by name."""
+READERS: dict[str, Callable[[str, Path], Any]] = {
+    "safetensors": _safetensors,
+    "pickle": _pickle,
+}
+"""Readers by kind in `weights.json`: (config path, file) -> dictionaries with tensors
+by name.
+"""
 
 
-def _nested(content: dict[Any, Any], place: str = "") -> Iterator[tuple[str, dict[Any, Any]]]:
+def _nested(
+    content: dict[Any, Any], place: str = ""
+) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Yield nested dictionaries by their place in the file."""
     yield place, content
     for key, value in content.items():
@@ -217,12 +375,31 @@ def _nested(content: dict[Any, Any], place: str = "") -> Iterator[tuple[str, dic
 
 
 def _tensors(inside: dict[Any, Any]) -> Tensors:
-    return {name: value for name, value in inside.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    return {
+        name: value
+        for name, value in inside.items()
+        if isinstance(name, str) and isinstance(value, Tensor)
+    }
 
 
 def _class_names(value: Any) -> list[str]:
-    """Return class names in the order of the logits from a list, {name: position} or {position: name}; else none."""
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    placed = [(str(place), name) if isinstance(name, str) else (str(name), place) for place, name in pairs]
+    """Return class names in the order of the logits from a list, {name: position} or
+    {position: name}; else none.
+    """
+    pairs = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, (list, tuple))
+        else ()
+    )
+    placed = [
+        (str(place), name) if isinstance(name, str) else (str(name), place)
+        for place, name in pairs
+    ]
     named = all(place.isdecimal() and isinstance(name, str) for place, name in placed)
-    return [name for _, name in sorted(placed, key=lambda pair: int(pair[0]))] if named else []  # type: ignore[misc]
+    return (
+        [name for _, name in sorted(placed, key=lambda pair: int(pair[0]))]
+        if named
+        else []
+    )  # type: ignore[misc]

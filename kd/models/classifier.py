@@ -1,4 +1,6 @@
-"""Classifiers from uint8 pixels to logits, with the normalization and input size of each network; ensembles."""
+"""Classifiers from uint8 pixels to logits, with the normalization and input size of
+each network; ensembles.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ class Preprocessing:
 class Classifier(nn.Module):
     """Wraps any module that maps normalized images [B, 3, S, S] to logits [B, C].
 
-    All models of a run get the same uint8 pixels. Each normalizes with its own mean and standard deviation and, if its
-    input size differs from the data's, resizes on the device (bicubic, antialiased). It implements
-    `kd.core.contracts.TeacherModel`.
+    All models of a run get the same uint8 pixels. Each normalizes with its own mean and
+    standard deviation and, if its input size differs from the data's, resizes on the
+    device (bicubic, antialiased). It implements `kd.core.contracts.TeacherModel`.
     """
 
     runtime, reads_ids = "torch", False
@@ -49,17 +51,32 @@ class Classifier(nn.Module):
         architecture: Any = None,
         classes: Sequence[str] = (),
     ) -> None:
-        """Wrap `network`. `num_classes` 0: it has no classifier, and its output [B, D] is the pooled features."""
-        # `input_size` in pixels; 0: any. `mean` and `std` are per channel, for pixels in 0..1. `features`: names of
-        # `Outputs.features` to return as well (timm networks only). `architecture`: its arguments as JSON values, since
-        # weights alone do not determine the number of heads.
+        """Wrap `network`. `num_classes` 0: it has no classifier, and its output [B, D]
+        is the pooled features.
+        """
+        # `input_size` in pixels; 0: any. `mean` and `std` are per channel, for pixels
+        # in 0..1. `features`: names of `Outputs.features` to return as well (timm
+        # networks only). `architecture`: its arguments as JSON values, since weights
+        # alone do not determine the number of heads.
         super().__init__()
-        self.network, self.num_classes, self.input_size = network, num_classes, input_size
-        self.features, self.architecture, self.classes = tuple(sorted(features)), architecture, tuple(classes)
+        self.network, self.num_classes, self.input_size = (
+            network,
+            num_classes,
+            input_size,
+        )
+        self.features, self.architecture, self.classes = (
+            tuple(sorted(features)),
+            architecture,
+            tuple(classes),
+        )
         self.project: nn.Module | None = None
-        """Projector of an embedding student into its teacher's space, for search in the teacher's index."""
+        """Projector of an embedding student into its teacher's space, for search in the
+        teacher's index.
+        """
         scale = torch.tensor([1 / (255 * s) for s in std]).view(1, 3, 1, 1)
-        shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(1, 3, 1, 1)
+        shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(
+            1, 3, 1, 1
+        )
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("shift", shift, persistent=False)
 
@@ -68,28 +85,43 @@ class Classifier(nn.Module):
 
     def outputs(self, pixels: Tensor) -> Outputs:
         if not self.features:
-            return Outputs(self.network(pixels)) if self.num_classes else Outputs(pixels.new_zeros(len(pixels), 0))
+            return (
+                Outputs(self.network(pixels))
+                if self.num_classes
+                else Outputs(pixels.new_zeros(len(pixels), 0))
+            )
         network: Any = self.network
         inner = network.forward_features(pixels)
         pooled_BD = network.forward_head(inner, pre_logits=True)
         features = {"pooled": pooled_BD} if "pooled" in self.features else {}
-        features |= {"tokens": tokens_of(network, inner)} if "tokens" in self.features else {}
+        features |= (
+            {"tokens": tokens_of(network, inner)} if "tokens" in self.features else {}
+        )
         if not self.num_classes:
             return Outputs(pooled_BD.new_zeros(len(pooled_BD), 0), features)
         head = network.get_classifier()
-        # A network with two heads (distilled DeiT) has no single map from features to logits.
-        logits_BC = head(pooled_BD) if isinstance(head, nn.Module) else network.forward_head(inner)
+        # A network with two heads (distilled DeiT) has no single map from features to
+        # logits.
+        logits_BC = (
+            head(pooled_BD)
+            if isinstance(head, nn.Module)
+            else network.forward_head(inner)
+        )
         return Outputs(logits_BC, features)
 
     def answer(self, image: Tensor) -> Tensor:
-        """Return the outputs of its export for uint8 images: logits [B, C], or pooled features [B, D] of length 1."""
+        """Return the outputs of its export for uint8 images: logits [B, C], or pooled
+        features [B, D] of length 1.
+        """
         return self.head(self.normalize(image))
 
     def head(self, pixels: Tensor) -> Tensor:  # the same for normalized images
         output = self.network(pixels)
         if self.num_classes:
             return output
-        return F.normalize(output if self.project is None else self.project(output), dim=1)
+        return F.normalize(
+            output if self.project is None else self.project(output), dim=1
+        )
 
     def normalize(self, image: Tensor) -> Tensor:
         """Return float [B, 3, S, S], normalized, in the network's dtype."""
@@ -98,22 +130,36 @@ class Classifier(nn.Module):
         return pixels.to(next(self.network.parameters(), pixels).dtype)
 
     def identity(self) -> dict[str, Any]:
-        input_spec = [self.input_size, *self.scale.flatten().tolist(), *self.shift.flatten().tolist()]  # type: ignore
-        return {"teacher": digest(self.network), "architecture": self.architecture, "input": input_spec}
+        input_spec = [
+            self.input_size,
+            *self.scale.flatten().tolist(),  # type: ignore
+            *self.shift.flatten().tolist(),  # type: ignore
+        ]
+        return {
+            "teacher": digest(self.network),
+            "architecture": self.architecture,
+            "input": input_spec,
+        }
 
     @property
     def num_features(self) -> int:
-        """Width D of the pooled features, after `project` if there is one; 0 if unknown."""
+        """Width D of the pooled features, after `project` if there is one; 0 if
+        unknown.
+        """
         if isinstance(self.project, nn.Linear):
             return self.project.out_features
-        width = getattr(self.network, "head_hidden_size", getattr(self.network, "num_features", 0))
+        width = getattr(
+            self.network, "head_hidden_size", getattr(self.network, "num_features", 0)
+        )
         return int(width) if width else 0
 
 
 class Network(nn.Module):
     """A foreign module, wrapped so that it returns one tensor."""
 
-    def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self, inner: nn.Module, change: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.inner, self.change = inner, change
         self.pick: nn.Module = nn.Identity()
@@ -124,48 +170,79 @@ class Network(nn.Module):
 
 
 def resized(image: Tensor, size: int) -> Tensor:
-    """Resize uint8 images [B, 3, H, W] to float32 in 0..255, [B, 3, S, S]; bicubic, antialiased. S = 0: same size."""
+    """Resize uint8 images [B, 3, H, W] to float32 in 0..255, [B, 3, S, S]; bicubic,
+    antialiased. S = 0: same size.
+    """
     pixels = image.to(torch.float32)
     if not size or tuple(image.shape[-2:]) == (size, size):
         return pixels
-    return F.interpolate(pixels, size=(size, size), mode="bicubic", antialias=True).clamp_(0, 255)
+    return F.interpolate(
+        pixels, size=(size, size), mode="bicubic", antialias=True
+    ).clamp_(0, 255)
 
 
 def main_output(answer: Any, where: str) -> Tensor:
-    """Return the tensor in a module's output: the output, a tuple's first item, `.logits` or `.pooler_output`."""
+    """Return the tensor in a module's output: the output, a tuple's first item,
+    `.logits` or `.pooler_output`.
+    """
     found = answer[0] if isinstance(answer, (tuple, list)) and answer else answer
     for name in ("logits", "pooler_output"):
-        value = answer.get(name) if isinstance(answer, Mapping) else getattr(answer, name, None)
+        value = (
+            answer.get(name)
+            if isinstance(answer, Mapping)
+            else getattr(answer, name, None)
+        )
         if isinstance(value, Tensor):
             return value
     if isinstance(found, Tensor):
         return found
     wrong = f"the model returns {type(answer).__name__}"
-    raise ModelError(where, wrong, "A tensor, a tuple that begins with one, or an object with .logits", "Wrap it")
+    raise ModelError(
+        where,
+        wrong,
+        "A tensor, a tuple that begins with one, or an object with .logits",
+        "Wrap it",
+    )
 
 
 def tokens_of(network: nn.Module, inner: Tensor) -> Tensor:
     """Return the tokens [B, N, D] from a timm network's `forward_features`."""
-    # For a transformer: the patch tokens, without class and register tokens. For a feature map: its positions, row by
-    # row.
+    # For a transformer: the patch tokens, without class and register tokens. For a
+    # feature map: its positions, row by row.
     if isinstance(inner, Tensor) and inner.ndim == 3:
         return inner[:, int(getattr(network, "num_prefix_tokens", 0)) :]
     if isinstance(inner, Tensor) and inner.ndim == 4:
         last = str(getattr(network, "output_fmt", "NCHW")).endswith("NHWC")
         return inner.flatten(1, 2) if last else inner.flatten(2).transpose(1, 2)
-    wrong = f"'{type(network).__name__}' returns no tokens and no feature map, which a loss needs"
-    raise ModelError("losses", wrong, "Vision transformers and convolutional networks do", "Take a loss on pooled")
+    wrong = (
+        f"'{type(network).__name__}' returns no tokens and no feature map, which a loss"
+        " needs"
+    )
+    raise ModelError(
+        "losses",
+        wrong,
+        "Vision transformers and convolutional networks do",
+        "Take a loss on pooled",
+    )
 
 
 @torch.no_grad()
 def feature_shapes(model: Any, image_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's features by name, without B, from a forward of a black image."""
+    """Return the shapes of a model's features by name, without B, from a forward of a
+    black image.
+    """
     if not getattr(model, "features", ()):
         return {}
-    device = getattr(next(chain(model.parameters(), model.buffers()), None), "device", None)
+    device = getattr(
+        next(chain(model.parameters(), model.buffers()), None), "device", None
+    )
     image = torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8, device=device)
     training = model.training
-    inputs = (image, torch.zeros(1, dtype=torch.int64)) if getattr(model, "reads_ids", False) else (image,)
+    inputs = (
+        (image, torch.zeros(1, dtype=torch.int64))
+        if getattr(model, "reads_ids", False)
+        else (image,)
+    )
     outputs = model.eval()(*inputs)
     model.train(training)
     return {name: tuple(value.shape[1:]) for name, value in outputs.features.items()}
@@ -175,7 +252,9 @@ REORDERED = "its outputs were put into the order of the data's classes"
 
 
 class Pick(nn.Module):
-    """Returns the logits of the data's classes, in the data's order; a teacher may have more, or another order."""
+    """Returns the logits of the data's classes, in the data's order; a teacher may have
+    more, or another order.
+    """
 
     def __init__(self, columns: Sequence[int]) -> None:
         super().__init__()
@@ -186,7 +265,9 @@ class Pick(nn.Module):
 
 
 class LogitsModel(nn.Module):
-    """Wraps any module from images to logits [B, C], without normalization, resizing or features."""
+    """Wraps any module from images to logits [B, C], without normalization, resizing or
+    features.
+    """
 
     # Float images are cast to the dtype of its weights, and its logits to float32.
 
@@ -199,9 +280,14 @@ class LogitsModel(nn.Module):
         self.network, self.where = network, where
 
     def forward(self, image: Tensor) -> Outputs:
-        weight = next((one for one in self.network.parameters() if one.is_floating_point()), image)
-        # A copy: a module that normalizes in place must not change the caller's data or the other model's images.
-        pixels = image.to(weight.dtype if image.is_floating_point() else image.dtype, copy=True)
+        weight = next(
+            (one for one in self.network.parameters() if one.is_floating_point()), image
+        )
+        # A copy: a module that normalizes in place must not change the caller's data or
+        # the other model's images.
+        pixels = image.to(
+            weight.dtype if image.is_floating_point() else image.dtype, copy=True
+        )
         return Outputs(main_output(self.network(pixels), self.where).float())
 
     def identity(self) -> dict[str, Any]:
@@ -209,15 +295,26 @@ class LogitsModel(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """Averages the probabilities of several classifiers (arXiv:1503.02531 distills such an ensemble)."""
+    """Averages the probabilities of several classifiers (arXiv:1503.02531 distills such
+    an ensemble).
+    """
 
-    # It averages probabilities, because a teacher with large logits would dominate an average of logits. The average is
-    # taken at temperature 1 and softened later, so a cache stores one record per image. Features are not averaged: each
-    # model's have their own names in the outputs (see `Outputs.of`).
+    # It averages probabilities, because a teacher with large logits would dominate an
+    # average of logits. The average is taken at temperature 1 and softened later, so a
+    # cache stores one record per image. Features are not averaged: each model's have
+    # their own names in the outputs (see `Outputs.of`).
 
-    def __init__(self, members: Sequence[Any], weights: Sequence[float], average: Callable[..., Tensor]) -> None:
-        """Combine K teachers of the same classes; only the ratios of their `weights` (each above 0) matter."""
-        # `average` is the task's: (logits [K, B, C], shares [K]) -> logits [B, C] of the averaged probabilities.
+    def __init__(
+        self,
+        members: Sequence[Any],
+        weights: Sequence[float],
+        average: Callable[..., Tensor],
+    ) -> None:
+        """Combine K teachers of the same classes; only the ratios of their `weights`
+        (each above 0) matter.
+        """
+        # `average` is the task's: (logits [K, B, C], shares [K]) -> logits [B, C] of
+        # the averaged probabilities.
         super().__init__()
         self.members, self.average = nn.ModuleList(members), average
         self.shares = [weight / sum(weights) for weight in weights]
@@ -227,7 +324,10 @@ class Ensemble(nn.Module):
         self.reads_ids = any(member.reads_ids for member in members)
 
     def validation(self, test: bool = False) -> Ensemble:
-        members = [one.validation(test) if one.reads_ids else one for one in self.members]  # type: ignore[operator]
+        members = [
+            one.validation(test) if one.reads_ids else one  # type: ignore[operator]
+            for one in self.members
+        ]
         return Ensemble(members, self.shares, self.average)
 
     @property
@@ -240,19 +340,41 @@ class Ensemble(nn.Module):
 
     def identity(self) -> dict[str, Any]:
         members: Any = [member.identity() for member in self.members]  # type: ignore[operator]
-        joined = {name: [member.get(name) for member in members] for name in dict.fromkeys(chain(*members))}
-        whole = hashlib.sha256(" ".join(joined["teacher"]).encode()).hexdigest() if self.runtime != "torch" else ""
-        return {**joined, "teacher": whole or digest(self.network), "shares": self.shares}
+        joined = {
+            name: [member.get(name) for member in members]
+            for name in dict.fromkeys(chain(*members))
+        }
+        whole = (
+            hashlib.sha256(" ".join(joined["teacher"]).encode()).hexdigest()
+            if self.runtime != "torch"
+            else ""
+        )
+        return {
+            **joined,
+            "teacher": whole or digest(self.network),
+            "shares": self.shares,
+        }
 
-    def forward(self, image: Tensor, ids: Tensor | None = None, view: int = 0) -> Outputs:
-        outputs = [member(image, ids, view) if member.reads_ids else member(image) for member in self.members]
+    def forward(
+        self, image: Tensor, ids: Tensor | None = None, view: int = 0
+    ) -> Outputs:
+        outputs = [
+            member(image, ids, view) if member.reads_ids else member(image)
+            for member in self.members
+        ]
         named = {}
         for k, one in enumerate(outputs):
-            named |= {f"{name}.{k}" if k else name: value for name, value in one.features.items()}
+            named |= {
+                f"{name}.{k}" if k else name: value
+                for name, value in one.features.items()
+            }
         if not outputs[0].logits.shape[1]:
             return Outputs(outputs[0].logits, named)
         logits_KBC = torch.stack([one.logits.float() for one in outputs])
-        return Outputs(self.average(logits_KBC, torch.tensor(self.shares, device=image.device)), named)
+        return Outputs(
+            self.average(logits_KBC, torch.tensor(self.shares, device=image.device)),
+            named,
+        )
 
 
 def digest(network: nn.Module) -> str:
@@ -265,14 +387,24 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         sha.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        sha.update(
+            tensor.detach()
+            .cpu()
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
     return sha.hexdigest()
 
 
 def set_attention(module: nn.Module, fused: bool) -> int:
-    """Choose torch's fused attention kernel or plain matrix products; return the number of changed layers."""
-    # timm chooses at construction. The faster kernel depends on device and shape, so it is set again here (on one CPU
-    # unfused was 1.4 times faster in training).
+    """Choose torch's fused attention kernel or plain matrix products; return the number
+    of changed layers.
+    """
+    # timm chooses at construction. The faster kernel depends on device and shape, so it
+    # is set again here (on one CPU unfused was 1.4 times faster in training).
     for layer in module.modules():
         if isinstance(getattr(layer, "fused_attn", None), bool):
             layer.fused_attn = fused  # type: ignore[assignment]
@@ -281,7 +413,10 @@ def set_attention(module: nn.Module, fused: bool) -> int:
 
 def count_attention(module: Any) -> int:
     """Return the number of attention layers that support both kernels."""
-    return sum(isinstance(getattr(layer, "fused_attn", None), bool) for layer in module.modules())
+    return sum(
+        isinstance(getattr(layer, "fused_attn", None), bool)
+        for layer in module.modules()
+    )
 
 
 def trained_network(student: Any) -> nn.Module:
@@ -290,22 +425,34 @@ def trained_network(student: Any) -> nn.Module:
     return network.inner if isinstance(network, Network) else network
 
 
-def layer_groups(network: nn.Module, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
-    """Return timm's parameter groups, all trainable: `lr_scale` is `layer_decay` to the power of a layer's depth."""
+def layer_groups(
+    network: nn.Module, weight_decay: float, layer_decay: float
+) -> list[dict[str, Any]]:
+    """Return timm's parameter groups, all trainable: `lr_scale` is `layer_decay` to the
+    power of a layer's depth.
+    """
     from timm.optim import param_groups_layer_decay  # only for layer-wise rates
 
     exempt = getattr(network, "no_weight_decay", set)()
-    return param_groups_layer_decay(network, weight_decay, exempt, layer_decay=layer_decay)
+    return param_groups_layer_decay(
+        network, weight_decay, exempt, layer_decay=layer_decay
+    )
 
 
 def head_modules(network: Any) -> list[nn.Module]:
     """Return a network's classifiers; [] if it does not declare them."""
     found = network.get_classifier() if hasattr(network, "get_classifier") else ()
     return [
-        module for module in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(module, nn.Module)
+        module
+        for module in (found if isinstance(found, (tuple, list)) else (found,))
+        if isinstance(module, nn.Module)
     ]
 
 
 def head_parameters(network: Any) -> list[nn.Parameter]:
     """Return the parameters of a network's classifiers."""
-    return [parameter for module in head_modules(network) for parameter in module.parameters()]
+    return [
+        parameter
+        for module in head_modules(network)
+        for parameter in module.parameters()
+    ]

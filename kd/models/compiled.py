@@ -13,21 +13,31 @@ from torch import nn
 from kd.files.storage import lock, log
 
 WHERE = "TORCHINDUCTOR_CACHE_DIR"
-OWN = re.compile(r"kd-\d+")  # name of such a folder inside torch's: a process takes the first one that is not locked
+OWN = re.compile(
+    r"kd-\d+"
+)  # name of such a folder inside torch's: a process takes the first one that is not locked
 GRAPHS = 64
-"""Limit of compiled graphs per process. At torch's default of 8, later graphs would run uncompiled: teacher, student,
-training, evaluation and trial copies each need their own."""
+"""Limit of compiled graphs per process. At torch's default of 8, later graphs would run
+uncompiled: teacher, student, training, evaluation and trial copies each need their own.
+"""
 
 
 def compile_forward(module: nn.Module) -> nn.Module:
-    """Compile a module's forward at its first call, in place: weights keep their names, copies are not compiled."""
-    # Each shape has its own graph, so outputs do not depend on earlier shapes: a resumed run is bit-identical to an
-    # uninterrupted one. OSError: torch's folder for compiled libraries cannot be written.
+    """Compile a module's forward at its first call, in place: weights keep their names,
+    copies are not compiled.
+    """
+    # Each shape has its own graph, so outputs do not depend on earlier shapes: a
+    # resumed run is bit-identical to an uninterrupted one. OSError: torch's folder for
+    # compiled libraries cannot be written.
     import torch._dynamo.config as limits  # slow import, needed only to compile
 
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found", on a CPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(
+        logging.ERROR
+    )  # "No CUDA runtime is found", on a CPU
     _own_folder()
-    name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # in older torch
+    name = (
+        "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"
+    )  # in older torch
     setattr(limits, name, max(getattr(limits, name), GRAPHS))
     module.compile(dynamic=False)
     return module
@@ -40,9 +50,12 @@ def clear_libraries() -> None:
 
 
 def _own_folder() -> None:
-    """Set torch's folder of compiled libraries to one locked by this process until it ends."""
-    # torch links a library under its final name and trusts every file of that name. A process killed while the linker
-    # runs leaves a library that can never be loaded, so a folder with such a file is cleared.
+    """Set torch's folder of compiled libraries to one locked by this process until it
+    ends.
+    """
+    # torch links a library under its final name and trusts every file of that name. A
+    # process killed while the linker runs leaves a library that can never be loaded, so
+    # a folder with such a file is cleared.
     from torch._inductor.codecache import cache_dir  # slow to import
 
     if _locks:
@@ -53,7 +66,10 @@ def _own_folder() -> None:
     folder = next(path for number in count() if _hold(path := parent / f"kd-{number}"))
     os.environ[WHERE] = str(folder)
     if any(map(_unfinished, (*folder.rglob("*.so"), *folder.rglob("*.o")))):
-        log.warning(f"compile: '{folder}' holds a library that was never finished; it is cleared and filled again")
+        log.warning(
+            f"compile: '{folder}' holds a library that was never finished; it is"
+            " cleared and filled again"
+        )
         clear_libraries()
 
 
@@ -65,7 +81,9 @@ def _hold(folder: Path) -> bool:
 
 
 def _unfinished(library: Path) -> bool:
-    """Return whether a linker was killed while writing a library: it writes the first bytes last."""
+    """Return whether a linker was killed while writing a library: it writes the first
+    bytes last.
+    """
     with library.open("rb") as file:
         return not any(file.read(4))
 

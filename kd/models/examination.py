@@ -1,6 +1,8 @@
-"""The examination of a network from outside: questions about it, tried on two images before anything trains.
+"""The examination of a network from outside: questions about it, tried on two images
+before anything trains.
 
-kd-train, kd-teach, kd-cache, `kd.distill` and kd-export call `examine`. A new question is a function in `QUESTIONS`.
+kd-train, kd-teach, kd-cache, `kd.distill` and kd-export call `examine`. A new question
+is a function in `QUESTIONS`.
 """
 
 from __future__ import annotations
@@ -14,14 +16,26 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from kd.core.errors import KdError, ModelError, named
-from kd.models.examined import ALONE, IMAGES, MIXED, SAME, SWAPPED, Examined, add_noise, full_precision, restored
+from kd.models.examined import (
+    ALONE,
+    IMAGES,
+    MIXED,
+    SAME,
+    SWAPPED,
+    Examined,
+    add_noise,
+    full_precision,
+    restored,
+)
 
 SMALL, RAISED = 0.01, 0.1
-"""A student's tensors below the first root mean square get noise of the second: a classifier of zeros, or a LayerScale
-of 1e-5, hides what the layers before it do."""
+"""A student's tensors below the first root mean square get noise of the second: a
+classifier of zeros, or a LayerScale of 1e-5, hides what the layers before it do.
+"""
 DRAWS = 8
-"""Random weights with which outputs must stay in 0..1: the logits of two labels are there by chance in a quarter of the
-draws."""
+"""Random weights with which outputs must stay in 0..1: the logits of two labels are
+there by chance in a quarter of the draws.
+"""
 FAILURES = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)
 """Exceptions that networks raise for images of a wrong size."""
 
@@ -38,23 +52,57 @@ def _weights_are_usable(network: Examined) -> Fault | None:
     model = network.model
     if any(map(is_lazy, itertools.chain(model.parameters(), model.buffers()))):
         remedy = "Run the module once on a batch of images before it is passed on"
-        return Fault("has lazy layers, whose weights do not exist yet", "Weights of known shapes", remedy)
-    if network.micro_batch and any(parameter.is_inference() for parameter in model.parameters()):
-        wrong = "was made under torch.inference_mode(), so that its weights cannot be trained"
-        return Fault(wrong, "Weights that require a gradient", "Build it outside of inference_mode")
+        return Fault(
+            "has lazy layers, whose weights do not exist yet",
+            "Weights of known shapes",
+            remedy,
+        )
+    if network.micro_batch and any(
+        parameter.is_inference() for parameter in model.parameters()
+    ):
+        wrong = (
+            "was made under torch.inference_mode(), so that its weights cannot be"
+            " trained"
+        )
+        return Fault(
+            wrong,
+            "Weights that require a gradient",
+            "Build it outside of inference_mode",
+        )
     for name, tensor in model.named_parameters():
-        if not tensor.is_meta and tensor.is_floating_point() and not tensor.isfinite().all():
-            return Fault(f"has NaN or infinity in '{name}'", "Finite weights", "Load other weights")
+        if (
+            not tensor.is_meta
+            and tensor.is_floating_point()
+            and not tensor.isfinite().all()
+        ):
+            return Fault(
+                f"has NaN or infinity in '{name}'",
+                "Finite weights",
+                "Load other weights",
+            )
     return None
 
 
 def _one_row_per_image(network: Examined) -> Fault | None:
     for rows in (SAME, ALONE):
-        for name, output in (network.together if rows is SAME else network.outputs(rows)).items():
-            if output.ndim < 2 or len(output) != len(rows) or (name == "logits" and output.ndim != 2):
-                wrong = f"returns {name} of the shape {list(output.shape)} for a batch of {len(rows)}"
+        for name, output in (
+            network.together if rows is SAME else network.outputs(rows)
+        ).items():
+            if (
+                output.ndim < 2
+                or len(output) != len(rows)
+                or (name == "logits" and output.ndim != 2)
+            ):
+                wrong = (
+                    f"returns {name} of the shape {list(output.shape)} for a batch of"
+                    f" {len(rows)}"
+                )
                 allowed = "Logits [images, classes], features [images, ...]"
-                return Fault(wrong, allowed, "Keep the batch's axis: squeeze() and flatten() may remove it")
+                return Fault(
+                    wrong,
+                    allowed,
+                    "Keep the batch's axis: squeeze() and flatten() may remove it",
+                )
     return None
 
 
@@ -71,27 +119,52 @@ def _depends_on_one_image_alone(network: Examined) -> Fault | None:
         return None
     before = {name: tensor.clone() for name, tensor in network.model.named_buffers()}
     if (change := network.change(SAME)) > limit:
-        buffers = [name for name, tensor in network.model.named_buffers() if not torch.equal(tensor, before[name])]
+        buffers = [
+            name
+            for name, tensor in network.model.named_buffers()
+            if not torch.equal(tensor, before[name])
+        ]
         where = f" (its buffer '{buffers[0]}' changes)" if buffers else ""
-        wrong = f"returns other outputs when it gets the same images again, by {change:.2g} of the largest{where}"
+        wrong = (
+            f"returns other outputs when it gets the same images again, by {change:.2g}"
+            f" of the largest{where}"
+        )
         allowed = "In evaluation nothing is kept from earlier batches"
-        return Fault(wrong, allowed, "Change buffers and attributes only if self.training")
+        return Fault(
+            wrong, allowed, "Change buffers and attributes only if self.training"
+        )
     if (change := network.change(SAME, seed=1)) > limit:
-        wrong = f"returns different outputs for the same pixels, by {change:.2g} of the largest: "
-        wrong += "it draws random numbers in evaluation too, as ViTMAE does when it masks patches"
+        wrong = (
+            f"returns different outputs for the same pixels, by {change:.2g} of the"
+            " largest: "
+        )
+        wrong += (
+            "it draws random numbers in evaluation too, as ViTMAE does when it masks"
+            " patches"
+        )
         remedy = "Call dropout with training=self.training, or choose another network"
         return Fault(wrong, "In evaluation outputs depend on the pixels alone", remedy)
     allowed = "An image's outputs may depend on that image alone"
     if (change := network.change(SWAPPED)) > limit:
-        wrong = f"an image's outputs depend on its place in the batch, by {change:.2g} of the largest"
+        wrong = (
+            f"an image's outputs depend on its place in the batch, by {change:.2g} of"
+            " the largest"
+        )
         return Fault(wrong, allowed, "Put the batch first: batch_first=True")
     rows = ALONE if network.change(ALONE) > limit else MIXED
     size = "alone" if rows is ALONE else f"in a batch of {len(rows)}"
     wrong = (
-        f"an image {size} has other outputs than in a batch of {IMAGES}, by {network.change(rows):.2g} of the largest"
+        f"an image {size} has other outputs than in a batch of {IMAGES}, by"
+        f" {network.change(rows):.2g} of the largest"
     )
-    remedy = "Look for an operation along the batch (dim 0): attention or a recurrent layer without batch_first=True, "
-    remedy += "batch norm with track_running_stats=False, softmax(0), mean(0), experts with a capacity"
+    remedy = (
+        "Look for an operation along the batch (dim 0): attention or a recurrent layer"
+        " without batch_first=True, "
+    )
+    remedy += (
+        "batch norm with track_running_stats=False, softmax(0), mean(0), experts with a"
+        " capacity"
+    )
     return Fault(wrong, allowed, remedy)
 
 
@@ -100,9 +173,16 @@ def _logits(network: Examined) -> Fault | None:
         network.model.train(training)
         try:
             if network.logits and _stays_in_0_to_1(network):
-                remedy = "Leave out its last Softmax or Sigmoid; a teacher of kind torch may set outputs: probabilities"
+                remedy = (
+                    "Leave out its last Softmax or Sigmoid; a teacher of kind torch may"
+                    " set outputs: probabilities"
+                )
                 mode = " in training" if training else ""
-                return Fault(f"returns probabilities{mode}", "Logits: the losses apply softmax or sigmoid", remedy)
+                return Fault(
+                    f"returns probabilities{mode}",
+                    "Logits: the losses apply softmax or sigmoid",
+                    remedy,
+                )
         finally:
             network.model.eval()
     return None
@@ -115,7 +195,12 @@ def _stays_in_0_to_1(network: Examined) -> bool:
             if draw:
                 add_noise(network.model, 1.0, draw)
             logits = network.outputs().get("logits")
-        if logits is None or logits.is_meta or logits.shape[1] < 2 or not ((logits >= 0) & (logits <= 1)).all():
+        if (
+            logits is None
+            or logits.is_meta
+            or logits.shape[1] < 2
+            or not ((logits >= 0) & (logits <= 1)).all()
+        ):
             return False
     return True
 
@@ -129,8 +214,15 @@ def _trains_on_a_micro_batch(network: Examined) -> Fault | None:
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        wrong = f"its batch norm gets one value per channel, from a micro-batch of {network.micro_batch} image"
-        return Fault(wrong, "Two images or more, or a map larger than 1 x 1", "Raise the batch size")
+        wrong = (
+            "its batch norm gets one value per channel, from a micro-batch of"
+            f" {network.micro_batch} image"
+        )
+        return Fault(
+            wrong,
+            "Two images or more, or a map larger than 1 x 1",
+            "Raise the batch size",
+        )
     finally:
         network.model.eval()
     return None
@@ -139,13 +231,24 @@ def _trains_on_a_micro_batch(network: Examined) -> Fault | None:
 def _all_is_registered(network: Examined) -> Fault | None:
     known = set(network.model.parameters())
     with torch.enable_grad():
-        outputs = [output for output in network.outputs(ALONE).values() if output.grad_fn is not None]
+        outputs = [
+            output
+            for output in network.outputs(ALONE).values()
+            if output.grad_fn is not None
+        ]
     unknown = [tensor for tensor in _leaves(outputs) if tensor not in known]
     if not unknown:
         return None
-    wrong = f"computes with {len(unknown)} tensors that it does not list, the first of the shape "
+    wrong = (
+        f"computes with {len(unknown)} tensors that it does not list, the first of the"
+        " shape "
+    )
     wrong += f"{list(unknown[0].shape)}: they would be neither trained nor saved"
-    return Fault(wrong, "Layers and parameters that module.parameters() lists", "Put layers into an nn.ModuleList")
+    return Fault(
+        wrong,
+        "Layers and parameters that module.parameters() lists",
+        "Put layers into an nn.ModuleList",
+    )
 
 
 def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -157,7 +260,9 @@ def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
         function = waiting.pop()
         if hasattr(function, "variable"):
             found.append(function.variable)
-        following = {after for after, _ in function.next_functions if after is not None} - seen
+        following = {
+            after for after, _ in function.next_functions if after is not None
+        } - seen
         seen |= following
         waiting += following
     return found
@@ -175,7 +280,10 @@ QUESTIONS: Sequence[Callable[[Examined], Fault | None]] = (
 
 def fails(where: str, name: str, size: int, error: Exception) -> ModelError:
     """Return the error for a model whose forward fails."""
-    remedy = f"Set data.image_size, {where}.input_size or {where}.args where it has them, or correct its preprocessing"
+    remedy = (
+        f"Set data.image_size, {where}.input_size or {where}.args where it has them, or"
+        " correct its preprocessing"
+    )
     wrong = f"'{name}' fails on images of {size}x{size} pixels ({named(error)})"
     return ModelError(f"{where}.model", wrong, "A model from square RGB images", remedy)
 
@@ -192,19 +300,27 @@ def examine(
     """Examine a network by all `QUESTIONS`; return its outputs for two images by name.
 
     Args:
-        model: from images to `Outputs`; weights, buffers, modes and torch's random state are restored.
+        model: from images to `Outputs`; weights, buffers, modes and torch's random
+            state are restored.
         where: config path or argument of its errors.
-        images: [N, ...] as it will get them, N at least 1; the first two are used, the second as its negative.
+        images: [N, ...] as it will get them, N at least 1; the first two are used, the
+            second as its negative.
         logits: its first output is for a softmax or sigmoid.
-        micro_batch: images of a micro-batch for a network that will be trained; 0: its weights are final.
+        micro_batch: images of a micro-batch for a network that will be trained; 0: its
+            weights are final.
         explain: returns the error for a failed forward; None: the exception is raised.
 
     Raises:
         ModelError: a question found a fault.
     """
     last = images[min(1, len(images) - 1)]
-    pair = torch.stack([images[0], last.amin() + last.amax() - last]).nan_to_num()  # an image's NaN is not its fault
-    meta = any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers()))
+    pair = torch.stack(
+        [images[0], last.amin() + last.amax() - last]
+    ).nan_to_num()  # an image's NaN is not its fault
+    meta = any(
+        tensor.is_meta
+        for tensor in itertools.chain(model.parameters(), model.buffers())
+    )
     network = Examined(model, pair.to("meta") if meta else pair, logits, micro_batch)
     if (fault := _weights_are_usable(network)) is not None:
         raise ModelError(where, *fault)
@@ -228,18 +344,28 @@ def examine(
 
 
 def unused_parameters(module: nn.Module, loss: Callable[[], Tensor]) -> tuple[str, ...]:
-    """Return the names of trainable parameters that get no gradient from a loss in training; all is restored."""
+    """Return the names of trainable parameters that get no gradient from a loss in
+    training; all is restored.
+    """
     with restored(module, parameters=False), torch.enable_grad():
         module.train()
         try:
             loss().backward()
-            return tuple(n for n, tensor in module.named_parameters() if tensor.requires_grad and tensor.grad is None)
+            return tuple(
+                n
+                for n, tensor in module.named_parameters()
+                if tensor.requires_grad and tensor.grad is None
+            )
         finally:
             module.zero_grad()
 
 
-def require_apart(student: nn.Module, teachers: Mapping[str, nn.Module], where: str) -> None:
-    """Require that no parameter or buffer of a student lies in a teacher's memory: training would change both."""
+def require_apart(
+    student: nn.Module, teachers: Mapping[str, nn.Module], where: str
+) -> None:
+    """Require that no parameter or buffer of a student lies in a teacher's memory:
+    training would change both.
+    """
 
     def memory(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
@@ -250,5 +376,13 @@ def require_apart(student: nn.Module, teachers: Mapping[str, nn.Module], where: 
     for name, teacher in teachers.items():
         held = map(memory, itertools.chain(teacher.parameters(), teacher.buffers()))
         if shared := [owned[address] for address in held if address in owned]:
-            wrong = f"shares {len(shared)} tensors with {name}, such as '{shared[0]}': training it would change {name}"
-            raise ModelError(where, wrong, "The student has tensors of its own", "Pass a copy: copy.deepcopy(module)")
+            wrong = (
+                f"shares {len(shared)} tensors with {name}, such as '{shared[0]}':"
+                f" training it would change {name}"
+            )
+            raise ModelError(
+                where,
+                wrong,
+                "The student has tensors of its own",
+                "Pass a copy: copy.deepcopy(module)",
+            )

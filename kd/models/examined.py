@@ -1,4 +1,6 @@
-"""A network under examination: its outputs for two images in several batches; afterwards it is as it was."""
+"""A network under examination: its outputs for two images in several batches;
+afterwards it is as it was.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,21 @@ import torch
 from torch import Tensor, nn
 
 IMAGES = 2
-"""Images of an examination: one may change the other's outputs. The second is shown as its negative, so that even two
-photographs of one scene differ much."""
+"""Images of an examination: one may change the other's outputs. The second is shown as
+its negative, so that even two photographs of one scene differ much.
+"""
 SAME, SWAPPED, ALONE, MIXED = (0, 1), (1, 0), (0,), (1, 0, 1, 0, 1)
-"""Batches by the numbers of their images. MIXED: other places, and more than two images: an expert that takes three
-quarters of a batch takes both of two."""
+"""Batches by the numbers of their images. MIXED: other places, and more than two
+images: an expert that takes three quarters of a batch takes both of two.
+"""
 EXACT, INEXACT = 1e-4, 0.2
-"""Largest change of an output between batches, as a share of the largest |output|. 30 networks of timm and transformers
-in float32: at most 2.6e-6 (`examination_*.csv`). Faults in small untrained networks: 0.0005 to 1; 0.0005 is the least
-of 1,000 draws of attention over the batch behind a small LayerScale, of which 7 were below 0.001 (benchmarks/LOG.md).
-Inexact: int8 whose scale is that of the batch (a dynamic int8 ViT-Tiny had 0.072) and weights of 16 bits."""
+"""Largest change of an output between batches, as a share of the largest |output|. 30
+networks of timm and transformers in float32: at most 2.6e-6 (`examination_*.csv`).
+Faults in small untrained networks: 0.0005 to 1; 0.0005 is the least of 1,000 draws of
+attention over the batch behind a small LayerScale, of which 7 were below 0.001
+(benchmarks/LOG.md). Inexact: int8 whose scale is that of the batch (a dynamic int8
+ViT-Tiny had 0.072) and weights of 16 bits.
+"""
 
 
 @dataclass
@@ -36,7 +43,9 @@ class Examined:
     _changes: dict[tuple[Sequence[int], int], float] = field(default_factory=dict)
 
     def outputs(self, rows: Sequence[int] = SAME, seed: int = 0) -> dict[str, Tensor]:
-        """Return logits and features by name, each [B, ...], for a batch of these images; `seed`: of its dropout."""
+        """Return logits and features by name, each [B, ...], for a batch of these
+        images; `seed`: of its dropout.
+        """
         torch.default_generator.manual_seed(seed)
         images = self.images[list(rows)]
         found = self.model(images)
@@ -53,34 +62,51 @@ class Examined:
         """Largest change of an output that rounding explains."""
         if getattr(self.model, "runtime", "torch") != "torch":
             return INEXACT
-        short = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in self.model.parameters())
-        short = short or any(".quantized" in type(module).__module__ for module in self.model.modules())
+        short = any(
+            tensor.dtype in (torch.float16, torch.bfloat16)
+            for tensor in self.model.parameters()
+        )
+        short = short or any(
+            ".quantized" in type(module).__module__ for module in self.model.modules()
+        )
         return INEXACT if short else EXACT
 
     def change(self, rows: Sequence[int], seed: int = 0) -> float:
-        """Return the largest change of an output from `together`, as a share of the largest |output|; 0 if unknown."""
+        """Return the largest change of an output from `together`, as a share of the
+        largest |output|; 0 if unknown.
+        """
         if (rows, seed) not in self._changes:
             changes = [0.0]
             for name, other in self.outputs(rows, seed).items():
                 output = self.together[name]
                 if output.numel() and not output.is_meta and output.isfinite().all():
-                    share = (output[list(rows)] - other).abs().max() / output.abs().max().clamp_min(1e-30)
+                    share = (
+                        output[list(rows)] - other
+                    ).abs().max() / output.abs().max().clamp_min(1e-30)
                     changes.append(share.float().nan_to_num(nan=float("inf")).item())
             self._changes[rows, seed] = max(changes)
         return self._changes[rows, seed]
 
 
 def noise(size: int) -> Tensor:
-    """Return random images, uint8 [2, 3, size, size], where the data's do not exist yet."""
+    """Return random images, uint8 [2, 3, size, size], where the data's do not exist
+    yet.
+    """
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(256, (IMAGES, 3, size, size), generator=generator, dtype=torch.uint8)
+    return torch.randint(
+        256, (IMAGES, 3, size, size), generator=generator, dtype=torch.uint8
+    )
 
 
 @contextmanager
 def restored(model: nn.Module, parameters: bool) -> Iterator[None]:
-    """At the end give buffers and every module's mode their values again, with `parameters` those too, bit by bit."""
+    """At the end give buffers and every module's mode their values again, with
+    `parameters` those too, bit by bit.
+    """
     tensors = itertools.chain(model.parameters() if parameters else (), model.buffers())
-    saved = [(tensor, tensor.detach().clone()) for tensor in tensors if not tensor.is_meta]
+    saved = [
+        (tensor, tensor.detach().clone()) for tensor in tensors if not tensor.is_meta
+    ]
     modes = {module: module.training for module in model.modules()}
     try:
         with torch.random.fork_rng(devices=[]):
@@ -94,11 +120,17 @@ def restored(model: nn.Module, parameters: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
-def add_noise(model: nn.Module, deviation: float, seed: int, below: float = float("inf")) -> None:
+def add_noise(
+    model: nn.Module, deviation: float, seed: int, below: float = float("inf")
+) -> None:
     """Add normal noise to parameters whose root mean square is less than `below`."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        if parameter.is_meta or not parameter.is_floating_point() or not parameter.numel():
+        if (
+            parameter.is_meta
+            or not parameter.is_floating_point()
+            or not parameter.numel()
+        ):
             continue
         if parameter.float().square().mean().sqrt() < below:
             drawn = torch.randn(parameter.shape, generator=generator)
@@ -107,7 +139,9 @@ def add_noise(model: nn.Module, deviation: float, seed: int, below: float = floa
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Multiply float32 matrices on a GPU in float32, not in TF32, whose rounding depends on the shapes."""
+    """Multiply float32 matrices on a GPU in float32, not in TF32, whose rounding
+    depends on the shapes.
+    """
     switches: Sequence[Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [switch.allow_tf32 for switch in switches]
     try:

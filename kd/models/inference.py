@@ -17,10 +17,16 @@ class Predicted(NamedTuple):
     outputs: Outputs
 
 
-def predict(model: Callable[[Batch], Outputs], batches: Iterable[Batch], device: torch.device) -> Iterator[Predicted]:
-    """Yield ids, labels and a model's outputs, computed on `device` without gradients."""
+def predict(
+    model: Callable[[Batch], Outputs], batches: Iterable[Batch], device: torch.device
+) -> Iterator[Predicted]:
+    """Yield ids, labels and a model's outputs, computed on `device` without
+    gradients.
+    """
     # For a module of pixels pass `lambda batch: module(batch.image)`.
     for batch in batches:
         with torch.no_grad():
             outputs = model(batch.to(device))
-        yield Predicted(batch.ids.cpu(), batch.label.cpu(), outputs.map(lambda tensor: tensor.cpu()))
+        yield Predicted(
+            batch.ids.cpu(), batch.label.cpu(), outputs.map(lambda tensor: tensor.cpu())
+        )

@@ -8,16 +8,23 @@ from kd.models.timm_folder import folder_config
 
 UNKNOWN, NONE = "unknown", "none: random weights"
 REACHING = ("dinov3",)
-"""Parts of names of licences that cover models derived from the weights, such as students."""
-FRONT_BYTES = 1 << 16  # bytes of a README searched for front matter: the hub's have a few hundred
+"""Parts of names of licences that cover models derived from the weights, such as
+students.
+"""
+FRONT_BYTES = (
+    1 << 16
+)  # bytes of a README searched for front matter: the hub's have a few hundred
 
 
 def licence_of(model: str, checkpoint: str, pretrained: bool) -> str:
-    """Return the licence of the weights that a model starts with, as declared; "" if undeclared.
+    """Return the licence of the weights that a model starts with, as declared; "" if
+    undeclared.
 
     They are at `checkpoint`, or belong to the name or folder `model` if `pretrained`.
     """
-    place = Path(packages.place(checkpoint) or model.removeprefix("local-dir:")).expanduser()
+    place = Path(
+        packages.place(checkpoint) or model.removeprefix("local-dir:")
+    ).expanduser()
     if place.exists():
         return _of_folder(place if place.is_dir() else place.parent)
     if checkpoint or not pretrained or ":" in model:
@@ -37,13 +44,24 @@ def reaches(licence: str) -> bool:
 
 
 def _of_folder(folder: Path) -> str:
-    """Return the licence in the front matter of a folder's README.md, else in its config.json, else ""."""
+    """Return the licence in the front matter of a folder's README.md, else in its
+    config.json, else "".
+    """
     readme, found = folder / "README.md", dict[str, str]()
     if readme.is_file():
         with readme.open(encoding="utf-8", errors="replace") as file:
             front = re.match(r"---\n(.*?)\n---", file.read(FRONT_BYTES), re.DOTALL)
-        found = dict(re.findall(r"(?m)^(license|license_name): *[\"']?([^\"'\n]+)", front[1] if front else ""))
-    own = found.get("license_name") if found.get("license") == "other" else found.get("license")
+        found = dict(
+            re.findall(
+                r"(?m)^(license|license_name): *[\"']?([^\"'\n]+)",
+                front[1] if front else "",
+            )
+        )
+    own = (
+        found.get("license_name")
+        if found.get("license") == "other"
+        else found.get("license")
+    )
     own = own if own != UNKNOWN else ""
     return _line(own or folder_config(folder).get("pretrained_cfg", {}).get("license"))
 

@@ -1,4 +1,6 @@
-"""The frozen teacher: eval mode, inference mode, its own precision, outside DDP and checkpoints."""
+"""The frozen teacher: eval mode, inference mode, its own precision, outside DDP and
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,15 @@ from kd.core.contracts import TeacherModel
 from kd.core.types import Batch, Outputs
 
 Place = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
-"""(module on the meta device, rank 0's tensors by name) -> the module, sharded over the ranks, with weights."""
+"""(module on the meta device, rank 0's tensors by name) -> the module, sharded over the
+ranks, with weights.
+"""
 
 
 class Uncached:
-    """Default methods for a teacher without stored outputs. See `kd.core.contracts.Teacher`."""
+    """Default methods for a teacher without stored outputs. See
+    `kd.core.contracts.Teacher`.
+    """
 
     images = 0
 
@@ -32,14 +38,17 @@ class Uncached:
     def flush(self) -> None: ...
 
     def validation(self, test: bool = False) -> Any:
-        """Return the teacher for validation or test images; itself if it reads pixels."""
+        """Return the teacher for validation or test images; itself if it reads
+        pixels.
+        """
         return self
 
 
 class LiveTeacher(Uncached):
     """Runs the teacher's forward for each batch. See `kd.core.contracts.Teacher`."""
 
-    # Not an nn.Module, so the run's `.train()`, DDP and `state_dict()` do not include it.
+    # Not an nn.Module, so the run's `.train()`, DDP and `state_dict()` do not include
+    # it.
 
     def __init__(
         self,
@@ -52,28 +61,38 @@ class LiveTeacher(Uncached):
         remake: Callable[[Any], nn.Module] | None = None,
         inference: bool = True,
     ) -> None:
-        """Freeze a copy of `model` on `device`; normalization stays float32; `micro_batch` 0: the whole batch."""
-        # `shard` shards the model over the ranks (only rank 0 needs weights); `pipeline` splits it into stages. With
-        # either, all ranks must call the teacher equally often. `remake`, allowed with neither, converts the frozen
-        # model on its device. `inference`: the device supports torch's inference mode.
+        """Freeze a copy of `model` on `device`; normalization stays float32;
+        `micro_batch` 0: the whole batch.
+        """
+        # `shard` shards the model over the ranks (only rank 0 needs weights);
+        # `pipeline` splits it into stages. With either, all ranks must call the teacher
+        # equally often. `remake`, allowed with neither, converts the frozen model on
+        # its device. `inference`: the device supports torch's inference mode.
         self.frozen = torch.inference_mode if inference else torch.no_grad
         frozen: Any = on_meta(model) if shard is not None else copy.deepcopy(model)
         self.reads_ids = model.reads_ids
         frozen.eval().requires_grad_(False)
         frozen.network.to(dtype)
         held = itertools.chain(frozen.parameters(), frozen.buffers())
-        self.mib = sum(tensor.numel() * tensor.element_size() for tensor in held) / 2**20
+        self.mib = (
+            sum(tensor.numel() * tensor.element_size() for tensor in held) / 2**20
+        )
         """Size of the whole teacher in MiB, before `remake`."""
         if shard is not None:
             whole: Any = model
-            shard(frozen, dict(itertools.chain(whole.named_parameters(), whole.named_buffers())))
+            shard(
+                frozen,
+                dict(itertools.chain(whole.named_parameters(), whole.named_buffers())),
+            )
         if shard is None and pipeline is None:
             frozen = frozen.to(device)
         self.model: nn.Module = pipeline(frozen) if pipeline is not None else frozen
         if remake is not None:
             self.model = remake(self.model)
         self.micro_batch = micro_batch
-        self.divided = shard is not None or pipeline is not None  # its outputs cannot be cached
+        self.divided = (
+            shard is not None or pipeline is not None
+        )  # its outputs cannot be cached
 
     def validation(self, test: bool = False) -> LiveTeacher:
         if not self.reads_ids:
@@ -83,7 +102,10 @@ class LiveTeacher(Uncached):
         return other
 
     def _forward(self, batch: Batch) -> list[Outputs]:
-        image, size = batch.image if batch.whole is None else batch.whole, self.micro_batch or batch.image.shape[0]
+        image, size = (
+            (batch.image if batch.whole is None else batch.whole),
+            self.micro_batch or batch.image.shape[0],
+        )
         asked: Any = [image.split(size)]
         if self.reads_ids:
             asked += [batch.ids.split(size), itertools.repeat(batch.view)]
@@ -91,11 +113,17 @@ class LiveTeacher(Uncached):
             return [self.model(*part) for part in zip(*asked, strict=False)]
 
     def __call__(self, batch: Batch) -> Outputs:
-        """Return float32 logits [B, C] and features as normal tensors, which autograd can save."""
-        if batch.teacher_outputs is not None and not batch.teacher_outputs.missing:  # known from a scoring pass
+        """Return float32 logits [B, C] and features as normal tensors, which autograd
+        can save.
+        """
+        if (
+            batch.teacher_outputs is not None and not batch.teacher_outputs.missing
+        ):  # known from a scoring pass
             return batch.teacher_outputs.outputs
         self.images += batch.image.shape[0]
-        return Outputs.cat(self._forward(batch)).map(lambda tensor: tensor.float().clone())
+        return Outputs.cat(self._forward(batch)).map(
+            lambda tensor: tensor.float().clone()
+        )
 
 
 class NoTeacher(Uncached):
@@ -109,17 +137,28 @@ class NoTeacher(Uncached):
 
 
 def on_meta(model: Any, fake: Any = None, network: torch.dtype | None = None) -> Any:
-    """Return a copy of a model on the meta device without copying tensors; `network`: dtype of its weights there.
+    """Return a copy of a model on the meta device without copying tensors; `network`:
+    dtype of its weights there.
 
     `fake`: a FakeTensorMode, whose tensors replace them on the CPU.
     """
-    cast = {id(tensor) for tensor in model.network.parameters()} if network is not None else set()
+    cast = (
+        {id(tensor) for tensor in model.network.parameters()}
+        if network is not None
+        else set()
+    )
     made: dict[int, Tensor] = {}
     with fake or nullcontext():
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             dtype = network if id(tensor) in cast else tensor.dtype
-            empty = torch.empty_like(tensor, device="cpu" if fake else "meta", dtype=dtype)
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            empty = torch.empty_like(
+                tensor, device="cpu" if fake else "meta", dtype=dtype
+            )
+            made[id(tensor)] = (
+                nn.Parameter(empty, tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else empty
+            )
     return copy.deepcopy(model, made)
 
 

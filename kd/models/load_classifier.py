@@ -1,4 +1,6 @@
-"""Load a timm model by name, local folder, safetensors file or hub id; a wrong class count is an error."""
+"""Load a timm model by name, local folder, safetensors file or hub id; a wrong class
+count is an error.
+"""
 
 import json
 import warnings
@@ -19,43 +21,80 @@ from kd.models.classifier import REORDERED, Classifier, Preprocessing, head_modu
 from kd.models.fitting import Taken, config_of, take
 from kd.models.spec import Spec
 
-FIT = "it to this data: teacher.pretrained=true with teacher.fit.epochs; or learn its features: losses=[{kind: cosine}]"
-FITTED = f"Name all of its outputs in a file, one a line (teacher.classes=FILE); or fit {FIT}"
-LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in grey (ITU-R BT.601, as in Pillow)
+FIT = (
+    "it to this data: teacher.pretrained=true with teacher.fit.epochs; or learn its"
+    " features: losses=[{kind: cosine}]"
+)
+FITTED = (
+    "Name all of its outputs in a file, one a line (teacher.classes=FILE); or fit"
+    f" {FIT}"
+)
+LUMA = (
+    0.299,
+    0.587,
+    0.114,
+)  # weights of red, green and blue in grey (ITU-R BT.601, as in Pillow)
 
 
 def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
-    """Build a model with its weights. If its input size is free, it is `image_size`, the side of the data's images."""
+    """Build a model with its weights. If its input size is free, it is `image_size`,
+    the side of the data's images.
+    """
     source = _source(spec)
-    weights = checkpoints.read(f"{spec.where}.checkpoint", spec.checkpoint) if spec.checkpoint else None
+    weights = (
+        checkpoints.read(f"{spec.where}.checkpoint", spec.checkpoint)
+        if spec.checkpoint
+        else None
+    )
     recorded, trained = dict[str, Any](), dict[str, Any]()
     if weights is not None:
         recorded = _recorded(spec, weights.trainer)
-        trained = {key: value for key, value in weights.arguments(spec.model).items() if key not in spec.args}
+        trained = {
+            key: value
+            for key, value in weights.arguments(spec.model).items()
+            if key not in spec.args
+        }
         spec = replace(spec, args={**trained, **spec.args})
     image_size = recorded.get("input_size", (image_size,))[-1]
     if not spec.logits:
         spec = replace(spec, exact_head=False)
     pretrained = spec.pretrained and weights is None
-    own, taken = _own_classes(spec, source, weights, image_size) if spec.classes is None else (None, None)
+    own, taken = (
+        _own_classes(spec, source, weights, image_size)
+        if spec.classes is None
+        else (None, None)
+    )
     _require_source(spec, source, pretrained)
     count = len(spec.classes or own or ())
     network, sized = _create(spec, source, pretrained, image_size, count)
     numbered = [f"class_{label}" for label in range(getattr(network, "num_classes", 0))]
-    classes = spec.classes if spec.classes is not None else own or config_of(network).get("label_names") or numbered
+    classes = (
+        spec.classes
+        if spec.classes is not None
+        else own or config_of(network).get("label_names") or numbered
+    )
     if spec.exact_head and (spec.checkpoint or source.startswith("local-dir:")):
         folder = Path(spec.checkpoint or source.removeprefix("local-dir:"))
-        content = timm_folder.folder_config(folder if folder.is_dir() else folder.parent)
+        content = timm_folder.folder_config(
+            folder if folder.is_dir() else folder.parent
+        )
         spec.require_meaning(content.get("problem_type") or "")
-    steps = _settle_pretrained_head(spec, network) if pretrained and spec.classes else ()
+    steps = (
+        _settle_pretrained_head(spec, network) if pretrained and spec.classes else ()
+    )
     if weights is not None:
         steps = _load_weights(spec, network, weights, taken)
     config = timm_folder.data_config(network, recorded)
     if recorded or trained:
-        steps += (f"kd uses the {', '.join([*recorded, *trained])} that its trainer wrote",)
+        steps += (
+            f"kd uses the {', '.join([*recorded, *trained])} that its trainer wrote",
+        )
     if spec.exact_head and spec.args.get("in_chans") == 1:
         steps += (_see_grey(spec, network, config),)
-    described = "input_size" in recorded or {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
+    described = (
+        "input_size" in recorded
+        or {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
+    )
     free = sized if config_of(network).get("fixed_input_size") else spec.free_size
     made = Classifier(
         _laid_out(network),
@@ -67,28 +106,49 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         architecture=_architecture(spec, source),
         classes=classes,
     )
-    made.notes = (f"'{spec.checkpoint or spec.model}': {'; '.join(steps)}",) if steps else ()
-    made.preprocessing = _preprocessing(config) if spec.exact_head and pretrained else None
+    made.notes = (
+        (f"'{spec.checkpoint or spec.model}': {'; '.join(steps)}",) if steps else ()
+    )
+    made.preprocessing = (
+        _preprocessing(config) if spec.exact_head and pretrained else None
+    )
     return made
 
 
 def _recorded(spec: Spec, trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trainer's arguments about pixels that the configuration does not set, as timm's loader takes them."""
+    """Return a trainer's arguments about pixels that the configuration does not set, as
+    timm's loader takes them.
+    """
     side = trainer.get("input_size", trainer.get("img_size"))
     side = side[-1] if isinstance(side, (list, tuple)) else side
-    recorded = {"mean": trainer.get("mean"), "std": trainer.get("std"), "input_size": side and (3, side, side)}
+    recorded = {
+        "mean": trainer.get("mean"),
+        "std": trainer.get("std"),
+        "input_size": side and (3, side, side),
+    }
     configured = {**spec.args, **spec.args.get("pretrained_cfg_overlay", {})}
-    if "img_size" in configured or not spec.exact_head:  # a student, and a teacher to fit, see the data's size
+    if (
+        "img_size" in configured or not spec.exact_head
+    ):  # a student, and a teacher to fit, see the data's size
         del recorded["input_size"]
-    return {key: value for key, value in recorded.items() if key not in configured and isinstance(value, (list, tuple))}
+    return {
+        key: value
+        for key, value in recorded.items()
+        if key not in configured and isinstance(value, (list, tuple))
+    }
 
 
 def _laid_out(network: nn.Module) -> nn.Module:
     """Convert a convolutional network to channels-last memory format."""
-    # On one AMD EPYC core in bfloat16 a training step then takes 0.89 of the time for a ResNet-18 at 64 px, and 0.70
-    # for a ResNet-10 with 24 channels (benchmarks/layout.py). Not for 5-dimensional weights (lambda_resnet).
-    convolved = sum(m.weight.numel() for m in network.modules() if isinstance(m, nn.Conv2d))
-    if 2 * convolved < sum(p.numel() for p in network.parameters()) or any(p.dim() == 5 for p in network.parameters()):
+    # On one AMD EPYC core in bfloat16 a training step then takes 0.89 of the time for a
+    # ResNet-18 at 64 px, and 0.70 for a ResNet-10 with 24 channels
+    # (benchmarks/layout.py). Not for 5-dimensional weights (lambda_resnet).
+    convolved = sum(
+        m.weight.numel() for m in network.modules() if isinstance(m, nn.Conv2d)
+    )
+    if 2 * convolved < sum(p.numel() for p in network.parameters()) or any(
+        p.dim() == 5 for p in network.parameters()
+    ):
         return network
     return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -101,7 +161,9 @@ def _preprocessing(config: dict[str, Any]) -> Preprocessing:
     return Preprocessing("timm", create_transform(**config, is_training=False), shown)  # type: ignore[arg-type]
 
 
-def built_bare(where: str, model: str, args: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
+def built_bare(
+    where: str, model: str, args: Mapping[str, Any]
+) -> tuple[nn.Module, list[str]]:
     """Return a timm network without weights, and the names of its classifier."""
     spec = Spec(where, model, {**args}, None)
     network, _ = _create(spec, _source(spec), False, 0, 0)
@@ -109,17 +171,25 @@ def built_bare(where: str, model: str, args: Mapping[str, Any]) -> tuple[nn.Modu
 
 
 def _source(spec: Spec) -> str:
-    """Return the name in timm's form: a registered name, `local-dir:FOLDER` or `hf-hub:ID`."""
+    """Return the name in timm's form: a registered name, `local-dir:FOLDER` or
+    `hf-hub:ID`.
+    """
     import timm
 
     name = spec.model
     if name.startswith(("hf-hub:", "hf_hub:")):
         return name
     folder = Path(name.removeprefix("local-dir:"))
-    if name.startswith("local-dir:") or (folder.is_dir() and (folder / "config.json").is_file()):
+    if name.startswith("local-dir:") or (
+        folder.is_dir() and (folder / "config.json").is_file()
+    ):
         if not (folder / "config.json").is_file():
-            remedy = "Point at a folder written by `kd-export` or timm.models.save_for_hf"
-            raise ModelError(f"{spec.where}.model", f"no config.json in '{folder}'", "", remedy)
+            remedy = (
+                "Point at a folder written by `kd-export` or timm.models.save_for_hf"
+            )
+            raise ModelError(
+                f"{spec.where}.model", f"no config.json in '{folder}'", "", remedy
+            )
         return f"local-dir:{folder}"
     try:
         known = timm.is_model(name.partition(".")[0])
@@ -129,13 +199,18 @@ def _source(spec: Spec) -> str:
     if not known:
         near = did_you_mean(name, [*timm.list_models(), *timm.list_pretrained()])
         allowed = "A timm model name, a folder with config.json, or hf-hub:owner/name"
-        remedy = near or "List names with `python -c 'import timm; print(timm.list_models())'`"
+        remedy = (
+            near
+            or "List names with `python -c 'import timm; print(timm.list_models())'`"
+        )
         raise ModelError(f"{spec.where}.model", f"no model '{name}'", allowed, remedy)
     return name
 
 
 def require_weights(spec: Spec) -> None:
-    """Require that the weights for `load` exist or can be fetched; nothing is downloaded."""
+    """Require that the weights for `load` exist or can be fetched; nothing is
+    downloaded.
+    """
     if spec.checkpoint:
         checkpoints.located(f"{spec.where}.checkpoint", spec.checkpoint)
     else:
@@ -146,44 +221,89 @@ def _require_source(spec: Spec, source: str, pretrained: bool) -> None:
     if source.startswith("local-dir:"):
         if pretrained or spec.args.get("pretrained"):
             folder = Path(source.removeprefix("local-dir:"))
-            if not (folder / "model.safetensors").is_file():  # other formats are pickles: loading may run their code
-                allowed = "Weights as safetensors; other formats may run code when they are loaded"
-                remedy = "Write it anew with `kd-export` or timm.models.save_for_hf(..., safe_serialization=True)"
-                raise ModelError(f"{spec.where}.model", f"no model.safetensors in '{folder}'", allowed, remedy)
+            if not (
+                folder / "model.safetensors"
+            ).is_file():  # other formats are pickles: loading may run their code
+                allowed = (
+                    "Weights as safetensors; other formats may run code when they are"
+                    " loaded"
+                )
+                remedy = (
+                    "Write it anew with `kd-export` or timm.models.save_for_hf(...,"
+                    " safe_serialization=True)"
+                )
+                raise ModelError(
+                    f"{spec.where}.model",
+                    f"no model.safetensors in '{folder}'",
+                    allowed,
+                    remedy,
+                )
     elif pretrained or ":" in source:
         wanted = timm_folder.WEIGHTS if pretrained else timm_folder.ARCHITECTURE
         timm_folder.require_fetched(f"{spec.where}.model", source, wanted)
 
 
 def _architecture(spec: Spec, source: str) -> dict[str, Any]:
-    """Return the network's recipe, independent of its folder: the model's name and its arguments."""
+    """Return the network's recipe, independent of its folder: the model's name and its
+    arguments.
+    """
     if not source.startswith("local-dir:"):
         return {"model": source, "args": spec.args}
-    content = timm_folder.folder_config(Path(source.removeprefix("local-dir:")), f"{spec.where}.model")
-    return {"model": content.get("architecture"), "args": {**content.get("model_args", {}), **spec.args}}
+    content = timm_folder.folder_config(
+        Path(source.removeprefix("local-dir:")), f"{spec.where}.model"
+    )
+    return {
+        "model": content.get("architecture"),
+        "args": {**content.get("model_args", {}), **spec.args},
+    }
 
 
 def _own_classes(
     spec: Spec, source: str, weights: Weights | None, image_size: int
 ) -> tuple[list[str] | None, Taken | None]:
-    """Return the names of a model's own classes, and the tensors that were read for them (None: timm has the names)."""
+    """Return the names of a model's own classes, and the tensors that were read for
+    them (None: timm has the names).
+    """
     names = weights.classes if weights is not None else None
-    names = names or (timm_folder.folder_classes(Path(source.removeprefix("local-dir:"))) if ":" in source else None)
+    names = names or (
+        timm_folder.folder_classes(Path(source.removeprefix("local-dir:")))
+        if ":" in source
+        else None
+    )
     if names or (spec.pretrained and weights is None):
-        return names, None  # without a file timm builds the head of its pretrained weights
+        return (
+            names,
+            None,
+        )  # without a file timm builds the head of its pretrained weights
     if weights is None:
-        wrong = f"'{spec.model}' names no classes, and neither does the data (data.labels=none)"
+        wrong = (
+            f"'{spec.model}' names no classes, and neither does the data"
+            " (data.labels=none)"
+        )
         allowed = "A checkpoint in a folder with label_names, as kd-export writes it"
         remedy = "Choose such a teacher, or take losses on features"
         raise ModelError(f"{spec.where}.checkpoint", wrong, allowed, remedy)
-    with torch.device("meta"):  # the classifier's name comes from the network, its number of rows from the file
+    with torch.device(
+        "meta"
+    ):  # the classifier's name comes from the network, its number of rows from the file
         bare = _create(spec, source, False, image_size, 0)[0]
     taken = _take(spec, bare, weights)
-    count = next((len(taken.tensors[name]) for name in _head_names(bare) if name in taken.tensors), 0)
-    return [f"class_{label}" for label in range(2 if count == 1 and spec.softmax else count)], taken
+    count = next(
+        (
+            len(taken.tensors[name])
+            for name in _head_names(bare)
+            if name in taken.tensors
+        ),
+        0,
+    )
+    return [
+        f"class_{label}" for label in range(2 if count == 1 and spec.softmax else count)
+    ], taken
 
 
-def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: int) -> tuple[nn.Module, bool]:
+def _create(
+    spec: Spec, source: str, pretrained: bool, image_size: int, count: int
+) -> tuple[nn.Module, bool]:
     """Build the network; also return whether it was built for `image_size`."""
     import timm
 
@@ -193,17 +313,27 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
     if source.startswith("local-dir:") and not pretrained:
         args.setdefault("pretrained", False)
     last = Exception()
-    # A model with a free input size (ViT) is built for the data's; others refuse the argument and resize.
+    # A model with a free input size (ViT) is built for the data's; others refuse the
+    # argument and resize.
     stored = source.startswith(("local-dir:", "hf-hub:", "hf_hub:"))
-    tries = [{}] if "img_size" in args or stored or not image_size else [{"img_size": image_size}, {}]
-    if spec.any_size and "dynamic_img_size" not in args:  # an argument of timm's ViTs; others refuse it
+    tries = (
+        [{}]
+        if "img_size" in args or stored or not image_size
+        else [{"img_size": image_size}, {}]
+    )
+    if (
+        spec.any_size and "dynamic_img_size" not in args
+    ):  # an argument of timm's ViTs; others refuse it
         tries = [{**one, "dynamic_img_size": True} for one in tries] + tries
     for sized in tries:
         try:
             with without_meta_warnings():
-                made = timm.create_model(source, **{"pretrained": pretrained, **args, **sized})
+                made = timm.create_model(
+                    source, **{"pretrained": pretrained, **args, **sized}
+                )
             return made, "img_size" in sized
-        except Exception as error:  # timm raises many types; all are caused by name, arguments or config.json
+        # timm raises many types; all are caused by name, arguments or config.json
+        except Exception as error:
             last = error
             if not isinstance(error, TypeError):
                 break
@@ -216,16 +346,24 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
 
 @contextmanager
 def without_meta_warnings() -> Iterator[None]:
-    """Suppress a warning: on the meta device weights are only compared, and torch warns of each uncopied tensor."""
+    """Suppress a warning: on the meta device weights are only compared, and torch warns
+    of each uncopied tensor.
+    """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "for .*: copying from a non-meta parameter", UserWarning
+        )
         yield
 
 
 def _settle_pretrained_head(spec: Spec, network: nn.Module) -> tuple[str, ...]:
-    """Refuse a teacher's weights with another class list, for which timm takes a random head; report the changes."""
+    """Refuse a teacher's weights with another class list, for which timm takes a random
+    head; report the changes.
+    """
     config, folder = config_of(network), Path(spec.model.removeprefix("local-dir:"))
-    names = config.get("label_names") or (timm_folder.folder_classes(folder) if folder.is_dir() else None)
+    names = config.get("label_names") or (
+        timm_folder.folder_classes(folder) if folder.is_dir() else None
+    )
     rows = _rows(f"{spec.where}.model", spec, config.get("num_classes"), names)
     for name, tensor in network.state_dict().items():
         if name in _head_names(network):
@@ -233,8 +371,12 @@ def _settle_pretrained_head(spec: Spec, network: nn.Module) -> tuple[str, ...]:
     return (REORDERED,) if rows != sorted(rows) else ()
 
 
-def _rows(where: str, spec: Spec, count: int | None, names: Sequence[str] | None) -> list[int]:
-    """Return the rows of a classifier for the data's classes; none if a student's has others and begins with zeros."""
+def _rows(
+    where: str, spec: Spec, count: int | None, names: Sequence[str] | None
+) -> list[int]:
+    """Return the rows of a classifier for the data's classes; none if a student's has
+    others and begins with zeros.
+    """
     # timm's random head starts an EfficientNet at a cross-entropy of 9.4.
     classes = [*map(nfc, spec.classes or ())]
     own = [*map(nfc, names or classes)]
@@ -253,36 +395,65 @@ def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> N
     for i, (name, expected) in enumerate(zip(names, classes, strict=True)):
         if name != expected:
             wrong = f"class {i} is '{name}', the data's is '{expected}'"
-            wrong += " (the same classes in another order)" if {*names} == {*classes} else ""
-            remedy = "Correct the names in the file" if where.endswith(".classes") else FITTED
+            wrong += (
+                " (the same classes in another order)" if {*names} == {*classes} else ""
+            )
+            remedy = (
+                "Correct the names in the file"
+                if where.endswith(".classes")
+                else FITTED
+            )
             raise ModelError(where, wrong, "The data's classes", remedy)
 
 
 def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
     if count is not None and count != len(classes):
         wrong = f"has {count} classes, the data has {len(classes)}"
-        own = f"Set the number in {where.partition('.')[0]}.args, or take a model of these classes"
+        own = (
+            f"Set the number in {where.partition('.')[0]}.args, or take a model of"
+            " these classes"
+        )
         remedy = own if where.startswith("student") else FITTED
-        raise ModelError(where, wrong, "Both must be equal: a new head would be random", remedy)
+        raise ModelError(
+            where, wrong, "Both must be equal: a new head would be random", remedy
+        )
 
 
-def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken | None) -> tuple[str, ...]:
-    """Load a file's tensors with its classifier (zeros for a student of other classes); report the changes."""
-    taken, own, heads = taken or _take(spec, network, weights), network.state_dict(), _head_names(network)
+def _load_weights(
+    spec: Spec, network: nn.Module, weights: Weights, taken: Taken | None
+) -> tuple[str, ...]:
+    """Load a file's tensors with its classifier (zeros for a student of other classes);
+    report the changes.
+    """
+    taken, own, heads = (
+        taken or _take(spec, network, weights),
+        network.state_dict(),
+        _head_names(network),
+    )
     tensors, steps = taken.tensors, taken.steps
     head = next((name for name in heads if name in tensors), None)
     if spec.exact_head and head is None and heads[0] in own:
         wrong = "; ".join([f"'{weights.file}' has no classifier", *steps])
-        raise ModelError(weights.where, wrong, "Weights with one for losses on logits", f"Fit {FIT}")
+        raise ModelError(
+            weights.where, wrong, "Weights with one for losses on logits", f"Fit {FIT}"
+        )
     count = len(tensors[head]) if head is not None else 0
     if spec.exact_head and count == 1 and spec.softmax and len(own[heads[0]]) == 2:
-        tensors |= {name: torch.cat([torch.zeros_like(tensors[name]), tensors[name]]) for name in heads if name in own}
+        tensors |= {
+            name: torch.cat([torch.zeros_like(tensors[name]), tensors[name]])
+            for name in heads
+            if name in own
+        }
         count = 2
         names = [*(spec.classes or weights.classes or ()), "class_1", "class_1"]
         steps = (*steps, f"its one logit z became [0, z]: '{names[1]}' has z")
     if spec.classes and (head is not None or not spec.exact_head):
         rows = _rows(weights.where, spec, count, weights.classes)
-        tensors |= {n: tensors[n][rows] if rows else torch.zeros_like(own[n]) for n in heads if n in own}
+        tensors |= {
+            n: tensors[n][rows] if rows else torch.zeros_like(own[n])
+            for n in heads
+            if n in own
+        }
         steps = (*steps, REORDERED) if rows != sorted(rows) else steps
     with without_meta_warnings():
         network.load_state_dict(tensors)
@@ -290,32 +461,66 @@ def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken
 
 
 def _see_grey(spec: Spec, network: nn.Module, config: dict[str, Any]) -> str:
-    """Let a one-channel network accept RGB: its first layer gets the grey of the input."""
-    # Normalization is then equal for all channels, so the weighted sum of normalized colours is the normalized grey.
+    """Let a one-channel network accept RGB: its first layer gets the grey of
+    the input.
+    """
+    # Normalization is then equal for all channels, so the weighted sum of normalized
+    # colours is the normalized grey.
     first = config_of(network).get("first_conv")
     layer = dict(network.named_modules()).get(first if isinstance(first, str) else "")
     if not isinstance(layer, nn.Conv2d) or layer.in_channels != 1:
-        wrong = f"has in_chans=1, but the first layer of '{spec.model}' is no convolution of one channel"
-        raise ModelError(f"{spec.where}.args", wrong, "A network that begins with one", "Leave in_chans out")
+        wrong = (
+            f"has in_chans=1, but the first layer of '{spec.model}' is no convolution"
+            " of one channel"
+        )
+        raise ModelError(
+            f"{spec.where}.args",
+            wrong,
+            "A network that begins with one",
+            "Leave in_chans out",
+        )
     shares = torch.tensor(LUMA, device=layer.weight.device).view(1, 3, 1, 1)
     layer.weight, layer.in_channels = nn.Parameter(layer.weight.detach() * shares), 3
     for key in ("mean", "std"):
-        config[key] = [sum(share * value for share, value in zip(LUMA, [*config[key]] * 3, strict=False))] * 3
-    return f"it sees the grey of a photograph, with mean {config['mean'][0]:.3f} and std {config['std'][0]:.3f}"
+        config[key] = [
+            sum(
+                share * value
+                for share, value in zip(LUMA, [*config[key]] * 3, strict=False)
+            )
+        ] * 3
+    return (
+        f"it sees the grey of a photograph, with mean {config['mean'][0]:.3f} and std"
+        f" {config['std'][0]:.3f}"
+    )
 
 
 def _take(spec: Spec, network: nn.Module, weights: Weights) -> Taken:
     name = config_of(network).get("architecture") or spec.model
-    return take(weights, network, name, spec.weights, _head_names(network), not spec.logits)
+    return take(
+        weights, network, name, spec.weights, _head_names(network), not spec.logits
+    )
 
 
 def _head_names(network: nn.Module) -> list[str]:
-    """Return the names of the weights, then of the biases, of the layers that compute the logits."""
+    """Return the names of the weights, then of the biases, of the layers that compute
+    the logits.
+    """
     count = getattr(network, "num_classes", 0)
-    heads = {id(layer) for module in head_modules(network) for layer in module.modules()}
+    heads = {
+        id(layer) for module in head_modules(network) for layer in module.modules()
+    }
     names = {
         name
         for name, layer in network.named_modules()
-        if id(layer) in heads and count in (getattr(layer, "out_features", 0), getattr(layer, "out_channels", 0))
+        if id(layer) in heads
+        and count
+        in (
+            getattr(layer, "out_features", 0),
+            getattr(layer, "out_channels", 0),
+        )
     }
-    return [f"{name}.{kind}" for kind in ("weight", "bias") for name in sorted(names) or ["head"]]
+    return [
+        f"{name}.{kind}"
+        for kind in ("weight", "bias")
+        for name in sorted(names) or ["head"]
+    ]

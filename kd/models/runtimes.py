@@ -1,9 +1,10 @@
-"""Export a classifier to graphs that run without timm (ONNX, int8 ONNX, torch.export's .pt2, OpenVINO's IR), and run
-them.
+"""Export a classifier to graphs that run without timm (ONNX, int8 ONNX, torch.export's
+.pt2, OpenVINO's IR), and run them.
 
-Each graph maps evaluation's crop, uint8 [batch, 3, S, S] with S = `data.image_size`, to logits [batch, C], or for an
-embedding model to vectors [batch, D] of length 1. It contains the normalization, and the resize if the network has
-another input size, so users need no other constants.
+Each graph maps evaluation's crop, uint8 [batch, 3, S, S] with S = `data.image_size`, to
+logits [batch, C], or for an embedding model to vectors [batch, D] of length 1. It
+contains the normalization, and the resize if the network has another input size, so
+users need no other constants.
 
 Packages are imported only when needed.
 """
@@ -35,17 +36,22 @@ from kd.models.timm_folder import is_timm
 
 OPSET = 20  # ONNX opset: the first with GELU as one operator
 OLDEST_EXPORTER = "2.9"  # oldest torch with a tested exporter
-LARGEST_BATCH = 4096  # upper bound of the dynamic batch, which torch.export requires; kd's batches are smaller
+# upper bound of the dynamic batch, which torch.export requires; kd's batches are
+# smaller
+LARGEST_BATCH = 4096
 INPUT, LOGITS, EMBEDDING = "image", "logits", "embedding"
-ROUNDS = 30  # most timed calls each: a median of 30 is robust to a third of disturbed calls
+ROUNDS = (
+    30  # most timed calls each: a median of 30 is robust to a third of disturbed calls
+)
 
 
 class Graph(nn.Module):
     """A classifier for export: uint8 [B, 3, S, S] to logits [B, C]."""
 
-    # The resize to the network's size is two matrix products, which are equal in all runtimes, unlike antialiased
-    # bicubic resizing. They run on planes [B * 3, S, S], because OpenVINO 2026.4 fuses the normalization into a
-    # four-dimensional product and confuses channels with columns.
+    # The resize to the network's size is two matrix products, which are equal in all
+    # runtimes, unlike antialiased bicubic resizing. They run on planes [B * 3, S, S],
+    # because OpenVINO 2026.4 fuses the normalization into a four-dimensional product
+    # and confuses channels with columns.
 
     matrix: Tensor | None
 
@@ -56,7 +62,9 @@ class Graph(nn.Module):
         matrix = None
         if target and target != size:
             identity = torch.eye(size)[None, None]
-            matrix = F.interpolate(identity, size=(target, size), mode="bicubic", antialias=True)[0, 0]
+            matrix = F.interpolate(
+                identity, size=(target, size), mode="bicubic", antialias=True
+            )[0, 0]
         self.register_buffer("matrix", matrix, persistent=False)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -69,102 +77,172 @@ class Graph(nn.Module):
 
 
 def reparameterized(model: Classifier) -> Classifier:
-    """Return a copy with branches merged by timm (repvit, fastvit): fewer layers, same outputs."""
+    """Return a copy with branches merged by timm (repvit, fastvit): fewer layers, same
+    outputs.
+    """
     # The model is not changed. Without such layers it is returned itself.
     from timm.utils.model import reparameterize_model  # needed only for exports
 
-    branches, network = ("fuse", "reparameterize", "switch_to_deploy"), getattr(model.network, "inner", model.network)
-    if not is_timm(network) or not any(hasattr(layer, name) for layer in network.modules() for name in branches):
+    branches, network = (
+        ("fuse", "reparameterize", "switch_to_deploy"),
+        getattr(model.network, "inner", model.network),
+    )
+    if not is_timm(network) or not any(
+        hasattr(layer, name) for layer in network.modules() for name in branches
+    ):
         return model
     merged = copy.copy(model)
-    merged._modules = {**model._modules, "network": reparameterize_model(model.network.eval())}
+    merged._modules = {
+        **model._modules,
+        "network": reparameterize_model(model.network.eval()),
+    }
     return merged
 
 
-def export_program(model: Classifier, size: int, images: int = 0) -> torch.export.ExportedProgram:
+def export_program(
+    model: Classifier, size: int, images: int = 0
+) -> torch.export.ExportedProgram:
     """Trace a classifier for a batch size; 0: with a dynamic batch dimension."""
     graph = Graph(model, size).eval()
     # The trace uses two images, because torch treats a dimension of size 1 as constant.
     example = (torch.zeros(images or 2, 3, size, size, dtype=torch.uint8),)
-    shapes = None if images else ({0: torch.export.Dim("batch", min=1, max=LARGEST_BATCH)},)
+    shapes = (
+        None if images else ({0: torch.export.Dim("batch", min=1, max=LARGEST_BATCH)},)
+    )
     try:
         with torch.no_grad():
             program = torch.export.export(graph, example, dynamic_shapes=shapes)
-    except Exception as error:  # torch.export raises many types; all are caused by the network
+    except (
+        Exception
+    ) as error:  # torch.export raises many types; all are caused by the network
         raise _failed("torch.export", error) from error
     for part in program.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            node.meta.pop("stack_trace", None)  # exports are published, and it names folders of this machine
+            node.meta.pop(
+                "stack_trace", None
+            )  # exports are published, and it names folders of this machine
     return program
 
 
-def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = LOGITS) -> None:
+def write_onnx(
+    program: torch.export.ExportedProgram, path: Path, output: str = LOGITS
+) -> None:
     """Write one ONNX file, including the weights."""
     if torch.__version__ < OLDEST_EXPORTER:
-        wrong, allowed = f"cannot be done by torch {torch.__version__}", f"torch {OLDEST_EXPORTER} or newer"
-        raise MissingExtra("the ONNX export", wrong, allowed, "Export the run folder on a machine that has it")
+        wrong, allowed = (
+            f"cannot be done by torch {torch.__version__}",
+            f"torch {OLDEST_EXPORTER} or newer",
+        )
+        raise MissingExtra(
+            "the ONNX export",
+            wrong,
+            allowed,
+            "Export the run folder on a machine that has it",
+        )
     for name in ("onnx", "onnxscript"):
         require(name, "--onnx")
     try:
         with quiet():
             names = {"input_names": [INPUT], "output_names": [output]}
-            options = {"opset_version": OPSET, "dynamo": True, "external_data": False, "verbose": False}
+            options = {
+                "opset_version": OPSET,
+                "dynamo": True,
+                "external_data": False,
+                "verbose": False,
+            }
             torch.onnx.export(program, f=path, **names, **options)
-    except Exception as error:  # the exporter raises many types; all are caused by the network
+    except (
+        Exception
+    ) as error:  # the exporter raises many types; all are caused by the network
         raise _failed("torch.onnx.export", error) from error
 
 
 def write_int8(source: Path, path: Path) -> None:
-    """Write an ONNX file of int8 matrix products: weights with a scale per channel, inputs quantized dynamically."""
+    """Write an ONNX file of int8 matrix products: weights with a scale per channel,
+    inputs quantized dynamically.
+    """
     # Convolutions stay float32, because onnxruntime's integer convolution is slower.
     onnx = require("onnx", "--int8")
     require("onnxruntime", "--int8")
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     graph = onnx.load(source)
-    del graph.graph.value_info[:]  # outdated shapes (before weights were transposed); onnxruntime infers them again
+    del graph.graph.value_info[
+        :
+    ]  # outdated shapes (before weights were transposed); onnxruntime infers them again
     with quiet():
         quantize_dynamic(
-            graph, path, op_types_to_quantize=["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QInt8
+            graph,
+            path,
+            op_types_to_quantize=["MatMul", "Gemm"],
+            per_channel=True,
+            weight_type=QuantType.QInt8,
         )
 
 
 def int8_share(path: Path) -> float:
-    """Return the share of a graph's weights that `write_int8` quantized; convolutions are not."""
+    """Return the share of a graph's weights that `write_int8` quantized; convolutions
+    are not.
+    """
     onnx = require("onnx", "--int8")
-    weights = [one for one in onnx.load(path, load_external_data=False).graph.initializer if len(one.dims) > 1]
-    counts = [(math.prod(one.dims), one.data_type == onnx.TensorProto.INT8) for one in weights]
-    return sum(count for count, small in counts if small) / max(1, sum(count for count, _ in counts))
+    weights = [
+        one
+        for one in onnx.load(path, load_external_data=False).graph.initializer
+        if len(one.dims) > 1
+    ]
+    counts = [
+        (math.prod(one.dims), one.data_type == onnx.TensorProto.INT8) for one in weights
+    ]
+    return sum(count for count, small in counts if small) / max(
+        1, sum(count for count, _ in counts)
+    )
 
 
-def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Callable[[np.ndarray], np.ndarray]:
+def onnx_runner(
+    source: Path | bytes, threads: int = 1, spin: bool = True
+) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from uint8 [B, 3, S, S] to logits [B, C]."""
     # `spin`: threads wait for work by spinning, which is faster on idle cores.
     session = open_session(source, threads, "--onnx", spin)
     return lambda image: session.run(None, {INPUT: image})[0]
 
 
-def open_session(source: Path | bytes, threads: int, where: str, spin: bool = False) -> Any:
+def open_session(
+    source: Path | bytes, threads: int, where: str, spin: bool = False
+) -> Any:
     """Open a graph on the CPU."""
     runtime = require("onnxruntime", where)
     options = runtime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 3
+    (
+        options.intra_op_num_threads,
+        options.inter_op_num_threads,
+        options.log_severity_level,
+    ) = (threads, 1, 3)
     if not spin:  # torch's threads use the cores too
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     model = source if isinstance(source, bytes) else str(source)
     try:
-        return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return runtime.InferenceSession(
+            model, options, providers=["CPUExecutionProvider"]
+        )
     except Exception as error:  # onnxruntime has one exception type per kind of damage
         raise _no_graph(where, source, error) from error
 
 
 def _no_graph(where: str, source: Path | bytes, error: Exception) -> ModelError:
     reason, name = in_short(error), "it" if isinstance(source, bytes) else f"'{source}'"
-    return ModelError(where, f"{name} is no graph that onnxruntime can run ({reason})", "", "Export it anew")
+    return ModelError(
+        where,
+        f"{name} is no graph that onnxruntime can run ({reason})",
+        "",
+        "Export it anew",
+    )
 
 
 class Sessions:
-    """A graph's sessions, each with a fixed number of threads; a call uses torch's current number."""
+    """A graph's sessions, each with a fixed number of threads; a call uses torch's
+    current number.
+    """
 
     def __init__(self, start: Callable[[int], Any]) -> None:
         self._start, self.open = start, dict[int, Any]()
@@ -172,8 +250,12 @@ class Sessions:
     def __call__(self) -> Any:
         threads = torch.get_num_threads()
         if threads not in self.open:
-            # two are kept: a measurement on one thread does not cost the run its session
-            self.open = {**dict([*self.open.items()][-1:]), threads: self._start(threads)}
+            # two are kept: a measurement on one thread does not cost the run its
+            # session
+            self.open = {
+                **dict([*self.open.items()][-1:]),
+                threads: self._start(threads),
+            }
         return self.open[threads]
 
 
@@ -190,23 +272,34 @@ def graph_files(path: Path, where: str) -> list[Path]:
                 if entry.key == "location"
             }
         )
-    except Exception as error:  # protobuf and onnx have one exception type per kind of damage
+    except (
+        Exception
+    ) as error:  # protobuf and onnx have one exception type per kind of damage
         raise _no_graph(where, path, error) from error
     home, files = path.parent.resolve(), [path]
     for name in names:
         file = path.parent / name
-        outside = "\0" in name or ".." in Path(name).parts or not file.resolve().is_relative_to(home)
+        outside = (
+            "\0" in name
+            or ".." in Path(name).parts
+            or not file.resolve().is_relative_to(home)
+        )
         if outside or not file.is_file():
             place = "outside its folder" if outside else "no regular file"
             wrong = f"'{path}' has weights in {name!r}, which is {place}"
-            allowed = "Regular files in the folder of the graph, by relative names, without links that leave it"
+            allowed = (
+                "Regular files in the folder of the graph, by relative names, without"
+                " links that leave it"
+            )
             raise ModelError(where, wrong, allowed, "Put them there, or export it anew")
         files.append(file)
     return files
 
 
 def messages(message: Any) -> Iterator[Any]:
-    """Yield an ONNX message and all within it: nodes, tensors, attributes, functions, subgraphs."""
+    """Yield an ONNX message and all within it: nodes, tensors, attributes, functions,
+    subgraphs.
+    """
     yield message
     for field, value in message.ListFields():
         if field.message_type is not None:
@@ -214,14 +307,19 @@ def messages(message: Any) -> Iterator[Any]:
                 yield from messages(inner)
 
 
-def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) -> Callable[[np.ndarray], np.ndarray]:
+def openvino_runner(
+    source: Path | bytes, threads: int = 0, bf16: bool = False
+) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C]."""
-    # `threads` 0: OpenVINO's default. `bf16`: matrix products in bfloat16 instead of float32.
+    # `threads` 0: OpenVINO's default. `bf16`: matrix products in bfloat16 instead of
+    # float32.
     openvino = require("openvino", "--openvino", "openvino")
     options = {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"}
     if bf16 and not has_bf16():
         wrong = "is bf16, but OpenVINO finds no bfloat16 units in this processor"
-        raise ModelError("teacher.precision", wrong, "auto or fp32", "Set teacher.precision=auto")
+        raise ModelError(
+            "teacher.precision", wrong, "auto or fp32", "Set teacher.precision=auto"
+        )
     options |= {"INFERENCE_NUM_THREADS": str(threads)} if threads else {}
     with signal_stack():
         core = openvino.Core()
@@ -230,23 +328,33 @@ def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) 
 
 
 def has_bf16() -> bool:
-    """Return whether OpenVINO is installed and finds bfloat16 units in this processor."""
+    """Return whether OpenVINO is installed and finds bfloat16 units in this
+    processor.
+    """
     if not installed("openvino"):
         return False
     with signal_stack():
-        return "BF16" in importlib.import_module("openvino").Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        return "BF16" in importlib.import_module("openvino").Core().get_property(
+            "CPU", "OPTIMIZATION_CAPABILITIES"
+        )
 
 
 def require(name: str, option: str, extra: str = "") -> Any:
     """Import a package."""
-    remedy = f"pip install 'PATH/kd[{extra}]'" if extra else f"pip install {name}, or export with --no-onnx"
+    remedy = (
+        f"pip install 'PATH/kd[{extra}]'"
+        if extra
+        else f"pip install {name}, or export with --no-onnx"
+    )
     return needed(name, option, f"{name} is not installed", remedy)
 
 
 def _failed(tool: str, error: Exception) -> ModelError:
     reason = in_short(error)
     remedy = "Export with --no-onnx: timm and Hugging Face load that folder"
-    return ModelError("student.model", f"{tool} cannot express this network ({reason})", "", remedy)
+    return ModelError(
+        "student.model", f"{tool} cannot express this network ({reason})", "", remedy
+    )
 
 
 @contextmanager
@@ -263,18 +371,27 @@ def quiet() -> Iterator[None]:
 
 
 class Exported(nn.Module):
-    """A classifier as an exported graph in memory: uint8 [B, 3, S, S] on the CPU to logits [B, C] only."""
+    """A classifier as an exported graph in memory: uint8 [B, 3, S, S] on the CPU to
+    logits [B, C] only.
+    """
 
-    # The model is in eval mode, float32, on the CPU, without features. `precision`: "fp32"; "int8" with onnxruntime
-    # (weights of matrix products quantized, inputs dynamically); "bf16" with openvino. Takes seconds.
+    # The model is in eval mode, float32, on the CPU, without features. `precision`:
+    # "fp32"; "int8" with onnxruntime (weights of matrix products quantized, inputs
+    # dynamically); "bf16" with openvino. Takes seconds.
 
     classes, reads_ids = (), False
 
-    def __init__(self, model: Classifier, size: int, runtime: str, precision: str = "fp32") -> None:
+    def __init__(
+        self, model: Classifier, size: int, runtime: str, precision: str = "fp32"
+    ) -> None:
         super().__init__()
         self.runtime, self.graph = runtime, exported(model, size, precision == "int8")
         start = partial(openvino_runner, self.graph, bf16=precision == "bf16")
-        self.sessions = Sessions(start if runtime == "openvino" else partial(onnx_runner, self.graph, spin=False))
+        self.sessions = Sessions(
+            start
+            if runtime == "openvino"
+            else partial(onnx_runner, self.graph, spin=False)
+        )
 
     def forward(self, image: Tensor) -> Outputs:
         return Outputs(torch.from_numpy(self.sessions()(image.contiguous().numpy())))
@@ -291,8 +408,12 @@ def exported(model: Classifier, size: int, int8: bool = False) -> bytes:
         return path.read_bytes()
 
 
-def cpu_ms(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Return each call's median CPU ms on one thread, timed in turns: 30 rounds, or 4 and `seconds`."""
+def cpu_ms(
+    calls: Mapping[str, Callable[[], object]], seconds: float
+) -> dict[str, float]:
+    """Return each call's median CPU ms on one thread, timed in turns: 30 rounds, or 4
+    and `seconds`.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -22,7 +22,9 @@ class DatasetSpec:
     test: Source | None = None
 
     def shown(self) -> dict[str, Any]:
-        """Return everything besides the files that the views' pixels depend on, as JSON values."""
+        """Return everything besides the files that the views' pixels depend on, as JSON
+        values.
+        """
         return {"views": self.views, "seed": self.seed, "transform": self.transform}
 
 
@@ -34,43 +36,67 @@ class Spec:
     model: str
     args: dict[str, Any]
     classes: Sequence[str] | None
-    """The data's classes in order. None: the images are unlabelled, so the model's own classes are used. Empty: only
-    features are needed, no classifier."""
+    """The data's classes in order. None: the images are unlabelled, so the model's own
+    classes are used. Empty: only features are needed, no classifier.
+    """
     checkpoint: str = ""  # a .safetensors file or a folder
-    weights: str = "by_name"  # which of the checkpoint's tensors are loaded, as in `student.weights`
+    # which of the checkpoint's tensors are loaded, as in `student.weights`
+    weights: str = "by_name"
     pretrained: bool = False  # load the weights of the name, the folder or the hub id
     free_size: bool = False
     """Weights start at random: a network for any image size gets the data's size."""
     any_size: bool = False  # it must accept other image sizes too
-    exact_head: bool = False  # the pretrained head must have these classes in this order; otherwise it is replaced
+    # the pretrained head must have these classes in this order; otherwise it is
+    # replaced
+    exact_head: bool = False
     images: DatasetSpec | None = None  # for a teacher that looks outputs up by name
     task: Task | None = None
-    """Meaning of its logits for the losses; None for a student, or a model whose cost is measured."""
+    """Meaning of its logits for the losses; None for a student, or a model whose cost
+    is measured.
+    """
 
     @property
     def softmax(self) -> bool:
-        """Whether it predicts one class per image; a single logit z then means [0, z]."""
+        """Whether it predicts one class per image; a single logit z then means
+        [0, z].
+        """
         return self.task is None or self.task.logits == "softmax"
 
     @property
     def logits(self) -> bool:
-        """Whether it has a classifier; without one, a head in the weights is left out."""
+        """Whether it has a classifier; without one, a head in the weights is
+        left out.
+        """
         return self.classes is None or len(self.classes) > 0
 
     def require_bare(self, why: str) -> None:
         """Refuse a checkpoint or arguments."""
         for key in ("checkpoint", "args"):
             if getattr(self, key):
-                raise ModelError(f"{self.where}.{key}", f"is set, but {why}", "", f"Leave {key} out")
+                raise ModelError(
+                    f"{self.where}.{key}", f"is set, but {why}", "", f"Leave {key} out"
+                )
 
     def require_meaning(self, problem_type: str) -> None:
         """Require that logits have the meaning that the losses expect.
 
-        `problem_type` is that of a config.json of transformers or of kd; empty, or another word: unknown.
+        `problem_type` is that of a config.json of transformers or of kd; empty, or
+        another word: unknown.
         """
         if not self.logits or self.task is None or problem_type not in PROBLEM_TYPES:
             return
         if problem_type != self.task.problem_type:
-            have, wanted = PROBLEM_TYPES[problem_type], PROBLEM_TYPES.get(self.task.problem_type, self.task.name)
-            wrong = f"'{self.model}' was trained for {have} per image ({problem_type}), but the losses are for {wanted}"
-            raise ModelError(f"{self.where}.model", wrong, "The same for both", "Take another teacher, or other losses")
+            have, wanted = (
+                PROBLEM_TYPES[problem_type],
+                PROBLEM_TYPES.get(self.task.problem_type, self.task.name),
+            )
+            wrong = (
+                f"'{self.model}' was trained for {have} per image ({problem_type}), but"
+                f" the losses are for {wanted}"
+            )
+            raise ModelError(
+                f"{self.where}.model",
+                wrong,
+                "The same for both",
+                "Take another teacher, or other losses",
+            )

@@ -1,4 +1,6 @@
-"""A model as a folder that timm loads: reading and writing its config.json, checking its weights."""
+"""A model as a folder that timm loads: reading and writing its config.json, checking
+its weights.
+"""
 
 import json
 import re
@@ -16,11 +18,17 @@ from kd.core.errors import ModelError, named
 from kd.files.json_file import read_json
 from kd.models.classifier import Classifier
 
-PROBLEM_TYPES = {"single_label_classification": "one label", "multi_label_classification": "several labels"}
+PROBLEM_TYPES = {
+    "single_label_classification": "one label",
+    "multi_label_classification": "several labels",
+}
 """transformers' `problem_type` and its meaning."""
 
 
-CONFIG = {"crop_mode": "center", "interpolation": "bicubic"}  # evaluation's, not that of the pretrained weights
+CONFIG = {
+    "crop_mode": "center",
+    "interpolation": "bicubic",
+}  # evaluation's, not that of the pretrained weights
 
 
 def folder_config(folder: Path, where: str = "model") -> dict[str, Any]:
@@ -30,7 +38,9 @@ def folder_config(folder: Path, where: str = "model") -> dict[str, Any]:
         return {}
 
     def build(content: Any) -> dict[str, Any]:
-        content.get("pretrained_cfg", {}).get("label_names")  # AttributeError: not JSON objects
+        content.get("pretrained_cfg", {}).get(
+            "label_names"
+        )  # AttributeError: not JSON objects
         return content
 
     return read_json(config, where, "Write the folder anew", build, ModelError)
@@ -39,12 +49,16 @@ def folder_config(folder: Path, where: str = "model") -> dict[str, Any]:
 def folder_classes(folder: Path, where: str = "model") -> list[str] | None:
     """Return the class names that an exported folder records, or None."""
     content = folder_config(folder, where)
-    names = content.get("label_names") or content.get("pretrained_cfg", {}).get("label_names")
+    names = content.get("label_names") or content.get("pretrained_cfg", {}).get(
+        "label_names"
+    )
     return list(names) if names else None
 
 
 def data_config(network: nn.Module, recorded: Any = None) -> dict[str, Any]:
-    """Return the normalization and input size of a timm network, or those `recorded` by its trainer."""
+    """Return the normalization and input size of a timm network, or those `recorded` by
+    its trainer.
+    """
     from timm.data import resolve_model_data_config
 
     config = resolve_model_data_config(network, args=recorded)
@@ -62,51 +76,100 @@ def is_timm(network: nn.Module) -> bool:
 def export_files(
     student: Classifier, classes: Sequence[str], crop: float, problem_type: str = ""
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return config.json and the tensors of an export; `timm.create_model('local-dir:...')` loads that of a timm model.
+    """Return config.json and the tensors of an export;
+    `timm.create_model('local-dir:...')` loads that of a timm model.
 
-    `crop` is the share of the shorter side that evaluation's centre crop keeps; `problem_type` "": there are no logits.
+    `crop` is the share of the shorter side that evaluation's centre crop keeps;
+    `problem_type` "": there are no logits.
     """
     network: Any = student.network
-    content = _timm_config(student, classes, crop) if is_timm(network) else _own_config(student, classes, crop)
+    content = (
+        _timm_config(student, classes, crop)
+        if is_timm(network)
+        else _own_config(student, classes, crop)
+    )
     if problem_type:
         content["problem_type"] = problem_type
     network = network if is_timm(network) else getattr(network, "inner", network)
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in network.state_dict().items()}
+    tensors = {
+        name: tensor.detach().cpu().contiguous().clone()
+        for name, tensor in network.state_dict().items()
+    }
     return content, tensors
 
 
-def _timm_config(student: Classifier, classes: Sequence[str], crop: float) -> dict[str, Any]:
+def _timm_config(
+    student: Classifier, classes: Sequence[str], crop: float
+) -> dict[str, Any]:
     from timm.models._hub import save_config_for_hf
 
-    network, size = student.network, student.input_size  # training size of a network for any size
+    network, size = (
+        student.network,
+        student.input_size,
+    )  # training size of a network for any size
     config = {**data_config(network), "input_size": (3, size, size)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         model = {"num_classes": len(classes), "label_names": list(classes)}
-        data = {**{key: config[key] for key in ("input_size", "mean", "std")}, "crop_pct": crop, **CONFIG}
+        data = {
+            **{key: config[key] for key in ("input_size", "mean", "std")},
+            "crop_pct": crop,
+            **CONFIG,
+        }
         save_config_for_hf(network, str(path), model_config=model, data_config=data)
         content = json.loads(path.read_text())
-    for stale in ("tag", "license", "hf_hub_id", "url", "paper_ids", "paper_name", "origin_url"):
-        content["pretrained_cfg"].pop(stale, None)  # keys about the architecture's pretrained weights, not these
+    for stale in (
+        "tag",
+        "license",
+        "hf_hub_id",
+        "url",
+        "paper_ids",
+        "paper_name",
+        "origin_url",
+    ):
+        content["pretrained_cfg"].pop(
+            stale, None
+        )  # keys about the architecture's pretrained weights, not these
     return content
 
 
-def _own_config(student: Classifier, classes: Sequence[str], crop: float) -> dict[str, Any]:
+def _own_config(
+    student: Classifier, classes: Sequence[str], crop: float
+) -> dict[str, Any]:
     """Return the same for a network that timm does not know, in timm's form."""
-    scale, shift = (getattr(student, name).flatten().double() for name in ("scale", "shift"))
+    scale, shift = (
+        getattr(student, name).flatten().double() for name in ("scale", "shift")
+    )
     std, mean = 1 / (255 * scale), -shift / (255 * scale)
-    pixels: dict[str, Any] = {"input_size": [3, student.input_size, student.input_size], "crop_pct": crop}
-    pixels |= {name: [round(one, 6) for one in values.tolist()] for name, values in (("mean", mean), ("std", std))}
-    own = {"architecture": student.architecture, "num_classes": len(classes), "label_names": list(classes)}
+    pixels: dict[str, Any] = {
+        "input_size": [3, student.input_size, student.input_size],
+        "crop_pct": crop,
+    }
+    pixels |= {
+        name: [round(one, 6) for one in values.tolist()]
+        for name, values in (("mean", mean), ("std", std))
+    }
+    own = {
+        "architecture": student.architecture,
+        "num_classes": len(classes),
+        "label_names": list(classes),
+    }
     return {**own, "pretrained_cfg": pixels}
 
 
 HUB_SECONDS = 2.0  # seconds in which a hub must respond
-WEIGHTS, ARCHITECTURE = (".safetensors", ".bin", ".pth", ".pt", ".npz"), (".json",)  # endings of the requested files
+WEIGHTS, ARCHITECTURE = (
+    (".safetensors", ".bin", ".pth", ".pt", ".npz"),
+    (".json",),
+)  # endings of the requested files
 
 
-def require_fetched(where: str, source: str, endings: tuple[str, ...] = WEIGHTS) -> None:
-    """Require that `timm.create_model` could fetch the weights; nothing is downloaded."""
+def require_fetched(
+    where: str, source: str, endings: tuple[str, ...] = WEIGHTS
+) -> None:
+    """Require that `timm.create_model` could fetch the weights; nothing is
+    downloaded.
+    """
     # Not checked: weights at other addresses, about one model in a hundred.
     from huggingface_hub import constants
     from timm import get_pretrained_cfg  # type: ignore[attr-defined]
@@ -115,16 +178,29 @@ def require_fetched(where: str, source: str, endings: tuple[str, ...] = WEIGHTS)
     if not repository:
         config = get_pretrained_cfg(source)
         if config is None or not config.has_weights:
-            wrong, remedy = f"timm has no pretrained weights of '{source}'", "Take another model, or start from scratch"
+            wrong, remedy = (
+                f"timm has no pretrained weights of '{source}'",
+                "Take another model, or start from scratch",
+            )
             raise ModelError(where, wrong, "", remedy)
         repository = "" if config.file else config.hf_hub_id or ""
-    cache = Path(constants.HF_HUB_CACHE, f"models--{repository.partition('@')[0].replace('/', '--')}")
-    if not repository or any(file.suffix in endings for file in cache.glob("snapshots/*/*")):
+    cache = Path(
+        constants.HF_HUB_CACHE,
+        f"models--{repository.partition('@')[0].replace('/', '--')}",
+    )
+    if not repository or any(
+        file.suffix in endings for file in cache.glob("snapshots/*/*")
+    ):
         return
     if reason := _unanswered(repository):
-        wrong = f"the weights of '{source}' are not here, and '{repository}' cannot be fetched ({reason})"
+        wrong = (
+            f"the weights of '{source}' are not here, and '{repository}' cannot be"
+            f" fetched ({reason})"
+        )
         allowed = f"In {cache}, or from a hub that responds within {HUB_SECONDS:g} s"
-        raise ModelError(where, wrong, allowed, "Start once where the network is, or copy that cache")
+        raise ModelError(
+            where, wrong, allowed, "Start once where the network is, or copy that cache"
+        )
 
 
 def _unanswered(repository: str) -> str:
@@ -136,7 +212,9 @@ def _unanswered(repository: str) -> str:
 
     def ask() -> None:
         try:
-            HfApi(endpoint=constants.ENDPOINT).model_info(name, revision=revision or None, timeout=HUB_SECONDS)
+            HfApi(endpoint=constants.ENDPOINT).model_info(
+                name, revision=revision or None, timeout=HUB_SECONDS
+            )
             outcome.append("")
         except Exception as error:
             outcome.append(named(error))
@@ -148,7 +226,9 @@ def _unanswered(repository: str) -> str:
 
 
 def cached() -> dict[str, Path]:
-    """Return the models in this machine's hub cache, by their names in a configuration, and their weights."""
+    """Return the models in this machine's hub cache, by their names in a configuration,
+    and their weights.
+    """
     from huggingface_hub import constants
 
     found = {}
@@ -160,7 +240,9 @@ def cached() -> dict[str, Path]:
 
 
 def takes_any_size(name: str) -> bool:
-    """Return whether a timm network accepts any image size unchanged; False for a vision transformer."""
+    """Return whether a timm network accepts any image size unchanged; False for a
+    vision transformer.
+    """
     from timm import get_pretrained_cfg  # type: ignore[attr-defined]
 
     config = get_pretrained_cfg(name)
@@ -168,14 +250,20 @@ def takes_any_size(name: str) -> bool:
 
 
 def input_keys(name: str, side: int) -> dict[str, Any]:
-    """Return the key `args` that gives a timm network an input of `side` pixels; empty for a folder or hub id.
+    """Return the key `args` that gives a timm network an input of `side` pixels; empty
+    for a folder or hub id.
 
-    Also for a CNN from 224 px on, the size of most weights. All others take `img_size` (570 networks of 35 families).
+    Also for a CNN from 224 px on, the size of most weights. All others take `img_size`
+    (570 networks of 35 families).
     """
     from timm import get_pretrained_cfg  # type: ignore[attr-defined]
 
     if takes_any_size(name):
-        return {"args": {"pretrained_cfg_overlay": {"input_size": [3, side, side]}}} if side < 224 else {}
+        return (
+            {"args": {"pretrained_cfg_overlay": {"input_size": [3, side, side]}}}
+            if side < 224
+            else {}
+        )
     return {"args": {"img_size": side}} if get_pretrained_cfg(name) else {}
 
 
@@ -183,18 +271,34 @@ LARGEST = 4096  # network arguments that weights do not show, such as the image 
 
 
 def require_fitting(folder: Path, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse a folder whose arguments name layers missing in its weights, before the network is built."""
+    """Refuse a folder whose arguments name layers missing in its weights, before the
+    network is built.
+    """
     import timm
 
     sides = [side for one in tensors.values() for side in one.shape]
-    numbers = re.findall(r"\d+", json.dumps(folder_config(folder, where).get("model_args", {})))
-    if (asked := max(map(int, numbers), default=0)) > max([LARGEST, len(tensors), *sides]):
-        raise ModelError(where, f"has the argument {asked}; the weights have no such size")
+    numbers = re.findall(
+        r"\d+", json.dumps(folder_config(folder, where).get("model_args", {}))
+    )
+    if (asked := max(map(int, numbers), default=0)) > max(
+        [LARGEST, len(tensors), *sides]
+    ):
+        raise ModelError(
+            where, f"has the argument {asked}; the weights have no such size"
+        )
     count = 0
-    with suppress(NotImplementedError, RuntimeError), torch.device("meta"):  # some networks compute when constructed
-        count = sum(one.numel() for one in timm.create_model(f"local-dir:{folder}").parameters())
+    with (
+        suppress(NotImplementedError, RuntimeError),
+        torch.device("meta"),
+    ):  # some networks compute when constructed
+        count = sum(
+            one.numel() for one in timm.create_model(f"local-dir:{folder}").parameters()
+        )
     if count > sum(one.numel() for one in tensors.values()):
-        raise ModelError(where, f"names a network of {count:,} parameters, which the weights do not have")
+        raise ModelError(
+            where,
+            f"names a network of {count:,} parameters, which the weights do not have",
+        )
 
 
 def config_keys() -> set[str]:

@@ -1,7 +1,8 @@
 """Find and build parts by their file names. The folder is the registry.
 
-`kind: kl` in the section `losses` is `kd/parts/losses/kl.py`; `kind: mylab.losses.foo` is a module from outside.
-A part needs two public names: `Options`, a frozen dataclass of its YAML keys, and `build`.
+`kind: kl` in the section `losses` is `kd/parts/losses/kl.py`; `kind: mylab.losses.foo`
+is a module from outside. A part needs two public names: `Options`, a frozen dataclass
+of its YAML keys, and `build`.
 """
 
 import dataclasses
@@ -24,7 +25,15 @@ from kd.core.facts import (
     SifterFacts,
 )
 
-FOLDERS = ("tasks", "losses", "sifters", "datasets", "networks", "backends", "exporters")
+FOLDERS = (
+    "tasks",
+    "losses",
+    "sifters",
+    "datasets",
+    "networks",
+    "backends",
+    "exporters",
+)
 FACTS: dict[str, type[Any]] = {
     "losses": LossFacts,
     "sifters": SifterFacts,
@@ -38,19 +47,34 @@ FACTS: dict[str, type[Any]] = {
 def names(folder: str) -> list[str]:
     """List the parts of a folder: its public modules."""
     package = importlib.import_module(f"kd.parts.{folder}")
-    return sorted(info.name for info in pkgutil.iter_modules(package.__path__) if not info.name.startswith("_"))
+    return sorted(
+        info.name
+        for info in pkgutil.iter_modules(package.__path__)
+        if not info.name.startswith("_")
+    )
 
 
 def find(folder: str, kind: str, where: str) -> ModuleType:
-    """Import the module of a part; `kind` is its file name without the suffix, or a dotted path outside kd."""
+    """Import the module of a part; `kind` is its file name without the suffix, or a
+    dotted path outside kd.
+    """
     path = kind if "." in kind else f"kd.parts.{folder}.{kind}"
     known = names(folder)
     if "." not in kind and kind not in known:
         remedy = did_you_mean(kind, known) or "Run `kd-parts` to list them"
-        raise PartNotFound(where, f"no part named {kind!r} in {folder}", f"Allowed: {', '.join(known)}", remedy)
-    module = _imported(path, where, known) if path not in sys.modules else sys.modules[path]
+        raise PartNotFound(
+            where,
+            f"no part named {kind!r} in {folder}",
+            f"Allowed: {', '.join(known)}",
+            remedy,
+        )
+    module = (
+        _imported(path, where, known) if path not in sys.modules else sys.modules[path]
+    )
     options = getattr(module, "Options", None)
-    if not (dataclasses.is_dataclass(options) and callable(getattr(module, "build", None))):
+    if not (
+        dataclasses.is_dataclass(options) and callable(getattr(module, "build", None))
+    ):
         allowed = "A part has a frozen dataclass `Options` and a function `build`"
         remedy = f"Add them, or choose one of: {', '.join(known)}"
         raise PartNotFound(where, f"the module {kind!r} is not a part", allowed, remedy)
@@ -58,8 +82,11 @@ def find(folder: str, kind: str, where: str) -> ModuleType:
 
 
 def named_module(path: str) -> ModuleType:
-    """Import a module named in a configuration; the working folder is searched last, as with `python -m kd`."""
-    # Only during this import: a folder there must not replace a package that is not installed.
+    """Import a module named in a configuration; the working folder is searched last, as
+    with `python -m kd`.
+    """
+    # Only during this import: a folder there must not replace a package that is not
+    # installed.
     here = [""] if "" not in sys.path else []
     sys.path += here
     try:
@@ -77,9 +104,14 @@ def _imported(path: str, where: str, known: list[str]) -> ModuleType:
     except (Exception, SystemExit) as error:  # a foreign module may raise anything
         absent = isinstance(error, ModuleNotFoundError) and error.name
         if absent and (path == absent or path.startswith(absent + ".")):
-            allowed = f"Allowed: {', '.join(known)}, or the dotted path of an importable module"
+            allowed = (
+                f"Allowed: {', '.join(known)}, or the dotted path of an importable"
+                " module"
+            )
             wrong = f"the module {path!r} cannot be imported"
-            raise PartNotFound(where, wrong, allowed, "Check the spelling and PYTHONPATH") from error
+            raise PartNotFound(
+                where, wrong, allowed, "Check the spelling and PYTHONPATH"
+            ) from error
         if path.startswith("kd."):
             raise  # the part exists, but a package that it imports does not
         wrong = f"importing {path!r} raises {raised(error)}"
@@ -108,19 +140,37 @@ def build(folder: str, kind: str, options: Any, where: str, **context: Any) -> A
         inspect.signature(made).bind(options, **context)
     except TypeError as error:
         wrong = f"the function build of '{kind}' cannot be called ({error})"
-        raise PartNotFound(where, wrong, f"build(options, {', '.join(context)})", "Correct its arguments") from error
+        raise PartNotFound(
+            where,
+            wrong,
+            f"build(options, {', '.join(context)})",
+            "Correct its arguments",
+        ) from error
     return made(options, **context)
 
 
 def facts(folder: str, kind: str, options: Any, where: str) -> Any:
-    """Return the facts of a part with these options: its `facts`, or the result of `facts(options)`."""
+    """Return the facts of a part with these options: its `facts`, or the result of
+    `facts(options)`.
+    """
     cls = FACTS[folder]
-    value = getattr(find(folder, kind, where), "facts", None if cls is LossFacts else cls())
+    value = getattr(
+        find(folder, kind, where), "facts", None if cls is LossFacts else cls()
+    )
     value = value(options) if callable(value) else value
     if not isinstance(value, cls):
-        wrong = f"'{kind}' does not declare its inputs" if value is None else f"facts of '{kind}' returns {value!r}"
-        allowed = f"A function `facts(options)` that returns a kd.core.facts.{cls.__name__}, or one as `facts`"
-        raise PartNotFound(where, wrong, allowed, "Add it; CONTRIBUTING.md has an example")
+        wrong = (
+            f"'{kind}' does not declare its inputs"
+            if value is None
+            else f"facts of '{kind}' returns {value!r}"
+        )
+        allowed = (
+            f"A function `facts(options)` that returns a kd.core.facts.{cls.__name__},"
+            " or one as `facts`"
+        )
+        raise PartNotFound(
+            where, wrong, allowed, "Add it; CONTRIBUTING.md has an example"
+        )
     return value
 
 
@@ -129,12 +179,16 @@ def graphs() -> dict[str, GraphFile]:
     none, found = NoOptions(), dict[str, GraphFile]()
     for kind in names("exporters"):
         own = facts("exporters", kind, none, "export").graphs
-        found |= {file: dataclasses.replace(graph, kind=kind) for file, graph in own.items()}
+        found |= {
+            file: dataclasses.replace(graph, kind=kind) for file, graph in own.items()
+        }
     return dict(sorted(found.items(), key=lambda one: one[1].cost))
 
 
 def graph_files(file: str) -> tuple[str, ...]:
-    """Return the names of a graph's files: itself, and that of its weights if they are in a second file."""
+    """Return the names of a graph's files: itself, and that of its weights if they are
+    in a second file.
+    """
     graph = graphs().get(file)  # None: another version of kd wrote it
     return (file, graph.weights) if graph is not None and graph.weights else (file,)
 
@@ -146,9 +200,13 @@ def exporter(file: str) -> Any:
 
 def describe(folder: str) -> list[tuple[str, str]]:
     """Return (name, first docstring line) of every part of a folder."""
-    return [(name, summary(importlib.import_module(f"kd.parts.{folder}.{name}"))) for name in names(folder)]
+    return [
+        (name, summary(importlib.import_module(f"kd.parts.{folder}.{name}")))
+        for name in names(folder)
+    ]
 
 
 def summary(module: ModuleType) -> str:
     """Return the first docstring line of a part."""
-    return ((module.__doc__ or "").strip().splitlines() or [""])[0]
+    paragraph = inspect.cleandoc(module.__doc__ or "").partition("\n\n")[0]
+    return " ".join(paragraph.split())

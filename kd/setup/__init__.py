@@ -1,1 +1,3 @@
-"""Turn a configuration into a `Run`: plans of values, from which parts are opened, built and compared."""
+"""Turn a configuration into a `Run`: plans of values, from which parts are opened,
+built and compared.
+"""

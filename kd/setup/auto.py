@@ -1,4 +1,6 @@
-"""Numbers for what a configuration leaves to kd by the word `auto`: epochs, stored views, epochs of the fit."""
+"""Numbers for what a configuration leaves to kd by the word `auto`: epochs, stored
+views, epochs of the fit.
+"""
 
 from dataclasses import replace
 
@@ -16,7 +18,8 @@ WITHOUT_EPOCHS = 10  # recorded for a run whose steps decide; nothing reads it
 def completed(config: Config, images: int = 0) -> Config:
     """Return the configuration with numbers in place of `auto`.
 
-    `images`: number of training images; 0: they are listed if the numbers depend on them.
+    `images`: number of training images; 0: they are listed if the numbers depend on
+    them.
     """
     run, cache, fit = config.run, config.teacher.cache, config.teacher.fit
     if AUTO not in (run.epochs, cache.views, fit.epochs) and run.times == 1:
@@ -27,7 +30,11 @@ def completed(config: Config, images: int = 0) -> Config:
     lengthens = run.epochs == AUTO and not run.steps
     stores = cache.views == AUTO and stores_outputs(config)
     fits = fit.epochs == AUTO and not fit.steps
-    data = open_sources(plan_of(config)) if fits or (not images and (lengthens or stores)) else None
+    data = (
+        open_sources(plan_of(config))
+        if fits or (not images and (lengthens or stores))
+        else None
+    )
     images = images if data is None else len(data.train)
     if lengthens:
         epochs = length_of(config, images).epochs
@@ -40,8 +47,17 @@ def completed(config: Config, images: int = 0) -> Config:
         fitted = max(1, round(recommended.fit_visits(labelled, student) / labelled))
     return replace(
         config,
-        run=replace(run, epochs=multiplied(epochs, run.times), steps=multiplied(run.steps, run.times), times=1.0),
-        teacher=replace(config.teacher, cache=replace(cache, views=views), fit=replace(fit, epochs=fitted)),
+        run=replace(
+            run,
+            epochs=multiplied(epochs, run.times),
+            steps=multiplied(run.steps, run.times),
+            times=1.0,
+        ),
+        teacher=replace(
+            config.teacher,
+            cache=replace(cache, views=views),
+            fit=replace(fit, epochs=fitted),
+        ),
     )
 
 
@@ -52,16 +68,27 @@ def multiplied(number: float, times: float) -> int:
 
 def length_of(config: Config, images: int) -> recommended.Length:
     """Return the recommended length of a run."""
-    return recommended.length(images, accelerated(config.backend), config.student.init == "pretrained")
+    return recommended.length(
+        images, accelerated(config.backend), config.student.init == "pretrained"
+    )
 
 
 def accelerated(section: BackendSection) -> bool:
     """Return whether a backend trains on an accelerator."""
-    return not registry.facts("backends", section.kind, section.options, "backend.kind").cpu
+    return not registry.facts(
+        "backends", section.kind, section.options, "backend.kind"
+    ).cpu
 
 
 def stores_outputs(config: Config) -> bool:
-    """Return whether a cache is recommended: a loss reads a teacher's logits, and no features, which are large."""
+    """Return whether a cache is recommended: a loss reads a teacher's logits, and no
+    features, which are large.
+    """
     read = reads(config.losses)
     divided = config.teacher.shard or config.teacher.pipeline
-    return bool(config.teacher.model and read.teacher_logits and not read.features and not divided)
+    return bool(
+        config.teacher.model
+        and read.teacher_logits
+        and not read.features
+        and not divided
+    )

@@ -26,9 +26,16 @@ from kd.setup.build_teacher import Setting, TeacherReport, choose_teacher
 from kd.setup.data import BatchSplit, Data, evaluation_loader, loaders
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import Recipe
-from kd.setup.student import apply_mode, build_distillation, choose_student, parameter_groups
+from kd.setup.student import (
+    apply_mode,
+    build_distillation,
+    choose_student,
+    parameter_groups,
+)
 
-BANK = 10_000  # most training images in the k-NN index that scores an embedding student; shown without augmentation
+# most training images in the k-NN index that scores an embedding student; shown without
+# augmentation
+BANK = 10_000
 
 
 @contextmanager
@@ -51,12 +58,21 @@ def build_backend(section: BackendSection) -> Backend:
     """Build the backend; the caller sets it up and closes it."""
     precision = "fp32" if section.precision == "auto" else section.precision
     kind, options, seconds = section.kind, section.options, section.timeout_seconds
-    made = registry.build("backends", kind, options, "backend.kind", precision=precision, timeout_seconds=seconds)
+    made = registry.build(
+        "backends",
+        kind,
+        options,
+        "backend.kind",
+        precision=precision,
+        timeout_seconds=seconds,
+    )
     made.facts = registry.facts("backends", kind, options, "backend.kind")
     return made
 
 
-def build_optimizer(recipe: Recipe, module: StudentWithLoss, backend: Backend) -> torch.optim.Optimizer:
+def build_optimizer(
+    recipe: Recipe, module: StudentWithLoss, backend: Backend
+) -> torch.optim.Optimizer:
     """Build the optimizer, with fused kernels if the device has them."""
     section = recipe.config.optimizer
     parameters = parameter_groups(recipe.student.tuning, section.weight_decay, module)
@@ -67,14 +83,25 @@ def build_optimizer(recipe: Recipe, module: StudentWithLoss, backend: Backend) -
 
         cls, options = Muon, {"betas": betas, "nesterov": True}
     elif section.kind == "sgd":
-        cls, options = torch.optim.SGD, {"momentum": section.momentum, "nesterov": section.momentum > 0, "fused": fused}
+        cls, options = (
+            torch.optim.SGD,
+            {
+                "momentum": section.momentum,
+                "nesterov": section.momentum > 0,
+                "fused": fused,
+            },
+        )
     else:
         cls, options = torch.optim.AdamW, {"betas": betas, "fused": fused}
     return backend.optimizer(parameters, cls, section.zero, lr=section.lr, **options)
 
 
-def settings_of(recipe: Recipe, distillation: StudentWithLoss, backend: Backend) -> dict[str, Any]:
-    """Return the fields of a `Run` that follow from its recipe; the module is on the device, the backend set up."""
+def settings_of(
+    recipe: Recipe, distillation: StudentWithLoss, backend: Backend
+) -> dict[str, Any]:
+    """Return the fields of a `Run` that follow from its recipe; the module is on the
+    device, the backend set up.
+    """
     section = recipe.config.optimizer
     return {
         "seed": recipe.seed,
@@ -84,8 +111,12 @@ def settings_of(recipe: Recipe, distillation: StudentWithLoss, backend: Backend)
         "module": backend.wrap(distillation),
         "distillation": distillation,
         "optimizer": build_optimizer(recipe, distillation, backend),
-        "schedule": Schedule(section.lr, section.warmup_ratio, section.min_lr_ratio, section.schedule),
-        "average": EMA(distillation.student, section.ema_decay) if section.ema_decay else None,
+        "schedule": Schedule(
+            section.lr, section.warmup_ratio, section.min_lr_ratio, section.schedule
+        ),
+        "average": (
+            EMA(distillation.student, section.ema_decay) if section.ema_decay else None
+        ),
         "skip_nonfinite": section.on_nonfinite == "skip",
     }
 
@@ -98,12 +129,19 @@ class Built:
     facts: dict[str, Any]  # see `found_out`
     val: Source  # number of validation images
     test: Source | None  # number of test images; 0: no test split
-    test_evaluator: Callable[[], Evaluator]  # builds the test split's evaluator, if there is one
+    test_evaluator: Callable[
+        [], Evaluator
+    ]  # builds the test split's evaluator, if there is one
 
 
 def build_run(setting: Setting, store: RunStore, logger: Logger) -> Built:
     """Build the run of a setting; without a teacher model it trains on labels alone."""
-    recipe, backend, data, split = setting.recipe, setting.backend, setting.data, setting.split
+    recipe, backend, data, split = (
+        setting.recipe,
+        setting.backend,
+        setting.data,
+        setting.split,
+    )
     model, task = setting.teachers.model, recipe.task
     distillation = build_distillation(recipe, setting.teachers, split.micro_batch)
     teachers = dict(zip(recipe.members, setting.teachers.members, strict=False))
@@ -122,19 +160,26 @@ def build_run(setting: Setting, store: RunStore, logger: Logger) -> Built:
     with region("choose student"):
         mode = choose_student(setting, distillation, report.live)
         apply_mode(mode, distillation, backend)
-    loader, val_loader = loaders(data.views(), data.plan, split, backend, recipe.backend.timeout_seconds)
+    loader, val_loader = loaders(
+        data.views(), data.plan, split, backend, recipe.backend.timeout_seconds
+    )
     sifter, line = build_sifter(setting, getattr(answering, "stored", None))
     logger.info(line)
     bank = data.stored[0] if data.stored else data.train
     scored = model is not None and (recipe.read.teacher_logits or not task.logits)
     evaluation = Evaluation(
         backend=backend,
-        val=Split(val_loader, evaluation_plan(len(data.val), split.eval_batch * backend.world_size)),
+        val=Split(
+            val_loader,
+            evaluation_plan(len(data.val), split.eval_batch * backend.world_size),
+        ),
         teacher=report.live.validation() if scored else None,
         num_classes=len(data.classes),
         labelled=data.labelled,
         partly=data.plan.labels == "some",
-        bank=partial(shown_split, setting, bank, torch.tensor(evenly_spaced(len(bank), BANK))),
+        bank=partial(
+            shown_split, setting, bank, torch.tensor(evenly_spaced(len(bank), BANK))
+        ),
         bank_teacher=report.live,
         agreement=distillation.criterion.agreement,
         projected=distillation.criterion.projected,
@@ -151,48 +196,74 @@ def build_run(setting: Setting, store: RunStore, logger: Logger) -> Built:
         **settings_of(recipe, distillation, backend),
     )
     test = partial(test_evaluator, setting, evaluation, report.live)
-    backend.end_step()  # on XLA the set-up would otherwise be part of the first step's graph
+    # on XLA the set-up would otherwise be part of the first step's graph
+    backend.end_step()
     facts = found_out(setting, report, mode, run)
     return Built(run, facts, data.val, data.test, test)
 
 
-def found_out(setting: Setting, report: TeacherReport, mode: ExecutionMode, run: Run) -> dict[str, Any]:
-    """Return the findings of a set-up for the manifest: models and execution modes; `mode` is the student's."""
+def found_out(
+    setting: Setting, report: TeacherReport, mode: ExecutionMode, run: Run
+) -> dict[str, Any]:
+    """Return the findings of a set-up for the manifest: models and execution modes;
+    `mode` is the student's.
+    """
     facts = {
         "decides": run.evaluator.selection_metric,
         "task": setting.recipe.task.name,
         "scores": setting.recipe.task.scores.record(),
-        "modes": {**({"teacher": str(report.mode)} if report.mode else {}), "student": str(mode)},
+        "modes": {
+            **({"teacher": str(report.mode)} if report.mode else {}),
+            "student": str(mode),
+        },
         "threads": torch.get_num_threads() if run.backend.facts.cpu else 0,
         "batch": str(setting.split),
         "workers": getattr(run.loader, "workers", 0),
         **({"teacher_error": report.error} if report.error else {}),
     }
     held = run.backend.counters().get("teacher_mib")
-    if held is not None and isinstance(report.live, LiveTeacher):  # divided over the ranks
+    if held is not None and isinstance(
+        report.live, LiveTeacher
+    ):  # divided over the ranks
         facts["teacher_mib"] = {"whole": report.live.mib, "rank": held}
     return facts
 
 
-def test_evaluator(setting: Setting, evaluation: Evaluation, live: LiveTeacher | NoTeacher) -> Evaluator:
+def test_evaluator(
+    setting: Setting, evaluation: Evaluation, live: LiveTeacher | NoTeacher
+) -> Evaluator:
     """Return the evaluator of the test split, built at the end of a run."""
     source = setting.data.test
     assert source is not None
-    split = replace(shown_split(setting, source, torch.arange(len(source))), name="test")
+    split = replace(
+        shown_split(setting, source, torch.arange(len(source))), name="test"
+    )
     teacher = live.validation(test=True) if evaluation.teacher is not None else None
-    return setting.recipe.task.evaluator(replace(evaluation, val=split, teacher=teacher))
+    return setting.recipe.task.evaluator(
+        replace(evaluation, val=split, teacher=teacher)
+    )
 
 
 def shown_split(setting: Setting, source: Source, ids: torch.Tensor) -> Split:
     """Return evaluation's view of a source's images, by their ids [N]."""
-    data, split, seconds = setting.data, setting.split, setting.recipe.backend.timeout_seconds
-    loader = evaluation_loader(data.shown(source), data.plan, split, setting.backend, seconds)
+    data, split, seconds = (
+        setting.data,
+        setting.split,
+        setting.recipe.backend.timeout_seconds,
+    )
+    loader = evaluation_loader(
+        data.shown(source), data.plan, split, setting.backend, seconds
+    )
     plan = evaluation_plan(len(ids), split.eval_batch * split.world_size)
     return Split(loader, replace(plan, ids=ids[plan.ids]))
 
 
 def sift_context(
-    num_images: int, labels: Callable[[], torch.Tensor], backend: Backend, split: BatchSplit, seed: int
+    num_images: int,
+    labels: Callable[[], torch.Tensor],
+    backend: Backend,
+    split: BatchSplit,
+    seed: int,
 ) -> SiftContext:
     """Return a sifter's context: the images and their split into batches and ranks."""
     return SiftContext(
@@ -209,23 +280,41 @@ def sift_context(
 
 
 def build_sifter(setting: Setting, answers: Any = None) -> tuple[Sifter, str]:
-    """Build the sifter, with stored outputs (`answers`) or None; also return a warning if its delay exceeds the run."""
+    """Build the sifter, with stored outputs (`answers`) or None; also return a warning
+    if its delay exceeds the run.
+    """
     data = setting.data
-    context = sift_context(len(data.train), data.labels, setting.backend, setting.split, setting.recipe.seed)
+    context = sift_context(
+        len(data.train),
+        data.labels,
+        setting.backend,
+        setting.split,
+        setting.recipe.seed,
+    )
     return sifter_of(
-        setting.recipe, replace(context, views=data.plan.views, balance=data.plan.balance, answers=answers)
+        setting.recipe,
+        replace(
+            context, views=data.plan.views, balance=data.plan.balance, answers=answers
+        ),
     )
 
 
 def sifter_alone(recipe: Recipe, data: Data, split: BatchSplit) -> Sifter:
     """Build the sifter for an estimate: one process, nothing stored."""
     context = SiftContext.alone(data.labels(), split.batch_size, recipe.seed)
-    context = replace(context, micro_batch=split.micro_batch, views=data.plan.views, balance=data.plan.balance)
+    context = replace(
+        context,
+        micro_batch=split.micro_batch,
+        views=data.plan.views,
+        balance=data.plan.balance,
+    )
     return sifter_of(recipe, context)[0]
 
 
 def sifter_of(recipe: Recipe, context: SiftContext) -> tuple[Sifter, str]:
-    """Build the sifter of a context; also return a warning if its delay exceeds the run."""
+    """Build the sifter of a context; also return a warning if its delay exceeds the
+    run.
+    """
     section, length, line = recipe.config.sifter, recipe.length, ""
     facts = registry.facts("sifters", section.kind, section.options, "sifter.kind")
     in_epoch, delay = context.num_images // length.batch_size, facts.delay
@@ -234,7 +323,13 @@ def sifter_of(recipe: Recipe, context: SiftContext) -> tuple[Sifter, str]:
         steps, where = in_epoch, "an epoch"
     kind, options = section.kind, section.options
     if steps <= delay:
-        line = f"sifter '{kind}' waits for {delay} steps and {where} has {steps}: everything is visited"
+        line = (
+            f"sifter '{kind}' waits for {delay} steps and {where} has {steps}:"
+            " everything is visited"
+        )
         line += ". Lower sifter.sift_delay"
         kind, options = "none", registry.default_options("sifters", "none")
-    return registry.build("sifters", kind, options, "sifter.kind", context=context), line
+    return (
+        registry.build("sifters", kind, options, "sifter.kind", context=context),
+        line,
+    )

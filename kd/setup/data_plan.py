@@ -1,4 +1,6 @@
-"""The plan of a run's images: its section of the configuration, with what other sections add."""
+"""The plan of a run's images: its section of the configuration, with what other
+sections add.
+"""
 
 from dataclasses import fields
 
@@ -22,4 +24,6 @@ def plan_of(config: Config) -> DataPlan:
     values = {key.name: getattr(section, key.name) for key in fields(section)}
     values["views"] = section.views or (0 if cached == "auto" else cached)
     named = bool(build_task(config.task).logits)
-    return DataPlan(**values, seed=config.run.seed, folder=config.run.folder, named=named)
+    return DataPlan(
+        **values, seed=config.run.seed, folder=config.run.folder, named=named
+    )

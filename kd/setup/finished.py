@@ -1,7 +1,8 @@
-"""Read a finished or interrupted run: its configuration, and whether its folder is trusted.
+"""Read a finished or interrupted run: its configuration, and whether its folder is
+trusted.
 
-A run folder may be untrusted. Reading it runs no code that it names and shows only its own images, unless the user
-passes `--trust`.
+A run folder may be untrusted. Reading it runs no code that it names and shows only its
+own images, unless the user passes `--trust`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from kd.parts import registry
 from kd.setup.data import Data
 from kd.setup.data_plan import DataPlan
 
-REMEDY = "Read the run's config.yaml, then add --trust if you would start that run yourself"
+REMEDY = (
+    "Read the run's config.yaml, then add --trust if you would start that run yourself"
+)
 
 MAP_DATASET = "kd.data.map_dataset"  # `data.kind` of a run of `kd.distill`
 
@@ -39,16 +42,29 @@ def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
     stored = folder.stored_config()
     if stored is None:
         remedy = "Point at runs/NAME, the folder that `kd-train` wrote"
-        raise RunError("run", f"'{path}' is not a run folder: it has no config.yaml", "", remedy)
+        raise RunError(
+            "run", f"'{path}' is not a run folder: it has no config.yaml", "", remedy
+        )
     return folder, parse(folder.config_file, stored, trust)
 
 
 def require_files(path: Path, data: DataSection) -> None:
-    """Refuse a run of `kd.distill` if its models and images must be built again from files."""
+    """Refuse a run of `kd.distill` if its models and images must be built again from
+    files.
+    """
     if data.kind == MAP_DATASET:
-        wrong = f"'{path}' was written by kd.distill: its models and images are Python objects"
-        allowed = "kd-report reads it; the other commands read what kd-train wrote, with your network as "
-        remedy = "Call kd.distill again with the same arguments and this folder, then result.metrics or result.export"
+        wrong = (
+            f"'{path}' was written by kd.distill: its models and images are Python"
+            " objects"
+        )
+        allowed = (
+            "kd-report reads it; the other commands read what kd-train wrote, with your"
+            " network as "
+        )
+        remedy = (
+            "Call kd.distill again with the same arguments and this folder, then"
+            " result.metrics or result.export"
+        )
         raise RunError("run", wrong, f"{allowed}student.kind=torch", remedy)
 
 
@@ -62,10 +78,18 @@ def parse(file: Path | str, text: str, trust: bool) -> Config:
             key, module = named_module(interpolated(read_yaml(content), [], here=False))
         if not module:
             return config.load(content, here=False)
-    except (YAMLError, OmegaConfBaseException, KdError, RecursionError, ValueError) as error:
+    except (
+        YAMLError,
+        OmegaConfBaseException,
+        KdError,
+        RecursionError,
+        ValueError,
+    ) as error:
         reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
         remedy = "Restore it, or choose another run.name"
-        raise RunError("run.name", f"'{file}' is not the config of a run: {reason}", "", remedy) from error
+        raise RunError(
+            "run.name", f"'{file}' is not the config of a run: {reason}", "", remedy
+        ) from error
     raise untrusted(key, f"names the module '{module}', which '{file}' would import")
 
 
@@ -74,21 +98,29 @@ class Trust:
     """Permissions of `--trust`."""
 
     code: bool  # `--trust`: code named in its configuration may run
-    images: bool  # `--trust`, or an override of the images' folder: other images than the run's are allowed
+    # `--trust`, or an override of the images' folder: other images than the run's are
+    # allowed
+    images: bool
 
     @classmethod
     def of(cls, trust: bool, overrides: Sequence[str], data: DataSection) -> Trust:
-        """Return the permissions given by a command's `--trust` and `key=value` overrides."""
+        """Return the permissions given by a command's `--trust` and `key=value`
+        overrides.
+        """
         keys = ("data", "data.kind", "data.labels", "data.exclude")
         where = {*keys, *(f"data.{field.name}" for field in fields(data.options))}
-        return cls(trust, trust or any(text.partition("=")[0] in where for text in overrides))
+        return cls(
+            trust, trust or any(text.partition("=")[0] in where for text in overrides)
+        )
 
     def check_models(self, sections: Mapping[str, Any]) -> None:
         """Refuse to build models, by their config paths, that are code."""
         for where, one in sections.items():
             facts = registry.facts("networks", one.kind, one.options, f"{where}.kind")
             if facts.runs_code and not self.code:
-                raise untrusted(f"{where}.kind", f"is '{one.kind}', so that '{one.model}' would run")
+                raise untrusted(
+                    f"{where}.kind", f"is '{one.kind}', so that '{one.model}' would run"
+                )
 
     def check_folder(self, plan: DataPlan) -> None:
         """Refuse a folder of images with links to the outside."""
@@ -97,26 +129,52 @@ class Trust:
             raise untrusted("data.root", f"'{link}' is a link out of '{root}'")
 
     def check_images(self, data: Data, manifest: Mapping[str, Any]) -> None:
-        """Refuse images that differ from the recorded ones; a test split may be missing."""
+        """Refuse images that differ from the recorded ones; a test split may be
+        missing.
+        """
         known = manifest.get("data"), manifest.get("test", "")
         test = data.test.fingerprint if data.test is not None else known[1]
         if not self.images and (data.fingerprint, test) != known:
-            wrong = "the images are not those that the run recorded (their content hash differs)"
-            raise RunError("data", wrong, "", f"Name them on the command line (data.root=FOLDER). {REMEDY}")
+            wrong = (
+                "the images are not those that the run recorded (their content hash"
+                " differs)"
+            )
+            raise RunError(
+                "data",
+                wrong,
+                "",
+                f"Name them on the command line (data.root=FOLDER). {REMEDY}",
+            )
 
 
 def untrusted(where: str, wrong: str) -> RunError:
     """Return the error for an action that needs `--trust`."""
-    return RunError(where, wrong, "Without --trust: kd's own parts, and the images in the run's own folder", REMEDY)
+    return RunError(
+        where,
+        wrong,
+        "Without --trust: kd's own parts, and the images in the run's own folder",
+        REMEDY,
+    )
 
 
 def named_module(values: Any, where: str = "") -> tuple[str, str]:
-    """Return the first key of an interpolated configuration whose part is not kd's, and that module; or ("", "")."""
+    """Return the first key of an interpolated configuration whose part is not kd's, and
+    that module; or ("", "").
+    """
     kind = values.get("kind") if isinstance(values, dict) else None
     if isinstance(kind, str) and "." in kind and not kind.startswith("kd."):
         return f"{where}.kind", kind
-    pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    found = (named_module(value, f"{where}.{key}" if where else str(key)) for key, value in pairs)
+    pairs = (
+        values.items()
+        if isinstance(values, dict)
+        else enumerate(values)
+        if isinstance(values, list)
+        else ()
+    )
+    found = (
+        named_module(value, f"{where}.{key}" if where else str(key))
+        for key, value in pairs
+    )
     return next((one for one in found if one[1]), ("", ""))
 
 
@@ -124,7 +182,10 @@ def _link_out(root: str) -> str:
     home = os.path.realpath(root)
     todo = [home]
     while todo:
-        with suppress(OSError), os.scandir(todo.pop()) as entries:  # the listing reports the error
+        with (
+            suppress(OSError),
+            os.scandir(todo.pop()) as entries,
+        ):  # the listing reports the error
             for entry in entries:
                 if entry.is_symlink():
                     if os.path.commonpath([home, os.path.realpath(entry.path)]) != home:

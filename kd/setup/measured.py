@@ -1,6 +1,8 @@
-"""Measured runs: accuracy by pictures, labels, views and epochs, of distilled students and of labels alone.
+"""Measured runs: accuracy by pictures, labels, views and epochs, of distilled students
+and of labels alone.
 
-curves.csv has a row for each run of `benchmarks/curves.py`; a test compares it with the file of that study.
+curves.csv has a row for each run of `benchmarks/curves.py`; a test compares it with the
+file of that study.
 """
 
 import csv
@@ -15,18 +17,25 @@ from kd.core.text import clock, percent
 
 FILE = Path(__file__).with_name("curves.csv")
 NEAR = 4.0
-"""Largest factor between the pictures, and between the labels per class, of a run and of comparable measured runs. A
-judgement: the set-ups of the study are about that far from one another."""
-SIMILAR = 2.0  # largest factor between the length or the views of a run and those of a row that stands for it
+"""Largest factor between the pictures, and between the labels per class, of a run and
+of comparable measured runs. A judgement: the set-ups of the study are about that far
+from one another.
+"""
+# largest factor between the length or the views of a run and those of a row that stands
+# for it
+SIMILAR = 2.0
 
 
 FEW_LABELS, OTHERS = (7.1, 20.5), (-13.9, 8.1)
-"""Smallest and largest gain of single runs over labels alone with the same seed, points: all runs of
-docs/does-it-help.md with 10 to 400 labels per class and at least nine of ten pictures without; and all others. A test
-recomputes them. A run's own student, teacher and steps are not among the conditions, so there is only a range."""
+"""Smallest and largest gain of single runs over labels alone with the same seed,
+points: all runs of docs/does-it-help.md with 10 to 400 labels per class and at least
+nine of ten pictures without; and all others. A test recomputes them. A run's own
+student, teacher and steps are not among the conditions, so there is only a range.
+"""
 EXPECTED = (
-    "of all, measured against labels alone, {:+.1f} to {:+.1f} points with few labels and many pictures without, "
-    "{:+.1f} to {:+.1f} on other data; students, teachers and steps differ from yours (docs/does-it-help.md)"
+    "of all, measured against labels alone, {:+.1f} to {:+.1f} points with few labels"
+    " and many pictures without, {:+.1f} to {:+.1f} on other data; students, teachers"
+    " and steps differ from yours (docs/does-it-help.md)"
 ).format(*FEW_LABELS, *OTHERS)
 
 
@@ -39,7 +48,9 @@ class Measured:
     labelled: int  # of these
     classes: int
     teacher: float  # its accuracy on the test images; 0 on labels alone
-    task: str  # "softmax", or "sigmoid" for sets of labels; the accuracy is then the mAP
+    task: (
+        str  # "softmax", or "sigmoid" for sets of labels; the accuracy is then the mAP
+    )
     student: str
     pretrained: bool  # whether the student started from pretrained weights
     arm: str  # "distilled" or "labels"
@@ -49,7 +60,9 @@ class Measured:
     accuracy: float
     seconds: float  # CPU seconds, with the teacher's fit and outputs
     before: float  # of these, before the student's first step
-    curve: tuple[tuple[float, float], ...]  # CPU seconds of the student, and validation accuracy
+    curve: tuple[
+        tuple[float, float], ...
+    ]  # CPU seconds of the student, and validation accuracy
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +76,13 @@ class Situation:
     task: str = "softmax"
 
     def distance(self, row: Measured) -> float:
-        """Return how far a measured run is, as a sum of logarithms; infinite if it is not comparable."""
+        """Return how far a measured run is, as a sum of logarithms; infinite if it is
+        not comparable.
+        """
         few = self.labelled < self.pictures / 2
-        if (row.pretrained, row.task) != (self.pretrained, self.task) or few != (row.labelled < row.pictures / 2):
+        if (row.pretrained, row.task) != (self.pretrained, self.task) or few != (
+            row.labelled < row.pictures / 2
+        ):
             return math.inf
         apart = [
             factor(self.pictures, row.pictures),
@@ -75,7 +92,9 @@ class Situation:
 
 
 def factor(first: float, second: float) -> float:
-    """Return the logarithm of the factor between two numbers, the larger over the smaller."""
+    """Return the logarithm of the factor between two numbers, the larger over the
+    smaller.
+    """
     return abs(math.log(max(first, 1e-9) / max(second, 1e-9)))
 
 
@@ -108,21 +127,34 @@ def _row(values: dict[str, str]) -> Measured:
     )
 
 
-def comparable(situation: Situation, table: Iterable[Measured] | None = None) -> list[Measured]:
+def comparable(
+    situation: Situation, table: Iterable[Measured] | None = None
+) -> list[Measured]:
     """Return the runs of the nearest measured pictures; [] if none are comparable."""
     every = list(rows() if table is None else table)
     nearest = min(every, key=situation.distance, default=None)
     if nearest is None or math.isinf(situation.distance(nearest)):
         return []
-    return [row for row in every if row.title == nearest.title and row.pretrained == nearest.pretrained]
+    return [
+        row
+        for row in every
+        if row.title == nearest.title and row.pretrained == nearest.pretrained
+    ]
 
 
-def contrast(table: Sequence[Measured], key: str, now: Any, better: Any) -> tuple[Measured, Measured] | None:
-    """Return two runs that differ in one key only, near two values of that key; None without such runs."""
+def contrast(
+    table: Sequence[Measured], key: str, now: Any, better: Any
+) -> tuple[Measured, Measured] | None:
+    """Return two runs that differ in one key only, near two values of that key; None
+    without such runs.
+    """
     pairs = []
     for first in table:
         for second in table:
-            apart = _apart(getattr(first, key), now), _apart(getattr(second, key), better)
+            apart = (
+                _apart(getattr(first, key), now),
+                _apart(getattr(second, key), better),
+            )
             if _alike(first, second, key) and max(apart) <= math.log(SIMILAR):
                 pairs.append((sum(apart), first.accuracy, first, second))
     if not pairs:
@@ -136,25 +168,39 @@ def told(pair: tuple[Measured, Measured] | None, key: str) -> str:
     if pair is None:
         return "no comparable run was measured"
     first, second = pair
-    reached = (f"{_named(key, row)} reached {percent(row.accuracy)}" for row in (second, first))
+    reached = (
+        f"{_named(key, row)} reached {percent(row.accuracy)}" for row in (second, first)
+    )
     held = "" if key == "epochs" else f", {second.epochs:g} epochs"
     return f"{' and '.join(reached)} ({second.title}{held}, one seed)"
 
 
 def _apart(first: Any, second: Any) -> float:
-    """Return the logarithm of the factor between two numbers; words are equal or infinitely far apart."""
+    """Return the logarithm of the factor between two numbers; words are equal or
+    infinitely far apart.
+    """
     if isinstance(first, str):
         return 0.0 if first == second else math.inf
     return factor(first, second)
 
 
 def _alike(first: Measured, second: Measured, key: str) -> bool:
-    """Return whether two runs differ in a key and in no other one; they have the same fitted teacher."""
+    """Return whether two runs differ in a key and in no other one; they have the same
+    fitted teacher.
+    """
     keys = {"arm", "teacher", "student", "views", "epochs", "other"} - {key}
-    if key == "epochs" and first.views == first.epochs and second.views == second.epochs:
+    if (
+        key == "epochs"
+        and first.views == first.epochs
+        and second.views == second.epochs
+    ):
         keys -= {"views"}  # fresh views in each epoch
     same = all(getattr(first, name) == getattr(second, name) for name in keys)
-    return same and first.arm == "distilled" and getattr(first, key) != getattr(second, key)
+    return (
+        same
+        and first.arm == "distilled"
+        and getattr(first, key) != getattr(second, key)
+    )
 
 
 def _named(key: str, row: Measured) -> str:
@@ -163,23 +209,33 @@ def _named(key: str, row: Measured) -> str:
 
 
 def plan(table: Sequence[Measured]) -> str:
-    """Return what labels alone reached, and from which cost on distilling was better, in comparable runs."""
+    """Return what labels alone reached, and from which cost on distilling was better,
+    in comparable runs.
+    """
     alone = [row for row in table if row.arm == "labels"]
     taught = [row for row in table if row.arm == "distilled"]
     if not alone or not taught:
         return ""
     labels, best = (max(arm, key=lambda row: row.accuracy) for arm in (alone, taught))
-    text = f"{best.title}: labels alone reached {percent(labels.accuracy)} at most, after {clock(labels.seconds)}; "
+    text = (
+        f"{best.title}: labels alone reached {percent(labels.accuracy)} at most, after"
+        f" {clock(labels.seconds)}; "
+    )
     level = max(accuracy for _, accuracy in labels.curve)
     paid = [seconds for row in taught if (seconds := pays_from(row, level)) is not None]
     if not paid:
         return text + f"distilling {percent(best.accuracy)} after {clock(best.seconds)}"
     teacher = f"teacher {percent(best.teacher)}"
-    return text + f"distilling was better from {clock(min(paid))} on, and reached {percent(best.accuracy)} ({teacher})"
+    return (
+        text + f"distilling was better from {clock(min(paid))} on, and reached"
+        f" {percent(best.accuracy)} ({teacher})"
+    )
 
 
 def pays_from(row: Measured, level: float) -> float | None:
-    """Return the cost, seconds, from which on a run's validation accuracy stayed above a level; None: never."""
+    """Return the cost, seconds, from which on a run's validation accuracy stayed above
+    a level; None: never.
+    """
     since = None
     for seconds, accuracy in row.curve:
         if accuracy <= level:

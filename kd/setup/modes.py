@@ -1,4 +1,6 @@
-"""Execution modes of a model, as configured or (auto) by facts of the machine; trial steps on noise."""
+"""Execution modes of a model, as configured or (auto) by facts of the machine; trial
+steps on noise.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ Work = Callable[[], torch.Tensor]  # does the work once and returns a tensor to 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionMode:
-    """How a model is executed. The manifest records its text: `fp32+fused`, `bf16+unfused+compiled`,
-    `int8+onnxruntime`.
+    """How a model is executed. The manifest records its text: `fp32+fused`,
+    `bf16+unfused+compiled`, `int8+onnxruntime`.
     """
 
     precision: str
@@ -43,8 +45,14 @@ class ExecutionMode:
 
     @property
     def numerics(self) -> str:
-        """Part of the cache's identity: modes with equal `numerics` give equal logits up to rounding."""
-        return f"{self.precision}+{self.kernel}" if self.precision in QUANTIZED else self.precision
+        """Part of the cache's identity: modes with equal `numerics` give equal logits
+        up to rounding.
+        """
+        return (
+            f"{self.precision}+{self.kernel}"
+            if self.precision in QUANTIZED
+            else self.precision
+        )
 
     @property
     def rebuilt(self) -> bool:
@@ -53,10 +61,11 @@ class ExecutionMode:
 
 
 def made_of(model: Any) -> tuple[float, float]:
-    """Return which shares of a network's multiplications are in convolutions, and in depthwise ones, 0 to 1.
+    """Return which shares of a network's multiplications are in convolutions, and in
+    depthwise ones, 0 to 1.
 
-    Counted by torch in a forward of a 64 x 64 RGB image; both are 0 if the network does not accept it. A depthwise
-    convolution has as many groups as channels.
+    Counted by torch in a forward of a 64 x 64 RGB image; both are 0 if the network does
+    not accept it. A depthwise convolution has as many groups as channels.
     """
     from torch.utils.flop_counter import FlopCounterMode  # only if the result decides
 
@@ -67,27 +76,43 @@ def made_of(model: Any) -> tuple[float, float]:
     if weight is None:
         return 0.0, 0.0
     training, depthwise = model.training, [0]
-    convolutions = [one for one in model.modules() if isinstance(one, nn.Conv2d) and one.groups == one.in_channels > 1]
+    convolutions = [
+        one
+        for one in model.modules()
+        if isinstance(one, nn.Conv2d) and one.groups == one.in_channels > 1
+    ]
     hooks = [one.register_forward_hook(note) for one in convolutions]
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model.eval()(torch.zeros(2, 3, 64, 64, dtype=torch.uint8, device=weight.device))
+            model.eval()(
+                torch.zeros(2, 3, 64, 64, dtype=torch.uint8, device=weight.device)
+            )
     except Exception:  # an own network for other images: not counted
         return 0.0, 0.0
     finally:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    counts = counter.get_flop_counts().get("Global", {})  # a lookup, for instance, has none
+    counts = counter.get_flop_counts().get(
+        "Global", {}
+    )  # a lookup, for instance, has none
     total = max(1, sum(counts.values()))
     return counts.get(torch.ops.aten.convolution, 0) / total, sum(depthwise) / total
 
 
-def torch_mode(precision: str, attention: str, compiled: bool, module: Any, backend: Backend) -> ExecutionMode:
-    """Return the mode of a module in torch; `auto`: chosen by machine and network, on rank 0 for all ranks."""
+def torch_mode(
+    precision: str, attention: str, compiled: bool, module: Any, backend: Backend
+) -> ExecutionMode:
+    """Return the mode of a module in torch; `auto`: chosen by machine and network, on
+    rank 0 for all ranks.
+    """
     own_precision, own_kernel = backend.auto_mode.split("+")
     network, trained = getattr(module, "student", module), hasattr(module, "student")
-    pays = precision == "auto" and own_precision == "bf16" and backend.bf16_pays(partial(made_of, network), trained)
+    pays = (
+        precision == "auto"
+        and own_precision == "bf16"
+        and backend.bf16_pays(partial(made_of, network), trained)
+    )
     [pays] = of_rank_0(backend, [pays])
     precision = ("bf16" if pays else "fp32") if precision == "auto" else precision
     if attention == "auto":  # without attention layers there is one kernel
@@ -96,8 +121,13 @@ def torch_mode(precision: str, attention: str, compiled: bool, module: Any, back
 
 
 def require(work: Work, where: str, mode: ExecutionMode) -> None:
-    """Try a requested mode once; if compiling fails, try again without earlier libraries."""
-    wrong, allowed = f"'{mode}' is requested", "A mode that this machine and this model support"
+    """Try a requested mode once; if compiling fails, try again without earlier
+    libraries.
+    """
+    wrong, allowed = (
+        f"'{mode}' is requested",
+        "A mode that this machine and this model support",
+    )
     remedy = f"Set {where}={'off' if mode.compiled else 'auto'} in a new run"
     try:
         try:
@@ -107,17 +137,26 @@ def require(work: Work, where: str, mode: ExecutionMode) -> None:
         except Exception as error:
             if not mode.compiled:
                 raise
-            from kd.models.compiled import clear_libraries  # only where a compiler is used
+            from kd.models.compiled import (
+                clear_libraries,
+            )  # only where a compiler is used
 
-            log.warning(f"{where}: {in_short(error)}. The compiled library is removed and compiled again.")
+            log.warning(
+                f"{where}: {in_short(error)}. The compiled library is removed and"
+                " compiled again."
+            )
             clear_libraries()
             work().sum().item()
     except KdError as error:
         if error.where.startswith("teacher."):
             raise
-        raise type(error)(where, f"{wrong}, but {error.wrong}", allowed, remedy) from error
+        raise type(error)(
+            where, f"{wrong}, but {error.wrong}", allowed, remedy
+        ) from error
     except Exception as error:  # compilers and runtimes raise many types
-        raise ModelError(where, f"{wrong}, but {in_short(error)}", allowed, remedy) from error
+        raise ModelError(
+            where, f"{wrong}, but {in_short(error)}", allowed, remedy
+        ) from error
 
 
 def in_short(error: Any) -> str:
@@ -126,7 +165,9 @@ def in_short(error: Any) -> str:
 
 
 class Trial:
-    """Training steps on noise like the loop's; its exit restores gradients, statistics and training mode."""
+    """Training steps on noise like the loop's; its exit restores gradients, statistics
+    and training mode.
+    """
 
     def __init__(
         self,
@@ -153,7 +194,10 @@ class Trial:
 
     def _begin(self, training: bool) -> None:
         if self._buffers is None:
-            self._buffers = {name: buffer.clone() for name, buffer in self.distillation.named_buffers()}
+            self._buffers = {
+                name: buffer.clone()
+                for name, buffer in self.distillation.named_buffers()
+            }
         self.distillation.train(training)
 
     @cached_property
@@ -170,7 +214,9 @@ class Trial:
         return self.teacher(self.batch).main
 
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
-        """Run the student's forward and backward, and the optimizer's step if given; return the loss."""
+        """Run the student's forward and backward, and the optimizer's step if given;
+        return the loss.
+        """
         self._begin(training=True)
         with self.backend.autocast():
             _, scores = self.distillation(self.batch, self.outputs)
@@ -191,8 +237,14 @@ class Trial:
         return loss
 
 
-def noise(images: int, size: int, backend: Backend, labels: torch.Tensor | None = None) -> Batch:
-    """Make a batch of noise, uint8 [images, 3, size, size]; labels default to class 0."""
-    image = torch.randint(256, (images, 3, size, size), dtype=torch.uint8).to(backend.device)
+def noise(
+    images: int, size: int, backend: Backend, labels: torch.Tensor | None = None
+) -> Batch:
+    """Make a batch of noise, uint8 [images, 3, size, size]; labels default to
+    class 0.
+    """
+    image = torch.randint(256, (images, 3, size, size), dtype=torch.uint8).to(
+        backend.device
+    )
     labels = torch.zeros(images, dtype=torch.int64) if labels is None else labels
     return Batch.of(image, labels.to(image.device))

@@ -1,4 +1,6 @@
-"""Where an export comes from: from its teacher to its graphs, with the comparison at each step."""
+"""Where an export comes from: from its teacher to its graphs, with the comparison at
+each step.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +12,9 @@ from kd.setup.open_cache import CHECKED
 
 
 def chain_lines(manifest: Mapping[str, Any]) -> list[str]:
-    """Return an export's chain of provenance as lines of text; [] if the manifest has no chain."""
+    """Return an export's chain of provenance as lines of text; [] if the manifest has
+    no chain.
+    """
     chain = manifest.get("chain", {})
     lines = list[str]()
     if "teacher" in chain:
@@ -25,7 +29,8 @@ def chain_lines(manifest: Mapping[str, Any]) -> list[str]:
 def _teacher_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
     chain = manifest["chain"]
     members = [
-        f"{where}  {member['name']} ({member['source']}), licence {manifest['licences'].get(where, 'unknown')}"
+        f"{where}  {member['name']} ({member['source']}), licence"
+        f" {manifest['licences'].get(where, 'unknown')}"
         for where, member in chain["teacher"]["members"].items()
     ]
     members[-1] += f", weights {_short(chain['teacher']['weights'])}"
@@ -33,26 +38,50 @@ def _teacher_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
     yield from members
     outputs = chain["answers"]
     if outputs:
-        yield f"  | compared: {CHECKED} stored outputs, computed again whenever a run opened them"
-        yield f"outputs  {outputs.get('count', 'not counted')} in the cache {_short(outputs['cache'])}"
+        yield (
+            f"  | compared: {CHECKED} stored outputs, computed again whenever a run"
+            " opened them"
+        )
+        yield (
+            f"outputs  {outputs.get('count', 'not counted')} in the cache"
+            f" {_short(outputs['cache'])}"
+        )
     else:
         yield "  | compared: nothing, since the teacher ran live"
         yield "outputs  not stored"
-    yield f"  | compared: {_against_teacher(manifest) or 'no score against the teacher is recorded'}"
+    yield (
+        "  | compared:"
+        f" {_against_teacher(manifest) or 'no score against the teacher is recorded'}"
+    )
 
 
-def _student_lines(student: Mapping[str, Any], calibration: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{student['is']}  run {student['run']}, step {student['step']}, weights {_short(student['weights'])}"
+def _student_lines(
+    student: Mapping[str, Any], calibration: Mapping[str, Any]
+) -> Iterator[str]:
+    yield (
+        f"{student['is']}  run {student['run']}, step {student['step']}, weights"
+        f" {_short(student['weights'])}"
+    )
     if student["weights"] != student["exported"]:
-        yield f"  | compared: its logits, divided by {calibration.get('temperature', 0):.3g}"
+        yield (
+            "  | compared: its logits, divided by"
+            f" {calibration.get('temperature', 0):.3g}"
+        )
         yield f"calibrated  weights {_short(student['exported'])}"
 
 
 def _graph_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
     for name in served_first(manifest):
         parity = manifest["parity"][name]
-        equal = f"the same prediction on {parity['same_top1']} of " if "same_top1" in parity else ""
-        yield f"  | compared: {equal}{parity['images']} images, largest difference {parity['max_difference']:.1e}"
+        equal = (
+            f"the same prediction on {parity['same_top1']} of "
+            if "same_top1" in parity
+            else ""
+        )
+        yield (
+            f"  | compared: {equal}{parity['images']} images, largest difference"
+            f" {parity['max_difference']:.1e}"
+        )
         yield f"graph  {name} {_short(manifest['chain']['graphs'][name])}"
 
 
@@ -60,7 +89,9 @@ def _against_teacher(manifest: Mapping[str, Any]) -> str:
     scores = manifest["scores"]
     if "columns" not in scores:  # of kd 0.3
         return manifest["chain"]["against_teacher"]
-    return Scores.read(scores["columns"]).against_teacher(scores["pair"], TITLES[scores["split"]])
+    return Scores.read(scores["columns"]).against_teacher(
+        scores["pair"], TITLES[scores["split"]]
+    )
 
 
 def _short(digest: str) -> str:

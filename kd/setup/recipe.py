@@ -1,4 +1,6 @@
-"""A run's recipe: its configuration with numbers in place of `auto`, and what follows from it."""
+"""A run's recipe: its configuration with numbers in place of `auto`, and what follows
+from it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from kd.parts.registry import default_options
 from kd.setup.auto import completed
 from kd.setup.data_plan import DataPlan, plan_of
 
-SMOOTHING = Fit().label_smoothing  # loss on labels alone, the default for fitting a teacher
+SMOOTHING = (
+    Fit().label_smoothing
+)  # loss on labels alone, the default for fitting a teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +49,25 @@ class Record:
     path: Path  # the run folder
     keep: int  # checkpoints beside the chosen one
     trackers: tuple[str, ...]
-    yaml: str  # the configuration with every key as YAML; texts from the environment are references
-    keys: Mapping[str, Any]  # as {"section.key": value}, with the values of references, for comparison
+    # the configuration with every key as YAML; texts from the environment are
+    # references
+    yaml: str
+    keys: Mapping[
+        str, Any
+    ]  # as {"section.key": value}, with the values of references, for comparison
     shown: Mapping[str, Any]  # the same with the references, for display
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The training of one network: a configuration with numbers in place of `auto`, and what follows from it."""
+    """The training of one network: a configuration with numbers in place of `auto`, and
+    what follows from it.
+    """
 
     config: Config
     path: Path  # the run folder
-    where: str = "student"  # config path of the trained network's section, for messages; in a fit the teacher's
+    # config path of the trained network's section, for messages; in a fit the teacher's
+    where: str = "student"
 
     @property
     def teacher(self) -> TeacherSection:
@@ -102,13 +113,25 @@ class Recipe:
     @cached_property
     def fits(self) -> Mapping[str, Config]:
         """The runs that fit teachers without a checkpoint, by the same path."""
-        return {where: teacher_fit(self.config, one) for where, one in self.members.items() if one.fitted}
+        return {
+            where: teacher_fit(self.config, one)
+            for where, one in self.members.items()
+            if one.fitted
+        }
 
     @cached_property
     def length(self) -> RunLength:
         run, data = self.config.run, self.data
         until = data.progressive.until
-        return RunLength(int(run.epochs), run.steps, data.batch_size, data.views, run.every, run.patience, until)
+        return RunLength(
+            int(run.epochs),
+            run.steps,
+            data.batch_size,
+            data.views,
+            run.every,
+            run.patience,
+            until,
+        )
 
     @cached_property
     def baseline(self) -> Config | None:
@@ -134,20 +157,31 @@ class Recipe:
 
 
 def resolve(config: Config, path: Path | None = None) -> Recipe:
-    """Resolve a configuration; `path`: the run folder, if it is not `run.folder`/`run.name`."""
+    """Resolve a configuration; `path`: the run folder, if it is not
+    `run.folder`/`run.name`.
+    """
     config = completed(config)
     return Recipe(config, path or Path(config.run.folder) / config.run.name)
 
 
-# -------------------------------------------------------------------------------- runs derived from another
+# -------------------------------------------------------------------------------- runs
+# derived from another
 
 
 def teacher_fit(config: Config, section: TeacherSection) -> Config:
-    """Return the run that fits a teacher: it trains the teacher as a student on labels."""
-    fit, task, rate = section.fit, config.task, FROM_PRETRAINED if section.pretrained else FROM_SCRATCH
+    """Return the run that fits a teacher: it trains the teacher as a student on
+    labels.
+    """
+    fit, task, rate = (
+        section.fit,
+        config.task,
+        FROM_PRETRAINED if section.pretrained else FROM_SCRATCH,
+    )
     batch_size = fit.batch_size or config.data.batch_size
     if not build_task(task).logits:  # training on labels needs a classifier
-        task = TaskSection(kind="single_label", options=default_options("tasks", "single_label"))
+        task = TaskSection(
+            kind="single_label", options=default_options("tasks", "single_label")
+        )
     return Config(
         run=RunSection(
             folder=fit.folder,
@@ -158,12 +192,15 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             keep=1,
             patience=fit.patience,
         ),
-        # Fresh full-size views each epoch, independent of the student's: its keys must not change the teacher.
-        # Evaluating 500 images at once, fine for a student at 32 px, took 3 GB for an EfficientNet-Lite0 at 128 px.
+        # Fresh full-size views each epoch, independent of the student's: its keys must
+        # not change the teacher. Evaluating 500 images at once, fine for a student at
+        # 32 px, took 3 GB for an EfficientNet-Lite0 at 128 px.
         data=replace(
             in_fresh_views(config.data),
             batch_size=batch_size,
-            eval_batch=min(config.data.eval_batch, config.data.micro_batch or batch_size),
+            eval_batch=min(
+                config.data.eval_batch, config.data.micro_batch or batch_size
+            ),
             progressive=Progressive(),
             augment=fit.augmented(config.data.augment),
         ),
@@ -180,10 +217,16 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             options=section.options,
         ),
         # keeps its old value: it is part of the hash in `fit_folders`
-        teacher=TeacherSection(fit=Fit(lr=FROM_SCRATCH), options=default_options("networks", "timm")),
+        teacher=TeacherSection(
+            fit=Fit(lr=FROM_SCRATCH), options=default_options("networks", "timm")
+        ),
         losses=on_labels(config.task, label_smoothing=fit.label_smoothing),
         sifter=SifterSection(options=default_options("sifters", "none")),
-        optimizer=OptimizerSection(lr=fit.lr or rate, weight_decay=fit.weight_decay, warmup_ratio=fit.warmup_ratio),
+        optimizer=OptimizerSection(
+            lr=fit.lr or rate,
+            weight_decay=fit.weight_decay,
+            warmup_ratio=fit.warmup_ratio,
+        ),
         backend=config.backend,
     )
 
@@ -194,8 +237,12 @@ def in_fresh_views(data: DataSection) -> DataSection:
 
 
 def labels_only(config: Config) -> Config:
-    """Return the baseline on labels alone: same student and batches, fresh views, label smoothing."""
-    run = replace(config.run, baseline=False, baseline_steps=0, steps=config.run.baseline_steps)
+    """Return the baseline on labels alone: same student and batches, fresh views, label
+    smoothing.
+    """
+    run = replace(
+        config.run, baseline=False, baseline_steps=0, steps=config.run.baseline_steps
+    )
     return replace(
         config,
         data=in_fresh_views(config.data),
@@ -207,12 +254,16 @@ def labels_only(config: Config) -> Config:
 
 
 def as_long(alone: Config, folder: RunDir) -> Recipe:
-    """Return the baseline of a finished run: with `run.baseline_steps`, else with the length in the run's manifest.
+    """Return the baseline of a finished run: with `run.baseline_steps`, else with the
+    length in the run's manifest.
 
-    It is evaluated as often as the run: each further evaluation is another chance of a best score.
+    It is evaluated as often as the run: each further evaluation is another chance of a
+    best score.
     """
     given, times = alone.run.steps, max(1, len(folder.metrics("val")))
-    length = {"steps": given or max((row["step"] for row in folder.rows()), default=1)}  # of a run of an earlier kd
+    length = {
+        "steps": given or max((row["step"] for row in folder.rows()), default=1)
+    }  # of a run of an earlier kd
     length = length if given else folder.manifest().get(BASELINE, length)
     every = replace(alone.run.every, evaluate=-(-length["steps"] // times))
     path = folder.path / (f"{BASELINE}_{given}" if given else BASELINE)
@@ -230,8 +281,14 @@ def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
     found: dict[str, TeacherSection] = {}
     for i, one in enumerate([section, *section.also] if section.model else []):
         where = f"teacher.also[{i - 1}]" if i else "teacher"
-        own = {key: getattr(one, key) for key in ("kind", "model", "args", "checkpoint", "weights", "options")}
-        alike = sum(all(getattr(other, key) == own[key] for key in own) for other in found.values())
+        own = {
+            key: getattr(one, key)
+            for key in ("kind", "model", "args", "checkpoint", "weights", "options")
+        }
+        alike = sum(
+            all(getattr(other, key) == own[key] for key in own)
+            for other in found.values()
+        )
         fit = replace(section.fit, seed=section.fit.seed + alike)
         found[where] = replace(section, **own, also=(), fit=fit, license=one.license)
     return found
@@ -240,23 +297,28 @@ def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Return nested sections as {"section.key": value}."""
     if isinstance(value, dict) and value:
-        pairs = [(f"{prefix}.{key}" if prefix else key, item) for key, item in value.items()]
+        pairs = [
+            (f"{prefix}.{key}" if prefix else key, item) for key, item in value.items()
+        ]
     elif isinstance(value, list) and value:
         pairs = [(f"{prefix}.{i}", item) for i, item in enumerate(value)]
     else:
         return {prefix: value}
-    return {name: leaf for key, item in pairs for name, leaf in flatten(item, key).items()}
+    return {
+        name: leaf for key, item in pairs for name, leaf in flatten(item, key).items()
+    }
 
 
-# Keys that may differ on resume: they change display and speed, not results. The data's folder is one: the content is
-# compared by its fingerprint.
+# Keys that may differ on resume: they change display and speed, not results. The data's
+# folder is one: the content is compared by its fingerprint.
 FREE = (
     "run.name",
     "run.folder",
     "run.keep",
     "run.trackers",
     "run.every.",
-    "run.baseline",  # and its length: the student is equal, and each baseline has its own folder
+    # and its length: the student is equal, and each baseline has its own folder
+    "run.baseline",
     "data.root",
     "data.copies",
     "data.exclude",
@@ -281,25 +343,40 @@ FREE = (
 
 
 def is_free(key: str, *more: str) -> bool:
-    """Return whether a key is one of `FREE`, of `more`, or the licence of a further teacher."""
-    return key.startswith((*FREE, *more)) or (key.startswith("teacher.also") and key.endswith(".license"))
+    """Return whether a key is one of `FREE`, of `more`, or the licence of a further
+    teacher.
+    """
+    return key.startswith((*FREE, *more)) or (
+        key.startswith("teacher.also") and key.endswith(".license")
+    )
 
 
 def fit_folders(recipe: Recipe, fingerprint: str) -> dict[str, tuple[Recipe, Path]]:
-    """Return for each teacher to fit its recipe, with run folder, and its export folder."""
+    """Return for each teacher to fit its recipe, with run folder, and its export
+    folder.
+    """
     found = {}
     for where, fit in recipe.fits.items():
-        # The evaluation interval is included, because it decides which weights are kept as the best.
+        # The evaluation interval is included, because it decides which weights are kept
+        # as the best.
         keys = flatten(configuration.to_dict(fit, values=True))
         # `module:function` names the kind; a fit has full-size views and no teacher
         never = "student.kind", "data.progressive.", "teacher.fit.augment"
-        counts = {key: value for key, value in keys.items() if not is_free(key, *never) or key == "run.every.evaluate"}
+        counts = {
+            key: value
+            for key, value in keys.items()
+            if not is_free(key, *never) or key == "run.every.evaluate"
+        }
         if counts["data.store"] == "disk":  # `kd-sweep` sets a store; pixels are equal
             counts["data.store"] = "ram"
-        content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)
+        content = json.dumps(
+            {"keys": counts, "data": fingerprint}, sort_keys=True, default=str
+        )
         key = hashlib.sha256(content.encode()).hexdigest()[:12]
         name = f"{Path(fit.student.model).name.replace(':', '_')}-{key}"
-        own = replace(resolve(replace(fit, run=replace(fit.run, name=name))), where=where)
+        own = replace(
+            resolve(replace(fit, run=replace(fit.run, name=name))), where=where
+        )
         found[where] = own, own.path / "export"
     return found
 

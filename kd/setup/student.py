@@ -44,14 +44,25 @@ from kd.setup.recipe import Recipe
 
 
 def build_student(
-    recipe: Recipe, classes: Sequence[str], weights: bool = True, features: Sequence[str] = (), any_size: bool = False
+    recipe: Recipe,
+    classes: Sequence[str],
+    weights: bool = True,
+    features: Sequence[str] = (),
+    any_size: bool = False,
 ) -> Classifier:
-    """Build the student with random weights from the seed, or with its pretrained ones if `weights`."""
+    """Build the student with random weights from the seed, or with its pretrained ones
+    if `weights`.
+    """
     torch.manual_seed(seed_from(recipe.seed, "student"))
-    section, spec = recipe.student, replace(student_spec(recipe, classes), any_size=any_size)
+    section, spec = (
+        recipe.student,
+        replace(student_spec(recipe, classes), any_size=any_size),
+    )
     spec = spec if weights else replace(spec, checkpoint="", pretrained=False)
     made = {"spec": spec, "image_size": recipe.data.image_size, "features": features}
-    return registry.build("networks", section.kind, section.options, "student.kind", **made)
+    return registry.build(
+        "networks", section.kind, section.options, "student.kind", **made
+    )
 
 
 def student_spec(recipe: Recipe, classes: Sequence[str]) -> Spec:
@@ -85,14 +96,18 @@ def dims_of(student: Classifier, teachers: Teachers) -> list[Dims]:
             classes,
             data.labels,
         )
-        for shapes in [feature_shapes(one, image_size) for one in teachers.members] or [{}]
+        for shapes in [feature_shapes(one, image_size) for one in teachers.members]
+        or [{}]
     ]
 
 
-def loss_term(kind: str, weight: float = 1.0, dims: Dims | None = None, **options: Any) -> Term:
+def loss_term(
+    kind: str, weight: float = 1.0, dims: Dims | None = None, **options: Any
+) -> Term:
     """Build a loss by name for your own loop: `loss_term("kl", temperature=2.0)`.
 
-    `kind`: a file of `kd/parts/losses`, or a module from outside; `dims`: sizes for a loss that learns a projector.
+    `kind`: a file of `kd/parts/losses`, or a module from outside; `dims`: sizes for a
+    loss that learns a projector.
     """
     own = registry.default_options("losses", kind, **options)
     loss = registry.build("losses", kind, own, "losses", dims=dims or Dims(0, 0, 0))
@@ -108,62 +123,117 @@ def build_criterion(
 ) -> Criterion:
     """Build the loss terms; learned parameters start from the run's seed.
 
-    A term on features is built once for each of several teachers, with a projector for each (arXiv:2312.06709).
-    `labelled` is the share of the training images that have a label.
+    A term on features is built once for each of several teachers, with a projector for
+    each (arXiv:2312.06709). `labelled` is the share of the training images that have a
+    label.
     """
     torch.manual_seed(seed_from(seed, "criterion"))
     terms = []
     for i, (section, facts) in enumerate(zip(losses, loss_facts(losses), strict=True)):
         for number, share in enumerate(shares if facts.features else (1.0,)):
-            loss = registry.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims[number])
-            terms.append(Term(section.kind, section.weight * share, loss, facts, number))
+            loss = registry.build(
+                "losses",
+                section.kind,
+                section.options,
+                f"losses[{i}]",
+                dims=dims[number],
+            )
+            terms.append(
+                Term(section.kind, section.weight * share, loss, facts, number)
+            )
     return Criterion(terms, labelled)
 
 
 def require_images(split: BatchSplit, criterion: Criterion) -> None:
-    """Require micro-batches in which a loss that compares images with one another has enough of them."""
+    """Require micro-batches in which a loss that compares images with one another has
+    enough of them.
+    """
     for name, term in zip(criterion.names, criterion.all, strict=True):
-        sizes = {"data.micro_batch" if split.accumulate > 1 else "data.batch_size": split.micro_batch}
+        sizes = {
+            (
+                "data.micro_batch" if split.accumulate > 1 else "data.batch_size"
+            ): split.micro_batch
+        }
         if term.facts.agreement:
             sizes["data.eval_batch"] = split.eval_batch
         for key, images in sizes.items():
             if term.weight and images < term.facts.images:
-                wrong = f"gives '{name}' micro-batches of {images}, and it compares images with one another"
-                raise ConfigError(key, wrong, f"{term.facts.images} or more on each rank", "Raise it")
+                wrong = (
+                    f"gives '{name}' micro-batches of {images}, and it compares images"
+                    " with one another"
+                )
+                raise ConfigError(
+                    key, wrong, f"{term.facts.images} or more on each rank", "Raise it"
+                )
 
 
-def build_distillation(recipe: Recipe, teachers: Teachers, micro_batch: int, meta: bool = False) -> StudentWithLoss:
-    """Build student and criterion as one nn.Module; `meta`: the student without values, except a file's."""
+def build_distillation(
+    recipe: Recipe, teachers: Teachers, micro_batch: int, meta: bool = False
+) -> StudentWithLoss:
+    """Build student and criterion as one nn.Module; `meta`: the student without values,
+    except a file's.
+    """
     data, size, where = teachers.data, recipe.data.image_size, recipe.where
     with torch.device("meta") if meta else nullcontext():
-        weights = not meta or bool(recipe.student.checkpoint)  # a file may not fit; other weights always do
+        weights = not meta or bool(
+            recipe.student.checkpoint
+        )  # a file may not fit; other weights always do
         small = recipe.data.progressive.size
-        student = build_student(recipe, data.classes, weights, recipe.read.features, any_size=small > 0)
-        images = torch.zeros(IMAGES, 3, size, size, dtype=torch.uint8) if meta else sample(data)
-        explain = partial(fails, where, recipe.student.model, student.input_size or size)
-        examine(student, f"{where}.model", images, bool(recipe.task.logits), micro_batch, explain)
+        student = build_student(
+            recipe, data.classes, weights, recipe.read.features, any_size=small > 0
+        )
+        images = (
+            torch.zeros(IMAGES, 3, size, size, dtype=torch.uint8)
+            if meta
+            else sample(data)
+        )
+        explain = partial(
+            fails, where, recipe.student.model, student.input_size or size
+        )
+        examine(
+            student,
+            f"{where}.model",
+            images,
+            bool(recipe.task.logits),
+            micro_batch,
+            explain,
+        )
         if small:
             require_size(student, recipe.student.model, small, size)
     frozen = tune(recipe, student)
     dims = dims_of(student, teachers)
     shares = getattr(teachers.model, "shares", (1.0,))
-    criterion = build_criterion(recipe.losses, dims, recipe.seed, shares, data.labelled_share())
+    criterion = build_criterion(
+        recipe.losses, dims, recipe.seed, shares, data.labelled_share()
+    )
     module = StudentWithLoss(student, criterion, recipe.task, frozen, size)
     if not meta:
         note_unused(module, images, dims)
     return module
 
 
-def note_unused(module: StudentWithLoss, images: torch.Tensor, dims: Sequence[Dims]) -> Sequence[str]:
-    """Find the parameters that get no gradient, by a step on images [N, ...]; return the student's notes."""
+def note_unused(
+    module: StudentWithLoss, images: torch.Tensor, dims: Sequence[Dims]
+) -> Sequence[str]:
+    """Find the parameters that get no gradient, by a step on images [N, ...]; return
+    the student's notes.
+    """
     student: Any = module.student
-    batch = Batch.of(images, module.task.no_labels(len(images), dims[0].num_classes).to(images.device))
+    batch = Batch.of(
+        images,
+        module.task.no_labels(len(images), dims[0].num_classes).to(images.device),
+    )
     teacher = random_outputs(dims, len(images), images.device)
-    module.unused = unused_parameters(module, lambda: module(batch, teacher)[1]["loss"].mean())
+    module.unused = unused_parameters(
+        module, lambda: module(batch, teacher)[1]["loss"].mean()
+    )
     if module.unused:
         names = list(map(author_name, module.unused))
         more = f" and {len(names) - 4} more" * (len(names) > 4)
-        note = f"no gradient reaches {', '.join(names[:4])}{more}: they keep their first values"
+        note = (
+            f"no gradient reaches {', '.join(names[:4])}{more}: they keep their first"
+            " values"
+        )
         student.notes = (*getattr(student, "notes", ()), note)
     return getattr(student, "notes", ())
 
@@ -184,16 +254,27 @@ def random_outputs(dims: Sequence[Dims], images: int, device: torch.device) -> O
 
 
 def require_size(student: Classifier, model: str, small: int, image_size: int) -> None:
-    """Require a student to accept images of `data.progressive.size`; the error lists accepted sizes."""
+    """Require a student to accept images of `data.progressive.size`; the error lists
+    accepted sizes.
+    """
 
     @torch.no_grad()
     def takes(side: int) -> bool:
-        pixels = torch.zeros(2, 3, side, side, dtype=torch.uint8, device=next(student.parameters()).device)
+        pixels = torch.zeros(
+            2,
+            3,
+            side,
+            side,
+            dtype=torch.uint8,
+            device=next(student.parameters()).device,
+        )
         try:
             with at_size(student, side, image_size):
                 student(pixels)
         except FAILURES as error:
-            return isinstance(error, NotImplementedError)  # no shapes on the meta device: the run itself will show it
+            return isinstance(
+                error, NotImplementedError
+            )  # no shapes on the meta device: the run itself will show it
         return True
 
     training = student.training
@@ -201,20 +282,44 @@ def require_size(student: Classifier, model: str, small: int, image_size: int) -
     if not takes(small):
         sides = ", ".join(str(side) for side in range(8, image_size) if takes(side))
         wrong = f"is {small}, but '{model}' takes no images of {small} px"
-        allowed = f"Sizes that it takes: {sides}" if sides else f"It takes {image_size} px alone"
-        remedy = "Choose one of them" if sides else "Leave data.progressive out, or choose another student"
+        allowed = (
+            f"Sizes that it takes: {sides}"
+            if sides
+            else f"It takes {image_size} px alone"
+        )
+        remedy = (
+            "Choose one of them"
+            if sides
+            else "Leave data.progressive out, or choose another student"
+        )
         raise ModelError("data.progressive.size", wrong, allowed, remedy)
     student.train(training)
 
 
-def choose_student(setting: Setting, distillation: StudentWithLoss, teacher: Teacher) -> ExecutionMode:
-    """Return the student's execution mode. `distillation` is on the device and not wrapped yet."""
-    backend, section, precision = setting.backend, setting.recipe.student, setting.recipe.backend.precision
-    mode = torch_mode(precision, section.attention, section.compile == "on", distillation, backend)
+def choose_student(
+    setting: Setting, distillation: StudentWithLoss, teacher: Teacher
+) -> ExecutionMode:
+    """Return the student's execution mode. `distillation` is on the device and not
+    wrapped yet.
+    """
+    backend, section, precision = (
+        setting.backend,
+        setting.recipe.student,
+        setting.recipe.backend.precision,
+    )
+    mode = torch_mode(
+        precision, section.attention, section.compile == "on", distillation, backend
+    )
     if mode.compiled:
         copied = copy.deepcopy(distillation)  # compiling cannot be undone
         apply_mode(mode, copied, backend)
-        with Trial(copied, teacher, backend, setting.data.plan.image_size, setting.split.micro_batch) as trial:
+        with Trial(
+            copied,
+            teacher,
+            backend,
+            setting.data.plan.image_size,
+            setting.split.micro_batch,
+        ) as trial:
             require(trial.step, "student.compile", mode)
     return mode
 
@@ -226,21 +331,35 @@ def apply_mode(mode: ExecutionMode, module: StudentWithLoss, backend: Backend) -
     if mode.compiled and module.student._compiled_call_impl is None:
         from kd.models.compiled import compile_forward  # only where a compiler is used
 
-        compile_forward(module.student)  # inside DDP's wrapper, whose hooks stay outside the graph
+        compile_forward(
+            module.student
+        )  # inside DDP's wrapper, whose hooks stay outside the graph
 
 
-# ----------------------------------------------------------------------------------------------------- fine-tuning
+# --------------------------------------------------------------------------------
+# fine-tuning
 
 
 def tune(recipe: Recipe, student: nn.Module) -> Frozen | None:
-    """Check that a student has the layers named in `tuning`, and freeze those to be frozen."""
-    tuning, model, network = recipe.student.tuning, recipe.student.model, trained_network(student)
-    where = "student.tuning" if recipe.where == "student" else "teacher.fit.tuning"  # all fits have a `tuning` section
+    """Check that a student has the layers named in `tuning`, and freeze those to be
+    frozen.
+    """
+    tuning, model, network = (
+        recipe.student.tuning,
+        recipe.student.model,
+        trained_network(student),
+    )
+    where = (
+        "student.tuning" if recipe.where == "student" else "teacher.fit.tuning"
+    )  # all fits have a `tuning` section
     if tuning.layer_decay < 1:
         key, wrong = f"{where}.layer_decay", "does not declare its layers"
         if hasattr(network, "group_matcher"):
             with _asked(key, model, "group_matcher"):
-                rates = {group["lr_scale"] for group in layer_groups(network, 0.0, tuning.layer_decay)}
+                rates = {
+                    group["lr_scale"]
+                    for group in layer_groups(network, 0.0, tuning.layer_decay)
+                }
             wrong = "" if len(rates) > 1 else "has one layer by its group_matcher"
         if wrong:
             allowed = "A network of timm, or one with a method group_matcher as timm's"
@@ -251,8 +370,16 @@ def tune(recipe: Recipe, student: nn.Module) -> Frozen | None:
         with _asked(key, model, "get_classifier"):
             head = head_parameters(network)
         if not head:
-            wrong = f"is {tuning.head_lr_scale:g}, but '{model}' names no classifier with parameters"
-            raise ModelError(key, wrong, "A classifier of timm, or a method get_classifier as timm's", f"Set {key}=1")
+            wrong = (
+                f"is {tuning.head_lr_scale:g}, but '{model}' names no classifier with"
+                " parameters"
+            )
+            raise ModelError(
+                key,
+                wrong,
+                "A classifier of timm, or a method get_classifier as timm's",
+                f"Set {key}=1",
+            )
     if not tuning.freeze:
         return None
     names = [name for name, _ in network.named_parameters()]
@@ -260,12 +387,23 @@ def tune(recipe: Recipe, student: nn.Module) -> Frozen | None:
         if not any(fnmatchcase(name, pattern) for name in names):
             shown = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
             wrong = f"'{pattern}' is the name of no parameter of '{model}'"
-            raise ModelError(f"{where}.freeze", wrong, f"Names begin with {shown}", "Correct the pattern")
-    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+            raise ModelError(
+                f"{where}.freeze",
+                wrong,
+                f"Names begin with {shown}",
+                "Correct the pattern",
+            )
+    trained = [
+        parameter for parameter in network.parameters() if parameter.requires_grad
+    ]
     frozen = Frozen(network, tuning.freeze, tuning.freeze_epochs)
-    if {id(parameter) for parameter in trained} <= {id(parameter) for parameter in frozen.parameters}:
+    if {id(parameter) for parameter in trained} <= {
+        id(parameter) for parameter in frozen.parameters
+    }:
         wrong = f"freezes all parameters of '{model}'"
-        raise ModelError(f"{where}.freeze", wrong, "Something must learn", "Leave the classifier out")
+        raise ModelError(
+            f"{where}.freeze", wrong, "Something must learn", "Leave the classifier out"
+        )
     return frozen
 
 
@@ -276,24 +414,41 @@ def _asked(key: str, model: str, method: str) -> Iterator[None]:
         yield
     except Exception as error:  # a foreign method may raise anything
         wrong = f"needs {method} of '{model}', which fails: {raised(error)}"
-        raise ModelError(key, wrong, "A method as timm's", f"Correct it, or set {key}=1") from error
+        raise ModelError(
+            key, wrong, "A method as timm's", f"Correct it, or set {key}=1"
+        ) from error
 
 
-def parameter_groups(tuning: Tuning, weight_decay: float, module: StudentWithLoss) -> list[dict[str, Any]]:
+def parameter_groups(
+    tuning: Tuning, weight_decay: float, module: StudentWithLoss
+) -> list[dict[str, Any]]:
     """Return the parameter groups of student and criterion for a torch optimizer."""
-    network: nn.Module = getattr(module.student, "network", module.student)  # it defines which parameters do not decay
+    network: nn.Module = getattr(
+        module.student, "network", module.student
+    )  # it defines which parameters do not decay
     if tuning.layer_decay < 1:
-        found = layer_groups(trained_network(module.student), weight_decay, tuning.layer_decay)
+        found = layer_groups(
+            trained_network(module.student), weight_decay, tuning.layer_decay
+        )
         found += groups([module.criterion], weight_decay)
     else:
         found = groups([network, module.criterion], weight_decay)
     if tuning.head_lr_scale == 1:
         return found
-    return scaled(found, dict.fromkeys(head_parameters(trained_network(module.student)), tuning.head_lr_scale))
+    return scaled(
+        found,
+        dict.fromkeys(
+            head_parameters(trained_network(module.student)), tuning.head_lr_scale
+        ),
+    )
 
 
-def best_student(folder: RunDir, recipe: Recipe, classes: Sequence[str]) -> tuple[Classifier, dict[str, Any]]:
-    """Return the chosen checkpoint's student and its origin, without the losses' learned parameters."""
+def best_student(
+    folder: RunDir, recipe: Recipe, classes: Sequence[str]
+) -> tuple[Classifier, dict[str, Any]]:
+    """Return the chosen checkpoint's student and its origin, without the losses'
+    learned parameters.
+    """
     state, tensors, _ = folder.best()
     student = build_student(recipe, classes, weights=False)
     load_student(student, tensors)

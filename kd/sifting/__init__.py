@@ -1,10 +1,13 @@
-"""Drop-in names for scripts written for SageMaker's `smart_sifting`, in any PyTorch loop.
+"""Drop-in names for scripts written for SageMaker's `smart_sifting`, in any PyTorch
+loop.
 
-Parameters, defaults, errors and metric names are as documented there; docs/sifting.md lists where each name stood.
+Parameters, defaults, errors and metric names are as documented there; docs/sifting.md
+lists where each name stood.
 
-The method is Selective-Backprop (arXiv:1910.00762), written without access to the closed original. It scores each
-sample with an extra forward pass, so it saves time only where that is cheap compared with a training step. The loader
-measures this and logs it. For distillation, `kd.parts.sifters` decide before the forward pass.
+The method is Selective-Backprop (arXiv:1910.00762), written without access to the
+closed original. It scores each sample with an extra forward pass, so it saves time only
+where that is cheap compared with a training step. The loader measures this and logs it.
+For distillation, `kd.parts.sifters` decide before the forward pass.
 
 transformers and Lightning are not imported here.
 """
@@ -19,7 +22,11 @@ from kd.sifting.config import (
     UnsupportedDataFormatException,
 )
 from kd.sifting.dataloader import SiftingDataloader
-from kd.sifting.frameworks import TrainingMetricsRecorder, enable_sifting, install_as_smart_sifting
+from kd.sifting.frameworks import (
+    TrainingMetricsRecorder,
+    enable_sifting,
+    install_as_smart_sifting,
+)
 from kd.sifting.loss import Loss
 
 __all__ = [

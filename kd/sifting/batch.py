@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class SiftingBatch(ABC):
-    """A batch that can be sifted and accumulated. `ListBatch` and `TensorBatch` suit most needs."""
+    """A batch that can be sifted and accumulated. `ListBatch` and `TensorBatch` suit
+    most needs.
+    """
 
     @abstractmethod
     def __len__(self) -> int:
@@ -33,7 +35,9 @@ class SiftingBatch(ABC):
 
 
 class SiftingBatchTransform(ABC):
-    """Convert a user's batch to a `SiftingBatch` and back; needed only for formats not supported by default."""
+    """Convert a user's batch to a `SiftingBatch` and back; needed only for formats not
+    supported by default.
+    """
 
     @abstractmethod
     def transform(self, batch: Any) -> SiftingBatch:
@@ -45,19 +49,25 @@ class SiftingBatchTransform(ABC):
 
 
 class _Labelled(SiftingBatch):
-    """Inputs and labels, each a tensor, an array or a list with one entry per sample."""
+    """Inputs and labels, each a tensor, an array or a list with one entry per
+    sample.
+    """
 
     def __init__(self, inputs: Any, labels: Any = None) -> None:
         self.inputs, self.labels = inputs, labels
         if labels is not None and len(labels) != len(inputs):
             wrong = f"has {len(inputs)} inputs and {len(labels)} labels"
-            raise UnsupportedDataFormatException(type(self).__name__, wrong, "Each sample has one of each")
+            raise UnsupportedDataFormatException(
+                type(self).__name__, wrong, "Each sample has one of each"
+            )
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the inputs, then the labels if any: `[t.to(device) for t in transformed_batch]`."""
+        """Yield the inputs, then the labels if any: `[t.to(device) for t in
+        transformed_batch]`.
+        """
         yield self.inputs
         if self.labels is not None:
             yield self.labels
@@ -67,7 +77,9 @@ class _Labelled(SiftingBatch):
 
     def join(self, others: Sequence[Self]) -> Self:
         parts = zip(self, *others, strict=True)
-        return type(self)(*(join_rows(list(part), type(self).__name__) for part in parts))
+        return type(self)(
+            *(join_rows(list(part), type(self).__name__) for part in parts)
+        )
 
 
 class ListBatch(_Labelled):
@@ -79,7 +91,9 @@ class TensorBatch(_Labelled):
 
 
 class Pending:
-    """A first-in, first-out queue of selected samples, from which batches of one size are taken."""
+    """A first-in, first-out queue of selected samples, from which batches of one size
+    are taken.
+    """
 
     def __init__(self) -> None:
         self.parts: list[SiftingBatch] = []
@@ -96,7 +110,9 @@ class Pending:
         self.parts.insert(0, batch)
 
     def joined(self) -> SiftingBatch | None:
-        """Return all samples as one batch without removing them; None where the queue is empty."""
+        """Return all samples as one batch without removing them; None where the queue
+        is empty.
+        """
         if len(self.parts) > 1:
             self.parts = [self.parts[0].join(self.parts[1:])]
         return self.parts[0] if self.parts else None
@@ -114,7 +130,9 @@ class Pending:
 
 
 def take_rows(rows: Any, index: Tensor) -> Any:
-    """Return the rows at the positions `index` of a tensor, an array, a list or a tuple."""
+    """Return the rows at the positions `index` of a tensor, an array, a list or a
+    tuple.
+    """
     if isinstance(rows, Tensor):
         return rows.index_select(0, index.to(rows.device))
     if isinstance(rows, np.ndarray):
@@ -123,7 +141,9 @@ def take_rows(rows: Any, index: Tensor) -> Any:
 
 
 def join_rows(parts: list[Any], where: str) -> Any:
-    """Concatenate the rows of all parts; UnsupportedDataFormatException: tensors of different shapes."""
+    """Concatenate the rows of all parts; UnsupportedDataFormatException: tensors of
+    different shapes.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -131,9 +151,17 @@ def join_rows(parts: list[Any], where: str) -> Any:
         return like(first, [row for part in parts for row in part])
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
-        wrong = f"samples have the shapes {', '.join(map(str, sorted(shapes)))}, which do not fit into one batch"
-        remedy = "Pad all batches to one length, or stack them in your own SiftingBatchTransform (batch_transforms)"
-        raise UnsupportedDataFormatException(where, wrong, "All samples must have one shape", remedy)
+        wrong = (
+            f"samples have the shapes {', '.join(map(str, sorted(shapes)))}, which do"
+            " not fit into one batch"
+        )
+        remedy = (
+            "Pad all batches to one length, or stack them in your own"
+            " SiftingBatchTransform (batch_transforms)"
+        )
+        raise UnsupportedDataFormatException(
+            where, wrong, "All samples must have one shape", remedy
+        )
     return torch.cat(parts) if isinstance(first, Tensor) else np.concatenate(parts)
 
 

@@ -11,7 +11,9 @@ from kd.core.errors import KdError, did_you_mean
 
 
 class SiftConfigValidationException(KdError):
-    """A key of the sift configuration is missing or unknown, or its value is of a wrong type or size."""
+    """A key of the sift configuration is missing or unknown, or its value is of a wrong
+    type or size.
+    """
 
 
 class UnsupportedDataFormatException(KdError):
@@ -22,12 +24,16 @@ class LossImplementationNotProvidedException(KdError):
     """There is no `Loss`, or it does not return one value per sample."""
 
 
-_REQUIRED: Any = object()  # a missing key raises our exception, of keyword arguments and of dicts
+_REQUIRED: Any = (
+    object()
+)  # a missing key raises our exception, of keyword arguments and of dicts
 
 
 @dataclass(frozen=True)
 class SiftingBaseConfig:
-    """The delay before sifting begins. SiftConfigValidationException: a value is not allowed."""
+    """The delay before sifting begins. SiftConfigValidationException: a value is not
+    allowed.
+    """
 
     sift_delay: int = 1000  # training steps on all samples before sifting begins
     repeat_delay_per_epoch: bool = False  # apply the delay at the start of each epoch
@@ -35,37 +41,65 @@ class SiftingBaseConfig:
     def __post_init__(self) -> None:
         require_integer("SiftingBaseConfig.sift_delay", self.sift_delay, least=0)
         repeat = self.repeat_delay_per_epoch
-        require("SiftingBaseConfig.repeat_delay_per_epoch", repeat, isinstance(repeat, bool), "True or False")
+        require(
+            "SiftingBaseConfig.repeat_delay_per_epoch",
+            repeat,
+            isinstance(repeat, bool),
+            "True or False",
+        )
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Sifting by loss. SiftConfigValidationException: `sift_config` is missing or not allowed."""
+    """Sifting by loss. SiftConfigValidationException: `sift_config` is missing or not
+    allowed.
+    """
 
-    sift_config: SiftingBaseConfig | Mapping[str, Any] = _REQUIRED  # or a dict of its keys
+    sift_config: SiftingBaseConfig | Mapping[str, Any] = (
+        _REQUIRED  # or a dict of its keys
+    )
 
     def __post_init__(self) -> None:
-        config = from_dict(SiftingBaseConfig, self.sift_config, "LossConfig.sift_config")
-        object.__setattr__(self, "sift_config", config)  # the class is frozen; this replaces a dict by its class
+        config = from_dict(
+            SiftingBaseConfig, self.sift_config, "LossConfig.sift_config"
+        )
+        object.__setattr__(
+            self, "sift_config", config
+        )  # the class is frozen; this replaces a dict by its class
 
 
 @dataclass(frozen=True)
 class RelativeProbabilisticSiftConfig:
-    """Keep a sample with probability q**beta, q (0 to 1) the rank of its loss among recent ones: 1 / (1 + beta) of all.
+    """Keep a sample with probability q**beta, q (0 to 1) the rank of its loss among
+    recent ones: 1 / (1 + beta) of all.
 
     SiftConfigValidationException: a key is missing, or its value is not allowed.
     """
 
-    beta_value: float = _REQUIRED  # above 0: 0.5 keeps 67 %, 1 keeps 50 %, 2 keeps 33 %, 3 keeps 25 %
-    loss_history_length: int = _REQUIRED  # previous losses that a new one is compared with
-    loss_based_sift_config: LossConfig | Mapping[str, Any] = _REQUIRED  # or a dict of its keys
+    beta_value: float = (
+        _REQUIRED  # above 0: 0.5 keeps 67 %, 1 keeps 50 %, 2 keeps 33 %, 3 keeps 25 %
+    )
+    loss_history_length: int = (
+        _REQUIRED  # previous losses that a new one is compared with
+    )
+    loss_based_sift_config: LossConfig | Mapping[str, Any] = (
+        _REQUIRED  # or a dict of its keys
+    )
 
     def __post_init__(self) -> None:
         name, beta = "RelativeProbabilisticSiftConfig", self.beta_value
-        valid = isinstance(beta, Real) and not isinstance(beta, bool) and 0 < float(beta) < math.inf
+        valid = (
+            isinstance(beta, Real)
+            and not isinstance(beta, bool)
+            and 0 < float(beta) < math.inf
+        )
         require(f"{name}.beta_value", beta, valid, "a number > 0")
-        require_integer(f"{name}.loss_history_length", self.loss_history_length, least=1)
-        config = from_dict(LossConfig, self.loss_based_sift_config, f"{name}.loss_based_sift_config")
+        require_integer(
+            f"{name}.loss_history_length", self.loss_history_length, least=1
+        )
+        config = from_dict(
+            LossConfig, self.loss_based_sift_config, f"{name}.loss_based_sift_config"
+        )
         object.__setattr__(self, "loss_based_sift_config", config)
 
     @property
@@ -76,7 +110,9 @@ class RelativeProbabilisticSiftConfig:
         return self.loss_based_sift_config.sift_config
 
 
-Config = TypeVar("Config", SiftingBaseConfig, LossConfig, RelativeProbabilisticSiftConfig)
+Config = TypeVar(
+    "Config", SiftingBaseConfig, LossConfig, RelativeProbabilisticSiftConfig
+)
 
 
 def from_dict(kind: type[Config], value: object, where: str) -> Config:
@@ -87,18 +123,27 @@ def from_dict(kind: type[Config], value: object, where: str) -> Config:
     names = [field.name for field in dataclasses.fields(kind)]
     if not isinstance(value, Mapping):
         allowed = f"Allowed: a {kind.__name__} or a dict with {', '.join(names)}"
-        raise SiftConfigValidationException(where, f"is a {type(value).__name__}", allowed)
+        raise SiftConfigValidationException(
+            where, f"is a {type(value).__name__}", allowed
+        )
     for key in value:
         if key not in names:
-            allowed, remedy = f"Allowed: {', '.join(names)}", did_you_mean(str(key), names)
-            raise SiftConfigValidationException(where, f"has an unknown key {key!r}", allowed, remedy)
+            allowed, remedy = (
+                f"Allowed: {', '.join(names)}",
+                did_you_mean(str(key), names),
+            )
+            raise SiftConfigValidationException(
+                where, f"has an unknown key {key!r}", allowed, remedy
+            )
     return kind(**value)
 
 
 def require(where: str, value: object, valid: bool, allowed: str) -> None:
     """Raise SiftConfigValidationException if a value is missing or not valid."""
     if value is _REQUIRED:
-        raise SiftConfigValidationException(where, "is missing", "It has no default", "Give it a value")
+        raise SiftConfigValidationException(
+            where, "is missing", "It has no default", "Give it a value"
+        )
     if not valid:
         short = isinstance(value, (str, int, float, type(None)))
         wrong = f"is {value!r}" if short else f"is a {type(value).__name__}"
@@ -106,6 +151,12 @@ def require(where: str, value: object, valid: bool, allowed: str) -> None:
 
 
 def require_integer(where: str, value: object, least: int) -> None:
-    """Raise SiftConfigValidationException if a value is missing, no integer, or below `least`."""
-    valid = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+    """Raise SiftConfigValidationException if a value is missing, no integer, or below
+    `least`.
+    """
+    valid = (
+        isinstance(value, Integral)
+        and not isinstance(value, bool)
+        and int(value) >= least
+    )
     require(where, value, valid, f"a whole number >= {least}")

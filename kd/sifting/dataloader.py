@@ -1,4 +1,6 @@
-"""`SiftingDataloader`: wraps a loader and yields full batches of the samples with high losses."""
+"""`SiftingDataloader`: wraps a loader and yields full batches of the samples with high
+losses.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -9,7 +11,12 @@ from torch import Tensor, nn
 
 from kd.parts.sifters._window import LossWindow, generator_at, quota
 from kd.sifting.batch import Pending, SiftingBatch, SiftingBatchTransform
-from kd.sifting.config import RelativeProbabilisticSiftConfig, UnsupportedDataFormatException, from_dict, require
+from kd.sifting.config import (
+    RelativeProbabilisticSiftConfig,
+    UnsupportedDataFormatException,
+    from_dict,
+    require,
+)
 from kd.sifting.formats import DefaultTransform
 from kd.sifting.loss import device_of, losses_of, method_of
 from kd.sifting.original import random_state, restore, resume, sizes_of
@@ -19,35 +26,45 @@ COUNTERS = ("steps", "steps_in_epoch", "position", "seen", "draws", "size")
 
 
 class SiftingDataloader:
-    """Score every batch of a loader with the current model and yield full batches of the selected samples.
+    """Score every batch of a loader with the current model and yield full batches of
+    the selected samples.
 
-    The first `sift_delay` batches pass unchanged and unscored, a short last one included. Later batches are scored in
-    evaluation mode. A sample is kept with probability q**beta, where q (0 to 1) ranks its loss among the
-    last `loss_history_length` losses and its batch's. Kept samples wait until they fill a batch of the original size,
-    so all sifted batches have one size. The remainder of an epoch goes into the next one; at the end of the run less
-    than one batch is lost.
+    The first `sift_delay` batches pass unchanged and unscored, a short last one
+    included. Later batches are scored in evaluation mode. A sample is kept with
+    probability q**beta, where q (0 to 1) ranks its loss among the last
+    `loss_history_length` losses and its batch's. Kept samples wait until they fill a
+    batch of the original size, so all sifted batches have one size. The remainder of an
+    epoch goes into the next one; at the end of the run less than one batch is lost.
 
-    Each rank uses its own losses, and all ranks yield equally many batches. With `pick="fixed"` and loaders of equal,
-    known length this holds by construction. Otherwise the ranks all-reduce a flag before each batch and stop together.
+    Each rank uses its own losses, and all ranks yield equally many batches. With
+    `pick="fixed"` and loaders of equal, known length this holds by construction.
+    Otherwise the ranks all-reduce a flag before each batch and stop together.
 
     `state_dict` is per rank: each rank saves its own.
 
     Args:
         sift_config: a `RelativeProbabilisticSiftConfig` or a dict of its keys.
-        orig_dataloader: any iterable of batches. Unknown attributes are looked up there (`dataset`, `sampler`).
+        orig_dataloader: any iterable of batches. Unknown attributes are looked up there
+            (`dataset`, `sampler`).
         model: the model in training; samples are scored with its current weights.
-        loss_impl: an object with `loss(model, transformed_batch, original_batch)`, see `Loss`.
-        batch_transforms: converts a batch to a `SiftingBatch` and back; None for lists, tuples, dicts and tensors.
-        log_batch_data: keep and log the losses of each batch; copies them from the device.
-        batch_format_index: the sample dimension of a batch, 0 or 1, where the batch size leaves it open.
-        pick: "fixed" keeps a fixed number of each batch, exactly 1 / (1 + beta) overall; "bernoulli" draws each
-            sample independently, as smart sifting documents it.
+        loss_impl: an object with `loss(model, transformed_batch, original_batch)`, see
+            `Loss`.
+        batch_transforms: converts a batch to a `SiftingBatch` and back; None for lists,
+            tuples, dicts and tensors.
+        log_batch_data: keep and log the losses of each batch; copies them from the
+            device.
+        batch_format_index: the sample dimension of a batch, 0 or 1, where the batch
+            size leaves it open.
+        pick: "fixed" keeps a fixed number of each batch, exactly 1 / (1 + beta)
+            overall; "bernoulli" draws each sample independently, as smart sifting
+            documents it.
         seed: of the draws, which do not use the global random state.
 
     Raises:
         SiftConfigValidationException: a configuration or an argument is not allowed.
         LossImplementationNotProvidedException: `loss_impl` has no loss.
-        UnsupportedDataFormatException: during iteration, a batch cannot be split into samples.
+        UnsupportedDataFormatException: during iteration, a batch cannot be split into
+            samples.
     """
 
     def __init__(
@@ -63,27 +80,46 @@ class SiftingDataloader:
         pick: Literal["fixed", "bernoulli"] = "fixed",
         seed: int = 0,
     ) -> None:
-        self.orig_dataloader, self.model, self.pick, self.seed = orig_dataloader, model, pick, seed
-        self.sift_config = from_dict(RelativeProbabilisticSiftConfig, sift_config, "sift_config")
+        self.orig_dataloader, self.model, self.pick, self.seed = (
+            orig_dataloader,
+            model,
+            pick,
+            seed,
+        )
+        self.sift_config = from_dict(
+            RelativeProbabilisticSiftConfig, sift_config, "sift_config"
+        )
         self.loss_method = method_of(loss_impl)
         _check(model, orig_dataloader, batch_transforms, batch_format_index, pick)
         sizes = sizes_of(orig_dataloader)
         alone = sizes.batches == 1
-        self.transform = batch_transforms or DefaultTransform(sizes.batch_size, batch_format_index, alone)
-        self.window, self.pending = LossWindow(self.sift_config.loss_history_length), Pending()
+        self.transform = batch_transforms or DefaultTransform(
+            sizes.batch_size, batch_format_index, alone
+        )
+        self.window, self.pending = (
+            LossWindow(self.sift_config.loss_history_length),
+            Pending(),
+        )
         self.meter = Meter(log_batch_data)
         self.steps = self.steps_in_epoch = self.position = self.seen = self.draws = 0
         self.size = 0  # number of samples of a full batch; 0 before the first batch
-        self.sized = not any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
-        """Whether `len` is available. With a length, Lightning does not read to the end, so its checkpoint after an
-        epoch would be one within the epoch. For the Hugging Face Trainer see `enable_sifting`."""
-        self.counted = False  # the loop reads `len` before each epoch, and no batch beyond it: `follow`
+        self.sized = not any(
+            kind.__name__ == "LightningModule" for kind in type(model).__mro__
+        )
+        """Whether `len` is available. With a length, Lightning does not read to the
+        end, so its checkpoint after an epoch would be one within the epoch. For the
+        Hugging Face Trainer see `enable_sifting`.
+        """
+        # the loop reads `len` before each epoch, and no batch beyond it: `follow`
+        self.counted = False
         self._order = random_state(orig_dataloader)
         self._resuming = False
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The latest values under smart sifting's names: `num_orig_samples_seen`, `num_orig_samples_kept`, ..."""
+        """The latest values under smart sifting's names: `num_orig_samples_seen`,
+        `num_orig_samples_kept`, ...
+        """
         return self.meter.metrics
 
     @property
@@ -100,12 +136,17 @@ class SiftingDataloader:
         if not self._resuming:
             self.position = self.steps_in_epoch = 0
         batches, device = self._sifted(), device_of(self.model)
-        equal_lengths, length = self._lengths_agree(device), self.epoch_lengths(1)[0] if self.counted else 0
+        equal_lengths, length = (
+            self._lengths_agree(device),
+            (self.epoch_lengths(1)[0] if self.counted else 0),
+        )
         while True:
             start = now()
             batch = next(batches, None)
             if not equal_lengths and not _gather([batch is not None], device).all():
-                if batch is not None:  # another rank has no batch left: this one goes into the next epoch
+                if (
+                    batch is not None
+                ):  # another rank has no batch left: this one goes into the next epoch
                     self.pending.put_back(batch)
                 break
             if batch is None:
@@ -115,7 +156,9 @@ class SiftingDataloader:
             with self.meter.timed("reverse_transform"):
                 converted = self.transform.reverse_transform(batch)
             if last := self.steps_in_epoch == length:
-                next(batches, None)  # score the rest of the epoch now, since the loop does not come back
+                next(
+                    batches, None
+                )  # score the rest of the epoch now, since the loop does not come back
                 self.position = self.steps_in_epoch = 0
             pilot = self.draws > 0 and self.meter.saving is None
             start = now(device if pilot else None)
@@ -125,9 +168,14 @@ class SiftingDataloader:
             if last:
                 return
         if not self.steps_in_epoch:
-            text = "an epoch of %d batches gave no full batch of %d kept samples; %d wait for the next epoch"
+            text = (
+                "an epoch of %d batches gave no full batch of %d kept samples; %d wait"
+                " for the next epoch"
+            )
             logger.warning(text, self.position, self.size, len(self.pending))
-        self.position = self.steps_in_epoch = 0  # a checkpoint from here on starts an epoch
+        self.position = self.steps_in_epoch = (
+            0  # a checkpoint from here on starts an epoch
+        )
 
     def _open(self) -> Iterator[Any]:
         """Begin an epoch of the original loader, or resume the one of a checkpoint."""
@@ -140,8 +188,12 @@ class SiftingDataloader:
         return iter(self.orig_dataloader)
 
     def _sifted(self) -> Iterator[SiftingBatch]:
-        """Yield batches to train on. At each yield, the counters include the batch yielded."""
-        while self.size and len(self.pending) >= self.size:  # put back, or from a checkpoint
+        """Yield batches to train on. At each yield, the counters include the batch
+        yielded.
+        """
+        while (
+            self.size and len(self.pending) >= self.size
+        ):  # put back, or from a checkpoint
             yield self.pending.pop(self.size)
         for original in self._open():
             self.position += 1
@@ -160,17 +212,24 @@ class SiftingDataloader:
         batch = self.transform.transform(original)
         if not isinstance(batch, SiftingBatch):
             wrong = f"transform() returned a {type(batch).__name__}"
-            allowed = "It must return a SiftingBatch: ListBatch, TensorBatch or a class derived from SiftingBatch"
+            allowed = (
+                "It must return a SiftingBatch: ListBatch, TensorBatch or a class"
+                " derived from SiftingBatch"
+            )
             raise UnsupportedDataFormatException("batch_transforms", wrong, allowed)
         return batch
 
     def _delays(self) -> bool:
         base = self.sift_config.base
-        return (self.steps_in_epoch if base.repeat_delay_per_epoch else self.steps) < base.sift_delay
+        return (
+            self.steps_in_epoch if base.repeat_delay_per_epoch else self.steps
+        ) < base.sift_delay
 
     def _sift(self, batch: SiftingBatch, original: Any) -> None:
         size, beta = len(batch), float(self.sift_config.beta_value)
-        with self.meter.timed("calculate_relevance_values", wait_for=device_of(self.model)):
+        with self.meter.timed(
+            "calculate_relevance_values", wait_for=device_of(self.model)
+        ):
             losses = losses_of(self.loss_method, self.model, batch, original)
         self.meter.score(size)
         with self.meter.timed("should_sift"):
@@ -186,71 +245,117 @@ class SiftingDataloader:
         self.meter.count(size, len(selected))
 
     def _lengths_agree(self, device: torch.device) -> bool:
-        """Return whether all ranks yield equally many batches this epoch without a flag per batch."""
+        """Return whether all ranks yield equally many batches this epoch without a flag
+        per batch.
+        """
         if _rank_and_size()[1] == 1:
             return True
         sizes = sizes_of(self.orig_dataloader)
         predictable = self.pick == "fixed" and None not in sizes
         counters = [getattr(self, name) for name in COUNTERS]
         # A collective: every rank calls it, whatever its own values are.
-        table = _gather([predictable, *(size or 0 for size in sizes), *counters, len(self.pending)], device)
+        table = _gather(
+            [predictable, *(size or 0 for size in sizes), *counters, len(self.pending)],
+            device,
+        )
         return predictable and bool((table == table[0]).all())
 
     def __len__(self) -> int:
-        """Return the number of batches of the current epoch, or of the next one between epochs.
+        """Return the number of batches of the current epoch, or of the next one between
+        epochs.
 
-        TypeError: as of `epoch_lengths`, and before the first delay is over, because epochs differ then.
+        TypeError: as of `epoch_lengths`, and before the first delay is over, because
+        epochs differ then.
         """
         base = self.sift_config.base
         steps_before = self.steps - self.steps_in_epoch
         if self.counted:
             return self.epoch_lengths(1)[0]
-        if not self.sized or (steps_before < base.sift_delay and not base.repeat_delay_per_epoch):
-            raise TypeError("a SiftingDataloader has no length before sift_delay is over; see epoch_lengths(epochs)")
+        if not self.sized or (
+            steps_before < base.sift_delay and not base.repeat_delay_per_epoch
+        ):
+            raise TypeError(
+                "a SiftingDataloader has no length before sift_delay is over; see"
+                " epoch_lengths(epochs)"
+            )
         return self.epoch_lengths(1)[0]
 
     def epoch_lengths(self, epochs: int) -> list[int]:
-        """Return the numbers of batches of the next epochs, for a schedule; the current one counts as a whole.
+        """Return the numbers of batches of the next epochs, for a schedule; the current
+        one counts as a whole.
 
         TypeError: they are not known: `pick="bernoulli"`, or a loader without a length.
         """
         batches, samples, batch_size = sizes_of(self.orig_dataloader)
-        if self.pick != "fixed" or batches is None or samples is None or batch_size is None:
-            raise TypeError("the number of batches of this SiftingDataloader is not known in advance")
+        if (
+            self.pick != "fixed"
+            or batches is None
+            or samples is None
+            or batch_size is None
+        ):
+            raise TypeError(
+                "the number of batches of this SiftingDataloader is not known in"
+                " advance"
+            )
         size = self.size or min(batch_size, samples)
         base, lengths = self.sift_config.base, []
         under_way = 0 < self.position <= batches
-        position, yielded = (self.position, self.steps_in_epoch) if under_way else (0, 0)
+        position, yielded = (
+            (self.position, self.steps_in_epoch) if under_way else (0, 0)
+        )
         steps, seen, pending = self.steps, self.seen, len(self.pending)
         for _ in range(epochs):
-            delay = base.sift_delay - (yielded if base.repeat_delay_per_epoch else steps)
+            delay = base.sift_delay - (
+                yielded if base.repeat_delay_per_epoch else steps
+            )
             flushed, pending = divmod(pending, size)  # batches that were put back
-            passed = min(batches - position, max(0, delay - flushed))  # batches of the delay
+            passed = min(
+                batches - position, max(0, delay - flushed)
+            )  # batches of the delay
             scored = max(0, samples - (position + passed) * size)  # samples
-            full, pending = divmod(pending + quota(seen, scored, float(self.sift_config.beta_value)), size)
+            full, pending = divmod(
+                pending + quota(seen, scored, float(self.sift_config.beta_value)), size
+            )
             lengths.append(yielded + flushed + passed + full)
             steps, seen = steps + flushed + passed + full, seen + scored
             position = yielded = 0
         return lengths
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, the counters, the pending samples and the order of the epoch, as of the last batch."""
+        """Return the window, the counters, the pending samples and the order of the
+        epoch, as of the last batch.
+        """
         pending = self.pending.joined()
         state: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
-        state |= {f"window.{name}": value for name, value in self.window.state_dict().items()}
-        order = self._order if self.position or self._resuming else random_state(self.orig_dataloader)
+        state |= {
+            f"window.{name}": value for name, value in self.window.state_dict().items()
+        }
+        order = (
+            self._order
+            if self.position or self._resuming
+            else random_state(self.orig_dataloader)
+        )
         state |= {f"order.{name}": value for name, value in order.items()}
-        state["pending"] = None if pending is None else self.transform.reverse_transform(pending)
-        if isinstance(self.transform, DefaultTransform):  # too few pending samples may not show the format
+        state["pending"] = (
+            None if pending is None else self.transform.reverse_transform(pending)
+        )
+        if isinstance(
+            self.transform, DefaultTransform
+        ):  # too few pending samples may not show the format
             state["format"] = [self.transform.form, self.transform.index]
-        state["seen_and_kept"] = [self.metrics["num_orig_samples_seen"], self.metrics["num_orig_samples_kept"]]
+        state["seen_and_kept"] = [
+            self.metrics["num_orig_samples_seen"],
+            self.metrics["num_orig_samples_kept"],
+        ]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`, with the same loader; the next iteration yields the remaining batches of the epoch.
+        """Resume from `state`, with the same loader; the next iteration yields the
+        remaining batches of the epoch.
 
-        Between epochs the next iteration first sets torch's random state to that of `state`, so that its order and all
-        later draws are those of the run that saved it.
+        Between epochs the next iteration first sets torch's random state to that of
+        `state`, so that its order and all later draws are those of the run that saved
+        it.
         """
         for name in COUNTERS:
             setattr(self, name, int(state[name]))
@@ -267,20 +372,41 @@ class SiftingDataloader:
 
 
 def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+    return {
+        name[len(prefix) :]: value
+        for name, value in state.items()
+        if name.startswith(prefix)
+    }
 
 
 def _check(model: Any, loader: Any, transforms: Any, index: Any, pick: Any) -> None:
-    has_methods = hasattr(transforms, "transform") and hasattr(transforms, "reverse_transform")
+    has_methods = hasattr(transforms, "transform") and hasattr(
+        transforms, "reverse_transform"
+    )
     valid = transforms is None or (has_methods and not isinstance(transforms, type))
     transform = "None or an object of a class derived from SiftingBatchTransform"
     is_index = index is None or (index in (0, 1) and not isinstance(index, bool))
     iterable = "a DataLoader or another iterable of batches"
-    require("SiftingDataloader.model", model, isinstance(model, nn.Module), "a torch.nn.Module")
-    require("SiftingDataloader.orig_dataloader", loader, hasattr(loader, "__iter__"), iterable)
+    require(
+        "SiftingDataloader.model",
+        model,
+        isinstance(model, nn.Module),
+        "a torch.nn.Module",
+    )
+    require(
+        "SiftingDataloader.orig_dataloader",
+        loader,
+        hasattr(loader, "__iter__"),
+        iterable,
+    )
     require("SiftingDataloader.batch_transforms", transforms, valid, transform)
     require("SiftingDataloader.batch_format_index", index, is_index, "0 or 1")
-    require("SiftingDataloader.pick", pick, pick in ("fixed", "bernoulli"), "'fixed' or 'bernoulli'")
+    require(
+        "SiftingDataloader.pick",
+        pick,
+        pick in ("fixed", "bernoulli"),
+        "'fixed' or 'bernoulli'",
+    )
 
 
 def _rank_and_size() -> tuple[int, int]:
@@ -291,7 +417,9 @@ def _rank_and_size() -> tuple[int, int]:
 
 
 def _gather(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return the values of all ranks, int64 [ranks, len(values)], by SUM alone. All ranks must call it."""
+    """Return the values of all ranks, int64 [ranks, len(values)], by SUM alone. All
+    ranks must call it.
+    """
     rank, size = _rank_and_size()
     on = torch.device("cpu") if dist.get_backend() == "gloo" else device
     table = torch.zeros(size, len(values), dtype=torch.int64, device=on)

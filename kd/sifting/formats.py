@@ -1,8 +1,9 @@
-"""The structure of a list, tuple, dict or tensor batch, detected once from the first, and batches of that structure.
+"""The structure of a list, tuple, dict or tensor batch, detected once from the first,
+and batches of that structure.
 
-Not `torch.utils._pytree`: it knows exact classes only. A transformers `BatchEncoding`, a UserDict, would be one leaf
-unless registered for the whole process. And whether a list is a node or holds one entry per sample (`ROWS`) depends on
-the first batch.
+Not `torch.utils._pytree`: it knows exact classes only. A transformers `BatchEncoding`,
+a UserDict, would be one leaf unless registered for the whole process. And whether a
+list is a node or holds one entry per sample (`ROWS`) depends on the first batch.
 """
 
 from __future__ import annotations
@@ -15,25 +16,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kd.sifting.batch import SiftingBatch, SiftingBatchTransform, join_rows, like, take_rows
+from kd.sifting.batch import (
+    SiftingBatch,
+    SiftingBatchTransform,
+    join_rows,
+    like,
+    take_rows,
+)
 from kd.sifting.config import UnsupportedDataFormatException
 
 REMEDY = "Pass your own SiftingBatchTransform as batch_transforms"
 SAMPLE, FEATURE = 0, 1  # `batch_format_index`: the sample dimension of the batch
-ROWS, CONSTANT = "one entry a sample", "one value for all samples"  # kinds of leaves; `state_dict` saves them
+ROWS, CONSTANT = (
+    "one entry a sample",
+    "one value for all samples",
+)  # kinds of leaves; `state_dict` saves them
 
 
 class DefaultTransform(SiftingBatchTransform):
     """Split lists, tuples, dicts and tensors into samples.
 
-    A list holds samples (`batch[i]` is sample i; `batch_format_index=0`) or features (`batch[i]` is feature i of all
-    samples, as torch's default collation makes it; `batch_format_index=1`). The batch size tells which. Where both
-    dimensions match it, `batch_format_index` is required. A bare tensor is [B, ...] or [features, B, ...]. Inside a
-    dict or a list of features everything is batch-first; numbers and strings there belong to all samples.
+    A list holds samples (`batch[i]` is sample i; `batch_format_index=0`) or features
+    (`batch[i]` is feature i of all samples, as torch's default collation makes it;
+    `batch_format_index=1`). The batch size tells which. Where both dimensions match it,
+    `batch_format_index` is required. A bare tensor is [B, ...] or [features, B, ...].
+    Inside a dict or a list of features everything is batch-first; numbers and strings
+    there belong to all samples.
     """
 
     def __init__(self, batch_size: int | None, index: int | None, alone: bool) -> None:
-        """`alone`: the loader has one batch, which may be shorter than its batch size."""
+        """`alone`: the loader has one batch, which may be shorter than its
+        batch size.
+        """
         self.batch_size, self.index, self.alone = batch_size, index, alone
         self.form: Any = None
 
@@ -44,23 +58,35 @@ class DefaultTransform(SiftingBatchTransform):
             batch = batch.movedim(1, 0)
         tree = TreeBatch(batch, self.form)
         if len(tree.sizes) != 1:
-            raise _mismatch("batch", tree.sizes, "its parts differ in their number of samples")
+            raise _mismatch(
+                "batch", tree.sizes, "its parts differ in their number of samples"
+            )
         return tree
 
     def reverse_transform(self, batch: Any) -> Any:
-        return batch.data.movedim(0, 1) if isinstance(batch.data, Tensor) and self.index == FEATURE else batch.data
+        return (
+            batch.data.movedim(0, 1)
+            if isinstance(batch.data, Tensor) and self.index == FEATURE
+            else batch.data
+        )
 
     def _detect(self, batch: Any) -> Any:
         """Return the form of a batch, and set `index` where the batch is no dict."""
         if isinstance(batch, Mapping):
-            lengths = [length for value in batch.values() if (length := _length(value)) is not None]
+            lengths = [
+                length
+                for value in batch.values()
+                if (length := _length(value)) is not None
+            ]
             if not lengths:
                 wrong = "Unable to index the batch: no value has one entry per sample"
                 raise UnsupportedDataFormatException("batch", wrong, "", REMEDY)
             return _form(batch, self._size(lengths, default=lengths[0]), "batch")
         if not isinstance(batch, (list, tuple, Tensor)):
             wrong = f"Batches of type {type(batch)} are not supported by default"
-            raise UnsupportedDataFormatException("batch", wrong, "Lists, tuples, dicts and tensors are", REMEDY)
+            raise UnsupportedDataFormatException(
+                "batch", wrong, "Lists, tuples, dicts and tensors are", REMEDY
+            )
         samples, features = _dimensions(batch)
         if self.index is None:
             self.index = self._which(batch, samples, features)
@@ -70,13 +96,17 @@ class DefaultTransform(SiftingBatchTransform):
         return [_form(part, features, f"batch[{i}]") for i, part in enumerate(batch)]
 
     def _size(self, lengths: Sequence[int | None], default: int) -> int:
-        """Return the batch size; `default` if the loader has none, or if its only batch is shorter."""
+        """Return the batch size; `default` if the loader has none, or if its only batch
+        is shorter.
+        """
         if self.batch_size is None or (self.alone and self.batch_size not in lengths):
             return default
         return self.batch_size
 
     def _which(self, batch: Any, samples: int, features: int | None) -> int:
-        """Return whether the batch is a list of samples or of features, from the batch size."""
+        """Return whether the batch is a list of samples or of features, from the batch
+        size.
+        """
         default = samples if isinstance(batch, Tensor) or features is None else features
         size = self._size([samples, features], default)
         if samples == features == size:
@@ -84,8 +114,8 @@ class DefaultTransform(SiftingBatchTransform):
                 "batch",
                 f"Both dimension 0 and dimension 1 match batch size {size}",
                 "A batch is a sequence of samples or of features",
-                "Set batch_format_index: 0 where batch[i] is a sample, 1 where batch[i] is a feature of "
-                "all samples (torch's default collation)",
+                "Set batch_format_index: 0 where batch[i] is a sample, 1 where batch[i]"
+                " is a feature of all samples (torch's default collation)",
             )
         if size not in (samples, features):
             raise _mismatch("batch", size, f"they are {samples} and {features}")
@@ -93,7 +123,9 @@ class DefaultTransform(SiftingBatchTransform):
 
 
 def _dimensions(batch: Any) -> tuple[int, int | None]:
-    """Return the sizes of dimensions 0 and 1; None where there is no dimension 1, or its sizes differ."""
+    """Return the sizes of dimensions 0 and 1; None where there is no dimension 1, or
+    its sizes differ.
+    """
     if isinstance(batch, Tensor) and batch.ndim:
         return len(batch), batch.shape[1] if batch.ndim > 1 else None
     if isinstance(batch, Tensor) or not len(batch):
@@ -107,7 +139,9 @@ def _form(value: Any, size: int, where: str) -> Any:
     if _is_constant(value):
         return CONSTANT
     if isinstance(value, Mapping):
-        return {key: _form(item, size, f"{where}[{key!r}]") for key, item in value.items()}
+        return {
+            key: _form(item, size, f"{where}[{key!r}]") for key, item in value.items()
+        }
     if isinstance(value, (Tensor, np.ndarray)):
         if len(value) != size:
             raise _mismatch(where, size, f"its shape is {list(value.shape)}")
@@ -118,9 +152,12 @@ def _form(value: Any, size: int, where: str) -> Any:
     if len(value) == size > 1 and all(columns):
         wrong = f"holds {size} samples, or {size} features of {size} samples"
         remedy = (
-            "Choose another batch size, stack samples or features in a tensor, or pass your own SiftingBatchTransform"
+            "Choose another batch size, stack samples or features in a tensor, or pass"
+            " your own SiftingBatchTransform"
         )
-        raise UnsupportedDataFormatException(where, wrong, "A list that can be read in one way", remedy)
+        raise UnsupportedDataFormatException(
+            where, wrong, "A list that can be read in one way", remedy
+        )
     if len(value) == size and not all(columns):
         return ROWS
     if not any(columns):
@@ -131,32 +168,48 @@ def _form(value: Any, size: int, where: str) -> Any:
 def _is_constant(value: Any) -> bool:
     if isinstance(value, (Tensor, np.ndarray)):
         return not value.ndim
-    return value is None or isinstance(value, (str, bytes, bool, int, float, complex, np.generic))
+    return value is None or isinstance(
+        value, (str, bytes, bool, int, float, complex, np.generic)
+    )
 
 
 def _length(value: Any) -> int | None:
     """Return the length of a part of a batch, or None where it has none."""
     if isinstance(value, Mapping):
-        return next((_length(item) for item in value.values() if not _is_constant(item)), None)
+        return next(
+            (_length(item) for item in value.values() if not _is_constant(item)), None
+        )
     return len(value) if hasattr(value, "__len__") and not _is_constant(value) else None
 
 
 def _unable(value: Any, where: str) -> UnsupportedDataFormatException:
-    return UnsupportedDataFormatException(where, f"Unable to index the batch of type {type(value)}", "", REMEDY)
+    return UnsupportedDataFormatException(
+        where, f"Unable to index the batch of type {type(value)}", "", REMEDY
+    )
 
 
 def _mismatch(where: str, size: Any, sizes: str) -> UnsupportedDataFormatException:
-    wrong = f"Batch size {size} does not match dimension 0 or dimension 1 sizes: {sizes}"
-    return UnsupportedDataFormatException(where, wrong, "One of them must be the sample dimension", REMEDY)
+    wrong = (
+        f"Batch size {size} does not match dimension 0 or dimension 1 sizes: {sizes}"
+    )
+    return UnsupportedDataFormatException(
+        where, wrong, "One of them must be the sample dimension", REMEDY
+    )
 
 
 class TreeBatch(SiftingBatch):
-    """A nested batch, and its form: dicts and lists with ROWS or CONSTANT at their leaves."""
+    """A nested batch, and its form: dicts and lists with ROWS or CONSTANT at their
+    leaves.
+    """
 
     def __init__(self, data: Any, form: Any) -> None:
         self.data, self.form = data, form
         sizes: set[int] = set()
-        _map(lambda kind, parts, _: sizes.add(len(parts[0])) if kind == ROWS else None, form, [data])
+        _map(
+            lambda kind, parts, _: sizes.add(len(parts[0])) if kind == ROWS else None,
+            form,
+            [data],
+        )
         self.sizes = sorted(sizes)
 
     def __len__(self) -> int:
@@ -175,7 +228,10 @@ class TreeBatch(SiftingBatch):
         def leaf(kind: str, parts: list[Any], where: str) -> Any:
             return join_rows(parts, where) if kind == ROWS else _one(parts, where)
 
-        return TreeBatch(_map(leaf, self.form, [self.data, *(batch.data for batch in others)]), self.form)
+        return TreeBatch(
+            _map(leaf, self.form, [self.data, *(batch.data for batch in others)]),
+            self.form,
+        )
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -183,27 +239,47 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
-        return _with_values(value, {key: to_device(item, device) for key, item in value.items()})
+        return _with_values(
+            value, {key: to_device(item, device) for key, item in value.items()}
+        )
     if isinstance(value, (list, tuple)):
         return like(value, [to_device(item, device) for item in value])
     return value
 
 
-def _map(function: Callable[[str, list[Any], str], Any], form: Any, trees: list[Any], where: str = "batch") -> Any:
-    """Return trees of one form as one tree, with `function(kind, leaves, where)` at each leaf."""
+def _map(
+    function: Callable[[str, list[Any], str], Any],
+    form: Any,
+    trees: list[Any],
+    where: str = "batch",
+) -> Any:
+    """Return trees of one form as one tree, with `function(kind, leaves, where)` at
+    each leaf.
+    """
     if isinstance(form, str):
         return function(form, trees, where)
     keys = _keys(form)
     if any(_keys(tree) != keys for tree in trees):
         wrong = "has another structure than in the first batch"
         raise UnsupportedDataFormatException(where, wrong, "All must be equal")
-    values = {key: _map(function, form[key], [tree[key] for tree in trees], f"{where}[{key!r}]") for key in keys}
+    values = {
+        key: _map(
+            function, form[key], [tree[key] for tree in trees], f"{where}[{key!r}]"
+        )
+        for key in keys
+    }
     first = trees[0]
-    return _with_values(first, values) if isinstance(first, Mapping) else like(first, list(values.values()))
+    return (
+        _with_values(first, values)
+        if isinstance(first, Mapping)
+        else like(first, list(values.values()))
+    )
 
 
 def _keys(tree: Any) -> Any:
-    """Return the keys of a mapping or the positions of a sequence; None for anything else."""
+    """Return the keys of a mapping or the positions of a sequence; None for anything
+    else.
+    """
     if isinstance(tree, Mapping):
         return tree.keys()
     return range(len(tree)) if isinstance(tree, (list, tuple)) else None
@@ -219,10 +295,20 @@ def _with_values(mapping: Any, values: dict[Any, Any]) -> Any:
 def _one(parts: list[Any], where: str) -> Any:
     first = parts[0]
     for part in parts[1:]:
-        equal = torch.equal(first, part) if isinstance(first, Tensor) and isinstance(part, Tensor) else first == part
+        equal = (
+            torch.equal(first, part)
+            if isinstance(first, Tensor) and isinstance(part, Tensor)
+            else first == part
+        )
         if not equal:
-            wrong = f"is one value for the whole batch ({first!r}) and another ({part!r}) in the next one"
+            wrong = (
+                f"is one value for the whole batch ({first!r}) and another ({part!r})"
+                " in the next one"
+            )
             allowed = "Sifted samples of several batches share one value"
-            remedy = "Give it per sample, drop it, or use your own SiftingBatchTransform (batch_transforms)"
+            remedy = (
+                "Give it per sample, drop it, or use your own SiftingBatchTransform"
+                " (batch_transforms)"
+            )
             raise UnsupportedDataFormatException(where, wrong, allowed, remedy)
     return first

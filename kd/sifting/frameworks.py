@@ -1,4 +1,5 @@
-"""Sifting under the module names of Amazon's package, in the Hugging Face `Trainer`, and times of a Lightning run.
+"""Sifting under the module names of Amazon's package, in the Hugging Face `Trainer`,
+and times of a Lightning run.
 
 None of these packages is imported for it.
 """
@@ -13,7 +14,10 @@ from typing import Any
 import torch
 
 from kd.core.errors import KdError, MissingExtra
-from kd.sifting.config import RelativeProbabilisticSiftConfig, SiftConfigValidationException
+from kd.sifting.config import (
+    RelativeProbabilisticSiftConfig,
+    SiftConfigValidationException,
+)
 from kd.sifting.dataloader import SiftingDataloader
 from kd.sifting.timing import logger
 
@@ -21,7 +25,11 @@ RANDOM = "kd.sifting.random"  # key of torch's random state in a Lightning check
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 NAME = "smart_sifting"
 MODULES = {
-    "sift_config.sift_configs": ("RelativeProbabilisticSiftConfig", "LossConfig", "SiftingBaseConfig"),
+    "sift_config.sift_configs": (
+        "RelativeProbabilisticSiftConfig",
+        "LossConfig",
+        "SiftingBaseConfig",
+    ),
     "dataloader.sift_dataloader": ("SiftingDataloader",),
     "data_model.data_model_interface": ("SiftingBatch", "SiftingBatchTransform"),
     "data_model.list_batch": ("ListBatch",),
@@ -30,7 +38,9 @@ MODULES = {
     "integrations.trainer": ("enable_sifting",),
     "metrics.lightning": ("TrainingMetricsRecorder",),
 }
-"""Where a script imports each name from, as Amazon's documentation and examples have it."""
+"""Where a script imports each name from, as Amazon's documentation and examples have
+it.
+"""
 
 
 def enable_sifting(
@@ -42,30 +52,37 @@ def enable_sifting(
 ) -> None:
     """Let a Hugging Face Trainer train on sifted batches.
 
-    As in smart sifting, the loader has no length. Set `max_steps`, or `set_epochs=True` to train for
-    `num_train_epochs`: then `max_steps` becomes the exact number of steps after sifting, so that the learning rate
-    decays fully. Smart sifting sets it to the largest integer, with which the rate never decays.
+    As in smart sifting, the loader has no length. Set `max_steps`, or `set_epochs=True`
+    to train for `num_train_epochs`: then `max_steps` becomes the exact number of steps
+    after sifting, so that the learning rate decays fully. Smart sifting sets it to the
+    largest integer, with which the rate never decays.
 
-    Not handled: `resume_from_checkpoint` restores weights and step count, but starts a new epoch with an empty window.
-    Batches of a sifted loader cannot be skipped, so `ignore_data_skip` is set.
+    Not handled: `resume_from_checkpoint` restores weights and step count, but starts a
+    new epoch with an empty window. Batches of a sifted loader cannot be skipped, so
+    `ignore_data_skip` is set.
 
     Args:
-        trainer: a `transformers.Trainer`. During training, `trainer.sifting_dataloader` is the loader.
+        trainer: a `transformers.Trainer`. During training, `trainer.sifting_dataloader`
+            is the loader.
         sift_config: see `SiftingDataloader`.
         loss: an object with `loss(model, transformed_batch, original_batch)`.
         set_epochs: train for `num_train_epochs`.
         options: further arguments of `SiftingDataloader`.
 
     Raises:
-        SiftConfigValidationException: at the start of training, with `set_epochs`, if the loader's length is unknown.
+        SiftConfigValidationException: at the start of training, with `set_epochs`, if
+            the loader's length is unknown.
     """
     original = trainer.get_train_dataloader
 
     def get_train_dataloader() -> SiftingDataloader:
-        loader = SiftingDataloader(sift_config, original(), trainer.model, loss, **options)
+        loader = SiftingDataloader(
+            sift_config, original(), trainer.model, loss, **options
+        )
         if set_epochs:
             trainer.args.max_steps = _steps(loader, trainer.args)
-        # The Trainer would count epochs by the length of the first one, and stop early after a delay.
+        # The Trainer would count epochs by the length of the first one, and stop early
+        # after a delay.
         loader.sized = False
         trainer.sifting_dataloader = loader
         return loader
@@ -75,7 +92,9 @@ def enable_sifting(
 
 
 def _steps(loader: SiftingDataloader, args: Any) -> int:
-    """Return the optimizer steps of all epochs; an incomplete gradient accumulation at the end of one is no step."""
+    """Return the optimizer steps of all epochs; an incomplete gradient accumulation at
+    the end of one is no step.
+    """
     epochs, accumulate = args.num_train_epochs, args.gradient_accumulation_steps
     num_full = int(epochs)
     try:
@@ -84,36 +103,54 @@ def _steps(loader: SiftingDataloader, args: Any) -> int:
         wrong = "is True, but the number of batches of an epoch is not known"
         allowed = "It needs pick='fixed' and a dataset with a length"
         remedy = "Set max_steps in the TrainingArguments instead"
-        raise SiftConfigValidationException("enable_sifting.set_epochs", wrong, allowed, remedy) from None
+        raise SiftConfigValidationException(
+            "enable_sifting.set_epochs", wrong, allowed, remedy
+        ) from None
     last = int(lengths[num_full] * (epochs - num_full))
     return max(1, sum(length // accumulate for length in [*lengths[:num_full], last]))
 
 
 def _callback_class() -> type[Any]:
-    """Return the Callback class of the Lightning package that is imported already, or else of an installed one."""
+    """Return the Callback class of the Lightning package that is imported already, or
+    else of an installed one.
+    """
     for name in sorted(PACKAGES, key=lambda name: name not in sys.modules):
         try:
             return importlib.import_module(name).Callback
         except ModuleNotFoundError:
             continue
     wrong = "Lightning is not installed"
-    raise MissingExtra("TrainingMetricsRecorder", wrong, "", "pip install lightning (or pytorch-lightning)")
+    raise MissingExtra(
+        "TrainingMetricsRecorder",
+        wrong,
+        "",
+        "pip install lightning (or pytorch-lightning)",
+    )
 
 
 class TrainingMetricsRecorder:
-    """Lightning callback: log how long forward, backward and optimizer take. MissingExtra: there is no Lightning.
+    """Lightning callback: log how long forward, backward and optimizer take.
+    MissingExtra: there is no Lightning.
 
-    `latencies` holds the latest values in seconds under smart sifting's names, measured on the host. On a GPU they are
-    accurate only where the loop synchronizes. The loader's own metrics are `loader.metrics`.
+    `latencies` holds the latest values in seconds under smart sifting's names, measured
+    on the host. On a GPU they are accurate only where the loop synchronizes. The
+    loader's own metrics are `loader.metrics`.
 
-    With the `SiftingDataloader` that the Trainer reads, the bar has a length, and a resumed run equals one that was not
-    interrupted, within an epoch and after it. Not handled: ranks whose shards differ in length.
+    With the `SiftingDataloader` that the Trainer reads, the bar has a length, and a
+    resumed run equals one that was not interrupted, within an epoch and after it. Not
+    handled: ranks whose shards differ in length.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         base = _callback_class()
-        if not issubclass(cls, base):  # derived here, so that importing kd.sifting does not import Lightning
-            cls = type(cls.__name__, (cls, base), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+        if not issubclass(
+            cls, base
+        ):  # derived here, so that importing kd.sifting does not import Lightning
+            cls = type(
+                cls.__name__,
+                (cls, base),
+                {"__doc__": cls.__doc__, "__module__": cls.__module__},
+            )
         return object.__new__(cls)
 
     def __init__(self, loader: SiftingDataloader | None = None) -> None:
@@ -126,22 +163,34 @@ class TrainingMetricsRecorder:
         if self.loader is not None:
             self.loader.counted = True
 
-    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: Any, module: Any, checkpoint: dict[str, Any]
+    ) -> None:
         checkpoint[RANDOM] = torch.get_rng_state()
 
-    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
-        self._state = next(({"loader": one} for one in states if "order.torch" in one), {})
+    def on_load_checkpoint(
+        self, trainer: Any, module: Any, checkpoint: Mapping[str, Any]
+    ) -> None:
+        states = checkpoint["loops"]["fit_loop"]["state_dict"].get(
+            "combined_loader", []
+        )
+        self._state = next(
+            ({"loader": one} for one in states if "order.torch" in one), {}
+        )
         self._state |= {RANDOM: checkpoint[RANDOM]} if RANDOM in checkpoint else {}
 
     def on_train_start(self, *args: Any, **kwargs: Any) -> None:
-        if self.loader is not None and "loader" in self._state:  # Lightning restores loaders within an epoch only
+        if (
+            self.loader is not None and "loader" in self._state
+        ):  # Lightning restores loaders within an epoch only
             self.loader.load_state_dict(self._state["loader"])
         if RANDOM in self._state:  # it restores none
             torch.set_rng_state(self._state[RANDOM].cpu())
 
     def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
-        if self.loader is not None:  # epochs differ in length, which Lightning reads once
+        if (
+            self.loader is not None
+        ):  # epochs differ in length, which Lightning reads once
             trainer.fit_loop.max_batches = len(self.loader)
 
     def _lap(self, name: str) -> None:
@@ -168,10 +217,12 @@ class TrainingMetricsRecorder:
 
 
 def install_as_smart_sifting() -> None:
-    """Let `import smart_sifting...` find the names of `kd.sifting`; KdError: Amazon's own package is installed.
+    """Let `import smart_sifting...` find the names of `kd.sifting`; KdError: Amazon's
+    own package is installed.
 
-    Call it before the script's imports, or run a script unchanged: `python -c "import kd.sifting as s, runpy;
-    s.install_as_smart_sifting(); runpy.run_path('train.py', run_name='__main__')"`.
+    Call it before the script's imports, or run a script unchanged: `python -c "import
+    kd.sifting as s, runpy; s.install_as_smart_sifting(); runpy.run_path('train.py',
+    run_name='__main__')"`.
     """
     import kd.sifting
 
@@ -180,7 +231,10 @@ def install_as_smart_sifting() -> None:
     if NAME in sys.modules or importlib.util.find_spec(NAME) is not None:
         wrong = f"the package {NAME} is installed"
         raise KdError(
-            "install_as_smart_sifting", wrong, "It is not replaced", "Drop the call, or uninstall the package"
+            "install_as_smart_sifting",
+            wrong,
+            "It is not replaced",
+            "Drop the call, or uninstall the package",
         )
     modules = {NAME: ModuleType(NAME)}
     for path, names in MODULES.items():

@@ -18,11 +18,16 @@ from kd.sifting.formats import to_device
 class Loss:
     """Base class of the loss per sample: derive from it and implement `loss`."""
 
-    def loss(self, model: nn.Module, transformed_batch: SiftingBatch, original_batch: Any = None) -> Tensor:
+    def loss(
+        self,
+        model: nn.Module,
+        transformed_batch: SiftingBatch,
+        original_batch: Any = None,
+    ) -> Tensor:
         """Return one loss per sample, float [B], with `reduction="none"`.
 
-        `model` is the loader's, `transformed_batch` the batch after `batch_transforms`, `original_batch` the one of the
-        original loader on the model's device.
+        `model` is the loader's, `transformed_batch` the batch after `batch_transforms`,
+        `original_batch` the one of the original loader on the model's device.
         """
         raise _not_implemented(self)
 
@@ -31,14 +36,22 @@ LossMethod = Callable[[nn.Module, SiftingBatch, Any], Tensor]
 
 
 def method_of(loss_impl: Any) -> LossMethod:
-    """Return the `loss` method of a user's object, whether or not it derives from `Loss`.
+    """Return the `loss` method of a user's object, whether or not it derives from
+    `Loss`.
 
-    Read from the class, because Amazon's example sets an attribute of that name: `self.loss = CrossEntropyLoss()`.
+    Read from the class, because Amazon's example sets an attribute of that name:
+    `self.loss = CrossEntropyLoss()`.
     """
     if loss_impl is None or isinstance(loss_impl, type):
-        wrong = "is missing" if loss_impl is None else f"is the class {loss_impl.__name__}, not an instance"
+        wrong = (
+            "is missing"
+            if loss_impl is None
+            else f"is the class {loss_impl.__name__}, not an instance"
+        )
         allowed = "It must be an object of a class derived from kd.sifting.Loss"
-        raise LossImplementationNotProvidedException("loss_impl", wrong, allowed, "Pass loss_impl=MyLoss()")
+        raise LossImplementationNotProvidedException(
+            "loss_impl", wrong, allowed, "Pass loss_impl=MyLoss()"
+        )
     method = getattr(type(loss_impl), "loss", None)
     if not callable(method) or method is Loss.loss:
         raise _not_implemented(loss_impl)
@@ -47,23 +60,42 @@ def method_of(loss_impl: Any) -> LossMethod:
 
 def _not_implemented(loss_impl: Any) -> LossImplementationNotProvidedException:
     wrong = f"{type(loss_impl).__name__} does not implement loss()"
-    allowed = "loss(self, model, transformed_batch, original_batch) must return one value per sample"
-    remedy = "Write it as a method; an attribute of that name set in __init__ is not used"
+    allowed = (
+        "loss(self, model, transformed_batch, original_batch) must return one value per"
+        " sample"
+    )
+    remedy = (
+        "Write it as a method; an attribute of that name set in __init__ is not used"
+    )
     return LossImplementationNotProvidedException("loss_impl", wrong, allowed, remedy)
 
 
-def losses_of(method: LossMethod, model: nn.Module, sifting: SiftingBatch, original: Any) -> Tensor:
-    """Return the losses [B] of a batch by the current model, in evaluation mode, without gradients."""
+def losses_of(
+    method: LossMethod, model: nn.Module, sifting: SiftingBatch, original: Any
+) -> Tensor:
+    """Return the losses [B] of a batch by the current model, in evaluation mode,
+    without gradients.
+    """
     device = device_of(model)
     with _undisturbed(model, device):
         losses = method(model, sifting, to_device(original, device))
     size = len(sifting)
-    if not isinstance(losses, Tensor) or losses.numel() != size or (losses.ndim and len(losses) != size):
-        shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    if (
+        not isinstance(losses, Tensor)
+        or losses.numel() != size
+        or (losses.ndim and len(losses) != size)
+    ):
+        shape = (
+            list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        )
         wrong = f"loss() returned {shape} for {size} samples"
         allowed = f"One value per sample is needed: [{size}]"
-        remedy = 'Use reduction="none", and the mean over the other dimensions of a sample'
-        raise LossImplementationNotProvidedException("loss_impl", wrong, allowed, remedy)
+        remedy = (
+            'Use reduction="none", and the mean over the other dimensions of a sample'
+        )
+        raise LossImplementationNotProvidedException(
+            "loss_impl", wrong, allowed, remedy
+        )
     return losses.detach().reshape(size)
 
 
@@ -75,14 +107,20 @@ def device_of(model: nn.Module) -> torch.device:
 
 @contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Switch to evaluation mode; on exit restore each submodule's mode and the random states.
+    """Switch to evaluation mode; on exit restore each submodule's mode and the random
+    states.
 
-    DDP's broadcast of buffers in the forward pass is switched off: ranks may score different numbers of batches, and a
-    rank that broadcasts alone would hang. torch documents no switch for it after construction; the attribute was
-    checked in torch 2.15.
+    DDP's broadcast of buffers in the forward pass is switched off: ranks may score
+    different numbers of batches, and a rank that broadcasts alone would hang. torch
+    documents no switch for it after construction; the attribute was checked in torch
+    2.15.
     """
     modes = [(module, module.training) for module in model.modules()]
-    synced = [(m, m.require_forward_param_sync) for m, _ in modes if isinstance(m, DistributedDataParallel)]
+    synced = [
+        (m, m.require_forward_param_sync)
+        for m, _ in modes
+        if isinstance(m, DistributedDataParallel)
+    ]
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices, device_type="cuda"), torch.no_grad():
         try:
@@ -95,5 +133,6 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
                 module.training = training
             for module, flag in synced:
                 module.require_forward_param_sync = flag
-            # Inside the user's autocast, the training step would reuse weights that were cast without gradients.
+            # Inside the user's autocast, the training step would reuse weights that
+            # were cast without gradients.
             torch.clear_autocast_cache()

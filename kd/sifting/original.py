@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 class Sizes(NamedTuple):
-    """How many batches and samples an epoch of this rank has, and the samples of a full batch; None: not known."""
+    """How many batches and samples an epoch of this rank has, and the samples of a full
+    batch; None: not known.
+    """
 
     batches: int | None
     samples: int | None
@@ -25,10 +27,14 @@ def sizes_of(loader: Any) -> Sizes:
     if batches is None or not isinstance(batch_size, int):
         return Sizes(batches, None, batch_size if isinstance(batch_size, int) else None)
     samples = None
-    if getattr(sampler, "even_batches", False):  # accelerate's per-rank sampler: every batch is full
+    if getattr(
+        sampler, "even_batches", False
+    ):  # accelerate's per-rank sampler: every batch is full
         samples = batches * batch_size
     elif type(sampler) is torch.utils.data.BatchSampler:
-        samples = batches * batch_size if sampler.drop_last else _length(sampler.sampler)
+        samples = (
+            batches * batch_size if sampler.drop_last else _length(sampler.sampler)
+        )
     return Sizes(batches, samples, batch_size)
 
 
@@ -40,15 +46,28 @@ def _length(sized: Any) -> int | None:
 
 
 def random_state(loader: Any) -> dict[str, Tensor]:
-    """Return the states of the generators that determine the order of the next epoch."""
-    own = {name: generator.get_state() for name, generator in _generators(loader).items()}
+    """Return the states of the generators that determine the order of the
+    next epoch.
+    """
+    own = {
+        name: generator.get_state() for name, generator in _generators(loader).items()
+    }
     return {"torch": torch.get_rng_state(), **own}
 
 
 def _generators(loader: Any) -> dict[str, torch.Generator]:
-    holders = {"loader": loader, "sampler": getattr(getattr(loader, "batch_sampler", None), "sampler", None)}
-    found = {name: getattr(holder, "generator", None) for name, holder in holders.items()}
-    return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
+    holders = {
+        "loader": loader,
+        "sampler": getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+    }
+    found = {
+        name: getattr(holder, "generator", None) for name, holder in holders.items()
+    }
+    return {
+        name: generator
+        for name, generator in found.items()
+        if isinstance(generator, torch.Generator)
+    }
 
 
 def restore(loader: Any, order: Mapping[str, Tensor]) -> None:
@@ -59,10 +78,14 @@ def restore(loader: Any, order: Mapping[str, Tensor]) -> None:
             generator.set_state(order[name].cpu())
 
 
-def resume(loader: Iterable[Any], order: dict[str, Tensor], position: int) -> Iterator[Any]:
-    """Repeat the epoch of those random states from batch `position` on; the caller's random state does not change.
+def resume(
+    loader: Iterable[Any], order: dict[str, Tensor], position: int
+) -> Iterator[Any]:
+    """Repeat the epoch of those random states from batch `position` on; the caller's
+    random state does not change.
 
-    Not handled: an order drawn from numpy or `random`, and a loader that restores its own position (torchdata's).
+    Not handled: an order drawn from numpy or `random`, and a loader that restores its
+    own position (torchdata's).
     """
     with torch.random.fork_rng(devices=[]):
         restore(loader, order)

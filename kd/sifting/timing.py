@@ -1,4 +1,6 @@
-"""The metrics of sifting under smart sifting's names, and the check that it saves time."""
+"""The metrics of sifting under smart sifting's names, and the check that it
+saves time.
+"""
 
 import logging
 import statistics
@@ -10,7 +12,9 @@ from typing import Any
 import torch
 
 logger = logging.getLogger("kd.sifting")
-PILOT = 24  # number of scored batches timed for the prediction of the saving; the first quarter is warm-up
+# number of scored batches timed for the prediction of the saving; the first quarter is
+# warm-up
+PILOT = 24
 
 
 class Meter:
@@ -18,10 +22,15 @@ class Meter:
 
     def __init__(self, log_batch_data: bool) -> None:
         self.log_batch_data = log_batch_data
-        self.metrics: dict[str, Any] = {"num_orig_samples_seen": 0, "num_orig_samples_kept": 0}
+        self.metrics: dict[str, Any] = {
+            "num_orig_samples_seen": 0,
+            "num_orig_samples_kept": 0,
+        }
         self.scoring: list[float] = []  # seconds per scored sample, in the pilot
         self.training: list[float] = []  # seconds per trained sample, in the pilot
-        self.saving: float | None = None  # predicted share of an epoch's time; None during the pilot
+        self.saving: float | None = (
+            None  # predicted share of an epoch's time; None during the pilot
+        )
 
     def count(self, seen: int, selected: int) -> None:
         self.metrics["num_orig_samples_seen"] += seen
@@ -29,7 +38,9 @@ class Meter:
 
     @contextmanager
     def timed(self, name: str, wait_for: torch.device | None = None) -> Iterator[None]:
-        """Time one function of sifting, on the host; the pilot waits for a device if one is given."""
+        """Time one function of sifting, on the host; the pilot waits for a device if
+        one is given.
+        """
         device = wait_for if self.saving is None else None
         start = now(device)
         yield
@@ -37,32 +48,47 @@ class Meter:
 
     def score(self, size: int) -> None:
         if self.saving is None:
-            self.scoring.append(self.metrics["func:calculate_relevance_values latency"] / size)
+            self.scoring.append(
+                self.metrics["func:calculate_relevance_values latency"] / size
+            )
 
     def train(self, seconds: float, size: int, keep: float) -> None:
-        """Record the time of a training step; at the end of the pilot, log the predicted saving."""
+        """Record the time of a training step; at the end of the pilot, log the
+        predicted saving.
+        """
         self.training.append(seconds / size)
         if min(len(self.scoring), len(self.training)) >= PILOT:
             self._judge(keep)
 
     def _judge(self, keep: float) -> None:
-        score, train = (statistics.median(times[PILOT // 4 :]) for times in (self.scoring, self.training))
+        score, train = (
+            statistics.median(times[PILOT // 4 :])
+            for times in (self.scoring, self.training)
+        )
         self.saving = 1 - keep - score / train
         self.metrics["predicted_saving"] = self.saving
         text = (
-            f"scoring takes {score * 1e3:.3g} ms per sample, a training step {train * 1e3:.3g} ms per sample, "
-            f"{keep:.1%} are kept: 1 - {keep:.3f} - {score / train:.3f} = {self.saving:+.1%} of the time is saved"
+            f"scoring takes {score * 1e3:.3g} ms per sample, a training step"
+            f" {train * 1e3:.3g} ms per sample, {keep:.1%} are kept: 1 - {keep:.3f} -"
+            f" {score / train:.3f} = {self.saving:+.1%} of the time is saved"
         )
         if self.saving > 0:
             logger.info(text)
         else:
-            logger.warning(f"sifting saves nothing here: {text}. Raise beta_value, or train without sifting")
+            logger.warning(
+                f"sifting saves nothing here: {text}. Raise beta_value, or train"
+                " without sifting"
+            )
 
     def record_losses(self, losses: torch.Tensor, index: torch.Tensor) -> None:
-        """Record the losses of a candidate batch and of its selected samples; copies them from the device."""
+        """Record the losses of a candidate batch and of its selected samples; copies
+        them from the device.
+        """
         if self.log_batch_data:
             self.metrics["relevance_values"] = losses.tolist()
-            self.metrics["relevance_values_kept"] = losses[index.to(losses.device)].tolist()
+            self.metrics["relevance_values_kept"] = losses[
+                index.to(losses.device)
+            ].tolist()
 
     def log(self, size: int, seconds: float) -> None:
         self.metrics["Batch size for next sifted batch"] = size

@@ -1,4 +1,6 @@
-"""Does a teacher pay? The student, and the same student on labels alone, over their total cost."""
+"""Does a teacher pay? The student, and the same student on labels alone, over their
+total cost.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,19 @@ from typing import NamedTuple
 from kd.study.learning import Learning, learning
 from kd.study.report.record import RunRecord, spent_of, total
 
-Curve = Mapping[float, float]  # validation score of each evaluation by cost, in the unit of `RunRecord.spent`
+Curve = Mapping[
+    float, float
+]  # validation score of each evaluation by cost, in the unit of `RunRecord.spent`
 
-ENOUGH = 0.9  # smallest share of the cost that labels alone must have had: CPU times vary by a few percent
+# smallest share of the cost that labels alone must have had: CPU times vary by a few
+# percent
+ENOUGH = 0.9
 AIM = 1.1
-"""Cost of labels alone that is aimed at, as a share of the cost of distilling. Eleven checks of two runs, on a loaded
-machine, told 0.97 to 1.13 times the steps that took as much. A verdict needs `ENOUGH`, so a length suffices where the
-estimate is up to 18 % too small."""
+"""Cost of labels alone that is aimed at, as a share of the cost of distilling. Eleven
+checks of two runs, on a loaded machine, told 0.97 to 1.13 times the steps that took as
+much. A verdict needs `ENOUGH`, so a length suffices where the estimate is up to 18 %
+too small.
+"""
 ROWS = 6  # of the table in a terminal
 
 
@@ -27,7 +35,9 @@ class Arms(NamedTuple):
 
     @classmethod
     def of(cls, run: RunRecord) -> Arms | None:
-        """Return the arms of a run; None without a baseline or without recorded costs."""
+        """Return the arms of a run; None without a baseline or without
+        recorded costs.
+        """
         before = total((run.fitting_spent, run.at_hand))
         if run.baseline is None or before is None:
             return None
@@ -46,49 +56,79 @@ class Arms(NamedTuple):
 
     @property
     def pays_from(self) -> float:
-        """The cost from which on the distilled student stays better than the best of labels alone; at most its own."""
-        no_better = max((cost for cost, score in self.distilled.items() if score <= self.best), default=0.0)
-        return min((cost for cost in self.distilled if cost > no_better), default=max(self.distilled))
+        """The cost from which on the distilled student stays better than the best of
+        labels alone; at most its own.
+        """
+        no_better = max(
+            (cost for cost, score in self.distilled.items() if score <= self.best),
+            default=0.0,
+        )
+        return min(
+            (cost for cost in self.distilled if cost > no_better),
+            default=max(self.distilled),
+        )
 
     def table(self) -> list[tuple[float, ...]]:
-        """Return a few costs up to the end with the best score of each arm so far; NaN before its first."""
+        """Return a few costs up to the end with the best score of each arm so far; NaN
+        before its first.
+        """
         costs = [self.end * number / ROWS for number in range(1, ROWS + 1)]
-        return [(cost, best_of(self.distilled, cost), best_of(self.alone, cost)) for cost in costs]
+        return [
+            (cost, best_of(self.distilled, cost), best_of(self.alone, cost))
+            for cost in costs
+        ]
 
 
 def best_of(curve: Curve, cost: float = math.inf) -> float:
     """Return the best score for at most a cost; NaN without one."""
-    return max((score for spent, score in curve.items() if spent <= cost), default=math.nan)
+    return max(
+        (score for spent, score in curve.items() if spent <= cost), default=math.nan
+    )
 
 
 def curve_of(run: RunRecord, before: float) -> dict[float, float]:
-    """Return a run's scores over its cost, after a cost `before`; empty if none is recorded."""
-    costs = {row["step"]: spent_of([row], run.manifest) for row in run.train}  # a log window ends at an evaluation
-    spent = [(costs.get(row["step"]), float(row[run.selection_metric.key])) for row in run.val]
+    """Return a run's scores over its cost, after a cost `before`; empty if none is
+    recorded.
+    """
+    costs = {
+        row["step"]: spent_of([row], run.manifest) for row in run.train
+    }  # a log window ends at an evaluation
+    spent = [
+        (costs.get(row["step"]), float(row[run.selection_metric.key]))
+        for row in run.val
+    ]
     return {before + cost: score for cost, score in spent if cost is not None}
 
 
 def has_stopped(curve: Curve) -> bool:
-    """Return whether labels alone no longer improve: no new best in half of the evaluations, and in several."""
+    """Return whether labels alone no longer improve: no new best in half of the
+    evaluations, and in several.
+    """
     scores = [*curve.values()]
     return len(scores) - 1 - scores.index(max(scores)) >= patience_of(len(scores))
 
 
 LEAST = 5
-"""Fewest evaluations without a new best that end labels alone: half of a few is chance. Half of twenty would have ended
-one of three measured arms after 14, at no loss of its best score; five were too few in a fit on labels, whose accuracy
-stood below 72.0 % for five evaluations and rose to 76.5 % (benchmarks/still_learning.py, column `cut`)."""
+"""Fewest evaluations without a new best that end labels alone: half of a few is chance.
+Half of twenty would have ended one of three measured arms after 14, at no loss of its
+best score; five were too few in a fit on labels, whose accuracy stood below 72.0 % for
+five evaluations and rose to 76.5 % (benchmarks/still_learning.py, column `cut`).
+"""
 
 
 def patience_of(evaluations: int) -> int:
-    """Return after how many evaluations in a row without a new best labels alone end."""
+    """Return after how many evaluations in a row without a new best labels
+    alone end.
+    """
     return max(LEAST, math.ceil(evaluations / 2))
 
 
 def length_alone(run: RunRecord) -> dict[str, int]:
-    """Return steps and patience of the arm on labels alone of a finished run: `run.steps`, `run.patience`.
+    """Return steps and patience of the arm on labels alone of a finished run:
+    `run.steps`, `run.patience`.
 
-    It gets what distilling cost in all. The arm is an instrument, not the product, so a stopwatch may set its length.
+    It gets what distilling cost in all. The arm is an instrument, not the product, so a
+    stopwatch may set its length.
     """
     cost, each = run.spent_in_all, cost_of_step(run)
     needed = math.ceil(AIM * cost / each) if cost and each else 0
@@ -96,7 +136,8 @@ def length_alone(run: RunRecord) -> dict[str, int]:
 
 
 def cost_of_step(run: RunRecord) -> float | None:
-    """Return the cost of a step of the student without its teacher, in the unit of `RunRecord.spent`; None: unknown.
+    """Return the cost of a step of the student without its teacher, in the unit of
+    `RunRecord.spent`; None: unknown.
 
     The first log window, whose steps warm up, counts only if there is no other.
     """
@@ -104,15 +145,25 @@ def cost_of_step(run: RunRecord) -> float | None:
     if not rows or run.spent is None:
         return None
     asked = sum(row.get("ms_teacher", 0.0) for row in rows)
-    whole = sum(value for row in rows for name, value in row.items() if name.startswith("ms_"))
+    whole = sum(
+        value for row in rows for name, value in row.items() if name.startswith("ms_")
+    )
     spent = run.spent - (spent_of(first, run.manifest) or 0.0)
-    return spent * (1 - asked / whole if whole else 1.0) / (run.steps - sum(row["step"] for row in first))
+    return (
+        spent
+        * (1 - asked / whole if whole else 1.0)
+        / (run.steps - sum(row["step"] for row in first))
+    )
 
 
 def learned(run: RunRecord) -> Learning:
     """Return whether the student of a finished run still learned."""
     if run.gave_up:
-        return Learning("stopped", f"{run.keys['run.patience']} evaluations in a row were no better")
+        return Learning(
+            "stopped", f"{run.keys['run.patience']} evaluations in a row were no better"
+        )
     column = run.selection_metric
     scores = [(row["step"] / run.steps, float(row[column.key])) for row in run.val]
-    return learning(scores, run.manifest.get("validation_images", 0) if column.unit == "%" else 0)
+    return learning(
+        scores, run.manifest.get("validation_images", 0) if column.unit == "%" else 0
+    )

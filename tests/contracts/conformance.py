@@ -1,6 +1,8 @@
-"""One rank of the backends' conformance suite; the tests compare the files that the ranks write.
+"""One rank of the backends' conformance suite; the tests compare the files that the
+ranks write.
 
-`main([kind, options as JSON, folder, task])`. A backend that this machine lacks exits with code 77 and the reason.
+`main([kind, options as JSON, folder, task])`. A backend that this machine lacks exits
+with code 77 and the reason.
 """
 
 import hashlib
@@ -28,19 +30,27 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     module = registry.find("backends", kind, "backend.kind")
     try:
-        made = module.build(module.Options(**json.loads(options)), precision="fp32", timeout_seconds=15.0)
+        made = module.build(
+            module.Options(**json.loads(options)),
+            precision="fp32",
+            timeout_seconds=15.0,
+        )
     except KdError as error:
         print(error)
         return CANNOT
     made.setup()
     facts = {"train": train, "resume": resume, "lose": lose}[task](made, Path(folder))
-    library = sys.modules.get("smdistributed.dataparallel.torch.torch_smddp") or sys.modules.get("torch_neuronx")
+    library = sys.modules.get(
+        "smdistributed.dataparallel.torch.torch_smddp"
+    ) or sys.modules.get("torch_neuronx")
     facts["operations"] = dict(library.OPERATIONS) if library else {}
     if task == "train" and hasattr(library, "SHAPES"):
         known = set(library.SHAPES)
         ours(made, zero=False)
         facts["compiled_again"] = [str(shape) for shape in library.SHAPES - known]
-    (Path(folder) / f"{task}_{made.world_size}_{made.rank}.json").write_text(json.dumps(facts))
+    (Path(folder) / f"{task}_{made.world_size}_{made.rank}.json").write_text(
+        json.dumps(facts)
+    )
     if task != "lose":
         made.close()
     return 0
@@ -48,11 +58,15 @@ def main(argv: list[str]) -> int:
 
 def network(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+    return nn.Sequential(
+        nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)
+    )
 
 
 def shares(step: int, made: Any, micros: int) -> Iterator[Tensor]:
-    """Yield this rank's micro-batches of a step; the rows of a step are the same on any number of ranks."""
+    """Yield this rank's micro-batches of a step; the rows of a step are the same on any
+    number of ranks.
+    """
     rows = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step))
     size = ROWS // (micros * made.world_size)
     for micro in range(micros):
@@ -75,8 +89,12 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def ours(made: Any, zero: bool, micros: int = 1, cls: Any = torch.optim.AdamW) -> tuple[nn.Module, Any]:
-    """Train with the contract's methods; the ranks start with different weights, which `wrap` must make equal."""
+def ours(
+    made: Any, zero: bool, micros: int = 1, cls: Any = torch.optim.AdamW
+) -> tuple[nn.Module, Any]:
+    """Train with the contract's methods; the ranks start with different weights, which
+    `wrap` must make equal.
+    """
     model = network(made.rank).to(made.device)
     module = made.wrap(model)
     optimizer = made.optimizer(groups(model), cls, zero, lr=LR)
@@ -139,29 +157,49 @@ def train(made: Any, folder: Path) -> dict[str, Any]:
 
 
 def resume(made: Any, folder: Path) -> dict[str, Any]:
-    """Load the two-rank run's state in this world, return it, and make one more step; ZeRO's where it is allowed."""
+    """Load the two-rank run's state in this world, return it, and make one more step;
+    ZeRO's where it is allowed.
+    """
     saved = load_file(folder / "train_2.safetensors")
     name = "zero" if any(key.startswith("model/zero/") for key in saved) else "plain"
     model = network(0).to(made.device)
     module = made.wrap(model)
     optimizer = made.optimizer(groups(model), torch.optim.AdamW, name == "zero", lr=LR)
     start = f"model/{name}/"
-    model.load_state_dict({key.removeprefix(start): value for key, value in saved.items() if key.startswith(start)})
+    model.load_state_dict(
+        {
+            key.removeprefix(start): value
+            for key, value in saved.items()
+            if key.startswith(start)
+        }
+    )
     state: dict[int, dict[str, Tensor]] = {}
     for path, value in saved.items():
         if path.startswith(f"state/{name}/"):
             _, _, index, key = path.split("/")
             state.setdefault(int(index), {})[key] = value
     made.load_optimizer_state(
-        optimizer, {"state": state, "param_groups": json.loads((folder / "groups.json").read_text())}
+        optimizer,
+        {
+            "state": state,
+            "param_groups": json.loads((folder / "groups.json").read_text()),
+        },
     )
     returned = made.optimizer_state(optimizer)
-    copied = flat({}, {name: returned}) if returned else {}  # a state dict refers to the live tensors
+    copied = (
+        flat({}, {name: returned}) if returned else {}
+    )  # a state dict refers to the live tensors
     backward(made, module, STEPS, 1)
     made.step(optimizer, 0.5)
     if made.rank == 0:
-        save_file({**flat({name: model}, {}), **copied}, folder / f"resume_{made.world_size}.safetensors")
-    return {"digest": digest(model), "lr": [group["lr"] for group in optimizer.param_groups]}
+        save_file(
+            {**flat({name: model}, {}), **copied},
+            folder / f"resume_{made.world_size}.safetensors",
+        )
+    return {
+        "digest": digest(model),
+        "lr": [group["lr"] for group in optimizer.param_groups],
+    }
 
 
 def lose(made: Any, folder: Path) -> dict[str, Any]:
@@ -175,7 +213,11 @@ def lose(made: Any, folder: Path) -> dict[str, Any]:
     except RuntimeError as error:
         explained = made.explain(error)
     foreign = made.explain(RuntimeError("shape mismatch"))
-    return {"text": str(explained), "kind": type(explained).__name__, "foreign": foreign}
+    return {
+        "text": str(explained),
+        "kind": type(explained).__name__,
+        "foreign": foreign,
+    }
 
 
 def digest(model: nn.Module) -> str:
@@ -185,12 +227,21 @@ def digest(model: nn.Module) -> str:
     return sha.hexdigest()
 
 
-def flat(models: dict[str, nn.Module], states: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
+def flat(
+    models: dict[str, nn.Module], states: dict[str, dict[str, Any]]
+) -> dict[str, Tensor]:
     """Return weights and optimizer states by name."""
     tensors = {
-        f"model/{name}/{key}": value for name, model in models.items() for key, value in model.state_dict().items()
+        f"model/{name}/{key}": value
+        for name, model in models.items()
+        for key, value in model.state_dict().items()
     }
     for name, state in states.items():
         for index, entries in state["state"].items():
-            tensors |= {f"state/{name}/{index}/{key}": value for key, value in entries.items()}
-    return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+            tensors |= {
+                f"state/{name}/{index}/{key}": value for key, value in entries.items()
+            }
+    return {
+        name: value.detach().cpu().contiguous().clone()
+        for name, value in tensors.items()
+    }

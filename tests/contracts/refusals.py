@@ -1,4 +1,6 @@
-"""Call one operation of the stand-in for smddp that the real library does not support."""
+"""Call one operation of the stand-in for smddp that the real library does not
+support.
+"""
 
 import importlib
 
@@ -23,5 +25,7 @@ def main(argv: list[str]) -> int:
     except RuntimeError as error:
         print(error)
         code = 0 if "SMDDP does not support" in str(error) else 3
-    dist.all_reduce(one)  # rank 0 holds the store: it must not exit before the others have arrived
+    dist.all_reduce(
+        one
+    )  # rank 0 holds the store: it must not exit before the others have arrived
     return code

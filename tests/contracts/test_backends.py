@@ -1,7 +1,8 @@
-"""One suite for every backend. A backend that this machine lacks is skipped with its error message.
+"""One suite for every backend. A backend that this machine lacks is skipped with its
+error message.
 
-`smddp` and `neuron` run on strict stand-ins of their libraries (`smddp_stand_in/`, `neuron_stand_in/`), never on the
-libraries themselves.
+`smddp` and `neuron` run on strict stand-ins of their libraries (`smddp_stand_in/`,
+`neuron_stand_in/`), never on the libraries themselves.
 """
 
 import json
@@ -27,7 +28,8 @@ STAND_INS: dict[str, tuple[str, dict[str, str], Path]] = {
     "neuron": ("torch_neuronx.on_cpu", {}, HERE / "neuron_stand_in"),
 }
 """The part that runs, its options, and the folder of the stand-in."""
-# smddp supports these, by its documentation and by reports; everything else raises in the stand-in
+# smddp supports these, by its documentation and by reports; everything else raises in
+# the stand-in
 ALLOWED = {"allreduce", "broadcast", "allgather"}
 
 
@@ -43,7 +45,9 @@ def folder(kind, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def perform(kind, folder) -> Callable[[str, int], list[dict[str, Any]]]:
-    """Run a task in a world, once, and return the results of its ranks; skip where this machine cannot."""
+    """Run a task in a world, once, and return the results of its ranks; skip where this
+    machine cannot.
+    """
     done: dict[tuple[str, int], list[dict[str, Any]]] = {}
     part, options, path = STAND_INS.get(kind, (kind, {}, HERE))
 
@@ -54,7 +58,9 @@ def perform(kind, folder) -> Callable[[str, int], list[dict[str, Any]]]:
             if CANNOT in world.codes:
                 pytest.skip(world.logs[world.codes.index(CANNOT)].strip())
             survivors = range(ranks - 1) if task == "lose" else range(ranks)
-            assert all(world.codes[rank] == 0 for rank in survivors), "\n".join(world.logs)
+            assert all(world.codes[rank] == 0 for rank in survivors), "\n".join(
+                world.logs
+            )
             files = [folder / f"{task}_{ranks}_{rank}.json" for rank in survivors]
             done[task, ranks] = [json.loads(file.read_text()) for file in files]
         return done[task, ranks]
@@ -68,11 +74,19 @@ def weights(
     """Return the tensors that rank 0 saved under a name."""
     tensors = load_file(folder / f"{task}_{ranks}.safetensors")
     prefix = f"{section}/{name}/"
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    return {
+        key.removeprefix(prefix): value
+        for key, value in tensors.items()
+        if key.startswith(prefix)
+    }
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return bool(one) and one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    return (
+        bool(one)
+        and one.keys() == other.keys()
+        and all(torch.equal(one[key], other[key]) for key in one)
+    )
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -82,7 +96,11 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_world_is_whole(perform, ranks):
     for rank, facts in enumerate(perform("train", ranks)):
-        assert (facts["rank"], facts["world_size"], facts["sum"]) == (rank, ranks, ranks)
+        assert (facts["rank"], facts["world_size"], facts["sum"]) == (
+            rank,
+            ranks,
+            ranks,
+        )
         assert facts["mean"] == pytest.approx([(ranks - 1) / 2] * 3)
         assert facts["broadcast"] == [5.0, 5.0]
 
@@ -93,9 +111,14 @@ def test_steps_are_ddp_and_adamw_to_the_last_bit(perform, folder, ranks):
     assert same(weights(folder, ranks, "plain"), weights(folder, ranks, "hand"))
     if "zero" in facts[0]["digests"]:
         assert same(weights(folder, ranks, "zero"), weights(folder, ranks, "hand"))
-        assert same(weights(folder, ranks, "zero", "state"), weights(folder, ranks, "plain", "state"))
+        assert same(
+            weights(folder, ranks, "zero", "state"),
+            weights(folder, ranks, "plain", "state"),
+        )
     for name in facts[0]["digests"]:
-        assert len({rank["digests"][name] for rank in facts}) == 1, f"ranks differ after '{name}'"
+        assert len({rank["digests"][name] for rank in facts}) == 1, (
+            f"ranks differ after '{name}'"
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -103,10 +126,14 @@ def test_micro_batches_and_ranks_make_one_batch(perform, folder, ranks):
     perform("train", ranks)
     perform("train", 1)
     alone = weights(folder, 1, "sgd")
-    # SGD, whose steps are the gradients: the order of sums differs, so float32 rounding does
+    # SGD, whose steps are the gradients: the order of sums differs, so float32 rounding
+    # does
     assert distance(weights(folder, ranks, "sgd"), alone) < 1e-6
     assert distance(weights(folder, ranks, "sgd, two micros"), alone) < 1e-6
-    assert distance(weights(folder, ranks, "two micros"), weights(folder, 1, "plain")) < 1e-4
+    assert (
+        distance(weights(folder, ranks, "two micros"), weights(folder, 1, "plain"))
+        < 1e-4
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -114,7 +141,9 @@ def test_zero_shards_the_state_and_rank_0_gathers_it(perform, ranks):
     facts = perform("train", ranks)
     if "zero" not in facts[0]["state_is_empty"]:
         pytest.skip("this backend refuses ZeRO")
-    assert [rank["state_is_empty"]["zero"] for rank in facts] == [False] + [True] * (ranks - 1)
+    assert [rank["state_is_empty"]["zero"] for rank in facts] == [False] + [True] * (
+        ranks - 1
+    )
     whole = facts[0]["whole_mib"]
     assert sum(rank["mib"] for rank in facts) == pytest.approx(whole)
     # of 1,476 parameters 1,024 are one matrix, which is not cut
@@ -125,19 +154,33 @@ def test_zero_shards_the_state_and_rank_0_gathers_it(perform, ranks):
 def test_a_state_goes_on_in_another_world(perform, folder, ranks):
     name = "zero" if "zero" in perform("train", 2)[0]["digests"] else "plain"
     facts = perform("resume", ranks)
-    assert same(weights(folder, ranks, name, "state", "resume"), weights(folder, 2, name, "state"))
+    assert same(
+        weights(folder, ranks, name, "state", "resume"),
+        weights(folder, 2, name, "state"),
+    )
     assert len({rank["digest"] for rank in facts}) == 1
     assert facts[0]["lr"] == [1e-2, 1e-2]
     perform("resume", 2)
-    assert distance(weights(folder, ranks, name, task="resume"), weights(folder, 2, name, task="resume")) < 1e-5
-    assert distance(weights(folder, ranks, name, task="resume"), weights(folder, 2, name)) > 1e-3  # one more step
+    assert (
+        distance(
+            weights(folder, ranks, name, task="resume"),
+            weights(folder, 2, name, task="resume"),
+        )
+        < 1e-5
+    )
+    assert (
+        distance(weights(folder, ranks, name, task="resume"), weights(folder, 2, name))
+        > 1e-3
+    )  # one more step
 
 
 def test_a_lost_rank_is_reported_when_its_connection_ends(perform):
     for facts in perform("lose", 3):
         assert facts["kind"] == "BackendError", facts
         assert "lost the other ranks" in facts["text"]
-        assert "Timed out" not in facts["text"]  # as soon as it is lost, not at the deadline
+        assert (
+            "Timed out" not in facts["text"]
+        )  # as soon as it is lost, not at the deadline
         assert facts["foreign"] is None
 
 

@@ -1,6 +1,7 @@
 """The contract `kd.core.contracts.Source`, tested on each file in `kd/datasets`.
 
-A new dataset needs one line in `RECIPES`: a function that makes a little data of its kind. The tests fail without it.
+A new dataset needs one line in `RECIPES`: a function that makes a little data of its
+kind. The tests fail without it.
 """
 
 import dataclasses
@@ -32,7 +33,13 @@ from kd.core.errors import ConfigErrors, DataError
 from kd.parts import registry
 
 KINDS = registry.names("datasets")
-TRAIN, VAL = ("pear", "apple", "apple", "fig"), ("fig", "pear")  # validation lacks a class
+TRAIN, VAL = (
+    ("pear", "apple", "apple", "fig"),
+    (
+        "fig",
+        "pear",
+    ),
+)  # validation lacks a class
 BROKEN = "fig"  # in the training split the image of this class is text
 
 
@@ -46,7 +53,10 @@ def jpeg(seed: int) -> bytes:
 def images(split: str) -> list[tuple[str, bytes]]:
     if split == "val":
         return [(name, jpeg(10 + id)) for id, name in enumerate(VAL)]
-    return [(name, b"not an image" if name == BROKEN else jpeg(id)) for id, name in enumerate(TRAIN)]
+    return [
+        (name, b"not an image" if name == BROKEN else jpeg(id))
+        for id, name in enumerate(TRAIN)
+    ]
 
 
 def make_imagefolder(root: Path) -> dict[str, Any]:
@@ -65,7 +75,11 @@ def make_csv(root: Path, ending: str = "list") -> dict[str, Any]:
             (root / f"{split}-{id}.jpg").write_bytes(data)
             lines.append(f"{split}-{id}.jpg,{name}")
         (root / f"{split}.csv").write_text("\n".join(lines))
-    return {"root": str(root), f"train_{ending}": "train.csv", f"val_{ending}": "val.csv"}
+    return {
+        "root": str(root),
+        f"train_{ending}": "train.csv",
+        f"val_{ending}": "val.csv",
+    }
 
 
 def make_multilabel(root: Path) -> dict[str, Any]:
@@ -84,7 +98,9 @@ def make_webdataset(root: Path) -> dict[str, Any]:
 def make_hf(root: Path) -> dict[str, Any]:
     hub = pytest.importorskip("datasets", reason="the extra hf is not installed")
     names = sorted(set(TRAIN))
-    features = hub.Features({"image": hub.Image(), "label": hub.ClassLabel(names=names)})
+    features = hub.Features(
+        {"image": hub.Image(), "label": hub.ClassLabel(names=names)}
+    )
     splits = {
         split: hub.Dataset.from_dict(
             {
@@ -128,7 +144,10 @@ class Built:
 def built(request, tmp_path_factory) -> Built:
     kind = request.param
     if kind not in RECIPES:
-        pytest.fail(f"no recipe for the dataset '{kind}': add a line to RECIPES in {Path(__file__).name}")
+        pytest.fail(
+            f"no recipe for the dataset '{kind}': add a line to RECIPES in"
+            f" {Path(__file__).name}"
+        )
     module = importlib.import_module(f"kd.parts.datasets.{kind}")
     here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
     options = module.Options(**RECIPES[kind](here))
@@ -139,28 +158,42 @@ def built(request, tmp_path_factory) -> Built:
     for source in (train, val, again):
         source.prepare()
         source.prepare()  # a restarted run calls it again
-    assert [listing(source) for source in (train, val, again)] == listings, "listing must not need prepare()"
+    assert [listing(source) for source in (train, val, again)] == listings, (
+        "listing must not need prepare()"
+    )
     return Built(kind, module, train, val, again)
 
 
 def listing(source: Source) -> tuple:
-    return (source.fingerprint, [(source.name(id), named(source, id)) for id in range(len(source))])
+    return (
+        source.fingerprint,
+        [(source.name(id), named(source, id)) for id in range(len(source))],
+    )
 
 
 def named(source: Source, id: int) -> list[str]:
     """Return the names of an image's labels."""
     label = source.label(id)
-    return [source.classes[one] for one in ([label] if isinstance(label, int) else np.flatnonzero(label))]
+    return [
+        source.classes[one]
+        for one in ([label] if isinstance(label, int) else np.flatnonzero(label))
+    ]
 
 
 def readable(built: Built) -> list[int]:
     source = built.train
-    return [id for id in range(len(source)) if built.kind in PAINTED or named(source, id) != [BROKEN]]
+    return [
+        id
+        for id in range(len(source))
+        if built.kind in PAINTED or named(source, id) != [BROKEN]
+    ]
 
 
 def digest(source: Source, id: int) -> str:
     image = source.decode(id).image
-    return hashlib.sha256(repr((image.mode, image.size)).encode() + image.tobytes()).hexdigest()
+    return hashlib.sha256(
+        repr((image.mode, image.size)).encode() + image.tobytes()
+    ).hexdigest()
 
 
 def send_digests(end: Connection, source: Source, ids: list[int]) -> None:
@@ -182,7 +215,10 @@ def test_labels_are_python_integers_in_range_or_sets(built):
     for source in (built.train, built.val):
         found = [source.label(id) for id in range(len(source))]
         if sets:
-            assert all(label.dtype == np.int8 and label.shape == (len(source.classes),) for label in found)
+            assert all(
+                label.dtype == np.int8 and label.shape == (len(source.classes),)
+                for label in found
+            )
             assert all(set(label.tolist()) <= {0, 1} for label in found)
             continue
         assert all(type(label) is int for label in found)
@@ -193,7 +229,9 @@ def test_labels_are_those_of_the_data(built):
     if built.kind in PAINTED:
         pytest.skip("it makes its own images")
     for source, wanted in ((built.train, TRAIN), (built.val, VAL)):
-        assert sorted(name for id in range(len(source)) for name in named(source, id)) == sorted(wanted)
+        assert sorted(
+            name for id in range(len(source)) for name in named(source, id)
+        ) == sorted(wanted)
 
 
 def test_names_are_unique(built):
@@ -227,7 +265,9 @@ def test_broken_image_is_a_data_error_with_its_name(built):
             built.train.decode(id)
         assert built.train.name(id) in str(caught.value)
         assert caught.value.where.startswith("data.")
-        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # out of a worker
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(
+            caught.value
+        )  # out of a worker
 
 
 def deep(split: str) -> list[tuple[str, bytes]]:
@@ -266,7 +306,9 @@ for line in sys.stdin:
 def reader() -> Iterator[subprocess.Popen[str]]:
     """A process of its own that unpickles sources and reads them."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", READER], cwd=Path(__file__).parents[2], **pipes) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", READER], cwd=Path(__file__).parents[2], **pipes
+    ) as process:
         yield process
         assert process.stdin is not None
         process.stdin.close()
@@ -277,18 +319,32 @@ def test_spawned_process_sees_the_same(built, reader, tmp_path):
     (tmp_path / "source.pickle").write_bytes(pickle.dumps(source))
     reader.stdin.write(json.dumps([str(tmp_path / "source.pickle"), ids]) + "\n")
     reader.stdin.flush()
-    wanted = [f"{source.name(id)} {source.label(id)} {source.decode(id).image.tobytes().hex()}" for id in ids]
+    wanted = [
+        f"{source.name(id)} {source.label(id)}"
+        f" {source.decode(id).image.tobytes().hex()}"
+        for id in ids
+    ]
     assert json.loads(reader.stdout.readline()) == wanted
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system does not fork")
+@pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(),
+    reason="this system does not fork",
+)
 def test_forked_processes_see_the_same_at_the_same_time(built):
     ids = readable(built) * 20
-    context = multiprocessing.get_context("fork")  # the source is inherited, not pickled
+    context = multiprocessing.get_context(
+        "fork"
+    )  # the source is inherited, not pickled
     pipes = [context.Pipe(duplex=False) for _ in range(3)]
-    workers = [context.Process(target=send_digests, args=(end, built.train, ids), daemon=True) for _, end in pipes]
+    workers = [
+        context.Process(target=send_digests, args=(end, built.train, ids), daemon=True)
+        for _, end in pipes
+    ]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of fork with threads
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # Python 3.12 warns of fork with threads
         for worker in workers:
             worker.start()
     wanted = digests(built.train, ids)
@@ -318,8 +374,16 @@ WRONG = [
     ("csv", {"val_list": ""}, "val_list or val_fraction is needed"),
     ("csv", {"val_fraction": 0.1}, "val_list or val_fraction is needed"),
     ("csv", {"image_key": "label"}, "two different columns"),
-    ("food_mini", {"redundancy": 3}, "redundancy and imbalance must be 1 to train_images, are 3, 1"),
-    ("food_mini", {"imbalance": 2, "dishes": 2}, "redundancy and imbalance need dishes: 1"),
+    (
+        "food_mini",
+        {"redundancy": 3},
+        "redundancy and imbalance must be 1 to train_images, are 3, 1",
+    ),
+    (
+        "food_mini",
+        {"imbalance": 2, "dishes": 2},
+        "redundancy and imbalance need dishes: 1",
+    ),
     ("hf", {"path": ""}, "path is empty"),
     ("hf", {"val_split": "train"}, "must be two different splits"),
     ("hf", {"val_split": ""}, "must be two different splits"),
@@ -338,13 +402,18 @@ WRONG = [
 @pytest.mark.parametrize(("kind", "changes", "message"), WRONG)
 def test_options_that_do_not_fit(kind, changes, message):
     with pytest.raises(ValueError, match=message):
-        registry.options_type("datasets", kind, "data.kind")(**{**WHOLE[kind], **changes})
+        registry.options_type("datasets", kind, "data.kind")(
+            **{**WHOLE[kind], **changes}
+        )
 
 
 @pytest.mark.parametrize(
     ("kind", "key", "values", "allowed"),
     [
-        *[(kind, "val_fraction", (-0.1, 1.0), "a number >= 0 and < 1") for kind in ("csv", "hf", "multilabel")],
+        *[
+            (kind, "val_fraction", (-0.1, 1.0), "a number >= 0 and < 1")
+            for kind in ("csv", "hf", "multilabel")
+        ],
         ("imagefolder", "val_fraction", (1.0, float("nan")), "a number >= 0 and < 1"),
         ("food_mini", "train_images", (0,), "a whole number > 0"),
         ("food_mini", "val_images", (0,), "a whole number > 0"),
@@ -357,7 +426,11 @@ def test_options_that_do_not_fit(kind, changes, message):
 )
 def test_numbers_out_of_range(kind, key, values, allowed):
     for value in values:
-        raw = {"data": {"kind": kind, **WHOLE[kind], key: value}, "student": {"model": "x"}, "losses": [{"kind": "ce"}]}
+        raw = {
+            "data": {"kind": kind, **WHOLE[kind], key: value},
+            "student": {"model": "x"},
+            "losses": [{"kind": "ce"}],
+        }
         with pytest.raises(ConfigErrors) as caught:
             load(raw)
         assert str(caught.value) == f"data.{key}: is {value!r}. Allowed: {allowed}."

@@ -1,4 +1,5 @@
-"""The contract `kd.core.contracts.Loss`, tested on every file in `kd/losses`, new ones included.
+"""The contract `kd.core.contracts.Loss`, tested on every file in `kd/losses`, new ones
+included.
 
 Shape legend: B images of a batch, C classes, D feature width.
 """
@@ -34,7 +35,9 @@ def build(name: str, num_classes: int = C) -> nn.Module:
 
 
 def facts(name: str) -> LossFacts:
-    return registry.facts("losses", name, registry.default_options("losses", name), "losses")
+    return registry.facts(
+        "losses", name, registry.default_options("losses", name), "losses"
+    )
 
 
 def make_dims(num_classes: int) -> Dims:
@@ -43,7 +46,9 @@ def make_dims(num_classes: int) -> Dims:
 
 
 def make_batch(name: str, num_classes: int = C) -> Batch:
-    """Return mixed labels, unmixed ones for a loss that needs each image alone, or sets of labels."""
+    """Return mixed labels, unmixed ones for a loss that needs each image alone, or sets
+    of labels.
+    """
     generator = torch.Generator().manual_seed(1)
     label, partner = torch.randint(num_classes, (2, B), generator=generator)
     lam = torch.rand(B, generator=generator)
@@ -51,16 +56,34 @@ def make_batch(name: str, num_classes: int = C) -> Batch:
     if needs.unmixed:
         partner, lam = label, torch.ones(B)
     if needs.logits == "sigmoid":
-        label, partner = (nn.functional.one_hot(one, num_classes).to(torch.int8) for one in (label, partner))
+        label, partner = (
+            nn.functional.one_hot(one, num_classes).to(torch.int8)
+            for one in (label, partner)
+        )
     image = torch.zeros(B, 3, 2, 2, dtype=torch.uint8)
-    return Batch(ids=torch.arange(B), image=image, label=label, partner_label=partner, lam=lam, weight=torch.ones(B))
+    return Batch(
+        ids=torch.arange(B),
+        image=image,
+        label=label,
+        partner_label=partner,
+        lam=lam,
+        weight=torch.ones(B),
+    )
 
 
-def make_outputs(width: int, num_classes: int = C, scale: float = 3.0, seed: int = 2) -> Outputs:
+def make_outputs(
+    width: int, num_classes: int = C, scale: float = 3.0, seed: int = 2
+) -> Outputs:
     generator = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(B, num_classes, generator=generator)
     shapes = {"pooled": (B, width), "tokens": (B, TOKENS[width], width)}
-    return Outputs(logits, {name: scale * torch.randn(*shape, generator=generator) for name, shape in shapes.items()})
+    return Outputs(
+        logits,
+        {
+            name: scale * torch.randn(*shape, generator=generator)
+            for name, shape in shapes.items()
+        },
+    )
 
 
 def constant_outputs(width: int, num_classes: int) -> Outputs:
@@ -69,7 +92,12 @@ def constant_outputs(width: int, num_classes: int) -> Outputs:
 
 def case(name: str) -> tuple[nn.Module, Outputs, Outputs, Batch]:
     """Return a loss, the outputs of both models and a batch."""
-    return build(name), make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3), make_batch(name)
+    return (
+        build(name),
+        make_outputs(STUDENT_D),
+        make_outputs(TEACHER_D, seed=3),
+        make_batch(name),
+    )
 
 
 def as_leaves(outputs: Outputs, dtype: torch.dtype = torch.float32) -> Outputs:
@@ -85,10 +113,14 @@ def gradients(loss: nn.Module, student: Outputs) -> list[Tensor]:
 
 @every_loss
 def test_options_reject_invalid_values(name):
-    """In a configuration, where a bad value costs most; ranges are declared on the fields."""
+    """In a configuration, where a bad value costs most; ranges are declared on the
+    fields.
+    """
     options_type = registry.options_type("losses", name, "losses")
     for key, kind in typing.get_type_hints(options_type).items():
-        for value in {float: [".nan", ".inf", "-.inf"], bool: []}.get(kind, ["no such choice"]):
+        for value in {float: [".nan", ".inf", "-.inf"], bool: []}.get(
+            kind, ["no such choice"]
+        ):
             with pytest.raises(KdError, match=key):
                 config.load("vit_food", [f"losses=[{{kind: {name}, {key}: {value}}}]"])
 
@@ -114,12 +146,22 @@ def test_says_what_it_reads(name):
 
 @every_loss
 def test_says_how_many_images_it_compares(name):
-    """Only the value of a loss that compares images with one another changes when an image is alone."""
+    """Only the value of a loss that compares images with one another changes when an
+    image is alone.
+    """
     loss, student, teacher, batch = case(name)
     alone_B = torch.cat(
         [
-            loss(*(outputs.map(lambda tensor, row=row: tensor[row : row + 1]) for outputs in (student, teacher)), image)
-            for row, image in enumerate(batch.take(torch.tensor([row])) for row in range(B))
+            loss(
+                *(
+                    outputs.map(lambda tensor, row=row: tensor[row : row + 1])
+                    for outputs in (student, teacher)
+                ),
+                image,
+            )
+            for row, image in enumerate(
+                batch.take(torch.tensor([row])) for row in range(B)
+            )
         ]
     )
     equal = torch.allclose(alone_B, loss(student, teacher, batch), rtol=1e-4, atol=1e-5)
@@ -135,10 +177,18 @@ def test_the_fewest_images_are_those_that_teach():
         sizes = []
         for images in (fewest - 1, fewest):
             rows = torch.arange(images)
-            student, teacher = as_leaves(make_outputs(STUDENT_D)), make_outputs(TEACHER_D, seed=3)
-            few = [outputs.map(lambda tensor, rows=rows: tensor[rows]) for outputs in (student, teacher)]
+            student, teacher = (
+                as_leaves(make_outputs(STUDENT_D)),
+                make_outputs(TEACHER_D, seed=3),
+            )
+            few = [
+                outputs.map(lambda tensor, rows=rows: tensor[rows])
+                for outputs in (student, teacher)
+            ]
             loss(*few, make_batch(name).take(rows)).mean().backward()
-            sizes.append(sum(gradient.norm().item() for gradient in gradients(loss, student)))
+            sizes.append(
+                sum(gradient.norm().item() for gradient in gradients(loss, student))
+            )
         assert sizes[0] < 1e-3 < 1e-2 < sizes[1]
     without = registry.default_options("losses", "dist", gamma=0.0)
     assert registry.facts("losses", "dist", without, "losses").images == 1
@@ -155,18 +205,32 @@ def test_reads_only_its_declared_inputs(name):
         unknown = torch.full_like(batch.label, -1)
         batch = replace(batch, label=unknown, partner_label=unknown)
     student, teacher = (
-        replace(outputs, features={name: value for name, value in outputs.features.items() if name in needs.features})
+        replace(
+            outputs,
+            features={
+                name: value
+                for name, value in outputs.features.items()
+                if name in needs.features
+            },
+        )
         for outputs in (student, teacher)
     )
     if not needs.logits:
-        student, teacher = (replace(outputs, logits=torch.zeros(B, 0)) for outputs in (student, teacher))
-    torch.testing.assert_close(loss(student, teacher, batch), expected_B, rtol=0, atol=0)
+        student, teacher = (
+            replace(outputs, logits=torch.zeros(B, 0)) for outputs in (student, teacher)
+        )
+    torch.testing.assert_close(
+        loss(student, teacher, batch), expected_B, rtol=0, atol=0
+    )
 
 
 @every_loss
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gives_one_float32_value_an_image(name, dtype):
-    student, teacher = as_leaves(make_outputs(STUDENT_D), dtype), as_leaves(make_outputs(TEACHER_D, seed=3), dtype)
+    student, teacher = (
+        as_leaves(make_outputs(STUDENT_D), dtype),
+        as_leaves(make_outputs(TEACHER_D, seed=3), dtype),
+    )
     loss = build(name)
     loss_B = loss(student, teacher, make_batch(name))
     loss_B.mean().backward()
@@ -178,12 +242,18 @@ def test_gives_one_float32_value_an_image(name, dtype):
 
 @every_loss
 def test_computes_in_float32_from_low_precision_inputs(name):
-    # The same bf16 values, as bf16 and as float32, must give the same loss: nothing is computed in bf16.
+    # The same bf16 values, as bf16 and as float32, must give the same loss: nothing is
+    # computed in bf16.
     student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
-    student, teacher = as_leaves(student, torch.bfloat16), as_leaves(teacher, torch.bfloat16)
+    student, teacher = (
+        as_leaves(student, torch.bfloat16),
+        as_leaves(teacher, torch.bfloat16),
+    )
     wide = as_leaves(student), as_leaves(teacher)
     loss, batch = build(name), make_batch(name)
-    torch.testing.assert_close(loss(student, teacher, batch), loss(*wide, batch), rtol=0, atol=0)
+    torch.testing.assert_close(
+        loss(student, teacher, batch), loss(*wide, batch), rtol=0, atol=0
+    )
 
 
 @every_loss
@@ -194,7 +264,9 @@ def test_stays_float32_under_autocast(name):
         loss_B = loss(student, teacher, batch)
     assert loss_B.dtype == torch.float32
     # A learned projector may use bf16 (8 bits of mantissa); logits may not.
-    tolerance = {"rtol": 5e-2, "atol": 5e-2} if facts(name).features else {"rtol": 0, "atol": 0}
+    tolerance = (
+        {"rtol": 5e-2, "atol": 5e-2} if facts(name).features else {"rtol": 0, "atol": 0}
+    )
     torch.testing.assert_close(loss_B, expected_B, **tolerance)
 
 
@@ -206,16 +278,23 @@ EXTREMES = {
     "certain and wrong teacher": lambda num_classes, label: (
         make_outputs(STUDENT_D, num_classes),
         replace(
-            make_outputs(TEACHER_D), logits=1e4 * nn.functional.one_hot((label + 1) % num_classes, num_classes).float()
+            make_outputs(TEACHER_D),
+            logits=1e4
+            * nn.functional.one_hot((label + 1) % num_classes, num_classes).float(),
         ),
     ),
     "certain and right student": lambda num_classes, label: (
-        replace(make_outputs(STUDENT_D), logits=1e4 * nn.functional.one_hot(label, num_classes).float()),
+        replace(
+            make_outputs(STUDENT_D),
+            logits=1e4 * nn.functional.one_hot(label, num_classes).float(),
+        ),
         make_outputs(TEACHER_D, num_classes, seed=3),
     ),
     "equal models": lambda num_classes, label: (
         make_outputs(STUDENT_D, num_classes),
-        replace(make_outputs(TEACHER_D), logits=make_outputs(STUDENT_D, num_classes).logits),
+        replace(
+            make_outputs(TEACHER_D), logits=make_outputs(STUDENT_D, num_classes).logits
+        ),
     ),
     "untrained student": lambda num_classes, label: (
         constant_outputs(STUDENT_D, num_classes),
@@ -234,10 +313,14 @@ EXTREMES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_stays_finite_at_the_extremes(name, num_classes, extreme, dtype):
     if extreme == "untrained student" and dtype == torch.float16:
-        dtype = torch.bfloat16  # gradients of `dist` are 1e7 here, beyond float16's range (documented)
+        dtype = (
+            torch.bfloat16
+        )  # gradients of `dist` are 1e7 here, beyond float16's range (documented)
     batch = make_batch(name, num_classes)
     label = batch.label if batch.label.ndim == 1 else batch.label.argmax(1)
-    student, teacher = (as_leaves(outputs, dtype) for outputs in EXTREMES[extreme](num_classes, label))
+    student, teacher = (
+        as_leaves(outputs, dtype) for outputs in EXTREMES[extreme](num_classes, label)
+    )
     loss = build(name, num_classes)
     loss_B = loss(student, teacher, batch)
     loss_B.mean().backward()
@@ -247,21 +330,36 @@ def test_stays_finite_at_the_extremes(name, num_classes, extreme, dtype):
 
 @every_loss
 def test_gradient_reaches_the_student_only(name):
-    student, teacher = as_leaves(make_outputs(STUDENT_D)), as_leaves(make_outputs(TEACHER_D, seed=3))
+    student, teacher = (
+        as_leaves(make_outputs(STUDENT_D)),
+        as_leaves(make_outputs(TEACHER_D, seed=3)),
+    )
     loss = build(name)
     loss(student, teacher, make_batch(name)).mean().backward()
-    leaf = next((student.features[name] for name in facts(name).features), student.logits)
+    leaf = next(
+        (student.features[name] for name in facts(name).features), student.logits
+    )
     assert leaf.grad is not None
     assert (leaf.grad.flatten(1) != 0).any(dim=1).all(), "an image has no gradient"
-    assert all(parameter.grad is not None for parameter in loss.parameters()), "DDP waits for every parameter"
+    assert all(parameter.grad is not None for parameter in loss.parameters()), (
+        "DDP waits for every parameter"
+    )
     assert teacher.logits.grad is None
     assert all(value.grad is None for value in teacher.features.values())
 
 
 @every_loss
 def test_a_loss_on_features_returns_an_agreement(name):
-    loss, student, teacher = build(name), make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
-    assert facts(name).agreement == hasattr(loss, "agreement") == bool(facts(name).features)
+    loss, student, teacher = (
+        build(name),
+        make_outputs(STUDENT_D),
+        make_outputs(TEACHER_D, seed=3),
+    )
+    assert (
+        facts(name).agreement
+        == hasattr(loss, "agreement")
+        == bool(facts(name).features)
+    )
     assert facts(name).projects == hasattr(loss, "projected")
     if facts(name).agreement:
         agreement_B = loss.agreement(student, teacher)
@@ -273,10 +371,15 @@ def test_a_loss_on_features_returns_an_agreement(name):
 @pytest.mark.parametrize("num_classes", [2, C, 1000])
 def test_is_never_negative(name, num_classes):
     loss, batch = build(name, num_classes), make_batch(name, num_classes)
-    student, teacher = make_outputs(STUDENT_D, num_classes), make_outputs(TEACHER_D, num_classes, seed=3)
+    student, teacher = (
+        make_outputs(STUDENT_D, num_classes),
+        make_outputs(TEACHER_D, num_classes, seed=3),
+    )
     # Where the models agree, a divergence is 0 up to rounding of either sign.
     assert (loss(student, teacher, batch) >= -1e-5).all()
-    assert (loss(student, replace(teacher, logits=student.logits), batch) >= -1e-5).all()
+    assert (
+        loss(student, replace(teacher, logits=student.logits), batch) >= -1e-5
+    ).all()
 
 
 @every_loss
@@ -284,7 +387,9 @@ def test_follows_a_permutation_of_the_batch(name):
     loss, student, teacher, batch = case(name)
     order = torch.tensor([3, 0, 5, 1, 4, 2])
     expected_B = loss(student, teacher, batch)[order]
-    shuffled = (values.map(lambda tensor: tensor[order]) for values in (student, teacher, batch))
+    shuffled = (
+        values.map(lambda tensor: tensor[order]) for values in (student, teacher, batch)
+    )
     torch.testing.assert_close(loss(*shuffled), expected_B)
 
 
@@ -292,13 +397,21 @@ def test_follows_a_permutation_of_the_batch(name):
 def test_leaves_the_weight_to_the_criterion(name):
     loss, student, teacher, batch = case(name)
     weighted = replace(batch, weight=torch.linspace(0, 4, B))
-    torch.testing.assert_close(loss(student, teacher, weighted), loss(student, teacher, batch), rtol=0, atol=0)
+    torch.testing.assert_close(
+        loss(student, teacher, weighted), loss(student, teacher, batch), rtol=0, atol=0
+    )
 
 
 @every_loss
 def test_the_two_labels_of_a_mixed_image_are_interchangeable(name):
     loss, student, teacher, batch = case(name)
-    traded = replace(batch, label=batch.partner_label, partner_label=batch.label, lam=1 - batch.lam)
+    traded = replace(
+        batch, label=batch.partner_label, partner_label=batch.label, lam=1 - batch.lam
+    )
     if facts(name).unmixed:
-        traded = batch = replace(batch, partner_label=batch.label)  # nothing is mixed; lam is 1
-    torch.testing.assert_close(loss(student, teacher, traded), loss(student, teacher, batch))
+        traded = batch = replace(
+            batch, partner_label=batch.label
+        )  # nothing is mixed; lam is 1
+    torch.testing.assert_close(
+        loss(student, teacher, traded), loss(student, teacher, batch)
+    )

@@ -1,4 +1,6 @@
-"""Parts from outside the repository: a task, a loss, a sifter, a teacher and a backend with options, one file each."""
+"""Parts from outside the repository: a task, a loss, a sifter, a teacher and a backend
+with options, one file each.
+"""
 
 import json
 import sys
@@ -58,8 +60,14 @@ class Ordered(SingleLabel):
 def build(options):
     return Ordered(options.tolerance)
 '''
-CONTRIBUTING = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-LOSS = CONTRIBUTING.partition("## Add a loss")[2].partition("```python\n")[2].partition("```")[0]
+CONTRIBUTING = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(
+    encoding="utf-8"
+)
+LOSS = (
+    CONTRIBUTING.partition("## Add a loss")[2]
+    .partition("```python\n")[2]
+    .partition("```")[0]
+)
 """As CONTRIBUTING.md has it, to be pasted."""
 SIFTER = '''
 """Visit every n-th image of an order that is drawn anew each epoch."""
@@ -202,28 +210,51 @@ def settings(photos, teacher, tmp_path):
         from pieces import base
 
         made = merged(base(photos, tmp_path), {"run": {"epochs": 1}})
-        made["teacher"] = {"model": str(teacher), "precision": "fp32", "attention": "unfused", "min_accuracy": 0.0}
+        made["teacher"] = {
+            "model": str(teacher),
+            "precision": "fp32",
+            "attention": "unfused",
+            "min_accuracy": 0.0,
+        }
         return merged(made, changes)
 
     return make
 
 
 def test_a_task_is_one_file(outside, settings, capsys):
-    """Console, report.md, manifest, page, model card and export show its columns; nothing of kd names them."""
-    made = settings(task={"kind": outside("task", TASK), "tolerance": 0}, run={"epochs": 2, "baseline": True})
+    """Console, report.md, manifest, page, model card and export show its columns;
+    nothing of kd names them.
+    """
+    made = settings(
+        task={"kind": outside("task", TASK), "tolerance": 0},
+        run={"epochs": 2, "baseline": True},
+    )
     run = kd.train(made)
-    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (run.folder / "metrics.jsonl").read_text().splitlines()
+    ]
     val = [row for row in rows if row["kind"] == "val"]
-    assert all(row["near"] == pytest.approx(row["accuracy"]) for row in val)  # within 0 classes: the right one
+    assert all(
+        row["near"] == pytest.approx(row["accuracy"]) for row in val
+    )  # within 0 classes: the right one
     assert run.metrics["near"] == max(row["near"] for row in val)
     manifest = json.loads((run.folder / "manifest.json").read_text())
     assert (manifest["decides"], manifest["task"]) == ("near", "ordered")
     page = report([run.folder], images=0, trust=True).file.read_text()
-    card = (export(run.folder, options=ExportOptions(onnx=False), trust=True).folder / "README.md").read_text()
+    card = (
+        export(run.folder, options=ExportOptions(onnx=False), trust=True).folder
+        / "README.md"
+    ).read_text()
     for text in (capsys.readouterr().out, run.report, page, card):
         assert "answers within reach" in text
     assert "labels only" in run.report
-    assert kd.train(merged(made, {"run": {"name": "wide"}, "task": {"tolerance": 2}})).metrics["near"] == 1.0
+    assert (
+        kd.train(
+            merged(made, {"run": {"name": "wide"}, "task": {"tolerance": 2}})
+        ).metrics["near"]
+        == 1.0
+    )
 
 
 def test_a_task_has_its_own_keys(outside, settings):
@@ -240,7 +271,11 @@ def test_an_own_part_is_explained(outside, command):
     kind = outside("loss", LOSS)
     answer = command("parts", kind)
     assert answer.code == 0, answer
-    for text in ("Match the student's logits", "centred  (true or false, default true)", "mean logit first."):
+    for text in (
+        "Match the student's logits",
+        "centred  (true or false, default true)",
+        "mean logit first.",
+    ):
         assert text in answer.out
     assert explained(kind) in answer.out  # as `kd help lab_loss.part` has it
 
@@ -254,16 +289,46 @@ def test_an_own_part_is_explained(outside, command):
             r"^losses: 'lab_loss\.part' returns float32 \[\]\. Allowed: float32 \[2\]",
         ),
         ("square().mean(1)", "square()", r"^losses: .* returns float32 \[2, 3\]"),
-        ("square().mean(1)", "double().square().mean(1)", r"^losses: .* returns float64 \[2\]"),
-        ("square().mean(1)", "square().mean(1).detach()", r"^losses: .* has no gradient"),
-        ("return difference_BC.square", "difference_BC.square", r"^losses: .* returns NoneType"),
-        ("dims: Dims)", "sizes: Dims)", r"^losses\[0\]: the function build .*build\(options, dims\)"),
-        ("from torch import Tensor, nn", "from torch import Tensor", r"raises NameError: .*'nn'.*part\.py, line \d+"),
-        ("class MSE(nn.Module):", "class MSE(nn.Module)", r"raises SyntaxError: .*part\.py"),
-        ("from torch import Tensor, nn", "import absent", r"raises ModuleNotFoundError: .*absent.*part\.py, line 3"),
+        (
+            "square().mean(1)",
+            "double().square().mean(1)",
+            r"^losses: .* returns float64 \[2\]",
+        ),
+        (
+            "square().mean(1)",
+            "square().mean(1).detach()",
+            r"^losses: .* has no gradient",
+        ),
+        (
+            "return difference_BC.square",
+            "difference_BC.square",
+            r"^losses: .* returns NoneType",
+        ),
+        (
+            "dims: Dims)",
+            "sizes: Dims)",
+            r"^losses\[0\]: the function build .*build\(options, dims\)",
+        ),
+        (
+            "from torch import Tensor, nn",
+            "from torch import Tensor",
+            r"raises NameError: .*'nn'.*part\.py, line \d+",
+        ),
+        (
+            "class MSE(nn.Module):",
+            "class MSE(nn.Module)",
+            r"raises SyntaxError: .*part\.py",
+        ),
+        (
+            "from torch import Tensor, nn",
+            "import absent",
+            r"raises ModuleNotFoundError: .*absent.*part\.py, line 3",
+        ),
     ],
 )
-def test_a_loss_that_cannot_be_used_is_one_line(outside, settings, old: str, new: str, message: str):
+def test_a_loss_that_cannot_be_used_is_one_line(
+    outside, settings, old: str, new: str, message: str
+):
     assert old in LOSS
     with pytest.raises(kd.KdError, match=message) as caught:
         kd.train(settings(losses=[{"kind": outside("loss", LOSS.replace(old, new))}]))
@@ -271,47 +336,82 @@ def test_a_loss_that_cannot_be_used_is_one_line(outside, settings, old: str, new
 
 
 @pytest.mark.parametrize("part", ["loss", "sifter"])
-def test_an_error_of_an_own_part_is_not_a_bug_of_kd(outside, settings, tmp_path, command, part: str):
+def test_an_error_of_an_own_part_is_not_a_bug_of_kd(
+    outside, settings, tmp_path, command, part: str
+):
     text = LOSS.replace("difference_BC.mean(", "1 / 0 * difference_BC.mean(")
     if part == "sifter":
         text = SIFTER.replace("max(1, len", "1 // 0 + max(1, len")
     kind = outside(part, text)
-    section = {"losses": [{"kind": kind}]} if part == "loss" else {"sifter": {"kind": kind}}
+    section = (
+        {"losses": [{"kind": kind}]} if part == "loss" else {"sifter": {"kind": kind}}
+    )
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(settings(**section)))
     answer = command("train", tmp_path / "own.yaml")
     assert answer.code == 2, answer
     assert "bug in kd" not in answer.err
-    line = next(number for number, code in enumerate(text.splitlines(), 1) if "1 / 0" in code or "1 // 0" in code)
+    line = next(
+        number
+        for number, code in enumerate(text.splitlines(), 1)
+        if "1 / 0" in code or "1 // 0" in code
+    )
     last = answer.err.splitlines()[-1]
     assert "your own code" in last
-    assert f"ZeroDivisionError: {'division by zero' if part == 'loss' else 'integer'}" in last
-    assert f"part.py, line {line}, in {'forward' if part == 'loss' else 'plan'})" in last
+    assert (
+        f"ZeroDivisionError: {'division by zero' if part == 'loss' else 'integer'}"
+        in last
+    )
+    assert (
+        f"part.py, line {line}, in {'forward' if part == 'loss' else 'plan'})" in last
+    )
 
 
 def test_a_loss_that_does_not_say_what_it_reads_is_refused(outside, settings):
-    old = LOSS.replace('LossFacts(teacher=True, logits="softmax")', 'frozenset({"teacher"})')
+    old = LOSS.replace(
+        'LossFacts(teacher=True, logits="softmax")', 'frozenset({"teacher"})'
+    )
     assert old != LOSS
-    with pytest.raises(kd.KdError, match=r"^losses\[0\]\.kind: .* returns frozenset.*kd\.core\.facts\.LossFacts"):
+    with pytest.raises(
+        kd.KdError,
+        match=r"^losses\[0\]\.kind: .* returns frozenset.*kd\.core\.facts\.LossFacts",
+    ):
         kd.train(settings(losses=[{"kind": outside("loss", old)}]))
     silent = LOSS.replace("def facts(", "def others(")
-    with pytest.raises(kd.KdError, match=r"^losses\[0\]\.kind: .* does not declare its inputs"):
+    with pytest.raises(
+        kd.KdError, match=r"^losses\[0\]\.kind: .* does not declare its inputs"
+    ):
         kd.train(settings(losses=[{"kind": outside("silent", silent)}]))
 
 
 def test_a_sifter_with_options_is_one_file(outside, settings):
     run = kd.train(settings(sifter={"kind": outside("sifter", SIFTER), "every": 3}))
-    epochs = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["trained"] for row in epochs if row["kind"] == "epoch"] == [8.0]  # of 36
+    epochs = [
+        json.loads(line)
+        for line in (run.folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [row["trained"] for row in epochs if row["kind"] == "epoch"] == [
+        8.0
+    ]  # of 36
 
 
 def test_an_outside_sifters_facts_are_checked(outside, settings):
     with pytest.raises(kd.KdError, match=r"data\.labels.*class"):
-        kd.train(settings(sifter={"kind": outside("sifter", SIFTER), "by_class": True}, data={"labels": "some"}))
+        kd.train(
+            settings(
+                sifter={"kind": outside("sifter", SIFTER), "by_class": True},
+                data={"labels": "some"},
+            )
+        )
 
 
 def test_a_teacher_is_one_file(outside, settings):
     made = settings()
-    made["teacher"] = {"kind": outside("teacher", TEACHER), "model": "any", "scale": 0.5, "min_accuracy": 0.5}
+    made["teacher"] = {
+        "kind": outside("teacher", TEACHER),
+        "model": "any",
+        "scale": 0.5,
+        "min_accuracy": 0.5,
+    }
     run = kd.train(made)  # the classes of `photos` are red, green and blue
     assert run.metrics["teacher_accuracy"] == 1.0
 

@@ -1,4 +1,5 @@
-"""The contract `kd.core.evaluation.Task`, tested on every file in `kd/tasks`, new ones included.
+"""The contract `kd.core.evaluation.Task`, tested on every file in `kd/tasks`, new ones
+included.
 
 Shape legend: B images of a batch, C classes, K teachers.
 """
@@ -19,11 +20,15 @@ NAMES = registry.names("tasks")
 
 
 def build(name: str) -> Task:
-    return registry.build("tasks", name, registry.default_options("tasks", name), "task.kind")
+    return registry.build(
+        "tasks", name, registry.default_options("tasks", name), "task.kind"
+    )
 
 
 every_task = pytest.mark.parametrize("name", NAMES)
-on_logits = pytest.mark.parametrize("name", [name for name in NAMES if build(name).logits])
+on_logits = pytest.mark.parametrize(
+    "name", [name for name in NAMES if build(name).logits]
+)
 
 
 def draw(*shape: int) -> Tensor:
@@ -31,7 +36,11 @@ def draw(*shape: int) -> Tensor:
 
 
 def probabilities(task: Task, logits: Tensor) -> Tensor:
-    return logits.double().softmax(-1) if task.logits == "softmax" else logits.double().sigmoid()
+    return (
+        logits.double().softmax(-1)
+        if task.logits == "softmax"
+        else logits.double().sigmoid()
+    )
 
 
 @every_task
@@ -41,7 +50,12 @@ def test_says_what_it_is(name):
     assert task.logits in ("softmax", "sigmoid", "")
     assert task.label in ("class", "set")
     assert bool(task.problem_type) == bool(task.logits)
-    needed = registry.facts("losses", task.label_loss, registry.default_options("losses", task.label_loss), "losses")
+    needed = registry.facts(
+        "losses",
+        task.label_loss,
+        registry.default_options("losses", task.label_loss),
+        "losses",
+    )
     assert needed.labels
     assert not needed.teacher
     assert not task.logits or needed.logits == task.logits
@@ -67,7 +81,11 @@ def test_labels_of_noise_are_known_ones(name):
 
 @on_logits
 def test_an_average_is_that_of_the_probabilities(name):
-    task, logits_KBC, shares_K = build(name), draw(K, B, C), torch.tensor([0.5, 0.3, 0.2])
+    task, logits_KBC, shares_K = (
+        build(name),
+        draw(K, B, C),
+        torch.tensor([0.5, 0.3, 0.2]),
+    )
     expected_BC = (shares_K[:, None, None] * probabilities(task, logits_KBC)).sum(0)
     found_BC = probabilities(task, task.average(logits_KBC, shares_K))
     torch.testing.assert_close(found_BC, expected_BC, rtol=1e-5, atol=1e-7)
@@ -92,7 +110,9 @@ def test_probabilities_of_one_label_are_refused_where_an_image_has_several():
 def test_a_graph_is_scored_against_pytorch_and_the_labels(name):
     task, logits_BC = build(name), draw(B, C)
     answer_B = logits_BC.argmax(1)
-    label = answer_B.clone() if task.label == "class" else (logits_BC > 0).to(torch.int8)
+    label = (
+        answer_B.clone() if task.label == "class" else (logits_BC > 0).to(torch.int8)
+    )
     same = task.graph_scores(logits_BC, logits_BC, label)
     assert (same.score, same.facts["same_top1"], same.others) == (1.0, B, 0)
     wrong_BC = logits_BC.clone()

@@ -1,6 +1,7 @@
 """Training on a GPU, compared with the CPU and with itself.
 
-`cuda` needs a GPU (`make gpu`). `cpu` makes the same calls, so that no line is wrong on the day a GPU is at hand.
+`cuda` needs a GPU (`make gpu`). `cpu` makes the same calls, so that no line is wrong on
+the day a GPU is at hand.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from kd.jobs.train import train as job  # noqa: E402
 STEPS = 8
 
 
-@pytest.fixture(scope="module", params=[slow("cpu"), pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.fixture(
+    scope="module", params=[slow("cpu"), pytest.param("cuda", marks=pytest.mark.cuda)]
+)
 def kind(request) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
@@ -45,19 +48,28 @@ def settings(kind, photos, teacher, tmp_path_factory) -> dict[str, Any]:
     """A run of eight steps, three an epoch, in float32 without TensorFloat-32."""
     exact = {"tf32": False} if kind == "cuda" else {"threads": 1}
     every = {"log": 1, "evaluate": STEPS, "checkpoint": STEPS // 2}
-    run = {"folder": str(tmp_path_factory.mktemp("runs")), "steps": STEPS, "every": every, "keep": 9}
+    run = {
+        "folder": str(tmp_path_factory.mktemp("runs")),
+        "steps": STEPS,
+        "every": every,
+        "keep": 9,
+    }
     backend = {"kind": kind, "timeout_seconds": 60, **exact}
     return compared(photos, teacher, run=run, student=tiny(1, 32), backend=backend)
 
 
 @pytest.fixture(scope="module")
 def train(settings) -> Callable[..., Trained]:
-    """Train in this process, each run once: `train("live")`, `train("cached", "teacher.cache.views=2")`."""
+    """Train in this process, each run once: `train("live")`, `train("cached",
+    "teacher.cache.views=2")`.
+    """
     made: dict[tuple[str, ...], Trained] = {}
 
     def run(*key: str, backend: dict[str, Any] = settings["backend"]) -> Trained:
         if key not in made:
-            loaded = config.load({**settings, "backend": backend}, [f"run.name={key[0]}", *key[1:]])
+            loaded = config.load(
+                {**settings, "backend": backend}, [f"run.name={key[0]}", *key[1:]]
+            )
             made[key] = Trained(job(loaded).folder)
         return made[key]
 
@@ -69,11 +81,17 @@ def world(settings, tmp_path_factory) -> Callable[..., tuple[World, Trained]]:
     """Train in two processes, both on the first device."""
     file = tmp_path_factory.mktemp("config") / "run.yaml"
 
-    def run(name: str, backend: dict[str, Any], *overrides: str) -> tuple[World, Trained]:
-        file.write_text(yaml.safe_dump({**settings, "backend": {**backend, "precision": "fp32"}}))
+    def run(
+        name: str, backend: dict[str, Any], *overrides: str
+    ) -> tuple[World, Trained]:
+        file.write_text(
+            yaml.safe_dump({**settings, "backend": {**backend, "precision": "fp32"}})
+        )
         env = {"LOCAL_RANK": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         argv = [file, f"run.name={name}", *overrides]
-        done = start("kd.cli.training:train", argv, 2, env, path=(HERE.parent / "distributed",))
+        done = start(
+            "kd.cli.training:train", argv, 2, env, path=(HERE.parent / "distributed",)
+        )
         return done, Trained(Path(settings["run"]["folder"]) / name)
 
     return run
@@ -81,13 +99,18 @@ def world(settings, tmp_path_factory) -> Callable[..., tuple[World, Trained]]:
 
 def test_the_run_is_the_cpus(train):
     here = train("live")
-    cpu = train("on_the_cpu", backend={"kind": "cpu", "precision": "fp32", "threads": 1})
+    cpu = train(
+        "on_the_cpu", backend={"kind": "cpu", "precision": "fp32", "threads": 1}
+    )
     assert here.losses() == pytest.approx(cpu.losses(), rel=1e-3)
     assert here.losses()[-1] < 0.8 * here.losses()[0]
 
 
 def test_bfloat16_is_near(train):
-    exact, rounded = train("live").losses(), train("bf16", "backend.precision=bf16", "teacher.precision=bf16").losses()
+    exact, rounded = (
+        train("live").losses(),
+        train("bf16", "backend.precision=bf16", "teacher.precision=bf16").losses(),
+    )
     assert rounded == pytest.approx(exact, rel=0.1)
     assert rounded != exact
 
@@ -117,7 +140,9 @@ def test_a_run_resumes_to_the_same_bits(train, settings):
 
 
 def test_a_run_ends_its_workers(train):
-    """Without the garbage collector: what forks later would inherit them, and the process would wait for each."""
+    """Without the garbage collector: what forks later would inherit them, and the
+    process would wait for each.
+    """
     gc.disable()
     try:
         train("workers", "data.workers=2")
@@ -126,7 +151,9 @@ def test_a_run_ends_its_workers(train):
         gc.enable()
 
 
-def test_a_process_does_not_wait_for_workers_that_fill_pinned_memory(settings, tmp_path):
+def test_a_process_does_not_wait_for_workers_that_fill_pinned_memory(
+    settings, tmp_path
+):
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(settings))
     lines = [
@@ -135,15 +162,33 @@ def test_a_process_does_not_wait_for_workers_that_fill_pinned_memory(settings, t
         "from kd.jobs.train import train",
         "from kd.data import loader",
     ]
-    lines += ["kept, build = [], loader.LocalLoader.__init__"]  # somebody holds them to the end
-    lines += ["loader.LocalLoader.__init__ = lambda self, *a, **b: (kept.append(self), build(self, *a, **b))[1]"]
-    lines += ["train(config.load(sys.argv[1], ['run.name=kept', 'data.workers=4']))", "print(time.time())"]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines), file], check=True, capture_output=True, text=True)
-    assert time.time() - float(done.stdout.splitlines()[-1]) < 15  # torch waits 5 s for each of eight
+    lines += [
+        "kept, build = [], loader.LocalLoader.__init__"
+    ]  # somebody holds them to the end
+    lines += [
+        "loader.LocalLoader.__init__ = lambda self, *a, **b: (kept.append(self),"
+        " build(self, *a, **b))[1]"
+    ]
+    lines += [
+        "train(config.load(sys.argv[1], ['run.name=kept', 'data.workers=4']))",
+        "print(time.time())",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines), file],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        time.time() - float(done.stdout.splitlines()[-1]) < 15
+    )  # torch waits 5 s for each of eight
 
 
 def test_two_processes_on_one_device_are_one(train, world, kind):
-    backend = {"kind": "outside.shared_gpu", "device": "cuda:0" if kind == "cuda" else "cpu"}
+    backend = {
+        "kind": "outside.shared_gpu",
+        "device": "cuda:0" if kind == "cuda" else "cpu",
+    }
     done, two = world("gloo", backend)
     done.ended_well()
     assert two.losses() == pytest.approx(train("live").losses(), rel=1e-3)
@@ -156,14 +201,18 @@ def test_two_processes_on_one_device_are_one(train, world, kind):
 
 def test_two_processes_over_the_backends_own_group(train, world, kind, settings):
     done, two = world("own", {**settings["backend"], "timeout_seconds": 30})
-    if kind == "cuda" and any("Duplicate GPU" in log or "invalid usage" in log for log in done.logs):
+    if kind == "cuda" and any(
+        "Duplicate GPU" in log or "invalid usage" in log for log in done.logs
+    ):
         pytest.skip("nccl refuses two ranks on one GPU")
     done.ended_well()
     assert two.losses() == pytest.approx(train("live").losses(), rel=1e-3)
 
 
 def test_compiled_models_say_the_same(train, kind):
-    stance = torch.compiler.set_stance("default" if kind == "cuda" else "force_eager")  # a CPU would compile for long
+    stance = torch.compiler.set_stance(
+        "default" if kind == "cuda" else "force_eager"
+    )  # a CPU would compile for long
     with stance:
         compiled = train("compiled", "teacher.compile=on", "student.compile=on")
     assert compiled.losses() == pytest.approx(train("live").losses(), rel=1e-3)
@@ -181,5 +230,7 @@ def test_a_quantized_teacher_is_near(train, kind):
 
 
 def test_the_exports_outputs_equal_the_students(train, tmp_path):
-    made = export(train("live").folder, tmp_path / "export", ExportOptions(tolerance=1e-3))
+    made = export(
+        train("live").folder, tmp_path / "export", ExportOptions(tolerance=1e-3)
+    )
     assert (made.folder / "model.onnx").is_file()

@@ -17,11 +17,17 @@ from ranks import HERE, STEPS, World, start
 
 @pytest.fixture(scope="session")
 def config_file(photos, teacher, tmp_path_factory) -> Path:
-    """A run of 20 steps, 3 an epoch, with a checkpoint every 5: the deaths of these tests fall into an epoch."""
+    """A run of 20 steps, 3 an epoch, with a checkpoint every 5: the deaths of these
+    tests fall into an epoch.
+    """
     content = compared(
         photos,
         teacher,
-        run={"steps": STEPS, "every": {"log": 1, "evaluate": STEPS, "checkpoint": 5}, "keep": 9},
+        run={
+            "steps": STEPS,
+            "every": {"log": 1, "evaluate": STEPS, "checkpoint": 5},
+            "keep": 9,
+        },
         student={"args": {**tiny()["args"], "drop_rate": 0.1}},
         sifter={"kind": "outside.recording"},
         backend={"kind": "cpu", "threads": 1, "timeout_seconds": 20},
@@ -38,7 +44,9 @@ def changed_file(config_file, tmp_path) -> Callable[..., Path]:
     def write(**sections: Any) -> Path:
         file = tmp_path / "changed" / "run.yaml"
         file.parent.mkdir(exist_ok=True)
-        file.write_text(yaml.safe_dump({**yaml.safe_load(config_file.read_text()), **sections}))
+        file.write_text(
+            yaml.safe_dump({**yaml.safe_load(config_file.read_text()), **sections})
+        )
         return file
 
     return write
@@ -52,7 +60,9 @@ def runs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def train(config_file, runs) -> Callable[..., Trained]:
-    """Train in a world of so many ranks: `train("name", 2, "optimizer.zero=true")`; the same name resumes."""
+    """Train in a world of so many ranks: `train("name", 2, "optimizer.zero=true")`; the
+    same name resumes.
+    """
 
     def run(
         name: str,
@@ -70,10 +80,22 @@ def train(config_file, runs) -> Callable[..., Trained]:
         file = config_file
         if backend:
             file = folder / f"{name}.yaml"
-            file.write_text(yaml.safe_dump({**yaml.safe_load(config_file.read_text()), "backend": dict(backend)}))
+            file.write_text(
+                yaml.safe_dump(
+                    {
+                        **yaml.safe_load(config_file.read_text()),
+                        "backend": dict(backend),
+                    }
+                )
+            )
         argv = [file, f"run.folder={folder}", f"run.name={name}", *overrides]
         world = start(
-            "kd.cli.training:train", argv, ranks, {"KD_RECORD": str(record), **env}, (HERE, *path), launcher=launcher
+            "kd.cli.training:train",
+            argv,
+            ranks,
+            {"KD_RECORD": str(record), **env},
+            (HERE, *path),
+            launcher=launcher,
         )
         return Trained(folder / name, world)
 
@@ -82,7 +104,9 @@ def train(config_file, runs) -> Callable[..., Trained]:
 
 @pytest.fixture(scope="session")
 def plain(train, once) -> Callable[..., Trained]:
-    """Undisturbed runs, each made once for all workers: `plain(2, "optimizer.zero=true")`."""
+    """Undisturbed runs, each made once for all workers: `plain(2,
+    "optimizer.zero=true")`.
+    """
 
     def run(ranks: int, *overrides: str) -> Trained:
         def build(folder: Path) -> Path:
@@ -92,6 +116,8 @@ def plain(train, once) -> Callable[..., Trained]:
 
         name = hashlib.sha256(json.dumps([ranks, *overrides]).encode()).hexdigest()[:12]
         folder = once(f"plain-{name}", build)
-        return Trained(folder, World(*json.loads((folder.parent / "world.json").read_text())))
+        return Trained(
+            folder, World(*json.loads((folder.parent / "world.json").read_text()))
+        )
 
     return run

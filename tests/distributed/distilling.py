@@ -1,4 +1,6 @@
-"""What a rank of `test_same_data.py` does: kd.distill on items that may differ between the ranks."""
+"""What a rank of `test_same_data.py` does: kd.distill on items that may differ between
+the ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,14 @@ def main(argv: list[str]) -> int:
     backend = {"kind": "cpu", "threads": 1, "timeout_seconds": 20}
 
     def command() -> None:
-        kd.distill(teacher=parts[0], student=parts[1], train=data, val=data, steps=2, batch_size=4, backend=backend)
+        kd.distill(
+            teacher=parts[0],
+            student=parts[1],
+            train=data,
+            val=data,
+            steps=2,
+            batch_size=4,
+            backend=backend,
+        )
 
     return guarded(command)

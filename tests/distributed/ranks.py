@@ -37,9 +37,26 @@ class World(NamedTuple):
 
 
 def environment() -> dict[str, str]:
-    """Return the environment for a child: no launcher's variables, one thread, the repository importable."""
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "SM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "KD_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    """Return the environment for a child: no launcher's variables, one thread, the
+    repository importable.
+    """
+    launchers = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+        "OMPI_",
+        "SM_",
+        "TORCHELASTIC_",
+        "GROUP_",
+        "ROLE_",
+        "KD_",
+    )
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(launchers)
+    }
     return {
         **kept,
         "OMP_NUM_THREADS": "1",
@@ -58,14 +75,25 @@ def free_port() -> int:
 def variables(launcher: str, rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return what a launcher would set for a rank on one machine."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if launcher == "sagemaker":  # names that sort by rank; the first must be an address here
+    if (
+        launcher == "sagemaker"
+    ):  # names that sort by rank; the first must be an address here
         hosts = ["127.0.0.1", *(f"algo-{n}" for n in range(2, world_size + 1))]
-        return {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": hosts[rank], "MASTER_PORT": str(port)}
+        return {
+            "SM_HOSTS": json.dumps(hosts),
+            "SM_CURRENT_HOST": hosts[rank],
+            "MASTER_PORT": str(port),
+        }
     names = {
         "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-        "mpirun": tuple(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")),
+        "mpirun": tuple(
+            f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
+        ),
     }[launcher]
-    return {**dict(zip(names, map(str, (rank, rank, world_size, world_size)), strict=True)), **meeting}
+    return {
+        **dict(zip(names, map(str, (rank, rank, world_size, world_size)), strict=True)),
+        **meeting,
+    }
 
 
 @functools.cache
@@ -99,10 +127,12 @@ def start(
     timeout: float = 90.0,
     launcher: str = "torchrun",
 ) -> World:
-    """Run `target` ("module:function", called with argv) on every rank and wait for all of them.
+    """Run `target` ("module:function", called with argv) on every rank and wait for all
+    of them.
 
-    `ranks=1` starts it without a launcher; more get the variables of torchrun, mpirun or sagemaker. After `timeout`
-    seconds the ranks that are left are killed, and the test fails.
+    `ranks=1` starts it without a launcher; more get the variables of torchrun, mpirun
+    or sagemaker. After `timeout` seconds the ranks that are left are killed, and the
+    test fails.
     """
     port = free_port()
     process = zygote()
@@ -113,7 +143,10 @@ def start(
             {
                 "target": target,
                 "argv": [str(item) for item in argv],
-                "env": {**(variables(launcher, rank, ranks, port) if ranks > 1 else {}), **env},
+                "env": {
+                    **(variables(launcher, rank, ranks, port) if ranks > 1 else {}),
+                    **env,
+                },
                 "path": [str(folder) for folder in path],
                 "log": f"{logs}/{rank}",
             }
@@ -123,5 +156,7 @@ def start(
         process.stdin.flush()
         answer = json.loads(process.stdout.readline())
         texts = [Path(f"{logs}/{rank}").read_text() for rank in range(ranks)]
-    assert not answer["expired"], f"still running after {timeout} s:\n" + "\n".join(texts)
+    assert not answer["expired"], f"still running after {timeout} s:\n" + "\n".join(
+        texts
+    )
     return World(answer["codes"], answer["seconds"], texts)

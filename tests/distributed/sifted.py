@@ -1,4 +1,6 @@
-"""What a rank of `test_sifting_dropin.py` does: plain DDP loops over sifted loaders, each with losses of its own."""
+"""What a rank of `test_sifting_dropin.py` does: plain DDP loops over sifted loaders,
+each with losses of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+)
 
 from kd.sifting import Loss, RelativeProbabilisticSiftConfig, SiftingDataloader
 
@@ -28,7 +35,9 @@ class Stream(IterableDataset):
 
 
 class Uneven(Loss):
-    """Through the DDP model, whose batch norm has buffers that DDP broadcasts; falling on rank 0, rising elsewhere."""
+    """Through the DDP model, whose batch norm has buffers that DDP broadcasts; falling
+    on rank 0, rising elsewhere.
+    """
 
     def __init__(self, rank: int) -> None:
         self.sign = -1.0 if rank == 0 else rank * 7.0
@@ -49,7 +58,9 @@ def loaders(rank: int, ranks: int) -> dict:
     return {
         "equal": DataLoader(data(103), batch_size=4, sampler=sampler),
         "uneven": DataLoader(data(31 + 9 * rank), batch_size=4, shuffle=True),
-        "one sample more": DataLoader(data(34 + (rank > 0)), batch_size=4, shuffle=True),
+        "one sample more": DataLoader(
+            data(34 + (rank > 0)), batch_size=4, shuffle=True
+        ),
         "streams": DataLoader(Stream(40 + 11 * rank), batch_size=4),
     }
 
@@ -62,7 +73,9 @@ def train(loader: SiftingDataloader, model: nn.Module) -> list[int]:
         steps = 0
         for x, _ in loader:
             delayed = loader.state_dict()["steps"] <= 12
-            assert x.shape == (4, 2) or delayed, x.shape  # the delay passes a short last batch
+            assert x.shape == (4, 2) or delayed, (
+                x.shape
+            )  # the delay passes a short last batch
             optimizer.zero_grad()
             (model(x).flatten() - x[:, 0]).square().mean().backward()
             optimizer.step()
@@ -83,8 +96,12 @@ def main(argv: list[str]) -> None:
     for pick in ("fixed", "bernoulli"):
         for name, original in loaders(rank, ranks).items():
             torch.manual_seed(rank)
-            model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
-            config = RelativeProbabilisticSiftConfig(0.8, 60, {"sift_config": {"sift_delay": 12}})
+            model = DistributedDataParallel(
+                nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+            )
+            config = RelativeProbabilisticSiftConfig(
+                0.8, 60, {"sift_config": {"sift_delay": 12}}
+            )
             loader = SiftingDataloader(config, original, model, Uneven(rank), pick=pick)
             before = len(asked)
             lengths = train(loader, model)

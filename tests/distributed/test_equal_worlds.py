@@ -20,22 +20,35 @@ TWO_RANKS = {
 }
 
 
-def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], prefix: str = "model.") -> float:
+def difference(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], prefix: str = "model."
+) -> float:
     """Return the largest difference of any weight."""
     names = [name for name in one if name.startswith(prefix)]
     assert names
-    return max((one[name].double() - other[name].double()).abs().max().item() for name in names)
+    return max(
+        (one[name].double() - other[name].double()).abs().max().item() for name in names
+    )
 
 
 SMALL = ("data.progressive.size=8", "data.progressive.until=0.5")
 
 
-@pytest.mark.parametrize("more", [pytest.param((), id="plain"), slow(SMALL, id="small images first")])
+@pytest.mark.parametrize(
+    "more", [pytest.param((), id="plain"), slow(SMALL, id="small images first")]
+)
 def test_two_ranks_of_two_micros_are_one_rank_of_four(plain, more):
-    # SGD: an update is proportional to the gradient, so a sum in another order stays at float32's rounding. AdamW
-    # divides by the gradient's size and turns the rounding noise of parameters whose gradient is 0 in theory (the key
-    # bias of attention) into whole steps; it is compared by its losses below.
-    sgd = (MICROS, "optimizer.kind=sgd", "optimizer.lr=0.05", "student.args.drop_rate=0", *more)
+    # SGD: an update is proportional to the gradient, so a sum in another order stays at
+    # float32's rounding. AdamW divides by the gradient's size and turns the rounding
+    # noise of parameters whose gradient is 0 in theory (the key bias of attention) into
+    # whole steps; it is compared by its losses below.
+    sgd = (
+        MICROS,
+        "optimizer.kind=sgd",
+        "optimizer.lr=0.05",
+        "student.args.drop_rate=0",
+        *more,
+    )
     one, two = plain(1, *sgd), plain(2, *sgd)
     assert "1 ranks x 4 micros x 3" in one.world.logs[0]
     assert "2 ranks x 2 micros x 3" in two.world.logs[0]
@@ -65,12 +78,23 @@ def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(plain):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_compiled_student_learns_alike_on_two_ranks(config_file, tmp_path):
-    """Its own forward is compiled, inside of DDP's wrapper: DDP's hooks and buckets stay as they are."""
-    student = "student={kind: torch, model: 'outside.small:build', args: {width: 8}, mean: [0, 0, 0], std: [1, 1, 1]}"
+    """Its own forward is compiled, inside of DDP's wrapper: DDP's hooks and buckets
+    stay as they are.
+    """
+    student = (
+        "student={kind: torch, model: 'outside.small:build', args: {width: 8}, mean:"
+        " [0, 0, 0], std: [1, 1, 1]}"
+    )
     keys = ("run.steps=4", "optimizer.lr=0.05", "backend.timeout_seconds=600", student)
     env, losses = {"KD_RECORD": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}, []
     for name, compile in (("eager", "off"), ("compiled", "on")):
-        argv = [config_file, f"run.folder={tmp_path}", f"run.name={name}", *keys, f'student.compile="{compile}"']
+        argv = [
+            config_file,
+            f"run.folder={tmp_path}",
+            f"run.name={name}",
+            *keys,
+            f'student.compile="{compile}"',
+        ]
         start("kd.cli.training:train", argv, 2, env, timeout=800).ended_well()
         losses.append(Trained(tmp_path / name).losses())
     modes = json.loads((tmp_path / "compiled" / "manifest.json").read_text())["modes"]
@@ -82,7 +106,13 @@ def test_a_compiled_student_learns_alike_on_two_ranks(config_file, tmp_path):
 
 @pytest.mark.slow
 def test_vectors_of_all_ranks_are_searched(plain):
-    keys = (MICROS, "losses=[{kind: cosine}]", "student.args.drop_rate=0", "optimizer.kind=sgd", "optimizer.lr=0.05")
+    keys = (
+        MICROS,
+        "losses=[{kind: cosine}]",
+        "student.args.drop_rate=0",
+        "optimizer.kind=sgd",
+        "optimizer.lr=0.05",
+    )
     one, two = plain(1, *keys), plain(2, *keys)
     rows = [run.rows("val") for run in (one, two)]
     assert rows[0][-1]["knn"] > 0.5
@@ -91,8 +121,11 @@ def test_vectors_of_all_ranks_are_searched(plain):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4), name
 
 
-# with one patch most weights are of a convolution: the network then keeps channels last in memory
-@pytest.mark.parametrize(("ranks", "patch", "share"), [(2, 8, 1 / 2), slow(3, 8, 1 / 3), slow(2, 16, 0.71)])
+# with one patch most weights are of a convolution: the network then keeps channels last
+# in memory
+@pytest.mark.parametrize(
+    ("ranks", "patch", "share"), [(2, 8, 1 / 2), slow(3, 8, 1 / 3), slow(2, 16, 0.71)]
+)
 def test_zero_is_adamw_to_the_last_bit(plain, ranks, patch, share):
     keys = (f"student.args.patch_size={patch}", "optimizer.ema_decay=0.9")
     whole, sharded = plain(ranks, *keys), plain(ranks, *keys, "optimizer.zero=true")
@@ -100,36 +133,82 @@ def test_zero_is_adamw_to_the_last_bit(plain, ranks, patch, share):
     assert one.keys() == other.keys()
     assert {name.split(".")[0] for name in one} == {"model", "average", "optimizer"}
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
-    infos = [(run.folder / "checkpoints" / f"step_{STEPS:08d}" / "state.json").read_text() for run in (whole, sharded)]
+    infos = [
+        (run.folder / "checkpoints" / f"step_{STEPS:08d}" / "state.json").read_text()
+        for run in (whole, sharded)
+    ]
     assert (
         infos[0].partition('"info"')[2].partition('"state"')[0]
         == infos[1].partition('"info"')[2].partition('"state"')[0]
     )
     mib = [run.rows("train")[-1]["optimizer_mib"] for run in (whole, sharded)]
-    assert mib[1] / mib[0] == pytest.approx(share, rel=0.35)  # whole tensors are dealt out, and these are few
+    assert mib[1] / mib[0] == pytest.approx(
+        share, rel=0.35
+    )  # whole tensors are dealt out, and these are few
 
 
 @pytest.mark.slow
 def test_frozen_layers_keep_their_bits_on_three_ranks(plain):
-    """Weights and statistics of batch norm, of which a mean of three equal numbers would have other bits."""
-    frozen = "student.tuning={freeze: [patch_embed.*, blocks.0.*], freeze_epochs: 99, layer_decay: 0.75}"
-    norm = ("student.model=xcit_nano_12_p8_224", "student.args.cls_attn_layers=1", "student.args.depth=2")
-    run = plain(3, frozen, *norm, "optimizer.zero=true", "optimizer.ema_decay=0.9", "optimizer.weight_decay=0.5")
+    """Weights and statistics of batch norm, of which a mean of three equal numbers
+    would have other bits.
+    """
+    frozen = (
+        "student.tuning={freeze: [patch_embed.*, blocks.0.*], freeze_epochs: 99,"
+        " layer_decay: 0.75}"
+    )
+    norm = (
+        "student.model=xcit_nano_12_p8_224",
+        "student.args.cls_attn_layers=1",
+        "student.args.depth=2",
+    )
+    run = plain(
+        3,
+        frozen,
+        *norm,
+        "optimizer.zero=true",
+        "optimizer.ema_decay=0.9",
+        "optimizer.weight_decay=0.5",
+    )
     first, last = run.checkpoint(5), run.checkpoint()
-    still = {n for n in first if n.startswith(tuple(f"{prefix}network." for prefix in ("model.student.", "average.")))}
+    still = {
+        n
+        for n in first
+        if n.startswith(
+            tuple(f"{prefix}network." for prefix in ("model.student.", "average."))
+        )
+    }
     held = {n for n in still if "network.patch_embed." in n or "network.blocks.0." in n}
     assert any(n.endswith("running_var") for n in held)
-    bits = [{n: found[n].flatten().view(torch.uint8) for n in still} for found in (first, last)]
+    bits = [
+        {n: found[n].flatten().view(torch.uint8) for n in still}
+        for found in (first, last)
+    ]
     assert [n for n in held if not torch.equal(bits[0][n], bits[1][n])] == []
-    assert {n for n in still - held if "blocks.1." in n and not torch.equal(bits[0][n], bits[1][n])}
+    assert {
+        n
+        for n in still - held
+        if "blocks.1." in n and not torch.equal(bits[0][n], bits[1][n])
+    }
     untouched = run.folder / "checkpoints" / f"step_{STEPS:08d}" / "state.json"
     assert '"lr_scale"' in untouched.read_text()
 
 
 @pytest.mark.parametrize("sifter", [slow("none"), "relative, sift_delay: 0"])
-def test_two_ranks_wait_for_the_device_at_known_points_only(config_file, tmp_path, sifter):
-    keys = (f"run.folder={tmp_path}", "run.name=waits", f"sifter={{kind: {sifter}}}", "optimizer.zero=true")
-    world = start("waits:train_two_ranks", [config_file, *keys], 2, path=(Path(__file__).parents[1],))
+def test_two_ranks_wait_for_the_device_at_known_points_only(
+    config_file, tmp_path, sifter
+):
+    keys = (
+        f"run.folder={tmp_path}",
+        "run.name=waits",
+        f"sifter={{kind: {sifter}}}",
+        "optimizer.zero=true",
+    )
+    world = start(
+        "waits:train_two_ranks",
+        [config_file, *keys],
+        2,
+        path=(Path(__file__).parents[1],),
+    )
     world.ended_well()
     for log in world.logs:
         (line,) = (line for line in log.splitlines() if line.startswith("WAITED "))
@@ -137,8 +216,12 @@ def test_two_ranks_wait_for_the_device_at_known_points_only(config_file, tmp_pat
 
 
 @pytest.mark.parametrize("store", ["disk", slow("ram")])
-def test_two_ranks_fill_one_store_of_decoded_pixels_and_train_as_without(plain, train, store):
-    """The photos are not larger than training needs, so that a store changes no pixel."""
+def test_two_ranks_fill_one_store_of_decoded_pixels_and_train_as_without(
+    plain, train, store
+):
+    """The photos are not larger than training needs, so that a store changes
+    no pixel.
+    """
     with_store = train(f"stored-{store}", 2, f"data.store={store}", "data.workers=1")
     with_store.world.ended_well()
     one, other = plain(2).checkpoint(), with_store.checkpoint()
@@ -150,7 +233,10 @@ def test_two_ranks_fill_one_store_of_decoded_pixels_and_train_as_without(plain, 
 
 def test_each_rank_leaves_its_timeline(plain):
     run = plain(2)
-    assert sorted(path.name for path in run.folder.glob("timeline_*")) == ["timeline_0.jsonl", "timeline_1.jsonl"]
+    assert sorted(path.name for path in run.folder.glob("timeline_*")) == [
+        "timeline_0.jsonl",
+        "timeline_1.jsonl",
+    ]
     for rank in range(2):
         rows = read_rows(run.folder / f"timeline_{rank}.jsonl")
         assert sum(row["steps"] for row in rows) == STEPS
@@ -160,10 +246,15 @@ def test_each_rank_leaves_its_timeline(plain):
     assert isinstance(json.loads((run.folder / "findings.json").read_text()), list)
     assert "where the time of 20 steps went" in run.world.logs[0]
     assert "where the time" not in run.world.logs[1]
-    assert all({"ms_communication", "ms_wait"} <= row.keys() for row in run.rows("train")[2:])
+    assert all(
+        {"ms_communication", "ms_wait"} <= row.keys() for row in run.rows("train")[2:]
+    )
 
 
-PARTLY = "student={kind: torch, model: 'outside.small:partly', mean: [0, 0, 0], std: [1, 1, 1]}"
+PARTLY = (
+    "student={kind: torch, model: 'outside.small:partly', mean: [0, 0, 0], std: [1,"
+    " 1, 1]}"
+)
 
 
 def test_layers_without_a_gradient_train_alike_on_two_ranks(plain):
@@ -178,7 +269,13 @@ def test_layers_without_a_gradient_train_alike_on_two_ranks(plain):
 
 
 def test_a_layer_that_is_skipped_later_is_named(train):
-    run = train("skipped", 2, MICROS, "run.steps=12", PARTLY.replace("mean", "args: {sometimes: true}, mean"))
+    run = train(
+        "skipped",
+        2,
+        MICROS,
+        "run.steps=12",
+        PARTLY.replace("mean", "args: {sometimes: true}, mean"),
+    )
     assert set(run.world.codes) == {2}
     for log in run.world.logs:
         assert "no gradient reached extra.weight, extra.bias" in log

@@ -1,7 +1,8 @@
-"""Storage, processes and ranks that fail in the middle of a run: one line, exit code 2, and then the same bits.
+"""Storage, processes and ranks that fail in the middle of a run: one line, exit code 2,
+and then the same bits.
 
-`KD_SOAK=1` tries every combination; otherwise four of them, in which each fault, policy, number of workers and of ranks
-occurs.
+`KD_SOAK=1` tries every combination; otherwise four of them, in which each fault,
+policy, number of workers and of ranks occurs.
 """
 
 from __future__ import annotations
@@ -18,26 +19,43 @@ from test_resume import same_bits
 
 SOAK = bool(os.environ.get("KD_SOAK"))
 FAULTS = ("gone", "flaky", "replaced", "shortened")
-FEW = [slow("gone", "skip", 2, 2), ("flaky", "error", 0, 2), ("replaced", "skip", 2, 1), ("shortened", "skip", 0, 1)]
+FEW = [
+    slow("gone", "skip", 2, 2),
+    ("flaky", "error", 0, 2),
+    ("replaced", "skip", 2, 1),
+    ("shortened", "skip", 0, 1),
+]
 ALL = list(itertools.product(FAULTS, ("error", "skip"), (0, 2), (1, 2)))
 
 
 def shard(root: Path) -> None:
-    """Write the images of each split as a shard, and the training shard a second time as `whole.tar`."""
+    """Write the images of each split as a shard, and the training shard a second time
+    as `whole.tar`.
+    """
     for split in ("train", "val"):
         members: dict[str, bytes] = {}
         for number, path in enumerate(sorted((root / split).rglob("*.jpg"))):
-            members |= {f"{number:04d}.jpg": path.read_bytes(), f"{number:04d}.cls": path.parent.name.encode()}
+            members |= {
+                f"{number:04d}.jpg": path.read_bytes(),
+                f"{number:04d}.cls": path.parent.name.encode(),
+            }
         write_tar(root / f"{split}.tar", members)
     shutil.copyfile(root / "train.tar", root / "whole.tar")
 
 
 @pytest.mark.parametrize(("fault", "policy", "workers", "ranks"), ALL if SOAK else FEW)
-def test_data_that_fails(train, plain, runs, photos, tmp_path, fault, policy, workers, ranks):
+def test_data_that_fails(
+    train, plain, runs, photos, tmp_path, fault, policy, workers, ranks
+):
     root = Path(shutil.copytree(photos, tmp_path / "photos"))
     undisturbed = plain(ranks)
     name = f"failing-{fault}-{policy}-{workers}-{ranks}"
-    more = ["data.kind=outside.failing", f"data.root={root}", f"data.on_corrupt={policy}", "data.max_skipped=0.1"]
+    more = [
+        "data.kind=outside.failing",
+        f"data.root={root}",
+        f"data.on_corrupt={policy}",
+        "data.max_skipped=0.1",
+    ]
     more += [f"data.workers={workers}"]
     if fault == "shortened":
         shard(root)
@@ -56,7 +74,11 @@ def test_data_that_fails(train, plain, runs, photos, tmp_path, fault, policy, wo
         return
     else:
         assert harmed.world.codes == [2] * ranks, told
-        expected = {"gone": "the storage is away", "replaced": VICTIM, "shortened": "has become shorter"}
+        expected = {
+            "gone": "the storage is away",
+            "replaced": VICTIM,
+            "shortened": "has become shorter",
+        }
         assert expected[fault] in told
         if fault == "gone":
             (tmp_path / "away").rename(root)
@@ -69,11 +91,18 @@ def test_data_that_fails(train, plain, runs, photos, tmp_path, fault, policy, wo
     assert same_bits(harmed.checkpoint(), undisturbed.checkpoint())
 
 
-@pytest.mark.skipif(not SOAK, reason="kills of a rank are in test_resume; KD_SOAK=1 tries the other phases")
-@pytest.mark.parametrize("sent", ["SIGKILL:val:10", "SIGBUS:train:60", "SIGBUS:val:10", "SIGSTOP:train:60"])
+@pytest.mark.skipif(
+    not SOAK,
+    reason="kills of a rank are in test_resume; KD_SOAK=1 tries the other phases",
+)
+@pytest.mark.parametrize(
+    "sent", ["SIGKILL:val:10", "SIGBUS:train:60", "SIGBUS:val:10", "SIGSTOP:train:60"]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_process_that_ends_or_stands_still(train, plain, sent, ranks):
-    """A rank that stands still is not waited for without end; it is killed here after the others have left."""
+    """A rank that stands still is not waited for without end; it is killed here after
+    the others have left.
+    """
     if (ranks, sent[:7]) == (1, "SIGSTOP"):
         pytest.skip("a process alone that is stopped simply goes on later")
     more = ("data.kind=outside.signalling", "backend.timeout_seconds=5")
@@ -83,14 +112,21 @@ def test_a_process_that_ends_or_stands_still(train, plain, sent, ranks):
     assert ended.world.codes[-1] < 0
     assert ended.world.codes[:-1] == [2] * (ranks - 1), ended.world.logs
     if ranks > 1:
-        told = "does not respond" if sent.startswith("SIGSTOP") else "rank 0 lost the other ranks"
+        told = (
+            "does not respond"
+            if sent.startswith("SIGSTOP")
+            else "rank 0 lost the other ranks"
+        )
         assert told in ended.world.logs[0]
     resumed = train(name, ranks, *more)
     resumed.world.ended_well()
     assert same_bits(resumed.checkpoint(), plain(ranks).checkpoint())
 
 
-@pytest.mark.skipif(not SOAK, reason="a full disk is in tests/unit/files; KD_SOAK=1 tries it with two ranks")
+@pytest.mark.skipif(
+    not SOAK,
+    reason="a full disk is in tests/unit/files; KD_SOAK=1 tries it with two ranks",
+)
 def test_the_disk_of_rank_0_is_full(train, plain, small_disk):
     more = (f"run.folder={small_disk}", "optimizer.ema_decay=0.9")
     full = train("full", 2, *more)

@@ -1,4 +1,6 @@
-"""The arithmetic of docs/scale.md for 8 and 32 ranks; torch's FakeProcessGroup sends nothing."""
+"""The arithmetic of docs/scale.md for 8 and 32 ranks; torch's FakeProcessGroup sends
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,22 @@ from kd.parts.backends.cpu import CPU
 
 MIB = 2**20
 CAP, FIRST = 25 * MIB, MIB
-"""torch's sizes of a bucket, and of the first one, which is reduced while the backward pass has just begun."""
+"""torch's sizes of a bucket, and of the first one, which is reduced while the backward
+pass has just begun.
+"""
 
 
 @pytest.fixture(params=[8, 32])
 def backend(request, monkeypatch):
-    """Rank 0 of a world whose other ranks do not exist; `setup` would find that they do not add up."""
-    for name, value in {"RANK": 0, "WORLD_SIZE": request.param, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+    """Rank 0 of a world whose other ranks do not exist; `setup` would find that they do
+    not add up.
+    """
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": request.param,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+    }.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "fake")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
@@ -33,7 +44,9 @@ def backend(request, monkeypatch):
 @pytest.fixture(scope="module")
 def weights():
     """A ViT-Ti for the 101 dishes."""
-    return load(Spec("student", "vit_tiny_patch16_224", {}, [str(i) for i in range(101)]), 224)
+    return load(
+        Spec("student", "vit_tiny_patch16_224", {}, [str(i) for i in range(101)]), 224
+    )
 
 
 def numel(model) -> int:
@@ -65,11 +78,21 @@ def test_a_step_reduces_four_bytes_a_weight_in_two_buckets(backend, weights):
 
 def test_zero_keeps_about_a_rank_th_of_the_state(backend, weights):
     optimizer = backend.optimizer(
-        [{"params": list(copy.deepcopy(weights).parameters())}], torch.optim.AdamW, True, lr=1e-3
+        [{"params": list(copy.deepcopy(weights).parameters())}],
+        torch.optim.AdamW,
+        True,
+        lr=1e-3,
     )
-    shares = [sum(p.numel() for group in rank for p in group["params"]) for rank in optimizer._partition_parameters()]
+    shares = [
+        sum(p.numel() for group in rank for p in group["params"])
+        for rank in optimizer._partition_parameters()
+    ]
     assert len(shares) == backend.world_size
     assert sum(shares) == numel(weights)
     largest = max(parameter.numel() for parameter in weights.parameters())
-    assert max(shares) < numel(weights) / backend.world_size + largest  # a weight is not cut
-    assert 8 * max(shares) / MIB == pytest.approx({8: 5.3, 32: 1.7}[backend.world_size], abs=0.1)
+    assert (
+        max(shares) < numel(weights) / backend.world_size + largest
+    )  # a weight is not cut
+    assert 8 * max(shares) / MIB == pytest.approx(
+        {8: 5.3, 32: 1.7}[backend.world_size], abs=0.1
+    )

@@ -1,4 +1,6 @@
-"""`teacher.pipeline`: a stage of the teacher on each rank, and the whole teacher's answers for every rank's images."""
+"""`teacher.pipeline`: a stage of the teacher on each rank, and the whole teacher's
+answers for every rank's images.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +11,36 @@ import torch
 from ranks import HERE, start
 
 pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="pipelines run forward only from torch 2.13 on"
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="pipelines run forward only from torch 2.13 on",
 )
 
 
-@pytest.mark.parametrize(("ranks", "cut"), [(2, {"vit", "xcit", "swin"}), (3, {"vit", "xcit"})])
+@pytest.mark.parametrize(
+    ("ranks", "cut"), [(2, {"vit", "xcit", "swin"}), (3, {"vit", "xcit"})]
+)
 @pytest.mark.slow
 def test_every_rank_gets_the_whole_teachers_outputs(tmp_path, ranks, cut):
     start("dividing:main", ["cut", tmp_path], ranks, path=(HERE,)).ended_well()
-    facts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    facts = [
+        json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)
+    ]
     for name in facts[0]:
         found = [rank[name] for rank in facts]
         if name.split(",")[0].split()[0] not in cut:
             assert all("the teacher can be cut at" in text for text in found), name
             continue
-        # a batch that is not as large as the first is cut otherwise, and kernels may sum in another order
+        # a batch that is not as large as the first is cut otherwise, and kernels may
+        # sum in another order
         assert all(rank["worst"] < 1e-6 < rank["spread"] for rank in found), name
         shares = [rank["mib"] / rank["whole_mib"] for rank in found]
         assert sum(shares) == pytest.approx(1, abs=0.02), name
         assert max(shares) < 0.8, name
 
 
-@pytest.mark.parametrize("more", [("data.micro_batch=3",), ("data.micro_batch=6", "teacher.micro_batch=2")])
+@pytest.mark.parametrize(
+    "more", [("data.micro_batch=3",), ("data.micro_batch=6", "teacher.micro_batch=2")]
+)
 @pytest.mark.slow
 def test_a_run_with_a_pipelined_teacher_is_the_same_run(train, plain, more):
     whole = plain(2, *more)
@@ -49,10 +59,14 @@ def test_a_run_with_a_pipelined_teacher_is_the_same_run(train, plain, more):
 @pytest.mark.slow
 def test_a_pipelined_teacher_runs_in_float32_and_a_run_resumes_without(train):
     auto = ("teacher.precision=auto", "teacher.attention=auto")
-    killed = train("pipelined-auto", 2, "teacher.pipeline=2", *auto, env={"KD_DIE": "1:13"})
+    killed = train(
+        "pipelined-auto", 2, "teacher.pipeline=2", *auto, env={"KD_DIE": "1:13"}
+    )
     assert killed.world.codes[1] == -9, killed.world.logs[1]
     modes = killed.manifest()["modes"]
-    assert modes["teacher"] == "fp32+unfused"  # a divided teacher is not compared with itself in another precision
+    assert (
+        modes["teacher"] == "fp32+unfused"
+    )  # a divided teacher is not compared with itself in another precision
     resumed = train("pipelined-auto", 2, *auto)
     resumed.world.ended_well()
     assert len(resumed.rows("train")) == 20
@@ -66,7 +80,9 @@ def test_a_pipelined_teacher_runs_in_float32_and_a_run_resumes_without(train):
         (3, 3, "teacher.pipeline: is 3, but the teacher can be cut at 1 places only."),
     ],
 )
-def test_an_impossible_pipeline_is_a_one_line_error(config_file, tmp_path, ranks, stages, text):
+def test_an_impossible_pipeline_is_a_one_line_error(
+    config_file, tmp_path, ranks, stages, text
+):
     argv = [config_file, f"run.folder={tmp_path}", f"teacher.pipeline={stages}"]
     world = start("kd.cli.training:train", argv, ranks, path=(HERE,))
     assert world.codes == [2] * ranks, world.logs

@@ -1,4 +1,5 @@
-"""Ranks that do not read the same images stop together, with the first name that differs, before a step is made.
+"""Ranks that do not read the same images stop together, with the first name that
+differs, before a step is made.
 
 So does a run that resumes on other images than it was started on.
 """
@@ -46,13 +47,18 @@ def renamed_class(other: Path) -> None:
 
 @pytest.fixture
 def two_folders(photos, tmp_path) -> Callable[..., list[str]]:
-    """Copy the images for ranks 0, 1 and 2, change the last one's, and return the overrides for it."""
+    """Copy the images for ranks 0, 1 and 2, change the last one's, and return the
+    overrides for it.
+    """
 
     def write(change: Callable[[Path], None], ranks: int) -> list[str]:
         for rank in range(ranks):
             shutil.copytree(photos, tmp_path / f"rank_{rank}")
         change(tmp_path / f"rank_{ranks - 1}")
-        return [f"data.root={tmp_path}/rank_${{oc.env:RANK}}", f"run.folder={tmp_path}/runs"]
+        return [
+            f"data.root={tmp_path}/rank_${{oc.env:RANK}}",
+            f"run.folder={tmp_path}/runs",
+        ]
 
     return write
 
@@ -67,13 +73,17 @@ def two_folders(photos, tmp_path) -> Callable[..., list[str]]:
         ("teach", 2, renamed_class, ["classes apple, fig"]),
     ],
 )
-def test_ranks_with_other_images_stop(config_file, two_folders, tmp_path, target, ranks, change, words):
+def test_ranks_with_other_images_stop(
+    config_file, two_folders, tmp_path, target, ranks, change, words
+):
     argv = [config_file, *two_folders(change, ranks)]
     if target == "teach":
         argv += ["teacher.model=resnet18", "teacher.fit.epochs=1"]
         argv += [f"teacher.fit.folder={tmp_path}/teachers"]
     refused = start(f"kd.cli.training:{target}", argv, ranks)
-    all_refuse(refused, "data:", f"rank {ranks - 1} has other images than rank 0", *words)
+    all_refuse(
+        refused, "data:", f"rank {ranks - 1} has other images than rank 0", *words
+    )
     assert not list(tmp_path.glob("*/*/checkpoints/step_*"))
 
 
@@ -94,13 +104,18 @@ def test_ranks_of_kd_distill_with_other_items_stop(change):
 def test_a_run_does_not_resume_on_files_with_other_bytes(train, photos, tmp_path):
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
-    run = train("other-bytes", 1, f"data.root={root}", env={"KD_DIE": "0:13"}, into=tmp_path)
+    run = train(
+        "other-bytes", 1, f"data.root={root}", env={"KD_DIE": "0:13"}, into=tmp_path
+    )
     recorded = run.manifest()
     whole = (root / VICTIM).read_bytes()
     other_bytes(root)
     refused = train("other-bytes", 1, f"data.root={root}", into=tmp_path).world
     assert refused.codes == [2]
-    assert "run.name: this run was started with another train:train/fig/03.jpg (its content" in refused.logs[0]
+    assert (
+        "run.name: this run was started with another train:train/fig/03.jpg (its"
+        " content" in refused.logs[0]
+    )
     (root / VICTIM).write_bytes(whole)
     train("other-bytes", 1, f"data.root={root}", into=tmp_path).world.ended_well()
     assert run.manifest()["contents"] == recorded["contents"]

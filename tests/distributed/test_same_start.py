@@ -1,4 +1,6 @@
-"""Ranks that do not begin with the same stop together, each with one line, before a step is made."""
+"""Ranks that do not begin with the same stop together, each with one line, before a
+step is made.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,29 @@ def test_all_ranks_refuse_a_cache_of_another_teacher(train, tmp_path):
     ids = np.flatnonzero(whole)
     store.write(0, ids.tolist(), [parts[0].numpy()[ids] + 0.1], [0] * len(ids))
     refused = train("cache-refused", 2, *CACHED, path, "run.steps=4")
-    all_refuse(refused.world, "teacher.cache.path:", "a stored logit differs by 0.1", "Remove the folder")
+    all_refuse(
+        refused.world,
+        "teacher.cache.path:",
+        "a stored logit differs by 0.1",
+        "Remove the folder",
+    )
 
 
 @pytest.fixture(scope="module")
 def killed(config_file, tmp_path_factory) -> Path:
-    """Folders `rank_0` and `rank_1`: two ranks without a common file system, killed after checkpoints 5 and 10."""
+    """Folders `rank_0` and `rank_1`: two ranks without a common file system, killed
+    after checkpoints 5 and 10.
+    """
     folder = tmp_path_factory.mktemp("apart")
-    assert start("kd.cli.training:train", apart(config_file, folder), 2, {"KD_DIE": "1:13"}).codes[1] == -9
-    found = sorted(path.name for path in (folder / "rank_0" / "run" / "checkpoints").glob("step_*"))
+    assert (
+        start(
+            "kd.cli.training:train", apart(config_file, folder), 2, {"KD_DIE": "1:13"}
+        ).codes[1]
+        == -9
+    )
+    found = sorted(
+        path.name for path in (folder / "rank_0" / "run" / "checkpoints").glob("step_*")
+    )
     assert found == ["step_00000005", "step_00000010"]
     return folder
 
@@ -76,7 +92,9 @@ def other_weights(other: Path) -> None:
         (other_weights, ["do not find the same checkpoint", "finds one of step 10"]),
     ],
 )
-def test_ranks_that_would_resume_from_different_checkpoints_stop(killed, config_file, tmp_path, change, words):
+def test_ranks_that_would_resume_from_different_checkpoints_stop(
+    killed, config_file, tmp_path, change, words
+):
     for rank in (0, 1):
         shutil.copytree(killed / "rank_0", tmp_path / f"rank_{rank}")
     change(tmp_path / "rank_1" / "run")

@@ -26,15 +26,23 @@ def fit_file(changed_file, config_file, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow
 def test_a_run_waits_for_the_teacher_that_another_fits(fit_file, tmp_path, ranks):
-    """The fit takes longer than the deadline, which counts only while it makes no progress."""
+    """The fit takes longer than the deadline, which counts only while it makes no
+    progress.
+    """
     argv = [sys.executable, "-m", "kd.cli", "teach", str(fit_file), OURS]
     environ = {**environment(), "KD_SLOW": "0.07"}
     environ["PYTHONPATH"] += f":{HERE}"
     zygote()  # whose start may take longer than the fit
-    first = subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    first = subprocess.Popen(
+        argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         wait_until(lambda: list(tmp_path.glob("teachers/*/metrics.jsonl")), first)
-        second = start("kd.cli.training:teach", [fit_file, OURS, "backend.timeout_seconds=4"], ranks)
+        second = start(
+            "kd.cli.training:teach",
+            [fit_file, OURS, "backend.timeout_seconds=4"],
+            ranks,
+        )
         told = first.communicate(timeout=60)[0]
     finally:
         if first.poll() is None:
@@ -44,14 +52,18 @@ def test_a_run_waits_for_the_teacher_that_another_fits(fit_file, tmp_path, ranks
     second.ended_well()
     assert second.logs[0].count("waiting for the teacher that it fits") == 1
     assert "teacher: reusing" in second.logs[0]
-    assert all(log.splitlines()[-1] == told.splitlines()[-1] for log in second.logs)  # the folder
+    assert all(
+        log.splitlines()[-1] == told.splitlines()[-1] for log in second.logs
+    )  # the folder
     assert len(list(tmp_path.glob("teachers/*/export"))) == 1
 
 
 @pytest.mark.slow
 def test_a_fit_without_progress_is_not_waited_for(fit_file, tmp_path):
     argv = [fit_file, OURS, "backend.timeout_seconds=2"]
-    stopped = start("kd.cli.training:teach", argv, env={"KD_SIGNAL": "SIGTERM:train:50"})
+    stopped = start(
+        "kd.cli.training:teach", argv, env={"KD_SIGNAL": "SIGTERM:train:50"}
+    )
     assert stopped.codes == [75]
     (folder,) = (tmp_path / "teachers").iterdir()
     held = lock(folder / ".lock", "run.name")
@@ -68,10 +80,16 @@ def test_a_fit_without_progress_is_not_waited_for(fit_file, tmp_path):
 def test_the_list_of_corrupt_images_is_of_all_ranks(train, photos, tmp_path):
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
-    broken = sorted(root.glob("train/*/*.jpg"))[::6] + sorted(root.glob("val/*/*.jpg"))[:2]
+    broken = (
+        sorted(root.glob("train/*/*.jpg"))[::6] + sorted(root.glob("val/*/*.jpg"))[:2]
+    )
     for file in broken:
         file.write_bytes(b"not an image")
-    more = ("run.steps=3", "sifter.kind=none", f"data.root={root}")  # each image is read once
+    more = (
+        "run.steps=3",
+        "sifter.kind=none",
+        f"data.root={root}",
+    )  # each image is read once
     more += ("data.on_corrupt=skip", "data.max_skipped=1")
     run = train("corrupt", 2, *more)
     run.world.ended_well()

@@ -1,4 +1,6 @@
-"""Whole runs of the trainer on the stand-ins of smddp and Neuron: two processes, cache, sifter, clipping, resumed."""
+"""Whole runs of the trainer on the stand-ins of smddp and Neuron: two processes, cache,
+sifter, clipping, resumed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import torch
 from pieces import slow
 
 CONTRACTS = Path(__file__).parents[1] / "contracts"
-WHOLE = ("sifter.kind=history", "sifter.keep=0.7", "teacher.cache.views=2", "optimizer.clip_grad_norm=0.1")
+WHOLE = (
+    "sifter.kind=history",
+    "sifter.keep=0.7",
+    "teacher.cache.views=2",
+    "optimizer.clip_grad_norm=0.1",
+)
 KINDS = {
     "smddp": ({"kind": "smddp", "device": "cpu"}, "optimizer.zero=true"),
     "neuron": ({"kind": "torch_neuronx.on_cpu"}, "optimizer.zero=false"),
@@ -20,7 +27,9 @@ KINDS = {
 @pytest.mark.parametrize("kind", [slow("smddp"), "neuron"])
 def test_a_run_is_the_cpus_and_resumes_to_the_same_bits(train, kind, tmp_path):
     backend, zero = KINDS[kind]
-    cpu = train(f"cpu_for_{kind}", 2, *WHOLE, zero, f"teacher.cache.path={tmp_path / 'of_cpu'}")
+    cpu = train(
+        f"cpu_for_{kind}", 2, *WHOLE, zero, f"teacher.cache.path={tmp_path / 'of_cpu'}"
+    )
     cpu.world.ended_well()
 
     def here():

@@ -1,7 +1,9 @@
-"""Imports torch, timm and kd once, then forks a real process for every rank that a test asks for.
+"""Imports torch, timm and kd once, then forks a real process for every rank that a test
+asks for.
 
-The import costs seconds a process, the fork milliseconds. Each rank is an ordinary process with a launcher's variables,
-which may be killed. One JSON request a line on stdin, one JSON answer a line on stdout.
+The import costs seconds a process, the fork milliseconds. Each rank is an ordinary
+process with a launcher's variables, which may be killed. One JSON request a line on
+stdin, one JSON answer a line on stdout.
 """
 
 import gc
@@ -13,7 +15,10 @@ import sys
 import time
 import traceback
 
-HEAVY = "torch timm torch.distributed.optim torch.nn.parallel kd.jobs.train kd.setup.build kd.parts.backends.cpu"
+HEAVY = (
+    "torch timm torch.distributed.optim torch.nn.parallel kd.jobs.train kd.setup.build"
+    " kd.parts.backends.cpu"
+)
 for heavy in (*HEAVY.split(), "kd.parts.networks.timm", "kd.cli.training"):
     importlib.import_module(heavy)
 sys.modules["kd.config"].load("vit_food")  # with the parsers that it imports
@@ -44,7 +49,9 @@ def become(rank: dict) -> None:
 
 
 def world(request: dict) -> dict:
-    """Fork the ranks, wait for them, kill those that outlast the deadline; codes are negative signals as usual."""
+    """Fork the ranks, wait for them, kill those that outlast the deadline; codes are
+    negative signals as usual.
+    """
     start = time.monotonic()
     running = {}
     for number, rank in enumerate(request["ranks"]):
@@ -59,7 +66,10 @@ def world(request: dict) -> dict:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 number = running.pop(pid)
-                codes[number], seconds[number] = os.waitstatus_to_exitcode(status), time.monotonic() - start
+                codes[number], seconds[number] = (
+                    os.waitstatus_to_exitcode(status),
+                    time.monotonic() - start,
+                )
         if running and not expired and time.monotonic() - start > request["timeout"]:
             expired = True
             for pid in running:

@@ -1,4 +1,6 @@
-"""Hostile clients in a process of their own: python attacker.py KIND PORT. They run until they are stopped."""
+"""Hostile clients in a process of their own: python attacker.py KIND PORT. They run
+until they are stopped.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class _Client:
         self.pending = memoryview(attack.begin or attack.repeat)
 
     def turn(self) -> int:
-        """Send what fits, take what came, and return how many bytes were sent. Raises OSError when it is closed."""
+        """Send what fits, take what came, and return how many bytes were sent. Raises
+        OSError when it is closed.
+        """
         if self.attack.reads:
             try:
                 if not self.socket.recv(65536):

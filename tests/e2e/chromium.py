@@ -1,4 +1,6 @@
-"""A headless Chromium, spoken to through its debugging pipe (file descriptors 3 and 4): no package needed."""
+"""A headless Chromium, spoken to through its debugging pipe (file descriptors 3 and 4):
+no package needed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--remote-debugging-pipe",
 )
-# Chromium reads from 3 and writes to 4, which may be taken here: a child moves its copies there and becomes Chromium.
+# Chromium reads from 3 and writes to 4, which may be taken here: a child moves its
+# copies there and becomes Chromium.
 BECOME = """
 import os, sys
 for place, end in ((903, sys.argv[1]), (904, sys.argv[2])):
@@ -47,10 +50,25 @@ class Page:
     def __init__(self, profile: Path, width: int = 900, height: int = 1000) -> None:
         read_end, self._write = os.pipe()
         self._read, write_end = os.pipe()
-        place = f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"
-        argv = [sys.executable, "-c", BECOME, str(read_end), str(write_end), str(path()), *FLAGS, *place]
+        place = (
+            f"--user-data-dir={profile}",
+            f"--window-size={width},{height}",
+            "about:blank",
+        )
+        argv = [
+            sys.executable,
+            "-c",
+            BECOME,
+            str(read_end),
+            str(write_end),
+            str(path()),
+            *FLAGS,
+            *place,
+        ]
         nothing = subprocess.DEVNULL
-        self.process = subprocess.Popen(argv, pass_fds=(read_end, write_end), stdout=nothing, stderr=nothing)
+        self.process = subprocess.Popen(
+            argv, pass_fds=(read_end, write_end), stdout=nothing, stderr=nothing
+        )
         for end in (read_end, write_end):
             os.close(end)
         self._count, self._buffer, self._session = 0, b"", ""
@@ -58,7 +76,9 @@ class Page:
         self.requests: list[str] = []
         """What was asked for, in order."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call(
+            "Target.attachToTarget", targetId=target, flatten=True
+        )["sessionId"]
         for domain in ("Page", "Runtime", "DOM", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -72,9 +92,15 @@ class Page:
         self.process.wait(20)
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """Call a method of the protocol; what the page complains about meanwhile is kept in `problems`."""
+        """Call a method of the protocol; what the page complains about meanwhile is
+        kept in `problems`.
+        """
         self._count += 1
-        message: dict[str, Any] = {"id": self._count, "method": method, "params": parameters}
+        message: dict[str, Any] = {
+            "id": self._count,
+            "method": method,
+            "params": parameters,
+        }
         if self._session:
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
@@ -100,7 +126,9 @@ class Page:
 
     def run(self, script: str) -> Any:
         """Evaluate JavaScript and return its value."""
-        result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        result = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in result:
             raise RuntimeError(result["exceptionDetails"])
         return result["result"].get("value")
@@ -117,7 +145,10 @@ class Page:
     def open(self, url: str) -> None:
         """Load a page."""
         self.call("Page.navigate", url=url)
-        self.until(f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url)})")
+        self.until(
+            "document.readyState === 'complete' &&"
+            f" location.href.startsWith({json.dumps(url)})"
+        )
 
     def choose(self, selector: str, file: Path) -> None:
         """Choose a file in an input, as the dialog does."""
@@ -127,4 +158,6 @@ class Page:
 
     def screenshot(self, target: Path) -> None:
         """Save what is seen as PNG."""
-        target.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        target.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )

@@ -1,4 +1,6 @@
-"""A real kd-serve process on a free loopback port, and what a client needs to talk to it."""
+"""A real kd-serve process on a free loopback port, and what a client needs to talk to
+it.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +49,36 @@ class Running:
     """A server process; use it as a context manager."""
 
     def __init__(
-        self, folder: Path, *options: str, wait: bool = True, cwd: Path | None = None, limits: str = ""
+        self,
+        folder: Path,
+        *options: str,
+        wait: bool = True,
+        cwd: Path | None = None,
+        limits: str = "",
     ) -> None:
-        argv = [sys.executable, "-m", "kd.cli", "serve", str(folder), "--port", "0", *options]
+        argv = [
+            sys.executable,
+            "-m",
+            "kd.cli",
+            "serve",
+            str(folder),
+            "--port",
+            "0",
+            *options,
+        ]
         if limits:  # which no option of the command sets
             argv = [sys.executable, "-c", LIMITED % limits, str(folder)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        # Not a pipe: nobody reads it while the server runs, and a full pipe stops whoever writes.
+        # Not a pipe: nobody reads it while the server runs, and a full pipe stops
+        # whoever writes.
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            argv, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment, cwd=cwd
+            argv,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+            cwd=cwd,
         )
         line = self.process.stdout.readline()
         if " at http://" not in line:
@@ -78,7 +100,9 @@ class Running:
         return self.process.pid
 
     def stop(self, seconds: float = 40) -> int:
-        """Send SIGTERM, wait, and return the exit code; what it wrote to stderr is in `errors`."""
+        """Send SIGTERM, wait, and return the exit code; what it wrote to stderr is in
+        `errors`.
+        """
         if self.process.returncode is None:
             self.process.terminate()
         return self.wait(seconds)
@@ -101,10 +125,17 @@ class Running:
             self._log.seek(0)
             return self._log.read()
 
-    def call(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Reply:
+    def call(
+        self, method: str, path: str, body: bytes | None = None, **headers: str
+    ) -> Reply:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=30)
         try:
-            connection.request(method, path, body, {key.replace("_", "-"): value for key, value in headers.items()})
+            connection.request(
+                method,
+                path,
+                body,
+                {key.replace("_", "-"): value for key, value in headers.items()},
+            )
             response = connection.getresponse()
             found = {key.lower(): value for key, value in response.getheaders()}
             return Reply(response.status, found, response.read())
@@ -114,12 +145,22 @@ class Running:
     def get(self, path: str) -> Reply:
         return self.call("GET", path)
 
-    def post(self, body: bytes, kind: str = "application/x-image", path: str = "/invocations", **headers: str) -> Reply:
+    def post(
+        self,
+        body: bytes,
+        kind: str = "application/x-image",
+        path: str = "/invocations",
+        **headers: str,
+    ) -> Reply:
         return self.call("POST", path, body, content_type=kind, **headers)
 
     def raw(self, data: bytes, seconds: float = 10) -> bytes:
-        """Send bytes as they are and return all that comes back until the server closes."""
-        with socket.create_connection((self.host, self.port), timeout=seconds) as connection:
+        """Send bytes as they are and return all that comes back until the server
+        closes.
+        """
+        with socket.create_connection(
+            (self.host, self.port), timeout=seconds
+        ) as connection:
             connection.sendall(data)
             found = b""
             while block := connection.recv(65536):
@@ -128,29 +169,53 @@ class Running:
 
     def memory_mb(self, key: str = "VmRSS") -> float:
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{key}:"))
+        return next(
+            int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{key}:")
+        )
 
 
 def images(*files: bytes) -> bytes:
     """Return a JSON body of several images."""
-    return json.dumps({"images": [base64.b64encode(data).decode() for data in files]}).encode()
+    return json.dumps(
+        {"images": [base64.b64encode(data).decode() for data in files]}
+    ).encode()
 
 
 def validation(photos: Path) -> list[tuple[bytes, str]]:
     """Return files and labels of the validation split."""
-    return [(path.read_bytes(), path.parent.name) for path in sorted((photos / "val").rglob("*.jpg"))]
+    return [
+        (path.read_bytes(), path.parent.name)
+        for path in sorted((photos / "val").rglob("*.jpg"))
+    ]
 
 
 def with_other_weights(export: Path, target: Path) -> Path:
-    """Copy an export, with a last layer as of a later step; hashes and checksum are made to fit."""
+    """Copy an export, with a last layer as of a later step; hashes and checksum are
+    made to fit.
+    """
     import onnx
     from onnx import numpy_helper
 
     folder = shutil.copytree(export, target)
     model = onnx.load(folder / "model.onnx")
-    (head,) = (tensor for tensor in model.graph.initializer if tensor.name.endswith("head.weight"))
-    head.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(head) * np.float32(1.05), head.name))
+    (head,) = (
+        tensor
+        for tensor in model.graph.initializer
+        if tensor.name.endswith("head.weight")
+    )
+    head.CopyFrom(
+        numpy_helper.from_array(
+            numpy_helper.to_array(head) * np.float32(1.05), head.name
+        )
+    )
     onnx.save(model, folder / "model.onnx")
     manifest = json.loads((folder / "manifest.json").read_text())
-    seal(folder, {key: value for key, value in manifest.items() if key not in ("files", "checksum")})
+    seal(
+        folder,
+        {
+            key: value
+            for key, value in manifest.items()
+            if key not in ("files", "checksum")
+        },
+    )
     return folder

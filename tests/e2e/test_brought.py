@@ -1,4 +1,6 @@
-"""Networks from outside at every door: kd-train, `--check`, kd-teach, kd.distill, kd-export."""
+"""Networks from outside at every door: kd-train, `--check`, kd-teach, kd.distill,
+kd-export.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def build(name: str) -> nn.Module:
 
 
 def flat_with_batch_norm() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE**2, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(3 * SIDE**2, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+    )
 
 
 def data(count: int = 12) -> TensorDataset:
@@ -34,8 +38,17 @@ def data(count: int = 12) -> TensorDataset:
     return TensorDataset(image, torch.arange(count) % 3)
 
 
-def distill(teacher: nn.Module, student: nn.Module, train=None, **changes) -> kd.Distilled:
-    given = {"train": train or data(), "val": data(), "steps": 2, "batch_size": 4, "backend": CPU, "progress": False}
+def distill(
+    teacher: nn.Module, student: nn.Module, train=None, **changes
+) -> kd.Distilled:
+    given = {
+        "train": train or data(),
+        "val": data(),
+        "steps": 2,
+        "batch_size": 4,
+        "backend": CPU,
+        "progress": False,
+    }
     return kd.distill(teacher=teacher, student=student, **{**given, **changes})
 
 
@@ -45,7 +58,12 @@ def section(monkeypatch):
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
 
     def make(name: str) -> dict:
-        return {"kind": "torch", "model": "test_brought:build", "args": {"name": name}, **PIXELS}
+        return {
+            "kind": "torch",
+            "model": "test_brought:build",
+            "args": {"name": name},
+            **PIXELS,
+        }
 
     return make
 
@@ -58,7 +76,11 @@ def test_distill_refuses(name, where, loader):
         return  # its final weights hide nothing
     models = {"teacher": Changed(), "student": Changed(), where: build(name)}
     with pytest.raises(ModelError, match=rf"^{where}: .*{FAULTS[name][1]}"):
-        distill(models["teacher"], models["student"], DataLoader(data(), 4) if loader else data())
+        distill(
+            models["teacher"],
+            models["student"],
+            DataLoader(data(), 4) if loader else data(),
+        )
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -67,7 +89,9 @@ def test_distill_accepts(name):
     assert result.state.step == 2
 
 
-@pytest.mark.parametrize("name", sorted({*FAULTS} - {"a lazy layer"}))  # kd runs it once: then it has weights
+@pytest.mark.parametrize(
+    "name", sorted({*FAULTS} - {"a lazy layer"})
+)  # kd runs it once: then it has weights
 def test_kd_train_refuses_a_student(name, settings, section, refused, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({**settings, "student": section(name)}))
@@ -76,10 +100,15 @@ def test_kd_train_refuses_a_student(name, settings, section, refused, tmp_path):
     assert said.startswith("student."), said
 
 
-@pytest.mark.parametrize("name", ["attention over the batch", "an LSTM over the batch", "dropout that always acts"])
+@pytest.mark.parametrize(
+    "name",
+    ["attention over the batch", "an LSTM over the batch", "dropout that always acts"],
+)
 def test_kd_train_refuses_a_teacher(name, settings, section, refused, tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump({**settings, "teacher": {**section(name), "min_accuracy": 0}}))
+    file.write_text(
+        yaml.safe_dump({**settings, "teacher": {**section(name), "min_accuracy": 0}})
+    )
     for flags in ((), ("--check",)):
         said = refused("train", file, *flags)
         assert FAULTS[name][1] in said, said
@@ -95,12 +124,18 @@ def test_kd_teach_refuses_a_network_to_be_fitted(settings, section, refused, tmp
 
 
 @pytest.mark.parametrize("flags", [(), ("--check",)])
-def test_a_micro_batch_of_one_under_batch_norm_is_one_line(flags, settings, refused, tmp_path, monkeypatch):
+def test_a_micro_batch_of_one_under_batch_norm_is_one_line(
+    flags, settings, refused, tmp_path, monkeypatch
+):
     """It said "this is a bug in kd", also in --check."""
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
     student = {"kind": "torch", "model": "test_brought:flat_with_batch_norm", **PIXELS}
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(merged(settings, {"data": {"micro_batch": 1}}) | {"student": student}))
+    file.write_text(
+        yaml.safe_dump(
+            merged(settings, {"data": {"micro_batch": 1}}) | {"student": student}
+        )
+    )
     said = refused("train", file, *flags)
     assert said.startswith("student.model: ")
     assert "batch norm" in said
@@ -108,7 +143,9 @@ def test_a_micro_batch_of_one_under_batch_norm_is_one_line(flags, settings, refu
 
 
 def test_an_export_refuses_what_an_earlier_kd_trained(tmp_path):
-    """A student of an older kd, which asked nothing: 78.9 % stood on its card, alone its images had 25.0 %."""
+    """A student of an older kd, which asked nothing: 78.9 % stood on its card, alone
+    its images had 25.0 %.
+    """
     levels = TensorDataset((data().tensors[0] * 255).round() / 255, data().tensors[1])
     result = distill(Changed(), Changed(), val=levels)
     result.student.after = lambda logits: logits - logits.mean(0)
@@ -124,7 +161,10 @@ def test_a_teacher_that_changes_its_input_teaches_as_one_that_does_not():
     first = Changed()
     students = [copy.deepcopy(first), copy.deepcopy(first)]
     before = given.tensors[0].clone()
-    results = [distill(t, s, given, val=given) for t, s in zip((plain, inplace), students, strict=True)]
+    results = [
+        distill(t, s, given, val=given)
+        for t, s in zip((plain, inplace), students, strict=True)
+    ]
     assert torch.equal(given.tensors[0], before)
     assert results[0].metrics == results[1].metrics
     for name, tensor in students[0].state_dict().items():
@@ -132,7 +172,9 @@ def test_a_teacher_that_changes_its_input_teaches_as_one_that_does_not():
 
 
 def test_a_caller_s_modules_and_generators_are_as_they_were():
-    """A teacher in evaluation came back in training, with frozen batch norm too; the next random numbers were equal."""
+    """A teacher in evaluation came back in training, with frozen batch norm too; the
+    next random numbers were equal.
+    """
     import random
 
     teacher, student = HONEST["batch norm"]().eval(), HONEST["dropout"]()
@@ -148,7 +190,10 @@ def test_a_caller_s_modules_and_generators_are_as_they_were():
         numbers.append(torch.rand(()).item())
     assert numbers[0] != numbers[1]
     assert not any(module.training for module in teacher.modules())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name])
+        for name, tensor in teacher.state_dict().items()
+    )
     teacher = FAULTS["a centre learned in evaluation"][0]()
     with pytest.raises(ModelError, match=r"^teacher: .*centre"):
         distill(teacher, student)
@@ -164,7 +209,10 @@ def test_scores_that_are_not_finite_are_said(capsys):
     assert result.metrics["nll"] != result.metrics["nll"]
     said = capsys.readouterr()
     assert "validation: " in said.out + said.err
-    assert "nll" in (said.out + said.err).partition("validation: ")[2].partition("are NaN")[0]
+    assert (
+        "nll"
+        in (said.out + said.err).partition("validation: ")[2].partition("are NaN")[0]
+    )
 
 
 def test_a_student_made_in_inference_mode_is_refused():
@@ -178,7 +226,12 @@ def test_a_student_that_shares_its_backbone_with_the_teacher_is_refused():
     teacher, student = Changed(), Changed()
     student.plain = teacher.plain
     before = copy.deepcopy(teacher.state_dict())
-    with pytest.raises(ModelError, match=r"^student: shares 2 tensors with teacher.*plain"):
+    with pytest.raises(
+        ModelError, match=r"^student: shares 2 tensors with teacher.*plain"
+    ):
         distill(teacher, student)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name])
+        for name, tensor in teacher.state_dict().items()
+    )
     distill(teacher, copy.deepcopy(teacher))

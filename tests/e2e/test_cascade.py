@@ -1,4 +1,6 @@
-"""Two exports as one model, through all three doors: the same predictions, each of the model that it names."""
+"""Two exports as one model, through all three doors: the same predictions, each of the
+model that it names.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +42,31 @@ from kd.jobs.train import train
 
 COUNT = 200
 SHARE = 0.5
-"""Share of unsure images: the tiny student is right nearly always, so that no promise on wrong ones has a threshold."""
+"""Share of unsure images: the tiny student is right nearly always, so that no promise
+on wrong ones has a threshold.
+"""
 
 
 @pytest.fixture(scope="module")
 def small(distilled, once) -> Path:
     """An export that is unsure of about half of the images."""
-    return once("unsure", lambda folder: export(distilled, folder / "export", ExportOptions(defer_share=SHARE)).folder)
+    return once(
+        "unsure",
+        lambda folder: (
+            export(
+                distilled, folder / "export", ExportOptions(defer_share=SHARE)
+            ).folder
+        ),
+    )
 
 
 @pytest.fixture(scope="module")
 def large(distilled, once) -> Path:
     """The export of the teacher."""
-    return once("unsure's teacher", lambda folder: export(distilled, folder / "export", teacher=True).folder)
+    return once(
+        "unsure's teacher",
+        lambda folder: export(distilled, folder / "export", teacher=True).folder,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +74,10 @@ def wide(photos, once) -> Path:
     """The export of a student for images of twice the side."""
 
     def build(folder: Path) -> Path:
-        settings = base(photos, folder) | {"losses": [{"kind": "ce"}], "teacher": {"model": ""}}
+        settings = base(photos, folder) | {
+            "losses": [{"kind": "ce"}],
+            "teacher": {"model": ""},
+        }
         settings = merged(settings, {"data": {"image_size": 32}, "run": {"epochs": 1}})
         return export(train(config.load(settings)).folder, folder / "export").folder
 
@@ -72,7 +89,10 @@ def pictures(tmp_path_factory) -> dict[str, bytes]:
     """JPEG files by name, which the student has never seen."""
     folder = tmp_path_factory.mktemp("pictures")
     paint(folder, (67, 67, 66), seed=7)
-    found = {f"{path.parent.name}/{path.name}": path.read_bytes() for path in sorted(folder.rglob("*.jpg"))}
+    found = {
+        f"{path.parent.name}/{path.name}": path.read_bytes()
+        for path in sorted(folder.rglob("*.jpg"))
+    }
     assert len(found) == COUNT
     return found
 
@@ -85,7 +105,10 @@ def cascade(small, large):
 def plain(answer: Any) -> dict[str, Any]:
     """Return an answer of Python as the JSON of the other doors."""
     row = {key: value for key, value in asdict(answer).items() if value is not None}
-    row["top"] = [{key: value for key, value in one.items() if value is not None} for one in row["top"]]
+    row["top"] = [
+        {key: value for key, value in one.items() if value is not None}
+        for one in row["top"]
+    ]
     return json.loads(json.dumps(row))
 
 
@@ -94,17 +117,25 @@ def sample(text: str, name: str) -> float:
     return float(value)
 
 
-def test_three_doors_give_the_predictions_of_the_two_exports(small, large, cascade, pictures, command, tmp_path):
+def test_three_doors_give_the_predictions_of_the_two_exports(
+    small, large, cascade, pictures, command, tmp_path
+):
     alone, teacher = kd.load(small), kd.load(large)
     expected = {}
     for name, data in pictures.items():
         first = alone(data, top=3)
         row = plain(first if first.sure else teacher(data, top=3))
-        expected[name] = {**row, "sure": first.sure, "model": "first" if first.sure else "second"}
+        expected[name] = {
+            **row,
+            "sure": first.sure,
+            "model": "first" if first.sure else "second",
+        }
     models = Counter(row["model"] for row in expected.values())
     assert min(models.values()) >= 20, models
 
-    assert {name: plain(cascade(data, top=3)) for name, data in pictures.items()} == expected
+    assert {
+        name: plain(cascade(data, top=3)) for name, data in pictures.items()
+    } == expected
 
     for name, data in pictures.items():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -119,25 +150,57 @@ def test_three_doors_give_the_predictions_of_the_two_exports(small, large, casca
 
     with Running(small, "--second", str(large)) as server:
         names = list(pictures)
-        served = {name: server.post(pictures[name], path="/invocations?top=3").json for name in names[:20]}
-        assert {name: one["predictions"] for name, one in served.items()} == {n: [expected[n]] for n in names[:20]}
+        served = {
+            name: server.post(pictures[name], path="/invocations?top=3").json
+            for name in names[:20]
+        }
+        assert {name: one["predictions"] for name, one in served.items()} == {
+            n: [expected[n]] for n in names[:20]
+        }
         for at in range(20, COUNT, 15):
             part = names[at : at + 15]
-            reply = server.post(images(*map(pictures.get, part)), "application/json", "/invocations?top=3")
+            reply = server.post(
+                images(*map(pictures.get, part)),
+                "application/json",
+                "/invocations?top=3",
+            )
             assert reply.json["predictions"] == [expected[name] for name in part]
         metrics = server.get("/metrics").body.decode()
-        line = server.post(pictures[names[0]], path="/invocations?top=1", accept="text/csv").body.decode().strip()
-    versions = [json.loads((folder / "manifest.json").read_text())["version"] for folder in (small, large)]
+        line = (
+            server.post(
+                pictures[names[0]], path="/invocations?top=1", accept="text/csv"
+            )
+            .body.decode()
+            .strip()
+        )
+    versions = [
+        json.loads((folder / "manifest.json").read_text())["version"]
+        for folder in (small, large)
+    ]
     assert served[names[0]]["version"] == "+".join(versions)
     row = expected[names[0]]
-    assert line == f"{row['label']},{row['score']},{str(row['sure']).lower()},{row['model']}"
+    assert (
+        line
+        == f"{row['label']},{row['score']},{str(row['sure']).lower()},{row['model']}"
+    )
 
-    stated = json.loads((small / "manifest.json").read_text())["output"]["defer"]["stated"]["model.onnx"]
+    stated = json.loads((small / "manifest.json").read_text())["output"]["defer"][
+        "stated"
+    ]["model.onnx"]
     assert sample(metrics, "kd_images_total") == COUNT
     assert sample(metrics, "kd_passed_on_total") == models["second"]
-    shares = {of: sample(metrics, f'kd_passed_on_share{{of="{of}"}}') for of in ("endpoint", "validation")}
-    assert shares == pytest.approx({"endpoint": models["second"] / COUNT, "validation": stated["passed_on"]}, abs=1e-6)
-    ends = [sample(metrics, f'kd_passed_on_share{{of="validation {end}"}}') for end in ("low", "high")]
+    shares = {
+        of: sample(metrics, f'kd_passed_on_share{{of="{of}"}}')
+        for of in ("endpoint", "validation")
+    }
+    assert shares == pytest.approx(
+        {"endpoint": models["second"] / COUNT, "validation": stated["passed_on"]},
+        abs=1e-6,
+    )
+    ends = [
+        sample(metrics, f'kd_passed_on_share{{of="validation {end}"}}')
+        for end in ("low", "high")
+    ]
     assert ends == pytest.approx(stated["passed_on_interval"], abs=1e-6)
     assert ends[0] <= shares["endpoint"] <= ends[1]
     assert sample(metrics, "kd_self_check") == 1
@@ -148,7 +211,10 @@ def test_three_doors_give_the_predictions_of_the_two_exports(small, large, casca
 def test_the_labels_that_are_returned_are_counted(tmp_path):
     """The second model here never agrees with the first."""
     folders = []
-    for name, options in (("first", ExportOptions(defer_share=SHARE)), ("second", ExportOptions())):
+    for name, options in (
+        ("first", ExportOptions(defer_share=SHARE)),
+        ("second", ExportOptions()),
+    ):
         made = small_subject(tmp_path / "runs")
         if name == "second":
             with torch.no_grad():
@@ -156,7 +222,8 @@ def test_the_labels_that_are_returned_are_counted(tmp_path):
         folders.append(write(made, tmp_path / name, options).folder)
     pixels = list(PIXELS.transpose(0, 2, 3, 1))
     alone, returned = (
-        Counter(row.label for row in kd.load(folders[0], second=second)(pixels)) for second in (None, folders[1])
+        Counter(row.label for row in kd.load(folders[0], second=second)(pixels))
+        for second in (None, folders[1])
     )
     assert alone != returned
     with Running(folders[0], "--second", str(folders[1])) as server:
@@ -165,7 +232,9 @@ def test_the_labels_that_are_returned_are_counted(tmp_path):
             Image.fromarray(image).save(file, "PNG")
             server.post(file.getvalue())
         metrics = server.get("/metrics").body.decode()
-    labels = re.findall(r'^kd_labels_total\{label="(\w+)"\} (\S+)$', metrics, re.MULTILINE)
+    labels = re.findall(
+        r'^kd_labels_total\{label="(\w+)"\} (\S+)$', metrics, re.MULTILINE
+    )
     assert {label: float(count) for label, count in labels} == returned
     assert re.findall(r"^kd_expected_accuracy.*", metrics, re.MULTILINE) == []
     assert "# HELP kd_expected_accuracy Unknown with a second model" in metrics
@@ -173,7 +242,10 @@ def test_the_labels_that_are_returned_are_counted(tmp_path):
 
 def test_an_endpoint_alone_counts_nothing_passed_on(small, pictures):
     with Running(small) as server:
-        assert "model" not in server.post(next(iter(pictures.values()))).json["predictions"][0]
+        assert (
+            "model"
+            not in server.post(next(iter(pictures.values()))).json["predictions"][0]
+        )
         assert "passed_on" not in server.get("/metrics").body.decode()
 
 
@@ -186,29 +258,57 @@ def test_a_cascade_is_opened_again_in_another_process(cascade, pictures):
 
 def test_an_image_of_several_labels_is_passed_on_if_one_is_unsure(tmp_path):
     exports = []
-    for name, options in (("first", ExportOptions(defer_share=SHARE)), ("second", ExportOptions())):
+    for name, options in (
+        ("first", ExportOptions(defer_share=SHARE)),
+        ("second", ExportOptions()),
+    ):
         made = small_subject(tmp_path / "runs")
         with made.images() as read:
-            batches = [(pixels, np.eye(len(CLASSES), dtype=np.int8)[labels]) for pixels, labels in read(0)]
+            batches = [
+                (pixels, np.eye(len(CLASSES), dtype=np.int8)[labels])
+                for pixels, labels in read(0)
+            ]
         if name == "second":
             with torch.no_grad():
                 made.student.network.head.weight *= -1
-        opened = lambda batches=batches: nullcontext(lambda limit, training=False: batches)  # noqa: E731
-        made = replace(made, recipe=made.recipe.with_(task=TaskSection(kind="label_sets")), images=opened)
+
+        def opened(batches=batches):
+            return nullcontext(lambda limit, training=False: batches)
+
+        made = replace(
+            made,
+            recipe=made.recipe.with_(task=TaskSection(kind="label_sets")),
+            images=opened,
+        )
         exports.append(write(made, tmp_path / name, options).folder)
-    first, second, pair = (kd.load(exports[0]), kd.load(exports[1]), kd.load(exports[0], second=exports[1]))
+    first, second, pair = (
+        kd.load(exports[0]),
+        kd.load(exports[1]),
+        kd.load(exports[0], second=exports[1]),
+    )
     for image in PIXELS.transpose(0, 2, 3, 1):
         alone, answer = first(image), pair(image)
         assert alone.sure == all(one.sure for one in alone.top)
-        expected = replace(alone, model="first") if alone.sure else replace(second(image), sure=False, model="second")
+        expected = (
+            replace(alone, model="first")
+            if alone.sure
+            else replace(second(image), sure=False, model="second")
+        )
         assert answer == expected
-    assert {pair(image).model for image in PIXELS.transpose(0, 2, 3, 1)} == {"first", "second"}
+    assert {pair(image).model for image in PIXELS.transpose(0, 2, 3, 1)} == {
+        "first",
+        "second",
+    }
 
 
 def test_other_sizes_share_one_decoding_for_the_larger(small, wide):
-    """A JPEG that the first alone would decode at a quarter of its sides comes at half of them."""
+    """A JPEG that the first alone would decode at a quarter of its sides comes at half
+    of them.
+    """
     pair, alone = kd.load(small, second=wide), kd.load(small)
-    files = self_check.pictures([branch for branch in BRANCHES if branch[0] == "JPEG"], 60, 8)
+    files = self_check.pictures(
+        [branch for branch in BRANCHES if branch[0] == "JPEG"], 60, 8
+    )
     differed = 0
     for data in files:
         opened = pair.open(data, Limits())
@@ -217,13 +317,17 @@ def test_other_sizes_share_one_decoding_for_the_larger(small, wide):
         other = prepare(data, alone.size, alone.crop).pixels.astype(int)
         change = np.abs(seen - other)
         differed += change.max() > 0
-        assert change.mean() < 4  # levels of 255; measured 3.0 and 26, on 200 photographs 1.3 and 20
+        assert (
+            change.mean() < 4
+        )  # levels of 255; measured 3.0 and 26, on 200 photographs 1.3 and 20
         assert change.max() <= 32
     assert differed
 
 
 def test_the_memory_limit_is_that_of_the_larger_decoding(small, wide):
-    """90 pixels a side: the first alone reads 45 of them, for the second all are decoded."""
+    """90 pixels a side: the first alone reads 45 of them, for the second all are
+    decoded.
+    """
     (data,) = self_check.pictures([("JPEG", "RGB", 1, {})], 90, 8)
     limits = Limits(max_pixels=6000)
     assert kd.load(small).open(data, limits).image.size == (56, 45)
@@ -238,14 +342,22 @@ def renamed(folder: Path, target: Path, *names: tuple[str, str]) -> Path:
     config = target / "config.json"
     swapped = {f'"{old}"': f'"{new}"' for old, new in names}
     pattern = "|".join(swapped)
-    config.write_text(re.sub(pattern, lambda match: swapped[match[0]], config.read_text()))
+    config.write_text(
+        re.sub(pattern, lambda match: swapped[match[0]], config.read_text())
+    )
     manifest = json.loads((target / "manifest.json").read_text())
-    facts = {key: one for key, one in manifest.items() if key not in ("files", "checksum", "validation")}
+    facts = {
+        key: one
+        for key, one in manifest.items()
+        if key not in ("files", "checksum", "validation")
+    }
     package.seal(target, facts)
     return target
 
 
-def test_exports_that_are_no_pair_are_one_line_errors(small, large, exported, embedded, teacher, refused, tmp_path):
+def test_exports_that_are_no_pair_are_one_line_errors(
+    small, large, exported, embedded, teacher, refused, tmp_path
+):
     def told(first: Path, second: Path) -> str:
         to = ("--to", tmp_path / "rows.csv")
         lines = {refused("serve", first, "--port", 0, "--second", second)}
@@ -262,19 +374,33 @@ def test_exports_that_are_no_pair_are_one_line_errors(small, large, exported, em
     assert "it is the first model" in told(small, small)
     assert "kd-export RUN --teacher" in told(small, teacher)
     assert "0 classes, the first model 3" in told(small, embedded / "export")
-    assert "class 1 is 'figs'" in told(small, renamed(large, tmp_path / "other", ("fig", "figs")))
+    assert "class 1 is 'figs'" in told(
+        small, renamed(large, tmp_path / "other", ("fig", "figs"))
+    )
     exchanged = renamed(large, tmp_path / "exchanged", ("fig", "pear"), ("pear", "fig"))
-    assert "class 1 is 'pear', that of the first model is 'fig'" in told(small, exchanged)
+    assert "class 1 is 'pear', that of the first model is 'fig'" in told(
+        small, exchanged
+    )
 
 
 @pytest.mark.parametrize("given", ["none", "another", "accepted"])
-def test_an_accepted_pair_without_its_second_is_a_warning(small, large, pictures, given, command, caplog, tmp_path):
+def test_an_accepted_pair_without_its_second_is_a_warning(
+    small, large, pictures, given, command, caplog, tmp_path
+):
     """All three doors name the second export with which the limits were accepted."""
     manifest = json.loads((small / "manifest.json").read_text())
     version = json.loads((large / "manifest.json").read_text())["version"]
     accepted = f"tiny-teacher {'0' * 12 if given == 'another' else version}"
-    found = {"sentence": "drop<=1", "threads": 1, "file": "model.onnx", "found": {"drop": 0.5}, "second": accepted}
-    facts = {key: one for key, one in manifest.items() if key not in ("files", "checksum")}
+    found = {
+        "sentence": "drop<=1",
+        "threads": 1,
+        "file": "model.onnx",
+        "found": {"drop": 0.5},
+        "second": accepted,
+    }
+    facts = {
+        key: one for key, one in manifest.items() if key not in ("files", "checksum")
+    }
     first = shutil.copytree(small, tmp_path / "first")
     package.seal(first, {**facts, "cascade": found})
     second = () if given == "none" else ("--second", large)
@@ -282,17 +408,24 @@ def test_an_accepted_pair_without_its_second_is_a_warning(small, large, pictures
     kd.load(first, second=None if given == "none" else large)
     loaded = caplog.text
     (tmp_path / "a.jpg").write_bytes(next(iter(pictures.values())))
-    predicted = command("predict", first, tmp_path / "a.jpg", *second, "--to", tmp_path / "rows.csv")
+    predicted = command(
+        "predict", first, tmp_path / "a.jpg", *second, "--to", tmp_path / "rows.csv"
+    )
     assert predicted.code == 0, predicted
     with Running(first, *map(str, second)) as server:
         assert server.stop() == 0
     for told in (loaded, predicted.err, server.errors):
         lines = [line for line in told.splitlines() if accepted in line]
         assert len(lines) == (given != "accepted"), told
-        assert all((f"{version} is given" if given == "another" else "none is given") in line for line in lines)
+        assert all(
+            (f"{version} is given" if given == "another" else "none is given") in line
+            for line in lines
+        )
 
 
-def test_the_self_check_covers_the_second_model(small, large, pictures, command, tmp_path):
+def test_the_self_check_covers_the_second_model(
+    small, large, pictures, command, tmp_path
+):
     folder = with_other_weights(large, tmp_path / "large")
     with pytest.raises(SelfCheckError, match=r"--second: .* differ"):
         kd.load(small, second=folder)
@@ -303,7 +436,15 @@ def test_the_self_check_covers_the_second_model(small, large, pictures, command,
         assert "--second: " in ping.json["detail"]
         assert sample(server.get("/metrics").body.decode(), "kd_self_check") == 0
     (tmp_path / "a.jpg").write_bytes(next(iter(pictures.values())))
-    answer = command("predict", small, tmp_path / "a.jpg", "--second", folder, "--to", tmp_path / "rows.csv")
+    answer = command(
+        "predict",
+        small,
+        tmp_path / "a.jpg",
+        "--second",
+        folder,
+        "--to",
+        tmp_path / "rows.csv",
+    )
     assert answer.code == 3, answer
     assert kd.load(small, second=folder, self_check=False).check_itself() is None
 
@@ -312,14 +453,22 @@ def test_the_page_says_which_model_predicted(small, large, cascade, pictures, tm
     if chromium.path() is None:
         pytest.skip("no chromium here: apt-get install chromium")
     shown = {}
-    with Running(small, "--second", str(large)) as server, chromium.Page(tmp_path / "profile") as page:
+    with (
+        Running(small, "--second", str(large)) as server,
+        chromium.Page(tmp_path / "profile") as page,
+    ):
         page.open(f"http://127.0.0.1:{server.port}/")
         for model in ("first", "second"):
-            data = next(data for data in pictures.values() if cascade(data).model == model)
+            data = next(
+                data for data in pictures.values() if cascade(data).model == model
+            )
             (tmp_path / f"{model}.jpg").write_bytes(data)
             page.choose("#file", tmp_path / f"{model}.jpg")
             alt = f"The chosen picture: {model}.jpg"
-            page.until(f"document.getElementById('shown').alt === '{alt}' && !answer.hasAttribute('aria-busy')")
+            page.until(
+                f"document.getElementById('shown').alt === '{alt}' &&"
+                " !answer.hasAttribute('aria-busy')"
+            )
             shown[model] = page.run("document.getElementById('best').textContent")
     assert "by the second model" in shown["second"]
     assert "second model" not in shown["first"]
@@ -327,23 +476,40 @@ def test_the_page_says_which_model_predicted(small, large, cascade, pictures, tm
 
 
 def test_sigterm_while_passing_on_loses_nothing(small, large, cascade, pictures):
-    """Twelve requests come faster than one thread predicts; each is answered in full by the second model."""
+    """Twelve requests come faster than one thread predicts; each is answered in full by
+    the second model.
+    """
 
     def enlarged(data: bytes) -> bytes:
         file = io.BytesIO()
         Image.open(io.BytesIO(data)).resize((1200, 1200)).save(file, "JPEG", quality=90)
         return file.getvalue()
 
-    unsure = [data for data in map(enlarged, pictures.values()) if cascade(data).model == "second"][:8]
+    unsure = [
+        data
+        for data in map(enlarged, pictures.values())
+        if cascade(data).model == "second"
+    ][:8]
     expected = [plain(answer) for answer in cascade(unsure)]
     body = images(*unsure)
-    with Running(small, "--second", str(large), "--slots", "1") as server, ExitStack() as stack:
+    with (
+        Running(small, "--second", str(large), "--slots", "1") as server,
+        ExitStack() as stack,
+    ):
         clients = []
         for _ in range(12):
-            client = stack.enter_context(closing(http.client.HTTPConnection(server.host, server.port, timeout=30)))
-            client.request("POST", "/invocations", body, {"content-type": "application/json"})
+            client = stack.enter_context(
+                closing(
+                    http.client.HTTPConnection(server.host, server.port, timeout=30)
+                )
+            )
+            client.request(
+                "POST", "/invocations", body, {"content-type": "application/json"}
+            )
             clients.append(client)
-        wait_until(lambda: sample(server.get("/metrics").body.decode(), "kd_in_flight") >= 2)
+        wait_until(
+            lambda: sample(server.get("/metrics").body.decode(), "kd_in_flight") >= 2
+        )
         assert server.stop() == 0, server.errors
         answered = [json.loads(client.getresponse().read()) for client in clients]
         pid = server.pid

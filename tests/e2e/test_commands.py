@@ -1,4 +1,6 @@
-"""The commands from the first to the last, on a tiny image folder: teach, train, evaluate, export."""
+"""The commands from the first to the last, on a tiny image folder: teach, train,
+evaluate, export.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def fitted(settings, photos, tmp_path):
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file()
+    }
 
 
 def table_of(text: str) -> dict[str, list[str]]:
@@ -52,7 +58,9 @@ def table_of(text: str) -> dict[str, list[str]]:
 
 def last_row(folder: Path) -> dict[str, Any]:
     """Return the last row of training of a run."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     return [row for row in rows if row["kind"] == "train"][-1]
 
 
@@ -68,20 +76,40 @@ def test_from_teach_to_export(fitted, written, command, tmp_path):
     assert f"teacher: reusing '{teacher}'" in trained.out
     rows = table_of(trained.out)
     assert list(rows) == ["teacher", "student, distilled", "student, labels only"]
-    assert all(re.fullmatch(r"\d+\.\d % \(\d+\.\d to \d+\.\d\)", row[0]) for row in rows.values())
+    assert all(
+        re.fullmatch(r"\d+\.\d % \(\d+\.\d to \d+\.\d\)", row[0])
+        for row in rows.values()
+    )
     assert float(rows["teacher"][0].split()[0]) > 60
     assert "Next: `kd-export" in trained.out
 
     run = tmp_path / "runs" / "tiny"
     rows = [last_row(folder) for folder in (teacher.parent, run, run / "labels_only")]
-    fit, own, alone = (f"{clock(row['cpu_seconds'])} ({clock(row['seconds'])})" for row in rows)
-    times = f"the teacher's fit {fit}, the student with new outputs {own}, labels alone {alone}."
-    (verdict,) = (line for line in trained.out.splitlines() if "Training in CPU time (wall-clock): " in line)
+    fit, own, alone = (
+        f"{clock(row['cpu_seconds'])} ({clock(row['seconds'])})" for row in rows
+    )
+    times = (
+        f"the teacher's fit {fit}, the student with new outputs {own}, labels alone"
+        f" {alone}."
+    )
+    (verdict,) = (
+        line
+        for line in trained.out.splitlines()
+        if "Training in CPU time (wall-clock): " in line
+    )
     assert verdict.endswith(f"Training in CPU time (wall-clock): {times}")
     assert (run / "report.md").read_text().strip() in trained.out
     names = set(files(run))
-    assert {"config.yaml", "manifest.json", "metrics.jsonl", "report.md", "labels_only/metrics.jsonl"} <= names
-    assert not [name for name in names if name.endswith((".tmp", ".pt", ".pth", ".pkl"))]
+    assert {
+        "config.yaml",
+        "manifest.json",
+        "metrics.jsonl",
+        "report.md",
+        "labels_only/metrics.jsonl",
+    } <= names
+    assert not [
+        name for name in names if name.endswith((".tmp", ".pt", ".pth", ".pkl"))
+    ]
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["classes"] == ["apple", "fig", "pear"]
     assert manifest["modes"] == {"teacher": "fp32+unfused", "student": "fp32+unfused"}
@@ -89,15 +117,31 @@ def test_from_teach_to_export(fitted, written, command, tmp_path):
 
     evaluated = command("evaluate", run)
     assert evaluated.code == 0, evaluated
-    values = {line.split()[0]: float(line.split()[1]) for line in evaluated.out.splitlines() if "reusing" not in line}
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    values = {
+        line.split()[0]: float(line.split()[1])
+        for line in evaluated.out.splitlines()
+        if "reusing" not in line
+    }
+    rows = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     rows = [row for row in rows if row["kind"] == "val"]
     highest = max(row["accuracy"] for row in rows)
     near = highest - math.sqrt(highest * (1 - highest) / 13)
     best = [row for row in rows if row["accuracy"] >= near][-1]
     assert values.pop("images") == 13
-    assert values == pytest.approx({name: best[name] for name in values}, abs=6e-5)  # four digits are printed
-    assert {"accuracy", "top5", "nll", "ece", "teacher_accuracy", "kl", "agreement"} <= values.keys()
+    assert values == pytest.approx(
+        {name: best[name] for name in values}, abs=6e-5
+    )  # four digits are printed
+    assert {
+        "accuracy",
+        "top5",
+        "nll",
+        "ece",
+        "teacher_accuracy",
+        "kl",
+        "agreement",
+    } <= values.keys()
 
     exported = command("export", run, "--to", tmp_path / "student")
     assert exported.code == 0, exported
@@ -107,23 +151,39 @@ def test_from_teach_to_export(fitted, written, command, tmp_path):
     assert told["metrics"]["accuracy"] == best["accuracy"]
 
 
-def test_the_averaged_weights_are_exported_and_score_what_the_run_scored(written, command, tmp_path, photos):
+def test_the_averaged_weights_are_exported_and_score_what_the_run_scored(
+    written, command, tmp_path, photos
+):
     """With plain timm and Pillow, nothing of ours in between."""
     from kd.files.run_dir import RunDir
 
     assert command("train", written(optimizer={"ema": 0.5})).code == 0
     assert command("export", tmp_path / "runs" / "tiny", "--no-onnx").code == 0
     folder = tmp_path / "runs" / "tiny" / "export"
-    tensors, exported = RunDir(tmp_path / "runs" / "tiny").best()[1], load_file(folder / "model.safetensors")
+    tensors, exported = (
+        RunDir(tmp_path / "runs" / "tiny").best()[1],
+        load_file(folder / "model.safetensors"),
+    )
     assert exported
-    assert all(torch.equal(tensors["average.network." + name], tensor) for name, tensor in exported.items())
+    assert all(
+        torch.equal(tensors["average.network." + name], tensor)
+        for name, tensor in exported.items()
+    )
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    names, pictures = model.pretrained_cfg["label_names"], sorted((photos / "val").rglob("*.jpg"))
-    mean, std = (torch.tensor(model.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+    names, pictures = (
+        model.pretrained_cfg["label_names"],
+        sorted((photos / "val").rglob("*.jpg")),
+    )
+    mean, std = (
+        torch.tensor(model.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std")
+    )
     pixels = torch.from_numpy(np.stack([centre(path) for path in pictures])) / 255
     with torch.no_grad():
         answers = model((pixels - mean) / std).argmax(1)
-    hits = sum(names[answer] == path.parent.name for answer, path in zip(answers, pictures, strict=True))
+    hits = sum(
+        names[answer] == path.parent.name
+        for answer, path in zip(answers, pictures, strict=True)
+    )
     told = json.loads((folder / "kd.json").read_text())
     assert hits / len(pictures) == pytest.approx(told["metrics"]["accuracy"])
 
@@ -140,13 +200,21 @@ def test_the_resolved_config_is_an_input(written, command, tmp_path):
     assert "| step" not in again.out  # it is the same run
     weights = "checkpoints/step_00000004/tensors.safetensors"
     assert command("train", stored, "run.name=copy").code == 0
-    one, other = ((tmp_path / "runs" / name / weights).read_bytes() for name in ("tiny", "copy"))
+    one, other = (
+        (tmp_path / "runs" / name / weights).read_bytes() for name in ("tiny", "copy")
+    )
     assert one == other
 
 
-@pytest.mark.parametrize("fit", [pytest.param(True, id="teacher"), slow(False, id="student")])
-def test_a_run_killed_right_after_its_best_checkpoint_goes_on(written, command, monkeypatch, tmp_path, fit):
-    """Of the fit of a teacher every later start exited with 2; a student was the best it had been before, or none."""
+@pytest.mark.parametrize(
+    "fit", [pytest.param(True, id="teacher"), slow(False, id="student")]
+)
+def test_a_run_killed_right_after_its_best_checkpoint_goes_on(
+    written, command, monkeypatch, tmp_path, fit
+):
+    """Of the fit of a teacher every later start exited with 2; a student was the best
+    it had been before, or none.
+    """
     from kd.files import checkpoint
 
     section = {"epochs": 1, "lr": 3e-3, "folder": str(tmp_path / "teachers")}
@@ -164,9 +232,18 @@ def test_a_run_killed_right_after_its_best_checkpoint_goes_on(written, command, 
     again = command("train", path)
     assert again.code == 0, again
     assert command("export", tmp_path / "runs" / "tiny", "--no-onnx").code == 0
-    rows = [json.loads(row) for row in (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
-    exported = json.loads((tmp_path / "runs" / "tiny" / "export" / "kd.json").read_text())
-    assert exported["metrics"]["accuracy"] == max(row["accuracy"] for row in rows if row["kind"] == "val")
+    rows = [
+        json.loads(row)
+        for row in (
+            (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+        )
+    ]
+    exported = json.loads(
+        (tmp_path / "runs" / "tiny" / "export" / "kd.json").read_text()
+    )
+    assert exported["metrics"]["accuracy"] == max(
+        row["accuracy"] for row in rows if row["kind"] == "val"
+    )
 
 
 def test_an_interrupted_run_goes_on(written, command, tmp_path, monkeypatch):
@@ -190,17 +267,25 @@ def test_an_interrupted_run_goes_on(written, command, tmp_path, monkeypatch):
     assert stopped.err == "interrupted; the same command resumes\n"
     assert command("train", path).code == 0
     weights = "checkpoints/step_00000008/tensors.safetensors"
-    assert files(tmp_path / "runs" / "broken")[weights] == files(tmp_path / "runs" / "whole")[weights]
+    assert (
+        files(tmp_path / "runs" / "broken")[weights]
+        == files(tmp_path / "runs" / "whole")[weights]
+    )
 
 
-def test_a_teacher_is_reused_by_content_and_fitted_anew_for_other_data(fitted, written, command, tmp_path, photos):
+def test_a_teacher_is_reused_by_content_and_fitted_anew_for_other_data(
+    fitted, written, command, tmp_path, photos
+):
     data = tmp_path / "photos"
     shutil.copytree(photos, data)
     path = written(data={"root": str(data)})
     first, second = (command("teach", path).out.splitlines()[-1] for _ in range(2))
     assert first == second
     assert (
-        command("teach", path, "run.name=other", "student.args.depth=3", "data.views=2").out.splitlines()[-1] == first
+        command(
+            "teach", path, "run.name=other", "student.args.depth=3", "data.views=2"
+        ).out.splitlines()[-1]
+        == first
     )  # the student is no part of the teacher, and neither are the views that it will see
     Image.new("RGB", (20, 20)).save(data / "train" / "fig" / "99.jpg")
     assert command("teach", path).out.splitlines()[-1] != first
@@ -209,8 +294,12 @@ def test_a_teacher_is_reused_by_content_and_fitted_anew_for_other_data(fitted, w
     assert Path(other_length).parent.parent == tmp_path / "teachers"
 
 
-def test_a_baseline_gives_a_verdict_of_equal_cost_and_a_named_length_stays(fitted, written, command, refused, tmp_path):
-    """The student is not trained again, and its teacher's fit counts though it was found."""
+def test_a_baseline_gives_a_verdict_of_equal_cost_and_a_named_length_stays(
+    fitted, written, command, refused, tmp_path
+):
+    """The student is not trained again, and its teacher's fit counts though it was
+    found.
+    """
     path = written(
         run={"baseline": True},
         data={"labels": "some", "labels_per_class": 8, "store": "views"},
@@ -223,12 +312,20 @@ def test_a_baseline_gives_a_verdict_of_equal_cost_and_a_named_length_stays(fitte
     recorded = json.loads((run / "manifest.json").read_text())["labels_only"]
     assert own["step"] == 8
     assert alone["step"] == recorded["steps"] > 8  # the fit costs several steps
-    said = next(line for line in first.out.splitlines() if "Training in CPU time (wall-clock): " in line)
-    # a few steps of milliseconds: on a busy machine the labels' may have cost less than estimated
+    said = next(
+        line
+        for line in first.out.splitlines()
+        if "Training in CPU time (wall-clock): " in line
+    )
+    # a few steps of milliseconds: on a busy machine the labels' may have cost less than
+    # estimated
     assert (" of CPU time against " in said) == ("No verdict" not in said)
     assert f"labels alone {clock(alone['cpu_seconds'])} (" in said
     assert "| total CPU time |" in first.out
-    assert "Whether the student was still learning is not known: 2 evaluations" in first.out
+    assert (
+        "Whether the student was still learning is not known: 2 evaluations"
+        in first.out
+    )
     page = command("report", run)
     assert page.code == 0, page
     assert said.partition(":")[0] in (run / "report.html").read_text()
@@ -238,7 +335,9 @@ def test_a_baseline_gives_a_verdict_of_equal_cost_and_a_named_length_stays(fitte
     assert refused("train", path, *few).startswith(
         "data.batch_size: is 8, but the training split has 6 labelled images"
     )
-    assert command("report", run / "labels_only").code == 0  # a baseline's own configuration can be read
+    assert (
+        command("report", run / "labels_only").code == 0
+    )  # a baseline's own configuration can be read
     again = command("train", path, "run.baseline_steps=4")
     assert again.code == 0, again
     assert last_row(run) == own
@@ -251,15 +350,24 @@ def test_a_baseline_gives_a_verdict_of_equal_cost_and_a_named_length_stays(fitte
 
 
 def test_a_resumed_baseline_keeps_its_length(fitted, written, command, tmp_path):
-    """A stopwatch sets it: another start would measure another one, and so be refused in its folder."""
+    """A stopwatch sets it: another start would measure another one, and so be refused
+    in its folder.
+    """
     path = written(run={"baseline": True})
     first = command("train", path)
     assert first.code == 0, first
     run = tmp_path / "runs" / "tiny"
     before = last_row(run / "labels_only")
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    slower = [row | {"cpu_seconds": 9 * row["cpu_seconds"]} if "cpu_seconds" in row else row for row in rows]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in slower))
+    rows = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
+    slower = [
+        row | {"cpu_seconds": 9 * row["cpu_seconds"]} if "cpu_seconds" in row else row
+        for row in rows
+    ]
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in slower)
+    )
     *_, newest = sorted((run / "labels_only").glob("checkpoints/step_*"))
     shutil.rmtree(newest)
     again = command("train", path)
@@ -282,12 +390,20 @@ def test_a_baseline_of_an_earlier_kd_goes_on(fitted, written, command, tmp_path)
     assert last_row(run / "labels_only")["step"] == 8
 
 
-def test_the_table_of_time_comes_once_and_a_resumed_run_says_from_where(written, command, tmp_path):
-    """Three tables (teacher, student, labels only) with rows of 0.0 %; a resumed run said nothing."""
+def test_the_table_of_time_comes_once_and_a_resumed_run_says_from_where(
+    written, command, tmp_path
+):
+    """Three tables (teacher, student, labels only) with rows of 0.0 %; a resumed run
+    said nothing.
+    """
     path = written(run={"epochs": 2})
     first = command("train", path, "run.baseline=true")
     assert first.code == 0, first
-    table = [line for line in first.out.splitlines() if " s " in line and line.startswith("  ")]
+    table = [
+        line
+        for line in first.out.splitlines()
+        if " s " in line and line.startswith("  ")
+    ]
     assert first.out.count("where the time of") == 1
     assert table
     assert not any(" 0.0 %" in line for line in table)
@@ -300,32 +416,53 @@ def test_the_table_of_time_comes_once_and_a_resumed_run_says_from_where(written,
     assert f"resumes from step {step // 2}" in again.out
 
 
-# ---------------------------------------------------------------------------------------------------- without training
+# --------------------------------------------------------------------------------
+# without training
 
 
 @pytest.mark.parametrize("fit", [True, False])
-def test_check_prints_and_writes_nothing(fitted, settings, written, command, tmp_path, teacher, inside, fit):
-    path = written() if fit else written(teacher={"model": str(teacher), "args": {}, "fit": {"epochs": 0}})
+def test_check_prints_and_writes_nothing(
+    fitted, settings, written, command, tmp_path, teacher, inside, fit
+):
+    path = (
+        written()
+        if fit
+        else written(teacher={"model": str(teacher), "args": {}, "fit": {"epochs": 0}})
+    )
     before = files(tmp_path)
     answer = command("train", path, "--check")
     assert answer.code == 0, answer
     assert files(tmp_path) == before
-    said = {line.split()[0]: line for line in answer.out.splitlines() if not line.startswith(" ")}
-    rows = "config data student teacher losses batch length recipe plan backend memory images repeats time speed"
+    said = {
+        line.split()[0]: line
+        for line in answer.out.splitlines()
+        if not line.startswith(" ")
+    }
+    rows = (
+        "config data student teacher losses batch length recipe plan backend memory"
+        " images repeats time speed"
+    )
     assert list(said) == rows.split()
     assert "36 training and 13 validation images, 3 classes, 16 px" in said["data"]
     assert said["batch"].endswith(" 8 images")
     assert "8 steps of 8 images (2 epochs)" in said["length"]
-    assert ("fitted for 2 epochs if not found" if fit else "weights and classes fit;") in said["teacher"]
+    assert (
+        "fitted for 2 epochs if not found" if fit else "weights and classes fit;"
+    ) in said["teacher"]
     assert "all 49: none is damaged" in said["images"]
 
 
 def test_check_names_classes_without_validation(written, photos, command, tmp_path):
     shutil.copytree(photos, tmp_path / "photos")
     shutil.rmtree(tmp_path / "photos" / "val" / "fig")
-    answer = command("train", written(data={"root": str(tmp_path / "photos")}), "--check")
+    answer = command(
+        "train", written(data={"root": str(tmp_path / "photos")}), "--check"
+    )
     assert answer.code == 0, answer
-    assert "no validation image: 1 of 3 classes, which accuracy does not cover: fig\n" in answer.out
+    assert (
+        "no validation image: 1 of 3 classes, which accuracy does not cover: fig\n"
+        in answer.out
+    )
 
 
 @pytest.mark.parametrize("name", ["train", "teach"])
@@ -372,8 +509,13 @@ def test_a_bare_command_says_what_to_do_next(refused, name):
 def test_the_installed_commands_are_those_of_the_module(capfd):
     """`kd-train` and `python -m kd.cli train` are the same function."""
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    installed = dict(re.findall(r'^kd-(\w+) = "(kd\.cli\.\w+:\w+)"$', text, re.MULTILINE))
-    assert installed == {name: f"{function.__module__}:{function.__name__}" for name, function in COMMANDS.items()}
+    installed = dict(
+        re.findall(r'^kd-(\w+) = "(kd\.cli\.\w+:\w+)"$', text, re.MULTILINE)
+    )
+    assert installed == {
+        name: f"{function.__module__}:{function.__name__}"
+        for name, function in COMMANDS.items()
+    }
     assert '\nkd = "kd.cli.__main__:main"\n' in text
     assert main(["trian"]) == 2
     assert capfd.readouterr().err.endswith("Did you mean 'train'?\n")
@@ -385,35 +527,59 @@ def test_one_epoch_is_one_and_an_hour_has_its_price(written, command):
     assert "(1 epoch)" in answer.out
     assert "USD 36 an hour" in answer.out
     ms = float(re.search(r"loading ([\d.]+) ms per image", answer.out)[1])
-    (line,) = (line for line in answer.out.splitlines() if " with 48 cores load " in line)
-    assert float(re.search(r"load ([\d,]+) images/s", line)[1].replace(",", "")) == pytest.approx(6000 / ms, rel=0.05)
+    (line,) = (
+        line for line in answer.out.splitlines() if " with 48 cores load " in line
+    )
+    assert float(
+        re.search(r"load ([\d,]+) images/s", line)[1].replace(",", "")
+    ) == pytest.approx(6000 / ms, rel=0.05)
 
 
 def test_one_command_beside_the_others(capfd):
     assert main([]) == 2
     shown = capfd.readouterr().err
-    assert all(re.search(f"^  {name} +[A-Z]?", shown, re.MULTILINE) for name in COMMANDS)
+    assert all(
+        re.search(f"^  {name} +[A-Z]?", shown, re.MULTILINE) for name in COMMANDS
+    )
     assert "kd train vit_food" in shown
     for words in (["-h"], ["--help"], ["help"]):
         assert (main(words), capfd.readouterr().out) == (0, shown)
-    assert (main(["--version"]), capfd.readouterr().out) == (0, f"kd {kd.__version__}\n")
+    assert (main(["--version"]), capfd.readouterr().out) == (
+        0,
+        f"kd {kd.__version__}\n",
+    )
     assert main(["parts", "losses"]) == 0
     assert capfd.readouterr().out.startswith("losses:\n")
 
 
 def test_help_of_one_key(capfd):
     assert main(["help", "teacher.fit.lr"]) == 0
-    assert re.fullmatch(r"  teacher\.fit\.lr  \(.*\)\n( {6}\S.*\n)*", capfd.readouterr().out)
+    assert re.fullmatch(
+        r"  teacher\.fit\.lr  \(.*\)\n( {6}\S.*\n)*", capfd.readouterr().out
+    )
     assert main(["help", "losses"]) == 0
     assert "  losses[].temperature  (" in capfd.readouterr().out
-    for key in ("losses.0.weight", "losses[0].weight"):  # as keys are set, and as errors name them
+    for key in (
+        "losses.0.weight",
+        "losses[0].weight",
+    ):  # as keys are set, and as errors name them
         assert main(["help", key]) == 0
         assert "  losses[].weight  (" in capfd.readouterr().out
     assert main(["help", "epochs"]) == 0  # of two sections
-    assert re.findall(r"^  (\S+)  \(", capfd.readouterr().out, re.MULTILINE) == ["run.epochs", "teacher.fit.epochs"]
+    assert re.findall(r"^  (\S+)  \(", capfd.readouterr().out, re.MULTILINE) == [
+        "run.epochs",
+        "teacher.fit.epochs",
+    ]
     assert main(["help", "data"]) == 0
     kinds = re.findall(r"^kind: (\w+)$", capfd.readouterr().out, re.MULTILINE)
-    assert kinds == ["csv", "food_mini", "hf", "imagefolder", "multilabel", "webdataset"]  # one heading each
+    assert kinds == [
+        "csv",
+        "food_mini",
+        "hf",
+        "imagefolder",
+        "multilabel",
+        "webdataset",
+    ]  # one heading each
     with pytest.raises(SystemExit, match="0"):
         main(["help", "serve"])
     assert "usage: kd-serve" in capfd.readouterr().out
@@ -427,36 +593,59 @@ def test_help_of_one_key(capfd):
     ("words", "code", "expected"),
     [
         (["kd", "--version"], 0, "kd "),
-        slow(["kd", "train", "vit_food", "student.model=vti", "data.workers=0"], 2, "student.model"),
+        slow(
+            ["kd", "train", "vit_food", "student.model=vti", "data.workers=0"],
+            2,
+            "student.model",
+        ),
     ],
 )
 def test_modules_that_python_starts(words, code, expected):
-    """Nothing but that line: also torch and triton, where they were loaded, end without a word."""
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=60)
+    """Nothing but that line: also torch and triton, where they were loaded, end without
+    a word.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == code
     (line,) = (done.stdout + done.stderr).splitlines()
     assert expected in line
 
 
 @pytest.mark.parametrize(
-    ("line", "found"), [("kd tea", ["teach"]), ("kd serve --dr", ["--drain"]), ("kd-export --op", ["--openvino"])]
+    ("line", "found"),
+    [
+        ("kd tea", ["teach"]),
+        ("kd serve --dr", ["--drain"]),
+        ("kd-export --op", ["--openvino"]),
+    ],
 )
 def test_completion_in_a_shell(line, found, tmp_path):
     """As the line that register-python-argcomplete prints calls it."""
-    pytest.importorskip("argcomplete", reason="argcomplete is not installed: pip install 'kd[dev]'")
+    pytest.importorskip(
+        "argcomplete", reason="argcomplete is not installed: pip install 'kd[dev]'"
+    )
     name, length = line.split()[0], str(len(line))
     start = "main()" if name == "kd" else f"COMMANDS['{name[3:]}']()"
-    variables = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "found")}
+    variables = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "found"),
+    }
     variables |= {"COMP_LINE": line, "COMP_POINT": length, "COMP_TYPE": "9"}
     run = [sys.executable, "-c", f"from kd.cli.__main__ import COMMANDS, main; {start}"]
     done = subprocess.run(run, env={**os.environ, **variables}, timeout=60)
     assert done.returncode == 0
-    assert [word.strip() for word in (tmp_path / "found").read_text().splitlines()] == found
+    assert [
+        word.strip() for word in (tmp_path / "found").read_text().splitlines()
+    ] == found
 
 
 def test_help_ends_quietly_on_a_closed_pipe():
     argv = [sys.executable, "-m", "kd.cli", "train", "--help"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shown:
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as shown:
         assert shown.stdout is not None
         assert shown.stderr is not None
         shown.stdout.close()
@@ -477,29 +666,48 @@ def test_parts_are_listed_with_a_sentence_each(command, refused):
 def test_a_bug_is_a_traceback_and_exit_code_1(written, command, monkeypatch):
     from kd.engine import loop
 
-    monkeypatch.setattr(loop, "advance", int)  # without a frame of its own: the error is raised in kd's line
+    monkeypatch.setattr(
+        loop, "advance", int
+    )  # without a frame of its own: the error is raised in kd's line
     answer = command("train", written())
     assert answer.code == 1
     assert "TypeError" in answer.err
-    assert answer.err.endswith("this is a bug in kd; please report it with the lines above\n")
+    assert answer.err.endswith(
+        "this is a bug in kd; please report it with the lines above\n"
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- trackers
+# --------------------------------------------------------------------------------
+# trackers
 
 
 def test_tensorboard_gets_every_row(written, command, tmp_path):
     pytest.importorskip("tensorboard", reason="the extra track is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    answer = command("train", written(run={"trackers": ["tensorboard"], "steps": 2}, optimizer={"lr": 1e-6}))
+    answer = command(
+        "train",
+        written(run={"trackers": ["tensorboard"], "steps": 2}, optimizer={"lr": 1e-6}),
+    )
     assert answer.code == 0, answer
-    (file,) = (path for path in (tmp_path / "runs").rglob("events.out.tfevents*") if path.parent.name == "tiny")
+    (file,) = (
+        path
+        for path in (tmp_path / "runs").rglob("events.out.tfevents*")
+        if path.parent.name == "tiny"
+    )
     events = EventAccumulator(str(file.parent)).Reload()
-    rows = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (
+            (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+        )
+    ]
     for name in ("train/loss", "val/accuracy", "val/agreement"):
         kind, _, key = name.partition("/")
         expected = {row["step"]: row[key] for row in rows if row["kind"] == kind}
-        assert {event.step: event.value for event in events.Scalars(name)} == pytest.approx(expected, rel=1e-6)
+        assert {
+            event.step: event.value for event in events.Scalars(name)
+        } == pytest.approx(expected, rel=1e-6)
 
 
 def test_unknown_tracker(written, refused, tmp_path):
@@ -512,11 +720,17 @@ def test_a_tracker_that_is_not_installed(written, refused):
     pytest.importorskip("accelerate")
     from accelerate import tracking
 
-    absent = sorted(set(map(str, tracking.LOGGER_TYPE_TO_CLASS)) - set(map(str, tracking.get_available_trackers())))
+    absent = sorted(
+        set(map(str, tracking.LOGGER_TYPE_TO_CLASS))
+        - set(map(str, tracking.get_available_trackers()))
+    )
     if not absent:
         pytest.skip("every tracker is installed here")
     message = refused("train", written(run={"trackers": [absent[0]]}))
-    assert message == f"run.trackers: '{absent[0]}' is not installed. pip install {absent[0]}."
+    assert (
+        message
+        == f"run.trackers: '{absent[0]}' is not installed. pip install {absent[0]}."
+    )
 
 
 def test_no_secret_is_kept(written, command, photos, tmp_path, monkeypatch):
@@ -525,7 +739,11 @@ def test_no_secret_is_kept(written, command, photos, tmp_path, monkeypatch):
     shutil.copytree(photos, root)
     monkeypatch.setenv("KD_TOKEN", secret)
     monkeypatch.setattr("sys.argv", ["kd-train", f"data.root={root}"])
-    overrides = [f"data.root={tmp_path}/${{oc.env:KD_TOKEN}}", "run.epochs=1", "run.trackers=[tensorboard]"]
+    overrides = [
+        f"data.root={tmp_path}/${{oc.env:KD_TOKEN}}",
+        "run.epochs=1",
+        "run.trackers=[tensorboard]",
+    ]
     done = command("train", written(), *overrides, "run.baseline=true")
     assert done.code == 0, done
     held = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
@@ -533,18 +751,34 @@ def test_no_secret_is_kept(written, command, photos, tmp_path, monkeypatch):
     assert [path.name for path in held if secret.encode() in path.read_bytes()] == []
 
 
-def test_check_names_classes_without_a_training_image(settings, photos, command, tmp_path):
+def test_check_names_classes_without_a_training_image(
+    settings, photos, command, tmp_path
+):
     """Labels 1, 2 and 5 in a shard are six classes."""
     with tarfile.open(tmp_path / "train.tar", "w") as shard:
         for number, photo in enumerate(sorted((photos / "train").rglob("*.*"))[:9]):
-            for ending, data in (("jpg", photo.read_bytes()), ("cls", str((1, 2, 5)[number % 3]).encode())):
+            for ending, data in (
+                ("jpg", photo.read_bytes()),
+                ("cls", str((1, 2, 5)[number % 3]).encode()),
+            ):
                 member = tarfile.TarInfo(f"{number}.{ending}")
                 member.size = len(data)
                 shard.addfile(member, io.BytesIO(data))
     shutil.copy(tmp_path / "train.tar", tmp_path / "val.tar")
-    shards = {"kind": "webdataset", "train": str(tmp_path / "train.tar"), "val": str(tmp_path / "val.tar")}
+    shards = {
+        "kind": "webdataset",
+        "train": str(tmp_path / "train.tar"),
+        "val": str(tmp_path / "val.tar"),
+    }
     data = {**shards, "image_size": 16, "batch_size": 8}
     file = tmp_path / "shards.yaml"
-    file.write_text(yaml.safe_dump({**settings, "data": data, "losses": [{"kind": "ce"}], "teacher": {}}))
+    file.write_text(
+        yaml.safe_dump(
+            {**settings, "data": data, "losses": [{"kind": "ce"}], "teacher": {}}
+        )
+    )
     answer = command("train", file, "--check")
-    assert "no training image: 3 of 6 classes, which no label teaches: 0, 3, 4\n" in answer.out, answer
+    assert (
+        "no training image: 3 of 6 classes, which no label teaches: 0, 3, 4\n"
+        in answer.out
+    ), answer

@@ -1,4 +1,6 @@
-"""The store of decoded pixels as a user sees it: the same run, what it prints, what it leaves, what it refuses."""
+"""The store of decoded pixels as a user sees it: the same run, what it prints, what it
+leaves, what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from pieces import without_clocks
 
 
 def rows(tmp_path, name: str, kind: str) -> list[dict]:
-    found = [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line)
+        for line in (
+            (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        )
+    ]
     return without_clocks([row for row in found if row["kind"] == kind])
 
 
@@ -34,10 +41,16 @@ def test_evaluating_and_exporting_need_no_store(written, command, tmp_path):
     assert sorted((tmp_path / "runs" / "stores").rglob("*")) == before
 
 
-def test_the_fit_of_the_teacher_and_the_baseline_share_it(settings, written, command, photos, tmp_path):
+def test_the_fit_of_the_teacher_and_the_baseline_share_it(
+    settings, written, command, photos, tmp_path
+):
     teacher = {"model": "vit_tiny_patch16_224", "args": settings["student"]["args"]}
     fit = {"epochs": 1, "folder": str(tmp_path / "teachers")}
-    path = written(run={"baseline": True}, data={"store": "ram"}, teacher={**teacher, "fit": fit, "min_accuracy": 0})
+    path = written(
+        run={"baseline": True},
+        data={"store": "ram"},
+        teacher={**teacher, "fit": fit, "min_accuracy": 0},
+    )
     done = command("train", path)
     assert done.code == 0, done
     assert done.out.count("store: about") == 1
@@ -45,15 +58,28 @@ def test_the_fit_of_the_teacher_and_the_baseline_share_it(settings, written, com
 
 @pytest.mark.slow
 def test_filling_that_was_killed_goes_on(written, command, tmp_path):
-    """kill -9 as soon as the first slot is there; torn or not, what follows is the run without a store."""
-    argv = [written(), "data.store=disk", "data.workers=1", "run.name=killed", "run.epochs=3"]
+    """kill -9 as soon as the first slot is there; torn or not, what follows is the run
+    without a store.
+    """
+    argv = [
+        written(),
+        "data.store=disk",
+        "data.workers=1",
+        "run.name=killed",
+        "run.epochs=3",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     filling = subprocess.Popen(
-        [sys.executable, "-m", "kd.cli", "train", *argv], env=environment, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "kd.cli", "train", *argv],
+        env=environment,
+        stdout=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and filling.poll() is None:
-        if any(path.stat().st_blocks for path in (tmp_path / "runs" / "stores").glob("train-*/pixels")):
+        if any(
+            path.stat().st_blocks
+            for path in (tmp_path / "runs" / "stores").glob("train-*/pixels")
+        ):
             break
         time.sleep(0.001)
     filling.send_signal(signal.SIGKILL)
@@ -70,8 +96,14 @@ def test_a_resumed_run_keeps_its_store(written, refused, command):
     assert "data.store (disk -> none)" in line
 
 
-def test_a_cache_knows_the_store_that_its_pixels_went_through(written, command, tmp_path):
-    argv = (written(), "teacher.cache.views=2", f"teacher.cache.path={tmp_path / 'cache'}")
+def test_a_cache_knows_the_store_that_its_pixels_went_through(
+    written, command, tmp_path
+):
+    argv = (
+        written(),
+        "teacher.cache.views=2",
+        f"teacher.cache.path={tmp_path / 'cache'}",
+    )
     assert command("cache", *argv, "data.store=disk").code == 0
     answer = command("train", *argv, "data.store=ram", "run.name=same-pixels")
     assert answer.code == 0, answer
@@ -87,4 +119,6 @@ def test_check_says_what_a_store_may_take(written, command):
     assert re.search(r"^store     disk: at most \d", done.out, re.MULTILINE)
     views = command("train", written(), "data.store=views", "data.views=2", "--check")
     assert re.search(r"^store     views: \d", views.out, re.MULTILINE), views
-    assert not re.search(r"^store ", command("train", written(), "--check").out, re.MULTILINE)
+    assert not re.search(
+        r"^store ", command("train", written(), "--check").out, re.MULTILINE
+    )

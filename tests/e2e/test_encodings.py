@@ -1,4 +1,6 @@
-"""Commands whose output has an encoding without the letters of the user's classes, folders and runs."""
+"""Commands whose output has an encoding without the letters of the user's classes,
+folders and runs.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ NAMES = {"apple": "crème brûlée", "fig": "Übergröße", "pear": "苹果"}
 
 @pytest.fixture
 def narrow(command, monkeypatch) -> Callable[..., str]:
-    """Run a command whose standard output is strict ASCII or CP1252; return what it wrote there."""
+    """Run a command whose standard output is strict ASCII or CP1252; return what it
+    wrote there.
+    """
 
     def run(encoding: str, name: str, *argv: object) -> str:
-        stdout = io.TextIOWrapper(written := io.BytesIO(), encoding=encoding, errors="strict")
+        stdout = io.TextIOWrapper(
+            written := io.BytesIO(), encoding=encoding, errors="strict"
+        )
         with monkeypatch.context() as patched:
             patched.setattr(sys, "stdout", stdout)
             answer = command(name, *argv)
@@ -39,7 +45,13 @@ def named(settings, photos, tmp_path) -> dict:
     for split in ("train", "val"):
         for name, own in NAMES.items():
             shutil.copytree(photos / split / name, root / split / own)
-    made = merged(settings, {"run": {"name": "été", "steps": 2, "baseline": False}, "data": {"root": str(root)}})
+    made = merged(
+        settings,
+        {
+            "run": {"name": "été", "steps": 2, "baseline": False},
+            "data": {"root": str(root)},
+        },
+    )
     return {**made, "teacher": {}, "losses": [{"kind": "ce"}]}
 
 
@@ -52,17 +64,25 @@ def path(named, tmp_path) -> Path:
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
 def test_a_check_prints_what_it_can(narrow, path, encoding):
-    letters = "brûlée, Übergröße, 苹果".encode(encoding, "backslashreplace").decode(encoding)
+    letters = "brûlée, Übergröße, 苹果".encode(encoding, "backslashreplace").decode(
+        encoding
+    )
     assert letters in narrow(encoding, "train", path, "--check")
 
 
 def test_every_command_prints_what_it_can(narrow, named, path, tmp_path):
-    run, root, export = Path(named["run"]["folder"]) / "été", Path(named["data"]["root"]), tmp_path / "экспорт"
+    run, root, export = (
+        Path(named["run"]["folder"]) / "été",
+        Path(named["data"]["root"]),
+        tmp_path / "экспорт",
+    )
     narrow("ascii", "train", path)
     narrow("ascii", "evaluate", run)
     assert "\\u044d" in narrow("ascii", "export", run, "--to", export)
     narrow("ascii", "verify", export)
-    assert "\\u0437" in narrow("ascii", "predict", export, root / "val", "--to", tmp_path / "заметки.csv")
+    assert "\\u0437" in narrow(
+        "ascii", "predict", export, root / "val", "--to", tmp_path / "заметки.csv"
+    )
     narrow("ascii", "report", run)
     assert "\\u043d" in narrow("ascii", "init", root, "-o", tmp_path / "новый.yaml")
     narrow("ascii", "parts")

@@ -1,4 +1,6 @@
-"""One's own network as the student: `student.kind: torch`, from training to the endpoint."""
+"""One's own network as the student: `student.kind: torch`, from training to the
+endpoint.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,16 @@ def own(settings, tmp_path, monkeypatch) -> Iterator[dict]:
     sys.modules.pop("mine", None)
 
 
-def test_it_is_trained_evaluated_reported_exported_and_served(own, tmp_path, command, refused):
+def test_it_is_trained_evaluated_reported_exported_and_served(
+    own, tmp_path, command, refused
+):
     from kd.deploy.serve.model import describe, load
 
     run = kd.train(own)
     for name in ("evaluate", "export"):
-        assert refused(name, run.folder).startswith("student.kind: is 'torch', so that 'mine:small' would run")
+        assert refused(name, run.folder).startswith(
+            "student.kind: is 'torch', so that 'mine:small' would run"
+        )
     evaluated = command("evaluate", run.folder, "--trust")
     assert f"{run.metrics['accuracy']:.4f}" in evaluated.out, evaluated
     assert command("report", run.folder, "--trust").code == 0
@@ -57,7 +63,9 @@ def test_it_is_trained_evaluated_reported_exported_and_served(own, tmp_path, com
     image = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     with torch.no_grad():
         expected = network.eval()((image / 255 - 0.5) / 0.25)
-    torch.testing.assert_close(torch.from_numpy(model.engine(image.numpy())), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.from_numpy(model.engine(image.numpy())), expected, atol=1e-4, rtol=1e-4
+    )
     config = json.loads((folder / "config.json").read_text())
     assert config["architecture"]["function"] == "mine:small"
     assert config["pretrained_cfg"]["mean"] == [0.5, 0.5, 0.5]
@@ -70,32 +78,55 @@ def test_it_is_trained_evaluated_reported_exported_and_served(own, tmp_path, com
 def test_it_is_fitted_as_the_teacher_too(own, tmp_path, command):
     fit = {"epochs": 1, "lr": 1e-2, "folder": str(tmp_path / "teachers")}
     teacher = {**own["student"], "args": {"width": 16}, "fit": fit, "min_accuracy": 0}
-    content = {**own, "teacher": teacher, "run": {**own["run"], "folder": str(tmp_path / "runs")}}
+    content = {
+        **own,
+        "teacher": teacher,
+        "run": {**own["run"], "folder": str(tmp_path / "runs")},
+    }
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(content))
-    assert "fitted for 1 epochs if not found" in command("train", tmp_path / "own.yaml", "--check").out
+    assert (
+        "fitted for 1 epochs if not found"
+        in command("train", tmp_path / "own.yaml", "--check").out
+    )
     assert command("teach", tmp_path / "own.yaml").code == 0
     answer = command("train", tmp_path / "own.yaml")
     assert answer.code == 0, answer
     (folder,) = (tmp_path / "teachers").glob("mine_small-*")
     assert f"reusing '{folder / 'export'}'" in answer.out + answer.err
-    rows = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
-    fitted = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (
+            (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+        )
+    ]
+    fitted = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     best = max(row["accuracy"] for row in fitted if row["kind"] == "val")
     assert next(row["teacher_accuracy"] for row in rows if row["kind"] == "val") == best
-    before = command("teach", tmp_path / "own.yaml", "teacher.std=[0.5,0.5,0.5]")  # other pixels: another teacher
+    before = command(
+        "teach", tmp_path / "own.yaml", "teacher.std=[0.5,0.5,0.5]"
+    )  # other pixels: another teacher
     assert before.code == 0, before
     assert len(list((tmp_path / "teachers").glob("mine_small-*"))) == 2
 
 
-def test_a_module_of_the_working_folder_is_found_and_nothing_else_there(own, tmp_path, command, monkeypatch):
+def test_a_module_of_the_working_folder_is_found_and_nothing_else_there(
+    own, tmp_path, command, monkeypatch
+):
     from kd.core.host import installed
 
-    monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", str(tmp_path))])
+    monkeypatch.setattr(
+        sys, "path", [one for one in sys.path if one not in ("", str(tmp_path))]
+    )
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
     (tmp_path / "no_such_package").mkdir()
     before = list(sys.path)
     away = command("train", tmp_path / "own.yaml", "--check")
-    assert (away.code, "module 'mine' cannot be imported" in away.err) == (2, True), away
+    assert (away.code, "module 'mine' cannot be imported" in away.err) == (
+        2,
+        True,
+    ), away
     monkeypatch.chdir(tmp_path)
     assert command("train", "own.yaml", "--check").code == 0
     assert not installed("no_such_package")  # a folder that is called like one
@@ -109,11 +140,17 @@ def test_it_starts_from_weights(own, tmp_path):
     weights = mine.small(8).state_dict()
     save_file(weights, tmp_path / "start.safetensors")
     changes = {"init": "pretrained", "checkpoint": str(tmp_path / "start.safetensors")}
-    run = kd.train(merged(own, {"student": changes, "run": {"steps": 1}, "optimizer": {"lr": 1e-9}}))
+    run = kd.train(
+        merged(
+            own, {"student": changes, "run": {"steps": 1}, "optimizer": {"lr": 1e-9}}
+        )
+    )
     newest = max((run.folder / "checkpoints").iterdir())
     stored = load_file(next(newest.glob("*.safetensors")))
     for name, tensor in weights.items():
-        torch.testing.assert_close(stored[f"model.student.network.inner.{name}"], tensor, atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            stored[f"model.student.network.inner.{name}"], tensor, atol=1e-6, rtol=0
+        )
 
 
 @pytest.mark.parametrize(
@@ -121,12 +158,24 @@ def test_it_starts_from_weights(own, tmp_path):
     [
         ({"kind": "onnx"}, r"^student\.kind: is 'onnx'\. Allowed: timm, torch"),
         ({"kind": "onx"}, r"^student\.kind: .*'onx'"),
-        ({"init": "pretrained"}, r"^student\.init: is 'pretrained'.*student\.checkpoint"),
+        (
+            {"init": "pretrained"},
+            r"^student\.init: is 'pretrained'.*student\.checkpoint",
+        ),
         ({"mean": [], "std": []}, r"^student\.mean: is missing"),
-        ({"model": "mine:absent"}, r"^student\.model: the module 'mine' has no function 'absent'"),
-        ({"model": "mine:list_of_numbers", "args": {}}, r"^student\.model: 'mine:list_of_numbers' returns list"),
+        (
+            {"model": "mine:absent"},
+            r"^student\.model: the module 'mine' has no function 'absent'",
+        ),
+        (
+            {"model": "mine:list_of_numbers", "args": {}},
+            r"^student\.model: 'mine:list_of_numbers' returns list",
+        ),
         ({"args": {"depth": 2}}, r"^student\.args: 'mine:small' refuses them"),
-        ({"args": {"width": 8, "classes": 4}}, r"^student\.model: has 4 classes, the data has 3.*student\.args"),
+        (
+            {"args": {"width": 8, "classes": 4}},
+            r"^student\.model: has 4 classes, the data has 3.*student\.args",
+        ),
     ],
 )
 def test_a_faulty_network_is_a_one_line_error(own, student: dict, message: str):
@@ -139,5 +188,7 @@ def test_a_faulty_network_is_a_one_line_error(own, student: dict, message: str):
 
 
 def test_a_loss_on_features_needs_a_network_of_timm(own):
-    with pytest.raises(kd.KdError, match=r"^student\.kind: is torch, which has one output"):
+    with pytest.raises(
+        kd.KdError, match=r"^student\.kind: is torch, which has one output"
+    ):
         kd.train({**own, "losses": [{"kind": "kl"}, {"kind": "cosine"}]})

@@ -1,4 +1,6 @@
-"""The page at `/` in a real browser: choose a picture, drop one, see the answer, see why there is none."""
+"""The page at `/` in a real browser: choose a picture, drop one, see the answer, see
+why there is none.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +41,35 @@ def test_a_picture_chosen_and_a_picture_dropped(exported, photos, page, tmp_path
         page.choose("#file", picture)
         best = page.until("document.getElementById('best')?.textContent")
         assert best.startswith(f"{expected['label']} {100 * expected['score']:.1f} %")
-        rows = page.run("[...document.querySelectorAll('li')].map(row => row.querySelector('progress').ariaLabel)")
-        assert rows == [f"{entry['label']}: {100 * entry['score']:.1f} %" for entry in expected["top"]]
+        rows = page.run(
+            "[...document.querySelectorAll('li')].map(row =>"
+            " row.querySelector('progress').ariaLabel)"
+        )
+        assert rows == [
+            f"{entry['label']}: {100 * entry['score']:.1f} %"
+            for entry in expected["top"]
+        ]
 
         other = next((photos / "val/pear").glob("*.jpg"))
         wanted = server.post(other.read_bytes()).json["predictions"][0]["label"]
         page.run(DROP % base64.b64encode(other.read_bytes()).decode())
-        page.until(f"document.getElementById('best')?.textContent.startsWith('{wanted} ')")
-        assert page.run("document.getElementById('shown').alt") == "The chosen picture: dropped.jpg"
-        assert page.problems == []  # no script error, nothing that the content policy had to block
+        page.until(
+            f"document.getElementById('best')?.textContent.startsWith('{wanted} ')"
+        )
+        assert (
+            page.run("document.getElementById('shown').alt")
+            == "The chosen picture: dropped.jpg"
+        )
+        assert (
+            page.problems == []
+        )  # no script error, nothing that the content policy had to block
 
         (tmp_path / "no.png").write_bytes(b"no image")
         page.choose("#file", tmp_path / "no.png")
         told = page.until("document.querySelector('.bad')?.textContent")
-        assert told.startswith("This is not an image in one of the formats JPEG, PNG, WEBP")
+        assert told.startswith(
+            "This is not an image in one of the formats JPEG, PNG, WEBP"
+        )
 
 
 class Below(BaseHTTPRequestHandler):
@@ -65,7 +82,10 @@ class Below(BaseHTTPRequestHandler):
             return
         kind = {"content_type": self.headers["content-type"]} if body else {}
         reply = self.server.behind.call(
-            self.command, self.path.removeprefix("/models/food") or "/", body or None, **kind
+            self.command,
+            self.path.removeprefix("/models/food") or "/",
+            body or None,
+            **kind,
         )
         self.send_response(reply.status)
         for name, value in reply.headers.items():
@@ -80,13 +100,20 @@ class Below(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("path", ["/models/food", "/models/food/"])
 def test_the_page_behind_a_path(exported, photos, page, path):
-    """Before, it asked `/invocations` at the root of the proxy, and its curl line lacked the path."""
-    with Running(exported) as server, ThreadingHTTPServer(("127.0.0.1", 0), Below) as proxy:
+    """Before, it asked `/invocations` at the root of the proxy, and its curl line
+    lacked the path.
+    """
+    with (
+        Running(exported) as server,
+        ThreadingHTTPServer(("127.0.0.1", 0), Below) as proxy,
+    ):
         proxy.behind = server
         Thread(target=proxy.serve_forever, daemon=True).start()
         root = f"http://127.0.0.1:{proxy.server_port}"
         page.open(root + path)
-        assert page.run("document.getElementById('curl').textContent").endswith(f" {root}/models/food/invocations")
+        assert page.run("document.getElementById('curl').textContent").endswith(
+            f" {root}/models/food/invocations"
+        )
         page.choose("#file", next((photos / "val/fig").glob("*.jpg")))
         assert "fig" in page.until("document.getElementById('best')?.textContent")
         assert page.problems == []
@@ -100,7 +127,11 @@ def test_the_page_needs_nothing_from_elsewhere(exported):
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in reply.headers["content-security-policy"]
     assert "unsafe" not in reply.headers["content-security-policy"]
-    others = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache"}
+    others = {
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
     assert others.items() <= reply.headers.items()
     assert not re.findall(r"(?:src|href)=\"(?!data:,)", text)
     assert "[[" not in text

@@ -1,4 +1,6 @@
-"""The report of a run in a real browser: no error, no request, and the numbers of the run's files."""
+"""The report of a run in a real browser: no error, no request, and the numbers of the
+run's files.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,15 @@ from kd.parts.tasks import single_label
 from kd.study.report.page import render
 from kd.study.report.record import Picture, Predictions, RunRecord
 
-CUT = "[...document.querySelectorAll('.name, figcaption, td')].filter(one => one.scrollWidth > one.clientWidth + 1)"
+CUT = (
+    "[...document.querySelectorAll('.name, figcaption, td')].filter(one =>"
+    " one.scrollWidth > one.clientWidth + 1)"
+)
 CUT += ".map(one => one.textContent)"
-WIDER = "[...document.querySelectorAll('#what-a-step-computes .card')].filter(one => one.scrollWidth > one.clientWidth)"
+WIDER = (
+    "[...document.querySelectorAll('#what-a-step-computes .card')].filter(one =>"
+    " one.scrollWidth > one.clientWidth)"
+)
 WIDER += ".map(one => one.innerText)"
 OVERLAPPING = """
 [...document.querySelectorAll("figure, .dumb")].map(one => one.getBoundingClientRect()).filter((one, i, all) =>
@@ -56,7 +64,9 @@ def run(distilled, tmp_path) -> Path:
 
 
 def rows(run: Path, kind: str) -> list[dict[str, float]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     return [row for row in found if row["kind"] == kind]
 
 
@@ -75,22 +85,36 @@ def test_the_page_shows_the_numbers_of_the_files(run, page, command):
     accuracy = charted(text, "Validation accuracy")
     assert accuracy["tiny"] == pytest.approx([row["accuracy"] for row in val], abs=1e-4)
     assert accuracy["teacher"][0] == pytest.approx(best["teacher_accuracy"], abs=1e-3)
-    tiles = page.run("[...document.querySelectorAll('.tile b')].map(tile => tile.textContent)")
+    tiles = page.run(
+        "[...document.querySelectorAll('.tile b')].map(tile => tile.textContent)"
+    )
     assert tiles[0] == f"{100 * best['accuracy']:.1f} %"
     billable = json.loads((run / "manifest.json").read_text())["billable_seconds"]
     assert len(tiles) <= 6
-    below = page.run("[...document.querySelectorAll('.tiles + .card td')].map(cell => cell.textContent)")
+    below = page.run(
+        "[...document.querySelectorAll('.tiles + .card td')].map(cell =>"
+        " cell.textContent)"
+    )
     assert f"$ {money(36 * billable / 3600)}" in below
 
-    timeline = [json.loads(line) for line in (run / "timeline_0.jsonl").read_text().splitlines()]
+    timeline = [
+        json.loads(line) for line in (run / "timeline_0.jsonl").read_text().splitlines()
+    ]
     total = float(page.run("document.querySelector('.whole').dataset.total"))
     assert total == pytest.approx(sum(row["wall_ms"] for row in timeline), rel=0.02)
 
-    cells = page.run("[...document.querySelectorAll('.confusion td')].map(cell => +cell.textContent)")
+    cells = page.run(
+        "[...document.querySelectorAll('.confusion td')].map(cell => +cell.textContent)"
+    )
     assert sum(cells) == 13
-    assert sum(cells[::4]) / 13 == pytest.approx(best["accuracy"])  # the diagonal of three classes
+    assert sum(cells[::4]) / 13 == pytest.approx(
+        best["accuracy"]
+    )  # the diagonal of three classes
     answers = json.loads((run / "answers.json").read_text())
-    differ = sum(one != other for one, other in zip(answers["student"], answers["teacher"], strict=True))
+    differ = sum(
+        one != other
+        for one, other in zip(answers["student"], answers["teacher"], strict=True)
+    )
     assert page.run("document.querySelectorAll('.photos figure').length") == differ
 
     assert not page.run("document.querySelector('.numbers table').checkVisibility()")
@@ -98,7 +122,9 @@ def test_the_page_shows_the_numbers_of_the_files(run, page, command):
     assert page.run("document.querySelector('.numbers table').checkVisibility()")
     assert page.run("document.scripts.length") == 0
     assert page.problems == []
-    assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
+    assert [
+        url for url in page.requests if not url.startswith(("file:", "data:"))
+    ] == []
 
 
 def test_two_runs_side_by_side_and_a_hostile_name(run, page, command, tmp_path):
@@ -106,7 +132,9 @@ def test_two_runs_side_by_side_and_a_hostile_name(run, page, command, tmp_path):
     config = other / "config.yaml"
     config.write_text(
         config.read_text()
-        .replace("name: tiny", "name: '<b id=evil>x</b>_of_another_seed_and_a_long_name'")
+        .replace(
+            "name: tiny", "name: '<b id=evil>x</b>_of_another_seed_and_a_long_name'"
+        )
         .replace("lr: 0.002", "lr: 0.5")
     )
     target = tmp_path / "both.html"
@@ -118,26 +146,45 @@ def test_two_runs_side_by_side_and_a_hostile_name(run, page, command, tmp_path):
     assert page.run("document.getElementById('evil')") is None
     assert "<b id=evil>" in page.run("document.querySelector('h1').textContent")
     for width in (1100, 700):
-        page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        page.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         assert page.run(BROKEN) == []
     assert page.problems == []
 
 
 def profiled(run: Path, dtype: torch.dtype) -> None:
-    """Write the profile of two steps of a small network with attention into a run folder."""
-    layer, optimizer_of = torch.nn.MultiheadAttention(32, 4, batch_first=True), torch.optim.AdamW
-    optimizer, span = optimizer_of(layer.parameters(), fused=True), lambda _name: nullcontext()
+    """Write the profile of two steps of a small network with attention into a run
+    folder.
+    """
+    layer, optimizer_of = (
+        torch.nn.MultiheadAttention(32, 4, batch_first=True),
+        torch.optim.AdamW,
+    )
+    optimizer, span = (
+        optimizer_of(layer.parameters(), fused=True),
+        lambda _name: nullcontext(),
+    )
     profiler = Profiler([1, 2], run / "profile", False, span)
     for step in range(1, 4):
         profiler.step(step)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             tokens = torch.zeros(8, 16, 32)
-            layer(tokens, tokens, tokens, need_weights=dtype == torch.float32)[0].sum().backward()
+            layer(tokens, tokens, tokens, need_weights=dtype == torch.float32)[
+                0
+            ].sum().backward()
         optimizer.step()
 
 
 def test_two_profiles_side_by_side(run, page, command, tmp_path):
-    other, target = Path(shutil.copytree(run, tmp_path / "other")), tmp_path / "both.html"
+    other, target = (
+        Path(shutil.copytree(run, tmp_path / "other")),
+        tmp_path / "both.html",
+    )
     told = command("report", run, other, "--to", target, "--images", "1")
     assert told.out.count("has no profile of its operators") == 2
     page.open(f"file://{target}")
@@ -145,7 +192,10 @@ def test_two_profiles_side_by_side(run, page, command, tmp_path):
     assert text.count("profile.steps=[") == 2
     assert "waiting for data" in text  # which each run has recorded
 
-    drawn = "[...document.querySelectorAll('.card .bars')].map(one => one.querySelectorAll('.bar').length)"
+    drawn = (
+        "[...document.querySelectorAll('.card .bars')].map(one =>"
+        " one.querySelectorAll('.bar').length)"
+    )
     profiled(run, torch.float32)
     command("report", run, other, "--to", target, "--images", "1")
     page.open(f"file://{target}")
@@ -153,13 +203,20 @@ def test_two_profiles_side_by_side(run, page, command, tmp_path):
     profiled(other, torch.bfloat16)
     told = command("report", run, other, "--to", target, "--images", "1")
     assert "has no profile" not in told.out
-    (products,) = (line for line in told.out.splitlines() if line.startswith("| matrix products"))
+    (products,) = (
+        line for line in told.out.splitlines() if line.startswith("| matrix products")
+    )
     assert products.index("float32") < products.index("bfloat16")
-    (attention,) = (line for line in told.out.splitlines() if line.startswith("| attention"))
+    (attention,) = (
+        line for line in told.out.splitlines() if line.startswith("| attention")
+    )
     assert attention.index("unfused") < attention.index("bfloat16, fused")
     page.open(f"file://{target}")
     bars = page.run(drawn)
-    own = [json.loads((one / "profile" / "operators.json").read_text()) for one in (run, other)]
+    own = [
+        json.loads((one / "profile" / "operators.json").read_text())
+        for one in (run, other)
+    ]
     top = set()
     for found in own:
         sums = Counter()
@@ -169,42 +226,79 @@ def test_two_profiles_side_by_side(run, page, command, tmp_path):
     assert 2 * len(top) in bars
     batch = int(kd.load_config(str(run / "config.yaml")).data.batch_size)
     names = ("aten::mm", "aten::addmm", "aten::linear")
-    ms = sum(row["ms"] for row in own[0]["operators"] if row["name"] in names) / own[0]["steps"] / batch
+    ms = (
+        sum(row["ms"] for row in own[0]["operators"] if row["name"] in names)
+        / own[0]["steps"]
+        / batch
+    )
     assert float(products.split("|")[2].split()[0]) == pytest.approx(ms, rel=0.05)
     for width in (1100, 700):
-        page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        page.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         assert page.run(WIDER) == []
     assert page.problems == []
 
 
 def test_a_damaged_profile_is_one_line(run, refused):
     (run / "profile").mkdir()
-    rows = '"wall_ms": 5.0, "operators": [{"name": "aten::mm", "dtype": "", "ms": "many"}]'
-    for content in ('{"steps": 2}', "[]", f'{{"steps": 2, {rows}}}', '{"steps": 0, "wall_ms": 1, "operators": []}'):
+    rows = (
+        '"wall_ms": 5.0, "operators": [{"name": "aten::mm", "dtype": "", "ms": "many"}]'
+    )
+    for content in (
+        '{"steps": 2}',
+        "[]",
+        f'{{"steps": 2, {rows}}}',
+        '{"steps": 0, "wall_ms": 1, "operators": []}',
+    ):
         (run / "profile" / "operators.json").write_text(content)
         line = refused("report", run, "--images", "1")
         assert "operators.json' is damaged" in line
 
 
 def test_three_hundred_classes_of_long_nested_names(page, tmp_path):
-    """Names were cut to "Packages/Milk/Arla-", captions lay over each other, and nobody said that 24 are drawn."""
+    """Names were cut to "Packages/Milk/Arla-", captions lay over each other, and nobody
+    said that 24 are drawn.
+    """
     kinds = ("Milk", "Sour-Milk", "Yoghurt", "Juice")
-    names = [f"Packages/{kinds[i % 4]}/Arla-Ecological-Medium-Fat-{kinds[i % 4]}-{i:03d}" for i in range(300)]
+    names = [
+        f"Packages/{kinds[i % 4]}/Arla-Ecological-Medium-Fat-{kinds[i % 4]}-{i:03d}"
+        for i in range(300)
+    ]
     label = [i for i in range(300) for _ in range(3)]
     answers = [(i + (i % 7 == 0) * 4) % 300 for i in label]
     picture = "data:image/gif;base64,R0lGODlhAQABAIAAAP///wAAACwAAAAAAQABAAACAkQBADs="
-    shown = [Picture(f"{names[i]}/1.jpg", names[i], names[i], 0.9, names[i + 4], 0.6, picture) for i in range(24)]
+    shown = [
+        Picture(
+            f"{names[i]}/1.jpg", names[i], names[i], 0.9, names[i + 4], 0.6, picture
+        )
+        for i in range(24)
+    ]
     asked = Predictions(names, label, answers, label, of=len(label), pictures=shown)
-    run = RunRecord("x" * 90, {}, {"classes": names}, [], [], [], single_label.SCORES, answers=asked)
+    run = RunRecord(
+        "x" * 90, {}, {"classes": names}, [], [], [], single_label.SCORES, answers=asked
+    )
     file = tmp_path / "many.html"
     file.write_text(render([run]))
     page.open(f"file://{file}")
     for width in (1200, 420):
-        page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        page.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         assert page.run("document.documentElement.scrollWidth") <= width
         assert page.run(CUT) == []
         assert page.run(OVERLAPPING) == []
-    labels = page.run("[...document.querySelectorAll('.dumb .name')].map(one => one.textContent)")
+    labels = page.run(
+        "[...document.querySelectorAll('.dumb .name')].map(one => one.textContent)"
+    )
     assert len(set(labels)) == 24
     text = page.run("document.querySelector('#predictions').innerText")
     assert "24 of 300 classes are drawn" in text
@@ -220,7 +314,9 @@ def test_a_report_without_the_teacher_says_so(run, command):
     assert 'class="confusion"' not in text
 
 
-def test_cached_predictions_require_equal_weights_and_data(run, photos, command, tmp_path):
+def test_cached_predictions_require_equal_weights_and_data(
+    run, photos, command, tmp_path
+):
     """The answers on other images were shown."""
     page = tmp_path / "page.html"
     assert command("report", run, "--to", page).code == 0
@@ -251,13 +347,17 @@ def test_files_that_kd_did_not_write(run, command, refused):
 
 
 def test_a_killed_run_says_so(run, command):
-    """Its page looked like that of a run that had come to its end, and no rule had looked at it."""
+    """Its page looked like that of a run that had come to its end, and no rule had
+    looked at it.
+    """
     done = command("report", run, "--images", 3)
     assert "not finished" not in done.out
     assert "Not judged" not in (run / "report.html").read_text()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     last = max(json.loads(line)["step"] for line in lines)
-    (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= last // 2))
+    (run / "metrics.jsonl").write_text(
+        "".join(line for line in lines if json.loads(line)["step"] <= last // 2)
+    )
     (run / "findings.json").unlink()
     told = command("report", run, "--images", 3)
     assert told.code == 0, told
@@ -270,7 +370,14 @@ def test_a_killed_run_says_so(run, command):
 
 def test_prices_into_a_file_and_a_folder_with_an_equals_sign(run, command, tmp_path):
     shutil.copytree(run, tmp_path / "lr=0.1")
-    told = command("report", tmp_path / "lr=0.1", "price.per_hour=36", "--price", "--to", tmp_path / "prices.md")
+    told = command(
+        "report",
+        tmp_path / "lr=0.1",
+        "price.per_hour=36",
+        "--price",
+        "--to",
+        tmp_path / "prices.md",
+    )
     assert told.code == 0, told
     assert (tmp_path / "prices.md").read_text() == told.out
     assert "| 36.000 |" in told.out
@@ -280,10 +387,14 @@ def test_runs_of_three_seeds_are_one_mean(run, command, tmp_path):
     config, runs = (run / "config.yaml").read_text(), []
     for seed in range(3):
         runs.append(Path(shutil.copytree(run, tmp_path / f"seed{seed}")))
-        text = config.replace("seed: 0", f"seed: {seed}", 1).replace("name: tiny", f"name: seed{seed}")
+        text = config.replace("seed: 0", f"seed: {seed}", 1).replace(
+            "name: tiny", f"name: seed{seed}"
+        )
         (runs[-1] / "config.yaml").write_text(text)
     told = command("report", *runs, "--images", "5")
-    assert "Mean of 3 seeds (seed0, seed1, seed2), 95 % interval: accuracy" in told.out, told
+    assert (
+        "Mean of 3 seeds (seed0, seed1, seed2), 95 % interval: accuracy" in told.out
+    ), told
 
 
 @pytest.mark.parametrize(
@@ -292,7 +403,10 @@ def test_runs_of_three_seeds_are_one_mean(run, command, tmp_path):
         (["report", "nowhere"], "not a run folder"),
         (["report", "RUN", "--price"], "no run has a price"),
         (["report", "a=b"], "'a=b' is no run folder"),
-        (["report", "RUN", "price.instance=ml.p9.huge"], "price.instance: is 'ml.p9.huge'"),
+        (
+            ["report", "RUN", "price.instance=ml.p9.huge"],
+            "price.instance: is 'ml.p9.huge'",
+        ),
         (["report", "RUN", "optimizer.lrr=1"], "optimizer.lrr: no such key"),
         (["report", "RUN", "--images", "-5"], "'-5' is not a whole number"),
         (["train", "CONFIG", "price.instance=ml.p4d.24xlarg"], "Did you mean"),

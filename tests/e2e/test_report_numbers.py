@@ -1,4 +1,6 @@
-"""Every number of the answers on a report's page, recomputed: a run with a test split and averaged weights."""
+"""Every number of the answers on a report's page, recomputed: a run with a test split
+and averaged weights.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def told(teacher, tmp_path_factory) -> tuple[Path, str, dict[str, Any]]:
     paint(folder / "photos/val", (25, 25, 25), seed=2)
     for number, file in enumerate(sorted((folder / "photos/val").glob("*/*.jpg"))):
         pixels = np.asarray(Image.open(file)).astype(int)
-        pixels[..., number // 25] -= 6 * (number % 25)  # from plain to misleading, so that both models err
+        pixels[..., number // 25] -= 6 * (
+            number % 25
+        )  # from plain to misleading, so that both models err
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, quality=95)
     settings = base(folder / "photos", folder) | {"teacher": given(teacher)}
     overrides = [
@@ -51,22 +55,38 @@ def told(teacher, tmp_path_factory) -> tuple[Path, str, dict[str, Any]]:
 
 
 def test_predictions_and_tile_use_the_averaged_weights(told):
-    """PyTorch answers again, with the averaged weights of the best checkpoint, on validation and on test images."""
+    """PyTorch answers again, with the averaged weights of the best checkpoint, on
+    validation and on test images.
+    """
     run, page, answers = told
     recipe = resolve(config.load(str(run / "config.yaml"), here=False))
     _, tensors, _ = RunDir(run).best()
-    averaged = {n.removeprefix("average."): t for n, t in tensors.items() if n.startswith("average.")}
-    raw = {n.removeprefix("model.student."): t for n, t in tensors.items() if n.startswith("model.student.")}
+    averaged = {
+        n.removeprefix("average."): t
+        for n, t in tensors.items()
+        if n.startswith("average.")
+    }
+    raw = {
+        n.removeprefix("model.student."): t
+        for n, t in tensors.items()
+        if n.startswith("model.student.")
+    }
     data = open_sources(recipe.data)
 
-    def ask(weights: dict[str, torch.Tensor], source: Any) -> tuple[list[int], np.ndarray]:
+    def ask(
+        weights: dict[str, torch.Tensor], source: Any
+    ) -> tuple[list[int], np.ndarray]:
         student = build_student(recipe, data.classes, weights=False).eval()
         student.load_state_dict(weights)
         shown = data.shown(source)
         with torch.inference_mode():
-            pixels = torch.stack([shown.load(id, 0).pixels for id in range(len(source))])
+            pixels = torch.stack(
+                [shown.load(id, 0).pixels for id in range(len(source))]
+            )
             logits = student(pixels).logits.float()
-        return [int(source.label(id)) for id in range(len(source))], logits.softmax(1).numpy()
+        return [int(source.label(id)) for id in range(len(source))], logits.softmax(
+            1
+        ).numpy()
 
     labels, shares = ask(averaged, data.val)
     assert data.test is not None
@@ -76,42 +96,79 @@ def test_predictions_and_tile_use_the_averaged_weights(told):
     assert min(answers["cpu_ms"].values()) > 0
     assert answers["student"] == shares.argmax(1).tolist()
     assert answers["student_share"] == pytest.approx(shares.max(1).tolist(), abs=2e-4)
-    assert np.abs(ask(raw, data.val)[1] - shares).max() > 2e-3, "the raw weights would not be noticed"
+    assert np.abs(ask(raw, data.val)[1] - shares).max() > 2e-3, (
+        "the raw weights would not be noticed"
+    )
     labels, shares = ask(averaged, data.test)
     right = int((shares.argmax(1) == labels).sum())
-    low, high = (percent(end).removesuffix(" %") for end in wilson(right / len(labels), len(labels)))
-    tile = re.findall(r'<div class="tile"><b>(.*?)</b><span>(.*?)</span><small>(.*?)</small>', page)[0]
+    low, high = (
+        percent(end).removesuffix(" %")
+        for end in wilson(right / len(labels), len(labels))
+    )
+    tile = re.findall(
+        r'<div class="tile"><b>(.*?)</b><span>(.*?)</span><small>(.*?)</small>', page
+    )[0]
     assert tile[:2] == (percent(right / len(labels)), "test accuracy")
     assert tile[2] == f"95 % interval {low} to {high}"
     best = np.mean(np.equal(answers["student"], answers["label"]))
-    assert re.search(rf"<td>validation accuracy, chosen from \d+ evaluations</td><td>{percent(best)}</td>", page)
+    assert re.search(
+        r"<td>validation accuracy, chosen from \d+"
+        rf" evaluations</td><td>{percent(best)}</td>",
+        page,
+    )
 
 
 def test_the_chart_the_classes_and_the_confusions(told):
     _, page, answers = told
-    label, student, teacher = (np.array(answers[name]) for name in ("label", "student", "teacher"))
+    label, student, teacher = (
+        np.array(answers[name]) for name in ("label", "student", "teacher")
+    )
     drawn = charted(page, "Validation accuracy")
     assert max(drawn["tiny"]) == pytest.approx((student == label).mean(), abs=1e-4)
-    assert drawn["teacher"] == pytest.approx([(teacher == label).mean()] * len(drawn["tiny"]), abs=1e-4)
+    assert drawn["teacher"] == pytest.approx(
+        [(teacher == label).mean()] * len(drawn["tiny"]), abs=1e-4
+    )
     table = page[page.index('<table class="confusion">') :]
     found = re.findall(r"<td[^>]*>(\d*)</td>", table[: table.index("</table>")])
-    counts = [[int(((label == i) & (student == j)).sum()) for j in range(3)] for i in range(3)]
-    assert [int(cell or 0) for cell in found] == [count for row in counts for count in row]
-    names, body = ("apple", "fig", "pear"), page[page.index("<h3>Accuracy by class") : page.index("<h3>Confusion")]
-    gaps = dict(re.findall(r'title="(\w+): \d+ images">.*?class="gap">(.*?)</span>', body))
+    counts = [
+        [int(((label == i) & (student == j)).sum()) for j in range(3)] for i in range(3)
+    ]
+    assert [int(cell or 0) for cell in found] == [
+        count for row in counts for count in row
+    ]
+    names, body = (
+        ("apple", "fig", "pear"),
+        page[page.index("<h3>Accuracy by class") : page.index("<h3>Confusion")],
+    )
+    gaps = dict(
+        re.findall(r'title="(\w+): \d+ images">.*?class="gap">(.*?)</span>', body)
+    )
     dots = re.findall(r'title="teacher (.*?)"></i>.*?title="student (.*?)"></i>', body)
     order = [names.index(name) for name in gaps]
     for label_index, dot in zip(order, dots, strict=True):
         of = label == label_index
-        own, other = ((answer[of] == label_index).mean() for answer in (student, teacher))
+        own, other = (
+            (answer[of] == label_index).mean() for answer in (student, teacher)
+        )
         assert dot == (percent(other), percent(own))
         few = f"{(student[of] == label_index).sum()} of {of.sum()}"
-        assert gaps[names[label_index]] == (few if of.sum() < 20 else f"{100 * (own - other):+.0f} points")
-    captions = re.findall(r"<figcaption><b>(\w+)</b><br>teacher: .*?>(\w+)</span> (\d+) %<br>student: .*?>(\w+)<", page)
+        assert gaps[names[label_index]] == (
+            few if of.sum() < 20 else f"{100 * (own - other):+.0f} points"
+        )
+    captions = re.findall(
+        r"<figcaption><b>(\w+)</b><br>teacher: .*?>(\w+)</span> (\d+) %<br>student:"
+        r" .*?>(\w+)<",
+        page,
+    )
     differ = [i for i in range(len(label)) if student[i] != teacher[i]]
     assert len(captions) == min(24, len(differ)) > 0
     expected = {
-        (names[label[i]], names[teacher[i]], f"{100 * answers['teacher_share'][i]:.0f}", names[student[i]])
+        (
+            names[label[i]],
+            names[teacher[i]],
+            f"{100 * answers['teacher_share'][i]:.0f}",
+            names[student[i]],
+        )
         for i in differ
     }
     assert {*captions} <= expected

@@ -1,4 +1,6 @@
-"""A real kd-serve process under attack: health checks are answered, memory is bounded, and nothing is a 500."""
+"""A real kd-serve process under attack: health checks are answered, memory is bounded,
+and nothing is a 500.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,11 @@ def cpu_seconds(server: Running) -> float:
 
 
 def ping(server: Running) -> tuple[float, int | str]:
-    """Return what a health check on a new connection took, and its status or what went wrong.
+    """Return what a health check on a new connection took, and its status or what went
+    wrong.
 
-    It took as long as the server computed meanwhile, if that is less: on a busy machine it waits for its turn too.
+    It took as long as the server computed meanwhile, if that is less: on a busy machine
+    it waits for its turn too.
     """
     start, before = time.monotonic(), cpu_seconds(server)
     connection = http.client.HTTPConnection(server.host, server.port, timeout=20)
@@ -56,7 +60,9 @@ def ping(server: Running) -> tuple[float, int | str]:
 @pytest.mark.parametrize("kind", attacker.ATTACKS)
 def test_health_checks_under_attack(server, kind):
     process = subprocess.Popen(
-        [sys.executable, attacker.__file__, kind, str(server.port)], stdout=subprocess.PIPE, text=True
+        [sys.executable, attacker.__file__, kind, str(server.port)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout.readline() == "attacking\n"
@@ -70,13 +76,23 @@ def test_health_checks_under_attack(server, kind):
         process.communicate()
     assert {status for _, status in found} == {200}
     slowest = sorted(seconds for seconds, _ in found)[-2:]
-    assert slowest[0] < 1, "more than one health check was slow; one may be the machine's own stall"
-    wait_until(lambda: server.post(b"x").status == 415)  # the service itself comes back when the attackers are gone
+    assert slowest[0] < 1, (
+        "more than one health check was slow; one may be the machine's own stall"
+    )
+    wait_until(
+        lambda: server.post(b"x").status == 415
+    )  # the service itself comes back when the attackers are gone
 
 
 @pytest.mark.parametrize(
     "data",
-    [["x" * 2900, *[""] * 250_000], ["x" * 1000] * 1000, [[]] * 340_000, [{}] * 340_000, [[[[0]]]] * 120_000],
+    [
+        ["x" * 2900, *[""] * 250_000],
+        ["x" * 1000] * 1000,
+        [[]] * 340_000,
+        [{}] * 340_000,
+        [[[[0]]]] * 120_000,
+    ],
     ids=["one long string", "strings", "lists", "dicts", "nested"],
 )
 def test_a_body_of_1_mb_takes_no_gigabytes(server, data):
@@ -95,13 +111,21 @@ def png(side: int) -> bytes:
 def test_the_pixels_of_a_request_are_counted_together(server):
     reply = server.post(images(*[png(4900)] * 3), "application/json")
     assert reply.status == 413
-    assert reply.json["detail"].endswith("2 of the largest that are allowed: 25 million, a JPEG 64.")
+    assert reply.json["detail"].endswith(
+        "2 of the largest that are allowed: 25 million, a JPEG 64."
+    )
     assert server.post(images(*[png(100)] * 16), "application/json").status == 200
 
 
-@pytest.mark.parametrize(("options", "most"), [({}, 60), ({"progressive": True, "subsampling": 0}, 400)])
-def test_a_photograph_of_48_million_pixels_stays_within_the_memory_of_25(exported, options, most):
-    """8000 x 6000, the second mode of most phones. Before, 413. What 25 million pixels may take: 400 MB."""
+@pytest.mark.parametrize(
+    ("options", "most"), [({}, 60), ({"progressive": True, "subsampling": 0}, 400)]
+)
+def test_a_photograph_of_48_million_pixels_stays_within_the_memory_of_25(
+    exported, options, most
+):
+    """8000 x 6000, the second mode of most phones. Before, 413. What 25 million pixels
+    may take: 400 MB.
+    """
     file = io.BytesIO()
     Image.new("RGB", (8000, 6000), "teal").save(file, "JPEG", **options)
     with Running(exported, "--slots", "1") as server:
@@ -113,13 +137,17 @@ def test_a_photograph_of_48_million_pixels_stays_within_the_memory_of_25(exporte
 
 
 def test_too_little_memory_is_a_503(exported):
-    """An image of 24 million pixels needs 72 MB; the process may take 20 MB more than it has."""
+    """An image of 24 million pixels needs 72 MB; the process may take 20 MB more than
+    it has.
+    """
     file = io.BytesIO()
     Image.new("RGB", (4900, 4900)).save(file, "PNG")
     with Running(exported, "--slots", "1") as server:
         assert server.post(png(100)).status == 200
         allowed = int((server.memory_mb("VmSize") + 20) * 2**20)
-        resource.prlimit(server.pid, resource.RLIMIT_AS, (allowed, resource.RLIM_INFINITY))
+        resource.prlimit(
+            server.pid, resource.RLIMIT_AS, (allowed, resource.RLIM_INFINITY)
+        )
         reply = server.post(file.getvalue())
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
         assert "memory" in reply.json["detail"]
@@ -129,11 +157,16 @@ def test_too_little_memory_is_a_503(exported):
 
 def test_a_client_that_hangs_up_is_no_bug(exported):
     """In the middle of its body, and while its image is decoded."""
-    head = b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: image/png\r\ncontent-length: %d\r\n\r\n"
+    head = (
+        b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type:"
+        b" image/png\r\ncontent-length: %d\r\n\r\n"
+    )
     large = png(4900)
     with Running(exported) as server:
         for sent in (head % 100 + b"12345", head % len(large) + large):
-            with socket.create_connection((server.host, server.port), timeout=10) as connection:
+            with socket.create_connection(
+                (server.host, server.port), timeout=10
+            ) as connection:
                 connection.sendall(sent)
         counted = 'kd_requests_total{route="invocations",status="400"} 2'
         wait_until(lambda: counted in server.get("/metrics").body.decode())

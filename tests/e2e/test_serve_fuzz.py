@@ -1,6 +1,8 @@
-"""Random requests to a real kd-serve process: no answer is a 5xx but 503, and nothing is raised that nobody catches.
+"""Random requests to a real kd-serve process: no answer is a 5xx but 503, and nothing
+is raised that nobody catches.
 
-`KD_FUZZ=20000 pytest tests/e2e/test_serve_fuzz.py` tries that many random inputs a test; without it the same 350 each.
+`KD_FUZZ=20000 pytest tests/e2e/test_serve_fuzz.py` tries that many random inputs a
+test; without it the same 350 each.
 """
 
 from __future__ import annotations
@@ -29,10 +31,14 @@ class Target:
 
     def __init__(self, server: Running) -> None:
         self.server, self.statuses = server, Counter()
-        self._connection = http.client.HTTPConnection(server.host, server.port, timeout=20)
+        self._connection = http.client.HTTPConnection(
+            server.host, server.port, timeout=20
+        )
 
     def post(self, path: str, body: bytes, headers: dict[str, str]) -> int:
-        """Send a request; a connection that the server has closed before is opened again."""
+        """Send a request; a connection that the server has closed before is opened
+        again.
+        """
         for _ in range(2):
             try:
                 self._connection.request("POST", path, body, headers)
@@ -46,8 +52,12 @@ class Target:
         return self._seen(response.status)
 
     def raw(self, data: bytes) -> None:
-        """Send bytes on a connection of their own and look at the statuses that come back within 20 ms."""
-        with socket.create_connection((self.server.host, self.server.port), timeout=20) as connection:
+        """Send bytes on a connection of their own and look at the statuses that come
+        back within 20 ms.
+        """
+        with socket.create_connection(
+            (self.server.host, self.server.port), timeout=20
+        ) as connection:
             found = b""
             try:
                 connection.sendall(data)
@@ -86,12 +96,18 @@ def target(server, request, record_property) -> Iterator[Target]:
     yield made
     made.close()
     record_property("tried", sum(made.statuses.values()))
-    print(f"{request.node.name}: {sum(made.statuses.values())} answers, {dict(made.statuses)}")
+    print(
+        f"{request.node.name}: {sum(made.statuses.values())} answers,"
+        f" {dict(made.statuses)}"
+    )
     assert sum(made.statuses.values()) >= EXAMPLES * 0.9
 
 
 words = texts("image", "images", "x" * 300)
-numbers = st.one_of(st.integers(-2, 300), st.sampled_from([2**63, -(10**40), 0.5, 1e308, float("inf"), float("nan")]))
+numbers = st.one_of(
+    st.integers(-2, 300),
+    st.sampled_from([2**63, -(10**40), 0.5, 1e308, float("inf"), float("nan")]),
+)
 anything = junk(st.one_of(st.none(), st.booleans(), numbers, words), words)
 
 
@@ -102,13 +118,17 @@ def mostly(strategy: st.SearchStrategy) -> st.SearchStrategy:
 
 def encoded(document: object) -> st.SearchStrategy[bytes]:
     body = json.dumps(document).encode()
-    return st.one_of(st.just(body), damaged(body), st.just(json.dumps(document).encode("utf-16")))
+    return st.one_of(
+        st.just(body), damaged(body), st.just(json.dumps(document).encode("utf-16"))
+    )
 
 
 FILES = [
     *IMAGES.values(), image("JPEG", "CMYK"), image("PNG", "1"), image("PNG", "RGBA"),
 ]  # fmt: skip
-files = st.sampled_from(FILES).flatmap(lambda file: st.one_of(st.just(file), damaged(file)))
+files = st.sampled_from(FILES).flatmap(
+    lambda file: st.one_of(st.just(file), damaged(file))
+)
 base64s = st.one_of(files.map(lambda file: base64.b64encode(file).decode()), words)
 documents = st.one_of(
     st.fixed_dictionaries({"image": mostly(base64s)}),
@@ -116,21 +136,38 @@ documents = st.one_of(
     anything,
 )
 multiparts = st.lists(files, max_size=3).map(
-    lambda parts: b"".join(b"--x\r\na: b\r\n\r\n" + part + b"\r\n" for part in parts) + b"--x--\r\n"
+    lambda parts: (
+        b"".join(b"--x\r\na: b\r\n\r\n" + part + b"\r\n" for part in parts)
+        + b"--x--\r\n"
+    )
 )
 requests = st.one_of(
     st.tuples(st.sampled_from(["image/jpeg", "application/x-image"]), files),
     st.tuples(st.just("application/json"), documents.flatmap(encoded)),
     st.tuples(
-        st.just("multipart/form-data; boundary=x"), multiparts.flatmap(lambda m: st.one_of(st.just(m), damaged(m)))
+        st.just("multipart/form-data; boundary=x"),
+        multiparts.flatmap(lambda m: st.one_of(st.just(m), damaged(m))),
     ),
     st.tuples(
-        st.text(st.characters(min_codepoint=32, max_codepoint=255), max_size=60).map(str.strip), st.binary(max_size=60)
+        st.text(st.characters(min_codepoint=32, max_codepoint=255), max_size=60).map(
+            str.strip
+        ),
+        st.binary(max_size=60),
     ),
 )
 values = st.one_of(
     st.just("*/*"),
-    st.sampled_from(["text/csv", "application/json;q=0.1, text/csv", "text/html", "application/*;q=x", "", ",", ";"]),
+    st.sampled_from(
+        [
+            "text/csv",
+            "application/json;q=0.1, text/csv",
+            "text/html",
+            "application/*;q=x",
+            "",
+            ",",
+            ";",
+        ]
+    ),
     st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=60),
 )
 queries = st.one_of(
@@ -145,7 +182,9 @@ def test_bodies_for_invocations(target):
     @given(requests, values, queries)
     def tried(request, accept, query):
         kind, body = request
-        target.post(f"/invocations{query}", body, {"content-type": kind, "accept": accept})
+        target.post(
+            f"/invocations{query}", body, {"content-type": kind, "accept": accept}
+        )
 
     tried()
     assert target.statuses[200] > 3
@@ -163,12 +202,26 @@ PIECES = [
     b"a:" + 3000 * b"b", 200 * b"a: b\r\n",
 ]  # fmt: skip
 VALID = [
-    b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: image/png\r\ncontent-length: 5\r\n\r\nhello",
-    b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\na: b\r\n\r\n",
-    b"POST /ping HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\nhello",
-    b"GET /some/other/path HTTP/1.1\r\nhost: x\r\n\r\nGET /metrics HTTP/1.1\r\nhost: x\r\n\r\n",
+    (
+        b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type:"
+        b" image/png\r\ncontent-length: 5\r\n\r\nhello"
+    ),
+    (
+        b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding:"
+        b" chunked\r\n\r\n2\r\n{}\r\n0\r\na: b\r\n\r\n"
+    ),
+    (
+        b"POST /ping HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length:"
+        b" 5\r\n\r\nhello"
+    ),
+    (
+        b"GET /some/other/path HTTP/1.1\r\nhost: x\r\n\r\nGET /metrics"
+        b" HTTP/1.1\r\nhost: x\r\n\r\n"
+    ),
 ]
-pieces = st.lists(st.one_of(st.sampled_from(PIECES), st.binary(max_size=8)), max_size=12).map(b"".join)
+pieces = st.lists(
+    st.one_of(st.sampled_from(PIECES), st.binary(max_size=8)), max_size=12
+).map(b"".join)
 mutations = st.builds(
     lambda text, at, gone, put: text[: at % len(text)] + put + text[at % len(text) + gone :],
     st.sampled_from(VALID), st.integers(0, 200), st.integers(0, 20), pieces,

@@ -1,4 +1,6 @@
-"""A sweep over students as a user starts it: its table, its picture, and both again after a kill."""
+"""A sweep over students as a user starts it: its table, its picture, and both again
+after a kill.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,17 @@ import kd
 from kd.setup.recipe import BASELINE
 
 STUDENTS = (
-    "student={model: vit_tiny_patch16_224, args: {patch_size: 8, embed_dim: 24, depth: 1, num_heads: 2}},"
-    "{kind: torch, model: mine:small, args: {width: 8}, mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25]}"
+    "student={model: vit_tiny_patch16_224, args: {patch_size: 8, embed_dim: 24, depth:"
+    " 1, num_heads: 2}},{kind: torch, model: mine:small, args: {width: 8}, mean: [0.5,"
+    " 0.5, 0.5], std: [0.25, 0.25, 0.25]}"
 )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE)
-def test_two_students_are_compared_and_after_a_kill_alike(settings, tmp_path, monkeypatch):
+def test_two_students_are_compared_and_after_a_kill_alike(
+    settings, tmp_path, monkeypatch
+):
     settings["run"] |= {"epochs": 1, "baseline": True, "folder": "runs"}
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(CODE)
@@ -32,22 +37,38 @@ def test_two_students_are_compared_and_after_a_kill_alike(settings, tmp_path, mo
     (done,) = (trial.user_attrs for trial in ended(folder))
     found = kd.sweep("tiny.yaml", STUDENTS)
     assert found.text == (folder / "sweep.md").read_text().rstrip()
-    assert next(row for row in found.rows if row["trial"] == done["trial"]).items() >= done.items()
+    assert (
+        next(row for row in found.rows if row["trial"] == done["trial"]).items()
+        >= done.items()
+    )
     costs = found.study.user_attrs["costs"]["costs"]
     for row in found.rows:
         run = folder / row["trial"]
         manifest = json.loads((run / "manifest.json").read_text())
-        assert costs[row["trial"]] == {key: row[key] for key in ("ms", "mb", "parameters")}
+        assert costs[row["trial"]] == {
+            key: row[key] for key in ("ms", "mb", "parameters")
+        }
         assert row["parameters"] == manifest["parameters"]["student"]
-        assert row["labels_only"] == json.loads((run / BASELINE / "scored.json").read_text())["row"]["accuracy"]
-        line = next(line for line in found.text.splitlines() if f"{row['parameters']:,} " in line)
+        assert (
+            row["labels_only"]
+            == json.loads((run / BASELINE / "scored.json").read_text())["row"][
+                "accuracy"
+            ]
+        )
+        line = next(
+            line
+            for line in found.text.splitlines()
+            if f"{row['parameters']:,} " in line
+        )
         assert f" {row['ms']:.3g} " in line
         assert ("frontier" in line) == row["frontier"]
     assert min(found.rows, key=lambda row: row["ms"])["frontier"]
     drawn = (folder / "frontier.svg").read_text()
     symbols = re.search(r'class="mark-symbol role-mark[^>]*>(.*?)</g>', drawn)
     assert symbols
-    assert symbols[1].count("<path") == 2 * len(found.rows) + 1  # with labels only, and the teacher
+    assert (
+        symbols[1].count("<path") == 2 * len(found.rows) + 1
+    )  # with labels only, and the teacher
     assert costs["teacher"]["parameters"] == manifest["parameters"]["teacher"]
     assert kd.sweep("tiny.yaml", STUDENTS).text == found.text
     assert (folder / "frontier.svg").read_text() == drawn

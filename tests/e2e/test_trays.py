@@ -1,4 +1,6 @@
-"""Several labels an image from a CSV file to an endpoint: fitted, distilled, resumed, exported, served."""
+"""Several labels an image from a CSV file to an endpoint: fitted, distilled, resumed,
+exported, served.
+"""
 
 from __future__ import annotations
 
@@ -29,30 +31,60 @@ from kd.jobs.train import train
 
 
 def paint(root: Path) -> None:
-    """Write noisy pictures, brighter in the channel of each class that they show, and what they show as CSV."""
+    """Write noisy pictures, brighter in the channel of each class that they show, and
+    what they show as CSV.
+    """
     rng = np.random.default_rng(0)
     for split, count in (("train", 40), ("val", 40)):
         lines = ["file,labels"]
         for number in range(count):
             there = rng.random(3) < 0.5
-            pixels = rng.integers(0, 120, (20, 20, 3), np.uint8) + 100 * there.astype(np.uint8)
+            pixels = rng.integers(0, 120, (20, 20, 3), np.uint8) + 100 * there.astype(
+                np.uint8
+            )
             name = f"{split}_{number}.jpg"
             Image.fromarray(pixels).save(root / name, quality=90)
-            lines.append(f"{name},{'|'.join(name for name, one in zip(CLASSES, there, strict=True) if one)}")
+            lines.append(
+                f"{name},{'|'.join(name for name, one in zip(CLASSES, there, strict=True) if one)}"
+            )
         (root / f"{split}.csv").write_text("\n".join(lines))
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> dict:
-    """A configuration: a teacher to fit, a cache, mixup, a sifter, the labels-only baseline."""
+    """A configuration: a teacher to fit, a cache, mixup, a sifter, the labels-only
+    baseline.
+    """
     root = tmp_path_factory.mktemp("trays")
     paint(root)
-    files = {"train_labels": "train.csv", "val_labels": "val.csv", "augment": {"mixup": 0.2}}
+    files = {
+        "train_labels": "train.csv",
+        "val_labels": "val.csv",
+        "augment": {"mixup": 0.2},
+    }
     fit = {"epochs": 12, "lr": 5e-3, "folder": str(root / "teachers")}
     return {
-        "run": {"name": "tiny", "folder": str(root / "runs"), "epochs": 6, "baseline": True, "keep": 5},
-        "data": {"kind": "multilabel", "root": str(root), **files, "image_size": 16, "batch_size": 8, "workers": 0},
-        "teacher": {**tiny(2, 48), "precision": "fp32", "cache": {"views": 2}, "fit": fit},
+        "run": {
+            "name": "tiny",
+            "folder": str(root / "runs"),
+            "epochs": 6,
+            "baseline": True,
+            "keep": 5,
+        },
+        "data": {
+            "kind": "multilabel",
+            "root": str(root),
+            **files,
+            "image_size": 16,
+            "batch_size": 8,
+            "workers": 0,
+        },
+        "teacher": {
+            **tiny(2, 48),
+            "precision": "fp32",
+            "cache": {"views": 2},
+            "fit": fit,
+        },
         "student": tiny(),
         "losses": [{"kind": "binary_kl"}, {"kind": "bce", "weight": 0.5}],
         "sifter": {"kind": "history", "keep": 0.7, "warmup": 2},
@@ -70,7 +102,9 @@ def trays(made) -> Path:
 
 
 def val_rows(folder: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     return [row for row in rows if row["kind"] == "val"]
 
 
@@ -80,7 +114,10 @@ def test_the_run_says_map_and_f1_wherever_it_says_how_good_it_is(trays, command)
     assert best["map"] > 0.8, best  # guessing has 0.5
     assert best["teacher_map"] > 0.9, best
     report = " ".join((trays / "report.md").read_text().split())
-    shown = rf"{100 * best['map']:.1f} % \([\d.]+ to [\d.]+\) \| {100 * best['f1_macro']:.1f} % \("
+    shown = (
+        rf"{100 * best['map']:.1f} % \([\d.]+ to [\d.]+\) \|"
+        rf" {100 * best['f1_macro']:.1f} % \("
+    )
     assert "| mAP | F1 (macro) | F1 (micro) |" in report
     assert re.search(shown, report)
     assert "student, labels only" in report
@@ -99,8 +136,14 @@ def test_a_resumed_run_has_the_same_bits_with_cache_sifter_and_mixup(trays, made
     expected = load_file(max((whole / "checkpoints").iterdir()) / "tensors.safetensors")
     for folder in sorted((whole / "checkpoints").iterdir())[1:]:
         shutil.rmtree(folder)
-    resumed = load_file(max((kd.train(again).folder / "checkpoints").iterdir()) / "tensors.safetensors")
-    exact = {"rtol": 0, "atol": 0, "equal_nan": True}  # a sifter has no loss yet for some images
+    resumed = load_file(
+        max((kd.train(again).folder / "checkpoints").iterdir()) / "tensors.safetensors"
+    )
+    exact = {
+        "rtol": 0,
+        "atol": 0,
+        "equal_nan": True,
+    }  # a sifter has no loss yet for some images
     torch.testing.assert_close(resumed, expected, **exact)
 
 
@@ -108,22 +151,38 @@ def test_the_manifest_has_a_threshold_for_each_class(trays):
     manifest = json.loads((trays / "export/manifest.json").read_text())
     found = manifest["output"]["thresholds"]
     assert tuple(found) == CLASSES
-    assert all(0 < one["threshold"] < 1 and one["chosen"] and one["images"] >= 10 for one in found.values())
-    assert json.loads((trays / "export/config.json").read_text())["problem_type"] == "multi_label_classification"
+    assert all(
+        0 < one["threshold"] < 1 and one["chosen"] and one["images"] >= 10
+        for one in found.values()
+    )
+    assert (
+        json.loads((trays / "export/config.json").read_text())["problem_type"]
+        == "multi_label_classification"
+    )
     assert 0.8 < manifest["parity"]["model.onnx"]["mAP"] <= 1
     card = (trays / "export/README.md").read_text()
     assert "3 of 3 thresholds have the largest F1" in card
     assert "| model | mAP | F1 (macro) | F1 (micro) |" in " ".join(card.split())
 
 
-def test_endpoint_and_kd_predict_return_labels_above_thresholds(trays, made, command, tmp_path):
+def test_endpoint_and_kd_predict_return_labels_above_thresholds(
+    trays, made, command, tmp_path
+):
     folder, root = trays / "export", Path(made["data"]["root"])
     photos = sorted(root.glob("val_*.jpg"))[:12]
     limits = [
-        one["threshold"] for one in json.loads((folder / "manifest.json").read_text())["output"]["thresholds"].values()
+        one["threshold"]
+        for one in json.loads((folder / "manifest.json").read_text())["output"][
+            "thresholds"
+        ].values()
     ]
-    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
-    crops = [np.asarray(Image.open(photo).resize((16, 16), Image.Resampling.BICUBIC)) for photo in photos]
+    session = onnxruntime.InferenceSession(
+        folder / "model.onnx", providers=["CPUExecutionProvider"]
+    )
+    crops = [
+        np.asarray(Image.open(photo).resize((16, 16), Image.Resampling.BICUBIC))
+        for photo in photos
+    ]
     target = tmp_path / "labels.jsonl"
     (tmp_path / "some").mkdir()
     for photo in photos:
@@ -133,22 +192,45 @@ def test_endpoint_and_kd_predict_return_labels_above_thresholds(trays, made, com
     predicted = [json.loads(line) for line in target.read_text().splitlines()]
     rows = list(csv.DictReader(io.StringIO(target.with_suffix(".csv").read_text())))
     assert list(rows[0]) == ["image", "labels", "scores", "error"]
-    assert command("predict", folder, tmp_path / "some", "--to", tmp_path / "all.csv", "--top", "0").code == 0
+    assert (
+        command(
+            "predict",
+            folder,
+            tmp_path / "some",
+            "--to",
+            tmp_path / "all.csv",
+            "--top",
+            "0",
+        ).code
+        == 0
+    )
     scored = list(csv.DictReader(io.StringIO((tmp_path / "all.csv").read_text())))
     assert list(scored[0]) == [*rows[0], *(f"score:{name}" for name in CLASSES)]
     with Running(folder) as server:
-        for photo, crop, row, line, whole in zip(photos, crops, predicted, rows, scored, strict=True):
+        for photo, crop, row, line, whole in zip(
+            photos, crops, predicted, rows, scored, strict=True
+        ):
             (found,) = server.post(photo.read_bytes()).json["predictions"]
             said = {pair["label"]: pair["score"] for pair in found["labels"]}
             assert line["labels"] == "|".join(said)
             assert row["labels"] == found["labels"]
             scores = {pair["label"]: pair["score"] for pair in found["top"]}
-            assert scores == {name: float(whole.pop(f"score:{name}")) for name in CLASSES}
+            assert scores == {
+                name: float(whole.pop(f"score:{name}")) for name in CLASSES
+            }
             assert whole == line
-            above = [name for name, limit in zip(CLASSES, limits, strict=True) if scores[name] > limit]
+            above = [
+                name
+                for name, limit in zip(CLASSES, limits, strict=True)
+                if scores[name] > limit
+            ]
             assert sorted(said) == sorted(above)
-            (logits,) = session.run(None, {"image": crop.transpose(2, 0, 1)[None]})[0].astype(np.float64)
-            assert scores == pytest.approx(dict(zip(CLASSES, 1 / (1 + np.exp(-logits)), strict=True)), abs=1e-5)
+            (logits,) = session.run(None, {"image": crop.transpose(2, 0, 1)[None]})[
+                0
+            ].astype(np.float64)
+            assert scores == pytest.approx(
+                dict(zip(CLASSES, 1 / (1 + np.exp(-logits)), strict=True)), abs=1e-5
+            )
         assert server.get("/").status == 200
         assert server.stop() == 0
 
@@ -157,27 +239,42 @@ def test_each_label_says_whether_it_is_sure(trays, made, command, tmp_path):
     folder, some = tmp_path / "export", tmp_path / "some"
     answer = command("export", trays, "--to", folder, "--defer-share", "0.4")
     assert answer.code == 0, answer
-    bands = json.loads((folder / "manifest.json").read_text())["output"]["defer"]["labels"]
+    bands = json.loads((folder / "manifest.json").read_text())["output"]["defer"][
+        "labels"
+    ]
     assert "most of its sure but wrong predictions are about" in answer.out
     assert "- model.onnx: passes" in (folder / "README.md").read_text()
     some.mkdir()
     for photo in sorted(Path(made["data"]["root"]).glob("val_*.jpg")):
         shutil.copy(photo, some)
     for file in ("all.jsonl", "all.csv", "all.parquet"):
-        assert command("predict", folder, some, "--to", tmp_path / file, "--top", "0").code == 0
-    rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+        assert (
+            command("predict", folder, some, "--to", tmp_path / file, "--top", "0").code
+            == 0
+        )
+    rows = [
+        json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()
+    ]
     lines = list(csv.DictReader(io.StringIO((tmp_path / "all.csv").read_text())))
     stored = pyarrow.parquet.read_table(tmp_path / "all.parquet").to_pylist()
     flags = set()
     with Running(folder) as server:
-        for photo, row, line, kept in zip(sorted(some.iterdir()), rows, lines, stored, strict=True):
+        for photo, row, line, kept in zip(
+            sorted(some.iterdir()), rows, lines, stored, strict=True
+        ):
             (found,) = server.post(photo.read_bytes()).json["predictions"]
             for one in found["top"]:
                 low, high = bands[one["label"]]["low"], bands[one["label"]]["high"]
-                at_edge = min(abs(one["score"] - low), abs(one["score"] - high)) < 1e-5  # it is rounded to 6 digits
+                at_edge = (
+                    min(abs(one["score"] - low), abs(one["score"] - high)) < 1e-5
+                )  # it is rounded to 6 digits
                 assert at_edge or one["sure"] == (not low < one["score"] < high), one
             assert found["sure"] == all(one["sure"] for one in found["top"])
-            assert {key: row[key] for key in found} == found == {key: kept[key] for key in found}
+            assert (
+                {key: row[key] for key in found}
+                == found
+                == {key: kept[key] for key in found}
+            )
             assert line["sure"] == str(found["sure"]).lower()
             flags.add(found["sure"])
         table = server.post(photo.read_bytes(), accept="text/csv")
@@ -189,30 +286,61 @@ def test_each_label_says_whether_it_is_sure(trays, made, command, tmp_path):
 @pytest.mark.slow
 def test_labels_may_be_withheld_or_some_may_lack(trays, made, tmp_path):
     root = Path(made["data"]["root"])
-    content = dict(line.split(",") for line in (root / "train.csv").read_text().splitlines()[1:])
+    content = dict(
+        line.split(",") for line in (root / "train.csv").read_text().splitlines()[1:]
+    )
     some = {name: text.split("|") if text else [] for name, text in content.items()}
-    (tmp_path / "some.json").write_text(json.dumps(some | dict.fromkeys(list(some)[:10])))
+    (tmp_path / "some.json").write_text(
+        json.dumps(some | dict.fromkeys(list(some)[:10]))
+    )
     teacher = {"model": str(trays / "export"), "args": {}, "fit": {"epochs": 0}}
-    short = {"run": {"folder": str(tmp_path), "epochs": 2, "baseline": False}, "teacher": teacher}
-    withheld = merged(merged(made, short), {"run": {"name": "none"}, "data": {"labels": "none"}})
+    short = {
+        "run": {"folder": str(tmp_path), "epochs": 2, "baseline": False},
+        "teacher": teacher,
+    }
+    withheld = merged(
+        merged(made, short), {"run": {"name": "none"}, "data": {"labels": "none"}}
+    )
     run = train(config.load({**withheld, "losses": [{"kind": "binary_kl"}]}))
     assert {"kl", "agreement"} <= run.metrics.keys()
     assert "map" not in run.metrics
     export(run.folder, options=ExportOptions())
     manifest = json.loads((run.folder / "export/manifest.json").read_text())
-    assert [one["threshold"] for one in manifest["output"]["thresholds"].values()] == [0.5] * 3
-    assert "mAP" not in manifest["parity"]["model.onnx"]  # PyTorch's own answers are no labels
-    known = verify(VerifyOptions(export=run.folder / "export", data=str(root), run=run.folder))
+    assert [one["threshold"] for one in manifest["output"]["thresholds"].values()] == [
+        0.5
+    ] * 3
+    assert (
+        "mAP" not in manifest["parity"]["model.onnx"]
+    )  # PyTorch's own answers are no labels
+    known = verify(
+        VerifyOptions(export=run.folder / "export", data=str(root), run=run.folder)
+    )
     assert [row.what for row in known.rows if row.verdict == WRONG] == []
     part = {"labels": "some", "train_labels": str(tmp_path / "some.json")}
-    assert train(config.load(merged(merged(made, short), {"run": {"name": "some"}, "data": part}))).metrics["map"] > 0.5
+    assert (
+        train(
+            config.load(
+                merged(merged(made, short), {"run": {"name": "some"}, "data": part})
+            )
+        ).metrics["map"]
+        > 0.5
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["losses=[{kind: kl}]"], r"losses\[0\].kind: 'kl' reads logits by a softmax, but images have several labels"),
-        (["losses=[{kind: cosine}]", "run.baseline=false"], "data.labels: .*the task embedding is"),
+        (
+            ["losses=[{kind: kl}]"],
+            (
+                r"losses\[0\].kind: 'kl' reads logits by a softmax, but images have"
+                r" several labels"
+            ),
+        ),
+        (
+            ["losses=[{kind: cosine}]", "run.baseline=false"],
+            "data.labels: .*the task embedding is",
+        ),
         (["data.balance=0.5"], "data.balance: "),
         (["teacher.cache.topk=2"], "teacher.cache.topk: "),
     ],
@@ -222,11 +350,22 @@ def test_options_for_one_label_are_refused_with_several(made, changes, words):
         config.load(made, changes)
 
 
-def test_a_teacher_of_one_label_does_not_teach_several_and_the_other_way_round(made, settings, teacher, trays):
-    one = merged(made, {"run": {"name": "wrong"}, "teacher": {"model": str(teacher), "args": {}, "fit": {"epochs": 0}}})
+def test_a_teacher_of_one_label_does_not_teach_several_and_the_other_way_round(
+    made, settings, teacher, trays
+):
+    one = merged(
+        made,
+        {
+            "run": {"name": "wrong"},
+            "teacher": {"model": str(teacher), "args": {}, "fit": {"epochs": 0}},
+        },
+    )
     with pytest.raises(ModelError, match="trained for one label per image"):
         train(config.load(one))
-    for kind, model in (("timm", trays / "export"), ("onnx", trays / "export/model.onnx")):
+    for kind, model in (
+        ("timm", trays / "export"),
+        ("onnx", trays / "export/model.onnx"),
+    ):
         several = {**settings, "teacher": {"kind": kind, "model": str(model)}}
         with pytest.raises(ModelError, match="trained for several labels per image"):
             train(config.load(several))

@@ -1,4 +1,6 @@
-"""A run folder of somebody else: without `--trust` no code that it names runs, and no other images are read."""
+"""A run folder of somebody else: without `--trust` no code that it names runs, and no
+other images are read.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def edited(run) -> Callable[..., None]:
     def edit(**sections: dict[str, Any]) -> None:
         content = yaml.safe_load((run / "config.yaml").read_text())
         for section, keys in sections.items():
-            (content[section][0] if isinstance(content[section], list) else content[section]).update(keys)
+            (
+                content[section][0]
+                if isinstance(content[section], list)
+                else content[section]
+            ).update(keys)
         (run / "config.yaml").write_text(yaml.safe_dump(content))
 
     return edit
@@ -42,7 +48,9 @@ def touched(tmp_path, monkeypatch) -> Iterator[Path]:
     """A file that is made when the package `foreign` is imported."""
     file = tmp_path / "touched"
     (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "__init__.py").write_text(f"open({str(file)!r}, 'w').close()\n")
+    (tmp_path / "foreign" / "__init__.py").write_text(
+        f"open({str(file)!r}, 'w').close()\n"
+    )
     (tmp_path / "foreign" / "part.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     yield file
@@ -53,15 +61,23 @@ def touched(tmp_path, monkeypatch) -> Iterator[Path]:
 def test_a_teacher_that_is_code_is_not_built(run, edited, command, refused, tmp_path):
     """The command ran, the exit code was 0, and a page was written."""
     page, file = run / "report.html", tmp_path / "touched"
-    teacher = {"kind": "torch", "model": "os:system", "args": {"command": f"touch {file}"}}
+    teacher = {
+        "kind": "torch",
+        "model": "os:system",
+        "args": {"command": f"touch {file}"},
+    }
     edited(teacher={**teacher, "mean": [0, 0, 0], "std": [1, 1, 1]})
     answer = command("report", run)
     assert (answer.code, file.exists()) == (0, False), answer
-    assert "teacher.kind: is 'torch', so that 'os:system' would run" in html.unescape(page.read_text())
+    assert "teacher.kind: is 'torch', so that 'os:system' would run" in html.unescape(
+        page.read_text()
+    )
     told = refused("evaluate", run)
     assert told.startswith("teacher.kind: is 'torch', so that 'os:system' would run.")
     assert "--trust" in told
-    assert command("export", run, "--no-onnx").code == 0  # the student is no code, and the teacher is not built
+    assert (
+        command("export", run, "--no-onnx").code == 0
+    )  # the student is no code, and the teacher is not built
     assert not file.exists()
     assert "'os:system' returns int" in refused("evaluate", run, "--trust")
     assert file.exists()
@@ -81,17 +97,27 @@ def test_a_teacher_that_is_code_is_not_built(run, edited, command, refused, tmp_
         {"teacher": {"kind": "foreign.part"}},
         {"teacher": {"also": [{"kind": "foreign.part", "model": "x"}]}},
         {"run": {"name": "foreign.part"}, "losses": {"kind": "${run.name}"}},
-        {"run": {"name": {"kind": "foreign.part"}}, "sifter": {"kind": "${run.name.kind}"}},
+        {
+            "run": {"name": {"kind": "foreign.part"}},
+            "sifter": {"kind": "${run.name.kind}"},
+        },
     ],
 )
 def test_no_module_is_imported(sections, run, edited, refused, touched):
     edited(**sections)
-    for words in (("report", run), ("report", run, "--price"), ("evaluate", run), ("export", run)):
+    for words in (
+        ("report", run),
+        ("report", run, "--price"),
+        ("evaluate", run),
+        ("export", run),
+    ):
         told = refused(*words)
         assert "names the module 'foreign.part'" in told
         assert "--trust" in told
     assert not touched.exists()
-    assert "--trust" not in refused("report", run, "--trust")  # no part: what that means is another line
+    assert "--trust" not in refused(
+        "report", run, "--trust"
+    )  # no part: what that means is another line
     assert touched.exists()
 
 
@@ -99,12 +125,16 @@ def test_no_module_of_a_baseline_is_imported(run, edited, command, touched):
     whole = Path(shutil.copytree(run, run.parent / "whole"))
     edited(losses={"kind": "foreign.part"})
     shutil.copytree(run, whole / "labels_only")
-    answer = command("report", whole, "--images", "5")  # what it is follows from the run's own configuration
+    answer = command(
+        "report", whole, "--images", "5"
+    )  # what it is follows from the run's own configuration
     assert answer.code == 0, answer
     assert not touched.exists()
 
 
-@pytest.mark.parametrize("text", ["a: " + "[" * 3000 + "]" * 3000, "run: {name: \xff", "losses: *x"])
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 3000 + "]" * 3000, "run: {name: \xff", "losses: *x"]
+)
 def test_a_foreign_config_is_a_one_line_error(text, run, refused):
     (run / "config.yaml").write_bytes(text.encode("latin-1"))
     for words in (("report", run), ("evaluate", run), ("export", run)):
@@ -115,8 +145,12 @@ def images_of(page: Path) -> int:
     return page.read_text().count("data:image/jpeg")
 
 
-def test_other_images_than_the_recorded_ones_are_not_read(run, edited, photos, command, refused, tmp_path):
-    """A stranger's config.yaml named a folder of ours, and its photographs were on the page."""
+def test_other_images_than_the_recorded_ones_are_not_read(
+    run, edited, photos, command, refused, tmp_path
+):
+    """A stranger's config.yaml named a folder of ours, and its photographs were on the
+    page.
+    """
     other, page = tmp_path / "private", run / "report.html"
     shutil.copytree(photos, other)
     min((other / "val").rglob("*.jpg")).unlink()
@@ -135,7 +169,9 @@ def test_other_images_than_the_recorded_ones_are_not_read(run, edited, photos, c
     assert "the images are not those" not in page.read_text()
 
 
-def test_links_out_of_the_folder_are_not_followed(run, edited, photos, command, refused, tmp_path):
+def test_links_out_of_the_folder_are_not_followed(
+    run, edited, photos, command, refused, tmp_path
+):
     """Its size, which the content hash holds, may be known to whoever made the link."""
     images, page = tmp_path / "images", run / "report.html"
     shutil.copytree(photos, images)
@@ -151,7 +187,9 @@ def test_links_out_of_the_folder_are_not_followed(run, edited, photos, command, 
         assert command(*words, "--trust").code == 0
     first.unlink()
     first.symlink_to(second)  # one inside is as good as a file
-    fingerprint = open_sources(resolve(config.load(str(run / "config.yaml"))).data).fingerprint
+    fingerprint = open_sources(
+        resolve(config.load(str(run / "config.yaml"))).data
+    ).fingerprint
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps({**manifest, "data": fingerprint}))
     assert command("evaluate", run).code == 0

@@ -1,4 +1,6 @@
-"""`kd verify` beside a run folder: what the export alone does not show, and honest exports of real runs."""
+"""`kd verify` beside a run folder: what the export alone does not show, and honest
+exports of real runs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_real_exports_are_right(exported, distilled, embedded, photos, command):
     for folder, run in ((exported, distilled), (embedded / "export", embedded)):
         answer = command("verify", folder, "--data", photos, "--run", run, "--json")
         found = json.loads(answer.out)
-        assert answer.code == 0, [row for row in found["rows"] if row["verdict"] == "WRONG"]
+        assert answer.code == 0, [
+            row for row in found["rows"] if row["verdict"] == "WRONG"
+        ]
         assert "; wrong: 0; not checked: " in found["verdict"]
         right = {row["what"] for row in found["rows"] if row["verdict"] == "right"}
         shown = (
@@ -42,7 +46,9 @@ def test_real_exports_are_right(exported, distilled, embedded, photos, command):
 
 
 def test_an_export_of_the_teacher(distilled, photos, command, tmp_path):
-    made = export(distilled, tmp_path / "teacher", ExportOptions(calibrate=False), teacher=True).folder
+    made = export(
+        distilled, tmp_path / "teacher", ExportOptions(calibrate=False), teacher=True
+    ).folder
     answer = command("verify", made, "--data", photos, "--run", distilled)
     assert answer.code == 0, answer
 
@@ -58,7 +64,10 @@ LIES = {  # what the run knows of the manifest
     "about/losses": (["ce"], "about/losses"),
     "about/data/hash": ("0" * 64, "about/data/hash"),
     "about/weights": ("started from nothing", "about/weights"),
-    "scores/models/teacher/accuracy/value": (0.999, "scores/models/teacher/accuracy/value"),
+    "scores/models/teacher/accuracy/value": (
+        0.999,
+        "scores/models/teacher/accuracy/value",
+    ),
     "scores/pair/agreement": (0.999, "scores/pair"),
     "scores/evaluations": (1, "scores/evaluations"),
     "kd.json metrics/accuracy": (0.999, "kd.json/metrics"),
@@ -66,11 +75,15 @@ LIES = {  # what the run knows of the manifest
 }
 
 
-def test_claims_that_the_run_contradicts_are_wrong(distilled, photos, command, tmp_path):
+def test_claims_that_the_run_contradicts_are_wrong(
+    distilled, photos, command, tmp_path
+):
     run = shutil.copytree(distilled, tmp_path / "run")
     text = (run / "config.yaml").read_text()
     assert "license: ''" in text
-    (run / "config.yaml").write_text(text.replace("license: ''", "license: cc-by-nc-4.0"))
+    (run / "config.yaml").write_text(
+        text.replace("license: ''", "license: cc-by-nc-4.0")
+    )
     honest = export(run, tmp_path / "honest", ExportOptions(calibrate=False)).folder
     assert command("verify", honest, "--data", photos, "--run", run).code == 0
     liar = Liar(shutil.copytree(honest, tmp_path / "lies"))
@@ -79,12 +92,18 @@ def test_claims_that_the_run_contradicts_are_wrong(distilled, photos, command, t
             liar.set(path.removeprefix("kd.json "), value, "kd.json")
         else:
             liar.set(path, value)
-    liar.rows(lambda rows: [[a, b, known, "apple"] for a, b, known, *_ in rows])  # all sorted into one folder
+    liar.rows(
+        lambda rows: [[a, b, known, "apple"] for a, b, known, *_ in rows]
+    )  # all sorted into one folder
     liar.redraw()
     liar.reseal()
     answer = command("verify", liar.folder, "--run", run, "--json")
     assert answer.code == 1
-    wrong = [one["what"] for one in json.loads(answer.out)["rows"] if one["verdict"] == "WRONG"]
+    wrong = [
+        one["what"]
+        for one in json.loads(answer.out)["rows"]
+        if one["verdict"] == "WRONG"
+    ]
     assert not {row for _, row in LIES.values()} - {*wrong}
     assert "images.csv/choice" in wrong
     assert answer.err.startswith("verify: ")
@@ -94,17 +113,28 @@ def test_a_renamed_run_is_the_same_run(exported, distilled, photos, command, tmp
     run = shutil.copytree(distilled, tmp_path / "renamed")
     answer = command("verify", exported, "--run", run, "--json")
     rows = {row["what"]: row["verdict"] for row in json.loads(answer.out)["rows"]}
-    assert answer.code == 0, [what for what, verdict in rows.items() if verdict == "WRONG"]
-    assert (rows["chain/student/run"], rows["chain/student/step"]) == ("not checked", "right")
+    assert answer.code == 0, [
+        what for what, verdict in rows.items() if verdict == "WRONG"
+    ]
+    assert (rows["chain/student/run"], rows["chain/student/step"]) == (
+        "not checked",
+        "right",
+    )
 
 
-def test_an_invented_score_is_wrong_beside_the_run_and_whole_in_json(exported, distilled, command, tmp_path):
+def test_an_invented_score_is_wrong_beside_the_run_and_whole_in_json(
+    exported, distilled, command, tmp_path
+):
     liar = Liar(shutil.copytree(exported, tmp_path / "export"))
     liar.manifest["scores"]["models"]["student"]["f1"] = {"value": 0.99}
     liar.redraw()
     liar.reseal()
-    rows = json.loads(command("verify", liar.folder, "--run", distilled, "--json").out)["rows"]
-    assert {row["what"]: row["verdict"] for row in rows}["scores/models/student/f1/value"] == "WRONG"
+    rows = json.loads(command("verify", liar.folder, "--run", distilled, "--json").out)[
+        "rows"
+    ]
+    assert {row["what"]: row["verdict"] for row in rows}[
+        "scores/models/student/f1/value"
+    ] == "WRONG"
     assert max(len(row["claimed"]) for row in rows) > 100
 
 
@@ -112,4 +142,6 @@ def test_bad_input(refused, command, exported, distilled, photos, tmp_path):
     answer = command("verify", distilled, "--data", photos)
     assert answer.code == 3
     assert "is not an export: manifest.json is missing" in answer.err
-    assert refused("verify", exported, "--data", photos, "--run", tmp_path).startswith("run: ")
+    assert refused("verify", exported, "--data", photos, "--run", tmp_path).startswith(
+        "run: "
+    )

@@ -1,4 +1,6 @@
-"""`kd verify` calls no honest export of a real run a lie: pictures, labels and graphs of several kinds."""
+"""`kd verify` calls no honest export of a real run a lie: pictures, labels and graphs
+of several kinds.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,23 @@ def brief(monkeypatch) -> None:
 
 @pytest.fixture(scope="session")
 def pictures(photos, once) -> Path:
-    """`photos`, of whose validation images three have formats or shapes that the endpoint refuses, and a stray file."""
+    """`photos`, of whose validation images three have formats or shapes that the
+    endpoint refuses, and a stray file.
+    """
 
     def build(root: Path) -> Path:
         shutil.copytree(photos, root / "photos")
         (root / "photos/val/notes.txt").write_text("Painted in a hurry.")
-        for name, ending in (("apple/00", "gif"), ("fig/00", "tif"), ("pear/00", "png")):
+        for name, ending in (
+            ("apple/00", "gif"),
+            ("fig/00", "tif"),
+            ("pear/00", "png"),
+        ):
             file = root / "photos/val" / f"{name}.jpg"
             image = Image.open(file)
-            image = image if ending != "png" else image.resize((63, 3))  # a side ratio of 21
+            image = (
+                image if ending != "png" else image.resize((63, 3))
+            )  # a side ratio of 21
             image.save(file.with_suffix(f".{ending}"))
             file.unlink()
         return root / "photos"
@@ -60,16 +70,26 @@ def mixed(pictures, teacher, once) -> Path:
 
 
 def verdicts(command, folder: Path, images: Path, run: Path) -> dict[str, str]:
-    """Verify an export, which must have no wrong claim; return the verdict of each row."""
+    """Verify an export, which must have no wrong claim; return the verdict of
+    each row.
+    """
     answer = command("verify", folder, "--data", images, "--run", run, "--json")
     rows = json.loads(answer.out)["rows"]
-    assert (answer.code, [row for row in rows if row["verdict"] == "WRONG"]) == (0, []), answer.err
+    assert (answer.code, [row for row in rows if row["verdict"] == "WRONG"]) == (
+        0,
+        [],
+    ), answer.err
     return {row["what"]: row["verdict"] for row in rows}
 
 
 def test_pictures_that_only_training_reads(mixed, pictures, command):
     found = verdicts(command, mixed / "export", pictures, mixed)
-    right = ("parity/model.onnx/correct", "input/crop", "images.csv/times", "images.csv/choice")
+    right = (
+        "parity/model.onnx/correct",
+        "input/crop",
+        "images.csv/times",
+        "images.csv/choice",
+    )
     assert [found[what] for what in right] == ["right"] * len(right)
 
 
@@ -81,7 +101,9 @@ def test_nothing_but_json_is_printed(mixed, command):
 
 
 def test_a_run_without_labels(photos, teacher, command, tmp_path):
-    run = trained(photos, teacher, tmp_path, data={"labels": "none"}, losses=[{"kind": "cosine"}])
+    run = trained(
+        photos, teacher, tmp_path, data={"labels": "none"}, losses=[{"kind": "cosine"}]
+    )
     made = export(run, options=ExportOptions(int8=True)).folder
     assert json.loads((made / "manifest.json").read_text())["about"]["labels"] == []
     found = verdicts(command, made, photos, run)
@@ -89,8 +111,14 @@ def test_a_run_without_labels(photos, teacher, command, tmp_path):
     assert [found[what] for what in right] == ["right"] * len(right)
 
 
-def test_the_parameters_of_an_encoder_are_those_of_its_weights(embedded, photos, command, tmp_path):
+def test_the_parameters_of_an_encoder_are_those_of_its_weights(
+    embedded, photos, command, tmp_path
+):
     made = export(embedded, tmp_path / "export", ExportOptions(index=True)).folder
-    count = sum(tensor.numel() for tensor in load_file(made / "model.safetensors").values())
-    assert json.loads((made / "manifest.json").read_text())["about"]["parameters"] == count
+    count = sum(
+        tensor.numel() for tensor in load_file(made / "model.safetensors").values()
+    )
+    assert (
+        json.loads((made / "manifest.json").read_text())["about"]["parameters"] == count
+    )
     assert verdicts(command, made, photos, embedded)["about/parameters"] == "right"

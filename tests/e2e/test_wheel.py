@@ -1,4 +1,6 @@
-"""The packages that are published hold everything, and kd's own configurations work from them by name."""
+"""The packages that are published hold everything, and kd's own configurations work
+from them by name.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,22 @@ from serving import ROOT
 
 import kd
 
-pytest.importorskip("hatchling", reason="hatchling is not installed: pip install 'kd[dev]'")
+pytest.importorskip(
+    "hatchling", reason="hatchling is not installed: pip install 'kd[dev]'"
+)
 
 
 def build(target: str, source: Path, folder: Path) -> Path:
-    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "-t",
+        target,
+        "-d",
+        str(folder),
+    ]
     subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=60)
     return next(folder.glob("*.whl" if target == "wheel" else "*.tar.gz"))
 
@@ -32,23 +45,51 @@ def wheel(tmp_path_factory) -> Path:
 def test_it_holds_the_package_and_its_configurations(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
-        metadata = Parser().parsestr(file.read(next(n for n in names if n.endswith("METADATA"))).decode())
-    tracked = subprocess.run(["git", "ls-files", "kd", "configs"], cwd=ROOT, capture_output=True, text=True, check=True)
-    wanted = {f"kd/{name}" if name.startswith("configs/") else name for name in tracked.stdout.split()}
+        metadata = Parser().parsestr(
+            file.read(next(n for n in names if n.endswith("METADATA"))).decode()
+        )
+    tracked = subprocess.run(
+        ["git", "ls-files", "kd", "configs"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    wanted = {
+        f"kd/{name}" if name.startswith("configs/") else name
+        for name in tracked.stdout.split()
+    }
     assert wanted <= names
     assert {name for name in names if ".dist-info/" not in name} == wanted
-    assert metadata["Version"] == kd.__version__ == yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
+    assert (
+        metadata["Version"]
+        == kd.__version__
+        == yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
+    )
     assert not any(name.startswith(("tests/", "configs/")) for name in names)
 
 
 def test_a_configuration_of_its_own_is_found_by_name_in_any_folder(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path / "site")
-    code = "import kd, sys; from kd import config; print(kd.__file__, config.load(sys.argv[1]).run.name)"
+    code = (
+        "import kd, sys; from kd import config; print(kd.__file__,"
+        " config.load(sys.argv[1]).run.name)"
+    )
     command = [sys.executable, "-c", code, "vit_food"]
     environment = {"PYTHONPATH": str(tmp_path / "site"), "PATH": ""}
-    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.split() == [str(tmp_path / "site" / "kd" / "__init__.py"), "vit_food"]
+    found = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.split() == [
+        str(tmp_path / "site" / "kd" / "__init__.py"),
+        "vit_food",
+    ]
 
 
 def test_the_source_distribution_makes_the_same_wheel(wheel, tmp_path):
@@ -56,5 +97,7 @@ def test_the_source_distribution_makes_the_same_wheel(wheel, tmp_path):
         file.extractall(tmp_path / "source", filter="data")
     again = build("wheel", next((tmp_path / "source").iterdir()), tmp_path / "again")
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
-        contents = [{name: file.read(name) for name in file.namelist()} for file in (one, other)]
+        contents = [
+            {name: file.read(name) for name in file.namelist()} for file in (one, other)
+        ]
     assert contents[0] == contents[1]

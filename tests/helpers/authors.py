@@ -1,8 +1,10 @@
-"""Files of weights as their authors wrote them: timm's networks under the names from which its filters come.
+"""Files of weights as their authors wrote them: timm's networks under the names from
+which its filters come.
 
-A row has a network of timm, arguments that make it small, and how timm's names become the authors': pairs of a pattern
-and its replacement, in order. Families whose authors have timm's names have no pairs: their files differ by a wrapper,
-idle buffers or the prefix of a framework, as in `WRAPPED`.
+A row has a network of timm, arguments that make it small, and how timm's names become
+the authors': pairs of a pattern and its replacement, in order. Families whose authors
+have timm's names have no pairs: their files differ by a wrapper, idle buffers or the
+prefix of a framework, as in `WRAPPED`.
 """
 
 from __future__ import annotations
@@ -37,11 +39,15 @@ FACEBOOK = [
     (r"^head\.norm\.", "norm."),
     (r"^head\.fc\.", "head."),
 ]
-MICROSOFT = [(r"^layers\.(\d+)\.downsample", shifted("layers.#.downsample", -1)), (r"^head\.fc\.", "head.")]
+MICROSOFT = [
+    (r"^layers\.(\d+)\.downsample", shifted("layers.#.downsample", -1)),
+    (r"^head\.fc\.", "head."),
+]
 FLAT = [(rf"^stages\.{i}\.downsample\.", f"network.{2 * i - 1}.") for i in (1, 2, 3)]
 FLAT += [(rf"^stages\.{i}\.blocks\.", f"network.{2 * i}.") for i in range(4)]
 STEM4 = [
-    (rf"^stem\.{ours}\.", f"patch_embed.{n}.") for ours, n in (("conv1", 0), ("norm1", 1), ("conv2", 3), ("norm2", 4))
+    (rf"^stem\.{ours}\.", f"patch_embed.{n}.")
+    for ours, n in (("conv1", 0), ("norm1", 1), ("conv2", 3), ("norm2", 4))
 ]
 CLIP = [
     (r"^patch_embed\.proj", "conv1"),
@@ -84,13 +90,19 @@ FASTVIT = [
     (r"se\.fc2", "se.expand"),
     (r"layer_scale(_\d)?\.gamma", r"layer_scale\1"),
     (r"^head\.fc\.", "head."),
-    *[(rf"^stages\.{i}\.downsample\.proj", f"network.{2 * i - 1}.proj") for i in (1, 2, 3)],
+    *[
+        (rf"^stages\.{i}\.downsample\.proj", f"network.{2 * i - 1}.proj")
+        for i in (1, 2, 3)
+    ],
     *[(rf"^stages\.{i}\.blocks\.", f"network.{2 * i}.") for i in range(4)],
 ]
 TORCHVISION_REGNET = [
     (r"^stem\.conv", "stem.0"),
     (r"^stem\.bn", "stem.1"),
-    (r"^s(\d)\.b(\d+)\.", lambda m: f"trunk_output.block{m[1]}.block{m[1]}-{int(m[2]) - 1}."),
+    (
+        r"^s(\d)\.b(\d+)\.",
+        lambda m: f"trunk_output.block{m[1]}.block{m[1]}-{int(m[2]) - 1}.",
+    ),
     (r"\.conv1\.conv", ".f.a.0"),
     (r"\.conv1\.bn", ".f.a.1"),
     (r"\.conv2\.conv", ".f.b.0"),
@@ -172,7 +184,13 @@ FOCAL = [
     (r"^head\.fc", "head"),
 ]
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
-SWIN = {"img_size": 64, "window_size": 4, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 2)}
+SWIN = {
+    "img_size": 64,
+    "window_size": 4,
+    "embed_dim": 16,
+    "depths": (1, 1, 1, 1),
+    "num_heads": (1, 2, 2, 2),
+}
 FAMILIES: dict[str, tuple[dict[str, Any], list[tuple[str, Any]]]] = {
     "convnext_atto": ({}, FACEBOOK),
     "convnextv2_atto": ({}, FACEBOOK),
@@ -180,7 +198,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[tuple[str, Any]]]] = {
     "edgenext_xx_small": ({}, FACEBOOK),
     "mambaout_femto": ({}, MAMBAOUT),
     "davit_tiny": (
-        {"depths": (1, 1, 1, 1), "embed_dims": (16, 16, 32, 32), "num_heads": (1, 1, 2, 2), "num_groups": None},
+        {
+            "depths": (1, 1, 1, 1),
+            "embed_dims": (16, 16, 32, 32),
+            "num_heads": (1, 1, 2, 2),
+            "num_groups": None,
+        },
         DAVIT,
     ),
     "efficientformer_l1": (
@@ -189,14 +212,23 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[tuple[str, Any]]]] = {
             *STEM4,
             (r"ls(\d)\.gamma", r"layer_scale_\1"),
             (r"^head_dist\.", "dist_head."),
-            *[(rf"^stages\.{i}\.downsample\.conv", f"network.{2 * i - 1}.proj") for i in (1, 2, 3)],
-            *[(rf"^stages\.{i}\.downsample\.norm", f"network.{2 * i - 1}.norm") for i in (1, 2, 3)],
+            *[
+                (rf"^stages\.{i}\.downsample\.conv", f"network.{2 * i - 1}.proj")
+                for i in (1, 2, 3)
+            ],
+            *[
+                (rf"^stages\.{i}\.downsample\.norm", f"network.{2 * i - 1}.norm")
+                for i in (1, 2, 3)
+            ],
             *FLAT[3:],
         ],
     ),
     "fastvit_t8": ({}, FASTVIT),
     "focalnet_tiny_srf": ({}, FOCAL),
-    "hiera_tiny_224": ({}, [(r"^head\.fc\.", "head.projection."), (r"^head\.norm\.", "norm.")]),
+    "hiera_tiny_224": (
+        {},
+        [(r"^head\.fc\.", "head.projection."), (r"^head\.norm\.", "norm.")],
+    ),
     "pit_ti_224": ({}, [(r"^transformers\.(\d)\.pool\.", shifted("pools.#.", -1))]),
     "pvt_v2_b0": ({}, PVT),
     "swin_tiny_patch4_window7_224": (SWIN, MICROSOFT),
@@ -232,7 +264,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[tuple[str, Any]]]] = {
     "repvit_m0_9": ({}, []),
     "resnet18": ({}, []),
 }
-"""44 networks of 40 families and more: those with pairs are renamed by timm's filters, the others are as they are."""
+"""44 networks of 40 families and more: those with pairs are renamed by timm's filters,
+the others are as they are.
+"""
 IDLE = {
     "swin_tiny_patch4_window7_224": "layers.0.blocks.0.attn.relative_position_index",
     "levit_128s": "stages.0.blocks.0.attn.attention_bias_idxs",
@@ -245,9 +279,13 @@ IDLE = {
 
 
 def built(name: str, seed: int = 0, **more: Any) -> torch.nn.Module:
-    """Return a small network of a family whose values are all random, also where they begin as constants."""
+    """Return a small network of a family whose values are all random, also where they
+    begin as constants.
+    """
     torch.manual_seed(seed)
-    network = timm.create_model(name, num_classes=len(CLASSES), **{**FAMILIES.get(name, ({},))[0], **more}).eval()
+    network = timm.create_model(
+        name, num_classes=len(CLASSES), **{**FAMILIES.get(name, ({},))[0], **more}
+    ).eval()
     with torch.no_grad():
         for tensor in network.state_dict().values():
             if tensor.is_floating_point():
@@ -256,24 +294,34 @@ def built(name: str, seed: int = 0, **more: Any) -> torch.nn.Module:
 
 
 def authors(name: str, network: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a network under the names, in the shapes and with the buffers of its authors' file."""
+    """Return the tensors of a network under the names, in the shapes and with the
+    buffers of its authors' file.
+    """
     renamed = {}
     for key, tensor in network.state_dict().items():
         for pattern, new in FAMILIES[name][1]:
             key = re.sub(pattern, new, key)
         if FAMILIES[name][1] is FACEBOOK and ".pwconv" in key and tensor.ndim == 4:
             tensor = tensor[:, :, 0, 0]
-        renamed[key] = tensor[None, None, None] if key.endswith(("grn.beta", "grn.gamma")) else tensor.clone()
+        renamed[key] = (
+            tensor[None, None, None]
+            if key.endswith(("grn.beta", "grn.gamma"))
+            else tensor.clone()
+        )
     if name.startswith("vit_base_patch16_clip"):  # OpenAI's, without the tower of texts
         renamed["visual.proj"] = renamed.pop("visual.head.weight").T
         renamed["visual.class_embedding"] = renamed["visual.class_embedding"][0, 0]
-        renamed["visual.positional_embedding"] = renamed["visual.positional_embedding"][0]
+        renamed["visual.positional_embedding"] = renamed["visual.positional_embedding"][
+            0
+        ]
         del renamed["visual.head.bias"]
     if name.endswith("reg4_dinov2"):  # its positions include the class token's
         zero = torch.zeros_like(renamed["cls_token"])
         renamed["pos_embed"] = torch.cat([zero, renamed["pos_embed"]], 1)
     if name == "densenet121":  # from before torch counted batches
-        renamed = {key: tensor for key, tensor in renamed.items() if "num_batches" not in key}
+        renamed = {
+            key: tensor for key, tensor in renamed.items() if "num_batches" not in key
+        }
     if name in IDLE:
         renamed[IDLE[name]] = torch.zeros(3, 3)
     return renamed

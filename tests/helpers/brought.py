@@ -1,4 +1,6 @@
-"""Networks as people bring them: some with a fault that no shape shows, some that are only unusual."""
+"""Networks as people bring them: some with a fault that no shape shows, some that are
+only unusual.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,23 @@ SIDE, CLASSES = 16, 3
 class Patches(nn.Module):
     """Patch embeddings [B, 16, D], a layer on them, the mean, a classifier."""
 
-    def __init__(self, layer: nn.Module, width: int = 16, zero_head: bool = False) -> None:
+    def __init__(
+        self, layer: nn.Module, width: int = 16, zero_head: bool = False
+    ) -> None:
         super().__init__()
-        self.embed, self.layer, self.head = nn.Conv2d(3, width, 4, 4), layer, nn.Linear(width, CLASSES)
+        self.embed, self.layer, self.head = (
+            nn.Conv2d(3, width, 4, 4),
+            layer,
+            nn.Linear(width, CLASSES),
+        )
         if zero_head:
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
 
     def forward(self, image: Tensor) -> Tensor:
-        return self.head(self.layer(self.embed(image).flatten(2).transpose(1, 2)).mean(1))
+        return self.head(
+            self.layer(self.embed(image).flatten(2).transpose(1, 2)).mean(1)
+        )
 
 
 def attention(batch_first: bool, zero_head: bool = False) -> nn.Module:
@@ -46,7 +56,10 @@ class Recurrent(nn.Module):
 
     def __init__(self, batch_first: bool) -> None:
         super().__init__()
-        self.rows, self.head = nn.LSTM(3 * SIDE, 16, batch_first=batch_first), nn.Linear(16, CLASSES)
+        self.rows, self.head = (
+            nn.LSTM(3 * SIDE, 16, batch_first=batch_first),
+            nn.Linear(16, CLASSES),
+        )
 
     def forward(self, image: Tensor) -> Tensor:
         return self.head(self.rows(image.transpose(1, 2).flatten(2))[0][:, -1])
@@ -65,7 +78,13 @@ class Changed(nn.Module):
 
 
 def convolution(*layers: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3, 2), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2),
+        *layers,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, CLASSES),
+    )
 
 
 class Tied(nn.Module):
@@ -109,7 +128,9 @@ class Centred(nn.Module):
 
 
 class Expert(nn.Module):
-    """A layer for at most three quarters of a batch, as experts with a capacity have it."""
+    """A layer for at most three quarters of a batch, as experts with a capacity have
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +147,10 @@ class Listed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.plain, self.layers = Changed(), [nn.Linear(CLASSES, CLASSES) for _ in range(2)]
+        self.plain, self.layers = (
+            Changed(),
+            [nn.Linear(CLASSES, CLASSES) for _ in range(2)],
+        )
 
     def forward(self, image: Tensor) -> Tensor:
         logits = self.plain(image)
@@ -159,9 +183,14 @@ def normalized_in_place(image: Tensor) -> Tensor:
 
 FAULTS = {
     "attention over the batch": (lambda: attention(False), "alone has other outputs"),
-    "the same behind a classifier of zeros": (lambda: attention(False, True), "alone has other outputs"),
+    "the same behind a classifier of zeros": (
+        lambda: attention(False, True),
+        "alone has other outputs",
+    ),
     "the same behind a small LayerScale": (
-        lambda: Patches(Scaled(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=False))),
+        lambda: Patches(
+            Scaled(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=False))
+        ),
         "alone has other outputs",
     ),
     "an LSTM over the batch": (lambda: Recurrent(False), "place in the batch"),
@@ -169,34 +198,56 @@ FAULTS = {
         lambda: convolution(nn.BatchNorm2d(8, track_running_stats=False)),
         "alone has other outputs",
     ),
-    "centred over the batch": (lambda: Changed(after=lambda x: x - x.mean(0)), "alone has other outputs"),
+    "centred over the batch": (
+        lambda: Changed(after=lambda x: x - x.mean(0)),
+        "alone has other outputs",
+    ),
     "a number of the row": (
         lambda: Changed(after=lambda x: x + torch.arange(len(x))[:, None]),
         "place in the batch",
     ),
     "squeeze": (lambda: Changed(after=torch.squeeze), "shape"),
     "flattened": (lambda: Changed(after=lambda x: x.flatten()), "shape"),
-    "dropout that always acts": (lambda: Changed(after=lambda x: F.dropout(x, 0.5, True)), "same pixels"),
-    "noise on its pixels": (lambda: Changed(before=lambda x: x + torch.randn_like(x)), "same pixels"),
+    "dropout that always acts": (
+        lambda: Changed(after=lambda x: F.dropout(x, 0.5, True)),
+        "same pixels",
+    ),
+    "noise on its pixels": (
+        lambda: Changed(before=lambda x: x + torch.randn_like(x)),
+        "same pixels",
+    ),
     "a centre learned in evaluation": (Centred, "same images again.*centre"),
     "an expert with a capacity": (Expert, "in a batch of 5 has other outputs"),
-    "softmax over the batch": (lambda: Changed(after=lambda x: x.softmax(0).log()), "alone has other outputs"),
+    "softmax over the batch": (
+        lambda: Changed(after=lambda x: x.softmax(0).log()),
+        "alone has other outputs",
+    ),
     "layers in a list": (Listed, "does not list"),
-    "a lazy layer": (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES)), "lazy"),
+    "a lazy layer": (
+        lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES)),
+        "lazy",
+    ),
     "NaN in its weights": (with_nan, "NaN or infinity"),
     "sigmoid": (lambda: Changed(after=torch.sigmoid), "probabilities"),
     "softmax": (lambda: Changed(after=lambda x: x.softmax(1)), "probabilities"),
 }
 """Networks that no door may accept, and a word of the message, by name."""
 
-STUDENTS = {"softmax in training": (lambda: InTraining(lambda x: x.softmax(1)), "probabilities in training")}
+STUDENTS = {
+    "softmax in training": (
+        lambda: InTraining(lambda x: x.softmax(1)),
+        "probabilities in training",
+    )
+}
 """Faults that final weights do not show."""
 
 HONEST = {
     "linear": lambda: Changed(),
     "attention": lambda: attention(True),
     "attention behind a classifier of zeros": lambda: attention(True, True),
-    "a small LayerScale": lambda: Patches(Scaled(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True))),
+    "a small LayerScale": lambda: Patches(
+        Scaled(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True))
+    ),
     "an LSTM over rows": lambda: Recurrent(True),
     "batch norm": lambda: convolution(nn.BatchNorm2d(8)),
     "group norm": lambda: convolution(nn.GroupNorm(2, 8)),
@@ -204,7 +255,8 @@ HONEST = {
     "dropout": lambda: convolution(nn.Dropout(0.5)),
     "tied weights": Tied,
     "spectral norm": lambda: nn.Sequential(
-        nn.Flatten(), nn.utils.parametrizations.spectral_norm(nn.Linear(3 * SIDE**2, CLASSES))
+        nn.Flatten(),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(3 * SIDE**2, CLASSES)),
     ),
     "an unused layer": Unused,
     "in place": lambda: Changed(before=normalized_in_place),

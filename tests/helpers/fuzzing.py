@@ -17,7 +17,12 @@ GIVEN = os.environ.get("KD_FUZZ")
 def fuzz(few: int) -> tuple[int, settings]:
     """Return how many inputs a test tries, and its decorator."""
     count, all_of_them = int(GIVEN or few), list(HealthCheck)
-    more = {"deadline": None, "database": None, "derandomize": not GIVEN, "suppress_health_check": all_of_them}
+    more = {
+        "deadline": None,
+        "database": None,
+        "derandomize": not GIVEN,
+        "suppress_health_check": all_of_them,
+    }
     return count, settings(max_examples=count, **more)
 
 
@@ -33,20 +38,28 @@ def damaged(content: bytes) -> st.SearchStrategy[bytes]:
 
     flips = st.builds(flip, places, st.integers(0, 7))
     return st.one_of(
-        flips, places.map(lambda end: content[:end]), st.builds(put, places, st.integers(0, 40), st.binary(max_size=40))
+        flips,
+        places.map(lambda end: content[:end]),
+        st.builds(put, places, st.integers(0, 40), st.binary(max_size=40)),
     )
 
 
 def texts(*likely: str) -> st.SearchStrategy[str]:
-    """Draw text, some of it half of a surrogate pair: legal in JSON, and without UTF-8."""
-    return st.one_of(st.text(st.characters(), max_size=16), st.sampled_from(["", "\ud800", *likely]))
+    """Draw text, some of it half of a surrogate pair: legal in JSON, and
+    without UTF-8.
+    """
+    return st.one_of(
+        st.text(st.characters(), max_size=16), st.sampled_from(["", "\ud800", *likely])
+    )
 
 
 def junk(scalars: st.SearchStrategy, keys: st.SearchStrategy) -> st.SearchStrategy:
     """Draw anything that JSON has."""
     return st.recursive(
         scalars,
-        lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(keys, inner, max_size=4)),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=4), st.dictionaries(keys, inner, max_size=4)
+        ),
         max_leaves=8,
     )
 

@@ -1,4 +1,6 @@
-"""An export with all that it can claim, and what a dishonest supplier makes of it, sealed with kd's own code."""
+"""An export with all that it can claim, and what a dishonest supplier makes of it,
+sealed with kd's own code.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,27 @@ from kd.models.classifier import tensors_digest
 INT8 = "model.int8.onnx"
 MANY = np.random.default_rng(5).integers(0, 256, (120, 3, SIZE, SIZE), np.uint8)
 TEACHER = "vit_small_patch16_dinov3.lvd1689m"
-LICENCES = {"teacher": "dinov3-license", "data": "cc-by-4.0", "student's first weights": "none: random weights"}
+LICENCES = {
+    "teacher": "dinov3-license",
+    "data": "cc-by-4.0",
+    "student's first weights": "none: random weights",
+}
 
 
-def painted(folder: Path, pixels: np.ndarray, labels: np.ndarray) -> tuple[Subject, Path]:
-    """Return a subject whose validation images lie in files, in folders named like classes, and their folder."""
+def painted(
+    folder: Path, pixels: np.ndarray, labels: np.ndarray
+) -> tuple[Subject, Path]:
+    """Return a subject whose validation images lie in files, in folders named like
+    classes, and their folder.
+    """
     encoded = []
     for i, (image, label) in enumerate(zip(pixels, labels, strict=True)):
-        file = folder / "images" / (CLASSES[label] if labels.ndim == 1 and label >= 0 else "all") / f"{i:03d}.png"
+        file = (
+            folder
+            / "images"
+            / (CLASSES[label] if labels.ndim == 1 and label >= 0 else "all")
+            / f"{i:03d}.png"
+        )
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image.transpose(1, 2, 0)).save(file)
         encoded.append(zlib.crc32(file.read_bytes()))
@@ -52,7 +67,12 @@ def painted(folder: Path, pixels: np.ndarray, labels: np.ndarray) -> tuple[Subje
             if len(pixels[part]):
                 yield pixels[part], labels[part], encoded[part]
 
-    made = small_subject(folder / "runs", teacher=TEACHER, images=lambda: nullcontext(images), licences=LICENCES)
+    made = small_subject(
+        folder / "runs",
+        teacher=TEACHER,
+        images=lambda: nullcontext(images),
+        licences=LICENCES,
+    )
     fitted = replace(made.recipe.teacher, fit=Fit())  # its weights come with its name
     recipe = made.recipe.with_(teacher=fitted)
     return replace(made, recipe=recipe), folder / "images"
@@ -60,9 +80,14 @@ def painted(folder: Path, pixels: np.ndarray, labels: np.ndarray) -> tuple[Subje
 
 def tasked(subject: Subject, task: Any, student: Any = None) -> Subject:
     """Return the subject with another task, and with another student of it."""
-    recipe = subject.recipe.with_(task=TaskSection(kind=task.__name__.rpartition(".")[2]))
+    recipe = subject.recipe.with_(
+        task=TaskSection(kind=task.__name__.rpartition(".")[2])
+    )
     student = student or subject.student
-    provenance = {**subject.provenance, "digest": tensors_digest(student.network.state_dict())}
+    provenance = {
+        **subject.provenance,
+        "digest": tensors_digest(student.network.state_dict()),
+    }
     return replace(subject, recipe=recipe, student=student, provenance=provenance)
 
 
@@ -72,7 +97,9 @@ def answers(subject: Subject, pixels: np.ndarray) -> np.ndarray:
 
 
 def honest_export(folder: Path) -> Path:
-    """Write an export with all that it can claim, and its images: two of three labels are what it answers."""
+    """Write an export with all that it can claim, and its images: two of three labels
+    are what it answers.
+    """
     labels = answers(small_subject(folder / "first"), MANY)
     labels[::3] = (labels[::3] + 1) % 3
     subject, _ = painted(folder, MANY, labels)
@@ -82,7 +109,13 @@ def honest_export(folder: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parity, "TIMED_SECONDS", 0.01)
         measure_briefly(patch)
-        options = ExportOptions(int8=True, compare=True, accept="drop<=20 mb<=5", defer_share=0.2, license="mit")
+        options = ExportOptions(
+            int8=True,
+            compare=True,
+            accept="drop<=20 mb<=5",
+            defer_share=0.2,
+            license="mit",
+        )
         write(subject, folder / "export", options)
     return folder
 
@@ -96,16 +129,26 @@ def wrong(known: Verdict) -> list[str]:
 
 
 class Liar:
-    """An export in the hands of somebody who changes it, redraws the card, and makes hashes and checksum fit again."""
+    """An export in the hands of somebody who changes it, redraws the card, and makes
+    hashes and checksum fit again.
+    """
 
     def __init__(self, folder: Path) -> None:
         content = json.loads((folder / MANIFEST).read_text())
         self.folder = folder
-        self.manifest = {key: value for key, value in content.items() if key not in ("files", "checksum")}
+        self.manifest = {
+            key: value
+            for key, value in content.items()
+            if key not in ("files", "checksum")
+        }
 
     def set(self, path: str, value: Any, file: str = MANIFEST) -> None:
         """Change a value of a JSON file; `/` between the keys."""
-        content = self.manifest if file == MANIFEST else json.loads((self.folder / file).read_text())
+        content = (
+            self.manifest
+            if file == MANIFEST
+            else json.loads((self.folder / file).read_text())
+        )
         *above, last = path.split("/")
         inner = content
         for key in above:
@@ -137,7 +180,9 @@ class Liar:
             one["images"] = len(rows)
 
     def redraw(self) -> None:
-        (self.folder / "README.md").write_text(card(json.loads(json.dumps(self.manifest, sort_keys=True))))
+        (self.folder / "README.md").write_text(
+            card(json.loads(json.dumps(self.manifest, sort_keys=True)))
+        )
 
     def reseal(self) -> None:
         seal(self.folder, self.manifest)
@@ -149,10 +194,17 @@ def graph_of(liar: Liar, name: str, source: Path | None = None) -> None:
         shutil.copy(source, liar.folder / name)
     liar.manifest["chain"]["graphs"][name] = sha256(liar.folder / name)
     if name == liar.manifest.get("accepted", {}).get("file"):
-        liar.manifest["accepted"]["found"]["mb"] = round((liar.folder / name).stat().st_size / 1e6, 4)
+        liar.manifest["accepted"]["found"]["mb"] = round(
+            (liar.folder / name).stat().st_size / 1e6, 4
+        )
 
 
-def told(honest: tuple[Path, Path], tmp_path: Path, lies: list[Callable[[Liar], Any]], speeds: bool = False) -> Liar:
+def told(
+    honest: tuple[Path, Path],
+    tmp_path: Path,
+    lies: list[Callable[[Liar], Any]],
+    speeds: bool = False,
+) -> Liar:
     liar = Liar(shutil.copytree(honest[0], tmp_path / "export"))
     if not speeds:  # servers need not be timed for it
         liar.manifest["variants"] = {}

@@ -38,11 +38,28 @@ def tiny(depth: int = 1, width: int = 24) -> dict[str, Any]:
 
 
 def base(photos: Path, folder: Path) -> dict[str, Any]:
-    """A whole configuration in which nothing is left to a measurement: same seed, same bits."""
+    """A whole configuration in which nothing is left to a measurement: same seed, same
+    bits.
+    """
     return {
-        "run": {"name": "tiny", "folder": str(folder / "runs"), "epochs": 2, "every": {"log": 2}},
-        "data": {"kind": "imagefolder", "root": str(photos), "image_size": 16, "batch_size": 8, "workers": 0},
-        "teacher": {**tiny(2, 48), "precision": "fp32", "fit": {"lr": 3e-3, "folder": str(folder / "teachers")}},
+        "run": {
+            "name": "tiny",
+            "folder": str(folder / "runs"),
+            "epochs": 2,
+            "every": {"log": 2},
+        },
+        "data": {
+            "kind": "imagefolder",
+            "root": str(photos),
+            "image_size": 16,
+            "batch_size": 8,
+            "workers": 0,
+        },
+        "teacher": {
+            **tiny(2, 48),
+            "precision": "fp32",
+            "fit": {"lr": 3e-3, "folder": str(folder / "teachers")},
+        },
         "student": tiny(),
         "losses": [{"kind": "kl"}],
         "optimizer": {"lr": 2e-3},
@@ -57,12 +74,17 @@ def fitted(folder: Path, epochs: int = 4) -> dict[str, Any]:
 
 
 def compared(photos: Path, teacher: Path, **sections: Any) -> dict[str, Any]:
-    """A configuration whose losses are compared between worlds and devices; each image is in a batch of twelve."""
+    """A configuration whose losses are compared between worlds and devices; each image
+    is in a batch of twelve.
+    """
     made = {**base(photos, photos), "teacher": {**given(teacher), "min_accuracy": 0}}
     made["run"] = {"name": "run"}
     made["losses"] = [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.5}]
     backend = sections.pop("backend")
-    return {**merged(merged(made, {"data": {"batch_size": 12}}), sections), "backend": {"precision": "fp32", **backend}}
+    return {
+        **merged(merged(made, {"data": {"batch_size": 12}}), sections),
+        "backend": {"precision": "fp32", **backend},
+    }
 
 
 class Trained(NamedTuple):
@@ -84,18 +106,33 @@ class Trained(NamedTuple):
         return json.loads((self.folder / "manifest.json").read_text())
 
     def checkpoint(self, step: int | None = None) -> dict[str, torch.Tensor]:
-        """Return the tensors of a checkpoint, the newest if none is named: weights, average, optimizer."""
+        """Return the tensors of a checkpoint, the newest if none is named: weights,
+        average, optimizer.
+        """
         folders = self.folder / "checkpoints"
-        folder = max(folders.glob("step_*")) if step is None else folders / f"step_{step:08d}"
+        folder = (
+            max(folders.glob("step_*"))
+            if step is None
+            else folders / f"step_{step:08d}"
+        )
         return load_file(folder / "tensors.safetensors")
 
     def ids(self, world_size: int, micros: int) -> list[list[int]]:
-        """Return what each step was trained on, put together from what the sifter of all ranks recorded."""
+        """Return what each step was trained on, put together from what the sifter of
+        all ranks recorded.
+        """
         record = self.folder.with_suffix(".record")
-        texts = [(record / f"rank_{rank}.jsonl").read_text() for rank in range(world_size)]
+        texts = [
+            (record / f"rank_{rank}.jsonl").read_text() for rank in range(world_size)
+        ]
         seen = [[json.loads(line) for line in text.splitlines()] for text in texts]
         return [
-            [id for i in range(micros) for rank in range(world_size) for id in seen[rank][step * micros + i]]
+            [
+                id
+                for i in range(micros)
+                for rank in range(world_size)
+                for id in seen[rank][step * micros + i]
+            ]
             for step in range(len(seen[0]) // micros)
         ]
 
@@ -110,8 +147,14 @@ def given(teacher: Path) -> dict[str, Any]:
     return {"model": str(teacher), "attention": "unfused", "precision": "fp32"}
 
 
-def wait_until(condition: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 60) -> None:
-    """Return when a condition is true; fail if it never is, or if the process ends before."""
+def wait_until(
+    condition: Callable[[], object],
+    process: subprocess.Popen | None = None,
+    seconds: float = 60,
+) -> None:
+    """Return when a condition is true; fail if it never is, or if the process ends
+    before.
+    """
     end = time.monotonic() + seconds
     while not condition():
         assert process is None or process.poll() is None, process.communicate()
@@ -122,13 +165,23 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen | None
 def without_clocks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of metrics without what a clock told."""
     clocks = ("seconds", "cpu_seconds", "images_per_second", "step_ms", "data_wait")
-    return [{k: v for k, v in row.items() if k not in clocks and not k.startswith("ms_")} for row in rows]
+    return [
+        {k: v for k, v in row.items() if k not in clocks and not k.startswith("ms_")}
+        for row in rows
+    ]
 
 
 class Ranks:
-    """A backend as one rank of several sees it; `mean` turns this rank's tensor into the mean of all."""
+    """A backend as one rank of several sees it; `mean` turns this rank's tensor into
+    the mean of all.
+    """
 
-    def __init__(self, backend: Any, world_size: int, mean: Callable[[Any], Any] = lambda tensor: tensor) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        world_size: int,
+        mean: Callable[[Any], Any] = lambda tensor: tensor,
+    ) -> None:
         self.backend, self.world_size, self.reduce_mean = backend, world_size, mean
         self.local_world_size = world_size
 
@@ -143,45 +196,67 @@ def timeless(state: State) -> State:
 
 def listing(folder: Path) -> list[str]:
     """Every file below a folder."""
-    return sorted(os.path.relpath(path, folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        os.path.relpath(path, folder) for path in folder.rglob("*") if path.is_file()
+    )
 
 
 class Asks(torch.nn.Module):
-    """A network that looks at its input's values: no tracer and no exporter can follow."""
+    """A network that looks at its input's values: no tracer and no exporter can
+    follow.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(3))
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return image.mean((2, 3)) * self.weight if image.sum().item() > 0 else image.amax((2, 3))
+        return (
+            image.mean((2, 3)) * self.weight
+            if image.sum().item() > 0
+            else image.amax((2, 3))
+        )
 
 
 def paint(folder: Path, per_class: Sequence[int], seed: int, size: int = 20) -> None:
-    """Write noisy JPEG files, one class red, one green, one blue: a tiny ViT learns them within seconds."""
+    """Write noisy JPEG files, one class red, one green, one blue: a tiny ViT learns
+    them within seconds.
+    """
     generator = np.random.default_rng(seed)
     for channel, (name, count) in enumerate(zip(CLASSES, per_class, strict=True)):
         (folder / name).mkdir(parents=True)
         for number in range(count):
             pixels = generator.integers(0, 120, (size + number % 3, size, 3), np.uint8)
             pixels[..., channel] += 100
-            Image.fromarray(pixels).save(folder / name / f"{number:02d}.jpg", quality=90)
+            Image.fromarray(pixels).save(
+                folder / name / f"{number:02d}.jpg", quality=90
+            )
 
 
 def centre(path: Path, size: int = 16) -> np.ndarray:
-    """Return the middle of a picture as an evaluation sees it, by Pillow alone: uint8 [3, size, size]."""
+    """Return the middle of a picture as an evaluation sees it, by Pillow alone: uint8
+    [3, size, size].
+    """
     image = Image.open(path).convert("RGB")
     side = min(image.size)
     left, top = (image.width - side) / 2, (image.height - side) / 2
-    square = image.resize((size, size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+    square = image.resize(
+        (size, size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side)
+    )
     return np.asarray(square).transpose(2, 0, 1).copy()
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return `old` with `new` laid over it, section by section; `args` belong to one model and are replaced."""
+    """Return `old` with `new` laid over it, section by section; `args` belong to one
+    model and are replaced.
+    """
     result = copy.deepcopy(old)
     for key, value in new.items():
-        both = isinstance(value, dict) and isinstance(result.get(key), dict) and key != "args"
+        both = (
+            isinstance(value, dict)
+            and isinstance(result.get(key), dict)
+            and key != "args"
+        )
         result[key] = merged(result[key], value) if both else value
     return result
 
@@ -191,7 +266,10 @@ def write_tar(path: Path, members: Mapping[str, bytes | str], **options: Any) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", **options) as tar:
         for name, data in members.items():
-            info, content = tarfile.TarInfo(name), data.encode() if isinstance(data, str) else data
+            info, content = (
+                tarfile.TarInfo(name),
+                (data.encode() if isinstance(data, str) else data),
+            )
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     return path

@@ -1,4 +1,6 @@
-"""Small students by hand, random weights: what an export makes of them needs no training."""
+"""Small students by hand, random weights: what an export makes of them needs no
+training.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ VIT = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 3, SIZE, SIZE), np.uint8)
 
 
-def small_subject(folder: Path, run: str = "small", teacher: str = NAME, **more: Any) -> Subject:
-    """Return what an export is made of; `run`, `teacher`: of the configuration, else fields of the subject."""
+def small_subject(
+    folder: Path, run: str = "small", teacher: str = NAME, **more: Any
+) -> Subject:
+    """Return what an export is made of; `run`, `teacher`: of the configuration, else
+    fields of the subject.
+    """
     torch.manual_seed(0)
     student = load(Spec("student", NAME, VIT, CLASSES), SIZE).eval()
     with torch.no_grad():
@@ -48,7 +54,12 @@ def small_subject(folder: Path, run: str = "small", teacher: str = NAME, **more:
         "student": student,
         "classes": CLASSES,
         "data": "0123456789abcdef",
-        "provenance": {"run": run, "step": 3, "metrics": {}, "digest": digest(student.network)},
+        "provenance": {
+            "run": run,
+            "step": 3,
+            "metrics": {},
+            "digest": digest(student.network),
+        },
         "origin": "trained from random initial weights",
         "images": lambda: nullcontext(images),
     }
@@ -59,4 +70,6 @@ def measure_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure briefly, on one core, and as where OpenVINO is not installed."""
     monkeypatch.setattr(variants, "SECONDS", 0.01)
     monkeypatch.setattr(graphs, "cores", lambda: 1)
-    monkeypatch.setattr(openvino, "installed", lambda name: name != "openvino" and installed(name))
+    monkeypatch.setattr(
+        openvino, "installed", lambda name: name != "openvino" and installed(name)
+    )

@@ -1,4 +1,6 @@
-"""Where the host waits for the device, counted on a CPU: reads of tensors by the functions that `train` calls."""
+"""Where the host waits for the device, counted on a CPU: reads of tensors by the
+functions that `train` calls.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kd
 
-OURS = f"{Path(kd.__file__).parent}{os.sep}"  # a clone may be called kd too, with its packages below
-WAITS = {"aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default", "aten.nonzero.default"}
+OURS = (  # a clone may be called kd too, with its packages below
+    f"{Path(kd.__file__).parent}{os.sep}"
+)
+WAITS = {
+    "aten._local_scalar_dense.default",
+    "aten.is_nonzero.default",
+    "aten.equal.default",
+    "aten.nonzero.default",
+}
 """Operators whose result the host reads, so that it waits for the device."""
-COPIES = {"cpu", "tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__array__"}
-"""Methods of a tensor that copy it to the host; on a CPU some of them call no operator."""
+COPIES = {
+    "cpu",
+    "tolist",
+    "numpy",
+    "item",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__array__",
+}
+"""Methods of a tensor that copy it to the host; on a CPU some of them call no
+operator.
+"""
 
 
 class Reads:
@@ -29,7 +49,9 @@ class Reads:
         frame, places = sys._getframe(2), list[str]()
         while frame is not None:
             if frame.f_code.co_filename.startswith(OURS):
-                places.append(f"{Path(frame.f_code.co_filename).stem}:{frame.f_code.co_name}")
+                places.append(
+                    f"{Path(frame.f_code.co_filename).stem}:{frame.f_code.co_name}"
+                )
             frame = frame.f_back
         if "loop:_train" in places:  # not while a run is set up
             self.found.append(places[0])
@@ -66,9 +88,22 @@ AT_POINTS = {
     "snapshot:snapshot",  # a checkpoint
     "_ddp:barrier",
 }
-ONCE_AN_EPOCH = {"_table:_gather", "_table:_sifted", "history:_split", "build:<lambda>"}  # the plan
-HOST = {"loader:requests", "loader:_arriving", "cache:_found", "cache:<listcomp>", "views:cut"}
-"""These read tensors that the host has: ids of a plan, images, batches that were not sent yet."""
+ONCE_AN_EPOCH = {
+    "_table:_gather",
+    "_table:_sifted",
+    "history:_split",
+    "build:<lambda>",
+}  # the plan
+HOST = {
+    "loader:requests",
+    "loader:_arriving",
+    "cache:_found",
+    "cache:<listcomp>",
+    "views:cut",
+}
+"""These read tensors that the host has: ids of a plan, images, batches that were not
+sent yet.
+"""
 
 
 def train_two_ranks(argv: list[str]) -> int:

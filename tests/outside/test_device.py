@@ -25,11 +25,18 @@ def lab(monkeypatch):
 
 @pytest.fixture
 def settings(photos, teacher, tmp_path):
-    """Return a configuration on the laboratory's device, whose teacher is fitted already."""
+    """Return a configuration on the laboratory's device, whose teacher is fitted
+    already.
+    """
 
     def make(cpu=False, **changes):
         made = merged(base(photos, tmp_path), {"run": {"epochs": 1}})
-        made["teacher"] = {"model": str(teacher), "precision": "fp32", "attention": "unfused", "min_accuracy": 0.0}
+        made["teacher"] = {
+            "model": str(teacher),
+            "precision": "fp32",
+            "attention": "unfused",
+            "min_accuracy": 0.0,
+        }
         if not cpu:
             made["backend"] = {"kind": "lab.device", "precision": "fp32", "chip": 1}
         return merged(made, changes)
@@ -38,18 +45,26 @@ def settings(photos, teacher, tmp_path):
 
 
 def losses(run) -> list[float]:
-    rows = [json.loads(line) for line in (Path(run.folder) / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (Path(run.folder) / "metrics.jsonl").read_text().splitlines()
+    ]
     return [row["loss"] for row in rows if row["kind"] == "train"]
 
 
 def test_it_trains_to_the_losses_of_the_cpu(settings):
-    """Its tensors lie on the CPU, and what differs (inference mode, fused optimizers) changes no loss by much."""
+    """Its tensors lie on the CPU, and what differs (inference mode, fused optimizers)
+    changes no loss by much.
+    """
     run = kd.train(settings())
     own = kd.train(settings(cpu=True, run={"name": "cpu"}))
     assert len(losses(run)) > 1
     assert losses(run) == pytest.approx(losses(own), rel=1e-4)
     manifest = json.loads((Path(run.folder) / "manifest.json").read_text())
-    assert (manifest["backend"], manifest["threads"]) == ("lab", 0)  # torch's threads are those of the CPU
+    assert (manifest["backend"], manifest["threads"]) == (
+        "lab",
+        0,
+    )  # torch's threads are those of the CPU
 
 
 def test_missing_features_are_read_from_facts(settings):
@@ -57,23 +72,38 @@ def test_missing_features_are_read_from_facts(settings):
     backend, data = build_backend(recipe.backend), open_sources(recipe.data)
     teachers = load_fitted(recipe, data)
     mode = teacher_mode(recipe.teacher, teachers.model, backend)
-    live = TeacherFactory(recipe.teacher, teachers.model, backend, recipe.data.image_size)(mode)
+    live = TeacherFactory(
+        recipe.teacher, teachers.model, backend, recipe.data.image_size
+    )(mode)
     with live.frozen():
         assert not torch.is_inference_mode_enabled()
         assert not torch.is_grad_enabled()
-    optimizer = build_optimizer(recipe, build_distillation(recipe, teachers, 2), backend)
+    optimizer = build_optimizer(
+        recipe, build_distillation(recipe, teachers, 2), backend
+    )
     assert optimizer.defaults["fused"] is False
     cpu = build_backend(resolve(config.load(settings(cpu=True))).backend)
-    assert workers_of(recipe.data, backend) == max(1, cores() - 1)  # it is an accelerator
+    assert workers_of(recipe.data, backend) == max(
+        1, cores() - 1
+    )  # it is an accelerator
     assert workers_of(recipe.data, cpu) == (1 if cores() > 2 else 0)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer": {"kind": "muon"}}, r"^optimizer\.kind: is muon, which is untested on lab\.device"),
-        ({"optimizer": {"zero": True, "on_nonfinite": "skip"}}, r"^optimizer\.on_nonfinite: .*the laboratory's ZeRO"),
-        ({"teacher": {"runtime": "onnxruntime"}}, r"^teacher\.runtime: .* the backend is 'lab\.device'"),
+        (
+            {"optimizer": {"kind": "muon"}},
+            r"^optimizer\.kind: is muon, which is untested on lab\.device",
+        ),
+        (
+            {"optimizer": {"zero": True, "on_nonfinite": "skip"}},
+            r"^optimizer\.on_nonfinite: .*the laboratory's ZeRO",
+        ),
+        (
+            {"teacher": {"runtime": "onnxruntime"}},
+            r"^teacher\.runtime: .* the backend is 'lab\.device'",
+        ),
         ({"backend": {"chop": 1}}, r"^backend\.chop: .*chip"),
     ],
 )
@@ -83,9 +113,17 @@ def test_unsupported_options_are_one_line_errors(settings, changes, message):
 
 
 def test_an_instance_that_it_does_not_run_on_is_refused():
-    job = {"name": "a", "keys": {"backend.kind": "lab.device"}, "image": "i", "role": "r"}
+    job = {
+        "name": "a",
+        "keys": {"backend.kind": "lab.device"},
+        "image": "i",
+        "role": "r",
+    }
     errors = []
-    assert _backend(Job(**job, instance="ml.lab.xlarge", output="s3://b"), errors) == "lab.device"
+    assert (
+        _backend(Job(**job, instance="ml.lab.xlarge", output="s3://b"), errors)
+        == "lab.device"
+    )
     assert errors == []
     _backend(Job(**job, instance="ml.g5.xlarge", output="s3://b"), errors)
     assert "'lab.device' runs on ml.lab*" in str(errors[0])

@@ -1,4 +1,6 @@
-"""An export format is one file beside kd's: by its name it is written, compared, served and verified."""
+"""An export format is one file beside kd's: by its name it is written, compared, served
+and verified.
+"""
 
 import json
 import os
@@ -25,14 +27,22 @@ from kd.parts import registry
 def packed(monkeypatch):
     own = Path(__file__).parent / "exporters"
     paths = (Path(__file__).parent / "site", Path(kd.__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))  # of kd verify's child
-    monkeypatch.setattr(kd.parts.exporters, "__path__", [*kd.parts.exporters.__path__, str(own)])
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(map(str, paths))
+    )  # of kd verify's child
+    monkeypatch.setattr(
+        kd.parts.exporters, "__path__", [*kd.parts.exporters.__path__, str(own)]
+    )
 
 
 def check(folder: Path, name: str, file: str) -> None:
-    """Write a format beside model.onnx; what is served gives PyTorch's logits on 16 pictures and names the class."""
+    """Write a format beside model.onnx; what is served gives PyTorch's logits on 16
+    pictures and names the class.
+    """
     made = small_subject(folder)
-    told = write(made, folder / "export", ExportOptions(formats=name, calibrate=False)).manifest
+    told = write(
+        made, folder / "export", ExportOptions(formats=name, calibrate=False)
+    ).manifest
     assert [*told["parity"]] == ["model.onnx", file]
     with torch.no_grad():
         expected = made.student.answer(torch.from_numpy(PIXELS[:16])).numpy()
@@ -41,7 +51,10 @@ def check(folder: Path, name: str, file: str) -> None:
     model.check_itself()
     np.testing.assert_allclose(model.engine(PIXELS[:16]), expected, atol=1e-3)
     assert told["self_check"][file]["allowed"] > 0
-    assert kd.load(folder / "export", file)(PIXELS[0].transpose(1, 2, 0)).label == CLASSES[expected[0].argmax()]
+    assert (
+        kd.load(folder / "export", file)(PIXELS[0].transpose(1, 2, 0)).label
+        == CLASSES[expected[0].argmax()]
+    )
 
 
 def test_a_format_is_one_file(packed, tmp_path):
@@ -54,7 +67,9 @@ def test_a_format_is_one_file(packed, tmp_path):
 def test_a_format_that_kd_does_not_know_is_no_graph(packed, tmp_path, monkeypatch):
     check(tmp_path, "packed", "model.packed")
     monkeypatch.undo()
-    with pytest.raises(KdError, match=r"^--file: .* has no 'model\.packed'\. There is model\.onnx"):
+    with pytest.raises(
+        KdError, match=r"^--file: .* has no 'model\.packed'\. There is model\.onnx"
+    ):
         describe(tmp_path / "export", "model.packed")
 
 
@@ -65,8 +80,18 @@ def test_executorch_outputs_equal_pytorchs(tmp_path):
 
 @pytest.mark.skipif(installed("executorch"), reason="executorch is installed")
 def test_a_missing_executorch_names_its_package(tmp_path):
-    with pytest.raises(KdError, match=r"^--formats executorch: executorch is not installed.*pip install executorch"):
-        write(small_subject(tmp_path), tmp_path / "export", ExportOptions(formats="executorch"))
+    with pytest.raises(
+        KdError,
+        match=(
+            r"^--formats executorch: executorch is not installed.*pip install"
+            r" executorch"
+        ),
+    ):
+        write(
+            small_subject(tmp_path),
+            tmp_path / "export",
+            ExportOptions(formats="executorch"),
+        )
     assert not (tmp_path / "export").exists()
 
 
@@ -79,7 +104,10 @@ def test_accept_skips_formats_that_no_endpoint_loads(tmp_path, monkeypatch):
 
 
 def test_an_unknown_format_is_one_line(tmp_path):
-    with pytest.raises(KdError, match=r"^--formats: no part named 'executorsh' in exporters.*executorch"):
+    with pytest.raises(
+        KdError,
+        match=r"^--formats: no part named 'executorsh' in exporters.*executorch",
+    ):
         ExportOptions(formats="executorsh").require(small_subject(tmp_path).recipe.task)
 
 

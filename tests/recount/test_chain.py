@@ -1,4 +1,6 @@
-"""The chain of an export and its card: records counted in the cache's files, scores by the images that they are of."""
+"""The chain of an export and its card: records counted in the cache's files, scores by
+the images that they are of.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,21 @@ from kd.jobs.train import train
 
 @pytest.fixture(scope="module")
 def made(photos, teacher, tmp_path_factory) -> tuple[Path, Path]:
-    """A run with stored answers and a test split, of whose 36 images an epoch visits 32; and its export."""
+    """A run with stored answers and a test split, of whose 36 images an epoch visits
+    32; and its export.
+    """
     folder = tmp_path_factory.mktemp("chain")
     settings = base(photos, folder) | {
-        "teacher": {**given(teacher), "cache": {"views": 2, "path": str(folder / "answers")}}
+        "teacher": {
+            **given(teacher),
+            "cache": {"views": 2, "path": str(folder / "answers")},
+        }
     }
-    run = train(config.load(settings, ["run.epochs=2", "data.test_fraction=0.4", "data.augment.mixup=0"])).folder
+    run = train(
+        config.load(
+            settings, ["run.epochs=2", "data.test_fraction=0.4", "data.augment.mixup=0"]
+        )
+    ).folder
     return folder, export(run, folder / "export", ExportOptions(onnx=False)).folder
 
 
@@ -36,17 +47,31 @@ def whole_records(file: Path, label: str, size: int) -> int:
             continue
         checksum, length = struct.unpack_from("<II", record)
         body = record[8 : 8 + length]
-        count += 0 < length == len(body) and zlib.crc32(body, zlib.crc32(f"{label}:{id}:{length}".encode())) == checksum
+        count += (
+            0 < length == len(body)
+            and zlib.crc32(body, zlib.crc32(f"{label}:{id}:{length}".encode()))
+            == checksum
+        )
     return count
 
 
 def test_the_chain_counts_records_and_not_their_places(made):
-    """Issue 62: 3,426 places of a cache were called answers; 3,360 records lay there."""
+    """Issue 62: 3,426 places of a cache were called answers; 3,360 records
+    lay there.
+    """
     folder, exported = made
     size = 8 + 3 * 2 + 4  # head, three logits in float16, the checksum of the image
-    found = sum(whole_records(folder / f"answers/view_{view:04d}.logits", str(view), size) for view in range(2))
+    found = sum(
+        whole_records(folder / f"answers/view_{view:04d}.logits", str(view), size)
+        for view in range(2)
+    )
     assert found == 64 < 2 * 36
-    assert json.loads((exported / "manifest.json").read_text())["chain"]["answers"]["count"] == found
+    assert (
+        json.loads((exported / "manifest.json").read_text())["chain"]["answers"][
+            "count"
+        ]
+        == found
+    )
     assert f"outputs  {found} in the cache" in (exported / "README.md").read_text()
 
 
@@ -56,6 +81,10 @@ def test_the_card_names_the_images_of_scores_against_the_teacher(made):
     run = folder / "runs/tiny"
     scored = json.loads((run / "scored.json").read_text())
     card = (exported / "README.md").read_text()
-    told = re.findall(r"Student against its teacher on (\w+) images: agreement ([\d.]+) %", card)
+    told = re.findall(
+        r"Student against its teacher on (\w+) images: agreement ([\d.]+) %", card
+    )
     assert scored["split"] == "test"
-    assert told == 2 * [("test", f"{100 * scored['row']['agreement']:.1f}")]  # a number stands in the manifest once
+    assert told == 2 * [
+        ("test", f"{100 * scored['row']['agreement']:.1f}")
+    ]  # a number stands in the manifest once

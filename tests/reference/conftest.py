@@ -32,7 +32,9 @@ def draw(shape: tuple[int, int]) -> tuple[Outputs, Outputs, Batch]:
     return student, teacher, batch
 
 
-def batch_of(label: Tensor, partner: Tensor | None = None, lam: Tensor | None = None) -> Batch:
+def batch_of(
+    label: Tensor, partner: Tensor | None = None, lam: Tensor | None = None
+) -> Batch:
     """Return a batch with empty images."""
     B = len(label)
     return Batch(
@@ -50,8 +52,12 @@ def leaves(outputs: Outputs, dtype: torch.dtype) -> Outputs:
 
 
 def gradient(value: Tensor, student: Outputs) -> Tensor:
-    """Return the gradients of logits and all features of each image, one behind the other."""
-    found = torch.autograd.grad(value, [student.logits, *student.features.values()], materialize_grads=True)
+    """Return the gradients of logits and all features of each image, one behind the
+    other.
+    """
+    found = torch.autograd.grad(
+        value, [student.logits, *student.features.values()], materialize_grads=True
+    )
     return torch.cat([one.flatten(1) for one in found], dim=1).double()
 
 
@@ -70,12 +76,15 @@ def agree(shape) -> Callable[[nn.Module, Formula], None]:
         narrow, wide = leaves(student, torch.float32), leaves(student, torch.float64)
         found_B = loss(narrow, teacher, batch)
         expected_B = formula(wide, leaves(teacher, torch.float64), batch)
-        # float32 has 24 bits (6e-8); a sum over 1,000 classes and a cancellation lose accuracy to 1e-5.
+        # float32 has 24 bits (6e-8); a sum over 1,000 classes and a cancellation lose
+        # accuracy to 1e-5.
         torch.testing.assert_close(found_B.double(), expected_B, rtol=1e-5, atol=1e-5)
         expected = gradient(expected_B.mean(), wide)
         # The constant is for two classes, where some losses have no gradient.
         tolerance = 1e-5 * expected.abs().max().item() + 1e-7
-        torch.testing.assert_close(gradient(found_B.mean(), narrow), expected, rtol=0, atol=tolerance)
+        torch.testing.assert_close(
+            gradient(found_B.mean(), narrow), expected, rtol=0, atol=tolerance
+        )
 
     return check
 

@@ -17,7 +17,15 @@ def test_equals_the_formula(agree):
         own, other = student.features["pooled"], teacher.features["pooled"]
         rows = range(len(own))
         return torch.stack(
-            [torch.stack([(similarity(own, i, j) - similarity(other, i, j)) ** 2 for j in rows]).mean() for i in rows]
+            [
+                torch.stack(
+                    [
+                        (similarity(own, i, j) - similarity(other, i, j)) ** 2
+                        for j in rows
+                    ]
+                ).mean()
+                for i in rows
+            ]
         )
 
     agree(cckd.build(cckd.Options(), DIMS), formula)
@@ -26,7 +34,13 @@ def test_equals_the_formula(agree):
 def test_a_turned_and_scaled_copy_of_the_teacher_has_no_loss(outputs):
     _, teacher, batch = outputs
     loss = cckd.build(cckd.Options(), DIMS)
-    turned, _ = torch.linalg.qr(torch.randn(10, 10, generator=torch.Generator().manual_seed(0)))
+    turned, _ = torch.linalg.qr(
+        torch.randn(10, 10, generator=torch.Generator().manual_seed(0))
+    )
     copy = Outputs(teacher.logits, {"pooled": 3 * teacher.features["pooled"] @ turned})
-    torch.testing.assert_close(loss(copy, teacher, batch), torch.zeros(len(batch.label)), rtol=0, atol=1e-10)
-    torch.testing.assert_close(loss.agreement(copy, teacher), torch.ones(len(batch.label)))
+    torch.testing.assert_close(
+        loss(copy, teacher, batch), torch.zeros(len(batch.label)), rtol=0, atol=1e-10
+    )
+    torch.testing.assert_close(
+        loss.agreement(copy, teacher), torch.ones(len(batch.label))
+    )

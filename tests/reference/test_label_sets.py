@@ -12,7 +12,15 @@ from kd.core.types import Batch, Dims, Outputs, Plan
 from kd.parts.backends.cpu import CPU
 from kd.parts.losses import bce, binary_kl
 from kd.parts.tasks import label_sets
-from kd.parts.tasks.label_sets import FEWEST, average_precision, divergence, exchanged_f1, jaccard, score, thresholds
+from kd.parts.tasks.label_sets import (
+    FEWEST,
+    average_precision,
+    divergence,
+    exchanged_f1,
+    jaccard,
+    score,
+    thresholds,
+)
 
 B, C = 7, 5
 GENERATOR = np.random.default_rng(0)
@@ -28,7 +36,9 @@ def sigmoid(logits) -> np.ndarray:
 def batch() -> Batch:
     label, partner = torch.from_numpy(LABEL), torch.from_numpy(PARTNER)
     whole = Batch.of(torch.zeros(B, 3, 1, 1, dtype=torch.uint8), label)
-    return Batch(whole.ids, whole.image, label, partner, torch.from_numpy(LAM), whole.weight)
+    return Batch(
+        whole.ids, whole.image, label, partner, torch.from_numpy(LAM), whole.weight
+    )
 
 
 def outputs(logits: np.ndarray) -> Outputs:
@@ -41,7 +51,9 @@ def test_bce_is_the_formula(smoothing):
     target = (1 - smoothing) * (lam * LABEL + (1 - lam) * PARTNER) + smoothing / 2
     p, student = sigmoid(STUDENT), outputs(STUDENT)
     expected = -(target * np.log(p) + (1 - target) * np.log(1 - p)).sum(1)
-    loss_B = bce.build(bce.Options(label_smoothing=smoothing), Dims(C, 0, 0))(student, outputs(TEACHER), batch())
+    loss_B = bce.build(bce.Options(label_smoothing=smoothing), Dims(C, 0, 0))(
+        student, outputs(TEACHER), batch()
+    )
     np.testing.assert_allclose(loss_B.detach().numpy(), expected, rtol=1e-5)
     loss_B.sum().backward()
     np.testing.assert_allclose(student.logits.grad.numpy(), p - target, atol=1e-5)
@@ -50,14 +62,18 @@ def test_bce_is_the_formula(smoothing):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
 def test_binary_kl_is_the_formula(temperature):
     p, q = sigmoid(TEACHER / temperature), sigmoid(STUDENT / temperature)
-    expected = temperature**2 * (p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))).sum(1)
+    expected = temperature**2 * (
+        p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+    ).sum(1)
     student = outputs(STUDENT)
     loss_B = binary_kl.build(binary_kl.Options(temperature=temperature), Dims(C, 0, 0))(
         student, outputs(TEACHER), batch()
     )
     np.testing.assert_allclose(loss_B.detach().numpy(), expected, rtol=1e-4, atol=1e-5)
     loss_B.sum().backward()
-    np.testing.assert_allclose(student.logits.grad.numpy(), temperature * (q - p), atol=1e-5)
+    np.testing.assert_allclose(
+        student.logits.grad.numpy(), temperature * (q - p), atol=1e-5
+    )
 
 
 def plain_precision(scores: np.ndarray, truth: np.ndarray) -> float:
@@ -82,22 +98,31 @@ def test_precision_and_f1_are_the_formulas(ties):
     logits = rng.normal(0, 2, (60, 6))
     logits = np.round(logits) if ties else logits
     truth = rng.random((60, 6)) < 0.3
-    truth[:, 2], truth[:, 5] = False, True  # a class that no image shows, and one that all do
+    truth[:, 2], truth[:, 5] = (
+        False,
+        True,
+    )  # a class that no image shows, and one that all do
     found = score(torch.from_numpy(logits), torch.from_numpy(truth))
     shown = [c for c in range(6) if truth[:, c].any()]
     per_class = [plain_precision(logits[:, c], truth[:, c]) for c in shown]
     assert found["map"] == pytest.approx(np.mean(per_class), abs=1e-12)
-    assert found["f1_macro"] == pytest.approx(np.mean([plain_f1(logits[:, c] > 0, truth[:, c]) for c in shown]))
+    assert found["f1_macro"] == pytest.approx(
+        np.mean([plain_f1(logits[:, c] > 0, truth[:, c]) for c in shown])
+    )
     assert found["f1_micro"] == pytest.approx(plain_f1(logits > 0, truth))
     p = sigmoid(logits)
-    assert found["nll"] == pytest.approx(-(np.where(truth, np.log(p), np.log(1 - p))).sum(1).mean())
+    assert found["nll"] == pytest.approx(
+        -(np.where(truth, np.log(p), np.log(1 - p))).sum(1).mean()
+    )
 
 
 def test_precision_of_a_perfect_and_of_a_reversed_order():
     truth = torch.tensor([[True], [True], [False], [False]])
     scores = torch.tensor([[4.0], [3.0], [2.0], [1.0]])
     assert average_precision(scores, truth).item() == 1.0
-    assert average_precision(-scores, truth).item() == pytest.approx((1 / 3 + 2 / 4) / 2)
+    assert average_precision(-scores, truth).item() == pytest.approx(
+        (1 / 3 + 2 / 4) / 2
+    )
 
 
 def test_agreement_is_the_share_of_common_labels():
@@ -115,19 +140,35 @@ def test_a_threshold_has_the_largest_f1_that_any_has():
     truth[:, 3] = np.arange(80) >= FEWEST - 1
     chosen, enough = thresholds(torch.from_numpy(logits), torch.from_numpy(truth))
     assert enough.tolist() == [True, True, False, False]
-    assert chosen[2] == chosen[3] == 0.5  # too few images that show the class, or that do not
+    assert (
+        chosen[2] == chosen[3] == 0.5
+    )  # too few images that show the class, or that do not
     for c in range(2):
         candidates = [0.0, *sigmoid(np.unique(logits[:, c]))]
-        best = max(plain_f1(sigmoid(logits[:, c]) > one, truth[:, c]) for one in candidates)
-        assert plain_f1(sigmoid(logits[:, c]) > chosen[c].item(), truth[:, c]) == pytest.approx(best)
+        best = max(
+            plain_f1(sigmoid(logits[:, c]) > one, truth[:, c]) for one in candidates
+        )
+        assert plain_f1(
+            sigmoid(logits[:, c]) > chosen[c].item(), truth[:, c]
+        ) == pytest.approx(best)
 
 
 def test_the_f1_of_thresholds_is_counted_on_images_that_chose_nothing():
-    """Labels of pure chance: on the images that choose, a threshold looks better than it is on any others."""
+    """Labels of pure chance: on the images that choose, a threshold looks better than
+    it is on any others.
+    """
     rng = np.random.default_rng(3)
-    logits, truth = torch.from_numpy(rng.normal(0, 1, (400, 6))), torch.from_numpy(rng.random((400, 6)) < 0.1)
+    logits, truth = (
+        torch.from_numpy(rng.normal(0, 1, (400, 6))),
+        torch.from_numpy(rng.random((400, 6)) < 0.1),
+    )
     chosen, _ = thresholds(logits, truth)
-    same = np.mean([plain_f1((logits[:, c].sigmoid() > chosen[c]).numpy(), truth[:, c].numpy()) for c in range(6)])
+    same = np.mean(
+        [
+            plain_f1((logits[:, c].sigmoid() > chosen[c]).numpy(), truth[:, c].numpy())
+            for c in range(6)
+        ]
+    )
     other = torch.from_numpy(rng.random((40_000, 6)) < 0.1)
     new = torch.from_numpy(rng.normal(0, 1, (40_000, 6))).sigmoid() > chosen
     true = np.mean([plain_f1(new[:, c].numpy(), other[:, c].numpy()) for c in range(6)])
@@ -160,7 +201,9 @@ class Fixed:
 
 @pytest.mark.slow
 def test_the_interval_of_map_holds_that_of_all_images():
-    """Of 60 samples of 200 images at least 53, where 20 show a class: their mAP is too high by itself."""
+    """Of 60 samples of 200 images at least 53, where 20 show a class: their mAP is too
+    high by itself.
+    """
     rng = np.random.default_rng(4)
     truth = torch.from_numpy(rng.random((20_000, 4)) < 0.1)
     logits = torch.from_numpy(rng.normal(0, 1, (20_000, 4))) + truth
@@ -186,14 +229,23 @@ def test_unlabelled_images_count_where_the_teacher_alone_is_compared():
     plan = Plan(torch.arange(4), torch.ones(4))
     setting = Evaluation(CPU("fp32", 60, 1), Split([], plan), object(), 3, True)
     made = label_sets.build(label_sets.Options()).evaluator(setting)
-    rows = {"ids": torch.arange(4), "seen": torch.ones(4, dtype=torch.bool), "student": student, "teacher": teacher}
+    rows = {
+        "ids": torch.arange(4),
+        "seen": torch.ones(4, dtype=torch.bool),
+        "student": student,
+        "teacher": teacher,
+    }
     found = made._finish([{**rows, "label": label}])
     assert found["agreement"] == pytest.approx(jaccard(teacher > 0, student > 0))
     share, own = teacher.double().sigmoid(), student.double().sigmoid()
     each = share * (share / own).log() + (1 - share) * ((1 - share) / (1 - own)).log()
     assert found["kl"] == pytest.approx(each.sum(1).mean().item(), rel=1e-5)
-    assert found["map"] == pytest.approx(score(student[:2].double(), label[:2] > 0)["map"])
+    assert found["map"] == pytest.approx(
+        score(student[:2].double(), label[:2] > 0)["map"]
+    )
     counted = label_sets.build(label_sets.Options()).graph_scores
     assert counted(student, teacher, label).score == pytest.approx(found["map"])
     same = int((student.argmax(1) == teacher.argmax(1)).sum())
-    assert counted(student, teacher, label[2:].expand(2, -1).repeat(2, 1)).facts == {"same_top1": same}
+    assert counted(student, teacher, label[2:].expand(2, -1).repeat(2, 1)).facts == {
+        "same_top1": same
+    }

@@ -1,4 +1,6 @@
-"""The remote loader against the local one; test_cluster.py runs this in the trainer of a job with data hosts."""
+"""The remote loader against the local one; test_cluster.py runs this in the trainer of
+a job with data hosts.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +46,26 @@ def broken(photos, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def datasets(photos, broken) -> list:
-    """What the decoders of this module read: mixed, with unreadable images, refusing them, slow, absent, stale."""
-    source, torn = (build(Options(root=str(root)), "train", None) for root in (photos, broken))
+    """What the decoders of this module read: mixed, with unreadable images, refusing
+    them, slow, absent, stale.
+    """
+    source, torn = (
+        build(Options(root=str(root)), "train", None) for root in (photos, broken)
+    )
     seen = TrainTransform(16, 0.35, 0.5, 0.3)
     views = Views(source, seen, size=16, seed=3, mixing=MixupCutmix(0.8, 1.0, 0.7))
-    skip, refuse = (Views(torn, TrainTransform(16, 0.35, 0.5, 0.3), 16, 3, on_corrupt=how) for how in ("skip", "error"))
+    skip, refuse = (
+        Views(torn, TrainTransform(16, 0.35, 0.5, 0.3), 16, 3, on_corrupt=how)
+        for how in ("skip", "error")
+    )
     return [views, skip, refuse, Slow(views, 0.02), Absent(views), Stale(views)]
 
 
 @pytest.fixture(scope="module")
 def pools(datasets) -> list[Pool]:
-    """What rank 0 and rank 1 see of the same decoders, one on each host. A new pool waits for them."""
+    """What rank 0 and rank 1 see of the same decoders, one on each host. A new pool
+    waits for them.
+    """
     return [Pool(datasets, rank, 7, 60.0) for rank in range(2)]
 
 
@@ -67,25 +78,45 @@ def wait(condition, seconds: float = 120.0) -> bool:
 
 def plan_of(count: int, seed: int = 1) -> Plan:
     generator = torch.Generator().manual_seed(seed)
-    return Plan(ids=torch.randint(0, 36, (count,), generator=generator), weights=torch.linspace(0.5, 2.0, count))
+    return Plan(
+        ids=torch.randint(0, 36, (count,), generator=generator),
+        weights=torch.linspace(0.5, 2.0, count),
+    )
 
 
-def both(datasets, pool: Pool, number: int, *sizes: int) -> tuple[LocalLoader, RemoteLoader]:
-    return LocalLoader(datasets[number], Share(*sizes), 0), RemoteLoader(pool, number, datasets[number], Share(*sizes))
+def both(
+    datasets, pool: Pool, number: int, *sizes: int
+) -> tuple[LocalLoader, RemoteLoader]:
+    return LocalLoader(datasets[number], Share(*sizes), 0), RemoteLoader(
+        pool, number, datasets[number], Share(*sizes)
+    )
 
 
 def same(one: Batch, other: Batch) -> bool:
-    equal = all(torch.equal(getattr(one, name), getattr(other, name)) for name in TENSORS)
-    dtypes = all(getattr(one, name).dtype == getattr(other, name).dtype for name in TENSORS)
-    return equal and dtypes and (one.view, one.unreadable, one.crc) == (other.view, other.unreadable, other.crc)
+    equal = all(
+        torch.equal(getattr(one, name), getattr(other, name)) for name in TENSORS
+    )
+    dtypes = all(
+        getattr(one, name).dtype == getattr(other, name).dtype for name in TENSORS
+    )
+    return (
+        equal
+        and dtypes
+        and (one.view, one.unreadable, one.crc)
+        == (other.view, other.unreadable, other.crc)
+    )
 
 
 SIZES = [(12, 1, 1, 0), (12, 2, 1, 3), (24, 1, 2, 1), (96, 1, 1, 0)]
 
 
 @pytest.mark.parametrize(("batch", "micros", "ranks", "start"), SIZES)
-def test_all_ranks_get_what_the_local_loader_gives(datasets, pools, batch, micros, ranks, start):
-    """Also in the first pass: the trainers of a short run once made all images themselves."""
+def test_all_ranks_get_what_the_local_loader_gives(
+    datasets, pools, batch, micros, ranks, start
+):
+    """Also in the first pass: the trainers of a short run once made all images
+    themselves.
+    """
     for rank in range(ranks):
         here, there = both(datasets, pools[rank], 0, batch, micros, rank, ranks)
         for view in range(2):
@@ -102,22 +133,34 @@ def test_two_epochs_at_once_and_one_that_is_given_up(datasets, pools):
     _, other = both(datasets, pools[0], 1, 12, 1, 0, 1)
     batches = there.epoch(plan_of(144), 0)
     first = next(batches)
-    assert len(list(other.epoch(plan_of(72), 0))) == 6  # an evaluation in the middle of an epoch
+    assert (
+        len(list(other.epoch(plan_of(72), 0))) == 6
+    )  # an evaluation in the middle of an epoch
     second = next(batches)
     batches.close()
-    assert all(same(a, b) for a, b in zip(here.epoch(plan_of(144), 0), (first, second), strict=False))
+    assert all(
+        same(a, b)
+        for a, b in zip(here.epoch(plan_of(144), 0), (first, second), strict=False)
+    )
     assert wait(lambda: not any(slot.calls for slot in pools[0].slots), 10)
     assert len(list(there.epoch(plan_of(144), 0))) == 12
 
 
 def test_unreadable_images_are_reported_alike(datasets, pools):
     here, there = both(datasets, pools[0], 1, 12, 1, 0, 1)
-    assert all(same(a, b) for a, b in zip(here.epoch(plan_of(96), 0), there.epoch(plan_of(96), 0), strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(
+            here.epoch(plan_of(96), 0), there.epoch(plan_of(96), 0), strict=True
+        )
+    )
     assert here.unreadable == there.unreadable
     assert len(there.unreadable) == 3
 
 
-def test_an_unreadable_image_is_the_local_loaders_error_at_the_same_batch(datasets, pools):
+def test_an_unreadable_image_is_the_local_loaders_error_at_the_same_batch(
+    datasets, pools
+):
     told = []
     for loader in both(datasets, pools[0], 2, 12, 1, 0, 1):
         batches = 0
@@ -133,13 +176,23 @@ def test_an_unreadable_image_is_the_local_loaders_error_at_the_same_batch(datase
 def test_a_host_with_an_old_copy_of_the_data_ends_the_run(datasets, pools):
     """Its images were trained on, and nothing was said."""
     _, there = both(datasets, pools[0], 5, 12, 1, 0, 1)
-    with pytest.raises(KdError, match=r"^data\.loader: the host .* makes other pixels of image \d+ than this one"):
+    with pytest.raises(
+        KdError,
+        match=(
+            r"^data\.loader: the host .* makes other pixels of image \d+ than this one"
+        ),
+    ):
         list(there.epoch(plan_of(24), 0))
 
 
 def test_images_that_only_the_trainer_has(datasets, pools):
     here, there = both(datasets, pools[1], 4, 12, 1, 0, 1)
-    assert all(same(a, b) for a, b in zip(here.epoch(plan_of(48), 0), there.epoch(plan_of(48), 0), strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(
+            here.epoch(plan_of(48), 0), there.epoch(plan_of(48), 0), strict=True
+        )
+    )
     assert there.made_here == 48
     pools[1].grow()  # as the next pass does
     assert pools[1].slots == []
@@ -166,16 +219,29 @@ def test_a_data_host_is_frozen_and_killed_and_comes_back(datasets, pools, monkey
     print(f"longest wait {longest:.1f} s, {there.made_here} of 240 images made here")
     assert 0 < there.made_here < 120
     back = set(DATA_HOSTS)
-    assert wait(lambda: back <= {slot.address for slot in pools[0].trusted()}), "a host has not come back"
+    assert wait(lambda: back <= {slot.address for slot in pools[0].trusted()}), (
+        "a host has not come back"
+    )
     made = there.made_here
-    assert all(same(a, b) for a, b in zip(here.epoch(plan_of(36), 2), there.epoch(plan_of(36), 2), strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(
+            here.epoch(plan_of(36), 2), there.epoch(plan_of(36), 2), strict=True
+        )
+    )
     assert there.made_here == made
-    assert {slot.calls for slot in pools[0].slots} == {0}  # else a host that came back looks busy for ever
+    assert {slot.calls for slot in pools[0].slots} == {
+        0
+    }  # else a host that came back looks busy for ever
 
 
 def of_ray(host: str) -> list[int]:
     """Return Ray's processes of a host of this job."""
-    return sorted(set(marked(host, "SM_CURRENT_HOST")) & set(marked(os.environ["KD_RUN"], "KD_RUN")) & ray_started())
+    return sorted(
+        set(marked(host, "SM_CURRENT_HOST"))
+        & set(marked(os.environ["KD_RUN"], "KD_RUN"))
+        & ray_started()
+    )
 
 
 def ray_started() -> set[int]:
@@ -188,16 +254,30 @@ def ray_started() -> set[int]:
     return found
 
 
-@pytest.mark.skipif(not os.environ.get("KD_SOAK"), reason="15 s of CPU; equal batches make equal runs")
+@pytest.mark.skipif(
+    not os.environ.get("KD_SOAK"), reason="15 s of CPU; equal batches make equal runs"
+)
 def test_a_run_with_a_teacher_cache_is_the_same_run(photos, tmp_path, capfd):
     rows = []
     settings = base(photos, tmp_path)
-    settings["teacher"] |= {"cache": {"views": 1}, "fit": {"epochs": 1, "folder": str(tmp_path / "teachers")}}
+    settings["teacher"] |= {
+        "cache": {"views": 1},
+        "fit": {"epochs": 1, "folder": str(tmp_path / "teachers")},
+    }
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
     for loader in ("local", "ray"):
-        keys = [f"run.name={loader}", f"run.folder={tmp_path / loader}", f"data.loader={loader}"]
+        keys = [
+            f"run.name={loader}",
+            f"run.folder={tmp_path / loader}",
+            f"data.loader={loader}",
+        ]
         assert train([str(tmp_path / "tiny.yaml"), *keys]) == 0, capfd.readouterr().err
         lines = (tmp_path / loader / loader / "metrics.jsonl").read_text().splitlines()
-        rows.append([{k: v for k, v in json.loads(line).items() if k in COMPARED} for line in lines])
+        rows.append(
+            [
+                {k: v for k, v in json.loads(line).items() if k in COMPARED}
+                for line in lines
+            ]
+        )
     assert rows[0] == rows[1]
     assert len(rows[0]) > 4

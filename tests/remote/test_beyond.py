@@ -1,4 +1,6 @@
-"""docs/scale.md, "Beyond one machine": its programs answer as `kd.load` does in one process."""
+"""docs/scale.md, "Beyond one machine": its programs answer as `kd.load` does in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,14 @@ ROOT = Path(__file__).parents[2]
 
 def block(beginning: str) -> str:
     """Return the block of the page that begins so."""
-    section = (ROOT / "docs/scale.md").read_text().partition("\n## Beyond one machine\n")[2]
-    (found,) = (text for text in re.findall(r"^```\n(.*?)^```$", section, re.M | re.S) if text.startswith(beginning))
+    section = (
+        (ROOT / "docs/scale.md").read_text().partition("\n## Beyond one machine\n")[2]
+    )
+    (found,) = (
+        text
+        for text in re.findall(r"^```\n(.*?)^```$", section, re.M | re.S)
+        if text.startswith(beginning)
+    )
     return found
 
 
@@ -33,7 +41,9 @@ def place(exported, photos, tmp_path, monkeypatch) -> Path:
     (tmp_path / "runs/vit_food/export").symlink_to(exported)
     (tmp_path / "photos").symlink_to(photos)
     monkeypatch.chdir(tmp_path)
-    Path("photos.txt").write_text("".join(f"{path}\n" for path in sorted(Path("photos").rglob("*.jpg"))))
+    Path("photos.txt").write_text(
+        "".join(f"{path}\n" for path in sorted(Path("photos").rglob("*.jpg")))
+    )
     return tmp_path
 
 
@@ -41,10 +51,15 @@ def test_a_lambda_handler(exported, photos):
     names: dict = {}
     exec(block("import base64, json").replace("/var/task/export", str(exported)), names)
     picture = next((photos / "val/fig").glob("*.jpg"))
-    found = names["handler"]({"body": base64.b64encode(picture.read_bytes()).decode()}, None)
+    found = names["handler"](
+        {"body": base64.b64encode(picture.read_bytes()).decode()}, None
+    )
     expected = kd.load(exported)(picture)
     assert found["statusCode"] == 200
-    assert json.loads(found["body"]) == {"label": expected.label, "score": expected.score}
+    assert json.loads(found["body"]) == {
+        "label": expected.label,
+        "score": expected.score,
+    }
     assert names["handler"]({"body": "aGVsbG8="}, None)["statusCode"] == 400
 
 
@@ -63,18 +78,32 @@ if __name__ == "__main__":
     print(len(found))
 """
     (place / "program.py").write_text(program)
-    done = subprocess.run([sys.executable, "program.py"], env=environment(), capture_output=True, text=True)
-    assert done.stdout.strip() == str(len(list(Path("photos").rglob("*.jpg")))), done.stderr
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == str(len(list(Path("photos").rglob("*.jpg")))), (
+        done.stderr
+    )
 
 
 def environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
 
 
 @pytest.mark.slow
 def test_ray_data_killed_and_started_again(place):
-    """A worker dies in the first start, whose program is killed when some rows are written."""
+    """A worker dies in the first start, whose program is killed when some rows are
+    written.
+    """
     pytest.importorskip("ray.data.checkpoint")
     import pyarrow.parquet as parquet
 
@@ -89,12 +118,20 @@ def test_ray_data_killed_and_started_again(place):
 """
     program = block("from pathlib import Path\nimport kd, ray")
     assert "    def __call__(self, batch):\n" in program
-    program = program.replace("import kd, ray\n", "import kd, ray\nray.init(num_cpus=4)\n")  # here are two cores
-    (place / "first.py").write_text(program.replace("    def __call__(self, batch):\n", dying[1:]))
+    program = program.replace(
+        "import kd, ray\n", "import kd, ray\nray.init(num_cpus=4)\n"
+    )  # here are two cores
+    (place / "first.py").write_text(
+        program.replace("    def __call__(self, batch):\n", dying[1:])
+    )
     (place / "program.py").write_text(program)
     begin, log = time.monotonic(), open(place / "log", "w")  # noqa: SIM115
     first = subprocess.Popen(
-        [sys.executable, "first.py"], env=environment(), stdout=log, stderr=log, start_new_session=True
+        [sys.executable, "first.py"],
+        env=environment(),
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
     )
     try:
         while first.poll() is None and not list(place.glob("labels/*.parquet")):
@@ -108,9 +145,19 @@ def test_ray_data_killed_and_started_again(place):
     paths = Path("photos.txt").read_text().splitlines()
     before = parquet.read_table("labels").num_rows
     assert 0 < before < len(paths)
-    done = subprocess.run([sys.executable, "program.py"], env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     rows = parquet.read_table("labels").to_pylist()
-    expected = {path: answer.label for path, answer in zip(paths, kd.load("runs/vit_food/export")(paths), strict=True)}
+    expected = {
+        path: answer.label
+        for path, answer in zip(
+            paths, kd.load("runs/vit_food/export")(paths), strict=True
+        )
+    }
     assert {row["text"]: row["label"] for row in rows} == expected
     assert len(rows) < len(paths) + before  # what was written is not computed again

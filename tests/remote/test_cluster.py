@@ -1,4 +1,6 @@
-"""A job of one trainer and data hosts, with a real Ray cluster, once: the trainer runs checks.py."""
+"""A job of one trainer and data hosts, with a real Ray cluster, once: the trainer runs
+checks.py.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def living(job: LocalJob) -> list[str]:
     found = []
     for pid in marked(job.mark, RUN_MARK):
         with suppress(OSError):
-            found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200])
+            found.append(
+                Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
+            )
     return found
 
 
@@ -40,12 +44,24 @@ def on_host(host: str, job: LocalJob) -> set[int]:
 @pytest.mark.slow
 def test_images_survive_failures_of_data_hosts():
     """With KD_SOAK=1 two data hosts, and whole runs."""
-    script = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "checks.py")]
+    script = [
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        str(HERE / "checks.py"),
+    ]
     job = LocalJob({"dnn": 1, "data": 2 if os.environ.get("KD_SOAK") else 1}, script)
     try:
         assert job.wait() == 0
-        assert {host: process.poll() for host, process in job.processes.items()} == dict.fromkeys(job.processes, 0)
-        for _ in range(1200):  # Ray's own helpers end when they notice that their node is gone
+        assert {
+            host: process.poll() for host, process in job.processes.items()
+        } == dict.fromkeys(job.processes, 0)
+        for _ in range(
+            1200
+        ):  # Ray's own helpers end when they notice that their node is gone
             if not living(job):
                 break
             time.sleep(0.1)
@@ -56,10 +72,14 @@ def test_images_survive_failures_of_data_hosts():
 
 @pytest.mark.slow
 def test_data_hosts_leave_when_the_trainers_host_dies():
-    job = LocalJob({"dnn": 1, "data": 1}, ["-m", "timeit", "-n1", "import time; time.sleep(60)"])
+    job = LocalJob(
+        {"dnn": 1, "data": 1}, ["-m", "timeit", "-n1", "import time; time.sleep(60)"]
+    )
     trainer, data = job.processes.values()
     try:
-        for _ in range(300):  # until it starts Ray, which it does when it has reached the trainer
+        for _ in range(
+            300
+        ):  # until it starts Ray, which it does when it has reached the trainer
             if on_host("127.0.0.3", job) - {data.pid}:
                 break
             time.sleep(0.1)

@@ -11,7 +11,9 @@ from kd.data.views import Views
 
 
 class Slow:
-    """Views whose images take a while, so that something can happen to a decoder that has one in hand."""
+    """Views whose images take a while, so that something can happen to a decoder that
+    has one in hand.
+    """
 
     def __init__(self, views: Views, seconds: float) -> None:
         self.views, self.seconds, self.classes = views, seconds, views.classes
@@ -44,4 +46,8 @@ class Stale(Absent):
 
     def load(self, id: int, view: int) -> Sample:
         sample = self.views.load(id, view)
-        return sample if os.getpid() == self.trainer else sample._replace(pixels=255 - sample.pixels)
+        return (
+            sample
+            if os.getpid() == self.trainer
+            else sample._replace(pixels=255 - sample.pixels)
+        )

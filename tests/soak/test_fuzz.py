@@ -1,6 +1,8 @@
-"""Random damage to whatever kd reads: one line that says so, or the very same content; nothing else.
+"""Random damage to whatever kd reads: one line that says so, or the very same content;
+nothing else.
 
-`KD_FUZZ=2000 pytest tests/soak/test_fuzz.py` tries that many random inputs a test; without it the same few each time.
+`KD_FUZZ=2000 pytest tests/soak/test_fuzz.py` tries that many random inputs a test;
+without it the same few each time.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ EXAMPLES, FUZZ = fuzz(60)
 
 @pytest.fixture
 def seen(record_property) -> Iterator[Counter]:
-    """What came of the inputs of a test; their number becomes a property of the test's report."""
+    """What came of the inputs of a test; their number becomes a property of the test's
+    report.
+    """
     counted: Counter = Counter()
     yield counted
     record_property("tried", counted.total())
@@ -45,24 +49,63 @@ def seen(record_property) -> Iterator[Counter]:
     assert counted.total() >= EXAMPLES * 0.9
 
 
-# ------------------------------------------------------------------------------------------------ configuration
+# --------------------------------------------------------------------------------
+# configuration
 
 ROWS = explain()
 KEYS = sorted({key for row in ROWS for key in row[0].replace("[]", "").split(".")})
-words = texts("auto", "none", "kl", "history", "${run.name}", "${oc.env:KD_FUZZ_NONE}", "${", "???", "\0")
-numbers = st.one_of(st.integers(), st.floats(), st.sampled_from([0, 1, -1, 2**63, 1e308]))
+words = texts(
+    "auto",
+    "none",
+    "kl",
+    "history",
+    "${run.name}",
+    "${oc.env:KD_FUZZ_NONE}",
+    "${",
+    "???",
+    "\0",
+)
+numbers = st.one_of(
+    st.integers(), st.floats(), st.sampled_from([0, 1, -1, 2**63, 1e308])
+)
 keys = st.one_of(st.sampled_from(KEYS), words, st.integers(-2, 3), st.booleans())
 anything = junk(st.one_of(st.none(), st.booleans(), numbers, words), keys)
 PATHS = [row[0].replace("[]", ".0") for row in ROWS]
-paths = st.one_of(st.sampled_from(PATHS), st.lists(keys.map(str), min_size=1, max_size=3).map(".".join))
+paths = st.one_of(
+    st.sampled_from(PATHS),
+    st.lists(keys.map(str), min_size=1, max_size=3).map(".".join),
+)
 overrides = st.one_of(
     st.builds(lambda path, value: f"{path}={value}", paths, anything),
-    st.builds(lambda path, value: f"{path}={json.dumps(value, default=str)}", paths, anything),
+    st.builds(
+        lambda path, value: f"{path}={json.dumps(value, default=str)}", paths, anything
+    ),
     words,
 )
-LIKELY = [True, False, 0, 1, 2, 0.5, "", "auto", "on", "off", "fp32", "bf16", "int8", "fp8", "openvino", "none"]
-SECTIONS = [row[0].replace("[]", ".0") for row in ROWS if not row[3].startswith("[kind:")]
-single = st.one_of(  # most values are refused for their type; likely ones come as far as the rules between keys
+LIKELY = [
+    True,
+    False,
+    0,
+    1,
+    2,
+    0.5,
+    "",
+    "auto",
+    "on",
+    "off",
+    "fp32",
+    "bf16",
+    "int8",
+    "fp8",
+    "openvino",
+    "none",
+]
+SECTIONS = [
+    row[0].replace("[]", ".0") for row in ROWS if not row[3].startswith("[kind:")
+]
+# most values are refused for their type; likely ones come as far as the rules between
+# keys
+single = st.one_of(
     st.tuples(paths, anything, st.booleans()),
     st.tuples(st.sampled_from(SECTIONS), st.sampled_from(LIKELY), st.just(False)),
 ).map(lambda made: (made[0].split("."), *made[1:]))
@@ -136,7 +179,8 @@ def test_configurations_as_files(tmp_path, seen):
     assert seen["ConfigError"] + seen["ConfigErrors"] > EXAMPLES // 4
 
 
-# -------------------------------------------------------------------------------------------------------- images
+# --------------------------------------------------------------------------------
+# images
 
 
 @pytest.mark.parametrize("kind", IMAGES)
@@ -164,20 +208,27 @@ def test_images(kind, tmp_path, seen):
     assert seen["corrupt"] > EXAMPLES // 20
 
 
-# ----------------------------------------------------------------------------------------------- cache and checkpoint
+# --------------------------------------------------------------------------------
+# cache and checkpoint
 
 CLASSES, RECORDS = 5, 6
 IDENTITY = {"teacher": "abc", "seed": 0, "classes": ["a", "b"], "crop": 0.875}
 
 
 def cache(folder: Path) -> Store:
-    return open_store(folder, IDENTITY, Codec(CLASSES, "fp32", 0), RECORDS, writable=False)
+    return open_store(
+        folder, IDENTITY, Codec(CLASSES, "fp32", 0), RECORDS, writable=False
+    )
 
 
 @pytest.fixture
 def filled(tmp_path) -> Path:
-    store = open_store(tmp_path / "cache", IDENTITY, Codec(CLASSES, "fp32", 0), RECORDS, writable=True)
-    logits = torch.randn(RECORDS, CLASSES, generator=torch.Generator().manual_seed(0)).numpy()
+    store = open_store(
+        tmp_path / "cache", IDENTITY, Codec(CLASSES, "fp32", 0), RECORDS, writable=True
+    )
+    logits = torch.randn(
+        RECORDS, CLASSES, generator=torch.Generator().manual_seed(0)
+    ).numpy()
     store.write(0, range(RECORDS), [logits], range(1, RECORDS + 1))
     return tmp_path / "cache"
 
@@ -246,13 +297,16 @@ def test_checkpoints(name, tmp_path, seen):
     assert seen["RunError"] + seen["Broken"] > EXAMPLES // 2
 
 
-# -------------------------------------------------------------------------------------------------------- exports
+# --------------------------------------------------------------------------------
+# exports
 
 
 @pytest.fixture
 def export(tmp_path) -> Path:
     """The text files of an export; they are all that `describe` reads."""
-    config = json.dumps({"label_names": ["apple", "fig", "pear"], "num_classes": 3}).encode()
+    config = json.dumps(
+        {"label_names": ["apple", "fig", "pear"], "num_classes": 3}
+    ).encode()
     (tmp_path / "config.json").write_bytes(config)
     files = {"config.json": config, "model.onnx": b"a graph"}
     manifest = {
@@ -260,7 +314,10 @@ def export(tmp_path) -> Path:
         "version": "0123456789ab",
         "input": {"size": 16, "crop": 0.875},
         "output": {"name": "logits"},
-        "files": {name: {"sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()},
+        "files": {
+            name: {"sha256": hashlib.sha256(content).hexdigest()}
+            for name, content in files.items()
+        },
     }
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     return tmp_path
@@ -284,14 +341,19 @@ def test_damaged_exports(name, export, seen):
 
 def test_exports_of_other_values(export, seen):
     good = json.loads((export / "manifest.json").read_text())
-    fields = st.sampled_from([[key] for key in good] + [["input", key] for key in good["input"]])
+    fields = st.sampled_from(
+        [[key] for key in good] + [["input", key] for key in good["input"]]
+    )
     files = st.sampled_from([["files", key] for key in good["files"]])
 
     @FUZZ
     @example(["files", "config.json"], 5)
     @example(["input", "size"], float("inf"))
     @example(["input", "size"], -5)
-    @given(st.one_of(fields, files), st.one_of(anything, st.sampled_from([float("inf"), float("nan"), "16", [[]]])))
+    @given(
+        st.one_of(fields, files),
+        st.one_of(anything, st.sampled_from([float("inf"), float("nan"), "16", [[]]])),
+    )
     def tried(path, value):
         content = changed(json.loads(json.dumps(good)), [(path, value, False)])
         (export / "manifest.json").write_text(json.dumps(content))

@@ -1,7 +1,9 @@
-"""A thousand ranks and a million ids in one process: each id has one owner, all ranks agree, and work grows linearly.
+"""A thousand ranks and a million ids in one process: each id has one owner, all ranks
+agree, and work grows linearly.
 
-What is counted is requests, records and bytes, never time. `KD_SOAK=1` takes ten million ids and prints seconds and
-MiB. No process group: plans, requests and records are functions of (seed, epoch, rank).
+What is counted is requests, records and bytes, never time. `KD_SOAK=1` takes ten
+million ids and prints seconds and MiB. No process group: plans, requests and records
+are functions of (seed, epoch, rank).
 """
 
 from __future__ import annotations
@@ -31,24 +33,45 @@ GLOBAL = RANKS * MICRO
 
 @pytest.fixture(autouse=True)
 def figures(record_property, request) -> Iterator[None]:
-    """Add seconds, and by how many MiB the test has raised the peak memory of this process, to the test's report."""
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    """Add seconds, and by how many MiB the test has raised the peak memory of this
+    process, to the test's report.
+    """
+    before, start = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        time.perf_counter(),
+    )
     yield
     seconds = time.perf_counter() - start
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     record_property("seconds", f"{seconds:.2f}")
     record_property("mib", f"{grown:.0f}")
     if SOAK:
-        print(f"{request.node.name}: {seconds:.1f} s, {grown:.0f} MiB above the peak of the tests before")
+        print(
+            f"{request.node.name}: {seconds:.1f} s, {grown:.0f} MiB above the peak of"
+            " the tests before"
+        )
 
 
-def context(rank: int, count: int = 20 * GLOBAL + 7, batch: int = GLOBAL, ranks: int = RANKS) -> SiftContext:
+def context(
+    rank: int, count: int = 20 * GLOBAL + 7, batch: int = GLOBAL, ranks: int = RANKS
+) -> SiftContext:
     labels = torch.zeros(count, dtype=torch.int64)
-    return SiftContext(count, batch, batch // ranks, rank, ranks, 0, lambda: labels, lambda tensor: tensor)
+    return SiftContext(
+        count,
+        batch,
+        batch // ranks,
+        rank,
+        ranks,
+        0,
+        lambda: labels,
+        lambda tensor: tensor,
+    )
 
 
 class Ids:
-    """A dataset without images: a loader makes its requests, and its first batch is refused."""
+    """A dataset without images: a loader makes its requests, and its first batch is
+    refused.
+    """
 
     classes = ("one", "two")
 
@@ -62,29 +85,41 @@ class Ids:
         raise DataError("data.root", f"image {id} is not here")
 
 
-def requests(plan: Plan, batch: int, accumulate: int, rank: int, ranks: int, start: int = 0) -> list[Request]:
+def requests(
+    plan: Plan, batch: int, accumulate: int, rank: int, ranks: int, start: int = 0
+) -> list[Request]:
     """Return the requests that a rank's loader makes of a plan; no image is loaded."""
-    loader = LocalLoader(Ids(len(plan.ids)), Share(batch, accumulate, rank, ranks), workers=0)
+    loader = LocalLoader(
+        Ids(len(plan.ids)), Share(batch, accumulate, rank, ranks), workers=0
+    )
     with pytest.raises(DataError, match="not here"):
         next(loader.epoch(plan, 0, start))
     return list(loader._requests)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_each_image_of_a_step_is_on_one_of_a_thousand_ranks(accumulate, record_property):
+def test_each_image_of_a_step_is_on_one_of_a_thousand_ranks(
+    accumulate, record_property
+):
     batch, steps = GLOBAL * accumulate, 3
     plan = full_plan(context(0, count=steps * batch, batch=batch), epoch=0)
     by_rank = [requests(plan, batch, accumulate, rank, RANKS) for rank in range(RANKS)]
     for step in range(steps):
         micros = slice(step * accumulate, (step + 1) * accumulate)
-        found = [id for made in by_rank for request in made[micros] for id in request.ids]
-        assert sorted(found) == sorted(plan.ids[step * batch : (step + 1) * batch].tolist())
+        found = [
+            id for made in by_rank for request in made[micros] for id in request.ids
+        ]
+        assert sorted(found) == sorted(
+            plan.ids[step * batch : (step + 1) * batch].tolist()
+        )
     assert {len(made) for made in by_rank} == {steps * accumulate}
     record_property("tried", RANKS * steps)
 
 
 def test_a_thousand_history_tables_agree(record_property):
-    """Each rank observes the images of its own part; the sum over the ranks makes the tables and the plans equal."""
+    """Each rank observes the images of its own part; the sum over the ranks makes the
+    tables and the plans equal.
+    """
     count, added = 2 * GLOBAL + 7, []
     total = torch.zeros(2, count)
 
@@ -93,7 +128,9 @@ def test_a_thousand_history_tables_agree(record_property):
         return total.clone()
 
     def sifter(rank: int) -> history.History:
-        made = SiftContext(count, GLOBAL, MICRO, rank, RANKS, 0, lambda: torch.zeros(count), reduce_sum)
+        made = SiftContext(
+            count, GLOBAL, MICRO, rank, RANKS, 0, lambda: torch.zeros(count), reduce_sum
+        )
         return history.build(history.Options(keep=0.5), made)
 
     ranks = [sifter(rank) for rank in range(RANKS)]
@@ -102,7 +139,13 @@ def test_a_thousand_history_tables_agree(record_property):
     assert set(added) == {0}
     losses = torch.rand(count, generator=torch.Generator().manual_seed(0))
     for rank, made in enumerate(ranks):
-        ids = torch.tensor([id for request in requests(plan, GLOBAL, 1, rank, RANKS) for id in request.ids])
+        ids = torch.tensor(
+            [
+                id
+                for request in requests(plan, GLOBAL, 1, rank, RANKS)
+                for id in request.ids
+            ]
+        )
         made.observe(ids, losses[ids])
         total[0, ids] += losses[ids]
         total[1, ids] += 1
@@ -119,12 +162,19 @@ def test_a_thousand_history_tables_agree(record_property):
 
 
 def test_ranks_write_records_of_different_ids(tmp_path, record_property):
-    """A step of the cache: every rank writes what it was asked for; then nothing is missing and nothing was lost."""
+    """A step of the cache: every rank writes what it was asked for; then nothing is
+    missing and nothing was lost.
+    """
     codec, plan = Codec(2, "fp32", 0), full_plan(context(0, count=GLOBAL), epoch=0)
     for rank in range(RANKS):
         ids = requests(plan, GLOBAL, 1, rank, RANKS)[0].ids
         store = open_store(tmp_path, {"seed": 0}, codec, GLOBAL, writable=True)
-        store.write(0, ids, [torch.tensor([[float(id), -float(id)] for id in ids]).numpy()], [0] * len(ids))
+        store.write(
+            0,
+            ids,
+            [torch.tensor([[float(id), -float(id)] for id in ids]).numpy()],
+            [0] * len(ids),
+        )
     store = open_store(tmp_path, {"seed": 0}, codec, GLOBAL, writable=False)
     records, whole = store.read(0, range(GLOBAL))
     assert whole.all()
@@ -132,7 +182,8 @@ def test_ranks_write_records_of_different_ids(tmp_path, record_property):
     record_property("tried", RANKS)
 
 
-# ------------------------------------------------------------------------------------------------------- many ids
+# --------------------------------------------------------------------------------
+# many ids
 
 
 def test_a_plan_of_all_ids():
@@ -157,7 +208,10 @@ def test_a_history_plan_of_all_ids():
 @pytest.mark.parametrize("rank", [0, RANKS - 1])
 def test_the_requests_of_one_rank(rank):
     """A rank makes a request a micro-batch of its own; none of the others'."""
-    plan = Plan(ids=torch.arange(IDS // GLOBAL * GLOBAL), weights=torch.ones(IDS // GLOBAL * GLOBAL))
+    plan = Plan(
+        ids=torch.arange(IDS // GLOBAL * GLOBAL),
+        weights=torch.ones(IDS // GLOBAL * GLOBAL),
+    )
     made = requests(plan, GLOBAL, 1, rank, RANKS)
     assert len(made) == IDS // GLOBAL
     assert sum(len(request.ids) for request in made) == IDS // GLOBAL * MICRO
@@ -165,14 +219,20 @@ def test_the_requests_of_one_rank(rank):
 
 
 def test_missing_records_of_a_sparse_cache(tmp_path):
-    """A few records among many: the index is a pass over the file, and the file takes the blocks of those alone."""
+    """A few records among many: the index is a pass over the file, and the file takes
+    the blocks of those alone.
+    """
     codec = Codec(2, "fp16", 0)
     written = [0, 1, 4095, 4096, IDS // 2, IDS - 1]
     store: Store = open_store(tmp_path, {"seed": 0}, codec, IDS, writable=True)
-    store.write(0, written, [torch.ones(len(written), 2).half().numpy()], [1] * len(written))
+    store.write(
+        0, written, [torch.ones(len(written), 2).half().numpy()], [1] * len(written)
+    )
     missing = store.missing(0)
     assert missing.nbytes == 8 * (IDS - len(written))
     assert len(missing) == IDS - len(written)
-    assert not set(written) & set(missing[:5000].tolist()) | set(written) & set(missing[-5000:].tolist())
+    assert not set(written) & set(missing[:5000].tolist()) | set(written) & set(
+        missing[-5000:].tolist()
+    )
     file = next(tmp_path.glob("view_*.logits"))
     assert file.stat().st_blocks * 512 < 64 * 1024 * len(written) < file.stat().st_size

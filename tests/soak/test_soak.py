@@ -12,8 +12,12 @@ pytestmark = pytest.mark.slow
 TOOL = Path(__file__).parents[2] / "tools" / "soak.py"
 UNTRIED = {
     "skipped": "import pytest\n\n@pytest.mark.skip\ndef test_one():\n    pass\n",
-    "expected to fail": "import pytest\n\n@pytest.mark.xfail\ndef test_one():\n    assert False\n",
-    "left": "import os\n\ndef test_one():\n    pass\n\ndef test_two():\n    os._exit(0)\n",
+    "expected to fail": (
+        "import pytest\n\n@pytest.mark.xfail\ndef test_one():\n    assert False\n"
+    ),
+    "left": (
+        "import os\n\ndef test_one():\n    pass\n\ndef test_two():\n    os._exit(0)\n"
+    ),
 }
 
 
@@ -31,7 +35,10 @@ def soak():
 def test_a_group_without_a_tried_case_counts_as_lost(soak, tmp_path, monkeypatch, kind):
     (tmp_path / "test_untried.py").write_text(UNTRIED[kind])
     (tmp_path / "test_good.py").write_text("def test_one():\n    pass\n")
-    groups = {name: soak.Group((str(tmp_path / f"test_{name}.py"),)) for name in ("untried", "good")}
+    groups = {
+        name: soak.Group((str(tmp_path / f"test_{name}.py"),))
+        for name in ("untried", "good")
+    }
     monkeypatch.setattr(soak, "GROUPS", {**soak.GROUPS, **groups})
     monkeypatch.setattr(sys, "argv", ["soak.py", "good", "untried"])
     assert soak.main() == 1

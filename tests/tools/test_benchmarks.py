@@ -1,4 +1,6 @@
-"""Benchmarks that take hours: their configurations are checked before, not in the middle of a night."""
+"""Benchmarks that take hours: their configurations are checked before, not in the
+middle of a night.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,26 @@ import _record
 @pytest.mark.parametrize("arm", full_labels.ARMS)
 def test_each_arm_of_full_labels_is_a_configuration(arm, tmp_path):
     losses, overrides, _ = full_labels.ARMS[arm]
-    options = full_labels.arguments(["run.steps=9", "--data", str(tmp_path), "--work", str(tmp_path), "--arms", arm])
+    options = full_labels.arguments(
+        ["run.steps=9", "--data", str(tmp_path), "--work", str(tmp_path), "--arms", arm]
+    )
     assert options.overrides == ["run.steps=9"]
     assert options.arms == [arm]
     options.teachers = [tmp_path / name / "export" for name in ("one", "other")]
     for export in options.teachers:
         export.mkdir(parents=True)
-        (export.parent / "manifest.json").write_text('{"modes": {"student": "bf16+unfused"}}')
+        (export.parent / "manifest.json").write_text(
+            '{"modes": {"student": "bf16+unfused"}}'
+        )
     content = {**full_labels.settings(options), "losses": losses}
     loaded = config.load(content, [*overrides, *options.overrides])
-    assert (loaded.teacher.precision, loaded.backend.precision) == ("bf16", "bf16")  # not by a trial of each run
-    weights = [one.checkpoint for one in (loaded.teacher, *loaded.teacher.also)]  # else each run fits its own
+    assert (loaded.teacher.precision, loaded.backend.precision) == (
+        "bf16",
+        "bf16",
+    )  # not by a trial of each run
+    weights = [
+        one.checkpoint for one in (loaded.teacher, *loaded.teacher.also)
+    ]  # else each run fits its own
     assert weights == [str(export / "model.safetensors") for export in options.teachers]
 
 
@@ -52,17 +63,32 @@ def test_the_labels_arms_of_make_run_are_the_student_of_the_run_without_its_teac
         alone = config.load("vit_food", [*make_run.ALONE, *more])
         assert (alone.student, alone.optimizer) == (whole.student, whole.optimizer)
         assert alone.data.batch_size == whole.data.batch_size
-        assert (alone.data.labels, alone.data.labels_per_class) == ("all", 10)  # the others are left out
-        assert (alone.teacher.model, alone.teacher.fitted, alone.run.baseline) == ("", False, False)
-        assert [(one.kind, one.options.label_smoothing) for one in alone.losses] == [("ce", 0.1)]
+        assert (alone.data.labels, alone.data.labels_per_class) == (
+            "all",
+            10,
+        )  # the others are left out
+        assert (alone.teacher.model, alone.teacher.fitted, alone.run.baseline) == (
+            "",
+            False,
+            False,
+        )
+        assert [(one.kind, one.options.label_smoothing) for one in alone.losses] == [
+            ("ce", 0.1)
+        ]
         assert bool(alone.data.augment.policy) == bool(more)
     assert config.load("vit_food", make_run.FULL).teacher.fitted
 
 
 @pytest.mark.parametrize("experiment", proof.EXPERIMENTS)
 def test_each_arm_of_the_proof_is_a_configuration(experiment, tmp_path):
-    options = proof.arguments(["--data", str(tmp_path), "--weights", str(tmp_path), "--work", str(tmp_path)])
-    for name in ("efficientnet-lite0-57934424.pth", "efficientnet-lite2.pth", "vit_small.safetensors"):
+    options = proof.arguments(
+        ["--data", str(tmp_path), "--weights", str(tmp_path), "--work", str(tmp_path)]
+    )
+    for name in (
+        "efficientnet-lite0-57934424.pth",
+        "efficientnet-lite2.pth",
+        "vit_small.safetensors",
+    ):
         (tmp_path / name).touch()
     whole = config.load(proof.ROOT / "configs" / f"{proof.configured(experiment)}.yaml")
     for arm, own in proof.EXPERIMENTS[experiment].items():
@@ -72,7 +98,11 @@ def test_each_arm_of_the_proof_is_a_configuration(experiment, tmp_path):
         assert loaded.run.steps == round(whole.run.steps * own.share)
         assert bool(loaded.teacher.model) == own.teacher
         assert loaded.teacher.fitted == (own.teacher and whole.teacher.fitted)
-        crop = own.over.get("data", {}).get("augment", {}).get("crop_scale", whole.data.augment.crop_scale)
+        crop = (
+            own.over.get("data", {})
+            .get("augment", {})
+            .get("crop_scale", whole.data.augment.crop_scale)
+        )
         assert loaded.data.augment.crop_scale == crop
 
 
@@ -80,7 +110,9 @@ def test_the_proof_goes_seed_by_seed_and_has_one_ceiling(tmp_path):
     options = proof.arguments(["--data", ".", "--weights", ".", "--only", "few_labels"])
     keys = proof.wanted(options)
     assert keys[0] == ("few_labels", "soft", 100, 0)
-    assert [key for key in keys if key[1] == "ceiling"] == [("few_labels", "ceiling", 0, seed) for seed in (0, 1, 2)]
+    assert [key for key in keys if key[1] == "ceiling"] == [
+        ("few_labels", "ceiling", 0, seed) for seed in (0, 1, 2)
+    ]
     assert len(keys) == len(set(keys)) == 3 * (3 * 12 + 3)
 
 
@@ -90,7 +122,12 @@ def test_committed_rows_come_back_as_they_were_written(tmp_path, monkeypatch):
     path = _record.write("theme", "command", rows, tmp_path)
     path.write_text(path.read_text().replace("arm,seed", "# note: by hand\narm,seed"))
     assert _record.newest("theme")[1] == rows
-    assert "# note: by hand" in _record.write("theme", "other command", rows, tmp_path).read_text().splitlines()
+    assert (
+        "# note: by hand"
+        in _record.write("theme", "other command", rows, tmp_path)
+        .read_text()
+        .splitlines()
+    )
     assert _record.newest("other") == ([], [])
 
 
@@ -99,15 +136,23 @@ def test_wrong_labels_are_planted_once_and_named_as_the_audit_names_them(tmp_pat
         for name in ("cat", "dog"):
             (tmp_path / "cifar10" / split / name).mkdir(parents=True)
             for i in range(count):
-                (tmp_path / "cifar10" / split / name / f"{i}.jpg").write_bytes(b"picture")
-    options = proof.arguments(["--data", str(tmp_path), "--weights", ".", "--work", str(tmp_path / "work")])
+                (tmp_path / "cifar10" / split / name / f"{i}.jpg").write_bytes(
+                    b"picture"
+                )
+    options = proof.arguments(
+        ["--data", str(tmp_path), "--weights", ".", "--work", str(tmp_path / "work")]
+    )
     planted = proof.plant(options)
     assert planted == proof.plant(options)
     assert 30 <= len(planted) <= 50
     train = tmp_path / "work" / "wrong" / "train"
     made = {path.relative_to(train).as_posix() for path in train.glob("*/*")}
     assert len(made) == 100
-    assert planted == {f"train/{name}" for name in made if not name.split("/")[1].startswith(name.split("/")[0])}
+    assert planted == {
+        f"train/{name}"
+        for name in made
+        if not name.split("/")[1].startswith(name.split("/")[0])
+    }
     assert len([*tmp_path.glob("work/wrong/test/*/*")]) == 6
 
 
@@ -117,16 +162,29 @@ def test_each_student_of_variants_can_be_built(name):
     content = variants.CONFIGS / file if file else yaml.safe_load(variants.ON_LABELS)
     loaded = config.load(content, keys)
     student = loaded.student
-    load(Spec("student", student.model, dict(student.args), variants.LABELS), loaded.data.image_size)
+    load(
+        Spec("student", student.model, dict(student.args), variants.LABELS),
+        loaded.data.image_size,
+    )
 
 
 def test_each_student_of_the_frontier_is_a_configuration():
     every = ",".join(map(json.dumps, frontier.STUDENTS.values()))
-    space, found = Space.read(plain("cifar10"), [*frontier.KEYS, f"student={every}"]), []
+    space, found = (
+        Space.read(plain("cifar10"), [*frontier.KEYS, f"student={every}"]),
+        [],
+    )
     for values in space.combinations():
         student, one = json.loads(values["student"]), space.load(values)
-        assert (one.student.model, one.student.args) == (student["model"], student.get("args", {}))
-        assert (one.data.image_size, one.teacher.options.input_size, one.run.name) == (64, 32, "frontier_cifar10")
+        assert (one.student.model, one.student.args) == (
+            student["model"],
+            student.get("args", {}),
+        )
+        assert (one.data.image_size, one.teacher.options.input_size, one.run.name) == (
+            64,
+            32,
+            "frontier_cifar10",
+        )
         found.append(student)
     assert found == list(frontier.STUDENTS.values())
 
@@ -141,14 +199,20 @@ def test_the_command_of_the_frontier_names_no_path_of_this_machine():
         "--jobs",
         "2",
     ]
-    wanted = "x.py data.root=PATH/cifar10 teacher.checkpoint=FILE run.folder=FOLDER run.epochs=1 --jobs 2"
+    wanted = (
+        "x.py data.root=PATH/cifar10 teacher.checkpoint=FILE run.folder=FOLDER"
+        " run.epochs=1 --jobs 2"
+    )
     assert frontier.shown(argv) == wanted
 
 
 def test_each_row_of_the_story_is_a_configuration_that_changes_what_it_says(tmp_path):
     given = argparse.Namespace(work=tmp_path, images=640, overrides=[])
     rows = [
-        config.load(str(story.CONFIG), story.keys_of(number, given, tmp_path / "teacher" / "export"))
+        config.load(
+            str(story.CONFIG),
+            story.keys_of(number, given, tmp_path / "teacher" / "export"),
+        )
         for number in range(len(story.STEPS))
     ]
     assert [row.data.workers for row in rows] == [16] + 6 * [1]
@@ -162,11 +226,41 @@ def test_each_row_of_the_story_is_a_configuration_that_changes_what_it_says(tmp_
 
 
 def test_the_story_is_told_by_the_files_of_its_runs(tmp_path):
-    """The page keeps its text around the table; a row's share of time is that of its parts."""
-    parts = {"data_ms": 10.0, "teacher_ms": 60.0, "student_ms": 30.0, "update_ms": 0.0, "other_ms": 0.0}
-    row = {"step": 0, "name": "as it was", "steady_images_per_second": 10.0, "optimizer_mib": 42.0, "accuracy": 50.0}
-    row |= {"low": 40.0, "high": 60.0, "finding": "Precision: float32. Set it | Teacher: 60 %. Set it", **parts}
-    text = story.shown([row, row | {"step": 1, "name": "bfloat16", "steady_images_per_second": 25.0, "finding": ""}])
+    """The page keeps its text around the table; a row's share of time is that of its
+    parts.
+    """
+    parts = {
+        "data_ms": 10.0,
+        "teacher_ms": 60.0,
+        "student_ms": 30.0,
+        "update_ms": 0.0,
+        "other_ms": 0.0,
+    }
+    row = {
+        "step": 0,
+        "name": "as it was",
+        "steady_images_per_second": 10.0,
+        "optimizer_mib": 42.0,
+        "accuracy": 50.0,
+    }
+    row |= {
+        "low": 40.0,
+        "high": 60.0,
+        "finding": "Precision: float32. Set it | Teacher: 60 %. Set it",
+        **parts,
+    }
+    text = story.shown(
+        [
+            row,
+            row
+            | {
+                "step": 1,
+                "name": "bfloat16",
+                "steady_images_per_second": 25.0,
+                "finding": "",
+            },
+        ]
+    )
     assert "10, 60, 30" in text
     assert "Precision Teacher" in text
     assert "2.50" in text
@@ -176,22 +270,65 @@ def test_the_story_is_told_by_the_files_of_its_runs(tmp_path):
 
 
 def test_the_rule_of_learning_is_judged_by_the_longer_run_of_the_same_kind():
-    """A pair differs in its length alone; 5.5 of 1,300 pictures in a hundred are more than chance, 1 is not."""
+    """A pair differs in its length alone; 5.5 of 1,300 pictures in a hundred are more
+    than chance, 1 is not.
+    """
     rising = " ".join(f"{i}:{0.3 + 0.02 * i:.4f}" for i in range(20))
     level = " ".join(f"{i}:0.5000" for i in range(20))
-    row = {"setup": "tiny10", "seed": 0, "student": "s", "test_images": 1300, "arm": "distilled"}
+    row = {
+        "setup": "tiny10",
+        "seed": 0,
+        "student": "s",
+        "test_images": 1300,
+        "arm": "distilled",
+    }
 
     def cell(name, steps, accuracy, curve, **changes):
-        return {**row, "cell": name, "steps": steps, "accuracy": accuracy, "curve": curve, **changes}
+        return {
+            **row,
+            "cell": name,
+            "steps": steps,
+            "accuracy": accuracy,
+            "curve": curve,
+            **changes,
+        }
 
     rows = [
         cell("as kd-init writes it", 3120, 0.56, rising, keys=""),
-        cell("8 views, 120 epochs", 9360, 0.615, level, keys="run.epochs=120 teacher.cache.views=8"),
-        cell("8 views, 300 epochs", 23400, 0.62, level, keys="run.epochs=300 teacher.cache.views=8"),
-        cell("fresh, 300 epochs", 23400, 0.62, level, keys="run.epochs=300 teacher.cache.views=300"),
-        cell("labels", 1000, 0.4, f"{level} 20:0.5800", keys="run.steps=1000", arm="labels"),
+        cell(
+            "8 views, 120 epochs",
+            9360,
+            0.615,
+            level,
+            keys="run.epochs=120 teacher.cache.views=8",
+        ),
+        cell(
+            "8 views, 300 epochs",
+            23400,
+            0.62,
+            level,
+            keys="run.epochs=300 teacher.cache.views=8",
+        ),
+        cell(
+            "fresh, 300 epochs",
+            23400,
+            0.62,
+            level,
+            keys="run.epochs=300 teacher.cache.views=300",
+        ),
+        cell(
+            "labels",
+            1000,
+            0.4,
+            f"{level} 20:0.5800",
+            keys="run.steps=1000",
+            arm="labels",
+        ),
     ]
-    found = [(one["cell"], one["longer"], one["gave"], one["rule"], one["cut"]) for one in still_learning.pairs(rows)]
+    found = [
+        (one["cell"], one["longer"], one["gave"], one["rule"], one["cut"])
+        for one in still_learning.pairs(rows)
+    ]
     assert found == [
         ("as kd-init writes it", "3x", "more", "right", ""),
         ("as kd-init writes it", "7.5x", "more", "right", ""),

@@ -1,4 +1,6 @@
-"""`make gpu TINY=1`: every part of benchmarks/gpu.py on the CPU, so that no minute of a GPU is spent on a typo."""
+"""`make gpu TINY=1`: every part of benchmarks/gpu.py on the CPU, so that no minute of a
+GPU is spent on a typo.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", minversion="2.9", reason="make gpu needs torch 2.9")
+torch = pytest.importorskip(
+    "torch", minversion="2.9", reason="make gpu needs torch 2.9"
+)
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu  # noqa: E402
@@ -27,16 +31,38 @@ def test_every_part_runs_and_a_finished_one_is_kept(tmp_path, capfd):
     assert lines[0] == "# command: make gpu TINY=1"
     rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
     assert {row["part"] for row in rows} == set(gpu.PARTS)
-    assert [row["what"] for row in rows if row["part"] == "export"] == ["kept from an earlier call"]
+    assert [row["what"] for row in rows if row["part"] == "export"] == [
+        "kept from an earlier call"
+    ]
     assert "not finished" not in {row["unit"] for row in rows}
-    ran = {row["what"]: row for row in rows if row["part"] in ("step", "run", "memory", "student", "configurations")}
-    always = [what for what in ran if not what.startswith("peak") and "waits" not in what]
+    ran = {
+        row["what"]: row
+        for row in rows
+        if row["part"] in ("step", "run", "memory", "student", "configurations")
+    }
+    always = [
+        what for what in ran if not what.startswith("peak") and "waits" not in what
+    ]
     assert [what for what in always if float(ran[what]["value"]) <= 0] == []
-    exact = [row for row in rows if row["part"] == "resume" or "gradients of DDP" in row["what"]]
+    exact = [
+        row
+        for row in rows
+        if row["part"] == "resume" or "gradients of DDP" in row["what"]
+    ]
     assert [float(row["value"]) for row in exact] == [0.0, 0.0, 0.0]  # on a CPU
-    warm = [row["note"] for row in rows if row["part"] == "configurations" and row["unit"] == "images/s"]
-    assert [note.endswith(", 0 images asked of the teacher") for note in warm] == [True, True]
-    assert int(float(next(row["value"] for row in rows if row["unit"] == "collected"))) >= 10
+    warm = [
+        row["note"]
+        for row in rows
+        if row["part"] == "configurations" and row["unit"] == "images/s"
+    ]
+    assert [note.endswith(", 0 images asked of the teacher") for note in warm] == [
+        True,
+        True,
+    ]
+    assert (
+        int(float(next(row["value"] for row in rows if row["unit"] == "collected")))
+        >= 10
+    )
 
 
 def test_a_part_cut_short_is_reported_and_rerun(tmp_path, monkeypatch):
@@ -59,14 +85,34 @@ row = {"what": str(len(list(work.glob("*.csv")))), "value": 1, "unit": "", "note
 
 
 @pytest.mark.slow
-def test_a_part_that_hangs_takes_its_own_time_and_the_csv_is_written_after_each(tmp_path, monkeypatch):
+def test_a_part_that_hangs_takes_its_own_time_and_the_csv_is_written_after_each(
+    tmp_path, monkeypatch
+):
     """As a test that waits for a GPU's other rank would."""
     script = tmp_path / "part.py"
     script.write_text(HANGS)
     monkeypatch.setattr(gpu, "__file__", str(script))
     assert list(gpu.PARTS)[:5] == ["run", "student", "configurations", "step", "tests"]
     assert gpu.PARTS.keys() == gpu.SECONDS.keys()
-    path = gpu.main(["--work", str(tmp_path), "--out", str(tmp_path), "--seconds", "5", "--minutes", "5"])
-    rows = list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
+    path = gpu.main(
+        [
+            "--work",
+            str(tmp_path),
+            "--out",
+            str(tmp_path),
+            "--seconds",
+            "5",
+            "--minutes",
+            "5",
+        ]
+    )
+    rows = list(
+        csv.DictReader(
+            line for line in path.read_text().splitlines() if not line.startswith("#")
+        )
+    )
     assert [row["part"] for row in rows if row["unit"] == "not finished"] == ["step"]
-    assert [row["what"] for row in rows if row["part"] in ("run", "tests")] == ["0", "1"]
+    assert [row["what"] for row in rows if row["part"] in ("run", "tests")] == [
+        "0",
+        "1",
+    ]

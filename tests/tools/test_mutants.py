@@ -26,9 +26,16 @@ def test_a_longer_sample_holds_the_shorter_one(mutants):
 
 def test_the_table_counts_what_ran(mutants):
     found = {"a": 1, "b": 0, "c": 33, "d": 0, "e": None, "f": 36, "g": -11}
-    lines = mutants.table(found, [*found], {"d": "the same number", "a": "listed, and noticed all the same"})
+    lines = mutants.table(
+        found,
+        [*found],
+        {"d": "the same number", "a": "listed, and noticed all the same"},
+    )
     assert lines[:2] == ["missed: b", "missed: c (no test calls it)"]
-    assert lines[2] == "7 mutants: 3 noticed, 2 missed, 1 equivalent, 1 not run: 60.0 % noticed"
+    assert (
+        lines[2]
+        == "7 mutants: 3 noticed, 2 missed, 1 equivalent, 1 not run: 60.0 % noticed"
+    )
 
 
 def test_every_pattern_names_a_file(mutants):
@@ -39,5 +46,14 @@ def test_every_pattern_names_a_file(mutants):
 
 def test_a_failure_is_shown_without_progress_bars(mutants, tmp_path):
     log = tmp_path / "tests.log"
-    log.write_text("first\n" + "⠋ Running stats\r⠙ Running stats\r" + "FAILED test_x\nrunner returned 1\n", "utf-8")
-    assert mutants.ending(log, 2).splitlines() == [f"The end of {log}:", "FAILED test_x", "runner returned 1"]
+    log.write_text(
+        "first\n"
+        + "⠋ Running stats\r⠙ Running stats\r"
+        + "FAILED test_x\nrunner returned 1\n",
+        "utf-8",
+    )
+    assert mutants.ending(log, 2).splitlines() == [
+        f"The end of {log}:",
+        "FAILED test_x",
+        "runner returned 1",
+    ]

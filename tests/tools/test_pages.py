@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def tool(name):
-    spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "tools" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"{name}_tool", ROOT / "tools" / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -19,7 +21,9 @@ def tool(name):
 
 @pytest.mark.parametrize("name", ["keys", "results"])
 def test_the_committed_page_is_what_the_tool_prints(name):
-    assert (ROOT / "docs" / f"{name}.md").read_text() == tool(name).page(), f"run python tools/{name}.py"
+    assert (ROOT / "docs" / f"{name}.md").read_text() == tool(name).page(), (
+        f"run python tools/{name}.py"
+    )
 
 
 def test_the_committed_tables_are_what_the_tool_prints():
@@ -31,9 +35,18 @@ def test_a_claim_follows_from_its_rows():
     results = tool("results")
     rows = [
         {"seed": seed, "arm": arm, "accuracy": value}
-        for seed, arm, value in (("0", "a", "3"), ("1", "a", "5"), ("2", "a", "7"), ("0", "b", "2"), ("1", "b", "4"))
+        for seed, arm, value in (
+            ("0", "a", "3"),
+            ("1", "a", "5"),
+            ("2", "a", "7"),
+            ("0", "b", "2"),
+            ("1", "b", "4"),
+        )
     ]
-    assert results.level("accuracy", arm="a")(rows) == ("5.0 ± 5.0 %", "3")  # 4.303 * 2 / sqrt(3)
+    assert results.level("accuracy", arm="a")(rows) == (
+        "5.0 ± 5.0 %",
+        "3",
+    )  # 4.303 * 2 / sqrt(3)
     assert results.gain("a", "b")(rows) == ("+1.0 points", "2")  # seed 2 has no pair
     assert results.ratio("arm", "a", "b", "accuracy")(rows) == ("1.67 times", "3")
     with pytest.raises(SystemExit):
@@ -43,14 +56,24 @@ def test_a_claim_follows_from_its_rows():
 def test_the_committed_drawings_are_what_the_tool_draws():
     drawings = tool("drawings")
     for name, drawn in (("how", drawings.how()), ("rooms", drawings.rooms())):
-        assert (ROOT / "docs" / f"{name}.svg").read_text() == drawn, "run python tools/drawings.py"
+        assert (ROOT / "docs" / f"{name}.svg").read_text() == drawn, (
+            "run python tools/drawings.py"
+        )
         assert "prefers-color-scheme: dark" in drawn
 
 
 def test_every_file_says_what_it_is():
     for path in (ROOT / "benchmarks").rglob("*.csv"):
         header, rows = tool("results").read(path)
-        assert {"what", "show", "command", "commit", "hardware", "versions", "date"} <= set(header), path.name
+        assert {
+            "what",
+            "show",
+            "command",
+            "commit",
+            "hardware",
+            "versions",
+            "date",
+        } <= set(header), path.name
         assert path.name.endswith(f"_{header['hardware']}_{header['date']}.csv")
         assert rows, path.name
 
@@ -78,7 +101,9 @@ def test_rows_are_grouped_and_filtered():
 
 
 @pytest.mark.parametrize(
-    "path", [*ROOT.glob("docs/*.svg"), *ROOT.glob("benchmarks/**/*.svg")], ids=lambda path: path.stem
+    "path",
+    [*ROOT.glob("docs/*.svg"), *ROOT.glob("benchmarks/**/*.svg")],
+    ids=lambda path: path.stem,
 )
 def test_a_picture_has_its_colours_in_it(path):
     """Image viewers know no CSS variables, and draw them black."""

@@ -1,4 +1,6 @@
-"""A real run, built from a configuration, that leaves its rows in memory or in a folder."""
+"""A real run, built from a configuration, that leaves its rows in memory or in a
+folder.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +27,8 @@ class Made(NamedTuple):
 
 @pytest.fixture
 def make(settings) -> Callable[..., Made]:
-    """Build a run: `make("optimizer.lr=1", folder=path)`; what a job does, without its checks.
+    """Build a run: `make("optimizer.lr=1", folder=path)`; what a job does, without its
+    checks.
 
     `change` makes other teachers of those that the configuration names.
     """

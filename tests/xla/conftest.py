@@ -1,4 +1,6 @@
-"""The engine on real torch_xla, on the CPU. `make test-xla` runs these; elsewhere they are skipped with the reason."""
+"""The engine on real torch_xla, on the CPU. `make test-xla` runs these; elsewhere they
+are skipped with the reason.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from pieces import Trained, compared
 STEPS = 20
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 if find_spec("torch_xla") is not None:
-    # autograd counts the devices at its first backward, which here would be the fixture's teacher on the CPU
+    # autograd counts the devices at its first backward, which here would be the
+    # fixture's teacher on the CPU
     import torch_xla
 
     torch_xla.device()
@@ -29,17 +32,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for text in IGNORED:
                 item.add_marker(pytest.mark.filterwarnings(text))
             if find_spec("torch_xla") is None:
-                item.add_marker(pytest.mark.skip(reason="torch_xla is not installed; `make test-xla` installs it"))
+                item.add_marker(
+                    pytest.mark.skip(
+                        reason="torch_xla is not installed; `make test-xla` installs it"
+                    )
+                )
 
 
 @pytest.fixture(scope="session")
 def run_file(photos, teacher, tmp_path_factory) -> Path:
-    """A run of 20 steps of two micro-batches, three steps an epoch; the validation split ends in a padded batch."""
+    """A run of 20 steps of two micro-batches, three steps an epoch; the validation
+    split ends in a padded batch.
+    """
     import yaml
 
     every = {"log": 1, "evaluate": STEPS, "checkpoint": 10}
     content = compared(
-        photos, teacher, run={"steps": STEPS, "every": every, "keep": 9}, data={"micro_batch": 6}, backend={}
+        photos,
+        teacher,
+        run={"steps": STEPS, "every": every, "keep": 9},
+        data={"micro_batch": 6},
+        backend={},
     )
     file = tmp_path_factory.mktemp("config") / "run.yaml"
     file.write_text(yaml.safe_dump(content))
@@ -48,7 +61,9 @@ def run_file(photos, teacher, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def train(run_file, tmp_path_factory) -> Callable[..., Trained]:
-    """Train in this process: `train("xla", "optimizer.zero=true")`; the same folder resumes."""
+    """Train in this process: `train("xla", "optimizer.zero=true")`; the same folder
+    resumes.
+    """
     from kd import config
     from kd.jobs.train import train as job
 

@@ -1,4 +1,6 @@
-"""What several replicas would compute, what torch_xla does not do on a CPU, and errors that must not be swallowed."""
+"""What several replicas would compute, what torch_xla does not do on a CPU, and errors
+that must not be swallowed.
+"""
 
 from __future__ import annotations
 
@@ -18,36 +20,65 @@ REPOSITORY = HERE.parents[1]
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    return {
+        **os.environ,
+        "PJRT_DEVICE": "CPU",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPOSITORY),
+    }
 
 
 @pytest.mark.parametrize(
-    ("how", "operation"), [("clip", "all-reduce"), ("plain", "all-reduce"), ("zero", "reduce-scatter")]
+    ("how", "operation"),
+    [("clip", "all-reduce"), ("plain", "all-reduce"), ("zero", "reduce-scatter")],
 )
 def test_two_replicas_reduce_once_and_divide_by_two(how, operation):
     done = subprocess.run(
-        [sys.executable, str(HERE / "two_replicas.py"), how], env=environment(), capture_output=True, text=True
+        [sys.executable, str(HERE / "two_replicas.py"), how],
+        env=environment(),
+        capture_output=True,
+        text=True,
     )
     graph = done.stdout
     assert done.returncode == 0, done.stderr
-    shapes = [line for line in graph.splitlines() if re.search(rf" {operation}\(", line)]
+    shapes = [
+        line for line in graph.splitlines() if re.search(rf" {operation}\(", line)
+    ]
     gradients = [line for line in shapes if re.search(r"f32\[(3,4|2,4|2|3)\]", line)]
-    # torch_xla reduces the list of gradients in one operation, and scatters each of the two by itself
+    # torch_xla reduces the list of gradients in one operation, and scatters each of the
+    # two by itself
     assert len(gradients) == (2 if how == "zero" else 1), graph
     assert "constant(0.5)" in graph
 
 
 def test_two_processes_on_the_cpu_are_refused(run_file, tmp_path):
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    argv += ["-m", "kd.cli", "train", str(run_file), "backend.kind=xla", f"run.folder={tmp_path}"]
-    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=200)
+    argv = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    argv += [
+        "-m",
+        "kd.cli",
+        "train",
+        str(run_file),
+        "backend.kind=xla",
+        f"run.folder={tmp_path}",
+    ]
+    done = subprocess.run(
+        argv, env=environment(), capture_output=True, text=True, timeout=200
+    )
     assert done.returncode != 0
     assert "1 of the 2 processes" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unreadable_image_stops_the_run(photos, train, tmp_path):
-    # the device loader's thread drops what it raises: without care the epoch would merely end, over and over
+    # the device loader's thread drops what it raises: without care the epoch would
+    # merely end, over and over
     import shutil
 
     shutil.copytree(photos, tmp_path / "photos")
@@ -79,7 +110,9 @@ def test_seeds_reach_the_device():
     draws = []
     for seed in (2**62 + 1, 2**62 + 1, 7):
         backend.seed(seed)
-        draws.append(torch.nn.functional.dropout(torch.ones(64, device=backend.device)).cpu())
+        draws.append(
+            torch.nn.functional.dropout(torch.ones(64, device=backend.device)).cpu()
+        )
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
 
@@ -104,7 +137,10 @@ def test_flags_of_the_cpu_compiler_are_extended_and_never_overwritten():
     level = "--xla_backend_optimization_level"
     for given, expected in (
         ({"PJRT_DEVICE": "CPU"}, f"{level}=0"),
-        ({"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_dump_to=x"}, f"--xla_dump_to=x {level}=0"),
+        (
+            {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_dump_to=x"},
+            f"--xla_dump_to=x {level}=0",
+        ),
         ({"PJRT_DEVICE": "CPU", "XLA_FLAGS": f"{level}=2"}, f"{level}=2"),
         ({"PJRT_DEVICE": "NEURON", "XLA_FLAGS": "--a"}, "--a"),
     ):

@@ -1,4 +1,6 @@
-"""Print the graph of one optimizer step in a world of two replicas; nothing is executed, which a CPU could not."""
+"""Print the graph of one optimizer step in a world of two replicas; nothing is
+executed, which a CPU could not.
+"""
 
 import os
 import sys
@@ -12,7 +14,9 @@ from kd.parts import registry
 
 
 def main(how: str) -> None:
-    torch_xla._XLAC._xla_set_replication_devices(["CPU:0", "CPU:1"])  # before torch_xla first counts its world
+    torch_xla._XLAC._xla_set_replication_devices(
+        ["CPU:0", "CPU:1"]
+    )  # before torch_xla first counts its world
     module = registry.find("backends", "xla", "test")
     backend = module.build(module.Options(), precision="fp32", timeout_seconds=5.0)
     backend.device = torch_xla.device()

@@ -1,7 +1,9 @@
-"""The zoo: data as people bring it, made by small generators, and what is right for each case.
+"""The zoo: data as people bring it, made by small generators, and what is right for
+each case.
 
-A case is *right*, with the images of each class that are to be read and what must be said of the rest, or *refused*, in
-one line whose remedy is followed: with it the case is right. `benchmarks/zoo.py` runs the same folders through others.
+A case is *right*, with the images of each class that are to be read and what must be
+said of the rest, or *refused*, in one line whose remedy is followed: with it the case
+is right. `benchmarks/zoo.py` runs the same folders through others.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from PIL import Image
 
 RED, GREEN, BLUE = (200, 30, 30), (30, 200, 30), (30, 30, 200)
 TWO = {"apple": 3, "pear": 3}
-CAFE, CAFE_MAC = "caf\xe9", "cafe\u0301"  # é as one character, and as macOS writes it: two
+CAFE, CAFE_MAC = (
+    "caf\xe9",
+    "cafe\u0301",
+)  # é as one character, and as macOS writes it: two
 Keys = dict[str, Any]
 
 
@@ -32,20 +37,29 @@ class Case:
 
     name: str
     make: Callable[[Path], object]  # writes files into an empty folder
-    right: Mapping[str, int] = field(default_factory=lambda: TWO)  # training images of each class, once it is right
-    keys: Mapping[str, Any] = field(default_factory=dict)  # of `data`; "ROOT" in a text is the folder
+    right: Mapping[str, int] = field(
+        default_factory=lambda: TWO
+    )  # training images of each class, once it is right
+    keys: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of `data`; "ROOT" in a text is the folder
     said: str = ""  # what must be said though it is right: a pattern
     refused: str = ""  # what the one line says: a pattern; "": it is right at once
-    remedy: Callable[[Path, Keys], object] | None = None  # does what that line says to files or keys
+    remedy: Callable[[Path, Keys], object] | None = (
+        None  # does what that line says to files or keys
+    )
     order: tuple[str, ...] = ()  # of the classes, where it matters
     pixels: Callable[[Image.Image], bool] | None = None  # of the first training image
     kind: str = "folder"  # folder, table, shards, parquet
 
 
-# ------------------------------------------------------------------------------------------------------- pictures
+# --------------------------------------------------------------------------------
+# pictures
 
 
-def picture(seed: int = 0, size: tuple[int, int] = (16, 12), colour: tuple[int, int, int] = RED) -> Image.Image:
+def picture(
+    seed: int = 0, size: tuple[int, int] = (16, 12), colour: tuple[int, int, int] = RED
+) -> Image.Image:
     noise = np.random.default_rng(seed).integers(-20, 20, (size[1], size[0], 3))
     return Image.fromarray((np.array(colour) + noise).clip(0, 255).astype(np.uint8))
 
@@ -66,11 +80,18 @@ def write(path: Path, data: bytes | str) -> Path:
     return path
 
 
-def plain(root: Path, classes: tuple[str, ...] = ("apple", "pear"), ending: str = ".jpg", count: int = 3) -> Path:
+def plain(
+    root: Path,
+    classes: tuple[str, ...] = ("apple", "pear"),
+    ending: str = ".jpg",
+    count: int = 3,
+) -> Path:
     """Write `train` and `val` folders of classes."""
     for place, name in enumerate(classes):
         for number in range(count):
-            write(root / "train" / name / f"{number}{ending}", photo(10 * place + number))
+            write(
+                root / "train" / name / f"{number}{ending}", photo(10 * place + number)
+            )
         write(root / "val" / name / f"v{ending}", photo(100 + place))
     return root
 
@@ -110,8 +131,16 @@ def scans(jpeg: bytes, more: int) -> bytes:
 
 
 def burst() -> bytes:
-    """A JPEG with further pictures behind the first, as phones write them: Pillow calls it MPO."""
-    return encoded(picture(1), "MPO", save_all=True, append_images=[picture(2, colour=BLUE)] * 2, progressive=True)
+    """A JPEG with further pictures behind the first, as phones write them: Pillow calls
+    it MPO.
+    """
+    return encoded(
+        picture(1),
+        "MPO",
+        save_all=True,
+        append_images=[picture(2, colour=BLUE)] * 2,
+        progressive=True,
+    )
 
 
 def grey16(bits: int) -> bytes:
@@ -121,10 +150,20 @@ def grey16(bits: int) -> bytes:
 
 def bomb() -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data))
+            + kind
+            + data
+            + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + header
+        + chunk(b"IDAT", zlib.compress(bytes(100)))
+        + chunk(b"IEND", b"")
+    )
 
 
 def turned() -> bytes:
@@ -156,14 +195,19 @@ def link(name: str, target: str) -> Callable[[Path], object]:
     def make(root: Path) -> None:
         plain(root)
         write(root.parent / f"{root.name}-store" / "p" / "far.jpg", photo(7))
-        (root / name).symlink_to(target.replace("STORE", f"{root.parent / f'{root.name}-store'}"))
+        (root / name).symlink_to(
+            target.replace("STORE", f"{root.parent / f'{root.name}-store'}")
+        )
 
     return make
 
 
 def not_utf8(root: Path) -> None:
     plain(root)
-    os.rename(os.fsencode(root / "train/apple/0.jpg"), os.fsencode(root / "train/apple/") + b"/\xe9.jpg")
+    os.rename(
+        os.fsencode(root / "train/apple/0.jpg"),
+        os.fsencode(root / "train/apple/") + b"/\xe9.jpg",
+    )
 
 
 def two_forms(root: Path) -> None:
@@ -189,16 +233,26 @@ FOLDERS = [
         "folders of storage systems",
         lambda root: (
             plain(root),
-            write(root / "train" / "apple" / "@eaDir" / "0.jpg" / "SYNOPHOTO_THUMB_S.jpg", photo(7)),
+            write(
+                root / "train" / "apple" / "@eaDir" / "0.jpg" / "SYNOPHOTO_THUMB_S.jpg",
+                photo(7),
+            ),
             write(root / "train" / "@eaDir" / "x.jpg", photo(8)),
             write(root / "__MACOSX" / "train" / "x.jpg", photo(9)),
         ),
     ),
     Case("plain", plain),
     Case("capital endings", lambda root: plain(root, ending=".JPG")),
-    *[Case(f"JPEGs named {ending}", lambda root, e=ending: plain(root, ending=e)) for ending in (".jfif", ".jpe")],
+    *[
+        Case(f"JPEGs named {ending}", lambda root, e=ending: plain(root, ending=e))
+        for ending in (".jfif", ".jpe")
+    ],
     Case("JPEGs named .jpeg_large", lambda root: plain(root, ending=".jpeg_large")),
-    Case("three endings of JPEGs", lambda root: [plain(root), write(root / "train/pear/a.jfif", photo(8))], PEAR4),
+    Case(
+        "three endings of JPEGs",
+        lambda root: [plain(root), write(root / "train/pear/a.jfif", photo(8))],
+        PEAR4,
+    ),
     Case("no endings", lambda root: plain(root, ending="")),
     Case("dots in names, no endings", beside("pear/scan.4.5", photo(5)), PEAR4),
     Case("PNG named .jpg", first(lambda: photo(1, "PNG")), pixels=is_red),
@@ -206,9 +260,15 @@ FOLDERS = [
     Case("Thumbs.db", beside("pear/Thumbs.db", b"\xd0\xcf\x11\xe0"), said="1 .db"),
     Case("hidden files of macOS", beside("pear/._0.jpg", b"\0\5\x16\7")),
     Case("a raw photograph", beside("pear/1.nef", b"II*\0" + bytes(64)), said="1 .nef"),
-    Case("an empty class folder", lambda root: (plain(root) / "train/fig").mkdir(), said="1 folder has no image.*fig"),
     Case(
-        "nested classes", lambda root: plain(root, ("fruit/apple", "fruit/pear")), {"fruit/apple": 3, "fruit/pear": 3}
+        "an empty class folder",
+        lambda root: (plain(root) / "train/fig").mkdir(),
+        said="1 folder has no image.*fig",
+    ),
+    Case(
+        "nested classes",
+        lambda root: plain(root, ("fruit/apple", "fruit/pear")),
+        {"fruit/apple": 3, "fruit/pear": 3},
     ),
     Case(
         "classes in numbers",
@@ -217,8 +277,16 @@ FOLDERS = [
         order=NUMBERS,
         said="order of numbers",
     ),
-    Case("classes 007 and no", lambda root: plain(root, ("007", "no")), {"007": 3, "no": 3}),
-    Case("blanks, quotes and emoji", lambda root: plain(root, ("a 'b'", "\U0001f34e")), {"a 'b'": 3, "\U0001f34e": 3}),
+    Case(
+        "classes 007 and no",
+        lambda root: plain(root, ("007", "no")),
+        {"007": 3, "no": 3},
+    ),
+    Case(
+        "blanks, quotes and emoji",
+        lambda root: plain(root, ("a 'b'", "\U0001f34e")),
+        {"a 'b'": 3, "\U0001f34e": 3},
+    ),
     Case("a name that is not UTF-8", not_utf8),
     Case("val in the other Unicode form", other_form, {CAFE: 3, "pear": 3}),
     Case("two Unicode forms in one split", two_forms, {CAFE: 4, "pear": 3}),
@@ -230,7 +298,12 @@ FOLDERS = [
         refused="is a link to '/nowhere/x.jpg'",
         remedy=delete("train/pear/l.jpg"),
     ),
-    Case("such a link, skipped", link("train/pear/l.jpg", "/nowhere/x.jpg"), refused="on_corrupt=skip", remedy=skip),
+    Case(
+        "such a link, skipped",
+        link("train/pear/l.jpg", "/nowhere/x.jpg"),
+        refused="on_corrupt=skip",
+        remedy=skip,
+    ),
     Case(
         "a link in a circle",
         link("train/pear/up", ".."),
@@ -243,17 +316,48 @@ FOLDERS = [
         refused="pear/e.jpg': it is empty",
         remedy=delete("train/pear/e.jpg"),
     ),
-    Case("an empty file, skipped", beside("pear/e.jpg", b""), refused="on_corrupt=skip", remedy=skip),
-    Case("a cut JPEG", beside("pear/c.jpg", photo(3)[:300]), refused="pear/c.jpg.*truncated", remedy=skip),
-    Case("a cut PNG", beside("pear/c.png", photo(3, "PNG")[:200]), refused="pear/c.png", remedy=skip),
-    Case("an HTML page named .jpg", beside("pear/h.jpg", "<!doctype html>"), refused="not an image", remedy=skip),
     Case(
-        "an SVG named .png", beside("pear/s.png", "<svg/>"), refused="not an image", remedy=delete("train/pear/s.png")
+        "an empty file, skipped",
+        beside("pear/e.jpg", b""),
+        refused="on_corrupt=skip",
+        remedy=skip,
     ),
-    Case("a bomb", beside("pear/b.png", bomb()), refused="30000 x 30000.*million", remedy=skip),
+    Case(
+        "a cut JPEG",
+        beside("pear/c.jpg", photo(3)[:300]),
+        refused="pear/c.jpg.*truncated",
+        remedy=skip,
+    ),
+    Case(
+        "a cut PNG",
+        beside("pear/c.png", photo(3, "PNG")[:200]),
+        refused="pear/c.png",
+        remedy=skip,
+    ),
+    Case(
+        "an HTML page named .jpg",
+        beside("pear/h.jpg", "<!doctype html>"),
+        refused="not an image",
+        remedy=skip,
+    ),
+    Case(
+        "an SVG named .png",
+        beside("pear/s.png", "<svg/>"),
+        refused="not an image",
+        remedy=delete("train/pear/s.png"),
+    ),
+    Case(
+        "a bomb",
+        beside("pear/b.png", bomb()),
+        refused="30000 x 30000.*million",
+        remedy=skip,
+    ),
     Case("an MPO", first(burst), pixels=is_red),
     Case(
-        "an MPO of 2,000 scans", beside("pear/m.jpg", scans(burst(), 2000)), refused="JPEG of 20.. scans", remedy=skip
+        "an MPO of 2,000 scans",
+        beside("pear/m.jpg", scans(burst(), 2000)),
+        refused="JPEG of 20.. scans",
+        remedy=skip,
     ),
     Case(
         "a JPEG of 2,000 scans",
@@ -261,22 +365,49 @@ FOLDERS = [
         refused="JPEG of 20.. scans",
         remedy=skip,
     ),
-    Case("a progressive JPEG", first(lambda: photo(1, progressive=True)), pixels=is_red),
+    Case(
+        "a progressive JPEG", first(lambda: photo(1, progressive=True)), pixels=is_red
+    ),
     Case("CMYK", first(lambda: encoded(picture(1).convert("CMYK"))), pixels=is_red),
-    Case("a turned photograph", first(turned), pixels=lambda image: image.size == (12, 16)),
+    Case(
+        "a turned photograph",
+        first(turned),
+        pixels=lambda image: image.size == (12, 16),
+    ),
     Case("a palette with transparency", first(palette, "0.png"), pixels=is_white),
     Case(
         "an animation",
-        first(lambda: encoded(picture(1), "GIF", save_all=True, append_images=[picture(2, colour=BLUE)]), "0.gif"),
+        first(
+            lambda: encoded(
+                picture(1),
+                "GIF",
+                save_all=True,
+                append_images=[picture(2, colour=BLUE)],
+            ),
+            "0.gif",
+        ),
         pixels=is_red,
     ),
     Case(
         "a TIFF of two pages",
-        first(lambda: encoded(picture(1), "TIFF", save_all=True, append_images=[picture(2, colour=BLUE)]), "0.tif"),
+        first(
+            lambda: encoded(
+                picture(1),
+                "TIFF",
+                save_all=True,
+                append_images=[picture(2, colour=BLUE)],
+            ),
+            "0.tif",
+        ),
         pixels=is_red,
     ),
     Case("16 bits", first(lambda: grey16(16), "0.png"), pixels=is_bright),
-    Case("12 bits in 16", first(lambda: grey16(12), "0.png"), keys={"bits": 12}, pixels=is_bright),
+    Case(
+        "12 bits in 16",
+        first(lambda: grey16(12), "0.png"),
+        keys={"bits": 12},
+        pixels=is_bright,
+    ),
     Case(
         "16 bits where 12 are said",
         first(lambda: grey16(16), "0.png"),
@@ -291,9 +422,21 @@ FOLDERS = [
         refused="F pixels",
         remedy=delete("train/pear/f.tif"),
     ),
-    Case("one pixel", first(lambda: encoded(Image.new("RGB", (1, 1), RED), "PNG"), "0.png"), pixels=is_red),
-    Case("a strip", first(lambda: encoded(Image.new("RGB", (3000, 2), RED), "PNG"), "0.png"), pixels=is_red),
-    Case("a broken EXIF block", first(lambda: photo(1, exif=b"Exif\0\0garbage")), pixels=is_red),
+    Case(
+        "one pixel",
+        first(lambda: encoded(Image.new("RGB", (1, 1), RED), "PNG"), "0.png"),
+        pixels=is_red,
+    ),
+    Case(
+        "a strip",
+        first(lambda: encoded(Image.new("RGB", (3000, 2), RED), "PNG"), "0.png"),
+        pixels=is_red,
+    ),
+    Case(
+        "a broken EXIF block",
+        first(lambda: photo(1, exif=b"Exif\0\0garbage")),
+        pixels=is_red,
+    ),
     Case("bytes behind the end", first(lambda: photo(1) + b"x" * 99), pixels=is_red),
     Case(
         "a class that training lacks",
@@ -321,11 +464,14 @@ FOLDERS = [
     ),
 ]
 
-# --------------------------------------------------------------------------------------------------------- tables
+# --------------------------------------------------------------------------------
+# tables
 
 
 def table(content: str | bytes, name: str = "t.csv") -> Callable[[Path], object]:
-    """Images in `images`, and a list of the training images; that of validation is whole and plain."""
+    """Images in `images`, and a list of the training images; that of validation is
+    whole and plain.
+    """
 
     def make(root: Path) -> None:
         for number in range(6):
@@ -345,12 +491,20 @@ LIST = {"kind": "csv", "root": "ROOT", "train_list": "t.csv", "val_list": "v.csv
 MEASURES = "".join(f"images/{n}.jpg,{1 + n / 10}\n" for n in range(6))
 
 
-def listed(name: str, content: str | bytes, right: Mapping[str, int] = TWO, file: str = "t.csv", **more: Any) -> Case:
+def listed(
+    name: str,
+    content: str | bytes,
+    right: Mapping[str, int] = TWO,
+    file: str = "t.csv",
+    **more: Any,
+) -> Case:
     keys = more.pop("keys", {**LIST, "train_list": file})
     return Case(name, table(content, file), right, keys, kind="table", **more)
 
 
-def rewrite(content: str | bytes, name: str = "t.csv") -> Callable[[Path, Keys], object]:
+def rewrite(
+    content: str | bytes, name: str = "t.csv"
+) -> Callable[[Path, Keys], object]:
     return lambda root, keys: write(root / name, content)
 
 
@@ -365,18 +519,38 @@ def absolute(root: Path) -> None:
 
 
 def roboflow(root: Path) -> None:
-    """One folder a split, each with its images and a table: as Roboflow exports classes."""
+    """One folder a split, each with its images and a table: as Roboflow exports
+    classes.
+    """
     for split, count in (("train", 6), ("valid", 2)):
         for number in range(count):
             write(root / split / f"{split}{number}.jpg", photo(number))
-        lines = [f"{split}{n}.jpg, {int(n % 2 == 0)}, {int(n % 2)}" for n in range(count)]
-        write(root / split / "_classes.csv", "\n".join(["filename, apple, fig", *lines]))
+        lines = [
+            f"{split}{n}.jpg, {int(n % 2 == 0)}, {int(n % 2)}" for n in range(count)
+        ]
+        write(
+            root / split / "_classes.csv", "\n".join(["filename, apple, fig", *lines])
+        )
 
 
-SETS = {"kind": "multilabel", "root": "ROOT", "train_labels": "train/_classes.csv", "val_labels": "valid/_classes.csv"}
-PAIRS = {"kind": "multilabel", "root": "ROOT", "train_labels": "t.csv", "val_fraction": 0.2}
-JOINED = "file,labels\n" + "".join(f"images/{n}.jpg,{'apple|fig' if n % 2 else 'pear'}\n" for n in range(6))
-WIDE = "file,apple,pear\n" + "".join(f"images/{n}.jpg,{int(n < 3)},{int(n > 2)}\n" for n in range(6))
+SETS = {
+    "kind": "multilabel",
+    "root": "ROOT",
+    "train_labels": "train/_classes.csv",
+    "val_labels": "valid/_classes.csv",
+}
+PAIRS = {
+    "kind": "multilabel",
+    "root": "ROOT",
+    "train_labels": "t.csv",
+    "val_fraction": 0.2,
+}
+JOINED = "file,labels\n" + "".join(
+    f"images/{n}.jpg,{'apple|fig' if n % 2 else 'pear'}\n" for n in range(6)
+)
+WIDE = "file,apple,pear\n" + "".join(
+    f"images/{n}.jpg,{int(n < 3)},{int(n > 2)}\n" for n in range(6)
+)
 
 TABLES = [
     listed("commas", HEAD + ROWS),
@@ -390,10 +564,22 @@ TABLES = [
         (HEAD + ROWS + "images/caf\xe9.jpg,pear\n").encode("cp1252"),
         {"apple": 3, "pear": 4},
         refused=r"line 8 is not UTF-8.*iconv -f cp1252",
-        remedy=rewrite((HEAD + ROWS + "images/caf\xe9.jpg,pear\n").encode("cp1252").decode("cp1252")),
+        remedy=rewrite(
+            (HEAD + ROWS + "images/caf\xe9.jpg,pear\n")
+            .encode("cp1252")
+            .decode("cp1252")
+        ),
     ),
-    listed("a name in the other Unicode form", HEAD + ROWS + f"images/{CAFE_MAC}.jpg,pear\n", {"apple": 3, "pear": 4}),
-    listed("a row twice", HEAD + ROWS + "images/0.jpg,apple\n", said="1 lines of data.train_list repeat another"),
+    listed(
+        "a name in the other Unicode form",
+        HEAD + ROWS + f"images/{CAFE_MAC}.jpg,pear\n",
+        {"apple": 3, "pear": 4},
+    ),
+    listed(
+        "a row twice",
+        HEAD + ROWS + "images/0.jpg,apple\n",
+        said="1 lines of data.train_list repeat another",
+    ),
     listed(
         "a row twice with two labels",
         HEAD + ROWS + "images/0.jpg,pear\n",
@@ -416,7 +602,10 @@ TABLES = [
     ),
     listed(
         "a quote that is closed four lines below",
-        HEAD + ROWS.replace("1.jpg,apple", '1.jpg,"apple').replace("4.jpg,pear", '4.jpg,pear"'),
+        HEAD
+        + ROWS.replace("1.jpg,apple", '1.jpg,"apple').replace(
+            "4.jpg,pear", '4.jpg,pear"'
+        ),
         refused=r"goes over 4 lines.*ends in line 6",
         remedy=rewrite(HEAD + ROWS),
     ),
@@ -440,14 +629,18 @@ TABLES = [
     ),
     Case("1 and 1.0 in one column", numbered, {"1": 3, "2": 3}, LIST, kind="table"),
     Case("absolute paths", absolute, TWO, LIST, kind="table"),
-    listed("no header", ROWS, refused="must name the columns", remedy=rewrite(HEAD + ROWS)),
+    listed(
+        "no header", ROWS, refused="must name the columns", remedy=rewrite(HEAD + ROWS)
+    ),
     listed(
         "other columns",
         "file,dish\n" + ROWS,
         refused=r"no column 'path'. Columns: file, dish",
         remedy=lambda root, keys: [
             keys.update(image_key="file", label_key="dish"),
-            write(root / "v.csv", "file,dish\nimages/v7.jpg,apple\nimages/v8.jpg,pear\n"),
+            write(
+                root / "v.csv", "file,dish\nimages/v7.jpg,apple\nimages/v8.jpg,pear\n"
+            ),
         ],
     ),
     listed(
@@ -476,7 +669,13 @@ TABLES = [
         remedy=rewrite(HEAD + ROWS),
     ),
     listed("a quoted comma", HEAD + ROWS.replace("pear", '"pear"')),
-    Case("label sets as Roboflow exports them", roboflow, {"apple": 3, "fig": 3}, SETS, kind="table"),
+    Case(
+        "label sets as Roboflow exports them",
+        roboflow,
+        {"apple": 3, "fig": 3},
+        SETS,
+        kind="table",
+    ),
     listed("labels joined by |", JOINED, {"apple+fig": 3, "pear": 2}, keys=PAIRS),
     listed(
         "labels joined by ;",
@@ -496,7 +695,8 @@ TABLES = [
     ),
 ]
 
-# --------------------------------------------------------------------------------------------------------- shards
+# --------------------------------------------------------------------------------
+# shards
 
 
 def tar(path: Path, members: Mapping[str, bytes], mode: str = "w") -> Path:
@@ -513,23 +713,44 @@ def half(number: int) -> str:
     return "apple" if number < 3 else "pear"
 
 
-def members(name: str = "img_{}", label: Callable[[int], str] = half) -> dict[str, bytes]:
+def members(
+    name: str = "img_{}", label: Callable[[int], str] = half
+) -> dict[str, bytes]:
     pairs = [(name.format(n), photo(n), label(n).encode()) for n in range(6)]
-    return {f"{key}.{kind}": data for key, image, text in pairs for kind, data in (("jpg", image), ("cls", text))}
+    return {
+        f"{key}.{kind}": data
+        for key, image, text in pairs
+        for kind, data in (("jpg", image), ("cls", text))
+    }
 
 
 def shards(
     train: Mapping[str, bytes], val: Mapping[str, bytes] | None = None, mode: str = "w"
 ) -> Callable[[Path], object]:
-    return lambda root: [tar(root / "train.tar", train, mode), tar(root / "val.tar", val or members("v_{}"))]
+    return lambda root: [
+        tar(root / "train.tar", train, mode),
+        tar(root / "val.tar", val or members("v_{}")),
+    ]
 
 
 SHARDS_KEYS = {"kind": "webdataset", "train": "ROOT/train.tar", "val": "ROOT/val.tar"}
 LISTS = members(label=lambda n: json.dumps(["apple", "fig"] if n % 2 else []))
 
 
-def sharded(name: str, make: Callable[[Path], object], right: Mapping[str, int] = TWO, **more: Any) -> Case:
-    return Case(name, make, right, {**SHARDS_KEYS, **more.pop("keys", {})}, kind="shards", **more)
+def sharded(
+    name: str,
+    make: Callable[[Path], object],
+    right: Mapping[str, int] = TWO,
+    **more: Any,
+) -> Case:
+    return Case(
+        name,
+        make,
+        right,
+        {**SHARDS_KEYS, **more.pop("keys", {})},
+        kind="shards",
+        **more,
+    )
 
 
 def cut(root: Path) -> None:
@@ -540,9 +761,14 @@ def cut(root: Path) -> None:
 SHARDS = [
     sharded("plain shards", shards(members())),
     sharded("dots in names of shards", shards(members("img_{}.5"))),
-    sharded("capital endings in a shard", shards({n.replace("jpg", "JPG"): data for n, data in members().items()})),
+    sharded(
+        "capital endings in a shard",
+        shards({n.replace("jpg", "JPG"): data for n, data in members().items()}),
+    ),
     sharded("a readme in a shard", shards({"README.md": b"x", **members()})),
-    sharded("masks beside images", shards({**members(), "img_0.seg.png": photo(1, "PNG")})),
+    sharded(
+        "masks beside images", shards({**members(), "img_0.seg.png": photo(1, "PNG")})
+    ),
     sharded(
         "names with a second part",
         shards({**members(), "img_0.b.jpg": photo(1), "img_0.b.cls": b"pear"}),
@@ -551,7 +777,9 @@ SHARDS = [
     sharded("folders in a shard", shards(members("a/b/img_{}"))),
     sharded(
         "numbers as labels",
-        shards(members(label=lambda n: str(n // 3)), members("v_{}", lambda n: str(n // 3))),
+        shards(
+            members(label=lambda n: str(n // 3)), members("v_{}", lambda n: str(n // 3))
+        ),
         {"0": 3, "1": 3},
     ),
     sharded(
@@ -588,11 +816,14 @@ SHARDS = [
     ),
 ]
 
-# -------------------------------------------------------------------------------------------------------- parquet
+# --------------------------------------------------------------------------------
+# parquet
 
 
 def parquet(labels: list[Any], **more: list[Any]) -> Callable[[Path], object]:
-    """A table that Hugging Face did not write: a struct of bytes and path, without a note of what it is."""
+    """A table that Hugging Face did not write: a struct of bytes and path, without a
+    note of what it is.
+    """
 
     def make(root: Path) -> None:
         import pyarrow
@@ -608,9 +839,27 @@ def parquet(labels: list[Any], **more: list[Any]) -> Callable[[Path], object]:
 
 HF = {"kind": "hf", "path": "ROOT", "label_key": "label"}
 PARQUET = [
-    Case("parquet of another writer", parquet(["apple"] * 3 + ["pear"] * 3), TWO, HF, kind="parquet"),
-    Case("true and false as labels", parquet([False] * 3 + [True] * 3), {"False": 3, "True": 3}, HF, kind="parquet"),
-    Case("whole numbers with a point", parquet([0.0] * 3 + [1.0] * 3), {"0": 3, "1": 3}, HF, kind="parquet"),
+    Case(
+        "parquet of another writer",
+        parquet(["apple"] * 3 + ["pear"] * 3),
+        TWO,
+        HF,
+        kind="parquet",
+    ),
+    Case(
+        "true and false as labels",
+        parquet([False] * 3 + [True] * 3),
+        {"False": 3, "True": 3},
+        HF,
+        kind="parquet",
+    ),
+    Case(
+        "whole numbers with a point",
+        parquet([0.0] * 3 + [1.0] * 3),
+        {"0": 3, "1": 3},
+        HF,
+        kind="parquet",
+    ),
     Case(
         "a fraction in parquet",
         parquet([0.5] * 3 + [1.0] * 3, dish=["apple"] * 3 + ["pear"] * 3),

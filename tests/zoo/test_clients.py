@@ -1,4 +1,6 @@
-"""Programs that people have, as they write their requests: curl, wget, Node's fetch, Java, requests, httpx, boto3."""
+"""Programs that people have, as they write their requests: curl, wget, Node's fetch,
+Java, requests, httpx, boto3.
+"""
 
 from __future__ import annotations
 
@@ -94,17 +96,32 @@ def python(code: str, package: str) -> Callable[[str, Path], list[str] | str]:
     def argv(url: str, photo: Path) -> list[str] | str:
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
-        return [sys.executable, "-c", f"import {package} as package\n" + PREAMBLE + code, url, str(photo)]
+        return [
+            sys.executable,
+            "-c",
+            f"import {package} as package\n" + PREAMBLE + code,
+            url,
+            str(photo),
+        ]
 
     return argv
 
 
 def curl(*options: str) -> Callable[[str, Path], list[str]]:
-    return lambda url, photo: ["curl", "-sS", *(one.replace("PHOTO", str(photo)) for one in options), url]
+    return lambda url, photo: [
+        "curl",
+        "-sS",
+        *(one.replace("PHOTO", str(photo)) for one in options),
+        url,
+    ]
 
 
 def shell(line: str) -> Callable[[str, Path], list[str]]:
-    return lambda url, photo: ["bash", "-c", line.replace("PHOTO", str(photo)).replace("URL", url)]
+    return lambda url, photo: [
+        "bash",
+        "-c",
+        line.replace("PHOTO", str(photo)).replace("URL", url),
+    ]
 
 
 def script(program: str, name: str, content: str) -> Callable[[str, Path], list[str]]:
@@ -150,19 +167,32 @@ def server(exported):
     with Running(exported, "--quiet") as running:
         yield running
         assert running.stop() == 0, running.errors
-    assert running.errors == "", "with --quiet nothing is said, also where Java offers to upgrade"
+    assert running.errors == "", (
+        "with --quiet nothing is said, also where Java offers to upgrade"
+    )
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CLIENTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CLIENTS]
+)
 def test_a_client(name, server, photos, tmp_path):
-    photo = tmp_path / "dish of rice.jpg" if name.startswith("curl") else tmp_path / "dish.jpg"
+    photo = (
+        tmp_path / "dish of rice.jpg"
+        if name.startswith("curl")
+        else tmp_path / "dish.jpg"
+    )
     shutil.copy(next((photos / "val/fig").glob("*.jpg")), photo)
     root = f"http://{server.host}:{server.port}"
     answers, make = CLIENTS[name]
     argv = make(f"{root}/invocations", photo)
     if isinstance(argv, str) or shutil.which(argv[0]) is None:
         pytest.skip(argv if isinstance(argv, str) else f"{argv[0]} is not installed")
-    ran = subprocess.run([one.replace("PROXY", root) for one in argv], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [one.replace("PROXY", root) for one in argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert ran.returncode == 0, ran.stderr
     (expected,) = server.post(photo.read_bytes()).json["predictions"]
     found = [

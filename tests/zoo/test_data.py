@@ -1,4 +1,6 @@
-"""Folders, tables, shards and parquet as people bring them: right, or one line whose remedy, followed, helps."""
+"""Folders, tables, shards and parquet as people bring them: right, or one line whose
+remedy, followed, helps.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,27 @@ class Found:
 
 def read(root: Path, keys: Mapping[str, Any]) -> Found:
     """Read data as `kd-train --check=all` does, and count the images of each class."""
-    made = {**({} if "kind" in keys else {"kind": "imagefolder", "root": "ROOT"}), **keys}
-    made = {key: one.replace("ROOT", str(root)) if isinstance(one, str) else one for key, one in made.items()}
-    made = {key: tuple(one) if isinstance(one, list) else one for key, one in made.items()}
+    made = {
+        **({} if "kind" in keys else {"kind": "imagefolder", "root": "ROOT"}),
+        **keys,
+    }
+    made = {
+        key: one.replace("ROOT", str(root)) if isinstance(one, str) else one
+        for key, one in made.items()
+    }
+    made = {
+        key: tuple(one) if isinstance(one, list) else one for key, one in made.items()
+    }
     section = {key: made.pop(key) for key in OF_DATA if key in made}
     kind = made.pop("kind")
-    plan = DataPlan(kind=kind, options=registry.default_options("datasets", kind, **made), **section)
+    plan = DataPlan(
+        kind=kind, options=registry.default_options("datasets", kind, **made), **section
+    )
     data = open_sources(plan)
     most = plan.max_skipped if plan.on_corrupt == "skip" else -1.0
-    lines = scan(data.splits, most, root.parent / "audit", everything=True, bits=plan.bits)
+    lines = scan(
+        data.splits, most, root.parent / "audit", everything=True, bits=plan.bits
+    )
     counts, first = Counter[str](), None
     for id in range(len(data.train)):
         try:
@@ -55,15 +69,23 @@ def read(root: Path, keys: Mapping[str, Any]) -> Found:
             continue  # it is skipped, or `look` would have raised
         first, label = first or image, data.train.label(id)
         if isinstance(label, np.ndarray):
-            counts["+".join(name for name, on in zip(data.classes, label, strict=True) if on > 0)] += 1
+            counts[
+                "+".join(
+                    name for name, on in zip(data.classes, label, strict=True) if on > 0
+                )
+            ] += 1
         else:
             counts[data.classes[label] if label >= 0 else ""] += 1
     assert len(data.val)
-    return Found(dict(counts), tuple(data.classes), "\n".join([*data.notes, *lines]), first)
+    return Found(
+        dict(counts), tuple(data.classes), "\n".join([*data.notes, *lines]), first
+    )
 
 
 def outcome(case: Case, root: Path) -> str:
-    """Make a case and return what kd does with it: "right", "refused", "traceback" or "silently wrong"."""
+    """Make a case and return what kd does with it: "right", "refused", "traceback" or
+    "silently wrong".
+    """
     case.make(root)
     keys = dict(case.keys)
     try:
@@ -105,7 +127,9 @@ def hub(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_case_is_right_or_refused_with_a_remedy_that_helps(case, tmp_path, request, record_property):
+def test_a_case_is_right_or_refused_with_a_remedy_that_helps(
+    case, tmp_path, request, record_property
+):
     if case.kind == "parquet":
         request.getfixturevalue("hub")
     (tmp_path / "data").mkdir()
@@ -119,7 +143,9 @@ def test_names_of_cases_are_their_own_and_many():
 
 
 def test_check_names_all_four_and_what_it_passes_runs(tmp_path):
-    """One link without a target once kept `--check` from looking at any image, and the run died in its first epoch."""
+    """One link without a target once kept `--check` from looking at any image, and the
+    run died in its first epoch.
+    """
     plain(tmp_path, count=19)
     write(tmp_path / "train/apple/empty.jpg", b"")
     write(tmp_path / "train/apple/cut.jpg", photo(1)[:300])
@@ -127,22 +153,37 @@ def test_check_names_all_four_and_what_it_passes_runs(tmp_path):
     (tmp_path / "train/apple/link.jpg").symlink_to("/nowhere/x.jpg")
     with pytest.raises(KdError) as caught:
         read(tmp_path, {})
-    assert all(f"train/apple/{name}.jpg" in str(caught.value) for name in ("empty", "cut", "page", "link"))
+    assert all(
+        f"train/apple/{name}.jpg" in str(caught.value)
+        for name in ("empty", "cut", "page", "link")
+    )
     listed_in = re.search(r"data\.exclude=(\S+?)\.?$", str(caught.value))
     assert listed_in is not None
-    assert read(tmp_path, {"on_corrupt": "skip", "max_skipped": 0.2}).counts == {"apple": 19, "pear": 19}
+    assert read(tmp_path, {"on_corrupt": "skip", "max_skipped": 0.2}).counts == {
+        "apple": 19,
+        "pear": 19,
+    }
 
 
 def test_used_bits_are_reported_and_the_advised_key_works(tmp_path):
     plain(tmp_path)
     for number in range(3):
         values = np.linspace(0, 4095, 64).astype(np.uint16).reshape(8, 8)
-        write(tmp_path / f"train/pear/x{number}.png", encoded(Image.fromarray(values), "PNG"))
+        write(
+            tmp_path / f"train/pear/x{number}.png",
+            encoded(Image.fromarray(values), "PNG"),
+        )
     found = read(tmp_path, {})
-    told = re.search(r"3 grey images of 16 bits use 12 of them.* 16 of 256 levels.*data\.bits=(\d+)", found.said)
+    told = re.search(
+        r"3 grey images of 16 bits use 12 of them.* 16 of 256 levels.*data\.bits=(\d+)",
+        found.said,
+    )
     assert told is not None
     assert "grey images" not in read(tmp_path, {"bits": int(told[1])}).said
-    write(tmp_path / "train/pear/high.png", encoded(Image.fromarray(np.full((8, 8), 65535, np.uint16)), "PNG"))
+    write(
+        tmp_path / "train/pear/high.png",
+        encoded(Image.fromarray(np.full((8, 8), 65535, np.uint16)), "PNG"),
+    )
     assert "grey images" not in read(tmp_path, {}).said  # the range is that of all
 
 
@@ -164,9 +205,15 @@ NAMES = ("no", "on", "null", "1e3", "007")
 @pytest.mark.parametrize("written", ["{%s: 2.0}", "%s: 2.0"])
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_classes_in_a_configuration_are_texts(name, written, tmp_path):
-    line = f"  class_weights: {written % name}" if "{" in written else f"  class_weights:\n    {written % name}"
+    line = (
+        f"  class_weights: {written % name}"
+        if "{" in written
+        else f"  class_weights:\n    {written % name}"
+    )
     file = write(
-        tmp_path / "a.yaml", f"losses:\n- kind: ce\n{line}\ndata: {{kind: food_mini}}\nstudent: {{model: lcnet_050}}\n"
+        tmp_path / "a.yaml",
+        f"losses:\n- kind: ce\n{line}\ndata: {{kind: food_mini}}\nstudent: {{model:"
+        " lcnet_050}\n",
     )
     assert config.load(file).losses[0].options.class_weights == {name: 2.0}
     override = f"losses=[{{kind: ce, class_weights: {{{name}: 3}}}}]"
@@ -174,14 +221,24 @@ def test_names_of_classes_in_a_configuration_are_texts(name, written, tmp_path):
 
 
 def test_a_bare_no_where_a_text_belongs_is_refused_and_quotes_help(tmp_path):
-    text = "losses: [{kind: ce}]\ndata: {kind: imagefolder, root: x, labels: some, unlabelled: %s}\n"
+    text = (
+        "losses: [{kind: ce}]\ndata: {kind: imagefolder, root: x, labels: some,"
+        " unlabelled: %s}\n"
+    )
     text += "student: {model: lcnet_050}\n"
-    with pytest.raises(KdError, match=r"data\.unlabelled: is False.*a boolean without quotes.*Quote it"):
+    with pytest.raises(
+        KdError, match=r"data\.unlabelled: is False.*a boolean without quotes.*Quote it"
+    ):
         config.load(write(tmp_path / "a.yaml", text % "no"))
-    assert config.load(write(tmp_path / "a.yaml", text % "'no'")).data.options.unlabelled == "no"
+    assert (
+        config.load(write(tmp_path / "a.yaml", text % "'no'")).data.options.unlabelled
+        == "no"
+    )
 
 
-def test_kd_init_finds_what_roboflow_exports_and_says_what_is_left_out(tmp_path, monkeypatch, capfd):
+def test_kd_init_finds_what_roboflow_exports_and_says_what_is_left_out(
+    tmp_path, monkeypatch, capfd
+):
     import yaml
     from cases import roboflow
 
@@ -209,7 +266,8 @@ def test_foreign_messages_are_one_sentence_without_codes():
     from kd.core.errors import in_short
 
     bold = (
-        "Weights only load failed. You have two options, \x1b[1mdo those steps only if you trust it\x1b[0m. \n\t(1) ..."
+        "Weights only load failed. You have two options, \x1b[1mdo those steps only if"
+        " you trust it\x1b[0m. \n\t(1) ..."
     )
     assert in_short(ValueError(bold)) == "Weights only load failed"
     assert in_short(OSError("one\r\ntwo\x00three\x07")) == "one two three"
@@ -218,16 +276,25 @@ def test_foreign_messages_are_one_sentence_without_codes():
 
 
 def test_class_order_that_a_teacher_does_not_have_is_named(tmp_path):
-    """Folders 0 to 11 are in the order of numbers: a teacher whose names are in the order of text is refused."""
+    """Folders 0 to 11 are in the order of numbers: a teacher whose names are in the
+    order of text is refused.
+    """
     from kd.models.load_classifier import check_classes
 
     data = [str(number) for number in range(12)]
-    with pytest.raises(KdError, match=r"class 2 is '10', the data's is '2' \(the same classes in another order\)"):
+    with pytest.raises(
+        KdError,
+        match=(
+            r"class 2 is '10', the data's is '2' \(the same classes in another order\)"
+        ),
+    ):
         check_classes("teacher.model", sorted(data), data)
 
 
 def test_a_teacher_of_more_classes_is_refused_and_the_named_file_helps(tmp_path):
-    """A .pth of five outputs without names, for data of two of them: the remedy is a file of all outputs."""
+    """A .pth of five outputs without names, for data of two of them: the remedy is a
+    file of all outputs.
+    """
     import timm
     import torch
 
@@ -240,12 +307,22 @@ def test_a_teacher_of_more_classes_is_refused_and_the_named_file_helps(tmp_path)
     torch.save(timm.create_model("lcnet_050", num_classes=5).state_dict(), weights)
     base = {
         "run": {"folder": str(tmp_path)},
-        "data": {"kind": "imagefolder", "root": str(tmp_path / "data"), "image_size": 32, "batch_size": 2},
+        "data": {
+            "kind": "imagefolder",
+            "root": str(tmp_path / "data"),
+            "image_size": 32,
+            "batch_size": 2,
+        },
         "teacher": {"model": "lcnet_050", "checkpoint": str(weights)},
         "student": {"model": "lcnet_050"},
         "losses": [{"kind": "kl"}],
     }
-    with pytest.raises(KdError, match=r"teacher\.checkpoint: has 5 classes, the data has 2.*teacher\.classes=FILE"):
+    with pytest.raises(
+        KdError,
+        match=(
+            r"teacher\.checkpoint: has 5 classes, the data has 2.*teacher\.classes=FILE"
+        ),
+    ):
         check_run(resolve(config.load(base)))
     names = write(tmp_path / "names.txt", "fig\npear\nplum\napple\nkiwi\n")
     checked = check_run(resolve(config.load(base, [f"teacher.classes={names}"])))
@@ -254,7 +331,9 @@ def test_a_teacher_of_more_classes_is_refused_and_the_named_file_helps(tmp_path)
 
 @pytest.mark.parametrize("how", ["file", "folder"])
 def test_a_teacher_of_the_same_classes_in_another_order_is_reordered(tmp_path, how):
-    """Before, it was refused, and the message asked for a file that would have misnamed its outputs."""
+    """Before, it was refused, and the message asked for a file that would have misnamed
+    its outputs.
+    """
     import timm
     import torch
 
@@ -270,13 +349,22 @@ def test_a_teacher_of_the_same_classes_in_another_order_is_reordered(tmp_path, h
     if how == "folder":
         timm.models.save_for_hf(network, str(tmp_path / "two"), safe_serialization=True)
         file = tmp_path / "two" / "config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "label_names": ["pear", "apple"]}))
+        file.write_text(
+            json.dumps(
+                {**json.loads(file.read_text()), "label_names": ["pear", "apple"]}
+            )
+        )
         teacher = {"model": str(tmp_path / "two"), "pretrained": True}
     else:
         teacher["classes"] = str(write(tmp_path / "names.txt", "pear\napple\n"))
     base = {
         "run": {"folder": str(tmp_path)},
-        "data": {"kind": "imagefolder", "root": str(tmp_path / "data"), "image_size": 32, "batch_size": 2},
+        "data": {
+            "kind": "imagefolder",
+            "root": str(tmp_path / "data"),
+            "image_size": 32,
+            "batch_size": 2,
+        },
         "teacher": teacher,
         "student": {"model": "lcnet_050"},
         "losses": [{"kind": "kl"}],

@@ -1,4 +1,6 @@
-"""A user without a passwd entry, as OpenShift makes one up: no HOME, nothing that may be written but one folder."""
+"""A user without a passwd entry, as OpenShift makes one up: no HOME, nothing that may
+be written but one folder.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import pytest
 from kd.cli.command import guarded
 
 ROOT = Path(__file__).parents[2]
-# The interpreter may lie in a home folder that other users cannot enter: it is mounted below a readable one.
+# The interpreter may lie in a home folder that other users cannot enter: it is mounted
+# below a readable one.
 ALONE = """
 set -e
 mount --make-rprivate /
@@ -42,9 +45,23 @@ def homeless(tmp_path_factory):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": ""}
 
     def run(*argv: object, **more: str) -> subprocess.CompletedProcess[str]:
-        command = ["unshare", "--mount", "bash", "-c", ALONE, "bash", sys.base_prefix, scratch, *argv]
+        command = [
+            "unshare",
+            "--mount",
+            "bash",
+            "-c",
+            ALONE,
+            "bash",
+            sys.base_prefix,
+            scratch,
+            *argv,
+        ]
         return subprocess.run(
-            [str(arg) for arg in command], capture_output=True, text=True, env=environment | more, timeout=200
+            [str(arg) for arg in command],
+            capture_output=True,
+            text=True,
+            env=environment | more,
+            timeout=200,
         )
 
     base.parent.chmod(0o755)
@@ -72,12 +89,25 @@ def test_the_commands_without_torch_run(homeless, exported, photos):
     served = homeless(sys.executable, "-c", SERVE, exported)
     assert served.returncode == 0, served.stderr
     lines = served.stderr.splitlines()
-    assert all(" INFO kd.serve " in line for line in lines), "nothing is said of a folder that cannot be written"
+    assert all(" INFO kd.serve " in line for line in lines), (
+        "nothing is said of a folder that cannot be written"
+    )
     to = homeless.scratch / "labels.csv"
-    asked = homeless(sys.executable, "-m", "kd.cli", "predict", exported, photos / "val", "--to", to)
+    asked = homeless(
+        sys.executable, "-m", "kd.cli", "predict", exported, photos / "val", "--to", to
+    )
     assert (asked.returncode, asked.stderr) == (0, "")
     assert len(to.read_text().splitlines()) == 14
-    nowhere = homeless(sys.executable, "-m", "kd.cli", "predict", exported, photos / "val", "--to", "/labels.csv")
+    nowhere = homeless(
+        sys.executable,
+        "-m",
+        "kd.cli",
+        "predict",
+        exported,
+        photos / "val",
+        "--to",
+        "/labels.csv",
+    )
     assert nowhere.returncode == 2
     assert nowhere.stderr.startswith("--to: cannot write '/labels.csv")
 
@@ -89,25 +119,36 @@ def test_training_says_what_to_set(homeless, written):
     config.write_text(path.read_text())
     trained = homeless(sys.executable, "-m", "kd.cli", "train", config)
     assert trained.returncode == 2
-    assert trained.stderr.splitlines()[-1].startswith("TMPDIR: No usable temporary directory found in ")
+    assert trained.stderr.splitlines()[-1].startswith(
+        "TMPDIR: No usable temporary directory found in "
+    )
 
 
 def test_a_machine_without_a_folder_for_temporary_files(monkeypatch, capfd):
-    """torch asks for one when it is imported; before, a traceback and "this is a bug in kd"."""
+    """torch asks for one when it is imported; before, a traceback and "this is a bug in
+    kd".
+    """
 
     def command() -> None:
-        with monkeypatch.context() as patch:  # pytest's own capturing wants such a folder too
+        with (
+            monkeypatch.context() as patch
+        ):  # pytest's own capturing wants such a folder too
             patch.setattr(tempfile, "tempdir", None)
             patch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
             tempfile.gettempdir()
 
     assert guarded(command) == 2
-    expected = "TMPDIR: No usable temporary directory found in ['/nowhere']. Set it to a folder that you may write.\n"
+    expected = (
+        "TMPDIR: No usable temporary directory found in ['/nowhere']. Set it to a"
+        " folder that you may write.\n"
+    )
     assert capfd.readouterr().err == expected
 
 
 def test_onnxruntime_sends_nothing_to_its_makers(exported, tmp_path):
-    """onnxruntime 1.32 keeps an id and a queue of events in the home folder, and sends them."""
+    """onnxruntime 1.32 keeps an id and a queue of events in the home folder, and sends
+    them.
+    """
     code = """
 import os, sys
 from pathlib import Path
@@ -116,7 +157,13 @@ from kd.deploy.serve.model import describe, load
 load(describe(Path(sys.argv[1])), 1, 1).warm_up(1)
 assert os.environ["ORT_DISABLE_TELEMETRY"] == "1"
 """
-    environment = {key: value for key, value in os.environ.items() if key != "ORT_DISABLE_TELEMETRY"}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key != "ORT_DISABLE_TELEMETRY"
+    }
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code, exported], env=environment, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code, exported], env=environment, check=True, timeout=60
+    )
     assert list(tmp_path.rglob("*")) == []

@@ -1,7 +1,8 @@
-"""Requests as programs make them, against one real server: each has the right answer, or an error of one line.
+"""Requests as programs make them, against one real server: each has the right answer,
+or an error of one line.
 
-A case says what RFC 9110 (HTTP), 9112 (HTTP/1.1), 7578 (forms) or 4648 (base64) and the docs want; the sections stand
-beside it.
+A case says what RFC 9110 (HTTP), 9112 (HTTP/1.1), 7578 (forms) or 4648 (base64) and the
+docs want; the sections stand beside it.
 """
 
 from __future__ import annotations
@@ -78,10 +79,16 @@ def text(make: Callable[[Files], str]) -> Callable[[Files], bytes]:
 
 
 def form(*parts: tuple[str, Callable[[Files], bytes]]) -> Callable[[Files], bytes]:
-    """Return a form; of each part the header lines without the name of the first, and its content."""
+    """Return a form; of each part the header lines without the name of the first, and
+    its content.
+    """
 
     def body(files: Files) -> bytes:
-        made = (f"--x\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode() + of(files) for head, of in parts)
+        made = (
+            f"--x\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode()
+            + of(files)
+            for head, of in parts
+        )
         return b"\r\n".join([*made, b"--x--\r\n"])
 
     return body
@@ -104,7 +111,9 @@ def wrapped(text: str, end: str) -> str:
 
 
 def heic(files: Files, kind: str = "HEIF") -> bytes:
-    """Return the photo as HEIC or AVIF; or, where nothing here writes it, the first bytes of such a file."""
+    """Return the photo as HEIC or AVIF; or, where nothing here writes it, the first
+    bytes of such a file.
+    """
     brand = b"heic" if kind == "HEIF" else b"avif"
     if kind == "HEIF" and HEIF:
         import pillow_heif
@@ -123,7 +132,8 @@ PHOTO = 'name="file"; filename="a.jpg"\r\nContent-Type: image/jpeg'
 BROKEN = b"\xff\xd8\xff\xe0 damaged"
 ACCEPTS = "Allowed are .*image/jpeg"
 CASES = [
-    # JSON. RFC 8259 4: names within an object should be unique; what is dropped in silence is lost.
+    # JSON. RFC 8259 4: names within an object should be unique; what is dropped in
+    # silence is lost.
     Case("json", 200, body=text(lambda f: f.text), kind=JSON),
     Case("json, two", 200, body=document(lambda f: {"images": [f.text] * 2}), kind=JSON, answers=2),
     Case("image and images", 400, "both", document(lambda f: {"image": f.text, "images": [f.text]}), JSON),
@@ -137,7 +147,8 @@ CASES = [
     Case("data url, other case", 200, body=text(lambda f: f"DATA:image/jpeg;name=a.jpg;BASE64,{f.text}"), kind=JSON),
     Case("data url, not base64", 400, "base64", text(lambda f: "data:image/svg+xml,%3Csvg/%3E"), JSON),
     Case("data urls", 200, body=document(lambda f: {"images": [f"data:;base64,{f.text}"] * 2}), kind=JSON, answers=2),
-    # RFC 4648 3.1: line feeds as `base64` and MIME write them; 5: the alphabet that is safe in a URL; 3.2: padding.
+    # RFC 4648 3.1: line feeds as `base64` and MIME write them; 5: the alphabet that is
+    # safe in a URL; 3.2: padding.
     Case("base64 in lines", 200, body=text(lambda f: wrapped(f.text, "\n")), kind=JSON),
     Case("base64 in lines of MIME", 200, body=text(lambda f: wrapped(f.text, "\r\n")), kind=JSON),
     Case("base64 for URLs", 200, body=text(lambda f: base64.urlsafe_b64encode(f.photo).decode()), kind=JSON),
@@ -152,7 +163,8 @@ CASES = [
     Case("the third of three is no base64", 400, "^image 3 of 3: ",
          document(lambda f: {"images": [f.text, f.text, "%%"]}), JSON),
     Case("the second of two is no text", 400, "^image 2 of 2: ", document(lambda f: {"images": [f.text, None]}), JSON),
-    # Forms, RFC 7578 4.2: a file has a filename; a text field has none. HTML: an empty file input has an empty one.
+    # Forms, RFC 7578 4.2: a file has a filename; a text field has none. HTML: an empty
+    # file input has an empty one.
     Case("form", 200, body=form((PHOTO, photo)), kind=FORM),
     Case("form, two", 200, body=form((PHOTO, photo), (PHOTO, photo)), kind=FORM, answers=2),
     Case("form with a token", 200, body=form(('name="csrf"', field("hunter2")), (PHOTO, photo)), kind=FORM),
@@ -220,7 +232,8 @@ CASES = [
     Case("two accept lines", 200, headers=(("Accept", "text/html"), ("Accept", "application/json"))),
     Case("an empty accept line", 200, headers=(("Accept", ""), ("Accept", "application/json"))),
     Case("two accept lines of nothing", 406, "text/csv", headers=(("Accept", "text/html"), ("Accept", "image/png"))),
-    # Targets. RFC 9112 3.2.2: a server must accept the absolute form; 9110 4.1: a path is not its neighbour.
+    # Targets. RFC 9112 3.2.2: a server must accept the absolute form; 9110 4.1: a path
+    # is not its neighbour.
     Case("absolute form", 200, target="http://kd.example:8080/invocations"),
     Case("absolute form, query", 200, target="HTTP://kd.example/invocations?top=2", top=2),
     Case("absolute form, no path", 405, "method", target="http://kd.example"),
@@ -230,7 +243,8 @@ CASES = [
     Case("a path that is none", 404, "/invocations", target="/predict"),
     Case("a method that is none", 405, "method", method="PUT", has=("allow", "POST")),
     Case("options", 405, "method", method="OPTIONS", has=("allow", "POST")),
-    # RFC 9110 7.8: an upgrade may be ignored; 15.5.15 and RFC 6585 5: what is too long is said.
+    # RFC 9110 7.8: an upgrade may be ignored; 15.5.15 and RFC 6585 5: what is too long
+    # is said.
     Case("h2c", 200, headers=(("Connection", "Upgrade, HTTP2-Settings"), ("Upgrade", "h2c"), ("HTTP2-Settings", "AA"))),
     Case("websocket", 200, headers=(("Connection", "Upgrade"), ("Upgrade", "websocket"))),
     Case("a header of 20 kB", 200, headers=(("Cookie", "a" * 20_000),)),
@@ -251,21 +265,38 @@ def server(exported):
         yield running
         assert running.stop() == 0, running.errors
     lines = running.errors.splitlines()
-    assert not [line for line in lines if " INFO kd.serve " not in line], "a warning, a traceback or a bug"
+    assert not [line for line in lines if " INFO kd.serve " not in line], (
+        "a warning, a traceback or a bug"
+    )
     assert "hunter2" not in running.errors, "the log has what a client sent"
 
 
 @pytest.fixture(scope="module")
 def files(photos, server) -> Files:
-    found = {path.parent.name: path.read_bytes() for path in sorted((photos / "val").rglob("*.jpg"))}
-    several = [data for data in found.values() if {"+", "/"} <= set(base64.b64encode(data).decode())]
+    found = {
+        path.parent.name: path.read_bytes()
+        for path in sorted((photos / "val").rglob("*.jpg"))
+    }
+    several = [
+        data
+        for data in found.values()
+        if {"+", "/"} <= set(base64.b64encode(data).decode())
+    ]
     return Files(several[0], several[1])
 
 
 def send(server: Running, case: Case, body: bytes, identity: str) -> Reply:
-    """Write the request as it stands, also what no client library would write, and read the answer."""
-    lines = [f"{case.method} {case.target} HTTP/1.1", "Host: kd", f"Content-Length: {len(body)}"]
-    lines += [f"Content-Type: {case.kind}"] * bool(case.kind) + [f"X-Request-Id: {identity}"]
+    """Write the request as it stands, also what no client library would write, and read
+    the answer.
+    """
+    lines = [
+        f"{case.method} {case.target} HTTP/1.1",
+        "Host: kd",
+        f"Content-Length: {len(body)}",
+    ]
+    lines += [f"Content-Type: {case.kind}"] * bool(case.kind) + [
+        f"X-Request-Id: {identity}"
+    ]
     lines += [f"{name}: {value}" for name, value in case.headers]
     with socket.create_connection((server.host, server.port), timeout=20) as connection:
         connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
@@ -275,12 +306,18 @@ def send(server: Running, case: Case, body: bytes, identity: str) -> Reply:
 def reply_of(connection: socket.socket, method: str = "POST") -> Reply:
     with closing(http.client.HTTPResponse(connection, method=method)) as response:
         response.begin()
-        return Reply(response.status, {key.lower(): value for key, value in response.getheaders()}, response.read())
+        return Reply(
+            response.status,
+            {key.lower(): value for key, value in response.getheaders()},
+            response.read(),
+        )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_request(case, server, files):
-    expected = server.post(files.photo, path=f"/invocations?top={case.top}").json["predictions"][0]
+    expected = server.post(files.photo, path=f"/invocations?top={case.top}").json[
+        "predictions"
+    ][0]
     identity = re.sub("[^a-z0-9]", "-", case.name)[:60]
     reply = send(server, case, case.body(files), identity)
     assert reply.status == case.status, reply
@@ -290,7 +327,9 @@ def test_a_request(case, server, files):
             assert predictions[0]["label"] == expected["label"]
         else:
             assert predictions == [expected] * case.answers
-    elif not case.said:  # the server's own refusal, before the application sees the request
+    elif (
+        not case.said
+    ):  # the server's own refusal, before the application sees the request
         assert (reply.body, reply.headers["connection"]) == (b"", "close")
         return
     else:
@@ -305,21 +344,53 @@ def test_a_request(case, server, files):
     assert reply.headers["x-request-id"] == identity
 
 
-# ------------------------------------------------------------------------------------------ what is seen beside answers
+# --------------------------------------------------------------------------------
+# what is seen beside answers
 
 
 def lines_of(text: str, name: str) -> dict[str, float]:
     """Return the samples of a metric by their labels."""
-    return {key: float(value) for key, value in re.findall(rf"^{name}(\{{.*\}}|) (\S+)$", text, re.MULTILINE)}
+    return {
+        key: float(value)
+        for key, value in re.findall(rf"^{name}(\{{.*\}}|) (\S+)$", text, re.MULTILINE)
+    }
 
 
 @pytest.mark.parametrize(
     ("sent", "route", "status"),
     [
-        (b"GET /hunter2 HTTP/1.1\r\nHost: kd\r\nX-Request-Id: seen\r\nConnection: close\r\n\r\n", "other", 404),
-        (b"GET /invocations HTTP/1.1\r\nHost: kd\r\nX-Request-Id: seen\r\nConnection: close\r\n\r\n", "other", 405),
-        (b"POST /ping HTTP/1.1\r\nHost: kd\r\nX-Request-Id: seen\r\nConnection: close\r\n\r\n", "other", 405),
-        (b"GET / HTTP/1.1\r\nHost: kd\r\nX-Request-Id: seen\r\nConnection: close\r\n\r\n", "page", 200),
+        (
+            (
+                b"GET /hunter2 HTTP/1.1\r\nHost: kd\r\nX-Request-Id:"
+                b" seen\r\nConnection: close\r\n\r\n"
+            ),
+            "other",
+            404,
+        ),
+        (
+            (
+                b"GET /invocations HTTP/1.1\r\nHost: kd\r\nX-Request-Id:"
+                b" seen\r\nConnection: close\r\n\r\n"
+            ),
+            "other",
+            405,
+        ),
+        (
+            (
+                b"POST /ping HTTP/1.1\r\nHost: kd\r\nX-Request-Id: seen\r\nConnection:"
+                b" close\r\n\r\n"
+            ),
+            "other",
+            405,
+        ),
+        (
+            (
+                b"GET / HTTP/1.1\r\nHost: kd\r\nX-Request-Id: seen\r\nConnection:"
+                b" close\r\n\r\n"
+            ),
+            "page",
+            200,
+        ),
     ],
 )
 def test_a_refusal_is_logged_counted_and_has_an_id(exported, sent, route, status):
@@ -331,9 +402,13 @@ def test_a_refusal_is_logged_counted_and_has_an_id(exported, sent, route, status
         identity = re.search(rb"\r\nx-request-id: (\S+)\r\n", answer)
         assert identity
         assert (identity[1] == b"seen") == (b"seen" in sent)
-        assert lines_of(server.get("/metrics").body.decode(), "kd_requests_total") == {key: 1}
+        assert lines_of(server.get("/metrics").body.decode(), "kd_requests_total") == {
+            key: 1
+        }
         server.stop()
-    (line,) = [line for line in server.errors.splitlines() if f" {route} {status} " in line]
+    (line,) = [
+        line for line in server.errors.splitlines() if f" {route} {status} " in line
+    ]
     assert f" INFO kd.serve {identity[1].decode()} " in line
     assert "WARNING" not in server.errors
     assert "hunter2" not in server.errors
@@ -342,19 +417,34 @@ def test_a_refusal_is_logged_counted_and_has_an_id(exported, sent, route, status
 def test_health_checks_have_their_id_and_no_line(exported):
     with Running(exported) as server:
         for path in ("/ping", "/metrics", "/ping/"):
-            assert server.call("GET", path, x_request_id="mine").headers["x-request-id"] == "mine"
+            assert (
+                server.call("GET", path, x_request_id="mine").headers["x-request-id"]
+                == "mine"
+            )
         assert not lines_of(server.get("/metrics").body.decode(), "kd_requests_total")
         server.stop()
     assert "mine" not in server.errors
 
 
 def test_a_client_that_hangs_up_has_a_line(exported):
-    head = b"POST /invocations HTTP/1.1\r\nHost: kd\r\nX-Request-Id: gone\r\nContent-Type: image/png\r\n"
+    head = (
+        b"POST /invocations HTTP/1.1\r\nHost: kd\r\nX-Request-Id: gone\r\nContent-Type:"
+        b" image/png\r\n"
+    )
     with Running(exported) as server:
-        with socket.create_connection((server.host, server.port), timeout=10) as connection:
+        with socket.create_connection(
+            (server.host, server.port), timeout=10
+        ) as connection:
             connection.sendall(head + b"Content-Length: 100\r\n\r\n12345")
         key = '{route="invocations",status="400"}'
-        wait_until(lambda: lines_of(server.get("/metrics").body.decode(), "kd_requests_total").get(key) == 1)
+        wait_until(
+            lambda: (
+                lines_of(server.get("/metrics").body.decode(), "kd_requests_total").get(
+                    key
+                )
+                == 1
+            )
+        )
         server.stop()
     assert re.search(r"INFO kd\.serve gone invocations 400 .* hung up", server.errors)
 
@@ -362,7 +452,10 @@ def test_a_client_that_hangs_up_has_a_line(exported):
 def test_pipelined_requests_are_answered_in_order(server):
     """RFC 9112 9.3.2."""
     asks = b"GET /ping HTTP/1.1\r\nHost: kd\r\nX-Request-Id: first\r\n\r\n"
-    asks += b"GET /ping HTTP/1.1\r\nHost: kd\r\nX-Request-Id: second\r\nConnection: close\r\n\r\n"
+    asks += (
+        b"GET /ping HTTP/1.1\r\nHost: kd\r\nX-Request-Id: second\r\nConnection:"
+        b" close\r\n\r\n"
+    )
     answer = server.raw(asks)
     assert answer.count(b"HTTP/1.1 200 ") == 2
     assert re.findall(rb"\r\nx-request-id: (\S+)\r\n", answer) == [b"first", b"second"]
@@ -370,7 +463,9 @@ def test_pipelined_requests_are_answered_in_order(server):
 
 @pytest.mark.parametrize(("seconds", "kept"), [("1", False), ("20", True)])
 def test_how_long_an_idle_connection_is_kept(exported, seconds, kept):
-    """Before, it was the 10 s for headers; a proxy that keeps its own for 60 s then writes to a closed one."""
+    """Before, it was the 10 s for headers; a proxy that keeps its own for 60 s then
+    writes to a closed one.
+    """
     assert Limits().idle_seconds == 75
     with Running(exported, "--keep-alive", seconds) as server:
         connection = http.client.HTTPConnection(server.host, server.port, timeout=20)
@@ -390,38 +485,54 @@ def test_an_address_that_is_not_of_this_machine(refused, exported):
     for host in ("192.0.2.1", "no.such.host.invalid"):
         message = refused("serve", exported, "--host", host, "--port", "0")
         assert message.startswith(f"--host: cannot listen at {host}:0 (")
-        assert message.endswith("127.0.0.1, or 0.0.0.0 for all of them. Choose another --host.")
+        assert message.endswith(
+            "127.0.0.1, or 0.0.0.0 for all of them. Choose another --host."
+        )
 
 
 @pytest.mark.parametrize(
     "sent",
     [
         pytest.param(b"OPTIONS * HTTP/1.1\r\n%s\r\n", id="OPTIONS *, RFC 9110 9.3.7"),
-        pytest.param(b"\r\nGET /ping HTTP/1.1\r\n%s\r\n", id="an empty line first, RFC 9112 2.2"),
+        pytest.param(
+            b"\r\nGET /ping HTTP/1.1\r\n%s\r\n", id="an empty line first, RFC 9112 2.2"
+        ),
     ],
 )
 def test_a_server_must_answer(sent, server):
-    assert re.match(rb"HTTP/1\.1 20[04] ", server.raw(sent % b"Host: kd\r\nConnection: close\r\n"))
+    assert re.match(
+        rb"HTTP/1\.1 20[04] ", server.raw(sent % b"Host: kd\r\nConnection: close\r\n")
+    )
 
 
 def test_a_phones_picture_of_48_megapixels_is_answered(server):
     """Its JPEG has 8 to 15 MB; SageMaker's limit is 6 MiB."""
-    noise, file = np.random.default_rng(0).integers(0, 256, (2600, 3000, 3), np.uint8), io.BytesIO()
+    noise, file = (
+        np.random.default_rng(0).integers(0, 256, (2600, 3000, 3), np.uint8),
+        io.BytesIO(),
+    )
     Image.fromarray(noise).save(file, "JPEG", quality=95)
     assert 8_000_000 < len(file.getvalue()) < 15_000_000
     assert server.post(file.getvalue(), "image/jpeg").status == 200
 
 
 def head(body: bytes) -> bytes:
-    lines = b"POST /invocations HTTP/1.1\r\nHost: kd\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n"
+    lines = (
+        b"POST /invocations HTTP/1.1\r\nHost: kd\r\nContent-Type:"
+        b" image/jpeg\r\nContent-Length: %d\r\n\r\n"
+    )
     return lines % len(body)
 
 
-@pytest.mark.xfail(strict=True, reason="hyper, granian's parser, takes half a close for a whole one")
+@pytest.mark.xfail(
+    strict=True, reason="hyper, granian's parser, takes half a close for a whole one"
+)
 def test_a_client_that_has_closed_its_side_gets_its_answer(server):
     """RFC 9112 9.6: half a close is none."""
     file = io.BytesIO()
-    Image.new("RGB", (4000, 4000)).save(file, "PNG")  # still being decoded when the side is closed
+    Image.new("RGB", (4000, 4000)).save(
+        file, "PNG"
+    )  # still being decoded when the side is closed
     with socket.create_connection((server.host, server.port), timeout=10) as connection:
         connection.sendall(head(file.getvalue()) + file.getvalue())
         connection.shutdown(socket.SHUT_WR)
@@ -440,7 +551,12 @@ def accepts(server: Running) -> bool:
 def test_requests_whose_bodies_arrive_are_in_progress(exported, files, seen):
     half = len(files.photo) // 2
     with Running(exported) as server, ExitStack() as stack:
-        uploads = [stack.enter_context(socket.create_connection((server.host, server.port), 20)) for _ in range(8)]
+        uploads = [
+            stack.enter_context(
+                socket.create_connection((server.host, server.port), 20)
+            )
+            for _ in range(8)
+        ]
         for upload in uploads:
             upload.sendall(head(files.photo) + files.photo[:half])
 
@@ -457,14 +573,24 @@ def test_requests_whose_bodies_arrive_are_in_progress(exported, files, seen):
             upload.sendall(files.photo[half:])
         assert [reply_of(upload).status for upload in uploads] == [200] * 8
         assert server.wait() == 0
-        assert seen == "in the metrics" or "ending: 8 requests are in progress" in server.errors
+        assert (
+            seen == "in the metrics"
+            or "ending: 8 requests are in progress" in server.errors
+        )
 
 
 def test_a_hangup_of_the_terminal_ends_it_as_sigterm_does(exported, files):
     with Running(exported) as server:
         with socket.create_connection((server.host, server.port), timeout=20) as upload:
             upload.sendall(head(files.photo) + files.photo[:100])
-            wait_until(lambda: lines_of(server.get("/metrics").body.decode(), "kd_buffered_bytes")[""] == 100)
+            wait_until(
+                lambda: (
+                    lines_of(server.get("/metrics").body.decode(), "kd_buffered_bytes")[
+                        ""
+                    ]
+                    == 100
+                )
+            )
             server.process.send_signal(signal.SIGHUP)
             time.sleep(0.5)
             try:
@@ -476,7 +602,10 @@ def test_a_hangup_of_the_terminal_ends_it_as_sigterm_does(exported, files):
 
 
 def test_a_body_that_is_too_large_and_never_comes_is_told_so(exported):
-    head = b"POST /invocations HTTP/1.1\r\nHost: kd\r\nContent-Type: image/png\r\nContent-Length: 99999999\r\n\r\n"
+    head = (
+        b"POST /invocations HTTP/1.1\r\nHost: kd\r\nContent-Type:"
+        b" image/png\r\nContent-Length: 99999999\r\n\r\n"
+    )
     with Running(exported, "--body-timeout", "1") as server:
         assert server.raw(head).startswith(b"HTTP/1.1 413 ")
 
@@ -484,7 +613,10 @@ def test_a_body_that_is_too_large_and_never_comes_is_told_so(exported):
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT] * 2])
 def test_a_header_that_is_never_complete_does_not_hold_the_end(exported, signals):
     """Before, an end took 25 s, while the log said that no request was in progress."""
-    with Running(exported) as server, socket.create_connection((server.host, server.port), timeout=10) as connection:
+    with (
+        Running(exported) as server,
+        socket.create_connection((server.host, server.port), timeout=10) as connection,
+    ):
         connection.sendall(b"POST /invocations HTTP/1.1\r\nHost:")
         time.sleep(0.2)
         begin = time.monotonic()
@@ -495,17 +627,24 @@ def test_a_header_that_is_never_complete_does_not_hold_the_end(exported, signals
 
 
 def test_a_port_at_which_a_server_listens_is_refused(server, refused, exported):
-    """granian alone would share it (SO_REUSEPORT), and each would answer a part of the requests."""
+    """granian alone would share it (SO_REUSEPORT), and each would answer a part of the
+    requests.
+    """
     message = refused("serve", exported, "--port", str(server.port))
-    assert message.startswith(f"--port: cannot listen at 127.0.0.1:{server.port} (Address already in use)")
+    assert message.startswith(
+        f"--port: cannot listen at 127.0.0.1:{server.port} (Address already in use)"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- what is served
+# --------------------------------------------------------------------------------
+# what is served
 
 
 @pytest.mark.parametrize("depth", ["one folder too deep", "a run folder"])
 def test_the_only_export_below_a_folder_is_served(exported, files, tmp_path, depth):
-    """`tar czf model.tar.gz export/`, on a Mac: `._manifest.json` and `._export` beside the files that they are of."""
+    """`tar czf model.tar.gz export/`, on a Mac: `._manifest.json` and `._export` beside
+    the files that they are of.
+    """
     shutil.copytree(exported, tmp_path / "export")
     if depth == "a run folder":  # it has a manifest of its own
         (tmp_path / "manifest.json").write_text('{"kd": "0"}')
@@ -519,14 +658,22 @@ def test_two_exports_below_a_folder_are_named(refused, exported, tmp_path):
     for name in ("export", "export-teacher"):
         shutil.copytree(exported, tmp_path / name)
     message = refused("serve", tmp_path)
-    assert message.startswith(f"export: '{tmp_path}' has 2 exports: 'export', 'export-teacher'. ")
+    assert message.startswith(
+        f"export: '{tmp_path}' has 2 exports: 'export', 'export-teacher'. "
+    )
     assert message.endswith(f"Name it: {tmp_path}/export.")
 
 
 def test_metrics_of_ten_thousand_classes():
     """A series each were 650 kB at every scrape. The counts of the shift stay exact."""
     names = [f"Nomen longum speciei numero {i:05d}" for i in range(10_000)]
-    watch = ShiftWatch(Reference.of(names, [(i, (0.5, 128.0, 4.0, 0.0, 0.0)) for i in range(10_000)], calibrated=True))
+    watch = ShiftWatch(
+        Reference.of(
+            names,
+            [(i, (0.5, 128.0, 4.0, 0.0, 0.0)) for i in range(10_000)],
+            calibrated=True,
+        )
+    )
     for i, name in enumerate(names):
         for _ in range(1 + (i % 100 == 7)):
             watch.add({"top": [{"label": name, "score": 0.5}]}, (128.0, 4.0, 0.0, 0.0))
@@ -538,4 +685,6 @@ def test_metrics_of_ten_thousand_classes():
     assert labels == {f'{{label="{names[i]}"}}': 2 for i in range(7, 10_000, 100)}
     assert lines_of(text, "kd_labels_other") == {"": 9_900}
     assert lines_of(text, "kd_confidence_count") == {"": 10_100}
-    assert watch.all.labels.sum(0).tolist() == [1 + (i % 100 == 7) for i in range(10_000)]
+    assert watch.all.labels.sum(0).tolist() == [
+        1 + (i % 100 == 7) for i in range(10_000)
+    ]

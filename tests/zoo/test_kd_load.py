@@ -1,4 +1,6 @@
-"""`kd.load`: the same bits as kd-serve and kd-predict over the zoo's pictures; threads, pickling, errors."""
+"""`kd.load`: the same bits as kd-serve and kd-predict over the zoo's pictures; threads,
+pickling, errors.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def written(image: Image.Image, kind: str, **options: object) -> bytes:
 
 
 def noise(width: int, height: int, channels: int = 3) -> np.ndarray:
-    return np.random.default_rng(width).integers(0, 256, (height, width, channels), np.uint8)
+    return np.random.default_rng(width).integers(
+        0, 256, (height, width, channels), np.uint8
+    )
 
 
 def turned(turn: int) -> Image.Exif:
@@ -53,18 +57,27 @@ PICTURES: dict[str, bytes] = {
     "a small jpeg": written(PHOTO.resize((60, 40)), "JPEG"),
     "a progressive jpeg": written(PHOTO, "JPEG", progressive=True),
     "a turned jpeg": written(PHOTO, "JPEG", exif=turned(6)),
-    "a phone's jpeg": written(PHOTO, "MPO", save_all=True, append_images=[PHOTO.resize((99, 99))]),
+    "a phone's jpeg": written(
+        PHOTO, "MPO", save_all=True, append_images=[PHOTO.resize((99, 99))]
+    ),
     "cmyk": written(PHOTO.convert("CMYK"), "JPEG"),
     "grey": written(PHOTO.convert("L"), "JPEG"),
     "a png": written(PHOTO.resize((300, 200)), "PNG"),
     "transparent": written(Image.fromarray(noise(80, 60, 4)), "PNG"),
     "a palette": written(PHOTO.resize((80, 60)).convert("P"), "PNG"),
     "one bit": written(PHOTO.resize((80, 60)).convert("1"), "PNG"),
-    "16 bits": written(Image.fromarray((noise(80, 60, 1)[:, :, 0].astype(np.uint16) << 8) + 77), "PNG"),
+    "16 bits": written(
+        Image.fromarray((noise(80, 60, 1)[:, :, 0].astype(np.uint16) << 8) + 77), "PNG"
+    ),
     "webp": written(PHOTO.resize((320, 240)), "WEBP"),
     "long": written(PHOTO.resize((400, 20)), "PNG"),
 }
-BAD = {"cut short": PICTURES["a jpeg"][:2000], "no image": b"hello", "empty": b"", "a gif": written(PHOTO, "GIF")}
+BAD = {
+    "cut short": PICTURES["a jpeg"][:2000],
+    "no image": b"hello",
+    "empty": b"",
+    "a gif": written(PHOTO, "GIF"),
+}
 
 
 def zoo(root: Path) -> list[bytes]:
@@ -73,7 +86,9 @@ def zoo(root: Path) -> list[bytes]:
     for i, case in enumerate(CASES):
         (root / str(i)).mkdir()
         case.make(root / str(i))
-    for path in sorted(one for one in root.rglob("*") if one.is_file() and not one.is_symlink()):
+    for path in sorted(
+        one for one in root.rglob("*") if one.is_file() and not one.is_symlink()
+    ):
         data = path.read_bytes()
         if begins_as_image(data) or path.suffix.lower().lstrip(".") in ENDINGS:
             found[data] = None
@@ -99,7 +114,11 @@ def as_row(answer) -> dict:
         return {}
     if answer.embedding is not None:
         return {"embedding": [float(one) for one in answer.embedding]}
-    found = {key: one for key, one in asdict(answer).items() if one is not None and key != "embedding"}
+    found = {
+        key: one
+        for key, one in asdict(answer).items()
+        if one is not None and key != "embedding"
+    }
     shown = {
         key: [{k: v for k, v in one.items() if v is not None} for one in found[key]]
         for key in ("top", "labels")
@@ -118,9 +137,16 @@ def of_kind(request, tmp_path) -> tuple[Path, str]:
         return request.getfixturevalue("embedded") / "export", ""
     made = small_subject(tmp_path / "runs")
     with made.images() as read:
-        batches = [(pixels, np.eye(len(CLASSES), dtype=np.int8)[labels]) for pixels, labels in read(0)]
+        batches = [
+            (pixels, np.eye(len(CLASSES), dtype=np.int8)[labels])
+            for pixels, labels in read(0)
+        ]
     images = lambda: nullcontext(lambda limit, training=False: batches)  # noqa: E731
-    made = replace(made, recipe=made.recipe.with_(task=TaskSection(kind="label_sets")), images=images)
+    made = replace(
+        made,
+        recipe=made.recipe.with_(task=TaskSection(kind="label_sets")),
+        images=images,
+    )
     write(made, tmp_path / "sets", ExportOptions(defer_share=0.3))
     return tmp_path / "sets", ""
 
@@ -130,14 +156,29 @@ def test_the_three_ways_give_equal_bits(of_kind, folder, tmp_path):
     model = kd.load(export, file)
     pictures = sorted(folder.iterdir())
     answers = [as_row(answer) for answer in model(pictures, top=3, on_error="none")]
-    with Running(export, "--threads", "1", *(["--file", file] if file else [])) as server:
+    with Running(
+        export, "--threads", "1", *(["--file", file] if file else [])
+    ) as server:
         for path, answer in zip(pictures, answers, strict=True):
             reply = server.post(path.read_bytes(), path="/invocations?top=3")
-            assert (reply.json["predictions"][0] if reply.status == 200 else {}) == answer, path
-    settings = PredictOptions(export=export, file=file, images=str(folder), to=tmp_path / "o.jsonl", top=3, cores=2)
+            assert (
+                reply.json["predictions"][0] if reply.status == 200 else {}
+            ) == answer, path
+    settings = PredictOptions(
+        export=export,
+        file=file,
+        images=str(folder),
+        to=tmp_path / "o.jsonl",
+        top=3,
+        cores=2,
+    )
     predict(settings, io.StringIO())
-    rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    assert answers == [{key: row[key] for key in row if key not in ("image", "error")} for row in rows]
+    rows = [
+        json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()
+    ]
+    assert answers == [
+        {key: row[key] for key in row if key not in ("image", "error")} for row in rows
+    ]
     assert len(answers) > 60
     assert 3 < answers.count({}) < 20
     assert len({json.dumps(answer) for answer in answers}) > 30
@@ -153,10 +194,24 @@ def test_accepted_types_of_pictures(folder, model, photos):
         assert model(opened) == expected
         pixels = np.asarray(opened.convert("RGB"))
     data = path.read_bytes()
-    for picture in (str(path), data, bytearray(data), memoryview(data), Image.fromarray(pixels), pixels):
+    for picture in (
+        str(path),
+        data,
+        bytearray(data),
+        memoryview(data),
+        Image.fromarray(pixels),
+        pixels,
+    ):
         assert model(picture) == expected
-    assert (expected.label, expected.sure, expected.labels, expected.embedding) == ("fig", None, None, None)
-    assert [one.label for one in model(path, top=2).top] == [one.label for one in expected.top][:2]
+    assert (expected.label, expected.sure, expected.labels, expected.embedding) == (
+        "fig",
+        None,
+        None,
+        None,
+    )
+    assert [one.label for one in model(path, top=2).top] == [
+        one.label for one in expected.top
+    ][:2]
     assert len(model(path, top=0).top) == 3
     assert model([]) == []
     assert model([path]) == [expected]
@@ -169,11 +224,20 @@ def test_one_bad_picture_does_not_lose_the_others(folder, model, tmp_path):
         with pytest.raises(kd.BadImage) as caught:
             model([good, data])
         assert "\n" not in str(caught.value), name
-        assert model([good, data, good], on_error="none") == [model(good), None, model(good)]
+        assert model([good, data, good], on_error="none") == [
+            model(good),
+            None,
+            model(good),
+        ]
     with pytest.raises(kd.BadImage, match=r"nowhere\.jpg: No such file"):
         model(tmp_path / "nowhere.jpg")
     assert model([str(tmp_path), good], on_error="none") == [None, model(good)]
-    for array in (noise(9, 9, 4), noise(9, 9).astype(np.float32), noise(9, 9)[:0], noise(9, 9)[0]):
+    for array in (
+        noise(9, 9, 4),
+        noise(9, 9).astype(np.float32),
+        noise(9, 9)[:0],
+        noise(9, 9)[0],
+    ):
         with pytest.raises(kd.BadImage, match=r"uint8 \[H, W, 3\]"):
             model(array)
     with pytest.raises(TypeError):
@@ -194,7 +258,9 @@ def test_it_is_thread_safe_and_pickled_by_its_folder(exported, model, monkeypatc
     monkeypatch.chdir("/")
     again = pickle.loads(pickled)
     assert again.file == "model.int8.onnx"
-    assert again(PICTURES["a png"]) == kd.load(exported, "model.int8.onnx")(PICTURES["a png"])
+    assert again(PICTURES["a png"]) == kd.load(exported, "model.int8.onnx")(
+        PICTURES["a png"]
+    )
 
 
 def test_embeddings(embedded):
@@ -205,7 +271,9 @@ def test_embeddings(embedded):
 
 
 def test_no_torch_and_a_quick_start(exported):
-    """Seconds of the processor, of which two cores give two each second; the best of three."""
+    """Seconds of the processor, of which two cores give two each second; the best of
+    three.
+    """
     code = """
 import sys, time
 import kd
@@ -217,8 +285,19 @@ print(time.process_time())
 """
     photo = exported.parent / "quick.png"
     photo.write_bytes(PICTURES["a png"])
-    environment = {**os.environ, "PYTHONPATH": str(Path(kd.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(kd.__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+    }
     argv = [sys.executable, "-c", code, exported, photo]
-    took = [float(subprocess.run(argv, env=environment, check=True, capture_output=True).stdout) for _ in range(3)]
+    took = [
+        float(
+            subprocess.run(
+                argv, env=environment, check=True, capture_output=True
+            ).stdout
+        )
+        for _ in range(3)
+    ]
     print(f"{min(took):.2f} s")
     assert min(took) < 1.0

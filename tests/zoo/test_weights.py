@@ -1,7 +1,9 @@
-"""The zoo of files of weights: forms in which people keep them; each is loaded right, or refused in a line that helps.
+"""The zoo of files of weights: forms in which people keep them; each is loaded right,
+or refused in a line that helps.
 
-A case is *right*: the teacher predicts what the network of its file predicts, in the order of the data's classes. Or it
-is *refused*, and what the line says is done: with that it is right, or it cannot be.
+A case is *right*: the teacher predicts what the network of its file predicts, in the
+order of the data's classes. Or it is *refused*, and what the line says is done: with
+that it is right, or it cannot be.
 """
 
 from __future__ import annotations
@@ -34,10 +36,14 @@ Tensors = dict[str, Tensor]
 Keys = dict[str, Any]
 
 
-def network(name: str = NAME, seed: int = 0, classes: int = 5, **args: Any) -> nn.Module:
+def network(
+    name: str = NAME, seed: int = 0, classes: int = 5, **args: Any
+) -> nn.Module:
     """Return a network all of whose values are random."""
     torch.manual_seed(seed)
-    made = timm.create_model(name, num_classes=classes, **{**(ARGS if name == NAME else {}), **args}).eval()
+    made = timm.create_model(
+        name, num_classes=classes, **{**(ARGS if name == NAME else {}), **args}
+    ).eval()
     with torch.no_grad():
         for tensor in made.state_dict().values():
             if tensor.is_floating_point():
@@ -45,16 +51,39 @@ def network(name: str = NAME, seed: int = 0, classes: int = 5, **args: Any) -> n
     return made
 
 
-def teacher(keys: Keys, size: int = 16, classes: tuple[str, ...] = CLASSES, where: str = "teacher") -> Any:
+def teacher(
+    keys: Keys,
+    size: int = 16,
+    classes: tuple[str, ...] = CLASSES,
+    where: str = "teacher",
+) -> Any:
     """Return the teacher of a section."""
     task = single_label(registry.default_options("tasks", "single_label"))
-    section = {"kind": "timm", "args": {}, "checkpoint": "", "weights": "by_name", **keys}
-    names = {key: section.pop(key) for key in ("mean", "std", "classes") if key in section}
+    section = {
+        "kind": "timm",
+        "args": {},
+        "checkpoint": "",
+        "weights": "by_name",
+        **keys,
+    }
+    names = {
+        key: section.pop(key) for key in ("mean", "std", "classes") if key in section
+    }
     kind, options = (
         section.pop("kind"),
-        {key: tuple(value) if key != "classes" else value for key, value in names.items()},
+        {
+            key: tuple(value) if key != "classes" else value
+            for key, value in names.items()
+        },
     )
-    spec = Spec(where, section.pop("model"), classes=classes, exact_head=where == "teacher", task=task, **section)
+    spec = Spec(
+        where,
+        section.pop("model"),
+        classes=classes,
+        exact_head=where == "teacher",
+        task=task,
+        **section,
+    )
     made = registry.build(
         "networks",
         kind,
@@ -67,14 +96,25 @@ def teacher(keys: Keys, size: int = 16, classes: tuple[str, ...] = CLASSES, wher
     return made.eval()
 
 
-def same_answers(made: Any, expected: nn.Module, order: list[int] | None = None) -> bool:
-    """Return whether a teacher predicts like a network whose outputs are put into an order."""
+def same_answers(
+    made: Any, expected: nn.Module, order: list[int] | None = None
+) -> bool:
+    """Return whether a teacher predicts like a network whose outputs are put into an
+    order.
+    """
     side = made.input_size or 32
-    image = torch.randint(256, (3, 3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    image = torch.randint(
+        256,
+        (3, 3, side, side),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(1),
+    )
     with torch.no_grad():
         theirs = expected(made.normalize(image))
         ours = made(image).logits
-    return torch.allclose(ours, theirs[:, order or [*range(theirs.shape[1])]], rtol=1e-4, atol=1e-5)
+    return torch.allclose(
+        ours, theirs[:, order or [*range(theirs.shape[1])]], rtol=1e-4, atol=1e-5
+    )
 
 
 def refusal(keys: Keys, **more: Any) -> str:
@@ -88,16 +128,23 @@ def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
-# ------------------------------------------------------------------------------- the order of the classes in a file
+# ------------------------------------------------------------------------------- the
+# order of the classes in a file
 
 TURNED = [*CLASSES[1:], CLASSES[0]]
 EXCHANGED = [CLASSES[1], CLASSES[0], *CLASSES[2:]]
 RECORDS: dict[str, Callable[[list[str]], Keys]] = {
     "classes": lambda names: {"classes": names},
     "a tuple": lambda names: {"class_names": tuple(names)},
-    "class_to_idx": lambda names: {"class_to_idx": {name: names.index(name) for name in CLASSES}},
-    "idx_to_class": lambda names: {"idx_to_class": {names.index(name): name for name in CLASSES}},
-    "id2label in args": lambda names: {"args": {"id2label": {str(names.index(name)): name for name in CLASSES}}},
+    "class_to_idx": lambda names: {
+        "class_to_idx": {name: names.index(name) for name in CLASSES}
+    },
+    "idx_to_class": lambda names: {
+        "idx_to_class": {names.index(name): name for name in CLASSES}
+    },
+    "id2label in args": lambda names: {
+        "args": {"id2label": {str(names.index(name)): name for name in CLASSES}}
+    },
     "in a Namespace": lambda names: {"args": argparse.Namespace(classes=names, lr=0.1)},
     "Lightning's": lambda names: {"hyper_parameters": {"class_names": names}},
     "MMPreTrain's": lambda names: {"meta": {"dataset_meta": {"classes": names}}},
@@ -105,28 +152,48 @@ RECORDS: dict[str, Callable[[list[str]], Keys]] = {
 
 
 @pytest.mark.parametrize("record", RECORDS)
-@pytest.mark.parametrize("names", [TURNED, EXCHANGED], ids=["all are turned", "two are exchanged"])
-def test_outputs_are_put_into_the_order_of_the_names_in_the_file(record, names, tmp_path):
+@pytest.mark.parametrize(
+    "names", [TURNED, EXCHANGED], ids=["all are turned", "two are exchanged"]
+)
+def test_outputs_are_put_into_the_order_of_the_names_in_the_file(
+    record, names, tmp_path
+):
     whole = network()
-    torch.save({"state_dict": whole.state_dict(), **RECORDS[record](names)}, tmp_path / "a.pth")
+    torch.save(
+        {"state_dict": whole.state_dict(), **RECORDS[record](names)}, tmp_path / "a.pth"
+    )
     made = teacher({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")})
     assert same_answers(made, whole, [names.index(name) for name in CLASSES])
     assert "order of the data's classes" in made.notes[0]
 
 
 def test_more_than_nine_numbered_names_are_in_the_order_of_numbers(tmp_path):
-    whole, data = network(classes=12), tuple(sorted(str(number) for number in range(12)))
-    torch.save({"model": whole.state_dict(), "class_to_idx": {str(n): n for n in range(12)}}, tmp_path / "a.pth")
-    made = teacher({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}, classes=data)
+    whole, data = (
+        network(classes=12),
+        tuple(sorted(str(number) for number in range(12))),
+    )
+    torch.save(
+        {"model": whole.state_dict(), "class_to_idx": {str(n): n for n in range(12)}},
+        tmp_path / "a.pth",
+    )
+    made = teacher(
+        {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")},
+        classes=data,
+    )
     assert same_answers(made, whole, [int(name) for name in data])
 
 
 def test_names_in_a_file_that_the_data_does_not_have_are_refused(tmp_path):
-    torch.save({"model": network().state_dict(), "classes": ["x", *CLASSES[1:]]}, tmp_path / "a.pth")
+    torch.save(
+        {"model": network().state_dict(), "classes": ["x", *CLASSES[1:]]},
+        tmp_path / "a.pth",
+    )
     keys = {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}
     assert "teacher.classes=FILE" in refusal(keys)
     (tmp_path / "names.txt").write_text("\n".join(CLASSES))
-    assert same_answers(teacher({**keys, "classes": str(tmp_path / "names.txt")}), network())
+    assert same_answers(
+        teacher({**keys, "classes": str(tmp_path / "names.txt")}), network()
+    )
 
 
 def test_lists_beside_the_weights_that_are_no_names_play_no_part(tmp_path):
@@ -138,23 +205,34 @@ def test_lists_beside_the_weights_that_are_no_names_play_no_part(tmp_path):
         "state": {0: {"a": 1}},
     }
     torch.save({"model": network().state_dict(), **beside}, tmp_path / "a.pth")
-    assert same_answers(teacher({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}), network())
+    assert same_answers(
+        teacher({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}),
+        network(),
+    )
 
 
 def test_a_head_of_another_kind_is_reordered_too(tmp_path):
     """A network with two classifiers, each a batch norm and a linear layer."""
     whole = network("levit_128s")
     torch.save({"model": whole.state_dict(), "classes": TURNED}, tmp_path / "a.pth")
-    made = teacher({"model": "levit_128s", "checkpoint": str(tmp_path / "a.pth")}, size=224)
+    made = teacher(
+        {"model": "levit_128s", "checkpoint": str(tmp_path / "a.pth")}, size=224
+    )
     assert same_answers(made, whole, [TURNED.index(name) for name in CLASSES])
 
 
 def test_names_in_the_file_of_a_network_of_ones_own(tmp_path):
     whole = torchvision.models.squeezenet1_1(num_classes=5).eval()
     torch.save({"model": whole.state_dict(), "classes": TURNED}, tmp_path / "a.pth")
-    keys = {"kind": "torch", "model": "torchvision.models:squeezenet1_1", "args": {"num_classes": 5}}
+    keys = {
+        "kind": "torch",
+        "model": "torchvision.models:squeezenet1_1",
+        "args": {"num_classes": 5},
+    }
     keys |= {"checkpoint": str(tmp_path / "a.pth"), "mean": [0.5] * 3, "std": [0.5] * 3}
-    assert same_answers(teacher(keys, 64), whole, [TURNED.index(name) for name in CLASSES])
+    assert same_answers(
+        teacher(keys, 64), whole, [TURNED.index(name) for name in CLASSES]
+    )
 
 
 def test_a_student_of_classes_in_another_order_begins_with_zeros(tmp_path):
@@ -163,7 +241,8 @@ def test_a_student_of_classes_in_another_order_begins_with_zeros(tmp_path):
     assert not teacher(keys, where="student").network.head.weight.any()
 
 
-# ------------------------------------------------------------- twins: equal shapes in equal order, other arithmetic
+# ------------------------------------------------------------- twins: equal shapes in
+# equal order, other arithmetic
 
 
 def lukemelas(names: list[str], tensors: Mapping[str, Tensor]) -> Tensors:
@@ -194,11 +273,16 @@ def test_an_efficientnet_of_tensorflow_s_padding_is_not_its_twin(tmp_path):
     keys = {"model": "efficientnet_b0", "checkpoint": str(tmp_path / "mine.pth")}
     for choice in ("by_name", "by_order"):
         text = refusal({**keys, "weights": choice}, size=64)
-        assert "Set teacher.model=tf_efficientnet_b0 and teacher.weights=by_order" in text
+        assert (
+            "Set teacher.model=tf_efficientnet_b0 and teacher.weights=by_order" in text
+        )
     keys["model"] = "tf_efficientnet_b0"
     assert "Set teacher.weights=by_order" in refusal(keys, size=64)
     assert same_answers(teacher({**keys, "weights": "by_order"}, size=64), whole)
-    assert not same_answers(teacher({**keys, "weights": "by_order"}, size=64), twin(whole, "efficientnet_b0"))
+    assert not same_answers(
+        teacher({**keys, "weights": "by_order"}, size=64),
+        twin(whole, "efficientnet_b0"),
+    )
     found = identify("--teacher", tmp_path / "mine.pth", "tf_efficientnet_b0")
     assert (found.model, found.by_order) == ("tf_efficientnet_b0", True)
 
@@ -206,7 +290,9 @@ def test_an_efficientnet_of_tensorflow_s_padding_is_not_its_twin(tmp_path):
 def twin(whole: nn.Module, name: str) -> nn.Module:
     """Return another network with the same tensors."""
     other = timm.create_model(name, num_classes=5).eval()
-    other.load_state_dict(dict(zip(other.state_dict(), whole.state_dict().values(), strict=True)))
+    other.load_state_dict(
+        dict(zip(other.state_dict(), whole.state_dict().values(), strict=True))
+    )
     return other
 
 
@@ -217,12 +303,21 @@ def twin(whole: nn.Module, name: str) -> nn.Module:
         ("efficientnet_b0", ["tf_efficientnet_b0"]),
     ],
 )
-def test_a_twin_of_torchvision_s_is_refused_and_the_section_can_be_pasted(theirs, twins, tmp_path):
+def test_a_twin_of_torchvision_s_is_refused_and_the_section_can_be_pasted(
+    theirs, twins, tmp_path
+):
     torch.manual_seed(0)
     whole = getattr(torchvision.models, theirs)(num_classes=5).eval()
     torch.save({"arch": theirs, "state_dict": whole.state_dict()}, tmp_path / "a.pth")
     for name in twins:
-        text = refusal({"model": name, "checkpoint": str(tmp_path / "a.pth"), "weights": "by_order"}, size=64)
+        text = refusal(
+            {
+                "model": name,
+                "checkpoint": str(tmp_path / "a.pth"),
+                "weights": "by_order",
+            },
+            size=64,
+        )
         assert "names of torchvision" in text
         section = re.search(r"Write teacher: ({.*}), where N is", text)
         assert section
@@ -234,22 +329,38 @@ def test_a_network_that_timm_lacks_is_named_as_torchvision_has_it(tmp_path):
     """`kd init` knows no name of timm for it, and pastes none."""
     whole = torchvision.models.shufflenet_v2_x0_5(num_classes=5).eval()
     path = tmp_path / "shufflenet_v2_x0_5-f707e7126e.pth"
-    torch.save({f"features.0.{name}": tensor for name, tensor in whole.state_dict().items()}, path)
-    with pytest.raises(ModelError, match=r"names of torchvision.*torchvision\.models:shufflenet_v2_x0_5"):
+    torch.save(
+        {f"features.0.{name}": tensor for name, tensor in whole.state_dict().items()},
+        path,
+    )
+    with pytest.raises(
+        ModelError,
+        match=r"names of torchvision.*torchvision\.models:shufflenet_v2_x0_5",
+    ):
         identify("--teacher", path)
 
 
-# ---------------------------------------------------------------------------------------- not the tensors themselves
+# --------------------------------------------------------------------------------
+# not the tensors themselves
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
 @pytest.mark.parametrize("which", ["", "head."])
 def test_integers_without_their_scales_are_refused(dtype, which, tmp_path):
     whole = network()
-    tensors = {n: (100 * t).to(dtype) if n.startswith(which) else t for n, t in whole.state_dict().items()}
+    tensors = {
+        n: (100 * t).to(dtype) if n.startswith(which) else t
+        for n, t in whole.state_dict().items()
+    }
     for name in ("a.pth", "a.safetensors"):
-        save_file(tensors, tmp_path / name) if name.endswith("s") else torch.save(tensors, tmp_path / name)
-        text = refusal({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / name)})
+        (
+            save_file(tensors, tmp_path / name)
+            if name.endswith("s")
+            else torch.save(tensors, tmp_path / name)
+        )
+        text = refusal(
+            {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / name)}
+        )
         assert "quantized weights" in text
         assert "integers: " in text
         assert "Give the name of the network that was trained, and its args" not in text
@@ -258,22 +369,43 @@ def test_integers_without_their_scales_are_refused(dtype, which, tmp_path):
 def test_halves_are_cast(tmp_path):
     whole = network().half()
     torch.save(whole.state_dict(), tmp_path / "a.pth")
-    assert same_answers(teacher({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}), whole.float())
+    assert same_answers(
+        teacher({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}),
+        whole.float(),
+    )
 
 
 def test_empty_tensors_are_named(tmp_path):
-    """ZeRO-3 leaves placeholders; one of them stands where the network has one number."""
+    """ZeRO-3 leaves placeholders; one of them stands where the network has one
+    number.
+    """
     whole = network(init_values=1e-5)
-    torch.save({"module": {name: torch.empty(0) for name in whole.state_dict()}}, tmp_path / "a.pth")
-    text = refusal({"model": NAME, "args": {**ARGS, "init_values": 1e-5}, "checkpoint": str(tmp_path / "a.pth")})
+    torch.save(
+        {"module": {name: torch.empty(0) for name in whole.state_dict()}},
+        tmp_path / "a.pth",
+    )
+    text = refusal(
+        {
+            "model": NAME,
+            "args": {**ARGS, "init_values": 1e-5},
+            "checkpoint": str(tmp_path / "a.pth"),
+        }
+    )
     assert "empty tensors" in text
     assert "zero_to_fp32.py" in text
     torch.save(whole.state_dict() | {"norm.bias": torch.empty(0)}, tmp_path / "a.pth")
-    text = refusal({"model": NAME, "args": {**ARGS, "init_values": 1e-5}, "checkpoint": str(tmp_path / "a.pth")})
+    text = refusal(
+        {
+            "model": NAME,
+            "args": {**ARGS, "init_values": 1e-5},
+            "checkpoint": str(tmp_path / "a.pth"),
+        }
+    )
     assert "empty: norm.bias" in text
 
 
-# ---------------------------------------------------------------------------------------- more than one network
+# --------------------------------------------------------------------------------
+# more than one network
 
 
 @pytest.mark.parametrize(
@@ -289,19 +421,26 @@ def test_empty_tensors_are_named(tmp_path):
 )
 def test_a_student_beside_its_teacher(student, other, tmp_path):
     first, second = network(), network(seed=1)
-    tensors = prefixed(student, first.state_dict()) | prefixed(other, second.state_dict())
+    tensors = prefixed(student, first.state_dict()) | prefixed(
+        other, second.state_dict()
+    )
     torch.save({"state_dict": tensors}, tmp_path / "a.pth")
     keys = {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}
     made = teacher(keys)
     assert same_answers(made, second)
-    others = re.search(r"; \['([\w.]+)'\] would fit too \(teacher\.weights: raw, or a name\)", made.notes[0])
+    others = re.search(
+        r"; \['([\w.]+)'\] would fit too \(teacher\.weights: raw, or a name\)",
+        made.notes[0],
+    )
     assert others
     assert same_answers(teacher({**keys, "weights": others[1]}), first)
     assert same_answers(teacher({**keys, "weights": "raw"}), first)
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_two_networks_of_which_none_is_averaged_are_refused_and_a_name_chooses(nested, tmp_path):
+def test_two_networks_of_which_none_is_averaged_are_refused_and_a_name_chooses(
+    nested, tmp_path
+):
     first, second = network().state_dict(), network(seed=1).state_dict()
     flat = prefixed("model.", first) | prefixed("net.", second)
     torch.save({"model": first, "net": second} if nested else flat, tmp_path / "a.pth")
@@ -314,9 +453,16 @@ def test_two_networks_of_which_none_is_averaged_are_refused_and_a_name_chooses(n
 
 
 def test_several_networks_are_named_to_kd_init(tmp_path):
-    first, second = timm.create_model("resnet10t", num_classes=5), timm.create_model("resnet10t", num_classes=5)
-    torch.save({"model": first.state_dict(), "net": second.state_dict()}, tmp_path / "a.pth")
-    with pytest.raises(ModelError, match=r"several networks that fit: \['model', 'net'\]"):
+    first, second = (
+        timm.create_model("resnet10t", num_classes=5),
+        timm.create_model("resnet10t", num_classes=5),
+    )
+    torch.save(
+        {"model": first.state_dict(), "net": second.state_dict()}, tmp_path / "a.pth"
+    )
+    with pytest.raises(
+        ModelError, match=r"several networks that fit: \['model', 'net'\]"
+    ):
         identify("--teacher", tmp_path / "a.pth", "resnet10t")
 
 
@@ -324,13 +470,22 @@ def test_an_adapter_beside_its_base(tmp_path):
     torch.save(network().state_dict(), tmp_path / "pytorch_model.bin")
     assert teacher({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path)})
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    assert "merge_and_unload" in refusal({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path)})
+    assert "merge_and_unload" in refusal(
+        {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path)}
+    )
 
 
 def test_an_adapter_beside_its_base_of_transformers(tmp_path):
     hub = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
-    config = hub.ViTConfig(**sizes, image_size=32, num_labels=5, id2label=dict(enumerate(CLASSES)))
+    sizes = {
+        "hidden_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+    }
+    config = hub.ViTConfig(
+        **sizes, image_size=32, num_labels=5, id2label=dict(enumerate(CLASSES))
+    )
     hub.ViTForImageClassification(config).save_pretrained(tmp_path)
     hub.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
     keys = {"kind": "transformers", "model": str(tmp_path), "pretrained": True}
@@ -341,23 +496,34 @@ def test_an_adapter_beside_its_base_of_transformers(tmp_path):
     assert "merge_and_unload" in text
 
 
-# ------------------------------------------------------------------------------------------ what its trainer wrote
+# --------------------------------------------------------------------------------
+# what its trainer wrote
 
 
 @pytest.mark.parametrize("as_dictionary", [True, False])
-@pytest.mark.parametrize("size", [{"img_size": 32}, {"input_size": [3, 32, 32]}, {"input_size": 32}])
+@pytest.mark.parametrize(
+    "size", [{"img_size": 32}, {"input_size": [3, 32, 32]}, {"input_size": 32}]
+)
 @pytest.mark.parametrize("model", [NAME, "resnet10t"])
 def test_the_pixels_of_its_trainer_are_used(model, size, as_dictionary, tmp_path):
-    args = {key: value for key, value in ARGS.items() if key != "img_size"} if model == NAME else {}
+    args = (
+        {key: value for key, value in ARGS.items() if key != "img_size"}
+        if model == NAME
+        else {}
+    )
     whole = network(model, **args, **({"img_size": 32} if model == NAME else {}))
     wrote = {"model": model, "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], **size}
     wrote = wrote if as_dictionary else argparse.Namespace(**wrote)
-    torch.save({"arch": model, "state_dict": whole.state_dict(), "args": wrote}, tmp_path / "a.pth")
+    torch.save(
+        {"arch": model, "state_dict": whole.state_dict(), "args": wrote},
+        tmp_path / "a.pth",
+    )
     keys = {"model": model, "args": args, "checkpoint": str(tmp_path / "a.pth")}
     made = teacher(keys)
     image = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     mean, std = (
-        torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
+        torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1)
+        for values in ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
     )
     with torch.no_grad():
         expected = whole(((image.double() / 255 - mean) / std).float())
@@ -368,23 +534,49 @@ def test_the_pixels_of_its_trainer_are_used(model, size, as_dictionary, tmp_path
 
 def test_the_configuration_goes_before_its_trainer(tmp_path):
     wrote = argparse.Namespace(mean=[0.1, 0.2, 0.3], std=[0.4, 0.5, 0.6], img_size=32)
-    torch.save({"state_dict": network("resnet10t").state_dict(), "args": wrote}, tmp_path / "a.pth")
+    torch.save(
+        {"state_dict": network("resnet10t").state_dict(), "args": wrote},
+        tmp_path / "a.pth",
+    )
     overlay = {"mean": [0.5, 0.5, 0.5], "input_size": [3, 48, 48]}
-    keys = {"model": "resnet10t", "args": {"pretrained_cfg_overlay": overlay}, "checkpoint": str(tmp_path / "a.pth")}
+    keys = {
+        "model": "resnet10t",
+        "args": {"pretrained_cfg_overlay": overlay},
+        "checkpoint": str(tmp_path / "a.pth"),
+    }
     made = teacher(keys)
     assert made.input_size == 48
-    torch.testing.assert_close(-made.shift / made.scale / 255, torch.full((1, 3, 1, 1), 0.5))
-    torch.testing.assert_close(1 / made.scale / 255, torch.tensor([0.4, 0.5, 0.6]).view(1, 3, 1, 1))
+    torch.testing.assert_close(
+        -made.shift / made.scale / 255, torch.full((1, 3, 1, 1), 0.5)
+    )
+    torch.testing.assert_close(
+        1 / made.scale / 255, torch.tensor([0.4, 0.5, 0.6]).view(1, 3, 1, 1)
+    )
     assert "kd uses the std that" in made.notes[0]
-    torch.save({"state_dict": network().state_dict(), "args": wrote}, tmp_path / "a.pth")
-    assert teacher({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}).input_size == 16
+    torch.save(
+        {"state_dict": network().state_dict(), "args": wrote}, tmp_path / "a.pth"
+    )
+    assert (
+        teacher(
+            {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}
+        ).input_size
+        == 16
+    )
 
 
 @pytest.mark.parametrize(
-    "wrote", [{"mean": None, "img_size": None}, {"mean": 0.5, "std": "imagenet"}, {"img_size": {}}]
+    "wrote",
+    [
+        {"mean": None, "img_size": None},
+        {"mean": 0.5, "std": "imagenet"},
+        {"img_size": {}},
+    ],
 )
 def test_a_trainers_record_without_numbers_plays_no_part(wrote, tmp_path):
-    torch.save({"state_dict": network("resnet10t").state_dict(), "args": wrote}, tmp_path / "a.pth")
+    torch.save(
+        {"state_dict": network("resnet10t").state_dict(), "args": wrote},
+        tmp_path / "a.pth",
+    )
     made = teacher({"model": "resnet10t", "checkpoint": str(tmp_path / "a.pth")})
     plain: Any = network("resnet10t")
     assert made.input_size == plain.pretrained_cfg["input_size"][-1]
@@ -394,13 +586,22 @@ def test_a_trainers_record_without_numbers_plays_no_part(wrote, tmp_path):
 def test_a_student_keeps_the_size_of_the_data(tmp_path):
     args = {key: value for key, value in ARGS.items() if key != "img_size"}
     wrote = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "img_size": 32}
-    torch.save({"state_dict": network(img_size=32).state_dict(), "args": wrote}, tmp_path / "a.pth")
-    made = teacher({"model": NAME, "args": args, "checkpoint": str(tmp_path / "a.pth")}, where="student")
+    torch.save(
+        {"state_dict": network(img_size=32).state_dict(), "args": wrote},
+        tmp_path / "a.pth",
+    )
+    made = teacher(
+        {"model": NAME, "args": args, "checkpoint": str(tmp_path / "a.pth")},
+        where="student",
+    )
     assert made.input_size == 16
-    torch.testing.assert_close(1 / made.scale / 255, torch.tensor([0.4, 0.5, 0.6]).view(1, 3, 1, 1))
+    torch.testing.assert_close(
+        1 / made.scale / 255, torch.tensor([0.4, 0.5, 0.6]).view(1, 3, 1, 1)
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- its names
+# --------------------------------------------------------------------------------
+# its names
 
 
 @dataclass(frozen=True)
@@ -410,19 +611,26 @@ class Form:
     change: Callable[[Tensors], Any]
     right: bool = False  # at once
     says: str = ""  # a pattern of the line
-    then: Mapping[str, Any] = field(default_factory=dict)  # keys that make it right, as the line says
+    then: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # keys that make it right, as the line says
     model: str = NAME
     args: Mapping[str, Any] = field(default_factory=lambda: ARGS)
     size: int = 16
 
 
 def sub(old: str, new: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {re.sub(old, new, name): tensor for name, tensor in tensors.items()}
+    return lambda tensors: {
+        re.sub(old, new, name): tensor for name, tensor in tensors.items()
+    }
 
 
 def outside(tensors: Tensors) -> Tensors:
     """The backbone has a prefix, and its classifier does not."""
-    return {f"head.fc.{n[5:]}" if n.startswith("head.") else f"backbone.{n}": t for n, t in tensors.items()}
+    return {
+        f"head.fc.{n[5:]}" if n.startswith("head.") else f"backbone.{n}": t
+        for n, t in tensors.items()
+    }
 
 
 def deeper(tensors: Tensors) -> Tensors:
@@ -433,9 +641,15 @@ def deeper(tensors: Tensors) -> Tensors:
 
 RESNET: Keys = {"model": "resnet10t", "args": {}, "size": 32}
 FORMS = {
-    "torch.compile inside": Form(sub(r"^blocks\.0\.", "blocks.0._orig_mod."), right=True),
-    "checkpointing": Form(sub(r"^(blocks\.\d)\.", r"\1._checkpoint_wrapped_module."), right=True),
-    "FSDP": Form(sub(r"^(.*\.)", r"_fsdp_wrapped_module.\1_fsdp_wrapped_module."), right=True),
+    "torch.compile inside": Form(
+        sub(r"^blocks\.0\.", "blocks.0._orig_mod."), right=True
+    ),
+    "checkpointing": Form(
+        sub(r"^(blocks\.\d)\.", r"\1._checkpoint_wrapped_module."), right=True
+    ),
+    "FSDP": Form(
+        sub(r"^(.*\.)", r"_fsdp_wrapped_module.\1_fsdp_wrapped_module."), right=True
+    ),
     "DDP of torch.compile": Form(sub("^", "module._orig_mod."), right=True),
     "Opacus": Form(sub("^", "_module."), right=True),
     "head.fc": Form(sub(r"^fc\.", "head.fc."), right=True, **RESNET),
@@ -444,14 +658,26 @@ FORMS = {
     "head.fc of a transformer": Form(sub(r"^head\.", "head.fc."), right=True),
     "the classifier outside": Form(outside, right=True),
     "two layers": Form(
-        deeper, says=r"a classifier of other layers.*missing head: head\.bias.*unexpected: head\.0\.bias"
+        deeper,
+        says=(
+            r"a classifier of other layers.*missing head: head\.bias.*unexpected:"
+            r" head\.0\.bias"
+        ),
     ),
     "two layers outside": Form(
-        lambda tensors: {n if n.startswith("head") else f"backbone.{n}": t for n, t in deeper(tensors).items()},
-        says=r"no classifier.*4 other tensors, such as 'head\.2|classifier of other layers",
+        lambda tensors: {
+            n if n.startswith("head") else f"backbone.{n}": t
+            for n, t in deeper(tensors).items()
+        },
+        says=(
+            r"no classifier.*4 other tensors, such as 'head\.2|classifier of other"
+            r" layers"
+        ),
     ),
     "unknown names": Form(
-        lambda tensors: {f"x{i}.weight": tensor for i, tensor in enumerate(tensors.values())},
+        lambda tensors: {
+            f"x{i}.weight": tensor for i, tensor in enumerate(tensors.values())
+        },
         says=r"Set teacher\.weights=by_order",
         then={"weights": "by_order"},
     ),
@@ -476,8 +702,14 @@ def test_names_of_a_right_network(name, tmp_path):
     pool = {"global_pool": "avg"} if "global_pool" in form.then.get("args", {}) else {}
     whole = network(form.model, 0, 5, **pool)
     tensors = dict(whole.state_dict())
-    torch.save({"model": form.change(sub(r"^fc_norm\.", "norm.")(tensors))}, tmp_path / "a.pth")
-    keys = {"model": form.model, "args": dict(form.args), "checkpoint": str(tmp_path / "a.pth")}
+    torch.save(
+        {"model": form.change(sub(r"^fc_norm\.", "norm.")(tensors))}, tmp_path / "a.pth"
+    )
+    keys = {
+        "model": form.model,
+        "args": dict(form.args),
+        "checkpoint": str(tmp_path / "a.pth"),
+    }
     if not form.right:
         assert re.search(form.says, refusal(keys, size=form.size))
         keys |= form.then
@@ -486,20 +718,32 @@ def test_names_of_a_right_network(name, tmp_path):
 
 
 def test_a_part_of_a_classifier_is_refused(tmp_path):
-    tensors = {name: tensor for name, tensor in network().state_dict().items() if name != "head.bias"}
+    tensors = {
+        name: tensor
+        for name, tensor in network().state_dict().items()
+        if name != "head.bias"
+    }
     torch.save(tensors, tmp_path / "a.pth")
-    assert "missing: head.bias (1)" in refusal({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")})
+    assert "missing: head.bias (1)" in refusal(
+        {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}
+    )
 
 
 def test_safetensors_have_no_order_to_offer(tmp_path):
-    tensors = {f"x{i}.weight": tensor for i, tensor in enumerate(network().state_dict().values())}
+    tensors = {
+        f"x{i}.weight": tensor
+        for i, tensor in enumerate(network().state_dict().values())
+    }
     save_file(tensors, tmp_path / "a.safetensors")
-    text = refusal({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.safetensors")})
+    text = refusal(
+        {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.safetensors")}
+    )
     assert "Set teacher.weights=by_order" not in text
     assert "safetensors keep no order" in text
 
 
-# ------------------------------------------------------------------------------------------------- not one whole file
+# --------------------------------------------------------------------------------
+# not one whole file
 
 
 def test_all_parts_are_read_wherever_one_is_named(tmp_path):
@@ -507,7 +751,9 @@ def test_all_parts_are_read_wherever_one_is_named(tmp_path):
     for number, part in enumerate((tensors[:9], tensors[9:]), 1):
         torch.save(dict(part), tmp_path / f"pytorch_model-0000{number}-of-00002.bin")
     for place in (tmp_path, *tmp_path.iterdir()):
-        assert same_answers(teacher({"model": NAME, "args": ARGS, "checkpoint": str(place)}), network())
+        assert same_answers(
+            teacher({"model": NAME, "args": ARGS, "checkpoint": str(place)}), network()
+        )
     (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
     for place in (tmp_path, *tmp_path.iterdir()):
         text = refusal({"model": NAME, "args": ARGS, "checkpoint": str(place)})
@@ -517,7 +763,11 @@ def test_all_parts_are_read_wherever_one_is_named(tmp_path):
 def test_folds_of_a_cross_validation_are_no_parts(tmp_path):
     for fold in (1, 2):
         torch.save(network(seed=fold).state_dict(), tmp_path / f"fold-{fold}-of-2.pth")
-    keys = {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "fold-1-of-2.pth")}
+    keys = {
+        "model": NAME,
+        "args": ARGS,
+        "checkpoint": str(tmp_path / "fold-1-of-2.pth"),
+    }
     assert same_answers(teacher(keys), network(seed=1))
 
 

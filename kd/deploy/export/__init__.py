@@ -1,1 +1,3 @@
-"""Export of a finished student: timm folder, graphs, parity, calibration, model card, hub."""
+"""Export of a finished student: timm folder, graphs, parity, calibration, model card,
+hub.
+"""

@@ -1,9 +1,10 @@
 """Calibrate a classifier's confidences by one temperature for its logits.
 
-Temperature scaling (Guo et al. 2017, arXiv:1706.04599, section 4.2): `kd.parts.tasks.single_label.temperature` finds T
-> 0 on validation images, and the weights of the last, linear layer are divided by T. Predictions do not change. T is
-used only if its gain, measured on images that did not choose it, has a 95 % interval above 0: for an already calibrated
-student T is noise.
+Temperature scaling (Guo et al. 2017, arXiv:1706.04599, section 4.2):
+`kd.parts.tasks.single_label.temperature` finds T > 0 on validation images, and the
+weights of the last, linear layer are divided by T. Predictions do not change. T is used
+only if its gain, measured on images that did not choose it, has a 95 % interval above
+0: for an already calibrated student T is noise.
 """
 
 from typing import Any
@@ -21,39 +22,70 @@ from kd.models.classifier import Classifier, Network
 from kd.parts.tasks.single_label import calibration_error, temperature
 
 LINEAR = (nn.Linear, Linear)
-FEWEST_LABELLED = 100  # fewest labelled images: with fewer, the interval is wider than any realistic gain
+# fewest labelled images: with fewer, the interval is wider than any realistic gain
+FEWEST_LABELLED = 100
 
 
 def calibrate(student: Classifier, images: Batches) -> tuple[dict[str, Any], str]:
-    """Fit a temperature on validation images and divide the weights of the student's last layer by it.
+    """Fit a temperature on validation images and divide the weights of the student's
+    last layer by it.
 
-    Return the result as JSON values and one line of text; {} and the reason if nothing was changed.
+    Return the result as JSON values and one line of text; {} and the reason if nothing
+    was changed.
     """
     answer = eager_runner(student)
     batches: list[tuple[np.ndarray, np.ndarray]] = []
     pixels = np.zeros(0)
     for pixels, labels, *_ in images:
         batches.append((answer(pixels), labels))
-    logits_NC, label_N = (torch.from_numpy(np.concatenate(each)) for each in zip(*batches, strict=True))
+    logits_NC, label_N = (
+        torch.from_numpy(np.concatenate(each)) for each in zip(*batches, strict=True)
+    )
     logits_NC, label_N = logits_NC[label_N >= 0], label_N[label_N >= 0]
     mistakes = int((logits_NC.argmax(1) != label_N).sum())
     if len(label_N) < FEWEST_LABELLED or not mistakes:
-        reason = f"{len(label_N)} validation images have a label and {mistakes} predictions are wrong"
-        return {}, f"not calibrated: {reason}; {FEWEST_LABELLED} images and one wrong prediction are needed"
+        reason = (
+            f"{len(label_N)} validation images have a label and {mistakes} predictions"
+            " are wrong"
+        )
+        return (
+            {},
+            (
+                f"not calibrated: {reason}; {FEWEST_LABELLED} images and one wrong"
+                " prediction are needed"
+            ),
+        )
     low, high = gain(logits_NC, cross_fitted(logits_NC, label_N), label_N)
     if low <= 0:
         gained = f"log-likelihood gains {low:.4f} to {high:.4f} nats per image (95 %)"
-        return {}, f"not calibrated: a temperature fitted on one half does not surely help the other ({gained})"
+        return (
+            {},
+            (
+                "not calibrated: a temperature fitted on one half does not surely help"
+                f" the other ({gained})"
+            ),
+        )
     found = fitted(logits_NC, label_N)
     if reason := _divide(student, found["temperature"], pixels, batches[-1][0]):
         return {}, f"not calibrated: {reason}"
-    line = f"calibrated: logits divided by {found['temperature']:.3g}, fitted on {len(label_N)} validation images; "
+    line = (
+        f"calibrated: logits divided by {found['temperature']:.3g}, fitted on"
+        f" {len(label_N)} validation images; "
+    )
     errors = f"{percent(found['ece'])} -> {percent(found['calibrated_ece'])}"
-    return found, f"{line}calibration error {errors}, fitted on one half and counted on the other"
+    return (
+        found,
+        (
+            f"{line}calibration error {errors}, fitted on one half and counted on the"
+            " other"
+        ),
+    )
 
 
 def fitted(logits_NC: Tensor, label_N: Tensor) -> dict[str, Any]:
-    """Return the temperature of logits [N, C], and the calibration error before and after it."""
+    """Return the temperature of logits [N, C], and the calibration error before and
+    after it.
+    """
     return {
         "temperature": temperature(logits_NC, label_N),
         "images": len(label_N),
@@ -63,7 +95,9 @@ def fitted(logits_NC: Tensor, label_N: Tensor) -> dict[str, Any]:
 
 
 def cross_fitted(logits_NC: Tensor, label_N: Tensor) -> Tensor:
-    """Return logits [N, C], each half divided by the temperature fitted on the other half."""
+    """Return logits [N, C], each half divided by the temperature fitted on the other
+    half.
+    """
     first_N = torch.arange(len(label_N)) % 2 == 0
     divided_NC = logits_NC.clone()
     for half_N in (first_N, ~first_N):
@@ -72,20 +106,33 @@ def cross_fitted(logits_NC: Tensor, label_N: Tensor) -> Tensor:
 
 
 def gain(logits_NC: Tensor, divided_NC: Tensor, label_N: Tensor) -> tuple[float, float]:
-    """Return the 95 % interval of the mean gain in log-likelihood, nats per image, by the bootstrap."""
-    before_N, after_N = (F.cross_entropy(each.double(), label_N, reduction="none") for each in (logits_NC, divided_NC))
+    """Return the 95 % interval of the mean gain in log-likelihood, nats per image, by
+    the bootstrap.
+    """
+    before_N, after_N = (
+        F.cross_entropy(each.double(), label_N, reduction="none")
+        for each in (logits_NC, divided_NC)
+    )
     gain_N = (before_N - after_N).numpy()
-    return around(gain_N.mean(), resampled(lambda picks: gain_N[picks].mean(), len(gain_N)))
+    return around(
+        gain_N.mean(), resampled(lambda picks: gain_N[picks].mean(), len(gain_N))
+    )
 
 
-def _divide(student: Classifier, by: float, pixels: np.ndarray, logits: np.ndarray) -> str:
-    """Divide a student's logits and check the change on `pixels`; return why it failed, or ""."""
+def _divide(
+    student: Classifier, by: float, pixels: np.ndarray, logits: np.ndarray
+) -> str:
+    """Divide a student's logits and check the change on `pixels`; return why it failed,
+    or "".
+    """
     network = student.network
     name = type(network.inner if isinstance(network, Network) else network).__name__
     weights = {key: tensor.clone() for key, tensor in network.state_dict().items()}
     if not divide_logits(network, by):
         return f"the last layer of {name} is not one nn.Linear"
-    if not np.allclose(eager_runner(student)(pixels) * by, logits, rtol=1e-3, atol=1e-3):
+    if not np.allclose(
+        eager_runner(student)(pixels) * by, logits, rtol=1e-3, atol=1e-3
+    ):
         network.load_state_dict(weights)
         return f"the logits of {name} are not the output of its last linear layer"
     return ""
@@ -94,8 +141,9 @@ def _divide(student: Classifier, by: float, pixels: np.ndarray, logits: np.ndarr
 def divide_logits(network: nn.Module, by: float) -> bool:
     """Divide the weights of a network's last layer in place; return whether it has one.
 
-    A timm network may have several linear layers whose outputs are added or averaged. In other networks it is the last
-    registered linear layer; the caller must check that the logits are divided.
+    A timm network may have several linear layers whose outputs are added or averaged.
+    In other networks it is the last registered linear layer; the caller must check that
+    the logits are divided.
     """
     own = isinstance(network, Network)
     model: Any = network.inner if own else network
@@ -104,7 +152,9 @@ def divide_logits(network: nn.Module, by: float) -> bool:
         found = model.get_classifier()
     elif own:
         found = [one for one in model.modules() if type(one) in LINEAR][-1:]
-    heads: list[Any] = list(found) if isinstance(found, tuple | list | nn.ModuleList) else [found]
+    heads: list[Any] = (
+        list(found) if isinstance(found, tuple | list | nn.ModuleList) else [found]
+    )
     if not heads or not all(type(head) in LINEAR for head in heads):
         return False
     with torch.no_grad():

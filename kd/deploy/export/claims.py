@@ -1,7 +1,8 @@
 """What an export claims: the keys of manifest.json and of the files beside it.
 
-The type of a value says from what it can be made again, and how close it must then be. `kd verify` walks these types: a
-key that is not among them is one that kd does not write.
+The type of a value says from what it can be made again, and how close it must then be.
+`kd verify` walks these types: a key that is not among them is one that kd does not
+write.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ TimmKey = Annotated[str, "a key of timm's `pretrained_cfg`"]
 
 
 class Origin(NamedTuple):
-    """From what a value can be made again, and how close it must be where another machine may round differently."""
+    """From what a value can be made again, and how close it must be where another
+    machine may round differently.
+    """
 
     by: tuple[str, ...] = ()
-    close: str = "equal"  # a rule of `kd.deploy.verify.comparison`, for what is made from images
+    close: str = (
+        "equal"  # a rule of `kd.deploy.verify.comparison`, for what is made from images
+    )
 
 
 Exported = Annotated[Any, Origin((FILES,))]
@@ -127,10 +132,20 @@ class VariantClaims(QualityClaims):
     speed: dict[Threads, SpeedClaims]
 
 
-Found = TypedDict("Found", {"mb": Exported, "ms": Cost, "drop": Points, "teacher-drop": Points, "ece": Points})
+Found = TypedDict(
+    "Found",
+    {"mb": Exported, "ms": Cost, "drop": Points, "teacher-drop": Points, "ece": Points},
+)
 PairFound = TypedDict(
     "PairFound",
-    {"passed_on": ShareOfPair, "mb": OfPair, "ms": Unknown, "drop": OfPair, "teacher-drop": OfPair, "ece": OfPair},
+    {
+        "passed_on": ShareOfPair,
+        "mb": OfPair,
+        "ms": Unknown,
+        "drop": OfPair,
+        "teacher-drop": OfPair,
+        "ece": OfPair,
+    },
 )
 
 
@@ -172,7 +187,14 @@ class SelfCheckClaims(TypedDict, total=False):
 
 
 ChainStudent = TypedDict(
-    "ChainStudent", {"is": Trained, "run": Trained, "step": Trained, "weights": Trained, "exported": Exported}
+    "ChainStudent",
+    {
+        "is": Trained,
+        "run": Trained,
+        "step": Trained,
+        "weights": Trained,
+        "exported": Exported,
+    },
 )
 
 

@@ -41,7 +41,8 @@ from kd.setup.finished import Trust, opened_run, require_files
 from kd.setup.recipe import Recipe, resolve
 from kd.setup.student import best_student
 
-FORMAT = 2  # version of manifest.json, raised with every change of the card or of a key's meaning
+# version of manifest.json, raised with every change of the card or of a key's meaning
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,18 @@ def export(
     trust: bool = False,
     teacher: bool = False,
 ) -> WrittenExport:
-    """Export a run's best student or teacher to `target` (None: `export` or `export-teacher` in the run folder).
+    """Export a run's best student or teacher to `target` (None: `export` or
+    `export-teacher` in the run folder).
 
-    `overrides`: `key=value` for the run's configuration, such as the data's present folder. `trust`: import modules and
-    read paths named in the run's configuration.
+    `overrides`: `key=value` for the run's configuration, such as the data's present
+    folder. `trust`: import modules and read paths named in the run's configuration.
     """
     options = options or ExportOptions()
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)
-    recipe = resolve(config.load(config.to_dict(stored), overrides) if overrides else stored)
+    recipe = resolve(
+        config.load(config.to_dict(stored), overrides) if overrides else stored
+    )
     target = target or path / ("export-teacher" if teacher else "export")
     refuse_other(target)  # refuse before minutes of work
     options.require(recipe.task)
@@ -79,14 +83,23 @@ def export(
     if options.any_graph:  # graphs are compared on images
         vouched.check_folder(recipe.data)
     subject = subject_of(folder, recipe, vouched, options.index)
-    return write(teacher_of(subject, folder, vouched) if teacher else subject, target, options)
+    return write(
+        teacher_of(subject, folder, vouched) if teacher else subject, target, options
+    )
 
 
 def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Subject:
-    """Read the best student of a run; with `index` also its projector into the teacher's space."""
+    """Read the best student of a run; with `index` also its projector into the
+    teacher's space.
+    """
     manifest = folder.manifest()
     if "classes" not in manifest:
-        raise RunError("run", f"'{folder.path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
+        raise RunError(
+            "run",
+            f"'{folder.path}' has no manifest.json",
+            "",
+            "Train it first: `kd-train CONFIG`",
+        )
     classes, data = manifest["classes"], manifest.get("data", "not recorded")
     expected = manifest.get("data") or ("" if vouched.images else "not recorded")
     student, provenance = best_student(folder, recipe, classes)
@@ -113,77 +126,149 @@ def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
     recipe, task = subject.recipe, subject.recipe.task
     kinds = [one.kind for one in recipe.members.values()]
     if not kinds:
-        raise ModelError("--teacher", "the run has no teacher: it learned labels alone", "", "Name another run")
+        raise ModelError(
+            "--teacher",
+            "the run has no teacher: it learned labels alone",
+            "",
+            "Name another run",
+        )
     if len(kinds) > 1:
         remedy = "Name a run with one of them, or export that model by a run of its own"
         raise ModelError(
-            "--teacher", f"the run averages {len(kinds)} teachers, which do not make one graph", "", remedy
+            "--teacher",
+            f"the run averages {len(kinds)} teachers, which do not make one graph",
+            "",
+            remedy,
         )
     vouched.check_folder(recipe.data)
     vouched.check_models(recipe.members)
     model = load_fitted(recipe, open_sources(recipe.data)).model
     if not isinstance(model, Classifier):
-        wrong = f"a teacher of kind '{kinds[0]}' is no network of torch, which an export is written from"
-        raise ModelError("--teacher", wrong, "Kinds timm, torch and zero_shot", "Run it with its own library")
+        wrong = (
+            f"a teacher of kind '{kinds[0]}' is no network of torch, which an export is"
+            " written from"
+        )
+        raise ModelError(
+            "--teacher",
+            wrong,
+            "Kinds timm, torch and zero_shot",
+            "Run it with its own library",
+        )
     if task.logits and not model.num_classes:
-        wrong = "the run's losses read the teacher's features alone, so that it was loaded without classes"
-        raise ModelError("--teacher", wrong, "", "Export it by a run whose losses read its logits")
+        wrong = (
+            "the run's losses read the teacher's features alone, so that it was loaded"
+            " without classes"
+        )
+        raise ModelError(
+            "--teacher", wrong, "", "Export it by a run whose losses read its logits"
+        )
     last = subject.scored[0]
-    own = task.scores.of_teachers(folder.best_row() if last is None else last.row).get("teacher", {})
-    scored = replace(last, row=own, samples=last.of("teacher")) if last is not None else None
+    own = task.scores.of_teachers(folder.best_row() if last is None else last.row).get(
+        "teacher", {}
+    )
+    scored = (
+        replace(last, row=own, samples=last.of("teacher")) if last is not None else None
+    )
     alone = recipe.with_(
         run=replace(recipe.config.run, name=f"{recipe.name}-teacher"),
         student=replace(recipe.student, model=recipe.teacher.model),
         teacher=replace(recipe.teacher, model=""),
         losses=(),
     )
-    fitted = "fitted on the labels of the same data" if recipe.fits else f"as `teacher.kind={kinds[0]}` loads it"
-    provenance = {**subject.provenance, "step": 0, "metrics": own, "digest": digest(model.network)}
+    fitted = (
+        "fitted on the labels of the same data"
+        if recipe.fits
+        else f"as `teacher.kind={kinds[0]}` loads it"
+    )
+    provenance = {
+        **subject.provenance,
+        "step": 0,
+        "metrics": own,
+        "digest": digest(model.network),
+    }
     origin = f"the teacher of the run {subject.provenance['run']}, {fitted}"
-    stated = {"data": subject.licences["data"], "teacher's weights": subject.licences["teacher"]}
-    more = {"origin": origin, "baseline": (), "scored": (scored, None), "made_from": {}, "licences": stated}
+    stated = {
+        "data": subject.licences["data"],
+        "teacher's weights": subject.licences["teacher"],
+    }
+    more = {
+        "origin": origin,
+        "baseline": (),
+        "scored": (scored, None),
+        "made_from": {},
+        "licences": stated,
+    }
     return replace(subject, recipe=alone, student=model, provenance=provenance, **more)
 
 
 @contextmanager
-def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], expected: str) -> Iterator[ReadImages]:
+def _images(
+    plan: DataPlan, section: BackendSection, classes: Sequence[str], expected: str
+) -> Iterator[ReadImages]:
     with distributed(section) as backend:
         data = open_data(plan, backend, fill=False)
-        if (data.classes and list(data.classes) != list(classes)) or (expected and data.fingerprint != expected):
-            wrong = "the data differs from the run's training data (another content hash)"
+        if (data.classes and list(data.classes) != list(classes)) or (
+            expected and data.fingerprint != expected
+        ):
+            wrong = (
+                "the data differs from the run's training data (another content hash)"
+            )
             remedy = "Restore it, or name where it lies: kd-export RUN data.root=FOLDER"
-            raise RunError("data", wrong, "Graphs are compared on the run's own validation split", remedy)
+            raise RunError(
+                "data",
+                wrong,
+                "Graphs are compared on the run's own validation split",
+                remedy,
+            )
         yield partial(shown_images, data)
 
 
 def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExport:
-    """Write a student with its graphs, manifest and card; if one of them is refused, nothing is left."""
+    """Write a student with its graphs, manifest and card; if one of them is refused,
+    nothing is left.
+    """
     options.require(subject.recipe.task)
     with new_export(target) as draft:
-        made = graphs.write(subject, draft, options, partial(_write_weights, subject, draft))
+        made = graphs.write(
+            subject, draft, options, partial(_write_weights, subject, draft)
+        )
         facts = _write_weights(subject, draft, made)
         facts |= receipt(subject, made, draft, options.license)
-        as_read = json.loads(json.dumps(facts, sort_keys=True))  # so that the card can be generated again
+        as_read = json.loads(
+            json.dumps(facts, sort_keys=True)
+        )  # so that the card can be generated again
         (draft / "README.md").write_text(card(as_read), encoding="utf-8")
         seal(draft, facts)
         if options.sign is not None:
             sign(draft, options.sign)
-    return WrittenExport(target, made.lines, loading(str(target), is_timm(subject.student.network)), facts)
+    return WrittenExport(
+        target,
+        made.lines,
+        loading(str(target), is_timm(subject.student.network)),
+        facts,
+    )
 
 
 def _write_weights(subject: Subject, draft: Path, made: Made) -> Manifest:
-    """Write weights, config.json and kd.json, which serving needs; return the facts for manifest.json."""
+    """Write weights, config.json and kd.json, which serving needs; return the facts for
+    manifest.json.
+    """
     student, recipe = subject.student, subject.recipe
     task, section = recipe.task, recipe.data
     provenance = {**subject.provenance, "digest": digest(student.network)}
     if made.calibration:
         provenance["calibration"] = made.calibration
     classes = subject.classes if task.logits else ()
-    content, weights = export_files(student, classes, section.crop_pct, task.problem_type)
+    content, weights = export_files(
+        student, classes, section.crop_pct, task.problem_type
+    )
     facts: Manifest = {
         "format": FORMAT,
         "name": recipe.name,
-        "version": provenance["digest"][:DIGITS] + ("-index" if student.project is not None else ""),
+        "version": (
+            provenance["digest"][:DIGITS]
+            + ("-index" if student.project is not None else "")
+        ),
         "input": input_of(student, section),
         "output": output_of(student, made),
         "parity": made.parity,
@@ -229,13 +314,20 @@ def input_of(student: Classifier, section: DataSection) -> InputClaims:
 def output_of(student: Classifier, made: Made) -> OutputClaims:
     """Return manifest.json's entry on what the graphs return."""
     width = student.num_classes or student.num_features
-    entry: OutputClaims = {"name": runtimes.LOGITS, "layout": f"float32 [batch, {width}]", "width": width}
+    entry: OutputClaims = {
+        "name": runtimes.LOGITS,
+        "layout": f"float32 [batch, {width}]",
+        "width": width,
+    }
     if made.thresholds:
         entry["thresholds"] = made.thresholds
     if made.defer:
         entry["defer"] = made.defer
     if not student.num_classes:
-        entry["name"], entry["layout"] = runtimes.EMBEDDING, f"float32 [batch, {width}], each of length 1"
+        entry["name"], entry["layout"] = (
+            runtimes.EMBEDDING,
+            f"float32 [batch, {width}], each of length 1",
+        )
     if student.project is not None:
         entry["space"] = "teacher"
     return entry
@@ -248,19 +340,34 @@ def _environment() -> dict[str, Any]:
     return found
 
 
-def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int) -> torch.nn.Module:
-    """Return the chosen checkpoint's learned projector from the student's pooled features to its first teacher's."""
+def best_projector(
+    folder: RunDir, losses: Sequence[LossSection], teachers: int
+) -> torch.nn.Module:
+    """Return the chosen checkpoint's learned projector from the student's pooled
+    features to its first teacher's.
+    """
     _, tensors, _ = folder.best()
     number = 0
     for i, (section, facts) in enumerate(zip(losses, loss_facts(losses), strict=True)):
         prefix = f"model.criterion.terms.{number}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(prefix)
+        }
         if section.weight and facts.projects:
             teacher, student = own["project.weight"].shape
             dims = Dims(2, student, teacher)
-            term: Any = registry.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims)
+            term: Any = registry.build(
+                "losses", section.kind, section.options, f"losses[{i}]", dims=dims
+            )
             term.load_state_dict(own)
             return term.project
         number += teachers if facts.features else 1
     wrong = "no loss of this run maps the student's vectors into the teacher's space"
-    raise RunError("--index", wrong, "An embedding student with the loss `cosine`", "Train it with {kind: cosine}")
+    raise RunError(
+        "--index",
+        wrong,
+        "An embedding student with the loss `cosine`",
+        "Train it with {kind: cosine}",
+    )

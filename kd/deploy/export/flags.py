@@ -1,4 +1,6 @@
-"""The options of an export. Fields become `kd-export`'s flags, the texts below them its help."""
+"""The options of an export. Fields become `kd-export`'s flags, the texts below them its
+help.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:  # they import torch, and `kd-export --help` needs none
     from kd.deploy.export.defer import Rule
 
 HIGHEST = {"drop": 100.0, "teacher-drop": 100.0, "ece": 100.0, "ms": 1e6, "mb": 1e6}
-"""The words of `--accept` and their largest numbers: points of 100, a quarter of an hour, a terabyte."""
+"""The words of `--accept` and their largest numbers: points of 100, a quarter of an
+hour, a terabyte.
+"""
 EXAMPLE = 'such as "drop<=2 ms<=5 mb<=4"'
 
 
@@ -38,9 +42,14 @@ def limits(sentence: str) -> dict[str, float]:
         word, limit = match[1], float(match[2])
         if word not in HIGHEST:
             near = did_you_mean(word, HIGHEST)
-            raise ValueError(f"'{word}' is not one of {', '.join(HIGHEST)}" + (f". {near}" if near else ""))
+            raise ValueError(
+                f"'{word}' is not one of {', '.join(HIGHEST)}"
+                + (f". {near}" if near else "")
+            )
         if limit > HIGHEST[word] or (word in ("ms", "mb") and not limit):
-            raise ValueError(f"'{part}' is out of range: {word} is at most {HIGHEST[word]:g}")
+            raise ValueError(
+                f"'{part}' is out of range: {word} is at most {HIGHEST[word]:g}"
+            )
         if word in found:
             raise ValueError(f"'{word}' is repeated")
         found[word] = limit
@@ -66,16 +75,28 @@ def misses(found: Mapping[str, float], wanted: Mapping[str, float]) -> list[str]
 
 def accepted_line(accepted: Mapping[str, Any]) -> str:
     """Return the accepted limits as text."""
-    found = ", ".join(f"{word} {value:.4g}" for word, value in accepted["found"].items())
-    second = f" and, for unsure images, {accepted['second']}" if "second" in accepted else ""
-    chosen = "; the share was chosen by these images too, which flatters it" if second else ""
-    accepted_file = f"{accepted['file']}{second} with {found}, on {accepted['threads']} threads"
+    found = ", ".join(
+        f"{word} {value:.4g}" for word, value in accepted["found"].items()
+    )
+    second = (
+        f" and, for unsure images, {accepted['second']}" if "second" in accepted else ""
+    )
+    chosen = (
+        "; the share was chosen by these images too, which flatters it"
+        if second
+        else ""
+    )
+    accepted_file = (
+        f"{accepted['file']}{second} with {found}, on {accepted['threads']} threads"
+    )
     return f'accepted "{accepted["sentence"]}": {accepted_file}{chosen}'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """Which graphs are written beside the timm folder, how they are compared, and which one is served."""
+    """Which graphs are written beside the timm folder, how they are compared, and which
+    one is served.
+    """
 
     onnx: bool = option(True)
     """write model.onnx; without it and --pt2 no images are read"""
@@ -86,7 +107,9 @@ class ExportOptions:
     pt2: bool = option(False)
     """also model.pt2 for torch.export.load"""
     formats: str = option("", "NAME,...")
-    """also the graphs of these exporters, such as executorch; `kd-parts exporters` has all"""
+    """also the graphs of these exporters, such as executorch; `kd-parts exporters` has
+    all
+    """
     index: bool = option(False)
     """for an embedding student: embeddings searchable in an existing teacher index"""
     tolerance: float = option(1e-3, "X", positive)
@@ -96,16 +119,23 @@ class ExportOptions:
     compare: bool = option(False)
     """write every graph that runs here and measure each through kd-serve"""
     accept: str | None = option(None, "LIMITS", sentence)
-    """limits such as "drop<=2 ms<=5 mb<=4", also teacher-drop and ece, drops in points: write the first graph
-    within them all, else exit with code 3"""
+    """limits such as "drop<=2 ms<=5 mb<=4", also teacher-drop and ece, drops in points:
+    write the first graph within them all, else exit with code 3
+    """
     second: Path | None = option(None, "EXPORT", Path)
-    """if no graph is within the limits of --accept, try each with this export for its unsure images"""
+    """if no graph is within the limits of --accept, try each with this export for its
+    unsure images
+    """
     threads: int = option(1, "N", whole_number(1, 4096))
     """threads for measuring `ms` (default 1)"""
     calibrate: bool = option(True)
-    """divide the logits by one temperature, fitted on validation images, if that improves the confidences"""
+    """divide the logits by one temperature, fitted on validation images, if that
+    improves the confidences
+    """
     defer: float = option(0.0, "X", float)
-    """mark sure predictions, of which at most this share is wrong, such as 0.02 (default: no marks)"""
+    """mark sure predictions, of which at most this share is wrong, such as 0.02
+    (default: no marks)
+    """
     defer_share: float = option(0.0, "X", float)
     """instead mark this share of images as unsure (default: no marks)"""
     license: str = option("", "ID")
@@ -120,7 +150,12 @@ class ExportOptions:
     def wants(self, file: str) -> bool:
         """Return whether a flag names a graph."""
         graph = registry.graphs()[file]
-        flag = {"": self.onnx, "--int8": self.int8, "--openvino": self.openvino, "--pt2": self.pt2}.get(graph.option)
+        flag = {
+            "": self.onnx,
+            "--int8": self.int8,
+            "--openvino": self.openvino,
+            "--pt2": self.pt2,
+        }.get(graph.option)
         return bool(flag) or graph.kind in self.formats.split(",")
 
     @property
@@ -137,25 +172,48 @@ class ExportOptions:
         """Refuse incompatible options before minutes of work."""
         for name in filter(None, self.formats.split(",")):
             registry.find("exporters", name, "--formats")
-            if name not in registry.names("exporters"):  # an own module, which writes nothing
+            if name not in registry.names(
+                "exporters"
+            ):  # an own module, which writes nothing
                 allowed = ", ".join(registry.names("exporters"))
-                raise ConfigError("--formats", f"'{name}' lies outside kd/parts/exporters", f"One of: {allowed}")
+                raise ConfigError(
+                    "--formats",
+                    f"'{name}' lies outside kd/parts/exporters",
+                    f"One of: {allowed}",
+                )
         if not self.onnx and (self.int8 or self.openvino or self.measures):
-            raise ConfigError("--no-onnx", "all other graphs are made from model.onnx", "", "Leave out --no-onnx")
+            raise ConfigError(
+                "--no-onnx",
+                "all other graphs are made from model.onnx",
+                "",
+                "Leave out --no-onnx",
+            )
         if self.measures and not 1 <= self.threads <= cores():
             allowed = f"1 to {cores()}, which this process may use"
-            raise ConfigError("--threads", f"is {self.threads}", allowed, "Measure where the endpoint will run")
+            raise ConfigError(
+                "--threads",
+                f"is {self.threads}",
+                allowed,
+                "Measure where the endpoint will run",
+            )
         if self.accept is not None:
             try:
                 wanted = limits(self.accept)
             except ValueError as error:
-                raise ConfigError("--accept", str(error), "", f"Say it {EXAMPLE}") from error
+                raise ConfigError(
+                    "--accept", str(error), "", f"Say it {EXAMPLE}"
+                ) from error
             if "ece" in wanted and task.logits != "softmax":
                 wrong = "ece needs a student with one class per image"
                 raise ConfigError("--accept", wrong, "", "Leave ece out")
         if self.index and task.logits:
             wrong = "this student returns classes, not vectors"
-            raise ConfigError("--index", wrong, "A run whose losses are all on features", "Leave out --index")
+            raise ConfigError(
+                "--index",
+                wrong,
+                "A run whose losses are all on features",
+                "Leave out --index",
+            )
         if self.index and not self.any_graph:
             wrong = "is applied inside the graphs, and --no-onnx writes no graph"
             raise ConfigError("--index", wrong, "", "Leave out --no-onnx")

@@ -1,4 +1,5 @@
-"""The provenance of an export: teacher, stored outputs, student, graphs, comparisons between them, and licences.
+"""The provenance of an export: teacher, stored outputs, student, graphs, comparisons
+between them, and licences.
 
 It is stored in manifest.json, from which card, report and `kd verify` read it.
 """
@@ -13,7 +14,14 @@ from kd.core.intervals import Samples
 from kd.core.references import written
 from kd.core.scores import samples_of
 from kd.core.text import table
-from kd.deploy.export.claims import AboutClaims, ChainClaims, ChainStudent, Manifest, ScoreClaims, ScoreOfModel
+from kd.deploy.export.claims import (
+    AboutClaims,
+    ChainClaims,
+    ChainStudent,
+    Manifest,
+    ScoreClaims,
+    ScoreOfModel,
+)
 from kd.deploy.export.graphs import Made, Subject
 from kd.files.manifest import sha256
 from kd.models import packages
@@ -24,7 +32,10 @@ from kd.models.timm_folder import is_timm
 from kd.setup.finished import MAP_DATASET
 from kd.setup.recipe import Recipe
 
-OWN, ALONE = "student", "labels only"  # models in `scores`: the exported one, and the same student without a teacher
+OWN, ALONE = (
+    "student",
+    "labels only",
+)  # models in `scores`: the exported one, and the same student without a teacher
 NAMED = "by its name"  # a source: the weights belong to the model's name
 
 
@@ -51,15 +62,26 @@ def licences(recipe: Recipe) -> dict[str, str]:
         own = licence_of(one.model, one.checkpoint, one.pretrained or not fitted)
         scratch = NONE if fitted and not one.pretrained else ""
         found[where] = own or one.license or scratch or UNKNOWN
-    first = licence_of(student.model, student.checkpoint, True) or UNKNOWN if student.init == "pretrained" else NONE
-    return {**found, "data": recipe.data.license or UNKNOWN, "student's first weights": first}
+    first = (
+        licence_of(student.model, student.checkpoint, True) or UNKNOWN
+        if student.init == "pretrained"
+        else NONE
+    )
+    return {
+        **found,
+        "data": recipe.data.license or UNKNOWN,
+        "student's first weights": first,
+    }
 
 
 def receipt(subject: Subject, made: Made, folder: Path, license: str) -> Manifest:
     """Return manifest.json's entries on the origin of the graphs in `folder`."""
     chain = chain_of(subject)
     entries: Manifest = {
-        "chain": {**chain, "graphs": {name: sha256(folder / name) for name in made.parity}},
+        "chain": {
+            **chain,
+            "graphs": {name: sha256(folder / name) for name in made.parity},
+        },
         "licences": {**subject.licences, chain["student"]["is"]: license or UNKNOWN},
         "eager_ms": round(made.eager_ms, 3),
         "about": about(subject),
@@ -85,11 +107,17 @@ def about(subject: Subject) -> AboutClaims:
 
 
 def scores_of(subject: Subject) -> ScoreClaims:
-    """Return manifest.json's entry on scores: of each model, and of the student against the others."""
+    """Return manifest.json's entry on scores: of each model, and of the student against
+    the others.
+    """
     scores, (scored, alone) = subject.recipe.task.scores, subject.scored
     row = subject.provenance["metrics"] if scored is None else scored.row
     decides, teachers = scores.own[0].key, scores.of_teachers(row)
-    baseline = max(subject.baseline, key=lambda one: one[decides], default={}) if alone is None else alone.row
+    baseline = (
+        max(subject.baseline, key=lambda one: one[decides], default={})
+        if alone is None
+        else alone.row
+    )
     known = {**teachers, OWN: row, ALONE: baseline}
     samples = {**samples_of(scored, teachers, OWN), **samples_of(alone, (), ALONE)}
     models = {
@@ -97,7 +125,10 @@ def scores_of(subject: Subject) -> ScoreClaims:
                for one in scores.own if one.key in values}
         for name, values in known.items() if decides in values
     }  # fmt: skip
-    own, others = samples.get(OWN, {}), {name: one for name, one in samples.items() if name != OWN and name in models}
+    own, others = (
+        samples.get(OWN, {}),
+        {name: one for name, one in samples.items() if name != OWN and name in models},
+    )
     return {
         "columns": scores.record(),
         "split": "val" if scored is None else scored.split,
@@ -122,7 +153,10 @@ def _score(value: float, samples: Samples | None) -> ScoreOfModel:
 
 def _difference(one: Samples, other: Samples) -> dict[str, Any]:
     if one.right is not None and other.right is not None:
-        gained, lost = int((one.right & ~other.right).sum()), int((other.right & ~one.right).sum())
+        gained, lost = (
+            int((one.right & ~other.right).sum()),
+            int((other.right & ~one.right).sum()),
+        )
         return {"gained": gained, "lost": lost, "images": len(one.right)}
     value, low, high = one.minus(other)
     return {"value": value, "interval": [low, high]}
@@ -141,7 +175,10 @@ def chain_of(subject: Subject) -> ChainClaims:
     chain: ChainClaims = {"student": student}
     if recipe.members and recipe.losses:
         members = {
-            where: {"name": plain_name(written(one.model)), "source": _source(recipe, where)}
+            where: {
+                "name": plain_name(written(one.model)),
+                "source": _source(recipe, where),
+            }
             for where, one in recipe.members.items()
         }
         chain["teacher"] = {"members": members, "weights": found.get("teacher") or ""}
@@ -154,16 +191,30 @@ def _source(recipe: Recipe, where: str) -> str:
     if recipe.data.kind == MAP_DATASET:
         return "a module that was passed to kd.distill"
     if where in recipe.fits:
-        return "fitted on the labels" + (" from pretrained weights" if one.pretrained else "")
+        return "fitted on the labels" + (
+            " from pretrained weights" if one.pretrained else ""
+        )
     if one.checkpoint:
         return f"the {packages.title(one.checkpoint)}"
-    return f"kind {one.kind}, {'a folder' if Path(one.model.removeprefix('local-dir:')).is_dir() else NAMED}"
+    return (
+        f"kind {one.kind},"
+        f" {'a folder' if Path(one.model.removeprefix('local-dir:')).is_dir() else NAMED}"
+    )
 
 
 def licence_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return the table of licences, and one line per licence that covers derived models."""
+    """Return the table of licences, and one line per licence that covers derived
+    models.
+    """
     found = {plain(what): plain(licence) for what, licence in facts["licences"].items()}
-    lines = table([{"what": what, "licence": licence} for what, licence in found.items()]).split("\n")
-    reaching = [f"{what} ({licence})" for what, licence in found.items() if reaches(licence)]
-    told = "The licence of the {} speaks of models that are made with its weights, as this one is: read it."
+    lines = table(
+        [{"what": what, "licence": licence} for what, licence in found.items()]
+    ).split("\n")
+    reaching = [
+        f"{what} ({licence})" for what, licence in found.items() if reaches(licence)
+    ]
+    told = (
+        "The licence of the {} speaks of models that are made with its weights, as this"
+        " one is: read it."
+    )
     return [*lines, *(line for one in reaching for line in ("", told.format(one)))]

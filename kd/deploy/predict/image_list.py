@@ -1,4 +1,6 @@
-"""The images that `kd-predict` classifies: a folder, a list, one image, tar shards, a prefix of an object store."""
+"""The images that `kd-predict` classifies: a folder, a list, one image, tar shards, a
+prefix of an object store.
+"""
 
 import hashlib
 import os
@@ -18,19 +20,31 @@ from kd.files.storage import retried
 
 WHERE = "kd-predict"
 STDIN = "-"
-LISTED = (*ENDINGS, "heic", "heif", "avif")  # the last three give rows with an error: kd-serve does not decode them
+LISTED = (
+    *ENDINGS,
+    "heic",
+    "heif",
+    "avif",
+)  # the last three give rows with an error: kd-serve does not decode them
 GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Errors of one image, unless the image existed at listing and is gone now. That, and any other OSError, may affect all
-later images and ends the command after some tries."""
+"""Errors of one image, unless the image existed at listing and is gone now. That, and
+any other OSError, may affect all later images and ends the command after some tries.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageList:
-    """A list of images in a fixed order. Files that kd-serve does not decode are listed as unreadable."""
+    """A list of images in a fixed order. Files that kd-serve does not decode are listed
+    as unreadable.
+    """
 
     names: Sequence[str]
-    read: Callable[[int], bytes]  # (id) -> the bytes of an image; raises `GONE`, OSError or Problem. Thread-safe.
-    stamps: Sequence[str]  # size and time of each image at listing; "": missing, or a URL in a list
+    read: Callable[
+        [int], bytes
+    ]  # (id) -> the bytes of an image; raises `GONE`, OSError or Problem. Thread-safe.
+    stamps: Sequence[
+        str
+    ]  # size and time of each image at listing; "": missing, or a URL in a list
     path: Callable[[int], str]  # (id) -> the local file of an image; "": it has none
     remote: bool = False  # reading uses a network
     notes: Sequence[str] = ()  # what the listing left out, in lines for the user
@@ -43,14 +57,18 @@ class ImageList:
         return digest.hexdigest()
 
     def content(self, id: int) -> bytes:
-        """Return the bytes of one image; retry if the storage fails. `GONE` concerns only this image."""
+        """Return the bytes of one image; retry if the storage fails. `GONE` concerns
+        only this image.
+        """
 
         def read() -> bytes:
             try:
                 return self.read(id)
             except GONE as error:
                 if self.stamps[id] and self.path(id) and not _stamp(self.path(id)):
-                    raise OSError(f"{error.strerror}, although it existed at listing") from error
+                    raise OSError(
+                        f"{error.strerror}, although it existed at listing"
+                    ) from error
                 raise
 
         return retried(read, f"'{self.names[id]}'", WHERE, final=GONE)
@@ -59,25 +77,49 @@ class ImageList:
 def find(source: str, copies: Path) -> ImageList:
     """List images.
 
-    `source`: a folder (all images below it), tar shards by path or URL (`train-{000..009}.tar`), an image, a list of
-    paths and URLs (one per line, or zero-terminated; relative to the file), a URL (all images below it), or "-": an
-    image or a list on standard input, relative to the working folder. Remote shards are copied to `copies`.
+    `source`: a folder (all images below it), tar shards by path or URL
+    (`train-{000..009}.tar`), an image, a list of paths and URLs (one per line, or
+    zero-terminated; relative to the file), a URL (all images below it), or "-": an
+    image or a list on standard input, relative to the working folder. Remote shards are
+    copied to `copies`.
     """
     if source.endswith(".tar"):
         images = _shards(source, copies)
     elif object_store.is_url(source):
-        found = {url: each for url, each in object_store.versions(source, WHERE).items() if _is_image(url)}
-        urls, sizes, stamps = list(found), [size for size, _ in found.values()], [each for _, each in found.values()]
-        images = ImageList(urls, lambda id: _url(urls[id], sizes[id]), stamps, lambda id: "", remote=True)
+        found = {
+            url: each
+            for url, each in object_store.versions(source, WHERE).items()
+            if _is_image(url)
+        }
+        urls, sizes, stamps = (
+            list(found),
+            [size for size, _ in found.values()],
+            [each for _, each in found.values()],
+        )
+        images = ImageList(
+            urls,
+            lambda id: _url(urls[id], sizes[id]),
+            stamps,
+            lambda id: "",
+            remote=True,
+        )
     elif os.path.isdir(source):
         images = _folder(source)
     elif source == STDIN or os.path.exists(source):
         images = _file(source)
     else:
-        allowed = "A folder, an image, a list (.txt), shards (.tar), a URL, or - (standard input)"
+        allowed = (
+            "A folder, an image, a list (.txt), shards (.tar), a URL, or - (standard"
+            " input)"
+        )
         raise DataError(WHERE, f"'{source}' does not exist", allowed, "Check the path")
     if not images.names:
-        raise DataError(WHERE, f"no images in '{source}'", f"Files ending in {', '.join(ENDINGS)}", "Check the path")
+        raise DataError(
+            WHERE,
+            f"no images in '{source}'",
+            f"Files ending in {', '.join(ENDINGS)}",
+            "Check the path",
+        )
     return images
 
 
@@ -86,7 +128,12 @@ def _is_image(name: str) -> bool:
 
 
 def _folder(root: str) -> ImageList:
-    walk = Walk(root, b"", WHERE, lambda entry: _is_image(os.fsdecode(entry.name)) or is_image(entry))
+    walk = Walk(
+        root,
+        b"",
+        WHERE,
+        lambda entry: _is_image(os.fsdecode(entry.name)) or is_image(entry),
+    )
     images = _files(root, [os.fsdecode(path) for _, path, _ in walk])
     return replace(images, notes=left_out(walk.other))
 
@@ -134,13 +181,20 @@ def _file(source: str) -> ImageList:
         data = sys.stdin.buffer.read() if source == STDIN else Path(source).read_bytes()
     except OSError as error:
         wrong = f"'{source}' cannot be read ({error.strerror})"
-        raise DataError(WHERE, wrong, "Text with a path a line, or an image", "Check the file") from error
+        raise DataError(
+            WHERE, wrong, "Text with a path a line, or an image", "Check the file"
+        ) from error
     if begins_as_image(data):
         name = "stdin" if source == STDIN else source
-        return ImageList([name], lambda id: data, [hashlib.sha256(data).hexdigest()], lambda id: "")
+        return ImageList(
+            [name], lambda id: data, [hashlib.sha256(data).hexdigest()], lambda id: ""
+        )
     lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\0" if b"\0" in data else b"\n")
     names = [os.fsdecode(line if b"\0" in data else line.strip()) for line in lines]
-    return _files("" if source == STDIN else os.path.dirname(source), [name for name in names if name])
+    return _files(
+        "" if source == STDIN else os.path.dirname(source),
+        [name for name in names if name],
+    )
 
 
 def _shards(pattern: str, copies: Path) -> ImageList:
@@ -153,8 +207,14 @@ def _shards(pattern: str, copies: Path) -> ImageList:
                 samples = shards.members(file, shard.path, WHERE)
         except (OSError, tarfile.TarError) as error:
             wrong = f"the shard '{shard.origin}' cannot be read ({error})"
-            raise DataError(WHERE, wrong, "Whole, uncompressed .tar files", "Copy or write it again") from error
-        stamp = _stamp(shard.path) if shard.path == shard.origin else Path(shard.path).parent.name  # URL's version
+            raise DataError(
+                WHERE, wrong, "Whole, uncompressed .tar files", "Copy or write it again"
+            ) from error
+        stamp = (
+            _stamp(shard.path)
+            if shard.path == shard.origin
+            else Path(shard.path).parent.name
+        )  # URL's version
         title = re.split(r"[/\\]", shard.origin)[-1]
         for key, endings in samples.items():
             for ending in ENDINGS:
@@ -162,4 +222,6 @@ def _shards(pattern: str, copies: Path) -> ImageList:
                     names.append(f"{title}/{key}.{ending}")
                     members.append((shard.path, *endings[ending]))
                     stamps.append(stamp)
-    return ImageList(names, lambda id: _member(*members[id]), stamps, lambda id: members[id][0])
+    return ImageList(
+        names, lambda id: _member(*members[id]), stamps, lambda id: members[id][0]
+    )

@@ -23,7 +23,9 @@ from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import Description
 from kd.deploy.serve.responses import MODEL
 
-CHUNK = 8  # images per job, so that the main thread, which writes rows, does not wake for each image
+# images per job, so that the main thread, which writes rows, does not wake for each
+# image
+CHUNK = 8
 AHEAD = 3  # running, waiting and unwritten jobs per thread
 READERS = 32  # threads for network reads
 PROGRESS_SECONDS = 5.0  # seconds between two lines of progress
@@ -36,14 +38,17 @@ class PredictOptions:
     export: Path = option(metavar="EXPORT", parse=Path)
     """folder written by kd-export"""
     images: str = option(metavar="IMAGES")
-    """a folder, an image, a list (one path per line), shards (train-{000..009}.tar), a URL such as s3://BUCKET/PREFIX,
-    or -: an image or a list on standard input"""
+    """a folder, an image, a list (one path per line), shards (train-{000..009}.tar), a
+    URL such as s3://BUCKET/PREFIX, or -: an image or a list on standard input
+    """
     to: Path = option(Path("predictions.csv"), "FILE", Path)
     """.csv, .jsonl or .parquet"""
     file: str = option("", "FILE")
     """the graph (default: the one that kd-export --accept chose, or model.onnx)"""
     second: Path | None = option(None, "EXPORT", Path)
-    """another export, such as the teacher's, for images on which the first is unsure (kd-export --defer)"""
+    """another export, such as the teacher's, for images on which the first is unsure
+    (kd-export --defer)
+    """
     top: int = option(1, "N", whole_number(0, 10**9))
     """labels of each image, best first; 0: all"""
     cores: int = option(0, "N", whole_number(0, 10**9), flag="--threads")
@@ -64,27 +69,37 @@ class Summary:
     num_unreadable: int
     seconds: float
     passed_on: int  # images predicted by the second model
-    notes: tuple[str, ...]  # expected accuracy and differences from the validation images
+    notes: tuple[
+        str, ...
+    ]  # expected accuracy and differences from the validation images
 
 
 def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
     """Classify or embed images and write one row each, in the order of their names."""
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.deploy.serve.server
     check_format(settings.to)
-    described, second = describe_pair(settings.export, settings.file, settings.second, settings.self_check)
+    described, second = describe_pair(
+        settings.export, settings.file, settings.second, settings.self_check
+    )
     if described.output.embeds and settings.to.suffix != ".jsonl":
         wrong = f"'{settings.to}' has no place for the vectors of an embedding model"
-        raise RunError(WHERE, wrong, "A file that ends in .jsonl", "Choose --to vectors.jsonl")
+        raise RunError(
+            WHERE, wrong, "A file that ends in .jsonl", "Choose --to vectors.jsonl"
+        )
     copies = settings.to.with_name(settings.to.name + ".shards")
     images = find(settings.images, copies)
-    top = min(settings.top or len(described.labels), len(described.labels))  # beside the labels above a threshold
+    top = min(
+        settings.top or len(described.labels), len(described.labels)
+    )  # beside the labels above a threshold
     identity = _identity(settings, described, second, images, top)
     cores = settings.cores or usable_cores()
     model = load_pair(described, second, threads=1, slots=cores)
     model.warm_up(1)
     model.check_itself()
     predictor = Predictor(images, model, Limits(max_pixels=settings.max_pixels), top)
-    reference = described.reference  # only the first model's predictions are counted: the reference has no others
+    reference = (
+        described.reference
+    )  # only the first model's predictions are counted: the reference has no others
     tally = reference.empty() if reference else None
 
     def seen(row: Row) -> None:
@@ -92,11 +107,17 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
             reference.count(tally, row.get(ASKED, row), row[MEASURES])
 
     started = time.monotonic()
-    with warnings.catch_warnings(), opened(settings.to, identity, images, seen) as journal:
+    with (
+        warnings.catch_warnings(),
+        opened(settings.to, identity, images, seen) as journal,
+    ):
         warnings.filterwarnings("ignore", module=r"PIL\.")
         resumed, printed = journal.done, started
         if journal.changed:
-            note = f"'{journal.changed}' has changed since its row was written; rows from there on are made again"
+            note = (
+                f"'{journal.changed}' has changed since its row was written; rows from"
+                " there on are made again"
+            )
             print(note, file=sys.stderr)
         for row in chain.from_iterable(_by_threads(predictor, resumed, cores)):
             journal.add(row)
@@ -105,12 +126,18 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
                 journal.flush()
                 speed = (journal.done - resumed) / (now - started)
                 seconds_left = (len(images.names) - journal.done) / speed
-                line = f"{journal.done} of {len(images.names)} images, {speed:.1f} images/s, {seconds_left:.0f} s left"
+                line = (
+                    f"{journal.done} of {len(images.names)} images, {speed:.1f}"
+                    f" images/s, {seconds_left:.0f} s left"
+                )
                 print(line, file=out, flush=True)
         seconds = time.monotonic() - started
         several = bool(described.output.thresholds)
         scored = described.labels if several and top == len(described.labels) else ()
-        more = [*(["sure"] if described.output.unsure else []), *([MODEL] if second else [])]
+        more = [
+            *(["sure"] if described.output.unsure else []),
+            *([MODEL] if second else []),
+        ]
         journal.finish(settings.to, 0 if several else top, scored, more)
     shutil.rmtree(copies, ignore_errors=True)
     unreadable = tuple(journal.unreadable)
@@ -120,9 +147,15 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
 
 
 def _identity(
-    settings: PredictOptions, described: Description, second: Description | None, images: ImageList, top: int
+    settings: PredictOptions,
+    described: Description,
+    second: Description | None,
+    images: ImageList,
+    top: int,
 ) -> Row:
-    """Return everything that rows depend on: a journal with another identity is not resumed."""
+    """Return everything that rows depend on: a journal with another identity is not
+    resumed.
+    """
     return {
         "model": described.name,
         "version": described.version,
@@ -131,7 +164,11 @@ def _identity(
         "names": images.fingerprint,
         "max_pixels": settings.max_pixels,
         **({"unsure": _bands(described)} if described.output.unsure else {}),
-        **({"thresholds": list(described.output.thresholds)} if described.output.thresholds else {}),
+        **(
+            {"thresholds": list(described.output.thresholds)}
+            if described.output.thresholds
+            else {}
+        ),
         **({"second": _bands(second)} if second else {}),
     }
 
@@ -142,10 +179,16 @@ def _bands(described: Description) -> list[list[float]]:
 
 def _by_threads(predictor: Predictor, start: int, cores: int) -> Iterator[list[Row]]:
     """Yield the rows of all images from `start` on, in order, computed in chunks."""
-    images, workers, readers = predictor.images, ThreadPoolExecutor(cores), ThreadPoolExecutor(READERS)
+    images, workers, readers = (
+        predictor.images,
+        ThreadPoolExecutor(cores),
+        ThreadPoolExecutor(READERS),
+    )
 
     def submit(ids: range) -> Future[list[Row]]:
-        contents = [readers.submit(images.content, id) for id in ids] if images.remote else []
+        contents = (
+            [readers.submit(images.content, id) for id in ids] if images.remote else []
+        )
         return workers.submit(predictor.rows, ids, contents)
 
     ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)

@@ -1,8 +1,9 @@
 """Rows on disk: a journal from which a killed command resumes, and the final file.
 
-The journal is JSON lines: first the identity of the predictions, then one row per image in order, with the image's name
-and stamp. The first row that is incomplete, or does not match the present image at its position, is removed with all
-later rows; these are made again.
+The journal is JSON lines: first the identity of the predictions, then one row per image
+in order, with the image's name and stamp. The first row that is incomplete, or does not
+match the present image at its position, is removed with all later rows; these are made
+again.
 """
 
 import csv
@@ -21,7 +22,14 @@ from kd.core.text import FORMULA, table_cell
 from kd.deploy.predict.image_list import ImageList
 from kd.deploy.predict.rows import ASKED, MEASURES, STAMP, Row
 from kd.deploy.serve.responses import MODEL, SECOND
-from kd.files.storage import REMEDY, atomic_file, disk_error, on_disk, recover, take_lock
+from kd.files.storage import (
+    REMEDY,
+    atomic_file,
+    disk_error,
+    on_disk,
+    recover,
+    take_lock,
+)
 
 WHERE = "--to"
 SHOWN = 10  # most unreadable images in a message
@@ -31,14 +39,19 @@ ROWS = 65_536  # rows per Parquet row group
 class Journal:
     """The rows so far. Created by `opened`."""
 
-    def __init__(self, path: Path, file: IO[bytes], seen: Callable[[Row], None]) -> None:
+    def __init__(
+        self, path: Path, file: IO[bytes], seen: Callable[[Row], None]
+    ) -> None:
         self.path, self._file, self._seen = path, file, seen
         self.done = self.num_unreadable = self.passed_on = 0
         self.unreadable: list[str] = []  # name and error of the first few
-        self.changed = ""  # name of the first image that differs from its row; "": none differs
+        # name of the first image that differs from its row; "": none differs
+        self.changed = ""
 
     def resume(self, identity: Row, images: ImageList) -> None:
-        """Count the valid rows and cut off the rest. A new journal begins with `identity`."""
+        """Count the valid rows and cut off the rest. A new journal begins with
+        `identity`.
+        """
         end = 0
         for row, size in _rows(self._file):
             if end:
@@ -46,16 +59,26 @@ class Journal:
                     break
                 name, stamp = images.names[self.done], images.stamps[self.done]
                 if row.get("image") == name and row.get(STAMP) and not stamp:
-                    wrong = f"'{name}' has a row and cannot be found any more: the storage is away, or the file is"
+                    wrong = (
+                        f"'{name}' has a row and cannot be found any more: the storage"
+                        " is away, or the file is"
+                    )
                     raise DataError(WHERE, wrong, "", REMEDY)
                 if (row.get("image"), row.get(STAMP)) != (name, stamp):
                     self.changed = name
                     break
                 self._count(row)
             elif row != identity:
-                changed = ", ".join(key for key in identity if row.get(key) != identity[key])
+                changed = ", ".join(
+                    key for key in identity if row.get(key) != identity[key]
+                )
                 wrong = f"'{self.path}' was begun with other values of: {changed}"
-                raise RunError(WHERE, wrong, "A result has one model and one list of images", "Remove it, or set --to")
+                raise RunError(
+                    WHERE,
+                    wrong,
+                    "A result has one model and one list of images",
+                    "Remove it, or set --to",
+                )
             end += size
         self._file.truncate(end)
         self._file.seek(0, os.SEEK_END)
@@ -77,22 +100,44 @@ class Journal:
         self._seen(row)
         if "error" in row:
             self.num_unreadable += 1
-            self.unreadable = [*self.unreadable, f"{row['image']}: {row['error']}"][:SHOWN]
+            self.unreadable = [*self.unreadable, f"{row['image']}: {row['error']}"][
+                :SHOWN
+            ]
 
     def flush(self) -> None:
-        """Flush the rows to the system, so that they survive the end of this process."""
+        """Flush the rows to the system, so that they survive the end of this
+        process.
+        """
         with on_disk(self.path, WHERE):
             self._file.flush()
 
-    def finish(self, target: Path, top: int, scored: Sequence[str] = (), more: Sequence[str] = ()) -> None:
-        """Write all rows to `target`, in the format of its ending, and remove the journal.
+    def finish(
+        self,
+        target: Path,
+        top: int,
+        scored: Sequence[str] = (),
+        more: Sequence[str] = (),
+    ) -> None:
+        """Write all rows to `target`, in the format of its ending, and remove the
+        journal.
 
-        If the file exists, it has these rows: an earlier start was killed here. `top`, `scored` and `more`: see `_csv`.
+        If the file exists, it has these rows: an earlier start was killed here. `top`,
+        `scored` and `more`: see `_csv`.
         """
         self.flush()
         self._file.seek(0)
-        rows = ({**row, "image": _printed(row.get("image", ""))} for row, _ in _rows(self._file))
-        rows = ({key: value for key, value in row.items() if key not in (STAMP, MEASURES, ASKED)} for row in rows)
+        rows = (
+            {**row, "image": _printed(row.get("image", ""))}
+            for row, _ in _rows(self._file)
+        )
+        rows = (
+            {
+                key: value
+                for key, value in row.items()
+                if key not in (STAMP, MEASURES, ASKED)
+            }
+            for row in rows
+        )
         next(rows)
         with atomic_file(target, WHERE) as draft:
             FORMATS[target.suffix](draft, rows, top, scored, more)
@@ -103,22 +148,40 @@ class Journal:
 
 @contextmanager
 def opened(
-    target: Path, identity: Mapping[str, Any], images: ImageList, seen: Callable[[Row], None]
+    target: Path,
+    identity: Mapping[str, Any],
+    images: ImageList,
+    seen: Callable[[Row], None],
 ) -> Iterator[Journal]:
-    """Open or create the journal of a result, `<target>.part`. `seen` gets every row, including an earlier start's."""
+    """Open or create the journal of a result, `<target>.part`. `seen` gets every row,
+    including an earlier start's.
+    """
     path = _journal(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another user with access to the folder could place a link of this name, and its target would be overwritten.
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a+b")
+        # Another user with access to the folder could place a link of this name, and
+        # its target would be overwritten.
+        file = os.fdopen(
+            os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666),
+            "a+b",
+        )
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise RunError(WHERE, f"'{path}' is a link", "A file that kd-predict makes itself", "Remove it") from error
+            raise RunError(
+                WHERE,
+                f"'{path}' is a link",
+                "A file that kd-predict makes itself",
+                "Remove it",
+            ) from error
         raise disk_error(error, path, WHERE) from error
     try:
         if not take_lock(file, path, WHERE):
-            raise FolderInUse(WHERE, f"another process is writing '{path}'", "", "Wait for it")
-        recover(path.parent, target.name, alone=True)  # drafts of a killed process, since this process has the lock
+            raise FolderInUse(
+                WHERE, f"another process is writing '{path}'", "", "Wait for it"
+            )
+        recover(
+            path.parent, target.name, alone=True
+        )  # drafts of a killed process, since this process has the lock
         file.seek(0)
         journal = Journal(path, file, seen)
         journal.resume(dict(identity), images)
@@ -138,7 +201,12 @@ def _journal(target: Path) -> Path:
 
 
 def _exists(target: Path) -> RunError:
-    return RunError(WHERE, f"'{target}' exists", "A file that does not exist", "Remove it, or choose another --to")
+    return RunError(
+        WHERE,
+        f"'{target}' exists",
+        "A file that does not exist",
+        "Remove it, or choose another --to",
+    )
 
 
 def _rows(file: IO[bytes]) -> Iterator[tuple[Row, int]]:
@@ -158,33 +226,74 @@ def _line(row: Row) -> bytes:
 
 
 def _printed(name: str) -> str:
-    """Return a name as valid UTF-8; other bytes become a backslash, x and two digits."""
+    """Return a name as valid UTF-8; other bytes become a backslash, x and two
+    digits.
+    """
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def _csv(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str], more: Sequence[str]) -> None:
-    """Write image, label, score, label_2, score_2, ..., error, the keys `more`, and the score of each of `scored`.
+def _csv(
+    draft: Path,
+    rows: Iterator[Row],
+    top: int,
+    scored: Sequence[str],
+    more: Sequence[str],
+) -> None:
+    """Write image, label, score, label_2, score_2, ..., error, the keys `more`, and the
+    score of each of `scored`.
 
-    `top` 0: all labels in one cell, joined by "|", as `data.kind: multilabel` reads them. A name that a spreadsheet
-    would run as a formula becomes ./NAME, the same file, and a label 'LABEL.
+    `top` 0: all labels in one cell, joined by "|", as `data.kind: multilabel` reads
+    them. A name that a spreadsheet would run as a formula becomes ./NAME, the same
+    file, and a label 'LABEL.
     """
     suffixes = ["", *(f"_{i}" for i in range(2, top + 1))]
-    names = [f"{name}{suffix}" for suffix in suffixes for name in ("label", "score")] if top else ["labels", "scores"]
+    names = (
+        [f"{name}{suffix}" for suffix in suffixes for name in ("label", "score")]
+        if top
+        else ["labels", "scores"]
+    )
     with draft.open("w", newline="", encoding="utf-8") as file:
-        columns = ["image", *names, "error", *more, *(f"score:{label}" for label in scored)]
+        columns = [
+            "image",
+            *names,
+            "error",
+            *more,
+            *(f"score:{label}" for label in scored),
+        ]
         csv.writer(file, lineterminator="\n").writerow(columns)
         for row in rows:
-            pairs = ((table_cell(answer["label"]), answer["score"]) for answer in row.get("top", [])[:top])
+            pairs = (
+                (table_cell(answer["label"]), answer["score"])
+                for answer in row.get("top", [])[:top]
+            )
             values = [value for pair in pairs for value in pair]
             if "labels" in row:
-                joined = ("|".join(str(answer[key]) for answer in row["labels"]) for key in ("label", "score"))
+                joined = (
+                    "|".join(str(answer[key]) for answer in row["labels"])
+                    for key in ("label", "score")
+                )
                 values = [*map(table_cell, joined)]
             scores = {answer["label"]: answer["score"] for answer in row.get("top", [])}
-            cells = [f"./{row['image']}" if row["image"].startswith(FORMULA) else row["image"]]
-            cells += [*(values or [""] * len(names)), row.get("error", ""), *(_cell(row.get(key)) for key in more)]
+            cells = [
+                (
+                    f"./{row['image']}"
+                    if row["image"].startswith(FORMULA)
+                    else row["image"]
+                )
+            ]
+            cells += [
+                *(values or [""] * len(names)),
+                row.get("error", ""),
+                *(_cell(row.get(key)) for key in more),
+            ]
             cells += [scores.get(one, "") for one in scored]
-            # The csv module does not quote "\r", which readers treat as the end of a row.
-            quoting = csv.QUOTE_ALL if any("\r" in str(cell) for cell in cells) else csv.QUOTE_MINIMAL
+            # The csv module does not quote "\r", which readers treat as the end of a
+            # row.
+            quoting = (
+                csv.QUOTE_ALL
+                if any("\r" in str(cell) for cell in cells)
+                else csv.QUOTE_MINIMAL
+            )
             csv.writer(file, lineterminator="\n", quoting=quoting).writerow(cells)
 
 
@@ -192,19 +301,41 @@ def _cell(value: str | bool | None) -> str:
     return str(value).lower() if isinstance(value, bool) else value or ""
 
 
-def _jsonl(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str], more: Sequence[str]) -> None:
+def _jsonl(
+    draft: Path,
+    rows: Iterator[Row],
+    top: int,
+    scored: Sequence[str],
+    more: Sequence[str],
+) -> None:
     with draft.open("wb") as file:
         file.writelines(map(_line, rows))
 
 
-def _parquet(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str], more: Sequence[str]) -> None:
+def _parquet(
+    draft: Path,
+    rows: Iterator[Row],
+    top: int,
+    scored: Sequence[str],
+    more: Sequence[str],
+) -> None:
     pyarrow, parquet = _pyarrow()
-    text, answer = pyarrow.string(), {"label": pyarrow.string(), "score": pyarrow.float64()}
+    text, answer = (
+        pyarrow.string(),
+        {
+            "label": pyarrow.string(),
+            "score": pyarrow.float64(),
+        },
+    )
     added = {key: text if key == MODEL else pyarrow.bool_() for key in more}
-    own = {key: kind for key, kind in added.items() if not top and key != MODEL}  # with several labels each has its own
+    own = {
+        key: kind for key, kind in added.items() if not top and key != MODEL
+    }  # with several labels each has its own
     answers = pyarrow.list_(pyarrow.struct([*answer.items(), *own.items()]))
     main = answer if top else {"labels": answers}
-    schema = pyarrow.schema({"image": text, **main, "top": answers, "error": text, **added})
+    schema = pyarrow.schema(
+        {"image": text, **main, "top": answers, "error": text, **added}
+    )
     with parquet.ParquetWriter(draft, schema) as writer:
         group: list[Row] = []
         for row in rows:
@@ -222,7 +353,12 @@ FORMATS = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
 def check_format(target: Path) -> None:
     """Refuse a target that could not be written at the end."""
     if target.suffix not in FORMATS:
-        raise RunError(WHERE, f"'{target}' has no known ending", f"One of {', '.join(FORMATS)}", "Choose one")
+        raise RunError(
+            WHERE,
+            f"'{target}' has no known ending",
+            f"One of {', '.join(FORMATS)}",
+            "Choose one",
+        )
     if target.exists() and not _journal(target).exists():
         raise _exists(target)
     if target.suffix == ".parquet":

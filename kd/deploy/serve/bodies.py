@@ -17,7 +17,13 @@ from kd.deploy.serve.decoding import begins_as_image
 from kd.deploy.serve.limits import Problem
 from kd.files.pixels import HEIF
 
-RAW = ("image/jpeg", "image/png", "image/webp", "application/x-image", "application/octet-stream")
+RAW = (
+    "image/jpeg",
+    "image/png",
+    "image/webp",
+    "application/x-image",
+    "application/octet-stream",
+)
 RAW = (*RAW, *(["image/heic"] if HEIF else []))
 JSON, MULTIPART = "application/json", "multipart/form-data"
 ALLOWED = (*RAW, JSON, MULTIPART)
@@ -27,12 +33,18 @@ ALIASES = {
 }  # fmt: skip
 URL_SAFE = bytes.maketrans(b"-_", b"+/")
 ALPHABET = re.compile(rb"[A-Za-z0-9+/]*")
-MAX_FIELDS, MAX_NAME = 64, 60  # text fields of a form, and bytes of a name in a message; chosen: more than forms have
+MAX_FIELDS, MAX_NAME = (
+    64,
+    60,
+)  # text fields of a form, and bytes of a name in a message; chosen: more than forms have
 FILE_TYPE = re.compile("image/|application/octet-stream", re.IGNORECASE)
-"""Content types of a part that is a file without a filename (RFC 7578 4.2 requires one)."""
+"""Content types of a part that is a file without a filename (RFC 7578 4.2 requires
+one).
+"""
 SPARE_VALUES = 1000
-"""Most values in a JSON body beside its images, counted before parsing: a list of empty lists takes 25 bytes of memory
-per byte of text."""
+"""Most values in a JSON body beside its images, counted before parsing: a list of empty
+lists takes 25 bytes of memory per byte of text.
+"""
 TOP = 5  # default number of classes in a response, as in "top-5" accuracy
 SHAPE = 'The JSON body must be {"image": BASE64} or {"images": [BASE64, ...]}'
 
@@ -42,7 +54,9 @@ class Sent:
     """Content of a body."""
 
     files: list[bytes]
-    names: list[str] = field(default_factory=list)  # the client's names of the files; empty: not given
+    names: list[str] = field(
+        default_factory=list
+    )  # the client's names of the files; empty: not given
     top: str = ""  # the field of a form or of JSON
 
     @contextmanager
@@ -51,15 +65,20 @@ class Sent:
         try:
             yield
         except Problem as problem:
-            number = f"image {i + 1} of {len(self.files)}" if len(self.files) > 1 else ""
+            number = (
+                f"image {i + 1} of {len(self.files)}" if len(self.files) > 1 else ""
+            )
             name = f"'{self.names[i]}'" if self.names else ""
             detail = f"{number}: {problem.detail}" if number else problem.detail
-            told = ": ".join(filter(None, [", ".join(filter(None, [name, number])), problem.detail]))
+            told = ": ".join(
+                filter(None, [", ".join(filter(None, [name, number])), problem.detail])
+            )
             raise Problem(problem.status, detail, problem.headers, told) from problem
 
 
 def media_type(header: str) -> str:
-    """Return the media type of a content-type header, normalized; a Problem 415 if it is not supported.
+    """Return the media type of a content-type header, normalized; a Problem 415 if it
+    is not supported.
 
     Without a header, as from AWS's clients, the content decides (RFC 9110 8.3).
     """
@@ -72,16 +91,26 @@ def media_type(header: str) -> str:
 
 
 def top_of(texts: Sequence[str]) -> int:
-    """Return the number of classes that a client wants, given the parameter `top` from query and body."""
+    """Return the number of classes that a client wants, given the parameter `top` from
+    query and body.
+    """
     text, *more = {*texts} or {str(TOP)}
     if more or not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
-        raise Problem(400, "The parameter `top` must be a whole number from 1, given once.")
+        raise Problem(
+            400, "The parameter `top` must be a whole number from 1, given once."
+        )
     return int(text)
 
 
 def is_gzip(header: str) -> bool:
-    """Return whether a content-encoding header is gzip; a Problem 415 for another coding."""
-    codings = [coding for part in header.split(",") if (coding := part.strip().lower()) not in ("", "identity")]
+    """Return whether a content-encoding header is gzip; a Problem 415 for another
+    coding.
+    """
+    codings = [
+        coding
+        for part in header.split(",")
+        if (coding := part.strip().lower()) not in ("", "identity")
+    ]
     if codings and codings not in (["gzip"], ["x-gzip"]):
         allowed = "This content coding is not supported. Allowed is gzip."
         raise Problem(415, allowed, {"accept-encoding": "gzip, identity"})
@@ -89,12 +118,16 @@ def is_gzip(header: str) -> bool:
 
 
 def unzipped(body: bytes, most: int) -> bytes:
-    """Return the content of a gzip body, at most `most` bytes. Not handled: several members, which take n^2 time."""
+    """Return the content of a gzip body, at most `most` bytes. Not handled: several
+    members, which take n^2 time.
+    """
     member = zlib.decompressobj(wbits=31)
     try:
         content = member.decompress(body, most + 1)
     except zlib.error as error:
-        raise Problem(400, "The body is not gzip, as its content-encoding says, or damaged.") from error
+        raise Problem(
+            400, "The body is not gzip, as its content-encoding says, or damaged."
+        ) from error
     if len(content) > most:
         raise Problem(413, f"The body is larger than {most} bytes.")
     if not member.eof or member.unused_data:
@@ -103,7 +136,9 @@ def unzipped(body: bytes, most: int) -> bytes:
 
 
 def images(kind: str, header: str, body: bytes, max_images: int) -> Sent:
-    """Return the image files in a body of the type `kind`; `header` may have a multipart boundary."""
+    """Return the image files in a body of the type `kind`; `header` may have a
+    multipart boundary.
+    """
     sent = Sent([body])
     if kind == JSON:
         sent = _from_json(body, max_images)
@@ -122,7 +157,11 @@ def _from_json(body: bytes, max_images: int) -> Sent:
     try:
         content = json.loads(body, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise Problem(400, f"The body is not JSON ({type(error).__name__}). JSON lines are not supported.") from error
+        raise Problem(
+            400,
+            f"The body is not JSON ({type(error).__name__}). JSON lines are not"
+            " supported.",
+        ) from error
     if not isinstance(content, dict) or not {"image", "images"} & content.keys():
         raise Problem(400, f"{SHAPE}.")
     if {"image", "images"} <= content.keys():
@@ -145,7 +184,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _from_base64(text: Any) -> bytes:
-    """Decode base64 in either alphabet, with or without line breaks, bare or as a `data:` URL (RFC 2397)."""
+    """Decode base64 in either alphabet, with or without line breaks, bare or as a
+    `data:` URL (RFC 2397).
+    """
     if not isinstance(text, str):
         raise Problem(400, f"{SHAPE}; another type was found.")
     if text[:5].lower() == "data:":
@@ -155,14 +196,20 @@ def _from_base64(text: Any) -> bytes:
     try:
         data = text.encode("ascii").translate(URL_SAFE, b" \t\r\n")
         if len(data) % 4 and ALPHABET.fullmatch(data):
-            raise Problem(400, "The base64 is cut short, or has no padding (`=` at its end).")
+            raise Problem(
+                400, "The base64 is cut short, or has no padding (`=` at its end)."
+            )
         return base64.b64decode(data, validate=True)
     except ValueError as error:
-        raise Problem(400, f"{SHAPE}; an image is not base64 (addresses are not fetched).") from error
+        raise Problem(
+            400, f"{SHAPE}; an image is not base64 (addresses are not fetched)."
+        ) from error
 
 
 class _Form:
-    """Collects the parts of a form: each file is an image, text fields and empty file inputs are not."""
+    """Collects the parts of a form: each file is an image, text fields and empty file
+    inputs are not.
+    """
 
     def __init__(self, max_images: int) -> None:
         self._max_images = max_images
@@ -178,12 +225,16 @@ class _Form:
 
     def on_field(self, field: Any) -> None:
         content = field.value or b""
-        if begins_as_image(content) or (content and FILE_TYPE.match(field.content_type or "")):
+        if begins_as_image(content) or (
+            content and FILE_TYPE.match(field.content_type or "")
+        ):
             self._add_image(field.field_name, content)
         elif content:
             self.texts[_name(field.field_name)] = content
         if len(self.texts) > MAX_FIELDS:
-            raise Problem(413, f"There are more than {MAX_FIELDS} text fields in the request.")
+            raise Problem(
+                413, f"There are more than {MAX_FIELDS} text fields in the request."
+            )
 
     def on_end(self) -> None:
         self.ended = True
@@ -202,20 +253,37 @@ def _from_multipart(header: str, body: bytes, max_images: int) -> Sent:
     if not boundary:
         raise Problem(400, "The content-type has no valid boundary.")
     form = _Form(max_images)
-    config = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}  # no temporary files: a container may have no disk to write
+    config = {
+        "MAX_MEMORY_FILE_SIZE": len(body) + 1
+    }  # no temporary files: a container may have no disk to write
     try:
         parser = FormParser(
-            MULTIPART, form.on_field, form.on_file, form.on_end, boundary=boundary.encode(), config=config
+            MULTIPART,
+            form.on_field,
+            form.on_file,
+            form.on_end,
+            boundary=boundary.encode(),
+            config=config,
         )
         parser.write(body)
         parser.finalize()
     except FormParserError as error:  # its text may be the client's
-        raise Problem(400, "The multipart body has another boundary, or a part without a name (RFC 7578).") from error
+        raise Problem(
+            400,
+            "The multipart body has another boundary, or a part without a name (RFC"
+            " 7578).",
+        ) from error
     if not form.ended:
-        raise Problem(400, "The multipart body is cut short: it does not end with its boundary and `--`.")
+        raise Problem(
+            400,
+            "The multipart body is cut short: it does not end with its boundary and"
+            " `--`.",
+        )
     if not form.sent.files and form.texts:
         detail = "There is no image in the request. Text fields are not images"
-        raise Problem(400, f"{detail}.", told=f"{detail}: {', '.join(map(repr, form.texts))}.")
+        raise Problem(
+            400, f"{detail}.", told=f"{detail}: {', '.join(map(repr, form.texts))}."
+        )
     return replace(form.sent, top=_name(form.texts.get("top")).strip())
 
 

@@ -1,8 +1,10 @@
-"""Two exports as one model: the second predicts the images on which the first is unsure.
+"""Two exports as one model: the second predicts the images on which the first is
+unsure.
 
-Exports of one run take the same pixels, so each predicts as it does alone. A JPEG is decoded once, at the size that the
-larger input needs: a first model with a smaller input sees other pixels than alone, by at most 1.3 of 255 levels in the
-mean of each of 200 photographs.
+Exports of one run take the same pixels, so each predicts as it does alone. A JPEG is
+decoded once, at the size that the larger input needs: a first model with a smaller
+input sees other pixels than alone, by at most 1.3 of 255 levels in the mean of each of
+200 photographs.
 """
 
 import logging
@@ -39,8 +41,12 @@ class Cascade(LoadedGraph):
         return open_exports, (*arguments, self.second.folder)
 
     def open(self, picture: Any, limits: Limits) -> OpenedImage:
-        """Open a picture for the model that needs more pixels; see `LoadedGraph.open`."""
-        return LoadedGraph.open(max(self, self.second, key=_pixels_needed), picture, limits)
+        """Open a picture for the model that needs more pixels; see
+        `LoadedGraph.open`.
+        """
+        return LoadedGraph.open(
+            max(self, self.second, key=_pixels_needed), picture, limits
+        )
 
     def predict_decoded(self, rgb: Image.Image, top: int, started: float) -> Prediction:
         """Predict a picture with the first model and, if it is unsure, with the second.
@@ -52,7 +58,9 @@ class Cascade(LoadedGraph):
             return replace(first, row={**first.row, MODEL: FIRST})
         second = self.second.predict_decoded(rgb, top, time.perf_counter())
         row = {**second.row, "sure": second.row.get("sure", False), MODEL: SECOND}
-        return replace(first, row=row, decode_seconds=first.decode_seconds + second.decode_seconds)
+        return replace(
+            first, row=row, decode_seconds=first.decode_seconds + second.decode_seconds
+        )
 
     def check_itself(self, run: self_check.Run | None = None) -> bool | None:
         """Run both self-checks; None: an export has no self-check, or it is off."""
@@ -60,7 +68,9 @@ class Cascade(LoadedGraph):
         try:
             return self.second.check_itself(run) and first
         except SelfCheckError as error:
-            raise SelfCheckError(WHERE, error.wrong, error.allowed, error.remedy) from error
+            raise SelfCheckError(
+                WHERE, error.wrong, error.allowed, error.remedy
+            ) from error
 
     def warm_up(self, times: int = 3) -> None:
         """Run both graphs; see `LoadedGraph.warm_up`."""
@@ -69,43 +79,67 @@ class Cascade(LoadedGraph):
 
 
 def _pixels_needed(model: Description) -> float:
-    """Return the least shorter side of a JPEG decoded at reduced size, pixels; infinite: it is never reduced."""
+    """Return the least shorter side of a JPEG decoded at reduced size, pixels;
+    infinite: it is never reduced.
+    """
     return model.margin * model.size / model.crop if model.margin else math.inf
 
 
 def describe_pair(
     folder: Path, file: str = "", second: Path | None = None, checked: bool = True
 ) -> tuple[Description, Description | None]:
-    """Read and check an export and, if given, the second one; see `describe`. The first's version names both.
+    """Read and check an export and, if given, the second one; see `describe`. The
+    first's version names both.
 
     Logs a warning if `kd-export --accept` chose the first with another second export.
 
     Raises:
-        ModelError: the first has no threshold, or the second is the same or predicts other classes.
+        ModelError: the first has no threshold, or the second is the same or predicts
+            other classes.
     """
     first = describe(folder, file, checked)
     if second is None:
         _warn_unless_accepted(first, None)
         return first, None
     if not first.output.unsure:
-        wrong = f"'{folder}', the first model, does not say which of its predictions are sure"
-        raise ModelError(EXPORT, wrong, "", "Export it with --defer 0.02 or --defer-share 0.1")
-    if not (second / ONNX).is_file():  # a fitted teacher's folder has a manifest of its own
+        wrong = (
+            f"'{folder}', the first model, does not say which of its predictions are"
+            " sure"
+        )
+        raise ModelError(
+            EXPORT, wrong, "", "Export it with --defer 0.02 or --defer-share 0.1"
+        )
+    if not (
+        second / ONNX
+    ).is_file():  # a fitted teacher's folder has a manifest of its own
         remedy = "A teacher is written by `kd-export RUN --teacher`"
-        raise ModelError(WHERE, f"'{second}' is no export: it has no {ONNX}", "", remedy)
+        raise ModelError(
+            WHERE, f"'{second}' is no export: it has no {ONNX}", "", remedy
+        )
     other = describe(second, "", checked)
     if difference := _difference(first, other):
-        raise ModelError(WHERE, f"'{second}': {difference}", "", "Choose another export of the same classes")
+        raise ModelError(
+            WHERE,
+            f"'{second}': {difference}",
+            "",
+            "Choose another export of the same classes",
+        )
     _warn_unless_accepted(first, other)
     reference = replace(first.reference, replaced=True) if first.reference else None
-    return replace(first, version=f"{first.version}+{other.version}", reference=reference), other
+    return (
+        replace(first, version=f"{first.version}+{other.version}", reference=reference),
+        other,
+    )
 
 
 def _warn_unless_accepted(first: Description, second: Description | None) -> None:
     accepted = first.accepted_second
     if accepted and not (second and accepted.endswith(f" {second.version}")):
         given = f"{second.name} {second.version}" if second else "none"
-        text = "'%s' was accepted with the second export %s, but %s is given: it may miss the accepted limits"
+        text = (
+            "'%s' was accepted with the second export %s, but %s is given: it may miss"
+            " the accepted limits"
+        )
         log.warning(text, first.folder, accepted, given)
 
 
@@ -114,18 +148,30 @@ def _difference(first: Description, second: Description) -> str:
     if second.version == first.version:
         return "it is the first model"
     if len(second.labels) != len(first.labels):
-        return f"it has {len(second.labels)} classes, the first model {len(first.labels)}"
-    for number, (label, expected) in enumerate(zip(second.labels, first.labels, strict=True)):
+        return (
+            f"it has {len(second.labels)} classes, the first model {len(first.labels)}"
+        )
+    for number, (label, expected) in enumerate(
+        zip(second.labels, first.labels, strict=True)
+    ):
         if label != expected:
-            return f"its class {number} is {label!r}, that of the first model is {expected!r}"
+            return (
+                f"its class {number} is {label!r}, that of the first model is"
+                f" {expected!r}"
+            )
     if bool(second.output.thresholds) != bool(first.output.thresholds):
         return "one model returns one label per image, the other several"
     if second.bits != first.bits:
-        return f"its images have {second.bits} bits per channel, those of the first model {first.bits}"
+        return (
+            f"its images have {second.bits} bits per channel, those of the first model"
+            f" {first.bits}"
+        )
     return ""
 
 
-def load_pair(first: Description, second: Description | None, threads: int, slots: int) -> LoadedGraph:
+def load_pair(
+    first: Description, second: Description | None, threads: int, slots: int
+) -> LoadedGraph:
     """Load the graphs of `describe_pair`; see `kd.deploy.serve.model.load`."""
     model = load(first, threads, slots)
     if second is None:
@@ -142,15 +188,20 @@ def open_exports(
     self_check: bool = True,
     second: str | Path | None = None,
 ) -> LoadedGraph:
-    """Load an export without torch, to call it with pictures: see `LoadedGraph.__call__`.
+    """Load an export without torch, to call it with pictures: see
+    `LoadedGraph.__call__`.
 
-    `file`: the graph (default: the one chosen by `kd-export --accept`, or model.onnx). `threads`: cores per call.
-    `slots`: parallel calls that OpenVINO prepares for (default: as many as the cores allow). `second`: another export,
-    such as the teacher's, for images on which the first is unsure. SelfCheckError: the self-check fails;
-    `self_check=False` skips it.
+    `file`: the graph (default: the one chosen by `kd-export --accept`, or model.onnx).
+    `threads`: cores per call. `slots`: parallel calls that OpenVINO prepares for
+    (default: as many as the cores allow). `second`: another export, such as the
+    teacher's, for images on which the first is unsure. SelfCheckError: the self-check
+    fails; `self_check=False` skips it.
     """
     described, other = describe_pair(
-        Path(folder).absolute(), file, Path(second).absolute() if second else None, self_check
+        Path(folder).absolute(),
+        file,
+        Path(second).absolute() if second else None,
+        self_check,
     )
     model = load_pair(described, other, threads, slots or max(1, cores() // threads))
     model.check_itself()

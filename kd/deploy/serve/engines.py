@@ -16,11 +16,15 @@ from kd.core.host import versions
 from kd.parts import registry
 
 WHERE = "export"
-Engine = Callable[[np.ndarray], np.ndarray]  # uint8 [B, 3, S, S] to logits [B, C] or vectors [B, D]; thread-safe
+Engine = Callable[
+    [np.ndarray], np.ndarray
+]  # uint8 [B, 3, S, S] to logits [B, C] or vectors [B, D]; thread-safe
 
 
 class PerProcess:
-    """An engine that a forked process opens anew, at its first call: a runtime's threads stay in their process."""
+    """An engine that a forked process opens anew, at its first call: a runtime's
+    threads stay in their process.
+    """
 
     def __init__(self, opener: Callable[[], Engine]) -> None:
         self.opener, self.opening = opener, threading.Lock()
@@ -39,7 +43,8 @@ OPENED = weakref.WeakSet[PerProcess]()
 def forget_engines() -> None:
     """Leave the parent's engines to the parent, in a forked process."""
     for engine in OPENED:
-        # Never freed: the destructor would wait for the parent's threads, and the process would not end.
+        # Never freed: the destructor would wait for the parent's threads, and the
+        # process would not end.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine.engine))
         engine.engine, engine.opening = None, threading.Lock()
 
@@ -53,7 +58,10 @@ def require_version(file: str, least: str) -> None:
     runtime = registry.graphs()[file].runtime
     here = versions(runtime)[runtime]
     if _digits(here) and _digits(here) < _digits(least):
-        wrong, allowed = f"'{file}' needs {runtime} {least}, and {here} is here", f"{runtime} {least} or newer"
+        wrong, allowed = (
+            f"'{file}' needs {runtime} {least}, and {here} is here",
+            f"{runtime} {least} or newer",
+        )
         raise MissingExtra(WHERE, wrong, allowed, f"pip install '{runtime}>={least}'")
 
 

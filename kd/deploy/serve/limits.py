@@ -13,47 +13,66 @@ BODY = 25 * MIB  # a phone's JPEG of 48 megapixels has 8 to 15 MB
 SAGEMAKER_BODY = 6 * MIB  # of its real-time endpoints
 PROBLEM = "application/problem+json"
 JPEG_FACTOR = 2.56
-"""64 million pixels by default: phones have 48 and 50. With coefficients and decoded at an eighth of its sides such a
-JPEG takes the memory of 25 million pixels: 64 x 3 / 8 + 64 / 64."""
+"""64 million pixels by default: phones have 48 and 50. With coefficients and decoded at
+an eighth of its sides such a JPEG takes the memory of 25 million pixels: 64 x 3 / 8 +
+64 / 64.
+"""
 RETRY_SECONDS = 1  # seconds in Retry-After: the smallest positive integer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits on requests and connections. A request beyond them gets 4xx, or 503 if the server is busy."""
+    """Limits on requests and connections. A request beyond them gets 4xx, or 503 if the
+    server is busy.
+    """
 
     max_body: int = option(BODY, "SIZE", size)
-    """largest request body (default 25MiB; 6MiB as `serve`, as of SageMaker's real-time endpoints)"""
+    """largest request body (default 25MiB; 6MiB as `serve`, as of SageMaker's real-time
+    endpoints)
+    """
     max_pixels: int = option(25_000_000, "N", pixels)
-    """most pixels of an image in memory (default 25e6); a JPEG, decoded at a reduced size, may have 2.56 times that"""
+    """most pixels of an image in memory (default 25e6); a JPEG, decoded at a reduced
+    size, may have 2.56 times that
+    """
     max_images: int = option(16, "N", whole_number(1, 1024))
     """most images per request (default 16)"""
     min_side: int = 4
     max_aspect: float = 20.0  # longer side over shorter side
     max_scans: int = MAX_SCANS
     max_in_flight: int = option(32, "N", whole_number(1, 65536))
-    """most requests computed or waiting for a thread, their bodies complete; further ones get 503 (default 32)"""
+    """most requests computed or waiting for a thread, their bodies complete; further
+    ones get 503 (default 32)
+    """
     max_buffered: int = option(128 * MIB, "SIZE", size)
-    """most bytes of all request bodies in memory (default 128MiB); further requests get 503"""
+    """most bytes of all request bodies in memory (default 128MiB); further requests get
+    503
+    """
     max_connections: int = 8192
-    """Connections open at once. Chosen: above the 2,000 of the attack that was measured, which took 5 MB."""
+    """Connections open at once. Chosen: above the 2,000 of the attack that was
+    measured, which took 5 MB.
+    """
     max_header_bytes: int = 65_536  # of one request; hyper's buffer of a connection
     idle_seconds: float = option(75.0, "S", positive, flag="--keep-alive")
-    """seconds that a connection stays open before the header of its next request is complete (default 75, longer than
-    the 60 of common proxies)"""
+    """seconds that a connection stays open before the header of its next request is
+    complete (default 75, longer than the 60 of common proxies)
+    """
     body_seconds: float = option(10.0, "S", positive, flag="--body-timeout")
     """seconds from the end of the headers to the end of the body (default 10)"""
     deadline: float = option(10.0, "S", positive)
     """seconds from the end of the body to the response (default 10)"""
     drain_seconds: float = option(0.0, "S", whole_number(0, 3600), flag="--drain")
-    """seconds from SIGTERM until the port closes; /ping gets 503, requests are served (default 5 as `serve`,
-    else 0.5; Ctrl-C: always 0.5)"""
+    """seconds from SIGTERM until the port closes; /ping gets 503, requests are served
+    (default 5 as `serve`, else 0.5; Ctrl-C: always 0.5)
+    """
     end_seconds: float = 25.0
-    """Seconds from the closing of the port to the end of the process. SageMaker and Kubernetes kill 30 s after
-    SIGTERM."""
+    """Seconds from the closing of the port to the end of the process. SageMaker and
+    Kubernetes kill 30 s after SIGTERM.
+    """
 
     full_images: int = 2
-    """Most images of the largest size per request, or the same pixels in more images: limits CPU time."""
+    """Most images of the largest size per request, or the same pixels in more images:
+    limits CPU time.
+    """
 
     @property
     def max_jpeg(self) -> int:
@@ -66,7 +85,9 @@ class Limits:
         return Most(most, self.max_scans, self.min_side, self.max_aspect)
 
 
-LOCAL = Limits(max_pixels=100_000_000)  # limits for local images: `kd.load`, kd-predict, kd-verify
+LOCAL = Limits(
+    max_pixels=100_000_000
+)  # limits for local images: `kd.load`, kd-predict, kd-verify
 
 
 class Problem(Exception):
@@ -75,24 +96,46 @@ class Problem(Exception):
     `told` is the detail with the client's names, which are never logged.
     """
 
-    def __init__(self, status: int, detail: str, headers: Mapping[str, str] = {}, told: str = "") -> None:
+    def __init__(
+        self, status: int, detail: str, headers: Mapping[str, str] = {}, told: str = ""
+    ) -> None:
         super().__init__(detail)
-        self.status, self.detail, self.headers, self.told = status, detail, dict(headers), told or detail
+        self.status, self.detail, self.headers, self.told = (
+            status,
+            detail,
+            dict(headers),
+            told or detail,
+        )
 
     def copy(self) -> "Problem":
-        """Return it without its traceback, whose frames would hold the request, and its connection, in a cycle."""
+        """Return it without its traceback, whose frames would hold the request, and its
+        connection, in a cycle.
+        """
         return Problem(self.status, self.detail, self.headers, self.told)
 
     @property
     def body(self) -> bytes:
         title = HTTPStatus(self.status).phrase
-        content = {"type": "about:blank", "title": title, "status": self.status, "detail": self.told}
-        return json.dumps({**content, "message": self.told}).encode()  # AWS's clients show no other key
+        content = {
+            "type": "about:blank",
+            "title": title,
+            "status": self.status,
+            "detail": self.told,
+        }
+        return json.dumps(
+            {**content, "message": self.told}
+        ).encode()  # AWS's clients show no other key
 
 
 def hung_up() -> Problem:
-    """Return the 400 for a client that left, which is counted, logged and never received."""
-    return Problem(400, "The client hung up, or its body is not valid HTTP.", {"connection": "close"})
+    """Return the 400 for a client that left, which is counted, logged and never
+    received.
+    """
+    return Problem(
+        400,
+        "The client hung up, or its body is not valid HTTP.",
+        {"connection": "close"},
+    )
 
 
 def no_memory() -> Problem:

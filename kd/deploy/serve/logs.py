@@ -1,4 +1,6 @@
-"""The endpoint's log on stderr. A reader of stderr that stalls stops neither a request nor the end of the process."""
+"""The endpoint's log on stderr. A reader of stderr that stalls stops neither a request
+nor the end of the process.
+"""
 
 import json
 import logging
@@ -10,14 +12,18 @@ from datetime import datetime, timezone
 from logging.handlers import QueueHandler, QueueListener
 
 WAITING = 1024
-"""Lines queued for the reader of stderr. A pipe holds 64 KiB, about 600 lines; as many again cover a pausing reader. A
-thousand lines take 100 kB of memory."""
-LAST_SECONDS = 1.0  # seconds to write queued lines at the end: a stalled reader must not delay SIGTERM
+"""Lines queued for the reader of stderr. A pipe holds 64 KiB, about 600 lines; as many
+again cover a pausing reader. A thousand lines take 100 kB of memory.
+"""
+# seconds to write queued lines at the end: a stalled reader must not delay SIGTERM
+LAST_SECONDS = 1.0
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each record as a JSON object, with the message's `extra={"fields": ...}`."""
+    """Formats each record as a JSON object, with the message's
+    `extra={"fields": ...}`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, timezone.utc)
@@ -34,7 +40,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class LogQueue(QueueHandler):
-    """Queues formatted lines, and drops them when the queue is full; `dropped` counts them."""
+    """Queues formatted lines, and drops them when the queue is full; `dropped` counts
+    them.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._waiting: queue.Queue[logging.LogRecord] = queue.Queue(WAITING)
@@ -58,7 +66,9 @@ class LogQueue(QueueHandler):
 
 
 class _Writer:
-    """Writes lines to a file descriptor. No `logging.Handler`: at exit Python would wait for the lock of a write."""
+    """Writes lines to a file descriptor. No `logging.Handler`: at exit Python would
+    wait for the lock of a write.
+    """
 
     level = logging.NOTSET
 
@@ -85,8 +95,12 @@ class _Writer:
 def to_stderr(quiet: bool, log_format: str) -> LogQueue:
     """Send the log of the endpoint to stderr; `log_format` is "text" or "json"."""
     handler = LogQueue(sys.stderr.fileno())
-    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT))
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs refused forms, as kd does
+    handler.setFormatter(
+        JsonFormatter() if log_format == "json" else logging.Formatter(TEXT)
+    )
+    logging.getLogger("python_multipart").setLevel(
+        logging.CRITICAL
+    )  # it logs refused forms, as kd does
     logger = logging.getLogger("kd.serve")
     logger.handlers = [handler]
     logger.propagate = False

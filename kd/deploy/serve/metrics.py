@@ -13,16 +13,40 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from kd.deploy.serve.logs import LogQueue
 from kd.deploy.shift import CONFIDENCE, ShiftWatch
 
-BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # seconds
+BOUNDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)  # seconds
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MOST_LABELS = 100  # most labels with their own series: 10,000 classes would make 600 kB per scrape
-SHARES = ("validation", "validation low", "validation high")  # of images that are passed on, as the export expects
+# most labels with their own series: 10,000 classes would make 600 kB per scrape
+MOST_LABELS = 100
+SHARES = (
+    "validation",
+    "validation low",
+    "validation high",
+)  # of images that are passed on, as the export expects
 
 
 class ServiceState(Protocol):
@@ -39,41 +63,74 @@ class ServiceState(Protocol):
 class Metrics:
     """Counters, gauges and histograms of the endpoint. Thread-safe.
 
-    `expected`: the share of images passed on to a second model, see `Description`; None: there is one model.
+    `expected`: the share of images passed on to a second model, see `Description`;
+    None: there is one model.
     """
 
-    def __init__(self, model: str, version: str, state: ServiceState, expected: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        version: str,
+        state: ServiceState,
+        expected: Sequence[float] | None = None,
+    ) -> None:
         disable_created_metrics()
         registry = CollectorRegistry()
         self._registry = registry
-        Info("kd_model", "The model that is served.", registry=registry).info({"name": model, "version": version})
+        Info("kd_model", "The model that is served.", registry=registry).info(
+            {"name": model, "version": version}
+        )
         gauges = {
-            "kd_ready": ("1 while a load balancer should send requests.", lambda: state.ready),
-            "kd_in_flight": ("Requests in progress or waiting.", lambda: state.in_progress),
+            "kd_ready": (
+                "1 while a load balancer should send requests.",
+                lambda: state.ready,
+            ),
+            "kd_in_flight": (
+                "Requests in progress or waiting.",
+                lambda: state.in_progress,
+            ),
             "kd_buffered_bytes": ("Bytes of bodies in memory.", lambda: state.buffered),
         }
         for name, (meaning, read) in gauges.items():
             Gauge(name, meaning, registry=registry).set_function(read)
         self._images = Counter("kd_images", "Images classified.", registry=registry)
-        self._requests = Counter("kd_requests", "Requests by route and status.", ["route", "status"], registry=registry)
-        self._seconds = Histogram(
-            "kd_seconds", "Where the time of a request goes.", ["stage"], buckets=BOUNDS, registry=registry
+        self._requests = Counter(
+            "kd_requests",
+            "Requests by route and status.",
+            ["route", "status"],
+            registry=registry,
         )
-        self._passed_on = Counter("kd_passed_on", "Images of the second model.", registry=None)
+        self._seconds = Histogram(
+            "kd_seconds",
+            "Where the time of a request goes.",
+            ["stage"],
+            buckets=BOUNDS,
+            registry=registry,
+        )
+        self._passed_on = Counter(
+            "kd_passed_on", "Images of the second model.", registry=None
+        )
         if expected is not None:
             registry.register(self._passed_on)
             self._share_passed_on(expected)
         ProcessCollector(registry=registry)
 
     def _share_passed_on(self, expected: Sequence[float]) -> None:
-        meaning = "Share of images passed on; low and high: ends of validation's 95 % interval."
+        meaning = (
+            "Share of images passed on; low and high: ends of validation's 95 %"
+            " interval."
+        )
         share = Gauge("kd_passed_on_share", meaning, ["of"], registry=self._registry)
         for name, value in zip(SHARES, expected, strict=False):
             share.labels(name).set(value)
-        share.labels("endpoint").set_function(lambda: _count(self._passed_on) / max(1.0, _count(self._images)))
+        share.labels("endpoint").set_function(
+            lambda: _count(self._passed_on) / max(1.0, _count(self._images))
+        )
 
     def request(self, route: str, status: int, seconds: float) -> None:
-        """Count a finished request. `route` is a fixed name, never text from a client."""
+        """Count a finished request. `route` is a fixed name, never text from a
+        client.
+        """
         self._requests.labels(route, status).inc()
         self.stage(f"{route} total", seconds)
 
@@ -112,7 +169,9 @@ class _DroppedLines(Collector):
 
     def collect(self) -> Iterator[Metric]:
         meaning = "Log lines dropped because stderr was not read."
-        yield CounterMetricFamily("kd_log_lines_dropped", meaning, value=self._log.dropped)
+        yield CounterMetricFamily(
+            "kd_log_lines_dropped", meaning, value=self._log.dropped
+        )
 
 
 class _Predictions(Collector):
@@ -127,12 +186,17 @@ class _Predictions(Collector):
             yield from self._labels()
             yield self._confidence()
         yield from self._expected_accuracy()
-        meaning = "-log10 of the p-value that the last images are like those of validation; 6 or more is an alarm."
+        meaning = (
+            "-log10 of the p-value that the last images are like those of validation; 6"
+            " or more is an alarm."
+        )
         shift = GaugeMetricFamily("kd_shift", meaning, labels=["of"])
         shift.add_metric(["appearance"], watch.found.appearance)
         shift.add_metric(["labels"], watch.found.labels)
         yield shift
-        alarms = CounterMetricFamily("kd_shift_alarms", "Windows that raised an alarm.", labels=["of"])
+        alarms = CounterMetricFamily(
+            "kd_shift_alarms", "Windows that raised an alarm.", labels=["of"]
+        )
         for name, count in watch.alarms.items():
             alarms.add_metric([name], count)
         yield alarms
@@ -144,17 +208,26 @@ class _Predictions(Collector):
         for label, count in sorted(frequent):
             labels.add_metric([label], count)
         yield labels
-        # A gauge: it falls when a label joins the most frequent ones. A class may be named "other".
+        # A gauge: it falls when a label joins the most frequent ones. A class may be
+        # named "other".
         rest = self._watch.answered.total() - sum(count for _, count in frequent)
-        yield GaugeMetricFamily("kd_labels_other", "Predictions of any other label.", value=rest)
+        yield GaugeMetricFamily(
+            "kd_labels_other", "Predictions of any other label.", value=rest
+        )
 
     def _confidence(self) -> Metric:
         reference, tally = self._watch.reference, self._watch.all
-        whose = "the first model's label" if reference.replaced else "the most probable label"
+        whose = (
+            "the first model's label"
+            if reference.replaced
+            else "the most probable label"
+        )
         ends = [*(f"{bound:g}" for bound in reference.bounds[CONFIDENCE]), "+Inf"]
         counts = tally.bins[list(reference.bounds).index(CONFIDENCE)].sum(0).cumsum()
         buckets = [(end, float(count)) for end, count in zip(ends, counts, strict=True)]
-        histogram = HistogramMetricFamily("kd_confidence", f"Probability of {whose} of an image.")
+        histogram = HistogramMetricFamily(
+            "kd_confidence", f"Probability of {whose} of an image."
+        )
         histogram.add_metric([], buckets, sum_value=tally.confidence)
         return histogram
 
@@ -164,6 +237,9 @@ class _Predictions(Collector):
             meaning = "Unknown with a second model: validation had the first."
             yield GaugeMetricFamily("kd_expected_accuracy", meaning, labels=[])
         elif reference.calibrated and reference.right >= 0 and result.images:
-            meaning = "Accuracy on validation images, shifted by the change of the mean confidence in the last window."
+            meaning = (
+                "Accuracy on validation images, shifted by the change of the mean"
+                " confidence in the last window."
+            )
             value = reference.expected(result.confidence)
             yield GaugeMetricFamily("kd_expected_accuracy", meaning, value=value)

@@ -1,4 +1,6 @@
-"""The server process: its port, signals, threads and shutdown. HTTP itself is granian's."""
+"""The server process: its port, signals, threads and shutdown. HTTP itself is
+granian's.
+"""
 
 import asyncio
 import errno
@@ -23,13 +25,22 @@ from kd.deploy.serve.logs import to_stderr
 from kd.deploy.serve.service import Service
 
 log = logging.getLogger("kd.serve")
-PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)  # errors of `bind` about the port; all others concern the address
+PORT_ERRORS = (
+    errno.EADDRINUSE,
+    errno.EACCES,
+)  # errors of `bind` about the port; all others concern the address
 POLL_SECONDS = 0.01  # between two tries to connect to the port that is being opened
-OTHER_FILES = 128  # open files that are no connections; chosen: five times those of a server without clients
+# open files that are no connections; chosen: five times those of a server without
+# clients
+OTHER_FILES = 128
 SETTLE_SECONDS = 0.5
-"""Seconds from SIGTERM to the closing of the port, at least. Responses say `connection: close` meanwhile, so that no
-client sends a request on a kept connection while it is closed: 0 in 20 ends under eight clients, without it 9."""
-BACKLOG = 1024  # connections that wait to be accepted: twice what 512 clients at once need
+"""Seconds from SIGTERM to the closing of the port, at least. Responses say `connection:
+close` meanwhile, so that no client sends a request on a kept connection while it is
+closed: 0 in 20 ends under eight clients, without it 9.
+"""
+BACKLOG = (
+    1024  # connections that wait to be accepted: twice what 512 clients at once need
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,15 +52,24 @@ class ServeOptions:
     file: str = option("", "FILE")
     """the graph (default: the one that kd-export --accept chose, or model.onnx)"""
     second: Path | None = option(None, "EXPORT", Path)
-    """another export, such as the teacher's, for images on which the first is unsure (kd-export --defer)"""
+    """another export, such as the teacher's, for images on which the first is unsure
+    (kd-export --defer)
+    """
     host: str = option("127.0.0.1", "HOST")
     """interface (default 127.0.0.1: only this machine)"""
     port: int = option(8080, "PORT", whole_number(0, 65535))
     """0: any free one, which is printed (default 8080, or $SAGEMAKER_BIND_TO_PORT)"""
-    cores: int = option(0, "N", lambda text: 0 if text == "auto" else whole_number(1, 4096)(text), flag="--threads")
+    cores: int = option(
+        0,
+        "N",
+        lambda text: 0 if text == "auto" else whole_number(1, 4096)(text),
+        flag="--threads",
+    )
     """cores to use (default auto: all that affinity and cgroup allow)"""
     slots: int = option(0, "N", whole_number(1, 1024))
-    """requests computed in parallel, each with threads / slots threads (default: as many as threads)"""
+    """requests computed in parallel, each with threads / slots threads (default: as
+    many as threads)
+    """
     ui: bool = option(True)
     """the page at /"""
     quiet: bool = option(False)
@@ -62,21 +82,30 @@ class ServeOptions:
 
 
 def serve(settings: ServeOptions) -> None:
-    """Serve an export until SIGTERM, SIGHUP or SIGINT, then finish all accepted requests and return."""
+    """Serve an export until SIGTERM, SIGHUP or SIGINT, then finish all accepted
+    requests and return.
+    """
     from kd.deploy.serve.cascade import describe_pair
 
     writer = to_stderr(settings.quiet, settings.log_format)
-    warnings.filterwarnings("ignore", module=r"PIL\.")  # no warnings about a client's EXIF or palette
-    description, second = describe_pair(settings.folder, settings.file, settings.second, settings.self_check)
+    warnings.filterwarnings(
+        "ignore", module=r"PIL\."
+    )  # no warnings about a client's EXIF or palette
+    description, second = describe_pair(
+        settings.folder, settings.file, settings.second, settings.self_check
+    )
     usable = settings.cores or cores()
     slots = settings.slots or usable
-    service = Service(description, settings.limits, slots, max(1, usable // slots), second)
+    service = Service(
+        description, settings.limits, slots, max(1, usable // slots), second
+    )
     service.metrics.watch_log(writer)
     host, port = _free_address(settings.host, settings.port)
     shown = f"[{host}]" if ":" in host else host
     announcement = (
-        f"kd-serve: {description.name} {description.version}, {len(description.labels)} classes, "
-        f"at http://{shown}:{port} ({slots} slots x {service.threads} threads)"
+        f"kd-serve: {description.name} {description.version}, {len(description.labels)}"
+        f" classes, at http://{shown}:{port} ({slots} slots x {service.threads}"
+        " threads)"
     )
     if description.folder != settings.folder:
         announcement += f", from {description.folder}"
@@ -97,7 +126,9 @@ class Endpoint:
         self._error: Exception | None = None
 
     async def run(self, host: str, port: int, announcement: str) -> None:
-        """Serve until a signal or an error of loading the model; print `announcement` when the port is open."""
+        """Serve until a signal or an error of loading the model; print `announcement`
+        when the port is open.
+        """
         with self._signals_handled():
             await self._serve(host, port, announcement)
         if self._error:
@@ -105,7 +136,9 @@ class Endpoint:
 
     async def _serve(self, host: str, port: int, announcement: str) -> None:
         loop = asyncio.get_running_loop()
-        loading = threading.Thread(target=self._load, args=(loop,), name="kd-load", daemon=True)
+        loading = threading.Thread(
+            target=self._load, args=(loop,), name="kd-load", daemon=True
+        )
         server = _server(self.service, self._ui, host, port)
         serving = loop.create_task(server.serve())
         serving.add_done_callback(lambda _: self._end())
@@ -118,12 +151,16 @@ class Endpoint:
         server.stop()
         await self._finish(serving, seconds)
         if unanswered := self.service.in_progress:
-            log.warning("ended: %d requests were not answered within %g s", unanswered, seconds)
-        # A process that exits while OpenVINO loads a graph is aborted: SIGABRT in 8 of 30 exits, in 0 of 20 if joined.
+            log.warning(
+                "ended: %d requests were not answered within %g s", unanswered, seconds
+            )
+        # A process that exits while OpenVINO loads a graph is aborted: SIGABRT in 8 of
+        # 30 exits, in 0 of 20 if joined.
         loading.join(seconds)
 
     async def _finish(self, serving: asyncio.Task[None], seconds: float) -> None:
-        """Wait until the server has ended, at most some seconds; without a request in progress, `SETTLE_SECONDS`.
+        """Wait until the server has ended, at most some seconds; without a request in
+        progress, `SETTLE_SECONDS`.
 
         What is left then are connections that have sent a part of a header.
         """
@@ -139,12 +176,18 @@ class Endpoint:
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        if sys.platform == "win32":  # its loops take no handlers; Ctrl-C raises KeyboardInterrupt
+        if (
+            sys.platform == "win32"
+        ):  # its loops take no handlers; Ctrl-C raises KeyboardInterrupt
             yield
             return
         loop = asyncio.get_running_loop()
         seconds = max(self.service.limits.drain_seconds, SETTLE_SECONDS)
-        waits = {signal.SIGTERM: seconds, signal.SIGHUP: seconds, signal.SIGINT: SETTLE_SECONDS}
+        waits = {
+            signal.SIGTERM: seconds,
+            signal.SIGHUP: seconds,
+            signal.SIGINT: SETTLE_SECONDS,
+        }
         for number, wait in waits.items():
             loop.add_signal_handler(number, self._drain, wait)
         try:
@@ -157,9 +200,13 @@ class Endpoint:
         try:
             self.service.load()
             gc.collect()
-            gc.freeze()  # else each full collection scans all imported modules and stops every thread for 0.3 s
+            # else each full collection scans all imported modules and stops every
+            # thread for 0.3 s
+            gc.freeze()
         except Exception as error:
-            if not self._stop.is_set():  # else it is ending already, and its threads accept no work
+            if (
+                not self._stop.is_set()
+            ):  # else it is ending already, and its threads accept no work
                 self._error = error
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._end)
@@ -215,12 +262,16 @@ async def _wait_until_open(host: str, port: int, serving: asyncio.Task[None]) ->
 
 
 def _free_address(host: str, port: int) -> tuple[str, int]:
-    """Return the address to listen at, as numbers; KdError: it is taken, or none of this machine's.
+    """Return the address to listen at, as numbers; KdError: it is taken, or none of
+    this machine's.
 
-    granian shares a port that another server listens at (SO_REUSEPORT), so this is tried without.
+    granian shares a port that another server listens at (SO_REUSEPORT), so this is
+    tried without.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
@@ -230,7 +281,14 @@ def _free_address(host: str, port: int) -> tuple[str, int]:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         option = "--port" if getattr(error, "errno", None) in PORT_ERRORS else "--host"
-        allowed = "" if option == "--port" else "An address of this machine: 127.0.0.1, or 0.0.0.0 for all of them"
+        allowed = (
+            ""
+            if option == "--port"
+            else "An address of this machine: 127.0.0.1, or 0.0.0.0 for all of them"
+        )
         raise KdError(
-            option, f"cannot listen at {host}:{port} ({reason})", allowed, f"Choose another {option}"
+            option,
+            f"cannot listen at {host}:{port} ({reason})",
+            allowed,
+            f"Choose another {option}",
         ) from error

@@ -1,7 +1,7 @@
 """Admission control and worker threads, between the event loop and the model.
 
-The event loop only moves bytes. All CPU work of a request is one job on one of `slots` threads, so there are never more
-jobs than cores (measured in docs/deploy.md).
+The event loop only moves bytes. All CPU work of a request is one job on one of `slots`
+threads, so there are never more jobs than cores (measured in docs/deploy.md).
 """
 
 import asyncio
@@ -27,19 +27,40 @@ log = logging.getLogger("kd.serve")
 
 
 class Service:
-    """A model, its worker threads, and the limit on concurrent requests; `second`: see `describe_pair`."""
+    """A model, its worker threads, and the limit on concurrent requests; `second`: see
+    `describe_pair`.
+    """
 
     def __init__(
-        self, description: Description, limits: Limits, slots: int, threads: int, second: Description | None = None
+        self,
+        description: Description,
+        limits: Limits,
+        slots: int,
+        threads: int,
+        second: Description | None = None,
     ) -> None:
-        self.description, self.limits, self.slots, self.threads = description, limits, slots, threads
+        self.description, self.limits, self.slots, self.threads = (
+            description,
+            limits,
+            slots,
+            threads,
+        )
         self.second = second
-        self.metrics = Metrics(description.name, description.version, self, description.passed_on if second else None)
-        self.watch = ShiftWatch(description.reference) if description.reference else None
+        self.metrics = Metrics(
+            description.name,
+            description.version,
+            self,
+            description.passed_on if second else None,
+        )
+        self.watch = (
+            ShiftWatch(description.reference) if description.reference else None
+        )
         if self.watch:
             self.metrics.watch_shift(self.watch)
         self.model: LoadedGraph | None = None
-        self.reason = "The model is still being loaded."  # reason for refusing requests while `model` is None
+        self.reason = (  # reason for refusing requests while `model` is None
+            "The model is still being loaded."
+        )
         self.draining = False
         self.in_flight = 0  # jobs in progress or waiting
         self.receiving = 0  # requests whose bodies arrive
@@ -47,7 +68,9 @@ class Service:
         self._pool = ThreadPoolExecutor(slots, thread_name_prefix="kd-slot")
 
     def load(self) -> None:
-        """Load the model, warm up every thread, and run the self-check; see `kd.deploy.serve.model.load`. Blocks."""
+        """Load the model, warm up every thread, and run the self-check; see
+        `kd.deploy.serve.model.load`. Blocks.
+        """
         model = load_pair(self.description, self.second, self.threads, self.slots)
         list(self._pool.map(model.warm_up, [3] * self.slots))  # waits for all
         try:
@@ -82,15 +105,19 @@ class Service:
         if self.model is None:
             return busy(self.reason)
         if self.in_flight >= self.limits.max_in_flight:
-            return busy(f"{self.limits.max_in_flight} requests are in progress already.")
+            return busy(
+                f"{self.limits.max_in_flight} requests are in progress already."
+            )
         return None
 
-    async def run(self, job: Callable[[LoadedGraph], Result], disconnected: Callable[[], Any]) -> Result:
+    async def run(
+        self, job: Callable[[LoadedGraph], Result], disconnected: Callable[[], Any]
+    ) -> Result:
         """Run a job (all CPU work of a request) on the next free thread.
 
-        Raises the job's Problem, 503 if there are too many or it is late, and 400 if the client left.
-        A request that times out counts as in flight until its job is done. `disconnected()` completes when the client
-        has gone.
+        Raises the job's Problem, 503 if there are too many or it is late, and 400 if
+        the client left. A request that times out counts as in flight until its job is
+        done. `disconnected()` completes when the client has gone.
         """
         if error := self.admission_error():
             raise error
@@ -99,14 +126,20 @@ class Service:
         future = self._pool.submit(self._timed, job, time.perf_counter())
 
         def release(_: object) -> None:
-            with suppress(RuntimeError):  # the event loop is closed: the server stopped before this job finished
+            with suppress(
+                RuntimeError
+            ):  # the event loop is closed: the server stopped before this job finished
                 loop.call_soon_threadsafe(self._release)
 
         future.add_done_callback(release)
         answer = asyncio.wrap_future(future)
         watch = asyncio.ensure_future(disconnected())
         try:
-            await asyncio.wait({answer, watch}, timeout=self.limits.deadline, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {answer, watch},
+                timeout=self.limits.deadline,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if answer.done():
                 result = answer.result()
                 if isinstance(result, Problem):
@@ -120,7 +153,9 @@ class Service:
             for task in (watch, answer):
                 task.cancel()
 
-    def _timed(self, job: Callable[[LoadedGraph], Result], submitted: float) -> Result | Problem:
+    def _timed(
+        self, job: Callable[[LoadedGraph], Result], submitted: float
+    ) -> Result | Problem:
         self.metrics.stage("wait", time.perf_counter() - submitted)
         assert self.model is not None
         try:
@@ -134,9 +169,17 @@ class Service:
         self.in_flight -= 1
 
     def classify(
-        self, model: LoadedGraph, kind: str, header: str, body: bytes, gzip: bool = False, tops: Sequence[str] = ()
+        self,
+        model: LoadedGraph,
+        kind: str,
+        header: str,
+        body: bytes,
+        gzip: bool = False,
+        tops: Sequence[str] = (),
     ) -> tuple[list[Prediction], str]:
-        """Return the predictions for a body's images and a text for the log; `tops`: `top` as in the query."""
+        """Return the predictions for a body's images and a text for the log; `tops`:
+        `top` as in the query.
+        """
         start = time.perf_counter()
         body = unzipped(body, self.limits.max_body) if gzip else body
         sent = images(kind, header, body, self.limits.max_images)
@@ -148,15 +191,22 @@ class Service:
         check_together(opened, self.limits)
         summary = opened[0].summary if count == 1 else f"{count} images"
         predictions = []
-        for i in range(count):  # one at a time: on a CPU a batch is no faster per image and takes more memory
+        for i in range(
+            count
+        ):  # one at a time: on a CPU a batch is no faster per image and takes more memory
             with sent.of(i):
                 predictions.append(model.predict(opened.pop(0), top))
         decoding = sum(prediction.decode_seconds for prediction in predictions)
         inference = time.perf_counter() - start - decoding
         self.metrics.stage("decode", decoding)
         self.metrics.stage("infer", inference)
-        passed_on = sum(prediction.row.get(MODEL) == SECOND for prediction in predictions)
+        passed_on = sum(
+            prediction.row.get(MODEL) == SECOND for prediction in predictions
+        )
         self.metrics.images(count, passed_on)
         if passed_on:
             summary += f" passed_on={passed_on}"
-        return predictions, f"{summary} decode={1000 * decoding:.1f}ms infer={1000 * inference:.1f}ms"
+        return (
+            predictions,
+            f"{summary} decode={1000 * decoding:.1f}ms infer={1000 * inference:.1f}ms",
+        )

@@ -23,16 +23,20 @@ TURNS = 12  # timed predictions
 
 
 class Confined:
-    """A graph in a child process: called with uint8 [B, 3, S, S], it returns float32 [B, width].
+    """A graph in a child process: called with uint8 [B, 3, S, S], it returns float32
+    [B, width].
 
-    Any call may raise ModelError: the graph cannot be loaded or run, returns another shape, or exceeds a limit.
+    Any call may raise ModelError: the graph cannot be loaded or run, returns another
+    shape, or exceeds a limit.
     """
 
     def __init__(self, path: Path, width: int) -> None:
         argv = [sys.executable, "-m", __name__, str(path)]
         self.path, self.width = path, width
         pipe, none = subprocess.PIPE, subprocess.DEVNULL
-        self.process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=none, preexec_fn=end_with())
+        self.process = subprocess.Popen(
+            argv, stdin=pipe, stdout=pipe, stderr=none, preexec_fn=end_with()
+        )
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         return self._asked(pixels)[0]
@@ -52,14 +56,20 @@ class Confined:
             head, content = self._exchanged(pixels)
         except (OSError, ValueError):  # the child has ended
             late = not watch.is_alive()
-            wrong = f"takes more than {SECONDS:g} s" if late else "ends its process: it crashes, or wants more memory"
+            wrong = (
+                f"takes more than {SECONDS:g} s"
+                if late
+                else "ends its process: it crashes, or wants more memory"
+            )
             raise self._wrong(wrong) from None
         finally:
             watch.cancel()
         if "error" in head:
             raise self._wrong(f"cannot be run ({head['error']})")
         if head["shape"] != [len(pixels), self.width]:
-            raise self._wrong(f"returns {head['shape']}, not {[len(pixels), self.width]}")
+            raise self._wrong(
+                f"returns {head['shape']}, not {[len(pixels), self.width]}"
+            )
         return np.frombuffer(content, np.float32).reshape(head["shape"]), head["ms"]
 
     def _exchanged(self, pixels: np.ndarray) -> tuple[dict, bytes]:
@@ -84,7 +94,9 @@ class Confined:
 def main(path: Path) -> None:
     """Serve requests on standard input: a line with the shape, then pixels."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a runtime's prints must not mix with the results
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 1
+    )  # a runtime's prints must not mix with the results
     if sys.platform != "win32":
         import resource  # not on Windows, which then has no memory limit
 
@@ -96,14 +108,22 @@ def main(path: Path) -> None:
         failed = in_short(error)
     while line := sys.stdin.buffer.readline():
         shape = json.loads(line)
-        pixels = np.frombuffer(sys.stdin.buffer.read(math.prod(shape)), np.uint8).reshape(shape)
+        pixels = np.frombuffer(
+            sys.stdin.buffer.read(math.prod(shape)), np.uint8
+        ).reshape(shape)
         answer, begin = np.zeros(0), time.process_time()
         try:
             answer = np.asarray(run(pixels), np.float32) if run is not None else answer
         except Exception as error:
             failed = in_short(error)
-        head = {"error": failed} if failed else {"shape": answer.shape, "ms": 1000 * (time.process_time() - begin)}
-        out.write(json.dumps(head).encode() + b"\n" + (b"" if failed else answer.tobytes()))
+        head = (
+            {"error": failed}
+            if failed
+            else {"shape": answer.shape, "ms": 1000 * (time.process_time() - begin)}
+        )
+        out.write(
+            json.dumps(head).encode() + b"\n" + (b"" if failed else answer.tobytes())
+        )
         out.flush()
 
 

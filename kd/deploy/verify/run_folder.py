@@ -1,4 +1,6 @@
-"""Checks against the run folder: claims on teacher, student, data and scores, recomputed from it."""
+"""Checks against the run folder: claims on teacher, student, data and scores,
+recomputed from it.
+"""
 
 import hashlib
 import json
@@ -23,7 +25,9 @@ from kd.setup.recipe import resolve
 LIMITS = (2000, 0)  # numbers of images that kd-export compares: its default, all
 
 
-def show_run(known: Claims, path: Path, trust: bool, lines: Sequence[Line] | None) -> None:
+def show_run(
+    known: Claims, path: Path, trust: bool, lines: Sequence[Line] | None
+) -> None:
     """Make the receipt again from a run folder; without `trust` no code is run."""
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)
@@ -41,24 +45,40 @@ def show_run(known: Claims, path: Path, trust: bool, lines: Sequence[Line] | Non
     found = {
         "name": recipe.name,
         "chain": chain,
-        "licences": {key: one for key, one in subject.licences.items() if one != UNKNOWN},
+        "licences": {
+            key: one for key, one in subject.licences.items() if one != UNKNOWN
+        },
         "input": input_of(subject.student, recipe.data),
         "output": output_of(subject.student, Made()),
-        "kd.json": {key: own[key] for key in ("run", "step", "metrics", "eval_crop", "digest")},
+        "kd.json": {
+            key: own[key] for key in ("run", "step", "metrics", "eval_crop", "digest")
+        },
     }
     if path.resolve().name != told["chain"]["student"]["run"]:  # the folder was renamed
         del found["chain"]["student"]["run"], found["kd.json"]["run"]
     if not known.old:
-        found |= {"about": about(subject), "scores": with_gaps(told["scores"], scores_of(subject))}
-    if versions("timm")["timm"] == told["environment"]["packages"]["timm"] and not known.old:
-        found["config.json"] = export_files(subject.student, labels, recipe.data.crop_pct, task.problem_type)[0]
+        found |= {
+            "about": about(subject),
+            "scores": with_gaps(told["scores"], scores_of(subject)),
+        }
+    if (
+        versions("timm")["timm"] == told["environment"]["packages"]["timm"]
+        and not known.old
+    ):
+        found["config.json"] = export_files(
+            subject.student, labels, recipe.data.crop_pct, task.problem_type
+        )[0]
     known.show(RUN, found)
     if lines is not None:
         _show_choice(known, subject, vouched, lines)
 
 
-def _show_choice(known: Claims, subject: Subject, vouched: Trust, lines: Sequence[Line]) -> None:
-    """Compare the list of images and their labels with the run's own validation images."""
+def _show_choice(
+    known: Claims, subject: Subject, vouched: Trust, lines: Sequence[Line]
+) -> None:
+    """Compare the list of images and their labels with the run's own validation
+    images.
+    """
     claimed = _named([(encoded, names) for encoded, _, names in lines])
     classes = subject.classes if subject.recipe.task.logits else ()
     known.claimed["images.csv"]["choice"] = claimed
@@ -66,8 +86,17 @@ def _show_choice(known: Claims, subject: Subject, vouched: Trust, lines: Sequenc
         vouched.check_folder(subject.recipe.data)
         with subject.images() as read:
             for limit in (len(lines), *LIMITS):
-                images = (image for _, labels, crcs in read(limit) for image in zip(crcs, labels, strict=True))
-                found = _named([(encoded, parity.names_of(label, classes)) for encoded, label in images])
+                images = (
+                    image
+                    for _, labels, crcs in read(limit)
+                    for image in zip(crcs, labels, strict=True)
+                )
+                found = _named(
+                    [
+                        (encoded, parity.names_of(label, classes))
+                        for encoded, label in images
+                    ]
+                )
                 if found == claimed:
                     break
     except KdError as error:
@@ -77,4 +106,7 @@ def _show_choice(known: Claims, subject: Subject, vouched: Trust, lines: Sequenc
 
 
 def _named(lines: list[tuple]) -> str:
-    return f"{len(lines)} images, {hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:12]}"
+    return (
+        f"{len(lines)} images,"
+        f" {hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:12]}"
+    )

@@ -1,7 +1,9 @@
-"""`kd verify`: recompute the claims of an export, by running its files on the images that were used at the export.
+"""`kd verify`: recompute the claims of an export, by running its files on the images
+that were used at the export.
 
-The folder is untrusted. Its graphs run in processes with limits of time and memory; networks come from timm, with
-weights from safetensors. `--trust` also runs model.pt2, which is a pickle.
+The folder is untrusted. Its graphs run in processes with limits of time and memory;
+networks come from timm, with weights from safetensors. `--trust` also runs model.pt2,
+which is a pickle.
 """
 
 import tempfile
@@ -51,9 +53,13 @@ class VerifyOptions:
     export: Path = option(metavar="EXPORT", parse=Path)
     """folder written by kd-export"""
     data: str = option("", "IMAGES")
-    """folder, list, shards or URL with the images used at the export; others are ignored"""
+    """folder, list, shards or URL with the images used at the export; others are
+    ignored
+    """
     run: Path | None = option(None, "RUN", Path)
-    """its run folder: teacher, data, scores and the choice of images are compared too"""
+    """its run folder: teacher, data, scores and the choice of images are
+    compared too
+    """
     second: Path | None = option(None, "EXPORT", Path)
     """the second export of a pair that --accept chose"""
     signed_by: Path | None = option(None, "KEY", Path)
@@ -63,7 +69,9 @@ class VerifyOptions:
     json: bool = option(False)
     """print JSON"""
     trust: bool = option(False)
-    """also run model.pt2, which is a pickle, and code that the run's config.yaml names"""
+    """also run model.pt2, which is a pickle, and code that the run's
+    config.yaml names
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +86,27 @@ class Verdict:
         """The claimed chain and licences, a table of findings, and the last line."""
         stated: list[str] = []
         with suppress(*DAMAGE):  # a row reports that
-            stated = [*chain_lines(self.manifest), "", *licence_lines(self.manifest), ""]
-        rows = [{key: text[:MOST_SHOWN] for key, text in row._asdict().items()} for row in self.rows]
+            stated = [
+                *chain_lines(self.manifest),
+                "",
+                *licence_lines(self.manifest),
+                "",
+            ]
+        rows = [
+            {key: text[:MOST_SHOWN] for key, text in row._asdict().items()}
+            for row in self.rows
+        ]
         return [*stated, table(rows), self.line]
 
     @property
     def line(self) -> str:
-        """The last line: the numbers of right, wrong and unchecked claims, with the names of the latter two."""
-        counts = {verdict: [row.what for row in self.rows if row.verdict == verdict] for verdict in (WRONG, OPEN)}
+        """The last line: the numbers of right, wrong and unchecked claims, with the
+        names of the latter two.
+        """
+        counts = {
+            verdict: [row.what for row in self.rows if row.verdict == verdict]
+            for verdict in (WRONG, OPEN)
+        }
         right = len(self.rows) - sum(map(len, counts.values()))
         told = [f"{verdict.lower()}: {len(names)}" + (f" ({', '.join(names)})" if names else "")
                 for verdict, names in counts.items()]  # fmt: skip
@@ -93,9 +114,15 @@ class Verdict:
 
     def require(self, strict: bool = False) -> None:
         """Refuse an export with a wrong claim; `strict`: or with an unchecked one."""
-        failed = [row.what for row in self.rows if row.verdict == WRONG or (strict and row.verdict == OPEN)]
+        failed = [
+            row.what
+            for row in self.rows
+            if row.verdict == WRONG or (strict and row.verdict == OPEN)
+        ]
         if failed:
-            named = "; ".join(failed[:5]) + (f" and {len(failed) - 5} more" if len(failed) > 5 else "")
+            named = "; ".join(failed[:5]) + (
+                f" and {len(failed) - 5} more" if len(failed) > 5 else ""
+            )
             kinds = "wrong or not checked" if strict else "wrong"
             wrong = f"{len(failed)} of {len(self.rows)} claims are {kinds}: {named}"
             raise NotVerifiedError("verify", wrong, "", "See the rows")
@@ -105,27 +132,51 @@ def verify(options: VerifyOptions) -> Verdict:
     """Recompute what an export claims."""
     folder, file = options.export, options.export / MANIFEST
     try:
-        manifest = read_json(file, "export", "", kind=UnreadableExport) if file.is_file() else {}
-        if not isinstance(manifest.get("files"), dict):  # a run folder has a different manifest.json
-            wrong = f"'{folder}' is not an export: {MANIFEST} is missing or describes something else"
-            raise UnreadableExport("export", wrong, "", "Name the folder that kd-export wrote")
-        evidence = ((IMAGES, options.data), (RUN, options.run), (SECOND, options.second))
-        known = Claims(dict(manifest), folder, given={name for name, value in evidence if value})
+        manifest = (
+            read_json(file, "export", "", kind=UnreadableExport)
+            if file.is_file()
+            else {}
+        )
+        if not isinstance(
+            manifest.get("files"), dict
+        ):  # a run folder has a different manifest.json
+            wrong = (
+                f"'{folder}' is not an export: {MANIFEST} is missing or describes"
+                " something else"
+            )
+            raise UnreadableExport(
+                "export", wrong, "", "Name the folder that kd-export wrote"
+            )
+        evidence = (
+            (IMAGES, options.data),
+            (RUN, options.run),
+            (SECOND, options.second),
+        )
+        known = Claims(
+            dict(manifest), folder, given={name for name, value in evidence if value}
+        )
         _look(known, manifest, options)
         return Verdict(manifest, known.rows)
     except OSError as error:
         wrong = f"'{folder}' cannot be read ({error.strerror}: '{error.filename}')"
         raise UnreadableExport("export", wrong, "", "Make it readable") from error
     except DAMAGE as error:
-        wrong = f"'{folder}' has a damaged manifest.json, or one of an older kd ({named(error)})"
-        raise UnreadableExport("export", wrong, "", "Export anew: kd-export RUN") from error
+        wrong = (
+            f"'{folder}' has a damaged manifest.json, or one of an older kd"
+            f" ({named(error)})"
+        )
+        raise UnreadableExport(
+            "export", wrong, "", "Export anew: kd-export RUN"
+        ) from error
 
 
 def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> None:
     folder = options.export
     found = listed(folder, manifest["files"])
     known.show(FILES, {"files": found})
-    known.graphs = tuple(name for name in registry.graphs() if "bytes" in found.get(name, {}))
+    known.graphs = tuple(
+        name for name in registry.graphs() if "bytes" in found.get(name, {})
+    )
     intact = all(found[name] == file for name, file in manifest["files"].items())
     _show_signature(known, options, intact)
     if known.old:
@@ -136,9 +187,15 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
         return
     readme = folder / "README.md"
     with known.reading("manifest.json"):
-        show_manifest(known, manifest, readme.read_text("utf-8", "replace") if readme.is_file() else "")
+        show_manifest(
+            known,
+            manifest,
+            readme.read_text("utf-8", "replace") if readme.is_file() else "",
+        )
     for name in ("config.json", "kd.json"):
-        known.claimed[name] = read_json(folder / name, "export", "", kind=UnreadableExport)
+        known.claimed[name] = read_json(
+            folder / name, "export", "", kind=UnreadableExport
+        )
     lines, task = None, None
     with known.reading("images.csv"):
         lines = lines_of(folder)
@@ -153,12 +210,17 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
         show_graphs(known, lines)
     served = False
     with known.reading("what kd-serve reads"):
-        served = all(registry.graphs()[name].code for name in known.graphs) or bool(describe(folder))
+        served = all(registry.graphs()[name].code for name in known.graphs) or bool(
+            describe(folder)
+        )
     if served:
         with known.reading(self_check.FILE):
             show_self_check(known)
     if options.data and lines and task is not None and served:
-        with tempfile.TemporaryDirectory() as copies, known.reading("predictions on the images"):
+        with (
+            tempfile.TemporaryDirectory() as copies,
+            known.reading("predictions on the images"),
+        ):
             shown = Shown.among(options.data, lines, Path(copies, "shards"))
             show_outputs(known, shown, task, network, options.trust, second)
     if options.run is not None:
@@ -168,7 +230,9 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
 
 
 def _show_signature(known: Claims, options: VerifyOptions, intact: bool) -> None:
-    """Add the row on who signed; a listed file that is a link to elsewhere is not read."""
+    """Add the row on who signed; a listed file that is a link to elsewhere is
+    not read.
+    """
     signed = (options.export / SIGNATURE).is_file()
     if options.signed_by is None:
         why = "--signed-by shows whose" if signed else "consistent, not signed"
@@ -187,13 +251,16 @@ def _leave_out_texts(known: Claims) -> None:
     """Leave out texts of kd 0.3, which had other keys."""
     known.leave_open("scores", "texts", "free text of kd 0.3")
     del known.claimed["scores"]
-    known.claimed["chain"] = {k: v for k, v in known.claimed["chain"].items() if k != "against_teacher"}
+    known.claimed["chain"] = {
+        k: v for k, v in known.claimed["chain"].items() if k != "against_teacher"
+    }
 
 
 def _require_images(options: VerifyOptions) -> None:
     if options.data and not (options.export / "images.csv").is_file():
         wrong = (
-            f"'{options.export}' has no images.csv, the list of the images behind its numbers, so nothing is compared"
+            f"'{options.export}' has no images.csv, the list of the images behind its"
+            " numbers, so nothing is compared"
         )
         raise DataError("--data", wrong, "", "Without --data they are not checked")
 
@@ -204,23 +271,45 @@ def _second(known: Claims, options: VerifyOptions) -> Description | None:
     if folder is None:
         return None
     if not options.data:
-        raise DataError("--second", "is compared on the images", "", "Name them: --data IMAGES")
+        raise DataError(
+            "--second", "is compared on the images", "", "Name them: --data IMAGES"
+        )
     if "cascade" not in known.claimed:
         wrong = f"'{options.export}' claims nothing of a pair"
-        raise DataError("--second", wrong, "An export of `kd-export --accept LIMITS --second EXPORT`", "Leave it out")
+        raise DataError(
+            "--second",
+            wrong,
+            "An export of `kd-export --accept LIMITS --second EXPORT`",
+            "Leave it out",
+        )
     try:
         second = describe(folder)
     except ModelError as error:
         raise DataError("--second", error.wrong, error.allowed, error.remedy) from error
-    if list(second.labels) != known.labels or second.size != known.claimed["input"]["size"]:
+    if (
+        list(second.labels) != known.labels
+        or second.size != known.claimed["input"]["size"]
+    ):
         wrong = f"'{folder}' predicts other classes, or takes images of another size"
         raise DataError("--second", wrong, "The second export of this pair", "Name it")
     return second
 
 
 def _task(known: Claims) -> Task:
-    own = (registry.build("tasks", one, registry.default_options("tasks", one), "") for one in registry.names("tasks"))
-    task = next((one for one in own if one.problem_type == known.claimed["config.json"].get("problem_type", "")), None)
+    own = (
+        registry.build("tasks", one, registry.default_options("tasks", one), "")
+        for one in registry.names("tasks")
+    )
+    task = next(
+        (
+            one
+            for one in own
+            if one.problem_type == known.claimed["config.json"].get("problem_type", "")
+        ),
+        None,
+    )
     if task is None:
-        raise ModelError("export", "its task is not one of kd's", "", "Ask who wrote it")
+        raise ModelError(
+            "export", "its task is not one of kd's", "", "Ask who wrote it"
+        )
     return task

@@ -1,4 +1,6 @@
-"""torch.profiler for a few steps of a run: a trace for Perfetto, and the operators as text and as JSON."""
+"""torch.profiler for a few steps of a run: a trace for Perfetto, and the operators as
+text and as JSON.
+"""
 
 import os
 import time
@@ -15,17 +17,29 @@ from kd.files.storage import log, write_json, write_text
 
 TOP = 30  # operators in operators.txt
 USER_SCOPE = 7  # torch's number of a range marked by a program; it is not an operator
-DTYPES = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "double": "float64"}
+DTYPES = {
+    "float": "float32",
+    "c10::BFloat16": "bfloat16",
+    "c10::Half": "float16",
+    "double": "float64",
+}
 
 
 class Profiler:
-    """Profile the steps `first` to `last` (inclusive, counted from the start of the run) into a folder."""
+    """Profile the steps `first` to `last` (inclusive, counted from the start of the
+    run) into a folder.
+    """
 
     def __init__(
-        self, steps: Sequence[int], folder: Path, cuda: bool, span: Callable[[str], AbstractContextManager[object]]
+        self,
+        steps: Sequence[int],
+        folder: Path,
+        cuda: bool,
+        span: Callable[[str], AbstractContextManager[object]],
     ) -> None:
         """Prepare to profile `steps`, (first, last) or empty, into `folder`."""
-        # `cuda` also traces the GPU's kernels. Starting and writing take place in a span of their own.
+        # `cuda` also traces the GPU's kernels. Starting and writing take place in a
+        # span of their own.
         self.first, self.last = (steps[0], steps[1]) if steps else (0, -1)
         self.folder, self.cuda, self.span = folder, cuda, span
         self._running: profile | None = None
@@ -34,12 +48,16 @@ class Profiler:
     def step(self, number: int) -> None:
         self._reached = number
         if self.first <= number <= self.last and self._running is None:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it logs a missing GPU as an error
+            os.environ.setdefault(
+                "KINETO_LOG_LEVEL", "5"
+            )  # it logs a missing GPU as an error
             activities = [ProfilerActivity.CPU]
             if self.cuda:
                 activities.append(ProfilerActivity.CUDA)
             with self.span("profile"):
-                running = profile(activities=activities, profile_memory=True, record_shapes=True)
+                running = profile(
+                    activities=activities, profile_memory=True, record_shapes=True
+                )
                 self._running = running.__enter__()
                 self._began = time.perf_counter()
         elif self._running is not None and number > self.last:
@@ -50,7 +68,10 @@ class Profiler:
         running, self._running = self._running, None
         if running is None:
             if self._reached < self.first:
-                log.warning(f"profile.steps: the run ended at step {self._reached}, so nothing was profiled")
+                log.warning(
+                    f"profile.steps: the run ended at step {self._reached}, so nothing"
+                    " was profiled"
+                )
             return
         wall_ms = 1000 * (time.perf_counter() - self._began)
         with self.span("profile"):
@@ -59,28 +80,48 @@ class Profiler:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 running.export_chrome_trace(str(self.folder / "trace.json.gz"))
                 by = "self_device_time_total" if self.cuda else "self_cpu_time_total"
-                table = running.key_averages().table(sort_by=by, row_limit=TOP, max_name_column_width=80)
+                table = running.key_averages().table(
+                    sort_by=by, row_limit=TOP, max_name_column_width=80
+                )
                 write_text(self.folder / "operators.txt", table, "profile")
-                found = {"steps": self._steps, "wall_ms": wall_ms, "operators": operators(running, self.cuda)}
+                found = {
+                    "steps": self._steps,
+                    "wall_ms": wall_ms,
+                    "operators": operators(running, self.cuda),
+                }
                 write_json(self.folder / "operators.json", found)
             except (OSError, RunError) as error:
-                log.warning(f"profile: '{self.folder}' cannot be written ({error}). Training goes on without it.")
+                log.warning(
+                    f"profile: '{self.folder}' cannot be written ({error}). Training"
+                    " goes on without it."
+                )
 
 
 def operators(profiled: profile, cuda: bool) -> list[dict[str, Any]]:
-    """Return the operators, the longest first: name, type of the first tensor, calls, their own milliseconds.
+    """Return the operators, the longest first: name, type of the first tensor, calls,
+    their own milliseconds.
 
-    On CUDA those of the kernels that the operator launched, else those of the host. Ranges that a program marked, such
-    as the spans of a run, are left out.
+    On CUDA those of the kernels that the operator launched, else those of the host.
+    Ranges that a program marked, such as the spans of a run, are left out.
     """
     assert profiled.profiler is not None
-    types = {one.correlation_id(): one.dtypes() for one in profiled.profiler.kineto_results.events()}  # pyright: ignore
+    types = {
+        one.correlation_id(): one.dtypes()
+        for one in profiled.profiler.kineto_results.events()  # pyright: ignore
+    }
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for event in profiled.events() or ():
         if event.device_type != DeviceType.CPU or event.scope == USER_SCOPE:
             continue
-        dtype = next((DTYPES[one] for one in types.get(event.id, ()) if one in DTYPES), "")
-        row = found.setdefault((event.name, dtype), {"name": event.name, "dtype": dtype, "calls": 0, "ms": 0.0})
+        dtype = next(
+            (DTYPES[one] for one in types.get(event.id, ()) if one in DTYPES), ""
+        )
+        row = found.setdefault(
+            (event.name, dtype),
+            {"name": event.name, "dtype": dtype, "calls": 0, "ms": 0.0},
+        )
         row["calls"] += 1
-        row["ms"] += (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1000
+        row["ms"] += (
+            event.self_device_time_total if cuda else event.self_cpu_time_total
+        ) / 1000
     return sorted(found.values(), key=lambda row: -row["ms"])

@@ -1,4 +1,6 @@
-"""Samples of the machine during a run, taken by a thread: cores, memory, disk, network, GPUs."""
+"""Samples of the machine during a run, taken by a thread: cores, memory, disk, network,
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,12 @@ import psutil
 from kd.core.host import cores
 from kd.files.storage import append_rows, log
 
-INTERVAL = 1.0  # seconds between two samples; one takes about a millisecond, which is a thousandth of one core
-CHILDREN_EVERY = 10  # samples between two searches for child processes, which list all processes of the system
+# seconds between two samples; one takes about a millisecond, which is a thousandth of
+# one core
+INTERVAL = 1.0
+# samples between two searches for child processes, which list all processes of the
+# system
+CHILDREN_EVERY = 10
 MIB = 2**20  # bytes
 
 
@@ -24,11 +30,15 @@ class Monitor:
     """Sample this machine in the background. Used as a context."""
 
     def __init__(self, path: Path, fresh: bool = True, interval: float = 0.0) -> None:
-        """Prepare to append a sample to `path`, JSON lines, every `interval` seconds; 0: `INTERVAL`."""
+        """Prepare to append a sample to `path`, JSON lines, every `interval` seconds;
+        0: `INTERVAL`.
+        """
         # `fresh` removes an earlier file.
         self.path, self.interval = path, interval or INTERVAL
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kd-monitor", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="kd-monitor", daemon=True
+        )
         if fresh:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -42,13 +52,18 @@ class Monitor:
         self._thread.join(5)
 
     def _run(self) -> None:
-        """Sample until the end. After an error the monitor warns and stops; training goes on."""
+        """Sample until the end. After an error the monitor warns and stops; training
+        goes on.
+        """
         try:
             sampler = Sampler()
             while not self._over.wait(self.interval):
                 append_rows(self.path, sampler.sample())
         except Exception as error:
-            log.warning(f"monitor: it has stopped ({type(error).__name__}: {error}). Training goes on without it.")
+            log.warning(
+                f"monitor: it has stopped ({type(error).__name__}: {error}). Training"
+                " goes on without it."
+            )
 
 
 class Sampler:
@@ -70,11 +85,16 @@ class Sampler:
         if self._count % CHILDREN_EVERY == 0:
             before = {worker.pid: worker for worker in self._workers}
             # psutil measures load since the last call on the same object
-            self._workers = [before.get(child.pid, child) for child in self._own.children()]
+            self._workers = [
+                before.get(child.pid, child) for child in self._own.children()
+            ]
         self._count += 1
         now, totals = time.monotonic(), self._counters()
         seconds = max(now - self._time, 1e-9)
-        rates = [(new - old) / seconds / MIB for new, old in zip(totals, self._totals, strict=True)]
+        rates = [
+            (new - old) / seconds / MIB
+            for new, old in zip(totals, self._totals, strict=True)
+        ]
         self._time, self._totals = now, totals
         load, memory = psutil.cpu_percent(percpu=True), psutil.virtual_memory()
         return {
@@ -95,11 +115,21 @@ class Sampler:
 
     @staticmethod
     def _counters() -> tuple[float, float, float]:
-        """Return the bytes since boot: read from and written to disks, sent and received over networks."""
+        """Return the bytes since boot: read from and written to disks, sent and
+        received over networks.
+        """
         disk = psutil.disk_io_counters()
         network = psutil.net_io_counters(pernic=True)
-        moved = sum(n.bytes_sent + n.bytes_recv for name, n in network.items() if not name.startswith("lo"))
-        return (disk.read_bytes, disk.write_bytes, moved) if disk is not None else (0.0, 0.0, moved)
+        moved = sum(
+            n.bytes_sent + n.bytes_recv
+            for name, n in network.items()
+            if not name.startswith("lo")
+        )
+        return (
+            (disk.read_bytes, disk.write_bytes, moved)
+            if disk is not None
+            else (0.0, 0.0, moved)
+        )
 
 
 def _load(process: psutil.Process) -> float:
@@ -110,7 +140,9 @@ def _load(process: psutil.Process) -> float:
 
 
 class Gpus:
-    """NVIDIA GPUs of this machine, by nvidia-ml-py and a driver. Run on one H200 (results/speed/gpu_*.csv)."""
+    """NVIDIA GPUs of this machine, by nvidia-ml-py and a driver. Run on one H200
+    (results/speed/gpu_*.csv).
+    """
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -121,10 +153,15 @@ class Gpus:
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlInit()
                 self._nvml = pynvml
-                self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+                self._handles = [
+                    pynvml.nvmlDeviceGetHandleByIndex(i)
+                    for i in range(pynvml.nvmlDeviceGetCount())
+                ]
 
     def sample(self) -> list[dict[str, float]]:
-        """Return utilization (percent), memory (MiB) and power (watts) of each GPU, as far as it reports them."""
+        """Return utilization (percent), memory (MiB) and power (watts) of each GPU, as
+        far as it reports them.
+        """
         return [self._one(self._nvml, handle) for handle in self._handles]
 
     @staticmethod
@@ -134,7 +171,10 @@ class Gpus:
             row["utilization"] = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         with suppress(nvml.NVMLError):
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            row |= {"memory_mib": round(memory.used / MIB, 1), "memory_total_mib": round(memory.total / MIB, 1)}
+            row |= {
+                "memory_mib": round(memory.used / MIB, 1),
+                "memory_total_mib": round(memory.total / MIB, 1),
+            }
         with suppress(nvml.NVMLError):  # a virtual GPU does not report it
             row["power_w"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
         return row

@@ -1,4 +1,6 @@
-"""The same engine from Python: `kd.train` for a configuration, `kd.distill` for modules and datasets of your own."""
+"""The same engine from Python: `kd.train` for a configuration, `kd.distill` for modules
+and datasets of your own.
+"""
 
 import copy
 import random
@@ -86,7 +88,9 @@ def distill(
     student: nn.Module,
     train: Any,
     val: Any,
-    losses: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Criterion = "kl",
+    losses: (
+        str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Criterion
+    ) = "kl",
     sifter: str | Mapping[str, Any] | Sifter = "none",
     epochs: int | str = 10,
     steps: int = 0,
@@ -101,17 +105,22 @@ def distill(
 ) -> Distilled:
     """Distill any module into any other on a map-style dataset.
 
-    Both models get the dataset's images unchanged; the caller normalizes. A model returns logits [B, C] as a tensor, as
-    the first item of a tuple, or in an object with `.logits` or `.pooler_output`.
+    Both models get the dataset's images unchanged; the caller normalizes. A model
+    returns logits [B, C] as a tensor, as the first item of a tuple, or in an object
+    with `.logits` or `.pooler_output`.
 
     Args:
-        teacher: maps images [B, ...] to logits; a frozen copy is used. Several: their probabilities are averaged.
+        teacher: maps images [B, ...] to logits; a frozen copy is used. Several: their
+            probabilities are averaged.
         student: maps the same images to logits; trained in place.
-        train: a map-style dataset of (image tensor, label), or a DataLoader of such batches, taken as it comes,
-            but for a last batch that is not full.
-        val: the same, for evaluation; of a DataLoader, all images that its sampler draws at the start.
-        losses: terms as in a configuration, `{"kind": "kl", "weight": 1.0, "temperature": 4.0}`, or a Criterion.
-        sifter: a name, a section as in a configuration, or a Sifter. A DataLoader has no ids: `none` only.
+        train: a map-style dataset of (image tensor, label), or a DataLoader of such
+            batches, taken as it comes, but for a last batch that is not full.
+        val: the same, for evaluation; of a DataLoader, all images that its sampler
+            draws at the start.
+        losses: terms as in a configuration, `{"kind": "kl", "weight": 1.0,
+            "temperature": 4.0}`, or a Criterion.
+        sifter: a name, a section as in a configuration, or a Sifter. A DataLoader has
+            no ids: `none` only.
         epochs: passes over the data; "auto": by the number of images and the device.
         steps: optimizer steps instead; 0: `epochs` decides.
         batch_size: images per optimizer step; a DataLoader brings its own.
@@ -120,38 +129,68 @@ def distill(
         workers: processes that load a map-style dataset.
         seed: of order, views and dropout; the models' weights are the caller's.
         progress: print progress.
-        labels: "all"; "some": loss terms on labels skip images with the label -1; "none": the datasets hold images
-            alone, or labels that are not read, and the student is compared with the teacher; "sets": a label is 0 or 1
-            for each class, for the losses bce and binary_kl.
-        folder: checkpoints and metrics are written there after each epoch; called again, `distill` resumes from it.
+        labels: "all"; "some": loss terms on labels skip images with the label -1;
+            "none": the datasets hold images alone, or labels that are not read, and the
+            student is compared with the teacher; "sets": a label is 0 or 1 for each
+            class, for the losses bce and binary_kl.
+        folder: checkpoints and metrics are written there after each epoch; called
+            again, `distill` resumes from it.
 
     Returns:
-        The run: `student`, the module that was passed in; `metrics`, its last validation row; `rows`, all of them;
-        `folder`; and `export`.
+        The run: `student`, the module that was passed in; `metrics`, its last
+            validation row; `rows`, all of them; `folder`; and `export`.
 
     Raises:
-        ConfigError: an unknown key, loss or sifter, a bad value, models with different classes.
+        ConfigError: an unknown key, loss or sifter, a bad value, models with different
+            classes.
         DataError: an item is no image with a label.
         RunError: `folder` holds another run.
     """
     teachers: Any = teacher if isinstance(teacher, (list, tuple)) else [teacher]
-    arguments = Arguments(teachers, student, train, map_style("val", val), losses, sifter, labels, workers, seed)
+    arguments = Arguments(
+        teachers,
+        student,
+        train,
+        map_style("val", val),
+        losses,
+        sifter,
+        labels,
+        workers,
+        seed,
+    )
     images = arguments.images()
     size, length = batch_of(train, batch_size), {"epochs": epochs, "steps": steps}
-    recipe = arguments.recipe(images[0], size, run=length, optimizer=optimizer or {}, backend=backend or {})
+    recipe = arguments.recipe(
+        images[0], size, run=length, optimizer=optimizer or {}, backend=backend or {}
+    )
     if isinstance(train, DataLoader) and folder is not None:
         remedy = "Pass train.dataset instead of the DataLoader, or no folder"
-        raise ConfigError("folder", "is set, but a DataLoader shuffles anew when it resumes", "", remedy)
+        raise ConfigError(
+            "folder",
+            "is set, but a DataLoader shuffles anew when it resumes",
+            "",
+            remedy,
+        )
     with (
         distributed(recipe.backend) as world,
-        Console("distill", not progress or world.rank != 0, scores=recipe.task.scores) as console,
+        Console(
+            "distill", not progress or world.rank != 0, scores=recipe.task.scores
+        ) as console,
         _opened(recipe.record, folder, world.rank) as sink,
     ):
         run, classes = _run(recipe, arguments, images, world, sink, console)
-        own = sink.path / f"timeline_{world.rank}.jsonl" if isinstance(sink, RunDir) else None
+        own = (
+            sink.path / f"timeline_{world.rank}.jsonl"
+            if isinstance(sink, RunDir)
+            else None
+        )
         start = sink.step() if isinstance(sink, RunDir) else 0
-        with Timeline(clock_of(world.facts), own, start, world.communication_ms) as timeline:
-            state = engine_train(replace(run, span=timeline.span, window=timeline.window))
+        with Timeline(
+            clock_of(world.facts), own, start, world.communication_ms
+        ) as timeline:
+            state = engine_train(
+                replace(run, span=timeline.span, window=timeline.window)
+            )
         for line in where_the_time_went("distill", timeline):
             console.info(line)
         if run.average is not None:
@@ -159,19 +198,35 @@ def distill(
         world.barrier()  # wait until rank 0 has written its rows
         rows = sink.rows() if isinstance(sink, RunDir) else sink.rows
     metrics = [row for row in rows if row["kind"] == "val"][-1]
-    data = sink.manifest()["data"] if isinstance(sink, RunDir) and world.rank == 0 else ""
+    data = (
+        sink.manifest()["data"] if isinstance(sink, RunDir) and world.rank == 0 else ""
+    )
     where = Path(folder) if folder is not None else None
-    return Distilled(student, metrics, rows, state, where, arguments, recipe, classes, data)
+    return Distilled(
+        student, metrics, rows, state, where, arguments, recipe, classes, data
+    )
 
 
-def _opened(record: Record, folder: str | Path | None, rank: int) -> AbstractContextManager[Memory | RunDir]:
-    return nullcontext(Memory()) if folder is None else open_run(replace(record, path=Path(folder)), rank)
+def _opened(
+    record: Record, folder: str | Path | None, rank: int
+) -> AbstractContextManager[Memory | RunDir]:
+    return (
+        nullcontext(Memory())
+        if folder is None
+        else open_run(replace(record, path=Path(folder)), rank)
+    )
 
 
 def _criterion(recipe: Recipe, arguments: Arguments, dims: Dims) -> Criterion:
-    """Return the caller's terms, or those of the recipe, for the share of the training images with a label."""
+    """Return the caller's terms, or those of the recipe, for the share of the training
+    images with a label.
+    """
     assert dims.labels is not None
-    labelled = (dims.labels() >= 0).float().mean().item() if arguments.labels == "some" else 1.0
+    labelled = (
+        (dims.labels() >= 0).float().mean().item()
+        if arguments.labels == "some"
+        else 1.0
+    )
     if not isinstance(arguments.losses, Criterion):
         return build_criterion(recipe.losses, [dims], recipe.seed, labelled=labelled)
     criterion = copy.copy(arguments.losses)
@@ -180,19 +235,42 @@ def _criterion(recipe: Recipe, arguments: Arguments, dims: Dims) -> Criterion:
 
 
 def _run(
-    recipe: Recipe, arguments: Arguments, images: Tensor, world: Backend, sink: Memory | RunDir, console: Console
+    recipe: Recipe,
+    arguments: Arguments,
+    images: Tensor,
+    world: Backend,
+    sink: Memory | RunDir,
+    console: Console,
 ) -> tuple[Run, list[str]]:
-    """Assemble a run and return it with the class names; the examination on `images` gives their number."""
+    """Assemble a run and return it with the class names; the examination on `images`
+    gives their number.
+    """
     section, task, seed = recipe.data, recipe.task, recipe.seed
-    micro_batch, images = section.batch_size // world.world_size, images.to(world.device)
+    micro_batch, images = (
+        section.batch_size // world.world_size,
+        images.to(world.device),
+    )
     models, num_classes = examined(arguments, images, micro_batch, world.device)
     classes = arguments.classes(num_classes)
-    batch_size, train, labels, (student, *teachers) = section.batch_size, arguments.train, arguments.labels, models
+    batch_size, train, labels, (student, *teachers) = (
+        section.batch_size,
+        arguments.train,
+        arguments.labels,
+        models,
+    )
     train_loader, num_images = arguments.loader("train", batch_size, num_classes, world)
     val_loader, num_val = arguments.loader("val", batch_size, num_classes, world)
-    data = arguments.fingerprint(world) if isinstance(sink, RunDir) or world.world_size > 1 else ""
+    data = (
+        arguments.fingerprint(world)
+        if isinstance(sink, RunDir) or world.world_size > 1
+        else ""
+    )
     split = split_batch(section, world.world_size, num_images)
-    model: Any = Ensemble(teachers, [1.0] * len(teachers), task.average) if len(teachers) > 1 else teachers[0]
+    model: Any = (
+        Ensemble(teachers, [1.0] * len(teachers), task.average)
+        if len(teachers) > 1
+        else teachers[0]
+    )
     live = LiveTeacher(model, world.device, inference=world.facts.inference)
     sifter, known = arguments.sifter, partial(known_labels, train, labels, num_classes)
     dims = Dims(num_classes, 0, 0, classes=tuple(classes), labels=known)
@@ -207,10 +285,24 @@ def _run(
         sifter, line = sifter_of(recipe, context)
         console.info(in_own_words(line))
     val = Split(val_loader, evaluation_plan(num_val, batch_size))
-    evaluation = Evaluation(world, val, live, num_classes, labelled=labels != "none", partly=labels == "some")
+    evaluation = Evaluation(
+        world,
+        val,
+        live,
+        num_classes,
+        labelled=labels != "none",
+        partly=labels == "some",
+    )
     if isinstance(sink, RunDir):
-        shapes = {name: list(getattr(value, "shape", ())) for name, value in student.network.state_dict().items()}
-        facts = {"teacher": model.identity()["teacher"], "student": shapes, "data": data}
+        shapes = {
+            name: list(getattr(value, "shape", ()))
+            for name, value in student.network.state_dict().items()
+        }
+        facts = {
+            "teacher": model.identity()["teacher"],
+            "student": shapes,
+            "data": data,
+        }
         facts["criterion"] = fingerprint_of(criterion)
         for key in facts:
             require_same(key, sink.manifest(), facts)

@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from kd import config
 from kd.core.contracts import Backend, Loader, Sifter
-from kd.core.errors import ConfigError, ConfigErrors, DataError, KdError, ModelError, named
+from kd.core.errors import (
+    ConfigError,
+    ConfigErrors,
+    DataError,
+    KdError,
+    ModelError,
+    named,
+)
 from kd.core.seeds import evenly_spaced
 from kd.data.loader import LocalLoader, Share, evaluation_plan
 from kd.data.map_dataset import BatchLoader, Labels, MapDataset
@@ -42,7 +49,9 @@ OWN_WORDS = (
 
 @contextmanager
 def own_words() -> Iterator[None]:
-    """Let errors in this block name arguments of `kd.distill` instead of configuration keys."""
+    """Let errors in this block name arguments of `kd.distill` instead of configuration
+    keys.
+    """
     try:
         yield
     except KdError as error:
@@ -52,7 +61,9 @@ def own_words() -> Iterator[None]:
 def _renamed(error: KdError) -> KdError:
     if isinstance(error, ConfigErrors):
         return ConfigErrors([_renamed(one) for one in error.errors])
-    return type(error)(*map(in_own_words, (error.where, error.wrong, error.allowed, error.remedy)))
+    return type(error)(
+        *map(in_own_words, (error.where, error.wrong, error.allowed, error.remedy))
+    )
 
 
 def in_own_words(text: str) -> str:
@@ -78,39 +89,81 @@ class Arguments:
 
     def __post_init__(self) -> None:
         if self.labels not in LABELS:
-            raise ConfigError("labels", f"is {self.labels!r}", f"Allowed: {', '.join(LABELS)}")
+            raise ConfigError(
+                "labels", f"is {self.labels!r}", f"Allowed: {', '.join(LABELS)}"
+            )
         if not isinstance(self.workers, int) or self.workers < 0:
             raise ConfigError("workers", f"is {self.workers!r}", "A whole number >= 0")
         for where, model in self.models.items():
             if not isinstance(model, nn.Module):
                 wrong = f"is {type(model).__name__}"
-                raise ConfigError(where, wrong, "An nn.Module", "Build the model first; kd.train takes its name")
+                raise ConfigError(
+                    where,
+                    wrong,
+                    "An nn.Module",
+                    "Build the model first; kd.train takes its name",
+                )
         if not self.teachers:
-            raise ConfigError("teacher", "is an empty list", "One module, or several", "Pass a teacher")
+            raise ConfigError(
+                "teacher",
+                "is an empty list",
+                "One module, or several",
+                "Pass a teacher",
+            )
         _require_trainable(self.student)
         if self.labels == "none" and isinstance(self.losses, Criterion):
             _require_unlabelled(self.losses)
         _require_items("train", self.train)
-        if isinstance(self.train, DataLoader) and self.sifter not in ("none", {"kind": "none"}):
+        if isinstance(self.train, DataLoader) and self.sifter not in (
+            "none",
+            {"kind": "none"},
+        ):
             remedy = "Pass train.dataset instead of the DataLoader"
-            raise ConfigError("sifter", "needs ids, and a DataLoader has none", "A map-style dataset has", remedy)
+            raise ConfigError(
+                "sifter",
+                "needs ids, and a DataLoader has none",
+                "A map-style dataset has",
+                remedy,
+            )
 
     @property
     def models(self) -> dict[str, nn.Module]:
         """Student and teachers by argument name."""
         several = len(self.teachers) > 1
-        named = {f"teacher[{i}]" if several else "teacher": one for i, one in enumerate(self.teachers)}
+        named = {
+            f"teacher[{i}]" if several else "teacher": one
+            for i, one in enumerate(self.teachers)
+        }
         return {"student": self.student, **named}
 
-    def recipe(self, image: Tensor, batch_size: int, **sections: Mapping[str, Any]) -> Recipe:
-        """Check the arguments, and keys of `run`, `optimizer` and `backend`, with the schema of a configuration."""
+    def recipe(
+        self, image: Tensor, batch_size: int, **sections: Mapping[str, Any]
+    ) -> Recipe:
+        """Check the arguments, and keys of `run`, `optimizer` and `backend`, with the
+        schema of a configuration.
+        """
         losses: Any = self.losses
-        if isinstance(losses, Criterion):  # one of kd's losses that reads logits in the same way
-            losses = "binary_kl" if any(term.facts.logits == "sigmoid" for term in losses.all) else "kl"
-        terms = losses if isinstance(losses, Sequence) and not isinstance(losses, str) else [losses]
+        if isinstance(
+            losses, Criterion
+        ):  # one of kd's losses that reads logits in the same way
+            losses = (
+                "binary_kl"
+                if any(term.facts.logits == "sigmoid" for term in losses.all)
+                else "kl"
+            )
+        terms = (
+            losses
+            if isinstance(losses, Sequence) and not isinstance(losses, str)
+            else [losses]
+        )
         sets, sifter = self.labels == "sets", self.sifter
         shape = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)}"
-        data = {"kind": MAP_DATASET, "images": shape, "label": "set" if sets else "class", "batch_size": batch_size}
+        data = {
+            "kind": MAP_DATASET,
+            "images": shape,
+            "label": "set" if sets else "class",
+            "batch_size": batch_size,
+        }
         if image.ndim == 3:
             data["image_size"] = max(8, *image.shape[1:])
         teachers = " + ".join(type(one).__qualname__ for one in self.teachers)
@@ -137,58 +190,108 @@ class Arguments:
         """Return `count` class names: the training data's, or numbered ones."""
         names = getattr(self.items, "classes", ())
         named = isinstance(names, Collection) and len(names) == count
-        return [str(name) for name in names] if named else [f"class_{number}" for number in range(count)]
+        return (
+            [str(name) for name in names]
+            if named
+            else [f"class_{number}" for number in range(count)]
+        )
 
     def fingerprint(self, world: Backend) -> str:
-        """Return a hash of both splits' data; DataError: it differs between ranks. All ranks must call this."""
+        """Return a hash of both splits' data; DataError: it differs between ranks. All
+        ranks must call this.
+        """
         hashes = [
-            f"loader {len(items.dataset)}"  # type: ignore[arg-type]
-            if isinstance(items, DataLoader)
-            else MapDataset(items, self.seed, where, self.labels).fingerprint()
+            (
+                f"loader {len(items.dataset)}"  # type: ignore[arg-type]
+                if isinstance(items, DataLoader)
+                else MapDataset(items, self.seed, where, self.labels).fingerprint()
+            )
             for where, items in (("train", self.train), ("val", self.val))
         ]
         digest = hashlib.sha256(" ".join(hashes).encode()).hexdigest()
-        require_equal(digest, map("split {} with the hash {}".format, ("train", "val"), hashes), world)
+        require_equal(
+            digest,
+            map("split {} with the hash {}".format, ("train", "val"), hashes),
+            world,
+        )
         return digest
 
-    def loader(self, where: str, batch_size: int, num_classes: int, world: Backend) -> tuple[Loader, int]:
+    def loader(
+        self, where: str, batch_size: int, num_classes: int, world: Backend
+    ) -> tuple[Loader, int]:
         """Return the loader of a split and its number of images."""
         items = getattr(self, where)
         if not isinstance(items, DataLoader):
             dataset = MapDataset(items, self.seed, where, self.labels, num_classes)
             share = Share(batch_size, 1, world.rank, world.world_size)
-            return LocalLoader(dataset, share, getattr(items, "workers", self.workers)), len(dataset)
+            return LocalLoader(
+                dataset, share, getattr(items, "workers", self.workers)
+            ), len(dataset)
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
-            raise ConfigError(where, "a DataLoader does not know the ranks", "A map-style dataset", remedy)
+            raise ConfigError(
+                where,
+                "a DataLoader does not know the ranks",
+                "A map-style dataset",
+                remedy,
+            )
         num_images = drawn(items) // batch_size * batch_size
-        return BatchLoader(items, batch_size, where, self.labels, num_classes), num_images
+        return (
+            BatchLoader(items, batch_size, where, self.labels, num_classes),
+            num_images,
+        )
 
     def images(self) -> Tensor:
-        """Return the images for an examination [N, ...]: two of a dataset, the first batch of a DataLoader."""
+        """Return the images for an examination [N, ...]: two of a dataset, the first
+        batch of a DataLoader.
+        """
         if not isinstance(self.train, DataLoader):
             dataset = MapDataset(self.train, self.seed, "train", "none")
-            return torch.stack([dataset.load(id, 0).pixels for id in evenly_spaced(len(dataset), IMAGES)])
+            return torch.stack(
+                [
+                    dataset.load(id, 0).pixels
+                    for id in evenly_spaced(len(dataset), IMAGES)
+                ]
+            )
         size = batch_of(self.train, 1)
-        batches = BatchLoader(self.train, size, "train", "none").epoch(evaluation_plan(size, size), 0)
+        batches = BatchLoader(self.train, size, "train", "none").epoch(
+            evaluation_plan(size, size), 0
+        )
         return next(batches).image
 
 
 def fingerprint_of(criterion: Criterion) -> str:
-    """Return a hash of a criterion's terms: name, weight, and the numbers and texts that each loss was built with."""
+    """Return a hash of a criterion's terms: name, weight, and the numbers and texts
+    that each loss was built with.
+    """
     found = []
     for name, term in zip(criterion.names, criterion.all, strict=True):
         loss = term.loss
-        options = {k: v for k, v in vars(loss).items() if isinstance(v, (int, float, str)) and k != "training"}
+        options = {
+            k: v
+            for k, v in vars(loss).items()
+            if isinstance(v, (int, float, str)) and k != "training"
+        }
         learned = loss.state_dict()
         fixed = {k: v.tolist() for k, v in loss.named_buffers() if k not in learned}
-        found.append((name, term.weight, term.teacher, type(loss).__qualname__, sorted(options.items()), fixed))
+        found.append(
+            (
+                name,
+                term.weight,
+                term.teacher,
+                type(loss).__qualname__,
+                sorted(options.items()),
+                fixed,
+            )
+        )
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def batch_of(items: Any, otherwise: int) -> int:
     """Return the batch size of a DataLoader; `otherwise` for a dataset."""
-    own = getattr(items, "batch_size", None) or getattr(getattr(items, "batch_sampler", None), "batch_size", None)
+    own = getattr(items, "batch_size", None) or getattr(
+        getattr(items, "batch_sampler", None), "batch_size", None
+    )
     return own if own and isinstance(items, DataLoader) else otherwise
 
 
@@ -199,10 +302,16 @@ def drawn(items: Any) -> int:
 
 
 class Drawn:
-    """The images that a DataLoader's sampler draws now, also those that `drop_last` drops, as a map-style dataset."""
+    """The images that a DataLoader's sampler draws now, also those that `drop_last`
+    drops, as a map-style dataset.
+    """
 
     def __init__(self, loader: DataLoader) -> None:
-        self.loader, self.workers, batches = loader, loader.num_workers, loader.batch_sampler
+        self.loader, self.workers, batches = (
+            loader,
+            loader.num_workers,
+            loader.batch_sampler,
+        )
         ids = getattr(batches, "sampler", None) or chain.from_iterable(batches)  # type: ignore[arg-type]
         self.ids = sorted(islice(ids, drawn(loader)))
 
@@ -211,7 +320,11 @@ class Drawn:
 
     def __getitem__(self, number: int) -> Any:
         batch = self.loader.collate_fn([self.loader.dataset[self.ids[number]]])
-        return tuple(part[0] for part in batch) if isinstance(batch, (tuple, list)) else batch[0]
+        return (
+            tuple(part[0] for part in batch)
+            if isinstance(batch, (tuple, list))
+            else batch[0]
+        )
 
 
 def map_style(where: str, items: Any) -> Any:
@@ -221,7 +334,9 @@ def map_style(where: str, items: Any) -> Any:
 
 
 def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
-    """Return the class of every training item, from the dataset's `targets` if it has them, else by reading items."""
+    """Return the class of every training item, from the dataset's `targets` if it has
+    them, else by reading items.
+    """
     labels = Labels("train", kind, num_classes)
     targets = getattr(items, "targets", None)
     if targets is not None and getattr(items, "target_transform", None) is None:
@@ -233,21 +348,39 @@ def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
 def examined(
     arguments: Arguments, images: Tensor, micro_batch: int, device: torch.device
 ) -> tuple[list[LogitsModel], int]:
-    """Examine all models on images [N, ...]; return them, the student first, and their number of classes."""
+    """Examine all models on images [N, ...]; return them, the student first, and their
+    number of classes.
+    """
     models = [LogitsModel(module, where) for where, module in arguments.models.items()]
     student, *teachers = models
     counts: dict[str, int] = {}
     for model in models:
         model.to(device)
         trained = micro_batch if model is student else 0
-        outputs = examine(model, model.where, images, True, trained, partial(_fails, model.where, images))
+        outputs = examine(
+            model,
+            model.where,
+            images,
+            True,
+            trained,
+            partial(_fails, model.where, images),
+        )
         counts[model.where] = outputs["logits"].shape[1]
-    others = {model.where: model for model in teachers if model.network is not student.network}
-    require_apart(student, others, "student")  # the student itself as the teacher is its caller's choice
+    others = {
+        model.where: model for model in teachers if model.network is not student.network
+    }
+    require_apart(
+        student, others, "student"
+    )  # the student itself as the teacher is its caller's choice
     for where, count in counts.items():
         if count != counts["student"]:
             wrong = f"returns {count} classes, the student {counts['student']}"
-            raise ConfigError(where, wrong, "Both must be equal, in the same order", "Change the last layer of one")
+            raise ConfigError(
+                where,
+                wrong,
+                "Both must be equal, in the same order",
+                "Change the last layer of one",
+            )
     return models, counts["student"]
 
 
@@ -257,21 +390,39 @@ def _fails(where: str, images: Tensor, error: Exception) -> ModelError:
     if not images.is_floating_point():
         remedy = "End the transform in float pixels: image.float() / 255"
     wrong = f"fails on images of train, {pixels}: {named(error)}"
-    return ModelError(where, wrong, "Both models take the images of train as they are", remedy)
+    return ModelError(
+        where, wrong, "Both models take the images of train as they are", remedy
+    )
 
 
 def _section(value: Any) -> Any:
     """Return the section of a part given only by name, such as "kl"."""
-    return {"kind": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else value
+    return (
+        {"kind": value}
+        if isinstance(value, str)
+        else dict(value)
+        if isinstance(value, Mapping)
+        else value
+    )
 
 
 def _require_trainable(student: nn.Module) -> None:
-    trained = {parameter.dtype for parameter in student.parameters() if parameter.requires_grad}
+    trained = {
+        parameter.dtype for parameter in student.parameters() if parameter.requires_grad
+    }
     if not trained:
         wrong = "has no parameter that requires a gradient"
-        raise ConfigError("student", wrong, "A module that can be trained", "Call student.requires_grad_()")
+        raise ConfigError(
+            "student",
+            wrong,
+            "A module that can be trained",
+            "Call student.requires_grad_()",
+        )
     if small := trained & {torch.bfloat16, torch.float16}:
-        wrong = f"has weights in {str(small.pop()).removeprefix('torch.')}, which lose small updates"
+        wrong = (
+            f"has weights in {str(small.pop()).removeprefix('torch.')}, which lose"
+            " small updates"
+        )
         allowed = "float32; backend={'precision': 'bf16'} computes in bfloat16"
         raise ConfigError("student", wrong, allowed, "Call student.float()")
 
@@ -280,13 +431,17 @@ def _require_unlabelled(losses: Criterion) -> None:
     for name, term in zip(losses.names, losses.all, strict=True):
         if term.facts.labels:
             wrong = f"'{name}' learns from labels, but labels='none'"
-            raise ConfigError("losses", wrong, "Terms on the teacher's outputs", "Drop it")
+            raise ConfigError(
+                "losses", wrong, "Terms on the teacher's outputs", "Drop it"
+            )
 
 
 def _require_items(where: str, items: Any) -> None:
     source = items.dataset if isinstance(items, DataLoader) else items
     allowed = "A map-style dataset (len and [i]), or a DataLoader of one"
-    if isinstance(source, IterableDataset) or not all(hasattr(source, name) for name in ("__len__", "__getitem__")):
+    if isinstance(source, IterableDataset) or not all(
+        hasattr(source, name) for name in ("__len__", "__getitem__")
+    ):
         wrong = f"is {type(source).__name__}, which has no length or no items by number"
         raise DataError(where, wrong, allowed, "Wrap it, or put its items into a list")
     if not len(source):  # type: ignore[arg-type]
@@ -295,4 +450,9 @@ def _require_items(where: str, items: Any) -> None:
         size, images = batch_of(items, 0), drawn(items)
         if not size or (where == "train" and images < size):
             wrong = f"has {images} images, and a batch {size or 'no fixed size'}"
-            raise ConfigError(where, wrong, "One full batch or more", "Pass another batch_size to the DataLoader")
+            raise ConfigError(
+                where,
+                wrong,
+                "One full batch or more",
+                "Pass another batch_size to the DataLoader",
+            )

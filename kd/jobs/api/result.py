@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 BATCH = 16  # batch size for comparing graphs
 OFF = 0.05
-"""Largest distance of a pixel from a whole grey level; 8-bit pixels normalized in float32 stay within 1e-4."""
+"""Largest distance of a pixel from a whole grey level; 8-bit pixels normalized in
+float32 stay within 1e-4.
+"""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -49,36 +51,63 @@ class Result(Trained):
     def export(self, target: str | Path | None = None, **options: Any) -> WrittenExport:
         """Export the best student like `kd-export`; code named by the run is executed.
 
-        `target` None: `export` in the run folder. `options`: fields of `kd.deploy.export.flags`, such as `int8=True`.
+        `target` None: `export` in the run folder. `options`: fields of
+        `kd.deploy.export.flags`, such as `int8=True`.
         """
-        from kd.deploy.export.export import ExportOptions, export  # most callers do not export
+        from kd.deploy.export.export import (
+            ExportOptions,
+            export,
+        )  # most callers do not export
 
-        return export(self.folder, Path(target) if target else None, ExportOptions(**options), trust=True)
+        return export(
+            self.folder,
+            Path(target) if target else None,
+            ExportOptions(**options),
+            trust=True,
+        )
 
     @property
     def student(self) -> nn.Module:
-        """The best student, loaded from the run folder; code named by the run is executed."""
+        """The best student, loaded from the run folder; code named by the run is
+        executed.
+        """
         folder, stored = opened_run(self.folder, trust=True)
         return best_student(folder, resolve(stored), folder.manifest()["classes"])[0]
 
     def __repr__(self) -> str:
-        scores = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if isinstance(value, float))
-        return f"Result(folder='{self.folder}', steps={self.steps}, parameters={self.parameters}, metrics: {scores})"
+        scores = ", ".join(
+            f"{name} {value:.4g}"
+            for name, value in self.metrics.items()
+            if isinstance(value, float)
+        )
+        return (
+            f"Result(folder='{self.folder}', steps={self.steps},"
+            f" parameters={self.parameters}, metrics: {scores})"
+        )
 
     def _repr_html_(self) -> str:
         scores = Scores.read(RunDir(self.folder).manifest()["scores"])
         row = self.metrics if self.scored is None else self.scored.row
         teachers = scores.of_teachers(row)
-        return html_table(scores.table({**teachers, "student": row}, samples_of(self.scored, teachers, "student")))
+        return html_table(
+            scores.table(
+                {**teachers, "student": row},
+                samples_of(self.scored, teachers, "student"),
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Distilled:
     """Results of `distill`."""
 
-    student: nn.Module  # the passed module, trained in place; with `ema` it has the averaged weights
+    student: (
+        nn.Module
+    )  # the passed module, trained in place; with `ema` it has the averaged weights
     metrics: dict[str, float]  # the last validation row
-    rows: list[dict[str, Any]]  # every row of metrics, oldest first; training rows include the timing
+    rows: list[
+        dict[str, Any]
+    ]  # every row of metrics, oldest first; training rows include the timing
     state: State
     folder: Path | None  # folder of checkpoints and metrics; None: not written
     arguments: Arguments
@@ -94,55 +123,94 @@ class Distilled:
         classes: Sequence[str] = (),
         **options: Any,
     ) -> WrittenExport:
-        """Export the student as `kd-export` does: weights, graphs for `kd-serve` and `kd-predict`, model card.
+        """Export the student as `kd-export` does: weights, graphs for `kd-serve` and
+        `kd-predict`, model card.
 
-        The graph takes 8-bit pixels and normalizes them. Each graph is compared with PyTorch on images of `val`,
-        converted back to 8 bits with `mean` and `std`; it is refused if its outputs differ.
+        The graph takes 8-bit pixels and normalizes them. Each graph is compared with
+        PyTorch on images of `val`, converted back to 8 bits with `mean` and `std`; it
+        is refused if its outputs differ.
 
         Args:
             folder: the new folder; an earlier export there is replaced.
             mean: per channel, for pixels in 0..1, as in the transform of `val`.
             std: standard deviation per channel, likewise.
-            classes: names in the order of the logits; empty: the `classes` of the training dataset, or numbered.
-            options: fields of `kd.deploy.export.flags.ExportOptions` by their own names, such as `int8=True`.
+            classes: names in the order of the logits; empty: the `classes` of the
+                training dataset, or numbered.
+            options: fields of `kd.deploy.export.flags.ExportOptions` by their own
+                names, such as `int8=True`.
 
         Raises:
-            ConfigError: images that are not square RGB pixels, or have another normalization.
+            ConfigError: images that are not square RGB pixels, or have another
+                normalization.
             ModelError: a graph's outputs differ from PyTorch's.
             RunError: something else lies at `folder`, or the disk is full.
         """
-        from kd.deploy.export.export import ExportOptions, Subject, write  # most callers do not export
+        from kd.deploy.export.export import (
+            ExportOptions,
+            Subject,
+            write,
+        )  # most callers do not export
 
         recipe, names = self.recipe, list(classes or self.classes)
         if len(names) != len(self.classes):
-            wrong = f"names {len(names)} classes, but the student returns {len(self.classes)}"
-            raise ConfigError("classes", wrong, "One name for each logit", "Correct the names")
+            wrong = (
+                f"names {len(names)} classes, but the student returns"
+                f" {len(self.classes)}"
+            )
+            raise ConfigError(
+                "classes", wrong, "One name for each logit", "Correct the names"
+            )
         pixels = Pixels(self.arguments, tuple(mean), tuple(std))
         size = next(pixels.batches(1))[0].shape[-1]
         network = Network(copy.deepcopy(self.student).cpu().eval())
         name = type(self.student).__qualname__
-        student = Classifier(network, len(names), size, mean, std, architecture={"module": name}, classes=names)
+        student = Classifier(
+            network,
+            len(names),
+            size,
+            mean,
+            std,
+            architecture={"module": name},
+            classes=names,
+        )
         run = replace(recipe.config.run, name=Path(folder).resolve().name)
-        provenance = {"kd": environment()["packages"]["kd"], "step": self.state.step, "metrics": self.metrics}
+        provenance = {
+            "kd": environment()["packages"]["kd"],
+            "step": self.state.step,
+            "metrics": self.metrics,
+        }
         subject = Subject(
-            recipe=recipe.with_(run=run, data=replace(recipe.config.data, image_size=size)),
+            recipe=recipe.with_(
+                run=run, data=replace(recipe.config.data, image_size=size)
+            ),
             student=student,
             classes=names,
             data=self.data or "not recorded",
-            provenance={**provenance, "run": run.name, "digest": digest(network), "eval_crop": 1.0},
+            provenance={
+                **provenance,
+                "run": run.name,
+                "digest": digest(network),
+                "eval_crop": 1.0,
+            },
             origin="those of the module that was passed to kd.distill",
             images=lambda: nullcontext(pixels.batches),
         )
         return write(subject, Path(folder), ExportOptions(**options))
 
     def __repr__(self) -> str:
-        scores = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if isinstance(value, float))
+        scores = ", ".join(
+            f"{name} {value:.4g}"
+            for name, value in self.metrics.items()
+            if isinstance(value, float)
+        )
         where = f"'{self.folder}'" if self.folder is not None else None
         return f"Distilled(folder={where}, steps={self.state.step}, metrics: {scores})"
 
     def _repr_html_(self) -> str:
         scores = self.recipe.task.scores
-        rows = scores.table({**scores.of_teachers(self.metrics), "student": self.metrics})
+        rows = scores.table(
+            {**scores.of_teachers(self.metrics), "student": self.metrics}
+        )
         shown = html_table(rows) if scores.own[0].key in self.metrics else ""
         return f"{shown}<p>{scores.against_teacher(self.metrics)}</p>"
 
@@ -155,43 +223,91 @@ class Pixels:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def batches(self, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield uint8 images [B, 3, S, S] with labels [B] of `limit` validation images; 0: all.
+    def batches(
+        self, limit: int, training: bool = False
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield uint8 images [B, 3, S, S] with labels [B] of `limit` validation images;
+        0: all.
 
-        They are evenly spaced. `training`: training images instead, augmented, then rounded to 8 bits and cropped to
-        the size of the others.
+        They are evenly spaced. `training`: training images instead, augmented, then
+        rounded to 8 bits and cropped to the size of the others.
         """
         if not training:
             for image, label in self._read(self.arguments.val, "val", limit):
                 yield self.levels(image), label
             return
         size = next(self.batches(1))[0].shape[-1]
-        for image, label in self._read(self.arguments.train, "train", limit):  # augmented: not on grey levels
-            yield resized(self._scaled(image).clamp(0, 255), size).round().to(torch.uint8).numpy(), label
+        for image, label in self._read(
+            self.arguments.train, "train", limit
+        ):  # augmented: not on grey levels
+            yield (
+                resized(self._scaled(image).clamp(0, 255), size)
+                .round()
+                .to(torch.uint8)
+                .numpy(),
+                label,
+            )
 
-    def _read(self, items: Any, split: str, limit: int) -> Iterator[tuple[Tensor, np.ndarray]]:
-        dataset = MapDataset(map_style(split, items), self.arguments.seed, split, self.arguments.labels)
+    def _read(
+        self, items: Any, split: str, limit: int
+    ) -> Iterator[tuple[Tensor, np.ndarray]]:
+        dataset = MapDataset(
+            map_style(split, items), self.arguments.seed, split, self.arguments.labels
+        )
         ids = evenly_spaced(len(dataset), limit or len(dataset))
         for batch in batches_of(dataset, ids, BATCH):
             yield batch.image, batch.label.numpy()
 
     def levels(self, image: Tensor) -> np.ndarray:
-        """Return normalized images [B, 3, S, S] as uint8; refuse another normalization than by `mean` and `std`."""
-        if image.ndim != 4 or image.shape[1] != 3 or image.shape[2] != image.shape[3] or not image.is_floating_point():
-            pixels = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape[1:])}"
+        """Return normalized images [B, 3, S, S] as uint8; refuse another normalization
+        than by `mean` and `std`.
+        """
+        if (
+            image.ndim != 4
+            or image.shape[1] != 3
+            or image.shape[2] != image.shape[3]
+            or not image.is_floating_point()
+        ):
+            pixels = (
+                f"{str(image.dtype).removeprefix('torch.')} {list(image.shape[1:])}"
+            )
             remedy = "Write your own export with torch.onnx"
-            raise ConfigError("val", f"has images {pixels}", "An endpoint takes square float [3, S, S]", remedy)
-        if len(self.mean) != 3 or len(self.std) != 3 or not all(value > 0 for value in self.std):
-            raise ConfigError("mean", "and std are no triples", "Three numbers each, std above 0")
+            raise ConfigError(
+                "val",
+                f"has images {pixels}",
+                "An endpoint takes square float [3, S, S]",
+                remedy,
+            )
+        if (
+            len(self.mean) != 3
+            or len(self.std) != 3
+            or not all(value > 0 for value in self.std)
+        ):
+            raise ConfigError(
+                "mean", "and std are no triples", "Three numbers each, std above 0"
+            )
         levels = self._scaled(image)
         near = levels.round()
         if not (levels - near).abs().max() <= OFF or near.min() < 0 or near.max() > 255:
-            worst = levels.flatten()[(levels - near.clamp(0, 255)).abs().argmax()].item()
+            worst = levels.flatten()[
+                (levels - near.clamp(0, 255)).abs().argmax()
+            ].item()
             wrong = f"and std make a grey level {worst:.2f} of a pixel of val"
-            allowed = "Whole numbers 0 to 255: the mean and std with which the transform normalizes 8-bit pixels"
-            raise ConfigError("mean", wrong, allowed, "Pass those, and resize before the conversion to float")
+            allowed = (
+                "Whole numbers 0 to 255: the mean and std with which the transform"
+                " normalizes 8-bit pixels"
+            )
+            raise ConfigError(
+                "mean",
+                wrong,
+                allowed,
+                "Pass those, and resize before the conversion to float",
+            )
         return near.to(torch.uint8).numpy()
 
     def _scaled(self, image: Tensor) -> Tensor:
-        mean, std = (torch.tensor(value, dtype=torch.float64).view(3, 1, 1) for value in (self.mean, self.std))
+        mean, std = (
+            torch.tensor(value, dtype=torch.float64).view(3, 1, 1)
+            for value in (self.mean, self.std)
+        )
         return 255 * (image.cpu().double() * std + mean)

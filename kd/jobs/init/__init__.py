@@ -1,1 +1,3 @@
-"""`kd init FOLDER`: inspect a folder of images and this machine, and write the configuration of a first run."""
+"""`kd init FOLDER`: inspect a folder of images and this machine, and write the
+configuration of a first run.
+"""

@@ -1,4 +1,6 @@
-"""Inspection of a folder of images: its layout as keys of `data`, its labels, and a sample of decoded images."""
+"""Inspection of a folder of images: its layout as keys of `data`, its labels, and a
+sample of decoded images.
+"""
 
 import posixpath
 import random
@@ -11,7 +13,10 @@ from kd.parts import registry
 from kd.setup.data import Data, open_sources
 from kd.setup.data_plan import DataPlan
 
-SAMPLE, SECONDS = 200, 2.5  # most images and seconds for decoding a sample: ten seconds in all
+SAMPLE, SECONDS = (
+    200,
+    2.5,
+)  # most images and seconds for decoding a sample: ten seconds in all
 ANY = "imagefolder"  # accepts any folder, so it is tried last
 Keys = dict[str, Any]  # keys of a section, `kind` first
 
@@ -33,14 +38,21 @@ class Folder(NamedTuple):
     def sets(self) -> bool:
         """Whether an image may have several labels."""
         plan = self.data.plan
-        return registry.facts("datasets", plan.kind, plan.options, "FOLDER").label == "set"
+        return (
+            registry.facts("datasets", plan.kind, plan.options, "FOLDER").label == "set"
+        )
 
 
 def look(folder: Path) -> Folder:
     """Find the layout of a folder, list its images, and decode a sample of them."""
     if not folder.is_dir():
         wrong = f"'{folder}' " + ("is a file" if folder.exists() else "does not exist")
-        raise DataError("FOLDER", wrong, "A folder of images", "Unpack the archive, or check the path")
+        raise DataError(
+            "FOLDER",
+            wrong,
+            "A folder of images",
+            "Unpack the archive, or check the path",
+        )
     try:
         keys = _recognized(folder)
         labels, why, data = _opened(**keys)
@@ -55,16 +67,22 @@ def look(folder: Path) -> Folder:
 
 
 def _recognized(folder: Path) -> Keys:
-    """Return the keys of the kind of data that recognizes the folder, by default class folders."""
+    """Return the keys of the kind of data that recognizes the folder, by default class
+    folders.
+    """
     for kind in sorted(registry.names("datasets"), key=lambda name: name == ANY):
-        recognizes = getattr(registry.find("datasets", kind, "FOLDER"), "recognizes", None)
+        recognizes = getattr(
+            registry.find("datasets", kind, "FOLDER"), "recognizes", None
+        )
         if recognizes is not None and (keys := recognizes(folder)) is not None:
             return {"kind": kind, **keys}
     raise AssertionError(ANY)
 
 
 def _opened(kind: str, **keys: Any) -> tuple[str, str, Data]:
-    """Open the splits, unlabelled if there are fewer than two classes; return `data.labels`, the reason, the data."""
+    """Open the splits, unlabelled if there are fewer than two classes; return
+    `data.labels`, the reason, the data.
+    """
     options = registry.default_options("datasets", kind, **keys)
     try:
         data = open_sources(DataPlan(kind=kind, options=options))
@@ -72,7 +90,15 @@ def _opened(kind: str, **keys: Any) -> tuple[str, str, Data]:
         if kind != "imagefolder":
             raise
         data = open_sources(DataPlan(kind=kind, options=options, labels="none"))
-        if len({posixpath.dirname(data.train.name(id)) for id in range(len(data.train))}) > 1:
+        if (
+            len(
+                {
+                    posixpath.dirname(data.train.name(id))
+                    for id in range(len(data.train))
+                }
+            )
+            > 1
+        ):
             raise error from None
         return "none", error.wrong, data
     if getattr(options, "unlabelled", None) not in data.classes:
@@ -81,7 +107,9 @@ def _opened(kind: str, **keys: Any) -> tuple[str, str, Data]:
 
 
 def _sampled(data: Data) -> tuple[int, int, int, int]:
-    """Decode training images in random order; return `side`, `sampled`, `damaged` and `bits` of `Folder`."""
+    """Decode training images in random order; return `side`, `sampled`, `damaged` and
+    `bits` of `Folder`.
+    """
     train, end = data.train, time.monotonic() + SECONDS
     sides, damaged, bits = list[int](), list[str](), 0
     for id in random.Random(0).sample(range(len(train)), min(SAMPLE, len(train))):
@@ -95,5 +123,7 @@ def _sampled(data: Data) -> tuple[int, int, int, int]:
             break
     if not sides:
         wrong = f"none of {len(damaged)} sampled images can be decoded; {damaged[0]}"
-        raise DataError("FOLDER", wrong, "Whole images in formats that kd reads", "Replace them")
+        raise DataError(
+            "FOLDER", wrong, "Whole images in formats that kd reads", "Replace them"
+        )
     return sorted(sides)[len(sides) // 2], len(sides), len(damaged), bits

@@ -1,4 +1,6 @@
-"""Experiment trackers through accelerate: TensorBoard, Weights & Biases, MLflow, Trackio and others."""
+"""Experiment trackers through accelerate: TensorBoard, Weights & Biases, MLflow,
+Trackio and others.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +16,16 @@ log = logging.getLogger("kd")
 class Trackers:
     """Experiment trackers, which get every row of metrics."""
 
-    def __init__(self, names: Sequence[str], project: str, folder: Path, config: Mapping[str, Any]) -> None:
-        """Start trackers by accelerate's names; without a name nothing is imported. `config` is flat: `section.key`."""
+    def __init__(
+        self,
+        names: Sequence[str],
+        project: str,
+        folder: Path,
+        config: Mapping[str, Any],
+    ) -> None:
+        """Start trackers by accelerate's names; without a name nothing is imported.
+        `config` is flat: `section.key`.
+        """
         self._started: dict[str, Any] = {}
         """Running trackers by name; failed ones are removed."""
         for name in names:
@@ -35,12 +45,17 @@ class Trackers:
             self._attempt(name, tracker.finish)
 
     def _attempt(self, name: str, call: Callable[[], Any]) -> Any:
-        """Continue without a tracker that fails with any error: its server may be down, and training is expensive."""
+        """Continue without a tracker that fails with any error: its server may be down,
+        and training is expensive.
+        """
         try:
             return call()
         except Exception as error:
             self._started.pop(name, None)
-            log.warning(f"run.trackers: '{name}' failed ({named(error)}). Training goes on without it.")
+            log.warning(
+                f"run.trackers: '{name}' failed ({named(error)}). Training goes on"
+                " without it."
+            )
             return None
 
 
@@ -51,17 +66,33 @@ def find(name: str) -> Any:
     trackers = {str(key): cls for key, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
     if name not in trackers:
         near = did_you_mean(name, trackers) or "Correct the name"
-        raise ConfigError("run.trackers", f"no tracker '{name}'", f"Allowed: {', '.join(sorted(trackers))}", near)
+        raise ConfigError(
+            "run.trackers",
+            f"no tracker '{name}'",
+            f"Allowed: {', '.join(sorted(trackers))}",
+            near,
+        )
     if name not in {str(key) for key in tracking.get_available_trackers()}:
-        remedy = "pip install 'PATH/kd[track]'" if name == "tensorboard" else f"pip install {name}"
+        remedy = (
+            "pip install 'PATH/kd[track]'"
+            if name == "tensorboard"
+            else f"pip install {name}"
+        )
         raise MissingExtra("run.trackers", f"'{name}' is not installed", "", remedy)
     return trackers[name]
 
 
 def _start(cls: Any, project: str, folder: Path, config: Mapping[str, Any]) -> Any:
-    tracker = cls(project, logging_dir=str(folder)) if cls.requires_logging_directory else cls(project)
+    tracker = (
+        cls(project, logging_dir=str(folder))
+        if cls.requires_logging_directory
+        else cls(project)
+    )
     if hasattr(tracker, "start"):
         tracker.start()
-    plain = {key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in config.items()}
+    plain = {
+        key: value if isinstance(value, (int, float, str, bool)) else str(value)
+        for key, value in config.items()
+    }
     tracker.store_init_configuration(plain)
     return tracker

@@ -1,11 +1,13 @@
-"""A frozen module divided over the ranks: in pipeline stages (forward only), or sharded with FSDP2.
+"""A frozen module divided over the ranks: in pipeline stages (forward only), or sharded
+with FSDP2.
 
-Stages: each rank has one stage and its own images. All ranks' images are gathered and run through the stages, one
-micro-batch per rank. The last stage broadcasts the outputs, and each rank takes its rows. Only broadcasts and
-point-to-point sends are used.
+Stages: each rank has one stage and its own images. All ranks' images are gathered and
+run through the stages, one micro-batch per rank. The last stage broadcasts the outputs,
+and each rank takes its rows. Only broadcasts and point-to-point sends are used.
 
-Shards: each rank keeps 1/ranks of each tensor and all-gathers one block at a time. Nothing is pickled and no process
-group is created: rank 0 broadcasts one tensor at a time in the default group.
+Shards: each rank keeps 1/ranks of each tensor and all-gathers one block at a time.
+Nothing is pickled and no process group is created: rank 0 broadcasts one tensor at a
+time in the default group.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,25 +27,41 @@ from kd.core.types import Outputs
 
 
 class Pipelined(nn.Module):
-    """One stage of a module, with the outputs of all stages. Traced at the first batch, whose size is then fixed."""
+    """One stage of a module, with the outputs of all stages. Traced at the first batch,
+    whose size is then fixed.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.stage: nn.Module = _Flat(module)
-        self.device, self.rank, self.world_size = device, dist.get_rank(), dist.get_world_size()
-        self.cuts = {name: SplitPoint.BEGINNING for name in cut_points(self.stage, self.world_size)}
+        self.device, self.rank, self.world_size = (
+            device,
+            dist.get_rank(),
+            dist.get_world_size(),
+        )
+        self.cuts = {
+            name: SplitPoint.BEGINNING
+            for name in cut_points(self.stage, self.world_size)
+        }
         self.size = 0
         self._schedule: Any = None
         self._widths: list[int] = []
 
     def forward(self, image: Tensor) -> Outputs:
-        """Return the whole module's outputs for images [B, ...]; B may differ between calls, but not between ranks."""
+        """Return the whole module's outputs for images [B, ...]; B may differ between
+        calls, but not between ranks.
+        """
         if self._schedule is None:
             self._build(image)
         parts = []
         for piece in image.split(self.size):
             padding = piece[:1].expand(self.size - len(piece), *piece.shape[1:])
-            parts.append([output[: len(piece)] for output in self._run(torch.cat([piece, padding]))])
+            parts.append(
+                [
+                    output[: len(piece)]
+                    for output in self._run(torch.cat([piece, padding]))
+                ]
+            )
         logits, *pooled = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
         return Outputs(logits, dict(zip(("pooled",), pooled, strict=False)))
 
@@ -59,10 +77,16 @@ class Pipelined(nn.Module):
     def _run(self, image: Tensor) -> list[Tensor]:
         gathered = []
         for source in range(self.world_size):
-            images = image.contiguous() if source == self.rank else torch.empty_like(image)
+            images = (
+                image.contiguous() if source == self.rank else torch.empty_like(image)
+            )
             dist.broadcast(images, source)
             gathered.append(images)
-        outputs = self._schedule.eval(torch.cat(gathered)) if self.rank == 0 else self._schedule.eval()
+        outputs = (
+            self._schedule.eval(torch.cat(gathered))
+            if self.rank == 0
+            else self._schedule.eval()
+        )
         last = self.world_size - 1
         outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
         if not self._widths:
@@ -75,31 +99,45 @@ class Pipelined(nn.Module):
             if self.rank == last:
                 output = outputs[number].contiguous()
             else:
-                output = torch.empty((self.world_size * self.size, width), device=self.device)
+                output = torch.empty(
+                    (self.world_size * self.size, width), device=self.device
+                )
             dist.broadcast(output, last)
             parts.append(output[self.rank * self.size : (self.rank + 1) * self.size])
         return parts
 
 
 class _Flat(nn.Module):
-    """Return logits, and features if any, as float32 tensors; blocks return contiguous tensors, as sends require."""
+    """Return logits, and features if any, as float32 tensors; blocks return contiguous
+    tensors, as sends require.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         for block in chain.from_iterable(_chains(module)):
-            block.register_forward_hook(lambda _, inputs, o: o.contiguous() if isinstance(o, Tensor) else o)
+            block.register_forward_hook(
+                lambda _, inputs, o: o.contiguous() if isinstance(o, Tensor) else o
+            )
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         outputs = self.module(image)
-        return tuple(output.float() for output in (outputs.logits, *outputs.features.values()))
+        return tuple(
+            output.float() for output in (outputs.logits, *outputs.features.values())
+        )
 
 
 def _chains(module: nn.Module) -> list[nn.Sequential | nn.ModuleList]:
-    """Return the outermost lists of equal modules: a network's blocks, or its stages of blocks."""
+    """Return the outermost lists of equal modules: a network's blocks, or its stages of
+    blocks.
+    """
     chains: list[nn.Sequential | nn.ModuleList] = []
     for child in module.children():
-        if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(child) > 1 and len({type(c) for c in child}) == 1:
+        if (
+            isinstance(child, (nn.Sequential, nn.ModuleList))
+            and len(child) > 1
+            and len({type(c) for c in child}) == 1
+        ):
             chains.append(child)
         else:
             chains.extend(_chains(child))
@@ -107,9 +145,13 @@ def _chains(module: nn.Module) -> list[nn.Sequential | nn.ModuleList]:
 
 
 def cut_points(module: nn.Module, stages: int) -> list[str]:
-    """Return the names of the blocks that begin a stage; stages have about equal numbers of parameters."""
+    """Return the names of the blocks that begin a stage; stages have about equal
+    numbers of parameters.
+    """
     names = {id(child): name for name, child in module.named_modules()}
-    blocks = [names[id(block)] for listed in _chains(module) for block in list(listed)[1:]]
+    blocks = [
+        names[id(block)] for listed in _chains(module) for block in list(listed)[1:]
+    ]
     starts: dict[str, int] = {}  # number of parameters before each block
     total = 0
     for name, parameter in module.named_parameters():
@@ -121,21 +163,37 @@ def cut_points(module: nn.Module, stages: int) -> list[str]:
     for stage in range(1, stages):
         left = [name for name in starts if name not in chosen]
         if not left:
-            wrong = f"is {stages}, but the teacher can be cut at {len(starts)} places only"
+            wrong = (
+                f"is {stages}, but the teacher can be cut at {len(starts)} places only"
+            )
             remedy = "Set teacher.pipeline=0; teacher.shard works for any model"
-            raise BackendError("teacher.pipeline", wrong, "Stages begin between blocks of one class in a list", remedy)
-        chosen.append(min(left, key=lambda name: abs(starts[name] - total * stage / stages)))
+            raise BackendError(
+                "teacher.pipeline",
+                wrong,
+                "Stages begin between blocks of one class in a list",
+                remedy,
+            )
+        chosen.append(
+            min(left, key=lambda name: abs(starts[name] - total * stage / stages))
+        )
     return chosen
 
 
 SMALLEST_SHARE = 0.005
-"""Share of all parameters; smaller blocks are gathered with their parent, since each collective has a fixed cost."""
+"""Share of all parameters; smaller blocks are gathered with their parent, since each
+collective has a fixed cost.
+"""
 
 
-def shard(module: nn.Module, source: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-    """Shard a frozen module's parameters over the ranks, in place, and load rank 0's tensors."""
-    # The module is on the meta device; `source` has its parameters and buffers by name. Only forward gathers
-    # parameters, so no other method may be called. Not handled: a parameter shared by two blocks.
+def shard(
+    module: nn.Module, source: Mapping[str, Tensor], device: torch.device
+) -> nn.Module:
+    """Shard a frozen module's parameters over the ranks, in place, and load rank 0's
+    tensors.
+    """
+    # The module is on the meta device; `source` has its parameters and buffers by name.
+    # Only forward gathers parameters, so no other method may be called. Not handled: a
+    # parameter shared by two blocks.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP2 takes no other
     for unit in [*_units(module), module]:
@@ -148,8 +206,12 @@ def shard(module: nn.Module, source: Mapping[str, Tensor], device: torch.device)
             else:
                 full = torch.empty(target.shape, dtype=target.dtype, device=device)
             dist.broadcast(full, src=0)
-            if isinstance(target, DTensor):  # sharded locally, without a second collective
-                part = distribute_tensor(full, mesh, target.placements, src_data_rank=None)
+            if isinstance(
+                target, DTensor
+            ):  # sharded locally, without a second collective
+                part = distribute_tensor(
+                    full, mesh, target.placements, src_data_rank=None
+                )
                 target.to_local().copy_(part.to_local())
             else:
                 target.copy_(full)
@@ -157,7 +219,10 @@ def shard(module: nn.Module, source: Mapping[str, Tensor], device: torch.device)
 
 
 def local_tensors(module: nn.Module) -> list[Tensor]:
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for _, tensor in _tensors(module)]
+    return [
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for _, tensor in _tensors(module)
+    ]
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -167,12 +232,18 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _units(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a network, inner ones first."""
-    # A block is an element of a ModuleList or Sequential that holds another element of its class. Those below
-    # SMALLEST_SHARE are not listed.
-    smallest = SMALLEST_SHARE * sum(parameter.numel() for parameter in module.parameters())
+    # A block is an element of a ModuleList or Sequential that holds another element of
+    # its class. Those below SMALLEST_SHARE are not listed.
+    smallest = SMALLEST_SHARE * sum(
+        parameter.numel() for parameter in module.parameters()
+    )
     units = []
     for container in module.modules():
-        children = list(container) if isinstance(container, (nn.Sequential, nn.ModuleList)) else []
+        children = (
+            list(container)
+            if isinstance(container, (nn.Sequential, nn.ModuleList))
+            else []
+        )
         kinds = [type(child) for child in children]
         for child in children:
             size = sum(parameter.numel() for parameter in child.parameters())

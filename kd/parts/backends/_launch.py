@@ -1,6 +1,7 @@
 """Rank and world size, from the environment variables of the launcher.
 
-Supported: torchrun (and `accelerate launch` on GPUs, which sets the same variables), mpirun, and SageMaker.
+Supported: torchrun (and `accelerate launch` on GPUs, which sets the same variables),
+mpirun, and SageMaker.
 """
 
 import json
@@ -9,12 +10,15 @@ from dataclasses import dataclass
 
 from kd.core.errors import BackendError
 
-PORT = "29500"  # MASTER_PORT of a SageMaker job. Its hosts run nothing else, so the port is free.
+# MASTER_PORT of a SageMaker job. Its hosts run nothing else, so the port is free.
+PORT = "29500"
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Rank and world size of this process, global and on this machine, from the launcher."""
+    """Rank and world size of this process, global and on this machine, from the
+    launcher.
+    """
 
     launcher: str
     rank: int
@@ -23,17 +27,29 @@ class Launch:
     local_world_size: int
 
 
-# Variables of each launcher: rank, world size, local rank, local world size. The first whose rank is set wins.
+# Variables of each launcher: rank, world size, local rank, local world size. The first
+# whose rank is set wins.
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "mpirun": tuple(
+        f"OMPI_COMM_WORLD_{name}"
+        for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    ),
 }
 
 
 def read_launch() -> Launch:
-    """Read rank and world size from the launcher's environment; rank 0 of 1 without a launcher."""
-    with_rank = [launcher for launcher, names in _LAUNCHERS.items() if names[0] in os.environ]
-    with_world = [launcher for launcher, names in _LAUNCHERS.items() if os.environ.get(names[1], "1") != "1"]
+    """Read rank and world size from the launcher's environment; rank 0 of 1 without a
+    launcher.
+    """
+    with_rank = [
+        launcher for launcher, names in _LAUNCHERS.items() if names[0] in os.environ
+    ]
+    with_world = [
+        launcher
+        for launcher, names in _LAUNCHERS.items()
+        if os.environ.get(names[1], "1") != "1"
+    ]
     if not with_rank and not with_world:
         return _without_a_rank()
     launcher = (with_rank or with_world)[0]
@@ -43,37 +59,63 @@ def read_launch() -> Launch:
         local_rank = int(os.environ.get(names[2], rank))
         local_world_size = int(os.environ.get(names[3], world_size))
     except (KeyError, ValueError) as error:
-        remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli train CONFIG`"
+        remedy = (
+            "Start with `torchrun --standalone --nproc-per-node N -m kd.cli train"
+            " CONFIG`"
+        )
         wrong = f"{launcher}'s environment is incomplete ({error})"
-        raise BackendError("backend", wrong, f"Expected: {', '.join(names)}", remedy) from error
+        raise BackendError(
+            "backend", wrong, f"Expected: {', '.join(names)}", remedy
+        ) from error
     if not 0 <= rank < world_size:
         remedy = f"Unset {names[0]} and {names[1]}, or start with torchrun"
-        raise BackendError("backend", f"{launcher} set rank {rank} of {world_size}", "0 <= rank < world size", remedy)
+        raise BackendError(
+            "backend",
+            f"{launcher} set rank {rank} of {world_size}",
+            "0 <= rank < world size",
+            remedy,
+        )
     return Launch(launcher, rank, world_size, local_rank, local_world_size)
 
 
 def _without_a_rank() -> Launch:
-    """Return one process per host if SageMaker runs the script on several hosts; else a single process."""
-    # A process of `accelerate launch --cpu --num_processes N` without mpirun is refused: accelerate starts only one.
-    # With N above 1 it sets the rendezvous address, but no rank and no world size.
+    """Return one process per host if SageMaker runs the script on several hosts; else a
+    single process.
+    """
+    # A process of `accelerate launch --cpu --num_processes N` without mpirun is
+    # refused: accelerate starts only one. With N above 1 it sets the rendezvous
+    # address, but no rank and no world size.
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
-        wrong = "accelerate was to start several processes, and has started one without a rank"
+        wrong = (
+            "accelerate was to start several processes, and has started one without a"
+            " rank"
+        )
         allowed = "On CPUs it starts several with --mpirun_hostfile alone"
-        remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli train CONFIG`, or --num_processes 1"
+        remedy = (
+            "Start with `torchrun --standalone --nproc-per-node N -m kd.cli train"
+            " CONFIG`, or --num_processes 1"
+        )
         raise BackendError("backend", wrong, allowed, remedy)
     hosts = _hosts()
     if len(hosts) < 2:
         return Launch("none", 0, 1, 0, 1)
     current = os.environ.get("SM_CURRENT_HOST", "")
     if current not in hosts:
-        wrong = f"SageMaker lists {len(hosts)} hosts, but SM_CURRENT_HOST '{current}' is not one of them"
-        raise BackendError("backend", wrong, f"One of: {', '.join(hosts)}", "Start with torchrun")
+        wrong = (
+            f"SageMaker lists {len(hosts)} hosts, but SM_CURRENT_HOST '{current}' is"
+            " not one of them"
+        )
+        raise BackendError(
+            "backend", wrong, f"One of: {', '.join(hosts)}", "Start with torchrun"
+        )
     return Launch("sagemaker", hosts.index(current), len(hosts), 0, 1)
 
 
 def _hosts() -> list[str]:
     try:
-        return sorted(str(host) for host in json.loads(os.environ.get("SM_HOSTS", "[]")))
+        return sorted(
+            str(host) for host in json.loads(os.environ.get("SM_HOSTS", "[]"))
+        )
     except (ValueError, TypeError):
         return []
 
@@ -85,8 +127,15 @@ def set_rendezvous(launch: Launch) -> None:
     if hosts:
         os.environ.setdefault("MASTER_ADDR", hosts[0])
         os.environ.setdefault("MASTER_PORT", PORT)
-    missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ)
+    missing = " and ".join(
+        name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    )
     if missing:
-        wrong = f"{launch.launcher} set a world size of {launch.world_size}, but {missing} is not set"
+        wrong = (
+            f"{launch.launcher} set a world size of {launch.world_size}, but {missing}"
+            " is not set"
+        )
         allowed = "All ranks need the address of rank 0"
-        raise BackendError("backend", wrong, allowed, f"Export {missing}, or start with torchrun")
+        raise BackendError(
+            "backend", wrong, allowed, f"Export {missing}, or start with torchrun"
+        )

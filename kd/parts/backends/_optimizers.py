@@ -1,11 +1,14 @@
-"""Shared by the backends: an optimizer's parameters and state, and steps whose gradient norm is not finite.
+"""Shared by the backends: an optimizer's parameters and state, and steps whose gradient
+norm is not finite.
 
-Such a step changes neither weights nor state. The device decides, so the host does not wait.
+Such a step changes neither weights nor state. The device decides, so the host does not
+wait.
 
-The state of a sharded optimizer becomes that of an unsharded one, and back, by float32 broadcasts only. ZeRO's own
-consolidation pickles the state and broadcasts objects: smddp does not support this, and Neuron compiles it once per
-length. Its `load_state_dict` keeps a second copy of the shard and puts AdamW's `step` on the CPU, where the fused CUDA
-kernel cannot use it.
+The state of a sharded optimizer becomes that of an unsharded one, and back, by float32
+broadcasts only. ZeRO's own consolidation pickles the state and broadcasts objects:
+smddp does not support this, and Neuron compiles it once per length. Its
+`load_state_dict` keeps a second copy of the shard and puts AdamW's `step` on the CPU,
+where the fused CUDA kernel cannot use it.
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ if TYPE_CHECKING:
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    values = [value for entries in optimizer.state.values() for value in entries.values()]
+    values = [
+        value for entries in optimizer.state.values() for value in entries.values()
+    ]
     return [value for value in values if isinstance(value, Tensor)]
 
 
@@ -35,36 +42,53 @@ def mib(tensors: Iterable[Tensor]) -> float:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20
 
 
-def set_group_options(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+def set_group_options(
+    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]
+) -> None:
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's `state_dict`; each tensor of a parameter's shape gets that parameter's order in memory."""
-    # A checkpoint is row-major. A convolution's weight may be channels-last, and torch's fused kernels read parameter,
-    # gradient and averages by address.
+    """Load an optimizer's `state_dict`; each tensor of a parameter's shape gets that
+    parameter's order in memory.
+    """
+    # A checkpoint is row-major. A convolution's weight may be channels-last, and
+    # torch's fused kernels read parameter, gradient and averages by address.
     optimizer.load_state_dict(state)
     for parameter, entries in optimizer.state.items():
         for name, value in entries.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
-                entries[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+            if (
+                isinstance(value, Tensor)
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
+                entries[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(
+                    value
+                )
 
 
 def skip_fused_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     """Let torch's fused kernels skip this step if `norm` is not finite."""
-    # The kernels read the attribute `found_inf`, which torch sets for its GradScaler only. There is no public way to
-    # it; it has run with torch 2.4.1, 2.9.1 and 2.15.
-    if not optimizer.state:  # a skipped first step would leave SGD's new buffers uninitialized
+    # The kernels read the attribute `found_inf`, which torch sets for its GradScaler
+    # only. There is no public way to it; it has run with torch 2.4.1, 2.9.1 and 2.15.
+    if (
+        not optimizer.state
+    ):  # a skipped first step would leave SGD's new buffers uninitialized
         for group in optimizer.param_groups:
             for parameter in group["params"] if group.get("momentum") else ():
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(
+                    parameter
+                )
     optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
 
 
 def copy_before_step(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
-    """Copy weights and state; the returned function restores them after a step if the norm is not finite."""
-    # A compiler fuses the update and the choice. State created in this step becomes 0, its initial value.
+    """Copy weights and state; the returned function restores them after a step if the
+    norm is not finite.
+    """
+    # A compiler fuses the update and the choice. State created in this step becomes 0,
+    # its initial value.
     moving = [*parameters(optimizer), *state_tensors(optimizer)]
     before = {id(tensor): tensor.detach().clone() for tensor in moving}
 
@@ -72,38 +96,61 @@ def copy_before_step(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Non
     def restore_unless_finite(norm: Tensor) -> None:
         finite = norm.isfinite()
         for tensor in [*parameters(optimizer), *state_tensors(optimizer)]:
-            if tensor.device == norm.device:  # a step counter on the host would have to wait for the device
+            if (
+                tensor.device == norm.device
+            ):  # a step counter on the host would have to wait for the device
                 old = before.get(id(tensor))
-                tensor.copy_(torch.where(finite, tensor, torch.zeros_like(tensor) if old is None else old))
+                tensor.copy_(
+                    torch.where(
+                        finite, tensor, torch.zeros_like(tensor) if old is None else old
+                    )
+                )
 
     return restore_unless_finite
 
 
 State = dict[int, dict[str, Tensor]]
-_BASE = 2**20  # base of the two digits that encode a length: float32 is exact only up to 2**24
+_BASE = (
+    2**20
+)  # base of the two digits that encode a length: float32 is exact only up to 2**24
 
 
 def is_divided(optimizer: torch.optim.Optimizer) -> TypeGuard[ZeroRedundancyOptimizer]:
-    """Return whether an optimizer is ZeRO's, without importing its module, which takes 0.9 s (FSDP and SymPy)."""
+    """Return whether an optimizer is ZeRO's, without importing its module, which takes
+    0.9 s (FSDP and SymPy).
+    """
     return hasattr(optimizer, "consolidate_state_dict")
 
 
 def gather(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str, Any]:
-    """Return the complete state on rank 0, as the `state_dict` of an unsharded optimizer; elsewhere an empty dict."""
+    """Return the complete state on rank 0, as the `state_dict` of an unsharded
+    optimizer; elsewhere an empty dict.
+    """
     # All ranks must call it. Costs one shard of extra memory on the device.
     rank = dist.get_rank()
     state = _owned(optimizer)
     for owner in range(1, dist.get_world_size()):
-        header, payload = _pack(_owned(optimizer), device) if rank == owner else (_empty(0, device), _empty(0, device))
-        digits = [digit for part in (header, payload) for digit in divmod(part.numel(), _BASE)]
+        header, payload = (
+            _pack(_owned(optimizer), device)
+            if rank == owner
+            else (_empty(0, device), _empty(0, device))
+        )
+        digits = [
+            digit for part in (header, payload) for digit in divmod(part.numel(), _BASE)
+        ]
         lengths = torch.tensor(digits, dtype=torch.float32, device=device)
         dist.broadcast(lengths, owner)
-        header_high, header_low, payload_high, payload_low = (int(digit) for digit in lengths.tolist())
+        header_high, header_low, payload_high, payload_low = (
+            int(digit) for digit in lengths.tolist()
+        )
         num_payload = payload_high * _BASE + payload_low
         if not num_payload:
             continue
         if rank != owner:
-            header, payload = _empty(header_high * _BASE + header_low, device), _empty(num_payload, device)
+            header, payload = (
+                _empty(header_high * _BASE + header_low, device),
+                _empty(num_payload, device),
+            )
         dist.broadcast(header, owner)
         dist.broadcast(payload, owner)
         if rank == 0:
@@ -116,10 +163,15 @@ def gather(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str
 
 
 def scatter(optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
-    position = {id(parameter): position for position, parameter in enumerate(parameters(optimizer))}
+    position = {
+        id(parameter): position
+        for position, parameter in enumerate(parameters(optimizer))
+    }
     local: dict[str, Any] = {"state": {}, "param_groups": []}
     number = 0
-    for inner, saved in zip(optimizer.optim.param_groups, state["param_groups"], strict=True):
+    for inner, saved in zip(
+        optimizer.optim.param_groups, state["param_groups"], strict=True
+    ):
         indices = []
         for parameter in inner["params"]:
             entries = state["state"].get(position[id(parameter)])
@@ -133,9 +185,15 @@ def scatter(optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
 
 
 def _owned(optimizer: ZeroRedundancyOptimizer) -> State:
-    """Return the state of the parameters that this rank updates, by their position in the whole optimizer."""
-    # None and bool are not state: muon marks the parameters left to AdamW, and finds them again by shape
-    position = {id(parameter): position for position, parameter in enumerate(parameters(optimizer))}
+    """Return the state of the parameters that this rank updates, by their position in
+    the whole optimizer.
+    """
+    # None and bool are not state: muon marks the parameters left to AdamW, and finds
+    # them again by shape
+    position = {
+        id(parameter): position
+        for position, parameter in enumerate(parameters(optimizer))
+    }
     return {
         position[id(parameter)]: {
             name: torch.as_tensor(value)
@@ -147,21 +205,36 @@ def _owned(optimizer: ZeroRedundancyOptimizer) -> State:
 
 
 def _pack(state: State, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a state as two float32 tensors: a JSON header, one number per byte, and the raw bits of the values."""
+    """Return a state as two float32 tensors: a JSON header, one number per byte, and
+    the raw bits of the values.
+    """
     entries, parts = [], []
     for position, named in state.items():
         for name, value in named.items():
-            entries.append([position, name, str(value.dtype).removeprefix("torch."), list(value.shape)])
+            entries.append(
+                [
+                    position,
+                    name,
+                    str(value.dtype).removeprefix("torch."),
+                    list(value.shape),
+                ]
+            )
             raw = value.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
-            parts.append(torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.float32))
-    header = torch.tensor(list(json.dumps(entries).encode()), dtype=torch.float32, device=device)
+            parts.append(
+                torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.float32)
+            )
+    header = torch.tensor(
+        list(json.dumps(entries).encode()), dtype=torch.float32, device=device
+    )
     return header, torch.cat(parts) if parts else _empty(0, device)
 
 
 def _unpack(header: Tensor, payload: Tensor) -> State:
     state: State = {}
     start = 0
-    for position, name, dtype_name, shape in json.loads(bytes(int(number) for number in header.tolist())):
+    for position, name, dtype_name, shape in json.loads(
+        bytes(int(number) for number in header.tolist())
+    ):
         dtype = getattr(torch, dtype_name)
         size = torch.Size(shape).numel() * dtype.itemsize
         end = start + -(-size // 4)

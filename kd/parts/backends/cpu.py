@@ -29,7 +29,8 @@ class CPU(DDPBackend):
     def __init__(self, precision: str, timeout_seconds: float, threads: int) -> None:
         super().__init__(torch.device("cpu"), precision, timeout_seconds)
         keep_freed_memory()
-        # torchrun sets OMP_NUM_THREADS=1 for several ranks, which leaves most cores idle
+        # torchrun sets OMP_NUM_THREADS=1 for several ranks, which leaves most cores
+        # idle
         torch.set_num_threads(threads or max(1, cores() // self.local_world_size))
 
 

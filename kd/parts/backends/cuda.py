@@ -14,11 +14,14 @@ class Options(Keys):
     tf32: bool = True
     """Use TensorFloat-32 in float32 matrix products."""
     cudnn_benchmark: bool = False
-    """Let cudnn time convolution algorithms for each new shape and keep the fastest. Runs may then differ in last
-    bits."""
+    """Let cudnn time convolution algorithms for each new shape and keep the fastest.
+    Runs may then differ in last bits.
+    """
 
 
-facts = BackendFacts(cuda=True, complete=True, instances=("ml.p", "ml.g"), chosen_on=("ml.p", "ml.g"))
+facts = BackendFacts(
+    cuda=True, complete=True, instances=("ml.p", "ml.g"), chosen_on=("ml.p", "ml.g")
+)
 
 
 class CUDA(DDPBackend):
@@ -27,7 +30,9 @@ class CUDA(DDPBackend):
     kind = "cuda"
     init = "nccl"
 
-    def __init__(self, precision: str, timeout_seconds: float, options: Options) -> None:
+    def __init__(
+        self, precision: str, timeout_seconds: float, options: Options
+    ) -> None:
         super().__init__(torch.device("cuda", 0), precision, timeout_seconds)
         self.device = select_gpu(self.kind, self.local_rank, options.tf32)
         torch.backends.cudnn.benchmark = options.cudnn_benchmark

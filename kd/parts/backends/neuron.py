@@ -1,6 +1,8 @@
-"""AWS Trn2 and Trn3: native TorchNeuron (torch-neuronx >= 2.13, Neuron SDK >= 2.33). NEVER RUN on hardware.
+"""AWS Trn2 and Trn3: native TorchNeuron (torch-neuronx >= 2.13, Neuron SDK >= 2.33).
+NEVER RUN on hardware.
 
-torch-neuronx up to 2.9 has the same package name but is based on torch_xla: use `kind: xla` for it.
+torch-neuronx up to 2.9 has the same package name but is based on torch_xla: use `kind:
+xla` for it.
 """
 
 import importlib
@@ -15,7 +17,9 @@ from kd.core.facts import BackendFacts
 from kd.core.facts import NoOptions as Options
 from kd.parts.backends._ddp import DDPBackend
 
-facts = BackendFacts(compiles=True, muon=False, instances=("ml.trn",), chosen_on=("ml.trn",))
+facts = BackendFacts(
+    compiles=True, muon=False, instances=("ml.trn",), chosen_on=("ml.trn",)
+)
 
 
 class Neuron(DDPBackend):
@@ -30,26 +34,55 @@ class Neuron(DDPBackend):
         return "bf16+unfused"
 
     def optimizer(
-        self, groups: Iterable[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
+        self,
+        groups: Iterable[dict[str, Any]],
+        cls: type[torch.optim.Optimizer],
+        zero: bool,
+        **options: Any,
     ) -> torch.optim.Optimizer:
         if zero and self.world_size > 1:
             wrong = "is true, but has never been run on backend 'neuron'"
             allowed = "Allowed: false; Neuron compiles a broadcast for each shape"
-            raise BackendError("optimizer.zero", wrong, allowed, "Set optimizer.zero=false")
+            raise BackendError(
+                "optimizer.zero", wrong, allowed, "Set optimizer.zero=false"
+            )
         return super().optimizer(list(groups), cls, False, **options)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> Neuron:
     """Build the native Neuron backend; `setup` joins the world."""
-    remedy = "Install AWS's torch-neuronx for this torch on a Trn2 or Trn3 machine, or set backend.kind=cpu"
+    remedy = (
+        "Install AWS's torch-neuronx for this torch on a Trn2 or Trn3 machine, or set"
+        " backend.kind=cpu"
+    )
     if importlib.util.find_spec("torch_neuronx") is None:
-        raise MissingExtra("backend.kind", "is 'neuron', but the package torch_neuronx is not installed", "", remedy)
+        raise MissingExtra(
+            "backend.kind",
+            "is 'neuron', but the package torch_neuronx is not installed",
+            "",
+            remedy,
+        )
     if importlib.util.find_spec("torch_xla") is not None:
-        wrong = "is 'neuron', but the installed torch_neuronx is the older version, based on torch_xla"
+        wrong = (
+            "is 'neuron', but the installed torch_neuronx is the older version, based"
+            " on torch_xla"
+        )
         allowed = "The native version needs torch 2.13 or newer"
-        raise MissingExtra("backend.kind", wrong, allowed, "Set backend.kind=xla, or install the native torch-neuronx")
-    importlib.import_module("torch_neuronx")  # registers the device and the process group
+        raise MissingExtra(
+            "backend.kind",
+            wrong,
+            allowed,
+            "Set backend.kind=xla, or install the native torch-neuronx",
+        )
+    importlib.import_module(
+        "torch_neuronx"
+    )  # registers the device and the process group
     module = getattr(torch, "neuron", None)
     if module is None or not module.is_available():
-        raise BackendError("backend.kind", "is 'neuron', but this machine has no NeuronCore", "Trn2 or Trn3", remedy)
+        raise BackendError(
+            "backend.kind",
+            "is 'neuron', but this machine has no NeuronCore",
+            "Trn2 or Trn3",
+            remedy,
+        )
     return Neuron(torch.device("neuron"), precision, timeout_seconds)

@@ -1,7 +1,9 @@
-"""AWS Trn1 (Neuron SDK up to 2.29), and the CPU for tests: torch_xla up to 2.9, one process per device (PJRT_DEVICE).
+"""AWS Trn1 (Neuron SDK up to 2.29), and the CPU for tests: torch_xla up to 2.9, one
+process per device (PJRT_DEVICE).
 
-There is no DDP: parameters are broadcast once, and `xm.optimizer_step` reduces gradients, clips them and steps. With
-ZeRO, torch_xla's optimizer reduces and clips. Only `end_step` cuts the graph.
+There is no DDP: parameters are broadcast once, and `xm.optimizer_step` reduces
+gradients, clips them and steps. With ZeRO, torch_xla's optimizer reduces and clips.
+Only `end_step` cuts the graph.
 """
 
 # pyright: reportMissingImports=false
@@ -25,7 +27,11 @@ from kd.core.facts import NoOptions as Options
 from kd.core.types import Batch
 from kd.parts.backends._ddp import DDPBackend
 from kd.parts.backends._launch import set_rendezvous
-from kd.parts.backends._optimizers import copy_before_step, parameters, set_group_options
+from kd.parts.backends._optimizers import (
+    copy_before_step,
+    parameters,
+    set_group_options,
+)
 
 try:
     import torch_xla
@@ -54,36 +60,60 @@ facts = BackendFacts(
 class XLA(DDPBackend):
     """One process, alone or in a torch_xla world. See `kd.core.contracts.Backend`."""
 
-    # Its device is the CPU until `setup`: on Neuron the runtime must not start before the process group.
+    # Its device is the CPU until `setup`: on Neuron the runtime must not start before
+    # the process group.
 
     kind = "xla"
 
     @property
     def auto_mode(self) -> str:
-        return "bf16+unfused" if self.device.type == "xla" and xr.device_type() != "CPU" else "fp32+unfused"
+        return (
+            "bf16+unfused"
+            if self.device.type == "xla" and xr.device_type() != "CPU"
+            else "fp32+unfused"
+        )
 
     def setup(self) -> None:
-        """Join the process group and check that it reduces; on the CPU torch_xla joins but silently does not reduce."""
+        """Join the process group and check that it reduces; on the CPU torch_xla joins
+        but silently does not reduce.
+        """
         _skip_llvm_passes(os.environ)
         # autocast decides what is bfloat16; the compiler must not lower the rest
         flags = os.environ.get("NEURON_CC_FLAGS", "")
         if "--auto-cast" not in flags:
             os.environ["NEURON_CC_FLAGS"] = f"{flags} --auto-cast=none".strip()
-        # torch warns of the gradient of torch_xla's kl_div kernel; tests/xla compares it with the CPU's
+        # torch warns of the gradient of torch_xla's kl_div kernel; tests/xla compares
+        # it with the CPU's
         warnings.filterwarnings("ignore", message="aten::kl_div", category=UserWarning)
         if self.world_size > 1:
             set_rendezvous(self.launch)
-            importlib.import_module("torch_xla.distributed.xla_backend")  # registers the process group
+            importlib.import_module(
+                "torch_xla.distributed.xla_backend"
+            )  # registers the process group
             dist.init_process_group("xla", timeout=self.timeout)
             self._joined = True
         self.device = torch_xla.device()
         present = self.reduce_sum(torch.ones(1, device=self.device))
         if int(present.item()) != self.world_size or xr.world_size() != self.world_size:
             self.close()
-            started = f"{int(present.item())} of the {self.world_size} processes that {self.launch.launcher} started"
-            wrong = f"is 'xla', but {started} take part in an all-reduce on device {xr.device_type()}"
-            allowed = "All ranks must take part; torch_xla reduces between processes on Neuron, not on the CPU"
-            raise BackendError("backend.kind", wrong, allowed, "Start one process, or set backend.kind=cpu")
+            started = (
+                f"{int(present.item())} of the {self.world_size} processes that"
+                f" {self.launch.launcher} started"
+            )
+            wrong = (
+                f"is 'xla', but {started} take part in an all-reduce on device"
+                f" {xr.device_type()}"
+            )
+            allowed = (
+                "All ranks must take part; torch_xla reduces between processes on"
+                " Neuron, not on the CPU"
+            )
+            raise BackendError(
+                "backend.kind",
+                wrong,
+                allowed,
+                "Start one process, or set backend.kind=cpu",
+            )
 
     def seed(self, seed: int) -> None:
         """Seed torch's generator and the device's, which torch.manual_seed omits."""
@@ -94,7 +124,9 @@ class XLA(DDPBackend):
         """Upload batches from a thread, ahead of their use."""
         # torch_xla's thread drops exceptions and ends; they are stored and raised here.
         source = Uploads(batches)
-        loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)  # inside MpDeviceLoader
+        loader = pl.ParallelLoader(
+            source, [self.device], batches_per_execution=NEVER
+        )  # inside MpDeviceLoader
         try:
             for tensors, number in loader.per_device_loader(self.device):
                 yield source.on_device(tensors, number)
@@ -104,29 +136,60 @@ class XLA(DDPBackend):
             raise source.error
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Broadcast rank 0's parameters and return the module itself; `step` reduces gradients."""
+        """Broadcast rank 0's parameters and return the module itself; `step` reduces
+        gradients.
+        """
         self.broadcast_([*module.parameters(), *module.buffers()])
         return module
 
     def check_divided(self, stages: int) -> None:
-        """Refuse: torch_xla does not support FSDP2, and torch's pipelines need 2.13, but torch_xla ends with 2.9."""
-        key, value = ("teacher.pipeline", str(stages)) if stages else ("teacher.shard", "true")
-        why = "torch_xla ends with torch 2.9, and this needs 2.13" if stages else "torch_xla does not support FSDP2"
-        remedy = "Remove the key; set teacher.micro_batch where the activations do not fit"
-        raise BackendError(key, f"is {value}, but {why}", "Backends that support it: cpu, cuda, neuron", remedy)
+        """Refuse: torch_xla does not support FSDP2, and torch's pipelines need 2.13,
+        but torch_xla ends with 2.9.
+        """
+        key, value = (
+            ("teacher.pipeline", str(stages)) if stages else ("teacher.shard", "true")
+        )
+        why = (
+            "torch_xla ends with torch 2.9, and this needs 2.13"
+            if stages
+            else "torch_xla does not support FSDP2"
+        )
+        remedy = (
+            "Remove the key; set teacher.micro_batch where the activations do not fit"
+        )
+        raise BackendError(
+            key,
+            f"is {value}, but {why}",
+            "Backends that support it: cpu, cuda, neuron",
+            remedy,
+        )
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast("xla", torch.bfloat16) if self.autocast_dtype is not None else nullcontext()
+        return (
+            torch.autocast("xla", torch.bfloat16)
+            if self.autocast_dtype is not None
+            else nullcontext()
+        )
 
     def optimizer(
-        self, groups: list[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
+        self,
+        groups: list[dict[str, Any]],
+        cls: type[torch.optim.Optimizer],
+        zero: bool,
+        **options: Any,
     ) -> torch.optim.Optimizer:
-        """Build the optimizer; with `zero` torch_xla's, which shards every tensor along its first dimension."""
-        # Its state is created here. Created in the first step, it would be constants of that step's graph, and the
-        # largest graph of a run would be compiled again for the later steps.
+        """Build the optimizer; with `zero` torch_xla's, which shards every tensor along
+        its first dimension.
+        """
+        # Its state is created here. Created in the first step, it would be constants of
+        # that step's graph, and the largest graph of a run would be compiled again for
+        # the later steps.
         if zero:
-            # save_master_weights affects only its state_dict, which is not used here; without it torch_xla warns
-            optimizer = ZeroRedundancyOptimizer(groups, cls, pin_layout=False, save_master_weights=True, **options)
+            # save_master_weights affects only its state_dict, which is not used here;
+            # without it torch_xla warns
+            optimizer = ZeroRedundancyOptimizer(
+                groups, cls, pin_layout=False, save_master_weights=True, **options
+            )
             inner = optimizer.base_optimizer
         else:
             optimizer = inner = cls(groups, **options)
@@ -137,13 +200,22 @@ class XLA(DDPBackend):
     def step(self, optimizer: Any, max_norm: float) -> Tensor:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             # infinity: the norm is computed only with clipping
-            optimizer.grad_clipping, optimizer.max_norm = True, max_norm if max_norm > 0 else float("inf")
+            optimizer.grad_clipping, optimizer.max_norm = (
+                True,
+                (max_norm if max_norm > 0 else float("inf")),
+            )
             optimizer.step()
             norm = optimizer.grad_norm
         else:
             restore_unless_finite = copy_before_step(optimizer)
-            # torch calls a closure before the update, so here after the reduction, and returns its value
-            clip = partial(nn.utils.clip_grad_norm_, parameters(optimizer), max_norm or math.inf, foreach=False)
+            # torch calls a closure before the update, so here after the reduction, and
+            # returns its value
+            clip = partial(
+                nn.utils.clip_grad_norm_,
+                parameters(optimizer),
+                max_norm or math.inf,
+                foreach=False,
+            )
             norm = xm.optimizer_step(optimizer, optimizer_args={"closure": clip})
             restore_unless_finite(norm)
         optimizer.zero_grad(set_to_none=True)
@@ -155,37 +227,60 @@ class XLA(DDPBackend):
             return _on_cpu(optimizer.state_dict()) if self.rank == 0 else {}
         shards = parameters(optimizer.base_optimizer)
         state: dict[int, dict[str, Tensor]] = {}
-        for index, (parameter, shard) in enumerate(zip(parameters(optimizer), shards, strict=True)):
+        for index, (parameter, shard) in enumerate(
+            zip(parameters(optimizer), shards, strict=True)
+        ):
             entries = optimizer.base_optimizer.state.get(shard, {})
-            state[index] = {name: self._gathered(value, shard, parameter) for name, value in entries.items()}
+            state[index] = {
+                name: self._gathered(value, shard, parameter)
+                for name, value in entries.items()
+            }
         groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
         torch_xla.sync()
-        return _on_cpu({"state": state, "param_groups": groups}) if self.rank == 0 else {}
+        return (
+            _on_cpu({"state": state, "param_groups": groups}) if self.rank == 0 else {}
+        )
 
     def _gathered(self, value: Any, shard: Tensor, parameter: Tensor) -> Tensor:
-        if not isinstance(value, Tensor) or value.shape != shard.shape or not value.dim():
+        if (
+            not isinstance(value, Tensor)
+            or value.shape != shard.shape
+            or not value.dim()
+        ):
             return torch.as_tensor(value)
-        gathered = xm.all_gather(value, dim=0, pin_layout=False) if self.world_size > 1 else value
+        gathered = (
+            xm.all_gather(value, dim=0, pin_layout=False)
+            if self.world_size > 1
+            else value
+        )
         return gathered[: parameter.shape[0]]
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             optimizer.load_state_dict(state)
             return
-        optimizer.init_zero()  # its shards are still copies of the weights before the restore
+        # its shards are still copies of the weights before the restore
+        optimizer.init_zero()
         self._optimizer = optimizer.base_optimizer
         unsharded = parameters(optimizer)
         shared = {
-            index: {name: self._share(value, unsharded[index]) for name, value in entries.items()}
+            index: {
+                name: self._share(value, unsharded[index])
+                for name, value in entries.items()
+            }
             for index, entries in state["state"].items()
         }
-        optimizer.base_optimizer.load_state_dict({"state": shared, "param_groups": state["param_groups"]})
+        optimizer.base_optimizer.load_state_dict(
+            {"state": shared, "param_groups": state["param_groups"]}
+        )
         set_group_options(optimizer, state["param_groups"])
 
     def _share(self, value: Tensor, parameter: Tensor) -> Tensor:
         if value.shape != parameter.shape or not value.dim():
             return value
-        padded = nn.functional.pad(value, [0, 0] * (value.dim() - 1) + [0, -value.shape[0] % self.world_size])
+        padded = nn.functional.pad(
+            value, [0, 0] * (value.dim() - 1) + [0, -value.shape[0] % self.world_size]
+        )
         return padded.chunk(self.world_size)[self.rank].clone()
 
     def counters(self) -> dict[str, float]:
@@ -216,7 +311,9 @@ class XLA(DDPBackend):
 
 
 class Uploads:
-    """Converts batches to the device loader's form (a list of tensors and a number) and keeps their other fields."""
+    """Converts batches to the device loader's form (a list of tensors and a number) and
+    keeps their other fields.
+    """
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self.batches = batches
@@ -248,8 +345,11 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 
 def _skip_llvm_passes(environ: MutableMapping[str, str]) -> None:
-    """Switch off LLVM's optimizations in XLA's CPU compiler, unless XLA_FLAGS sets their level."""
-    # A small XCiT's step then compiles in a third of the time and runs as fast, since library calls take most of it.
+    """Switch off LLVM's optimizations in XLA's CPU compiler, unless XLA_FLAGS sets
+    their level.
+    """
+    # A small XCiT's step then compiles in a third of the time and runs as fast, since
+    # library calls take most of it.
     flags = environ.get("XLA_FLAGS", "")
     if environ.get("PJRT_DEVICE") == "CPU" and _LEVEL_FLAG not in flags:
         environ["XLA_FLAGS"] = f"{flags} {_LEVEL_FLAG}=0".strip()
@@ -259,10 +359,15 @@ _LEVEL_FLAG = "--xla_backend_optimization_level"
 
 
 def _fresh_state(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's state before its first step, as CPU tensors, from one step of a copy on the CPU."""
+    """Return an optimizer's state before its first step, as CPU tensors, from one step
+    of a copy on the CPU.
+    """
     groups = []
     for group in optimizer.param_groups:
-        copies = [torch.zeros(parameter.shape, dtype=parameter.dtype) for parameter in group["params"]]
+        copies = [
+            torch.zeros(parameter.shape, dtype=parameter.dtype)
+            for parameter in group["params"]
+        ]
         for tensor in copies:
             tensor.grad = torch.zeros_like(tensor)
         groups.append({**group, "params": copies})
@@ -292,6 +397,14 @@ def build(options: Options, precision: str, timeout_seconds: float) -> XLA:
     """Build the torch_xla backend; `setup` joins the world."""
     if _import_error is not None:
         wrong = f"is 'xla', but torch_xla cannot be imported ({_import_error})"
-        allowed = "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use backend.kind=neuron"
-        raise MissingExtra("backend.kind", wrong, allowed, "pip install 'PATH/kd[xla]' in its own environment")
+        allowed = (
+            "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use"
+            " backend.kind=neuron"
+        )
+        raise MissingExtra(
+            "backend.kind",
+            wrong,
+            allowed,
+            "pip install 'PATH/kd[xla]' in its own environment",
+        )
     return XLA(torch.device("cpu"), precision, timeout_seconds)

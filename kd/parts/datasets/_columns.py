@@ -1,4 +1,6 @@
-"""Columns of a listing: names in compressed blocks, and texts that many images share."""
+"""Columns of a listing: names in compressed blocks, and texts that many
+images share.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,13 @@ BLOCK = 128  # names per compressed block
 
 
 class Names:
-    """Names in compressed blocks: 4 to 20 bytes each, instead of 100 or more as objects."""
+    """Names in compressed blocks: 4 to 20 bytes each, instead of 100 or more as
+    objects.
+    """
 
-    # Every forked worker would also copy a list of strings page by page, since reading an element writes its reference
-    # count. Reading one name takes some microseconds, names in a row less than one each.
+    # Every forked worker would also copy a list of strings page by page, since reading
+    # an element writes its reference count. Reading one name takes some microseconds,
+    # names in a row less than one each.
 
     def __init__(self, names: Iterable[bytes]) -> None:
         packed = bytearray()
@@ -47,12 +52,16 @@ class Names:
             yield from self._joined(block).split(b"\0")
 
     def joined(self) -> Iterator[bytes]:
-        """Yield all names, separated by zero bytes, in pieces; together they have `size` bytes."""
+        """Yield all names, separated by zero bytes, in pieces; together they have
+        `size` bytes.
+        """
         for block in range(len(self._starts) - 1):
             yield b"\0" * bool(block) + self._joined(block)
 
     def _joined(self, block: int) -> bytes:
-        return zlib.decompress(memoryview(self._packed)[self._starts[block] : self._starts[block + 1]])
+        return zlib.decompress(
+            memoryview(self._packed)[self._starts[block] : self._starts[block + 1]]
+        )
 
 
 class Repeated(NamedTuple):
@@ -65,7 +74,9 @@ class Repeated(NamedTuple):
     def of_each(cls, values: Iterable[Hashable]) -> Repeated:
         """Store the value of each image."""
         position: dict[Hashable, int] = {}
-        of = np.fromiter((position.setdefault(value, len(position)) for value in values), np.int32)
+        of = np.fromiter(
+            (position.setdefault(value, len(position)) for value in values), np.int32
+        )
         return cls([*position], of)
 
 

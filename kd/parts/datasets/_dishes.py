@@ -1,10 +1,12 @@
-"""Paint the twelve dishes of `food_mini`: `python -m kd.parts.datasets._dishes ORDER PAINTERS NUMBER` paints a share.
+"""Paint the twelve dishes of `food_mini`: `python -m kd.parts.datasets._dishes ORDER
+PAINTERS NUMBER` paints a share.
 
-A dish is a list of layers: pieces of some colours and sizes, scattered or arranged. Tables, crockery and clutter are
-shared by all dishes, and palettes overlap, so that neither colour nor background gives the dish away. A picture is a
-pure function of (seed, split, dish, plate, photograph). Pixels may differ between versions of Pillow, NumPy and the C
-library's sine, never between numbers of processes. A painter imports nothing of kd but the engine: it starts in a
-fraction of a second.
+A dish is a list of layers: pieces of some colours and sizes, scattered or arranged.
+Tables, crockery and clutter are shared by all dishes, and palettes overlap, so that
+neither colour nor background gives the dish away. A picture is a pure function of
+(seed, split, dish, plate, photograph). Pixels may differ between versions of Pillow,
+NumPy and the C library's sine, never between numbers of processes. A painter imports
+nothing of kd but the engine: it starts in a fraction of a second.
 """
 
 import json
@@ -19,20 +21,47 @@ from PIL import Image
 from kd.parts.datasets._scene import Group, Layer, Scene, photograph
 
 VERSION = 2  # raised whenever equal settings would give other pictures
-SUPERSAMPLE = 2  # drawn at twice the size: Pillow's polygons have hard edges, and halving is the cheapest antialiasing
+# drawn at twice the size: Pillow's polygons have hard edges, and halving is the
+# cheapest antialiasing
+SUPERSAMPLE = 2
 
 # Colours chosen by eye.
-WHITES, CREAMS, BLACKS = [(246, 244, 238)], [(246, 226, 176), (226, 206, 176)], [(38, 36, 40), (70, 60, 74)]
+WHITES, CREAMS, BLACKS = (
+    [(246, 244, 238)],
+    [(246, 226, 176), (226, 206, 176)],
+    [(38, 36, 40), (70, 60, 74)],
+)
 GREENS = [(64, 124, 44), (92, 158, 58), (134, 186, 76), (44, 96, 44), (166, 202, 104)]
 REDS = [(188, 46, 34), (206, 70, 40), (158, 34, 32)]
 BROWNS = [(118, 70, 38), (92, 54, 32), (146, 92, 48)]
 GOLDS = [(222, 164, 84), (206, 144, 66), (232, 184, 104), (190, 124, 56)]
 YELLOWS = [(240, 200, 88), (246, 214, 122), (232, 184, 70)]
-SWEETS = [(240, 152, 178), (94, 54, 34), (248, 240, 226), (172, 214, 190), (230, 190, 96), (150, 80, 130)]
+SWEETS = [
+    (240, 152, 178),
+    (94, 54, 34),
+    (248, 240, 226),
+    (172, 214, 190),
+    (230, 190, 96),
+    (150, 80, 130),
+]
 FISH = [(240, 132, 84), (206, 62, 62), (246, 200, 170), (248, 176, 120)]
 SAUCES = [(176, 110, 40), (150, 82, 34), (206, 150, 50), (120, 66, 34), (186, 70, 36)]
-TABLES = [(150, 104, 66), (96, 64, 42), (214, 208, 200), (96, 100, 106), (176, 84, 76), (96, 118, 150), (124, 142, 118)]
-PLATES = [(244, 242, 238), (238, 230, 214), (226, 228, 230), (92, 112, 136), (62, 64, 70)]
+TABLES = [
+    (150, 104, 66),
+    (96, 64, 42),
+    (214, 208, 200),
+    (96, 100, 106),
+    (176, 84, 76),
+    (96, 118, 150),
+    (124, 142, 118),
+]
+PLATES = [
+    (244, 242, 238),
+    (238, 230, 214),
+    (226, 228, 230),
+    (92, 112, 136),
+    (62, 64, 70),
+]
 
 
 EGG = [
@@ -153,10 +182,17 @@ CLUTTER = [
 
 
 def serve(scene: Scene, dish: str, x: float, y: float, share: float) -> None:
-    """Paint a dish on its surface about (x, y), with this share of the picture's side."""
+    """Paint a dish on its surface about (x, y), with this share of the
+    picture's side.
+    """
     half, (surfaces, layers) = scene.pixels / 2, DISHES[dish]
-    scene.x, scene.y = (half * (1 + place + share * scene.number(-0.14, 0.14)) for place in (x, y))
-    scene.unit, scene.squash = half * share * scene.number(0.88, 1.15), scene.number(0.8, 1.0)
+    scene.x, scene.y = (
+        half * (1 + place + share * scene.number(-0.14, 0.14)) for place in (x, y)
+    )
+    scene.unit, scene.squash = (
+        half * share * scene.number(0.88, 1.15),
+        scene.number(0.8, 1.0),
+    )
     surface = scene.rng.choice(surfaces.split())
     for layer in SURFACES[surface]:
         scene.paint(layer)
@@ -168,11 +204,14 @@ def serve(scene: Scene, dish: str, x: float, y: float, share: float) -> None:
             scene.paint(layer)
 
 
-def render(dish: str, split: str, plate: int, seed: int, size: int, shot: int = 0) -> Image.Image:
+def render(
+    dish: str, split: str, plate: int, seed: int, size: int, shot: int = 0
+) -> Image.Image:
     """Paint one picture [size, size] of a dish: a pure function of its arguments.
 
-    `dish` is a key of `DISHES`; several, joined by "+", stand on one tray. The splits "train" and "val" never share a
-    random number. `shot`: a later photograph of the same plate, with other light and another crop.
+    `dish` is a key of `DISHES`; several, joined by "+", stand on one tray. The splits
+    "train" and "val" never share a random number. `shot`: a later photograph of the
+    same plate, with other light and another crop.
     """
     scene = Scene(Random(f"{seed}/{split}/{dish}/{plate}"), size * SUPERSAMPLE)
     scene.image = scene.texture(scene.color(TABLES), scene.count((3, 50)))
@@ -191,25 +230,37 @@ def render(dish: str, split: str, plate: int, seed: int, size: int, shot: int = 
         zoom, turn = scene.number(0.8, 0.88), scene.number(-0.1, 0.1)
         scene.image = scene.image.rotate(180 * turn / pi, Image.Resampling.BILINEAR)
         edge = int((1 - zoom) / 2 * scene.pixels)
-        dx, dy = scene.count((-edge // 2, edge // 2)), scene.count((-edge // 2, edge // 2))
+        dx, dy = (
+            scene.count((-edge // 2, edge // 2)),
+            scene.count((-edge // 2, edge // 2)),
+        )
         side = scene.pixels - 2 * edge
-        scene.image = scene.image.crop((edge + dx, edge + dy, edge + dx + side, edge + dy + side))
+        scene.image = scene.image.crop(
+            (edge + dx, edge + dy, edge + dx + side, edge + dy + side)
+        )
     return photograph(scene, size)
 
 
 def file_name(dish: str, plate: int, shot: int) -> str:
-    """Return pizza_0007.jpg for the first photograph of a plate, pizza_0007_1.jpg for the second."""
+    """Return pizza_0007.jpg for the first photograph of a plate, pizza_0007_1.jpg for
+    the second.
+    """
     return f"{dish}_{plate:04d}{f'_{shot}' if shot else ''}.jpg"
 
 
 def main(order: Path, painters: int, number: int) -> None:
     """Paint every `painters`-th picture of the order, from `number` on.
 
-    `order` is a JSON file: folder, seed, size, and for each split a list of (label, dish, plate, photograph).
+    `order` is a JSON file: folder, seed, size, and for each split a list of (label,
+    dish, plate, photograph).
     """
     work = json.loads(order.read_text())
     dishes = tuple(DISHES)
-    jobs = [(split, *picture) for split, listed in work["pictures"].items() for picture in listed]
+    jobs = [
+        (split, *picture)
+        for split, listed in work["pictures"].items()
+        for picture in listed
+    ]
     for split, label, dish, plate, shot in jobs[number::painters]:
         folder = Path(work["folder"]) / split / dishes[label]
         folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,9 @@ class Files(Storage):
 
     noun = "file"
 
-    def __init__(self, root: str, listed: Iterable[tuple[bytes, int, int]], *notes: str) -> None:
+    def __init__(
+        self, root: str, listed: Iterable[tuple[bytes, int, int]], *notes: str
+    ) -> None:
         """Store paths in `root` with `size_and_stamp` of each."""
         sizes, stamps = array("q"), array("Q")
 
@@ -37,7 +39,9 @@ class Files(Storage):
     def read(self, row: int) -> bytes:
         """Return the bytes of a file; CorruptImage: it is a link without a target."""
         path = os.path.join(self.root, self.names[row])
-        if not self.stamps[row] and not os.path.exists(path):  # one that vanishes later means missing storage
+        if not self.stamps[row] and not os.path.exists(
+            path
+        ):  # one that vanishes later means missing storage
             target = os.readlink(path) if os.path.islink(path) else b"?"
             wrong = f"it is a link to '{printable(target)}', where no file is"
             raise refuse(self.subject(row), self.where, wrong)
@@ -51,7 +55,9 @@ def size_and_stamp(path: bytes) -> tuple[int, int]:
     except OSError:
         if os.path.islink(path):
             return -1, 0
-        status = retried(lambda: os.stat(path), f"file '{printable(path)}'", Files.where)
+        status = retried(
+            lambda: os.stat(path), f"file '{printable(path)}'", Files.where
+        )
     return status.st_size, stamp(status)
 
 
@@ -62,8 +68,15 @@ def find_root(root: str) -> str:
         return root
     if os.path.exists(root):
         wrong = f"'{root}' is a file"
-        raise DataError(Files.where, wrong, "A folder of images", "Unpack the archive and give its folder")
+        raise DataError(
+            Files.where,
+            wrong,
+            "A folder of images",
+            "Unpack the archive and give its folder",
+        )
     path = os.path.abspath(root)
     near = did_you_mean(os.path.basename(path), folders(os.path.dirname(path)))
     wrong = f"the folder '{root}' does not exist"
-    raise DataError(Files.where, wrong, near, "Check the path, or fetch the images first")
+    raise DataError(
+        Files.where, wrong, near, "Check the path, or fetch the images first"
+    )

@@ -1,7 +1,8 @@
 """A source is a table: an image per row, with its label and its group.
 
-A storage (a folder, a table file, shards, rows of a data set) lists its images and reads one; what is the same for all
-is here: labels to numbers, validation images held out, groups, the fingerprint of the listing, decoding.
+A storage (a folder, a table file, shards, rows of a data set) lists its images and
+reads one; what is the same for all is here: labels to numbers, validation images held
+out, groups, the fingerprint of the listing, decoding.
 """
 
 from __future__ import annotations
@@ -28,18 +29,24 @@ from kd.parts.datasets._splits import grouped, part
 
 
 class Storage:
-    """Images in a storage, a row each. A subclass reads them; it is pickled for workers."""
+    """Images in a storage, a row each. A subclass reads them; it is pickled for
+    workers.
+    """
 
     where = "data.root"  # config path for errors
     noun = "image"  # an image in errors
     notes: Sequence[str] = ()  # what the listing left out, in lines for the user
 
     def __init__(self, names: Names, sizes: np.ndarray, stamps: np.ndarray) -> None:
-        """Store the listing in order: names, bytes of the files (int64 [N]), and `stamp` of each (uint64 [N])."""
+        """Store the listing in order: names, bytes of the files (int64 [N]), and
+        `stamp` of each (uint64 [N]).
+        """
         self.names, self.sizes, self.stamps = names, sizes, stamps
 
     def read(self, row: int) -> bytes:
-        """Return the bytes of an image file; CorruptImage: no such image, DataError: it cannot be read."""
+        """Return the bytes of an image file; CorruptImage: no such image, DataError: it
+        cannot be read.
+        """
         raise NotImplementedError
 
     def name(self, row: int) -> str:
@@ -51,11 +58,16 @@ class Storage:
         return f"{self.noun} '{self.name(row)}'"
 
     def keys(self) -> Iterable[bytes]:
-        """Return the key of each image whose hash decides whether it is held out for validation.
+        """Return the key of each image whose hash decides whether it is held out for
+        validation.
 
-        It is the name in one Unicode form, so that a copy on another file system holds out the same images.
+        It is the name in one Unicode form, so that a copy on another file system holds
+        out the same images.
         """
-        return (name if name.isascii() else os.fsencode(nfc(os.fsdecode(name))) for name in self.names)
+        return (
+            name if name.isascii() else os.fsencode(nfc(os.fsdecode(name)))
+            for name in self.names
+        )
 
     def take(self, rows: np.ndarray) -> Self:
         """Return these rows alone."""
@@ -69,11 +81,17 @@ class LabelColumn(NamedTuple):
     """The labels of a storage's images."""
 
     column: Repeated | np.ndarray
-    """The class name of each image, "" for none; or its frozenset of class names, None for none; or the sets
-    themselves, int8 [N, C], of the classes in `order`."""
-    order: Sequence[str] | None = None  # the classes in order, if the storage declares them; None: those that occur
+    """The class name of each image, "" for none; or its frozenset of class names, None
+    for none; or the sets themselves, int8 [N, C], of the classes in `order`.
+    """
+    order: Sequence[str] | None = (
+        # the classes in order, if the storage declares them; None: those that occur
+        None
+    )
     sets: bool = False  # whether an image has several labels
-    subject: Callable[[int], str] | None = None  # names the image of a row in errors, such as a line of a table
+    subject: Callable[[int], str] | None = (
+        None  # names the image of a row in errors, such as a line of a table
+    )
 
 
 class SplitRequest(NamedTuple):
@@ -83,24 +101,37 @@ class SplitRequest(NamedTuple):
     classes: Sequence[str] | None
     labels: str  # `data.labels`
     where: str  # config path of the split, for errors
-    fraction: float = 0.0  # share of the list of training images that is held out for validation
+    fraction: float = (
+        0.0  # share of the list of training images that is held out for validation
+    )
     group: str = ""  # `data.group`
 
 
-def source(storage: Storage, labels: LabelColumn, request: SplitRequest, groups: Iterable[str] = ()) -> Listed:
+def source(
+    storage: Storage,
+    labels: LabelColumn,
+    request: SplitRequest,
+    groups: Iterable[str] = (),
+) -> Listed:
     """Return the images of a split with their labels.
 
     Args:
         storage: the images of the split, or those that training and validation share.
         labels: their labels; not read if the request wants none.
         request: the split and its settings.
-        groups: a text of each image in which `data.group` is searched; its name by default.
+        groups: a text of each image in which `data.group` is searched; its name by
+            default.
 
     Raises:
-        DataError: no image, no label, a class that training does not have, a group that groups nothing.
+        DataError: no image, no label, a class that training does not have, a group that
+            groups nothing.
     """
     split, classes, wanted, where, fraction, group = request
-    column, order, subject = labels.column, labels.order, labels.subject or storage.subject
+    column, order, subject = (
+        labels.column,
+        labels.order,
+        labels.subject or storage.subject,
+    )
     if not len(storage.sizes):
         wrong = f"the split '{split}' has no images"
         raise DataError(where, wrong, "At least one image", "Check the path")
@@ -110,15 +141,23 @@ def source(storage: Storage, labels: LabelColumn, request: SplitRequest, groups:
         order, label = (), np.full(len(storage.sizes), -1, np.int32)
     elif isinstance(column, np.ndarray):
         label = column
-        if label.shape != (len(storage.sizes), len(order or ())) or label.dtype != np.int8:
-            raise TypeError(f"sets are int8 [images, classes of `order`], not {label.dtype} {[*label.shape]}")
+        if (
+            label.shape != (len(storage.sizes), len(order or ()))
+            or label.dtype != np.int8
+        ):
+            raise TypeError(
+                f"sets are int8 [images, classes of `order`], not {label.dtype}"
+                f" {[*label.shape]}"
+            )
     elif labels.sets:
         order, label = number_sets(column, order, classes, where, subject)
     else:
         order, label = number_classes(column, order, classes, where, split)
     texts = groups or map(printable, storage.names)
     alike = label if label.ndim == 1 else np.zeros(len(label), np.int64)
-    rows, group_of = part(storage.keys(), grouped(group, split, texts), alike, fraction, split)
+    rows, group_of = part(
+        storage.keys(), grouped(group, split, texts), alike, fraction, split
+    )
     if len(rows) < len(label):
         storage, label = storage.take(rows), label[rows]
     return Listed(storage, label, order or (), group_of)
@@ -130,21 +169,38 @@ class Listed:
     bits = 16  # `data.bits`
 
     def __init__(
-        self, storage: Storage, labels: np.ndarray, classes: Sequence[str], groups: Repeated | None = None
+        self,
+        storage: Storage,
+        labels: np.ndarray,
+        classes: Sequence[str],
+        groups: Repeated | None = None,
     ) -> None:
-        """Store the listing in order; labels: one class each, int32 [N], or sets, int8 [N, C].
+        """Store the listing in order; labels: one class each, int32 [N], or sets, int8
+        [N, C].
 
-        The fingerprint is equal for equal listings on every machine. It has the sizes of files and not their times: a
-        copy of the data is the same data.
+        The fingerprint is equal for equal listings on every machine. It has the sizes
+        of files and not their times: a copy of the data is the same data.
         """
-        self.storage, self.classes, self._labels, self.groups = storage, tuple(classes), labels, groups
+        self.storage, self.classes, self._labels, self.groups = (
+            storage,
+            tuple(classes),
+            labels,
+            groups,
+        )
         self.sizes, self.notes = storage.sizes, tuple(storage.notes)
         digest = hashlib.sha256()
         title = "\0".join(classes).encode("utf-8", "surrogatepass")
-        arrays = [np.ascontiguousarray(labels, "<i4").reshape(-1), np.ascontiguousarray(self.sizes, "<i8").reshape(-1)]
+        arrays = [
+            np.ascontiguousarray(labels, "<i4").reshape(-1),
+            np.ascontiguousarray(self.sizes, "<i8").reshape(-1),
+        ]
         columns: Any = ((array.nbytes, [array.data]) for array in arrays)
         names = storage.names
-        for length, pieces in ((len(title), [title]), (names.size, names.joined()), *columns):
+        for length, pieces in (
+            (len(title), [title]),
+            (names.size, names.joined()),
+            *columns,
+        ):
             digest.update(length.to_bytes(8, "little"))
             for piece in pieces:
                 digest.update(piece)
@@ -163,7 +219,13 @@ class Listed:
         return self.decode_reduced(id, None)
 
     def decode_reduced(self, id: int, least: Least | None) -> Decoded:
-        return decode(self.encoded(id), self.storage.subject(id), self.storage.where, least, self.bits)
+        return decode(
+            self.encoded(id),
+            self.storage.subject(id),
+            self.storage.where,
+            least,
+            self.bits,
+        )
 
     def encoded(self, id: int) -> bytes:
         return self.storage.read(id)
@@ -178,11 +240,17 @@ class Listed:
 
 
 def stamp(status: os.stat_result) -> int:
-    """Return 64 bits that change with a file's times; see `kd.core.contracts.Stamped`."""
+    """Return 64 bits that change with a file's times; see
+    `kd.core.contracts.Stamped`.
+    """
     # A copy may keep mtime, but nothing keeps ctime; some file systems lack it.
     return (status.st_mtime_ns + 3 * status.st_ctime_ns) % 2**64
 
 
 def facts_of(options: Any, test: str, label: str = "class") -> DatasetFacts:
     """Return the facts of options whose key of the test split is `test`."""
-    return DatasetFacts(label=label, root=getattr(options, "root", ""), test=test if getattr(options, test) else "")
+    return DatasetFacts(
+        label=label,
+        root=getattr(options, "root", ""),
+        test=test if getattr(options, test) else "",
+    )

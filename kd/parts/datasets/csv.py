@@ -1,7 +1,9 @@
-"""Images with one label each in a CSV or TSV file with columns `path` and `label`, or in a text file of paths.
+"""Images with one label each in a CSV or TSV file with columns `path` and `label`, or
+in a text file of paths.
 
-A `.txt` file has one path per line, and an image's class is its folder. Food-101 as distributed, no file moved:
-`root: food-101/images`, `train_list: ../meta/train.txt`, `val_list: ../meta/test.txt`.
+A `.txt` file has one path per line, and an image's class is its folder. Food-101 as
+distributed, no file moved: `root: food-101/images`, `train_list: ../meta/train.txt`,
+`val_list: ../meta/test.txt`.
 """
 
 import posixpath
@@ -21,7 +23,10 @@ from kd.parts.datasets._lists import Entry, Lists, content, table
 from kd.parts.datasets._recognize import tables
 from kd.parts.datasets._source import LabelColumn, Listed, SplitRequest, facts_of
 
-FORM = "A CSV or TSV file whose first line names the columns, or a .txt file with a path a line"
+FORM = (
+    "A CSV or TSV file whose first line names the columns, or a .txt file with a path a"
+    " line"
+)
 facts = partial(facts_of, test="test_list")
 recognizes = partial(tables, kind="csv")
 
@@ -35,31 +40,43 @@ class Options(Keys):
     train_list: str = file_key(within="root")
     """CSV, TSV or text file of the training images: absolute, or relative to `root`."""
     val_list: str = file_key("", within="root")
-    """The same for the validation images. Empty: `val_fraction` of the training list."""
+    """The same for the validation images. Empty: `val_fraction` of the
+    training list.
+    """
     test_list: str = file_key("", within="root")
     """The same for the test images, scored once, at the end of a run. Empty: none."""
     val_fraction: ProperFraction = 0.0
-    """Share of each class held out for validation, chosen by a hash of the path, if there is no `val_list`."""
+    """Share of each class held out for validation, chosen by a hash of the path, if
+    there is no `val_list`.
+    """
     image_key: str = "path"
-    """Column of the images: a path in `root` or an absolute one below it, ending optional."""
+    """Column of the images: a path in `root` or an absolute one below it, ending
+    optional.
+    """
     label_key: str = "label"
     """Column of the labels: class names, or integers."""
 
     group: str = ""
-    """What belongs together, such as the frames of a clip, and stays in one split if kd splits by hash: a column,
-    `parent` (the folder), or a pattern with the group in brackets, such as '(.*)_', searched in the path. Empty: each
-    image alone."""
+    """What belongs together, such as the frames of a clip, and stays in one split if kd
+    splits by hash: a column, `parent` (the folder), or a pattern with the group in
+    brackets, such as '(.*)_', searched in the path. Empty: each image alone.
+    """
 
     def __post_init__(self) -> None:
         Lists(self, "list")
         given = [one for one in (self.train_list, self.val_list, self.test_list) if one]
         if len({one.lower().endswith(".txt") for one in given}) > 1:
-            raise ValueError(f"{', '.join(given)} differ in kind: either all end in .txt, or all are tables")
+            raise ValueError(
+                f"{', '.join(given)} differ in kind: either all end in .txt, or all are"
+                " tables"
+            )
         if not self.image_key or not self.label_key or self.image_key == self.label_key:
             raise ValueError("image_key and label_key must name two different columns")
 
 
-def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> Listed:
+def build(
+    options: Options, split: str, classes: Sequence[str] | None, labels: str = "all"
+) -> Listed:
     """List the images of a split."""
     lists, root = Lists(options, "list"), find_root(options.root)
     listed, notes = lists.open(split, partial(_read, options=options, labels=labels))
@@ -69,7 +86,11 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         column = Repeated.of_each(nfc(image.entry.label) for image in listed.values())
         column = as_classes(column, "data.label_key")
     return lists.source(
-        root, listed, LabelColumn(column), SplitRequest(split, classes, labels, lists.key(split)), notes
+        root,
+        listed,
+        LabelColumn(column),
+        SplitRequest(split, classes, labels, lists.key(split)),
+        notes,
     )
 
 
@@ -80,14 +101,18 @@ def _read(path: str, where: str, options: Options, labels: str) -> list[Entry]:
             return [Entry(line, "", number) for number, line in lines if line.strip()]
         header, rows = table(content, path)
         keys = ["image_key"] if labels == "none" else ["image_key", "label_key"]
-        columns = [_column(header, getattr(options, key), f"data.{key}", path) for key in keys]
+        columns = [
+            _column(header, getattr(options, key), f"data.{key}", path) for key in keys
+        ]
         image, *label = columns
         group = options.group if options.group in header else ""
         entries = list[Entry]()
         for number, row in rows:
             one_line(number, *(row[column] for column in columns))
             name = intern(row[label[0]].strip()) if label else ""
-            entries.append(Entry(row[image], name, number, group and row[header.index(group)]))
+            entries.append(
+                Entry(row[image], name, number, group and row[header.index(group)])
+            )
         return entries
 
     return content(path, where, [*DELIMITERS, ".txt"], FORM, read)
@@ -96,5 +121,10 @@ def _read(path: str, where: str, options: Options, labels: str) -> list[Entry]:
 def _column(header: Sequence[str], name: str, where: str, path: str) -> int:
     if name not in header:
         near = did_you_mean(name, header)
-        raise DataError(where, f"'{path}' has no column '{name}'", f"Columns: {', '.join(header)}", near or "Set it")
+        raise DataError(
+            where,
+            f"'{path}' has no column '{name}'",
+            f"Columns: {', '.join(header)}",
+            near or "Set it",
+        )
     return header.index(name)

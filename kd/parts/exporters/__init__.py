@@ -1,1 +1,3 @@
-"""Exporters: formats of graphs in an export, one file per runtime. See `_exporter.py`."""
+"""Exporters: formats of graphs in an export, one file per runtime. See
+`_exporter.py`.
+"""

@@ -1,6 +1,8 @@
-"""ExecuTorch's .pte, float32 over XNNPACK, for phones and boards: `--formats executorch`.
+"""ExecuTorch's .pte, float32 over XNNPACK, for phones and boards: `--formats
+executorch`.
 
-Needs `pip install executorch`. Images run one at a time; ExecuTorch chooses the number of threads.
+Needs `pip install executorch`. Images run one at a time; ExecuTorch chooses the number
+of threads.
 """
 
 import importlib
@@ -15,12 +17,16 @@ from kd.core.facts import ExporterFacts, GraphFile, Network
 from kd.core.facts import NoOptions as Options
 from kd.parts.exporters._exporter import Engine, Exporter
 
-GRAPH = GraphFile("executorch", "float32", option="--formats executorch", cost=6, named=True)
+GRAPH = GraphFile(
+    "executorch", "float32", option="--formats executorch", cost=6, named=True
+)
 facts = ExporterFacts(graphs={"model.pte": GRAPH})
 
 
 class ExecuTorch(Exporter):
-    """A program for one image: memory is planned for the largest batch, which would be 4,096 images."""
+    """A program for one image: memory is planned for the largest batch, which would be
+    4,096 images.
+    """
 
     runtime = "executorch"
 
@@ -29,22 +35,48 @@ class ExecuTorch(Exporter):
 
         with quiet():
             exir = importlib.import_module("executorch.exir")
-            xnnpack = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+            xnnpack = importlib.import_module(
+                "executorch.backends.xnnpack.partition.xnnpack_partitioner"
+            )
             parts = [xnnpack.XnnpackPartitioner()]
-            lowered = exir.to_edge_transform_and_lower(network.program(1), partitioner=parts)
+            lowered = exir.to_edge_transform_and_lower(
+                network.program(1), partitioner=parts
+            )
             path.write_bytes(lowered.to_executorch().buffer)
 
-    def load(self, file: str, content: bytes, weights: bytes, threads: int, slots: int) -> Engine:
+    def load(
+        self, file: str, content: bytes, weights: bytes, threads: int, slots: int
+    ) -> Engine:
         torch = needed("torch", "export", "torch is not installed", "pip install torch")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its classes say that they are experimental
-            runtime = needed("executorch.runtime", "export", "executorch is not installed", "pip install executorch")
-            program, alone = runtime.Runtime.get().load_program(content), threading.Lock()
-            held = program, content, program.load_method("forward")  # a method uses the memory of both
+            warnings.simplefilter(
+                "ignore"
+            )  # its classes say that they are experimental
+            runtime = needed(
+                "executorch.runtime",
+                "export",
+                "executorch is not installed",
+                "pip install executorch",
+            )
+            program, alone = (
+                runtime.Runtime.get().load_program(content),
+                threading.Lock(),
+            )
+            held = (
+                program,
+                content,
+                program.load_method("forward"),
+            )  # a method uses the memory of both
 
         def run(pixels: np.ndarray) -> np.ndarray:
             with alone:  # a method owns its memory
-                rows = [held[2].execute([torch.from_numpy(one[None].copy())])[0].numpy().copy() for one in pixels]
+                rows = [
+                    held[2]
+                    .execute([torch.from_numpy(one[None].copy())])[0]
+                    .numpy()
+                    .copy()
+                    for one in pixels
+                ]
             return np.concatenate(rows)
 
         return run

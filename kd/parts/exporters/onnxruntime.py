@@ -13,7 +13,9 @@ from kd.parts.exporters._exporter import Engine, Exporter
 facts = ExporterFacts(
     graphs={
         "model.onnx": GraphFile(runtime="onnxruntime", precision="float32", cost=1),
-        "model.int8.onnx": GraphFile(runtime="onnxruntime", precision="int8", option="--int8", cost=3),
+        "model.int8.onnx": GraphFile(
+            runtime="onnxruntime", precision="int8", option="--int8", cost=3
+        ),
     }
 )
 
@@ -31,7 +33,10 @@ class ONNX(Exporter):
     def missing(self, file: str, write: bool) -> str:
         for name in (("onnx", "onnxscript") if write else ()) + ("onnxruntime",):
             if not installed(name):
-                return f"{name} is not installed: pip install {name}, or export with --no-onnx"
+                return (
+                    f"{name} is not installed: pip install {name}, or export with"
+                    " --no-onnx"
+                )
         return ""
 
     def write(self, path: Path, network: Network) -> None:
@@ -42,19 +47,30 @@ class ONNX(Exporter):
         else:
             runtimes.write_int8(network.onnx, path)
 
-    def load(self, file: str, content: bytes, weights: bytes, threads: int, slots: int) -> Engine:
-        runtime = needed("onnxruntime", "export", "onnxruntime is not installed", "pip install onnxruntime")
+    def load(
+        self, file: str, content: bytes, weights: bytes, threads: int, slots: int
+    ) -> Engine:
+        runtime = needed(
+            "onnxruntime",
+            "export",
+            "onnxruntime is not installed",
+            "pip install onnxruntime",
+        )
         options = runtime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         # A spinning thread would take CPU time from decoding other images.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
-        session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        session = runtime.InferenceSession(
+            content, options, providers=["CPUExecutionProvider"]
+        )
         return lambda pixels: session.run(None, {"image": pixels})[0]
 
     def written_for(self, path: Path) -> tuple[int, int]:
         _, graph = _opened(path)
-        return graph.ir_version, max(one.version for one in graph.opset_import if not one.domain)
+        return graph.ir_version, max(
+            one.version for one in graph.opset_import if not one.domain
+        )
 
     def metadata(self, path: Path) -> dict[str, str]:
         from kd.models.runtimes import messages
@@ -62,18 +78,31 @@ class ONNX(Exporter):
         _, model = _opened(path)
         texts: dict[str, str] = {}
         for message in messages(model):
-            texts |= {pair.key: pair.value for pair in getattr(message, "metadata_props", ())}
+            texts |= {
+                pair.key: pair.value for pair in getattr(message, "metadata_props", ())
+            }
             if text := getattr(message, "doc_string", ""):
                 texts["doc_string"] = text
-        return {key: text for key, text in texts.items() if not OWN_METADATA.fullmatch(key)}
+        return {
+            key: text for key, text in texts.items() if not OWN_METADATA.fullmatch(key)
+        }
 
     def precision(self, path: Path, claimed: str) -> str:
         onnx, model = _opened(path)
         names = onnx.TensorProto.DataType.Name
         matrices = [one for one in model.graph.initializer if len(one.dims) > 1]
         types = {names(one.data_type).lower() for one in matrices} - {"int64", "int32"}
-        kinds = {"int8" if "int8" in kind else "float32" if kind == "float" else kind for kind in types}
-        return "int8" if "int8" in kinds else "float32" if kinds <= {"float32"} else ", ".join(sorted(kinds))
+        kinds = {
+            "int8" if "int8" in kind else "float32" if kind == "float" else kind
+            for kind in types
+        }
+        return (
+            "int8"
+            if "int8" in kinds
+            else "float32"
+            if kinds <= {"float32"}
+            else ", ".join(sorted(kinds))
+        )
 
 
 def _opened(path: Path) -> tuple[Any, Any]:
@@ -81,8 +110,12 @@ def _opened(path: Path) -> tuple[Any, Any]:
     onnx = needed("onnx", "export", "onnx is not installed", "pip install onnx")
     try:
         return onnx, onnx.load(path, load_external_data=False)
-    except Exception as error:  # protobuf and onnx have one exception type per kind of damage
-        raise ModelError(f"export.{path.name}", "is no graph", "", "Do not serve it") from error
+    except (
+        Exception
+    ) as error:  # protobuf and onnx have one exception type per kind of damage
+        raise ModelError(
+            f"export.{path.name}", "is no graph", "", "Do not serve it"
+        ) from error
 
 
 def build(options: Options) -> ONNX:

@@ -1,4 +1,6 @@
-"""OpenVINO's IR: float32, bfloat16 if the processor has units for it, and int8 by SmoothQuant with NNCF."""
+"""OpenVINO's IR: float32, bfloat16 if the processor has units for it, and int8 by
+SmoothQuant with NNCF.
+"""
 
 import io
 import itertools
@@ -20,7 +22,12 @@ from kd.core.host import installed, signal_stack
 from kd.parts.exporters._exporter import Engine, Exporter
 
 OPENVINO, BF16, STATIC = "openvino.xml", "openvino.bf16.xml", "openvino.int8.xml"
-TYPES = {"f32": "float32", "f16": "bf16", "i8": "int8", "u8": "int8"}  # names of weight types in `GraphFile.precision`
+TYPES = {
+    "f32": "float32",
+    "f16": "bf16",
+    "i8": "int8",
+    "u8": "int8",
+}  # names of weight types in `GraphFile.precision`
 OWN_METADATA = re.compile(
     "rt_info|info|Runtime_version|conversion_parameters|input_model|is_python_object|nncf|friendly_names_were_updated|"
     "quantization|advanced_parameters|fast_bias_correction|ignored_scope|model_type|preset|subset_size|target_device|"
@@ -28,19 +35,34 @@ OWN_METADATA = re.compile(
 )
 """Elements behind the graph that OpenVINO 2026.4 and NNCF 3.4 write."""
 VIEWS = 300
-"""Training views for NNCF's calibration: its own default. With SmoothQuant, two ViTs with planted outliers lost 0.0 and
-0.65 points of 40 (int8_planted in benchmarks/ at commit 443d35d4)."""
+"""Training views for NNCF's calibration: its own default. With SmoothQuant, two ViTs
+with planted outliers lost 0.0 and 0.65 points of 40 (int8_planted in benchmarks/ at
+commit 443d35d4).
+"""
 facts = ExporterFacts(
     graphs={
-        OPENVINO: GraphFile("openvino", "float32", option="--openvino", weights="openvino.bin", cost=2),
-        BF16: GraphFile("openvino", "bf16", option="--compare", weights="openvino.bf16.bin", cost=4),
-        STATIC: GraphFile("openvino", "int8", option="--compare", weights="openvino.int8.bin", integer=True, cost=5),
+        OPENVINO: GraphFile(
+            "openvino", "float32", option="--openvino", weights="openvino.bin", cost=2
+        ),
+        BF16: GraphFile(
+            "openvino", "bf16", option="--compare", weights="openvino.bf16.bin", cost=4
+        ),
+        STATIC: GraphFile(
+            "openvino",
+            "int8",
+            option="--compare",
+            weights="openvino.int8.bin",
+            integer=True,
+            cost=5,
+        ),
     }
 )
 
 
 class OpenVINO(Exporter):
-    """Post-training quantization uses SmoothQuant (arXiv:2211.10438) and bias correction (NNCF)."""
+    """Post-training quantization uses SmoothQuant (arXiv:2211.10438) and bias
+    correction (NNCF).
+    """
 
     runtime = "openvino"
     oldest = ((11, 15, "2024.5"),)
@@ -64,25 +86,33 @@ class OpenVINO(Exporter):
         openvino = _import("--openvino")
         with quiet():
             openvino.save_model(
-                openvino.convert_model(str(network.onnx)), str(path), compress_to_fp16=path.name == BF16
+                openvino.convert_model(str(network.onnx)),
+                str(path),
+                compress_to_fp16=path.name == BF16,
             )
 
-    def load(self, file: str, content: bytes, weights: bytes, threads: int, slots: int) -> Engine:
+    def load(
+        self, file: str, content: bytes, weights: bytes, threads: int, slots: int
+    ) -> Engine:
         openvino = _import("export")
         settings = {
-            # the precision that kd-export compared with PyTorch, not OpenVINO's choice here
+            # the precision that kd-export compared with PyTorch, not OpenVINO's choice
+            # here
             "INFERENCE_PRECISION_HINT": "bf16" if file == BF16 else "f32",
             "NUM_STREAMS": str(slots),
             "INFERENCE_NUM_THREADS": str(threads * slots),
         }
         with signal_stack():
             core = openvino.Core()
-            compiled = core.compile_model(core.read_model(content, weights), "CPU", settings)
+            compiled = core.compile_model(
+                core.read_model(content, weights), "CPU", settings
+            )
         local, first = threading.local(), threading.Lock()
 
         def run(pixels: np.ndarray) -> np.ndarray:
-            # The first inference of each thread must end before the next thread's begins: two at once deadlocked, one
-            # holding a guard of OpenVINO's C++ code and waiting for Python's lock, the other the reverse.
+            # The first inference of each thread must end before the next thread's
+            # begins: two at once deadlocked, one holding a guard of OpenVINO's C++ code
+            # and waiting for Python's lock, the other the reverse.
             if not hasattr(local, "request"):
                 with first:
                     request = compiled.create_infer_request()
@@ -94,22 +124,33 @@ class OpenVINO(Exporter):
 
     def written_for(self, path: Path) -> tuple[int, int]:
         text = path.read_bytes()
-        ir, opsets = re.search(rb'<net [^>]*version="(\d+)"', text), re.findall(rb'version="opset(\d+)"', text)
+        ir, opsets = (
+            re.search(rb'<net [^>]*version="(\d+)"', text),
+            re.findall(rb'version="opset(\d+)"', text),
+        )
         return int(ir[1]) if ir else 0, max(map(int, opsets), default=0)
 
     def metadata(self, path: Path) -> dict[str, str]:
         info = path.read_text("utf-8", "replace").rpartition("</edges>")[2]
         return {
-            name: text for name, text in re.findall(r"<([\w!-]+)([^>]*)>", info) if not OWN_METADATA.fullmatch(name)
+            name: text
+            for name, text in re.findall(r"<([\w!-]+)([^>]*)>", info)
+            if not OWN_METADATA.fullmatch(name)
         }
 
     def precision(self, path: Path, claimed: str) -> str:
         """Return int8 if any weights are int8, else the most frequent type."""
         sizes: dict[str, int] = {}
-        for name, size in re.findall(rb'element_type="(\w+)"[^>]* size="(\d+)"', path.read_bytes()):
+        for name, size in re.findall(
+            rb'element_type="(\w+)"[^>]* size="(\d+)"', path.read_bytes()
+        ):
             if kind := TYPES.get(name.decode(), ""):
                 sizes[kind] = sizes.get(kind, 0) + int(size)
-        return "int8" if sizes.get("int8") else max(sizes, key=lambda kind: sizes[kind], default="no weights")
+        return (
+            "int8"
+            if sizes.get("int8")
+            else max(sizes, key=lambda kind: sizes[kind], default="no weights")
+        )
 
 
 def _import(where: str) -> Any:
@@ -118,10 +159,14 @@ def _import(where: str) -> Any:
 
 
 def post_training(source: Path, path: Path, views: Any) -> None:
-    """Write OpenVINO's IR, `path` (.xml) and its .bin, with int8 weights and activations."""
+    """Write OpenVINO's IR, `path` (.xml) and its .bin, with int8 weights and
+    activations.
+    """
     with _nncf() as nncf:
         openvino = _import("--int8")
-        pixels = (image[None] for batch, *_ in views(VIEWS) for image in batch)  # NNCF's statistics are per image
+        pixels = (
+            image[None] for batch, *_ in views(VIEWS) for image in batch
+        )  # NNCF's statistics are per image
         quantized = nncf.quantize(
             openvino.convert_model(str(source)),
             nncf.Dataset(list(itertools.islice(pixels, VIEWS))),
@@ -137,10 +182,14 @@ def _nncf() -> Iterator[Any]:
     """Import NNCF and suppress its progress bars and log, which users cannot act on."""
     from kd.models.runtimes import quiet
 
-    os.environ.setdefault("NNCF_CI", "1")  # nothing is sent to Intel: NNCF's telemetry is off
+    os.environ.setdefault(
+        "NNCF_CI", "1"
+    )  # nothing is sent to Intel: NNCF's telemetry is off
     level = logging.getLogger("nncf").level
     with signal_stack(), quiet(), redirect_stdout(io.StringIO()):
-        yield needed("nncf", "--int8", "nncf is not installed", "pip install 'PATH/kd[nncf]'")
+        yield needed(
+            "nncf", "--int8", "nncf is not installed", "pip install 'PATH/kd[nncf]'"
+        )
     logging.getLogger("nncf").setLevel(level)
 
 

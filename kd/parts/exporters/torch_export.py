@@ -1,4 +1,6 @@
-"""torch.export's .pt2, for PyTorch itself. It contains a pickle, so no endpoint loads it."""
+"""torch.export's .pt2, for PyTorch itself. It contains a pickle, so no endpoint loads
+it.
+"""
 
 import io
 from pathlib import Path
@@ -8,7 +10,11 @@ from kd.core.facts import ExporterFacts, GraphFile, Network
 from kd.core.facts import NoOptions as Options
 from kd.parts.exporters._exporter import Engine, Exporter
 
-facts = ExporterFacts(graphs={"model.pt2": GraphFile("torch", "float32", option="--pt2", code=True, cost=0)})
+facts = ExporterFacts(
+    graphs={
+        "model.pt2": GraphFile("torch", "float32", option="--pt2", code=True, cost=0)
+    }
+)
 
 
 class TorchExport(Exporter):
@@ -21,7 +27,9 @@ class TorchExport(Exporter):
 
         torch.export.save(network.program(0), path)
 
-    def load(self, file: str, content: bytes, weights: bytes, threads: int, slots: int) -> Engine:
+    def load(
+        self, file: str, content: bytes, weights: bytes, threads: int, slots: int
+    ) -> Engine:
         torch = needed("torch", "export", "torch is not installed", "pip install torch")
         module = torch.export.load(io.BytesIO(content)).module()
         return torch.no_grad()(lambda image: module(torch.from_numpy(image)).numpy())

@@ -1,13 +1,16 @@
-"""Learn the set of ground-truth labels, smoothed and mixed, by one binary cross-entropy per class.
+"""Learn the set of ground-truth labels, smoothed and mixed, by one binary cross-entropy
+per class.
 
-For images of several labels or none. Label smoothing is Szegedy et al. 2015 (arXiv:1512.00567), section 7, over the two
-outcomes of each class; mixup is Zhang et al. 2017 (arXiv:1710.09412):
+For images of several labels or none. Label smoothing is Szegedy et al. 2015
+(arXiv:1512.00567), section 7, over the two outcomes of each class; mixup is Zhang et
+al. 2017 (arXiv:1710.09412):
 
     target_c = lam * [c in labels] + (1 - lam) * [c in partner's labels]
     t_c = (1 - s) * target_c + s / 2
     L = - sum_c ( t_c * log sigmoid(student_c) + (1 - t_c) * log(1 - sigmoid(student_c)) )
 
-It is summed over classes: the negative log-likelihood of the set, as `ce` is that of the label.
+It is summed over classes: the negative log-likelihood of the set, as `ce` is that of
+the label.
 
 Not handled: class weights, and images with labels for some classes only.
 
@@ -30,11 +33,15 @@ class Options(Keys):
     """The YAML keys of `kind: bce`."""
 
     label_smoothing: Fraction = 0.0
-    """Label smoothing `s`: the share of each class's target spread evenly over yes and no, 0 to 1."""
+    """Label smoothing `s`: the share of each class's target spread evenly over yes and
+    no, 0 to 1.
+    """
 
 
 class BCE(nn.Module):
-    """The binary cross-entropy with the labels (of both images if mixed), [B] in nats."""
+    """The binary cross-entropy with the labels (of both images if mixed), [B]
+    in nats.
+    """
 
     def __init__(self, label_smoothing: float) -> None:
         super().__init__()
@@ -44,7 +51,9 @@ class BCE(nn.Module):
         lam_B1 = batch.lam[:, None]
         target_BC = lam_B1 * batch.label + (1 - lam_B1) * batch.partner_label
         target_BC = (1 - self.label_smoothing) * target_BC + self.label_smoothing / 2
-        return F.binary_cross_entropy_with_logits(student.logits.float(), target_BC, reduction="none").sum(dim=1)
+        return F.binary_cross_entropy_with_logits(
+            student.logits.float(), target_BC, reduction="none"
+        ).sum(dim=1)
 
 
 def build(options: Options, dims: Dims) -> Loss:

@@ -1,8 +1,9 @@
-"""Match the student's probability of each class to the teacher's: distillation for several labels per image.
+"""Match the student's probability of each class to the teacher's: distillation for
+several labels per image.
 
-The multi-label logits distillation (MLD) of Yang et al. 2023 (arXiv:2308.06453): each class is a binary decision, and
-the KL divergences are summed over classes. Temperature and T^2 are those of Hinton et al. 2015 (arXiv:1503.02531),
-section 2:
+The multi-label logits distillation (MLD) of Yang et al. 2023 (arXiv:2308.06453): each
+class is a binary decision, and the KL divergences are summed over classes. Temperature
+and T^2 are those of Hinton et al. 2015 (arXiv:1503.02531), section 2:
 
     p_c = sigmoid(teacher_c / T)    q_c = sigmoid(student_c / T)
     L = T^2 * sum_c ( p_c * log(p_c / q_c) + (1 - p_c) * log((1 - p_c) / (1 - q_c)) )
@@ -33,7 +34,9 @@ class Options(Keys):
 
 
 class BinaryKL(nn.Module):
-    """KL divergences of the softened probabilities, teacher to student, summed over classes, [B] in nats times T^2."""
+    """KL divergences of the softened probabilities, teacher to student, summed over
+    classes, [B] in nats times T^2.
+    """
 
     def __init__(self, temperature: float) -> None:
         super().__init__()
@@ -42,7 +45,8 @@ class BinaryKL(nn.Module):
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         student_BC = student.logits.float() / self.temperature
         teacher_BC = teacher.logits.detach().float() / self.temperature
-        # p log(p / q) + (1 - p) log((1 - p) / (1 - q)), with log sigmoid(-x) for log(1 - sigmoid(x))
+        # p log(p / q) + (1 - p) log((1 - p) / (1 - q)), with log sigmoid(-x) for log(1
+        # - sigmoid(x))
         yes_BC = F.logsigmoid(teacher_BC) - F.logsigmoid(student_BC)
         no_BC = F.logsigmoid(-teacher_BC) - F.logsigmoid(-student_BC)
         divergence_BC = teacher_BC.sigmoid() * yes_BC + (-teacher_BC).sigmoid() * no_BC

@@ -1,15 +1,18 @@
-"""Match the similarities between a batch's images in the student to those in the teacher.
+"""Match the similarities between a batch's images in the student to those in the
+teacher.
 
-Peng et al. 2019 (CCKD, arXiv:1904.01802), equation 4, with the bilinear kernel of vectors of length 1. There is no
-projector: similarities are comparable between different widths. With x the pooled features of B images:
+Peng et al. 2019 (CCKD, arXiv:1904.01802), equation 4, with the bilinear kernel of
+vectors of length 1. There is no projector: similarities are comparable between
+different widths. With x the pooled features of B images:
 
     S_ij = cos(x_i, x_j)
     L = 1 / B^2 * sum_ij (S^student_ij - S^teacher_ij)^2
 
 The value of image i is the mean over j, so the mean over B is the paper's loss.
 
-Not handled: only the images of this rank's micro-batch are compared. Images of weight 0 (padding) count among the
-others. It is invariant to rotations, so `agreement` compares similarities.
+Not handled: only the images of this rank's micro-batch are compared. Images of weight 0
+(padding) count among the others. It is invariant to rotations, so `agreement` compares
+similarities.
 
 Shape legend: B images of a batch, D features.
 """
@@ -23,17 +26,27 @@ from kd.core.facts import NoOptions as Options
 from kd.core.types import Batch, Dims, Outputs
 from kd.parts.losses._features import require_features
 
-facts = LossFacts(teacher=True, features=frozenset({"pooled"}), agreement=True, images=2)
+facts = LossFacts(
+    teacher=True, features=frozenset({"pooled"}), agreement=True, images=2
+)
 
 
 class CCKD(nn.Module):
-    """The mean squared difference between student and teacher of each image's similarities, [B]."""
+    """The mean squared difference between student and teacher of each image's
+    similarities, [B].
+    """
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
-        return (_similarities(student) - _similarities(teacher).detach()).square().mean(dim=1)
+        return (
+            (_similarities(student) - _similarities(teacher).detach())
+            .square()
+            .mean(dim=1)
+        )
 
     def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
-        return F.cosine_similarity(_similarities(student), _similarities(teacher), dim=1)
+        return F.cosine_similarity(
+            _similarities(student), _similarities(teacher), dim=1
+        )
 
 
 def _similarities(outputs: Outputs) -> Tensor:

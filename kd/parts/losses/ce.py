@@ -1,13 +1,15 @@
 """Learn the ground-truth label, smoothed and mixed, by cross-entropy without a teacher.
 
-Label smoothing is Szegedy et al. 2015 (arXiv:1512.00567), section 7; mixup is Zhang et al. 2017 (arXiv:1710.09412):
+Label smoothing is Szegedy et al. 2015 (arXiv:1512.00567), section 7; mixup is Zhang et
+al. 2017 (arXiv:1710.09412):
 
     target = lam * onehot(label) + (1 - lam) * onehot(partner_label)
     L = - sum_c w_c * ( (1 - s) * target_c + s / C ) * log softmax(student)_c
 
-w is 1 without class weights. torch's CrossEntropyLoss divides by the weights of a batch's labels. In kd an image's
-value must not depend on its batch, so weights are divided by their mean over the training images; the mean over the
-training set equals torch's.
+w is 1 without class weights. torch's CrossEntropyLoss divides by the weights of a
+batch's labels. In kd an image's value must not depend on its batch, so weights are
+divided by their mean over the training images; the mean over the training set equals
+torch's.
 
 Not handled: several labels per image; that is `bce`.
 
@@ -29,7 +31,10 @@ from kd.core.keys import Fraction, Keys, keys
 from kd.core.types import Batch, Dims, Outputs
 
 KEY = "losses[].class_weights"
-WEIGHTS = "class_weights must be `balanced`, a list of numbers, or a section `class: number`; each >= 0"
+WEIGHTS = (
+    "class_weights must be `balanced`, a list of numbers, or a section `class: number`;"
+    " each >= 0"
+)
 
 facts = LossFacts(labels=True, logits="softmax")
 
@@ -39,23 +44,35 @@ class Options(Keys):
     """The YAML keys of `kind: ce`."""
 
     label_smoothing: Fraction = 0.0
-    """Label smoothing `s`: the share of the target spread evenly over all classes, 0 to 1. With a teacher, 0 is
-    usual."""
+    """Label smoothing `s`: the share of the target spread evenly over all classes, 0 to
+    1. With a teacher, 0 is usual.
+    """
     class_weights: Any = None
-    """Weight of each class: a list in class order, or a section `class: weight` with 1 for other classes. Only ratios
-    matter. `balanced`: equal total weight for all classes, independent of their numbers of images. null: no weights."""
+    """Weight of each class: a list in class order, or a section `class: weight` with 1
+    for other classes. Only ratios matter. `balanced`: equal total weight for all
+    classes, independent of their numbers of images. null: no weights.
+    """
 
     def __post_init__(self) -> None:
         found = self.class_weights
         if found is None or found == "balanced":
             return
         values = list(found.values()) if isinstance(found, Mapping) else found
-        if not isinstance(values, (list, tuple)) or not values or not all(map(_is_weight, values)):
+        if (
+            not isinstance(values, (list, tuple))
+            or not values
+            or not all(map(_is_weight, values))
+        ):
             raise ValueError(f"{WEIGHTS}, is {found!r}")
 
 
 def _is_weight(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value >= 0
+    )
 
 
 class CE(nn.Module):
@@ -80,10 +97,14 @@ class CE(nn.Module):
 
 
 def class_weights(wanted: Any, dims: Dims) -> Tensor:
-    """Return the weight of each class, float32 [C]: their mean over the training images is 1."""
+    """Return the weight of each class, float32 [C]: their mean over the training images
+    is 1.
+    """
     assert dims.labels is not None
     labels_N = dims.labels()
-    count_C = torch.bincount(labels_N[labels_N >= 0], minlength=dims.num_classes).double()
+    count_C = torch.bincount(
+        labels_N[labels_N >= 0], minlength=dims.num_classes
+    ).double()
     if wanted == "balanced":
         raw_C = torch.where(count_C > 0, 1 / count_C.clamp_min(1), 0.0)
     elif isinstance(wanted, Mapping):
@@ -91,21 +112,38 @@ def class_weights(wanted: Any, dims: Dims) -> Tensor:
         for name in (str(one) for one in wanted):
             if name not in names:
                 remedy = did_you_mean(name, names) or "Correct it"
-                raise ConfigError(KEY, f"has '{name}', which is no class", "The classes of the data", remedy)
+                raise ConfigError(
+                    KEY,
+                    f"has '{name}', which is no class",
+                    "The classes of the data",
+                    remedy,
+                )
         weight_of = {str(name): float(value) for name, value in wanted.items()}
-        raw_C = torch.tensor([weight_of.get(name, 1.0) for name in names], dtype=torch.float64)
+        raw_C = torch.tensor(
+            [weight_of.get(name, 1.0) for name in names], dtype=torch.float64
+        )
     else:
         raw_C = torch.tensor(wanted, dtype=torch.float64)
     if len(raw_C) != dims.num_classes:
         wrong = f"has {len(raw_C)} numbers, but there are {dims.num_classes} classes"
-        raise ConfigError(KEY, wrong, "One weight per class", "Correct the list, or name the classes")
+        raise ConfigError(
+            KEY, wrong, "One weight per class", "Correct the list, or name the classes"
+        )
     total = (raw_C * count_C).sum()
     if not total > 0:
-        raise ConfigError(KEY, "gives every training image weight 0", "At least one weight > 0", "Raise one")
+        raise ConfigError(
+            KEY,
+            "gives every training image weight 0",
+            "At least one weight > 0",
+            "Raise one",
+        )
     return (raw_C * count_C.sum() / total).float()
 
 
 def build(options: Options, dims: Dims) -> Loss:
     """Build the loss, without class weights if labels are unknown (`dims.labels`)."""
     weighted = options.class_weights is not None and dims.labels is not None
-    return CE(options.label_smoothing, class_weights(options.class_weights, dims) if weighted else None)
+    return CE(
+        options.label_smoothing,
+        class_weights(options.class_weights, dims) if weighted else None,
+    )

@@ -1,12 +1,13 @@
-"""Point the student's pooled features in the direction of the teacher's, through a learned projector.
+"""Point the student's pooled features in the direction of the teacher's, through a
+learned projector.
 
-Ranzinger et al. 2023 (AM-RADIO, arXiv:2312.06709), the loss on the summary vector. Only directions count, because the
-lengths of different teachers' vectors are not comparable.
+Ranzinger et al. 2023 (AM-RADIO, arXiv:2312.06709), the loss on the summary vector. Only
+directions count, because the lengths of different teachers' vectors are not comparable.
 
     L = 1 - cos(W student + b, teacher)
 
-The projector is trained with the student; only `kd-export --index` exports it. Its initial weights come from torch's
-global generator.
+The projector is trained with the student; only `kd-export --index` exports it. Its
+initial weights come from torch's global generator.
 
 Not handled: projectors of several layers.
 
@@ -22,7 +23,9 @@ from kd.core.facts import NoOptions as Options
 from kd.core.types import Batch, Dims, Outputs
 from kd.parts.losses._features import require_features
 
-facts = LossFacts(teacher=True, features=frozenset({"pooled"}), agreement=True, projects=True)
+facts = LossFacts(
+    teacher=True, features=frozenset({"pooled"}), agreement=True, projects=True
+)
 
 
 class Cosine(nn.Module):
@@ -36,10 +39,13 @@ class Cosine(nn.Module):
         return 1 - self.agreement(student, teacher)
 
     def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
-        return F.cosine_similarity(self.projected(student), teacher.features["pooled"].detach().float(), dim=1)
+        return F.cosine_similarity(
+            self.projected(student), teacher.features["pooled"].detach().float(), dim=1
+        )
 
     def projected(self, student: Outputs) -> Tensor:
-        # The first float() matches the float32 weights. The second one undoes autocast, which multiplies in bfloat16.
+        # The first float() matches the float32 weights. The second one undoes autocast,
+        # which multiplies in bfloat16.
         return self.project(student.features["pooled"].float()).float()
 
 

@@ -1,14 +1,17 @@
-"""Match softened teacher probabilities, with more weight where the teacher is uncertain: weighted TTM.
+"""Match softened teacher probabilities, with more weight where the teacher is
+uncertain: weighted TTM.
 
-Zheng and Yang 2024, "Knowledge Distillation Based on Transformed Teacher Matching" (arXiv:2402.11148), section 4. With
-p the teacher's and q the student's probabilities, both at temperature 1:
+Zheng and Yang 2024, "Knowledge Distillation Based on Transformed Teacher Matching"
+(arXiv:2402.11148), section 4. With p the teacher's and q the student's probabilities,
+both at temperature 1:
 
     U = sum_c p_c^gamma
     L = U * KL( p^gamma / U || q )
 
-The exponent is a temperature of 1/gamma on the teacher only; gamma = 1 is plain distillation. U is 1 for a certain
-teacher and C^(1 - gamma) for uniform probabilities. The loss is therefore large with many classes and small gamma:
-lower its weight accordingly (the authors use 4 with gamma 0.2 on CIFAR-100).
+The exponent is a temperature of 1/gamma on the teacher only; gamma = 1 is plain
+distillation. U is 1 for a certain teacher and C^(1 - gamma) for uniform probabilities.
+The loss is therefore large with many classes and small gamma: lower its weight
+accordingly (the authors use 4 with gamma 0.2 on CIFAR-100).
 
 Not handled: plain TTM, which has no factor U.
 
@@ -32,11 +35,15 @@ class Options(Keys):
     """The YAML keys of `kind: wttm`."""
 
     gamma: PositiveFloat = 0.2
-    """The exponent on the teacher's probabilities, > 0. Below 1 it softens them. The default is the authors'."""
+    """The exponent on the teacher's probabilities, > 0. Below 1 it softens them. The
+    default is the authors'.
+    """
 
 
 class WTTM(nn.Module):
-    """The KL divergence from the power-transformed teacher, times its uncertainty U, [B] in nats."""
+    """The KL divergence from the power-transformed teacher, times its uncertainty U,
+    [B] in nats.
+    """
 
     def __init__(self, gamma: float) -> None:
         super().__init__()
@@ -44,9 +51,13 @@ class WTTM(nn.Module):
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         log_student_BC = F.log_softmax(student.logits.float(), dim=1)
-        log_power_BC = self.gamma * F.log_softmax(teacher.logits.detach().float(), dim=1)
+        log_power_BC = self.gamma * F.log_softmax(
+            teacher.logits.detach().float(), dim=1
+        )
         log_sum_B1 = log_power_BC.logsumexp(dim=1, keepdim=True)
-        divergence_BC = F.kl_div(log_student_BC, log_power_BC - log_sum_B1, reduction="none", log_target=True)
+        divergence_BC = F.kl_div(
+            log_student_BC, log_power_BC - log_sum_B1, reduction="none", log_target=True
+        )
         return divergence_BC.sum(dim=1) * log_sum_B1.squeeze(1).exp()
 
 

@@ -1,7 +1,9 @@
-"""Your own module: `model: module:function` builds it, `checkpoint` holds its weights (.pth or .safetensors).
+"""Your own module: `model: module:function` builds it, `checkpoint` holds its weights
+(.pth or .safetensors).
 
-The function gets `args` and returns an nn.Module that maps normalized images [B, 3, S, S] to logits [B, C]: a tensor,
-a tuple that begins with it, or an object with `.logits` (or `.pooler_output`, where no logits are needed).
+The function gets `args` and returns an nn.Module that maps normalized images [B, 3, S,
+S] to logits [B, C]: a tensor, a tuple that begins with it, or an object with `.logits`
+(or `.pooler_output`, where no logits are needed).
 """
 
 import hashlib
@@ -37,7 +39,9 @@ class Embedder(Classifier):
         return Outputs(pooled_BD.new_zeros(len(pooled_BD), 0), {"pooled": pooled_BD})
 
 
-def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
+def build(
+    options: Options, spec: Spec, image_size: int, features: Collection[str]
+) -> Classifier:
     """Build the module, load its weights, and run it once."""
     shared.require_one_output(spec, features, "torch")
     function = shared.found_function(spec)
@@ -46,22 +50,41 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         inner = function(**spec.args)
     except TypeError as error:
         raise ModelError(
-            f"{spec.where}.args", f"'{spec.model}' refuses them ({in_short(error)})", "", "Correct them"
+            f"{spec.where}.args",
+            f"'{spec.model}' refuses them ({in_short(error)})",
+            "",
+            "Correct them",
         ) from error
     if not isinstance(inner, nn.Module):
         wrong = f"'{spec.model}' returns {type(inner).__name__}"
-        raise ModelError(f"{spec.where}.model", wrong, "A function that returns an nn.Module")
+        raise ModelError(
+            f"{spec.where}.model", wrong, "A function that returns an nn.Module"
+        )
     own: list[str] = []
-    if spec.checkpoint:  # weights must match exactly; a .pth is read without running code
+    if (
+        spec.checkpoint
+    ):  # weights must match exactly; a .pth is read without running code
         weights = read(f"{spec.where}.checkpoint", spec.checkpoint)
         own = weights.classes or [] if spec.exact_head else []
         taken = take(weights, inner, spec.model, spec.weights)
         with without_meta_warnings():
             inner.load_state_dict(taken.tensors)
     size = options.input_size or image_size
-    architecture = {"function": spec.model, "args": spec.args, "source": _source(function), "outputs": options.outputs}
-    described: dict[str, Any] = {"input_size": size, "mean": options.mean, "std": options.std}
-    described |= {"architecture": architecture, "features": () if spec.logits else ("pooled",)}
+    architecture = {
+        "function": spec.model,
+        "args": spec.args,
+        "source": _source(function),
+        "outputs": options.outputs,
+    }
+    described: dict[str, Any] = {
+        "input_size": size,
+        "mean": options.mean,
+        "std": options.std,
+    }
+    described |= {
+        "architecture": architecture,
+        "features": () if spec.logits else ("pooled",),
+    }
     network = Network(inner.eval(), shared.to_logits(spec, options.outputs))
     if not spec.logits:
         return Embedder(network, num_classes=0, **described)
@@ -82,7 +105,9 @@ def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
 
 
 def _source(function: Any) -> str:
-    """Return a hash of the module's source: equal weights give other outputs with another forward."""
+    """Return a hash of the module's source: equal weights give other outputs with
+    another forward.
+    """
     try:
         text = inspect.getsource(sys.modules[function.__module__])
     except (OSError, TypeError):

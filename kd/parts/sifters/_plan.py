@@ -1,4 +1,6 @@
-"""Shared by sifters that decide before images are loaded: full epochs, exact counts, random orders."""
+"""Shared by sifters that decide before images are loaded: full epochs, exact counts,
+random orders.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,7 +14,9 @@ from kd.core.types import Batch, Costs, Plan, SiftContext
 
 
 class Planned:
-    """Decides in the plan; every loaded image is trained on and no image is scored. See `kd.core.contracts.Sifter`."""
+    """Decides in the plan; every loaded image is trained on and no image is scored. See
+    `kd.core.contracts.Sifter`.
+    """
 
     keep = 1.0
     """Share of the images that a sifted epoch visits."""
@@ -30,10 +34,14 @@ class Planned:
         return images // self.context.batch_size
 
     def cost(self, costs: Costs) -> float:
-        """Return `keep` times the full cost: a skipped image takes neither loading nor a forward pass."""
+        """Return `keep` times the full cost: a skipped image takes neither loading nor
+        a forward pass.
+        """
         return self.keep * costs.per_image()
 
-    def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
+    def stream(
+        self, batches: Iterable[Batch], score: Score, start: int
+    ) -> Iterator[Batch]:
         yield from batches
 
     def first(self, start: int) -> int:
@@ -56,10 +64,12 @@ def generator(context: SiftContext, purpose: str, epoch: int) -> torch.Generator
 
 
 def full_plan(context: SiftContext, epoch: int) -> Plan:
-    """Plan a random permutation of all images, cut to a multiple of the global batch size, or a balanced share of them.
+    """Plan a random permutation of all images, cut to a multiple of the global batch
+    size, or a balanced share of them.
 
-    Each epoch drops other images, so no image is left out permanently. With several views per image, each view drops a
-    fixed set, so after one epoch of a view the teacher's cache has all of its logits.
+    Each epoch drops other images, so no image is left out permanently. With several
+    views per image, each view drops a fixed set, so after one epoch of a view the
+    teacher's cache has all of its logits.
     """
     if context.balance:
         return balanced_plan(context, epoch)
@@ -76,12 +86,15 @@ def full_plan(context: SiftContext, epoch: int) -> Plan:
 
 
 def balanced_plan(context: SiftContext, epoch: int) -> Plan:
-    """Plan the share `context.balance` of the images, balanced over the classes as far as each has enough.
+    """Plan the share `context.balance` of the images, balanced over the classes as far
+    as each has enough.
 
     No image is drawn twice: both would have the same pixels.
     """
     count = num_selected(context, context.balance)
-    ids = torch.randperm(context.num_images, generator=generator(context, "subset", epoch))
+    ids = torch.randperm(
+        context.num_images, generator=generator(context, "subset", epoch)
+    )
     ids = ids[torch.argsort(_rank_in_class(context.labels()[ids]), stable=True)]
     return shuffled(context, epoch, ids[:count], torch.ones(count))
 
@@ -103,12 +116,16 @@ def shuffled(context: SiftContext, epoch: int, ids: Tensor, weights: Tensor) -> 
 
 
 def num_selected(context: SiftContext, keep: float) -> int:
-    """Return the multiple of the global batch size nearest to the share `keep` of all images; at least one batch."""
+    """Return the multiple of the global batch size nearest to the share `keep` of all
+    images; at least one batch.
+    """
     batches = context.num_images // context.batch_size
     target = round(keep * context.num_images / context.batch_size)
     return min(max(1, target), batches) * context.batch_size
 
 
 def is_full_epoch(epoch: int, progress: float, limits: Any) -> bool:
-    """Return whether an epoch is not sifted: the first `warmup`, and those that begin in the last share `anneal`."""
+    """Return whether an epoch is not sifted: the first `warmup`, and those that begin
+    in the last share `anneal`.
+    """
     return epoch < limits.warmup or progress >= 1 - limits.anneal

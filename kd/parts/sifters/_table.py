@@ -9,7 +9,14 @@ from torch import Tensor
 
 from kd.core.keys import Fraction, Keys, PositiveFraction, keys
 from kd.core.types import Plan, SiftContext
-from kd.parts.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
+from kd.parts.sifters._plan import (
+    Planned,
+    full_plan,
+    generator,
+    is_full_epoch,
+    num_selected,
+    shuffled,
+)
 
 NEVER = -1  # in place of an epoch, which counts from 0
 
@@ -25,14 +32,17 @@ class Limits(Keys):
     anneal: Fraction = 0.125
     """Last share of the run with full epochs."""
     refresh: PositiveInt = 4
-    """An image skipped for this many epochs is then visited, independent of its score."""
+    """An image skipped for this many epochs is then visited, independent of
+    its score.
+    """
 
 
 class Remembering(Planned):
-    """Visits unknown images and those skipped for too long; `choose` selects among the rest.
+    """Visits unknown images and those skipped for too long; `choose` selects among the
+    rest.
 
-    The table is updated once per epoch and is equal on all ranks. Not handled: with mixup a loss belongs to two images
-    but is assigned to the first.
+    The table is updated once per epoch and is equal on all ranks. Not handled: with
+    mixup a loss belongs to two images but is assigned to the first.
     """
 
     def __init__(self, limits: Limits, context: SiftContext) -> None:
@@ -77,22 +87,36 @@ class Remembering(Planned):
 
     def _sifted(self, epoch: int) -> Plan:
         unknown_N, size = self.unknown(), self.context.batch_size
-        count = max(num_selected(self.context, self.keep), int(unknown_N.sum()) // size * size)
-        overdue = (unknown_N | (epoch - self.seen_N > self.limits.refresh)).nonzero()[:, 0]
-        overdue = overdue[torch.argsort(self.seen_N[overdue], stable=True)][:count]  # oldest first, if not all fit
+        count = max(
+            num_selected(self.context, self.keep), int(unknown_N.sum()) // size * size
+        )
+        overdue = (unknown_N | (epoch - self.seen_N > self.limits.refresh)).nonzero()[
+            :, 0
+        ]
+        overdue = overdue[torch.argsort(self.seen_N[overdue], stable=True)][
+            :count
+        ]  # oldest first, if not all fit
         rest_N = torch.ones(self.context.num_images, dtype=torch.bool)
         rest_N[overdue] = False
         chosen, weights = self.choose(rest_N.nonzero()[:, 0], count - len(overdue))
         weights = torch.cat([torch.ones(len(overdue)), weights])
-        return shuffled(self.context, epoch, torch.cat([overdue, chosen]), weights / weights.mean())
+        return shuffled(
+            self.context, epoch, torch.cat([overdue, chosen]), weights / weights.mean()
+        )
 
     def ascending(self, score_K: Tensor) -> Tensor:
-        """Return positions sorted by score; ties are broken at random, else the dataset's order would decide."""
-        shuffle = torch.randperm(len(score_K), generator=generator(self.context, "ties", self.epoch))
+        """Return positions sorted by score; ties are broken at random, else the
+        dataset's order would decide.
+        """
+        shuffle = torch.randperm(
+            len(score_K), generator=generator(self.context, "ties", self.epoch)
+        )
         return shuffle[torch.argsort(score_K[shuffle], stable=True)]
 
     def _gather(self) -> None:
-        """Average the observed losses over the ranks, so the table is equal on all of them."""
+        """Average the observed losses over the ranks, so the table is equal on all of
+        them.
+        """
         count = self.context.num_images
         sums = torch.zeros(2, count)
         if self._pending:
@@ -113,7 +137,10 @@ class Remembering(Planned):
     def state_dict(self) -> dict[str, Tensor]:
         """Return the table, the losses of the current epoch, and its number."""
         self._gather()
-        return {"epoch": torch.tensor(self.epoch), **{name: getattr(self, f"{name}_N").clone() for name in _TABLE}}
+        return {
+            "epoch": torch.tensor(self.epoch),
+            **{name: getattr(self, f"{name}_N").clone() for name in _TABLE},
+        }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned, on this number of ranks or another one."""

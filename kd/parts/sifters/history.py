@@ -20,16 +20,21 @@ class Options(Limits):
 
     def __post_init__(self) -> None:
         if self.keep < self.floor:
-            raise ValueError(f"keep={self.keep:g} is below floor={self.floor:g}, with which each easy image is kept")
+            raise ValueError(
+                f"keep={self.keep:g} is below floor={self.floor:g}, with which each"
+                " easy image is kept"
+            )
 
 
 class History(Remembering):
     """Sift by the last loss of each image.
 
-    Easy images have a loss below the mean, or more if `keep` requires it (InfoBatch's rule, arXiv:2303.04947; at equal
-    `keep` the effective sample size is larger than with a probability that grows with the loss). Easy images are drawn
-    without replacement with one probability p; all others are kept. Each image has weight 1, which is biased towards
-    hard images: weights of 1/p cost more accuracy in our study (benchmarks/LOG.md).
+    Easy images have a loss below the mean, or more if `keep` requires it (InfoBatch's
+    rule, arXiv:2303.04947; at equal `keep` the effective sample size is larger than
+    with a probability that grows with the loss). Easy images are drawn without
+    replacement with one probability p; all others are kept. Each image has weight 1,
+    which is biased towards hard images: weights of 1/p cost more accuracy in our study
+    (benchmarks/LOG.md).
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
@@ -51,7 +56,8 @@ class History(Remembering):
         score = self.loss_N[rest]
         order = rest[self.ascending(score)]
         below_mean = int((score < score.mean()).sum())
-        # enough easy images that each keeps a probability of `floor` when num_skipped are skipped
+        # enough easy images that each keeps a probability of `floor` when num_skipped
+        # are skipped
         least = math.ceil(num_skipped / max(1 - self.floor, 1e-9))
         num_easy = min(max(below_mean, least), len(rest))
         return order[:num_easy], order[num_easy:]

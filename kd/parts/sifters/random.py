@@ -1,11 +1,20 @@
-"""Visit a new random subset each epoch: the baseline for other sifters at equal `keep`."""
+"""Visit a new random subset each epoch: the baseline for other sifters at equal
+`keep`.
+"""
 
 import torch
 from pydantic import NonNegativeInt
 
 from kd.core.keys import Fraction, Keys, PositiveFraction, keys
 from kd.core.types import Plan, SiftContext
-from kd.parts.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
+from kd.parts.sifters._plan import (
+    Planned,
+    full_plan,
+    generator,
+    is_full_epoch,
+    num_selected,
+    shuffled,
+)
 
 
 @keys
@@ -21,9 +30,11 @@ class Options(Keys):
 
 
 class Random(Planned):
-    """Repeated random subsets (RS2, arXiv:2305.18424): uniform, without replacement within an epoch, weight 1.
+    """Repeated random subsets (RS2, arXiv:2305.18424): uniform, without replacement
+    within an epoch, weight 1.
 
-    A strong baseline for distillation: in arXiv:2403.07854 it is no worse than other pruning methods.
+    A strong baseline for distillation: in arXiv:2403.07854 it is no worse than other
+    pruning methods.
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
@@ -34,11 +45,15 @@ class Random(Planned):
         return is_full_epoch(epoch, progress, self.options)
 
     def plan(self, epoch: int, progress: float) -> Plan:
-        """Return the share `keep` of all images; all images in the first and last epochs."""
+        """Return the share `keep` of all images; all images in the first and last
+        epochs.
+        """
         if self.is_full(epoch, progress):
             return full_plan(self.context, epoch)
         count = num_selected(self.context, self.options.keep)
-        ids = torch.randperm(self.context.num_images, generator=generator(self.context, "subset", epoch))
+        ids = torch.randperm(
+            self.context.num_images, generator=generator(self.context, "subset", epoch)
+        )
         return shuffled(self.context, epoch, ids[:count], torch.ones(count))
 
 

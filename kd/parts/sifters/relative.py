@@ -1,6 +1,8 @@
-"""Score candidates with the current model; keep those with high losses relative to recent ones (SageMaker's rule).
+"""Score candidates with the current model; keep those with high losses relative to
+recent ones (SageMaker's rule).
 
-Legend: B images of a step on all ranks, M images of a micro-batch (a chunk), G chunks of a step (accumulate x ranks).
+Legend: B images of a step on all ranks, M images of a micro-batch (a chunk), G chunks
+of a step (accumulate x ranks).
 """
 
 import itertools
@@ -16,7 +18,13 @@ from kd.core.facts import SifterFacts
 from kd.core.keys import Field, Keys, keys
 from kd.core.types import Batch, Costs, Plan, SiftContext
 from kd.parts.sifters._plan import full_plan
-from kd.parts.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
+from kd.parts.sifters._window import (
+    LossWindow,
+    generator_at,
+    inclusion,
+    quota,
+    systematic,
+)
 
 NO_EPOCH = -1  # before the first plan; epochs count from 0
 
@@ -26,9 +34,11 @@ class Options(Keys):
     """SageMaker's parameters, under its names."""
 
     beta_value: PositiveFloat = 1.0
-    """An image is kept with probability percentile**beta_value, so 1 / (1 + beta_value) of all are kept. Values above 1
-    are risky: Amazon's own example, beta 3 after a delay of 10, lowered a small BERT from 91.6 to 56.7 %; training for
-    a third of the epochs without sifting gave 91.6."""
+    """An image is kept with probability percentile**beta_value, so 1 / (1 + beta_value)
+    of all are kept. Values above 1 are risky: Amazon's own example, beta 3 after a
+    delay of 10, lowered a small BERT from 91.6 to 56.7 %; training for a third of the
+    epochs without sifting gave 91.6.
+    """
     loss_history_length: PositiveInt = 500
     """Number of previous losses that a new one is compared with."""
     sift_delay: NonNegativeInt = 1000
@@ -36,20 +46,25 @@ class Options(Keys):
     repeat_delay_per_epoch: bool = False
     """Apply the delay at the start of each epoch instead of once."""
     shrink: Annotated[int, Field(ge=1, le=4)] = 1
-    """Score images with their sides divided by this: 2 makes the scoring pass about four times as fast. For students
-    that take images of any size: convolutional networks, XCiT, timm's ViTs with dynamic_img_size."""
+    """Score images with their sides divided by this: 2 makes the scoring pass about
+    four times as fast. For students that take images of any size: convolutional
+    networks, XCiT, timm's ViTs with dynamic_img_size.
+    """
 
 
 class Relative:
-    """Relative probabilistic sifting (Selective-Backprop, arXiv:1910.00762). See `kd.core.contracts.Sifter`.
+    """Relative probabilistic sifting (Selective-Backprop, arXiv:1910.00762). See
+    `kd.core.contracts.Sifter`.
 
-    The number kept of each chunk is fixed, 1 / (1 + beta) of all candidates over the epochs, drawn in proportion to
-    their probabilities. So all ranks make the same number of steps, shapes are constant, and the length of an epoch is
-    known in advance. The step reuses the teacher's outputs of the scoring pass. Percentiles are taken over the losses
-    of all ranks. An epoch keeps whole steps. Kept images have weight 1: like SageMaker's rule, this is biased towards
-    hard images.
+    The number kept of each chunk is fixed, 1 / (1 + beta) of all candidates over the
+    epochs, drawn in proportion to their probabilities. So all ranks make the same
+    number of steps, shapes are constant, and the length of an epoch is known in
+    advance. The step reuses the teacher's outputs of the scoring pass. Percentiles are
+    taken over the losses of all ranks. An epoch keeps whole steps. Kept images have
+    weight 1: like SageMaker's rule, this is biased towards hard images.
 
-    A resumed epoch begins at the oldest candidates whose kept images were not trained on yet, with the saved draws.
+    A resumed epoch begins at the oldest candidates whose kept images were not trained
+    on yet, with the saved draws.
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
@@ -59,7 +74,9 @@ class Relative:
         self.counts: list[int] = []
         """Number of images kept of each chunk, by candidate step of this epoch."""
         self.decided: dict[int, Tensor] = {}
-        """Kept positions, int64 [G, K], by candidate step of this epoch; only steps with images still pending."""
+        """Kept positions, int64 [G, K], by candidate step of this epoch; only steps
+        with images still pending.
+        """
 
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return all images as candidates, and the exact number of optimizer steps."""
@@ -67,34 +84,50 @@ class Relative:
             self.epoch, self.decided = epoch, {}
             self.counts = self._counts(epoch)
         plan = full_plan(self.context, epoch)
-        return Plan(plan.ids, plan.weights, steps=sum(self.counts) // self.context.micro_batch)
+        return Plan(
+            plan.ids, plan.weights, steps=sum(self.counts) // self.context.micro_batch
+        )
 
     def steps(self, epoch: int, progress: float) -> int:
         return sum(self._counts(epoch)) // self.context.micro_batch
 
     def _counts(self, epoch: int) -> list[int]:
-        """Return how many images of each chunk are kept, by candidate step of an epoch."""
+        """Return how many images of each chunk are kept, by candidate step of
+        an epoch.
+        """
         candidates = self.context.num_images // self.context.batch_size
         micro, delay, scored = self.context.micro_batch, self.options.sift_delay, 0
         unsifted = steps = 0
         for _ in range(epoch + 1):
             unsifted = min(delay, candidates)
-            # A fraction of a step is carried to the next epoch: dropping it would cost an epoch of 17 candidate steps
-            # at beta 0.5 a 34th of its images (64.7 instead of 66.7 %).
+            # A fraction of a step is carried to the next epoch: dropping it would cost
+            # an epoch of 17 candidate steps at beta 0.5 a 34th of its images (64.7
+            # instead of 66.7 %).
             steps = quota(scored, candidates - unsifted, self.options.beta_value)
-            steps = steps if unsifted else max(1, steps)  # an epoch has at least one step
+            steps = (
+                steps if unsifted else max(1, steps)
+            )  # an epoch has at least one step
             scored += candidates - unsifted
             if not self.options.repeat_delay_per_epoch:
                 delay -= unsifted
-        kept = [n * steps * micro // max(1, candidates - unsifted) for n in range(candidates - unsifted + 1)]
-        return [micro] * unsifted + [after - before for before, after in itertools.pairwise(kept)]
+        kept = [
+            n * steps * micro // max(1, candidates - unsifted)
+            for n in range(candidates - unsifted + 1)
+        ]
+        return [micro] * unsifted + [
+            after - before for before, after in itertools.pairwise(kept)
+        ]
 
     def first(self, start: int) -> int:
-        """Return the candidate step that holds the first image of optimizer step `start`."""
+        """Return the candidate step that holds the first image of optimizer step
+        `start`.
+        """
         return self._locate(start)[0]
 
     def _locate(self, start: int) -> tuple[int, int]:
-        """Return that candidate step, and the number of images of each of its chunks used by earlier steps."""
+        """Return that candidate step, and the number of images of each of its chunks
+        used by earlier steps.
+        """
         used = start * self.context.micro_batch
         for number, count in enumerate(self.counts):
             if used < count:
@@ -102,7 +135,9 @@ class Relative:
             used -= count
         return len(self.counts), 0
 
-    def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
+    def stream(
+        self, batches: Iterable[Batch], score: Score, start: int
+    ) -> Iterator[Batch]:
         """Yield full micro-batches of kept images, those of a whole step together."""
         micro = self.context.micro_batch
         local = self.context.batch_size // (micro * self.context.world_size)
@@ -120,9 +155,13 @@ class Relative:
             while sum(len(part.ids) for part in pools[0]) >= micro:
                 joined = [Batch.cat(pool) for pool in pools]
                 rows = torch.arange(len(joined[0].ids))
-                pools = [[batch.take(rows[micro:])] if len(rows) > micro else [] for batch in joined]
+                pools = [
+                    [batch.take(rows[micro:])] if len(rows) > micro else []
+                    for batch in joined
+                ]
                 full = [batch.take(rows[:micro]) for batch in joined]
-                score.cut()  # otherwise XLA would compile a graph for each way to assemble a batch
+                # otherwise XLA would compile a graph for each way to assemble a batch
+                score.cut()
                 yield from full
                 self._drop_draws(number, sum(len(part.ids) for part in pools[0]))
                 start += 1
@@ -135,8 +174,12 @@ class Relative:
         losses_B, scored = score(group, self.options.shrink)
         if number not in self.decided:
             self.decided[number] = self._decide(number, count, losses_B)
-        rows_of_chunk = self.decided[number].view(len(group), self.context.world_size, count)[:, self.context.rank]
-        return [batch.take(rows) for batch, rows in zip(scored, rows_of_chunk, strict=True)]
+        rows_of_chunk = self.decided[number].view(
+            len(group), self.context.world_size, count
+        )[:, self.context.rank]
+        return [
+            batch.take(rows) for batch, rows in zip(scored, rows_of_chunk, strict=True)
+        ]
 
     def _decide(self, number: int, count: int, losses_B: Tensor) -> Tensor:
         """Draw the kept positions, int64 [G, count]; equal on all ranks."""
@@ -144,16 +187,22 @@ class Relative:
         position = self.epoch * candidates + number
         draws = generator_at(self.context.seed, 0, position)
         losses_B = losses_B if self.context.on_device else losses_B.cpu()
-        probability_B = self.window.probability(losses_B, self.options.beta_value, draws)
+        probability_B = self.window.probability(
+            losses_B, self.options.beta_value, draws
+        )
         chunks = probability_B.view(-1, self.context.micro_batch)
-        return torch.stack([systematic(inclusion(chunk, count), count, draws) for chunk in chunks])
+        return torch.stack(
+            [systematic(inclusion(chunk, count), count, draws) for chunk in chunks]
+        )
 
     def _drop_draws(self, number: int, pending: int) -> None:
         oldest = number
         while pending > 0:
             oldest -= 1
             pending -= self.counts[oldest]
-        self.decided = {step: rows for step, rows in self.decided.items() if step >= oldest}
+        self.decided = {
+            step: rows for step, rows in self.decided.items() if step >= oldest
+        }
 
     def cost(self, costs: Costs) -> float:
         """Return the cost of scoring every candidate and training on the kept ones."""
@@ -166,21 +215,35 @@ class Relative:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the window and the draws with pending images; equal on all ranks."""
         draws = {f"draw.{number}": rows for number, rows in self.decided.items()}
-        window = {f"window.{name}": value for name, value in self.window.state_dict().items()}
+        window = {
+            f"window.{name}": value for name, value in self.window.state_dict().items()
+        }
         return {"epoch": torch.tensor(self.epoch), **window, **draws}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what `state_dict` returned; the micro-batch size must be the same, the number of ranks may differ."""
+        """Load what `state_dict` returned; the micro-batch size must be the same, the
+        number of ranks may differ.
+        """
         self.epoch = int(state["epoch"])
         self.counts = self._counts(self.epoch) if self.epoch >= 0 else []
-        parts = {name.partition(".")[2]: value for name, value in state.items() if name.startswith("window.")}
+        parts = {
+            name.partition(".")[2]: value
+            for name, value in state.items()
+            if name.startswith("window.")
+        }
         self.window.load_state_dict(parts)
-        self.decided = {int(n.partition(".")[2]): rows for n, rows in state.items() if n.startswith("draw.")}
+        self.decided = {
+            int(n.partition(".")[2]): rows
+            for n, rows in state.items()
+            if n.startswith("draw.")
+        }
 
 
 def facts(options: Options) -> SifterFacts:
     """Return the sifter's facts."""
-    return SifterFacts(delay=options.sift_delay, each_epoch=options.repeat_delay_per_epoch)
+    return SifterFacts(
+        delay=options.sift_delay, each_epoch=options.repeat_delay_per_epoch
+    )
 
 
 def build(options: Options, context: SiftContext) -> Relative:

@@ -1,1 +1,3 @@
-"""Audit of data: repeated images, and labels that a teacher doubts. Uses NumPy, Pillow and faiss, no torch."""
+"""Audit of data: repeated images, and labels that a teacher doubts. Uses NumPy, Pillow
+and faiss, no torch.
+"""

@@ -1,10 +1,13 @@
-"""Find pairs of images of the same photograph: copies, re-encoded, cropped, mirrored, with black bars.
+"""Find pairs of images of the same photograph: copies, re-encoded, cropped, mirrored,
+with black bars.
 
-An album has a small grey picture of each image without black bars (576 bytes), and 64-bit hashes of the picture, 9
-crops, and their mirror images. Three filters follow each other: equal bits of a hash in one of 16 tables (time N log
-N), correlated low frequencies, and the correlation of the aligned pictures. `audit_peers_*.csv` compares this with
-imagehash, pdqhash and embeddings, which miss crops or list pairs of different photographs, and with faiss in place of
-the tables: a few more pairs, six times the CPU time at 100,000 pictures, and 65 MB with an OpenMP of its own.
+An album has a small grey picture of each image without black bars (576 bytes), and
+64-bit hashes of the picture, 9 crops, and their mirror images. Three filters follow
+each other: equal bits of a hash in one of 16 tables (time N log N), correlated low
+frequencies, and the correlation of the aligned pictures. `audit_peers_*.csv` compares
+this with imagehash, pdqhash and embeddings, which miss crops or list pairs of different
+photographs, and with faiss in place of the tables: a few more pairs, six times the CPU
+time at 100,000 pictures, and 65 MB with an OpenMP of its own.
 
 Legend: N images, V variants, P pairs, S = 24 pixels, G = 12 cells, F = 64 frequencies.
 """
@@ -24,9 +27,13 @@ SIDE = 24
 WAVES = 8
 """Frequencies per side that are compared."""
 SPANS = ((0.0, 1.0), (0.0, 0.9), (0.05, 0.95), (0.1, 1.0))
-"""Intervals of a side that are searched: any crop to 90 % is within 1/40 of a side of one of nine."""
+"""Intervals of a side that are searched: any crop to 90 % is within 1/40 of a side of
+one of nine.
+"""
 CROPS = ((0, 0), *((y, x) for y in (1, 2, 3) for x in (1, 2, 3)))
-"""Row and column index into `SPANS` of each variant; the mirror image's variants follow."""
+"""Row and column index into `SPANS` of each variant; the mirror image's variants
+follow.
+"""
 MIRRORED = len(CROPS)
 """The first variant of the mirror image."""
 UNKNOWN = -1
@@ -42,8 +49,9 @@ LEAST_LEFT = 0.3
 class Album:
     """Small pictures of images, in the order of addition.
 
-    Their pixels `luma`, uint8 [N, S, S]; `crc`, CRC-32 of the encoded bytes, uint32 [N], 0: unknown; the number of
-    their `split`, uint8 [N]; and the `id` in it, int64 [N].
+    Their pixels `luma`, uint8 [N, S, S]; `crc`, CRC-32 of the encoded bytes, uint32
+    [N], 0: unknown; the number of their `split`, uint8 [N]; and the `id` in it, int64
+    [N].
     """
 
     def __init__(self, most: int) -> None:
@@ -53,15 +61,21 @@ class Album:
         self._show(0)
 
     def _show(self, count: int) -> None:
-        self.luma, self.crc, self.split, self.id = (column[:count] for column in self._room)
+        self.luma, self.crc, self.split, self.id = (
+            column[:count] for column in self._room
+        )
 
     def __len__(self) -> int:
         return len(self.id)
 
     def add(self, split: int, id: int, decoded: Decoded) -> None:
-        """Add an image, given its id and split number. Four pixels of each of 24 x 24 cells are read."""
+        """Add an image, given its id and split number. Four pixels of each of 24 x 24
+        cells are read.
+        """
         image = decoded.image
-        pixels = image.resize((2 * SIDE, 2 * SIDE), Image.Resampling.NEAREST, inside(image))
+        pixels = image.resize(
+            (2 * SIDE, 2 * SIDE), Image.Resampling.NEAREST, inside(image)
+        )
         row = len(self)
         values = (np.asarray(pixels.reduce(2).convert("L")), decoded.crc, split, id)
         for column, value in zip(self._room, values, strict=True):
@@ -102,18 +116,26 @@ TABLES = 16
 WINDOW = 16
 """Hashes compared with each in a table: of many equal ones others in each table."""
 MOST_BITS = 14
-"""Differing bits of 63 in a candidate pair: it only preselects pairs for `ROUGHLY`, so it is generous."""
+"""Differing bits of 63 in a candidate pair: it only preselects pairs for `ROUGHLY`, so
+it is generous.
+"""
 ROUGHLY = 0.8
 """Smallest correlation of the low frequencies of a candidate pair."""
 _ROWS = 4096  # pictures per batch, some 10 MB as float32
 _DULL = 0.5
-"""Grey levels of a constant beside the frequencies, so that blank pictures are alike."""
-_STABLE = np.array([WAVES * v + u for v in range(WAVES) for u in range(WAVES) if 0 < u + v < WAVES])
+"""Grey levels of a constant beside the frequencies, so that blank pictures
+are alike.
+"""
+_STABLE = np.array(
+    [WAVES * v + u for v in range(WAVES) for u in range(WAVES) if 0 < u + v < WAVES]
+)
 """The lower frequencies, whose signs change least."""
 
 
 def candidates(luma: np.ndarray) -> Pairs:
-    """Return pairs of pictures [N, S, S] and variants of them whose low frequencies correlate."""
+    """Return pairs of pictures [N, S, S] and variants of them whose low frequencies
+    correlate.
+    """
     pairs = similar_hashes(hashes(luma))
     for start in range(0, len(pairs.first), _ROWS):
         rows = slice(start, start + _ROWS)
@@ -126,7 +148,9 @@ def candidates(luma: np.ndarray) -> Pairs:
 
 
 def hashes(luma: np.ndarray) -> np.ndarray:
-    """Return the signs of the low frequencies of each variant as 64 bits, uint64 [N, V]; pictures [N, S, S]."""
+    """Return the signs of the low frequencies of each variant as 64 bits, uint64 [N,
+    V]; pictures [N, S, S].
+    """
     hashes_NV = np.empty((len(luma), 2 * MIRRORED), np.uint64)
     for start in range(0, len(luma), _ROWS):
         rows = slice(start, start + _ROWS)
@@ -139,8 +163,9 @@ def hashes(luma: np.ndarray) -> np.ndarray:
 def similar_hashes(hashes_NV: np.ndarray) -> Pairs:
     """Return pairs whose hashes [N, V] differ in few bits, with a score of 0.
 
-    A table sorts the images by some bits of their hashes: more bits for more images, so that few share all of them. A
-    pair stands once, but for its variants: `packed` writes it as a number.
+    A table sorts the images by some bits of their hashes: more bits for more images, so
+    that few share all of them. A pair stands once, but for its variants: `packed`
+    writes it as a number.
     """
     count = len(hashes_NV)
     rng = np.random.default_rng(0)
@@ -148,57 +173,84 @@ def similar_hashes(hashes_NV: np.ndarray) -> Pairs:
     whole = np.ascontiguousarray(hashes_NV[:, 0])
     packed = np.zeros(0, np.uint64)
     for _ in range(TABLES):
-        chosen = np.isin(np.arange(WAVES * WAVES), rng.choice(_STABLE, bits, replace=False))
+        chosen = np.isin(
+            np.arange(WAVES * WAVES), rng.choice(_STABLE, bits, replace=False)
+        )
         mask = np.packbits(chosen).view(np.uint64)[0]
         order = np.argsort(whole & mask, kind="stable")
         table = (whole & mask)[order]
         hits = [packed]
         for variant in range(hashes_NV.shape[1]):
             variants = hashes_NV[:, variant]
-            start, end = (np.searchsorted(table, variants & mask, side) for side in ("left", "right"))
-            start += rng.integers(0, 1 << 30, count) % np.maximum(1, end - start - WINDOW + 1)
+            start, end = (
+                np.searchsorted(table, variants & mask, side)
+                for side in ("left", "right")
+            )
+            start += rng.integers(0, 1 << 30, count) % np.maximum(
+                1, end - start - WINDOW + 1
+            )
             for step in range(WINDOW):
                 rows = np.flatnonzero(start + step < end)
                 others = order[start[rows] + step]
-                alike = (_ones(variants[rows] ^ whole[others]) <= MOST_BITS) & (rows != others)
+                alike = (_ones(variants[rows] ^ whole[others]) <= MOST_BITS) & (
+                    rows != others
+                )
                 hits.append(_packed(rows[alike], others[alike], variant))
         packed = np.unique(np.concatenate(hits))
     first = packed >> np.uint64(36)
     second = packed >> np.uint64(8) & np.uint64(2**28 - 1)
     variant = packed & np.uint64(255)
     score = np.zeros(len(packed), np.float32)
-    return Pairs(first.astype(np.int64), second.astype(np.int64), variant.astype(np.int64), score)
+    return Pairs(
+        first.astype(np.int64), second.astype(np.int64), variant.astype(np.int64), score
+    )
 
 
 def _packed(first: np.ndarray, second: np.ndarray, variant: int) -> np.ndarray:
-    """Return each pair as a number; (a, b) equals (b, a) if the first is not cropped."""
+    """Return each pair as a number; (a, b) equals (b, a) if the first is not
+    cropped.
+    """
     if variant in (0, MIRRORED):
         first, second = np.minimum(first, second), np.maximum(first, second)
-    return first.astype(np.uint64) << np.uint64(36) | second.astype(np.uint64) << np.uint64(8) | np.uint64(variant)
+    return (
+        first.astype(np.uint64) << np.uint64(36)
+        | second.astype(np.uint64) << np.uint64(8)
+        | np.uint64(variant)
+    )
 
 
 def _ones(bits: np.ndarray) -> np.ndarray:
     """Count the ones of each 64 bits (NumPy has a function for it since 2.0)."""
     bits = bits - (bits >> np.uint64(1) & np.uint64(0x5555555555555555))
-    bits = (bits & np.uint64(0x3333333333333333)) + (bits >> np.uint64(2) & np.uint64(0x3333333333333333))
+    bits = (bits & np.uint64(0x3333333333333333)) + (
+        bits >> np.uint64(2) & np.uint64(0x3333333333333333)
+    )
     bits = bits + (bits >> np.uint64(4)) & np.uint64(0x0F0F0F0F0F0F0F0F)
     return bits * np.uint64(0x0101010101010101) >> np.uint64(56)
 
 
 def spectra(luma: np.ndarray, variant: int) -> np.ndarray:
-    """Return the low frequencies of a variant of pictures [N, S, S], float32 [N, F] of length 1."""
+    """Return the low frequencies of a variant of pictures [N, S, S], float32 [N, F] of
+    length 1.
+    """
     y, x = CROPS[variant % MIRRORED]
     pictures = luma[:, :, ::-1] if variant >= MIRRORED else luma
-    vectors = (BASES[y] @ pictures.astype(np.float32) @ BASES[x].T).reshape(len(luma), WAVES * WAVES)
+    vectors = (BASES[y] @ pictures.astype(np.float32) @ BASES[x].T).reshape(
+        len(luma), WAVES * WAVES
+    )
     vectors[:, 0] = _DULL  # in place of the mean brightness
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 def frequencies(low: float, high: float) -> np.ndarray:
-    """Return the lowest frequencies of a cosine transform over a part of a side, float32 [8, S]."""
+    """Return the lowest frequencies of a cosine transform over a part of a side,
+    float32 [8, S].
+    """
     edges = (np.clip(np.arange(SIDE + 1) / SIDE, low, high) - low) / (high - low)
     k = np.arange(WAVES)[:, None]
-    areas = np.where(k == 0, edges, np.sin(np.pi * k * edges) / np.maximum(np.pi * k, 1e-9))
+    areas = np.where(
+        k == 0, edges, np.sin(np.pi * k * edges) / np.maximum(np.pi * k, 1e-9)
+    )
     return np.diff(areas, axis=1).astype(np.float32)
 
 
@@ -207,22 +259,39 @@ BASES = [frequencies(*span) for span in SPANS]
 LEAST = 0.88
 """Smallest score of a pair."""
 CELLS = 12
-"""Compared cells per side: half a picture's side, so that a crop need not align with pixels."""
+"""Compared cells per side: half a picture's side, so that a crop need not align with
+pixels.
+"""
 FLAT, FLAT_DETAIL = 16.0, 2.0
-"""Variances of a picture and of its detail below which it is blank; grey levels squared."""
-WIDE = ((0.0, 1.0), *((s / 10, s / 10 + size) for size in (0.9, 0.8, 0.7) for s in range(11 - round(10 * size))))
+"""Variances of a picture and of its detail below which it is blank; grey levels
+squared.
+"""
+WIDE = (
+    (0.0, 1.0),
+    *(
+        (s / 10, s / 10 + size)
+        for size in (0.9, 0.8, 0.7)
+        for s in range(11 - round(10 * size))
+    ),
+)
 """Intervals of a side tried if the crop is unknown."""
 _CHUNK = 2048  # pairs per batch: 5 MB for one picture of each as float32
 
 
 def same_photograph(album: Album, pairs: Pairs) -> Pairs:
-    """Return the pairs whose aligned pictures, and their detail, correlate; each once, most similar first."""
+    """Return the pairs whose aligned pictures, and their detail, correlate; each once,
+    most similar first.
+    """
     scores = np.zeros(len(pairs.first))
     for variant in np.unique(pairs.variant):
         rows = np.flatnonzero(pairs.variant == variant)
         for start in range(0, len(rows), _CHUNK):
             chunk = rows[start : start + _CHUNK]
-            scores[chunk] = _overlaid(album.luma[pairs.first[chunk]], album.luma[pairs.second[chunk]], int(variant))
+            scores[chunk] = _overlaid(
+                album.luma[pairs.first[chunk]],
+                album.luma[pairs.second[chunk]],
+                int(variant),
+            )
     order = np.argsort(-scores, kind="stable")
     similar = pairs._replace(score=scores).take(order[scores[order] >= LEAST])
     unordered = np.sort(np.stack([similar.first, similar.second]), axis=0)
@@ -231,7 +300,9 @@ def same_photograph(album: Album, pairs: Pairs) -> Pairs:
 
 
 def _overlaid(first: np.ndarray, second: np.ndarray, variant: int) -> np.ndarray:
-    """Return the best score [P] over alignments of the second pictures [P, S, S] with parts of the first."""
+    """Return the best score [P] over alignments of the second pictures [P, S, S] with
+    parts of the first.
+    """
     equal = (first == second).all((1, 2))  # also true for blank pictures
     pictures = (first[:, :, ::-1] if variant >= MIRRORED else first).astype(np.float32)
     full = cells(0.0, 1.0)
@@ -245,27 +316,37 @@ def _overlaid(first: np.ndarray, second: np.ndarray, variant: int) -> np.ndarray
 
 
 def _standard(pictures: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return pictures [P, G, G] and their detail (difference from a blur), each with mean 0 and length at most 1."""
+    """Return pictures [P, G, G] and their detail (difference from a blur), each with
+    mean 0 and length at most 1.
+    """
     detail = pictures - _BLUR @ pictures @ _BLUR.T
     return _centred(pictures, FLAT), _centred(detail, FLAT_DETAIL)
 
 
 def _centred(pictures: np.ndarray, flat: float) -> np.ndarray:
-    """Return pictures [P, G, G] with mean 0 and length at most 1, shorter if their variance is near `flat`."""
+    """Return pictures [P, G, G] with mean 0 and length at most 1, shorter if their
+    variance is near `flat`.
+    """
     centred = pictures - pictures.mean((1, 2), keepdims=True)
-    return centred / np.sqrt((centred * centred).sum((1, 2), keepdims=True) + flat * CELLS * CELLS)
+    return centred / np.sqrt(
+        (centred * centred).sum((1, 2), keepdims=True) + flat * CELLS * CELLS
+    )
 
 
 def cells(low: float, high: float) -> np.ndarray:
     """Return the matrix of cell means over an interval of a side, float32 [G, S]."""
     edges = low + (high - low) * np.arange(CELLS + 1) / CELLS
     pixels = np.arange(SIDE + 1) / SIDE
-    shared = np.minimum(edges[1:, None], pixels[1:]) - np.maximum(edges[:-1, None], pixels[:-1])
+    shared = np.minimum(edges[1:, None], pixels[1:]) - np.maximum(
+        edges[:-1, None], pixels[:-1]
+    )
     areas = np.clip(shared, 0, None)
     return (areas / areas.sum(1, keepdims=True)).astype(np.float32)
 
 
-def _alignments(variant: int) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
+def _alignments(
+    variant: int,
+) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
     """Yield intervals of rows and of columns of equal length, near a variant's crop."""
     y, x = (UNKNOWN, UNKNOWN) if variant == UNKNOWN else CROPS[variant % MIRRORED]
     for row_span in _near(y):
@@ -282,10 +363,15 @@ def _near(span: int) -> list[tuple[float, float]]:
     middle = low / (1 - high + low) if span else 0.5
     intervals = []
     for size in (0.9, 0.85) if span else (1.0, 0.95):
-        starts = {float(np.clip(middle * (1 - size) + shift, 0, 1 - size)) for shift in (-0.025, 0.0, 0.025)}
+        starts = {
+            float(np.clip(middle * (1 - size) + shift, 0, 1 - size))
+            for shift in (-0.025, 0.0, 0.025)
+        }
         intervals += [(start, start + size) for start in sorted(starts)]
     return intervals
 
 
-_BAND = (np.abs(np.subtract.outer(np.arange(CELLS), np.arange(CELLS))) <= 1).astype(np.float32)
+_BAND = (np.abs(np.subtract.outer(np.arange(CELLS), np.arange(CELLS))) <= 1).astype(
+    np.float32
+)
 _BLUR = _BAND / _BAND.sum(1, keepdims=True)

@@ -17,14 +17,19 @@ from kd.study.audit.copies import UNKNOWN, Album, Pairs, same_photograph
 
 NAMED = 3  # printed labels: enough to show the list's content
 LIMITS = (
-    "It finds single mistakes. {planted}. It misses classes that are exchanged for each other: in a study with another "
-    "teacher (CIFAR-10), which had learned the exchange of 8 % of two classes, 1 of 77 was among the first 77."
+    "It finds single mistakes. {planted}. It misses classes that are exchanged for each"
+    " other: in a study with another teacher (CIFAR-10), which had learned the exchange"
+    " of 8 % of two classes, 1 of 77 was among the first 77."
 )
 PLANTED = 0.1  # share of validation labels changed in a trial
 FEWEST = 10  # smallest useful number of changed labels
-WIDTH = 64  # dimensions for the neighbour search: a random projection to 64 keeps cosines within 0.1
+# dimensions for the neighbour search: a random projection to 64 keeps cosines within
+# 0.1
+WIDTH = 64
 NEIGHBOURS = 5  # training images compared with a validation image
-ROWS = 1024  # validation images per batch: their cosines with 100,000 others take 400 MB
+ROWS = (
+    1024  # validation images per batch: their cosines with 100,000 others take 400 MB
+)
 
 
 class TeacherAnswers(NamedTuple):
@@ -51,12 +56,16 @@ class Doubt(NamedTuple):
 
 
 def labelled(ids: np.ndarray, shares: np.ndarray, source: Source) -> TeacherAnswers:
-    """Return the predictions for the images `ids` that have a label, from the probabilities `shares` [N, C]."""
+    """Return the predictions for the images `ids` that have a label, from the
+    probabilities `shares` [N, C].
+    """
     label = np.array([source.label(int(id)) for id in ids])
     rows = np.flatnonzero(label >= 0)
     ids, shares, label = ids[rows], shares[rows], label[rows]
     classes = shares.shape[1]
-    trial_label = (label + 1 + ids * 7919 % max(1, classes - 1)) % classes  # a prime spreads the ids over the classes
+    trial_label = (
+        label + 1 + ids * 7919 % max(1, classes - 1)
+    ) % classes  # a prime spreads the ids over the classes
     image = np.arange(len(label))
     return TeacherAnswers(
         id=ids,
@@ -75,12 +84,17 @@ def joined(batches: Sequence[TeacherAnswers]) -> TeacherAnswers:
     batches = [batch for batch in batches if len(batch.id)]
     if not batches:
         ids, shares = np.zeros(0, np.int64), np.zeros(0)
-        return TeacherAnswers(ids, ids, ids, shares, shares, ids, shares, np.zeros((0, 1), np.float32))
+        return TeacherAnswers(
+            ids, ids, ids, shares, shares, ids, shares, np.zeros((0, 1), np.float32)
+        )
     return TeacherAnswers(*map(np.concatenate, zip(*batches, strict=True)))
 
 
 def write_labels(
-    answers: dict[str, TeacherAnswers], splits: Mapping[str, Source], classes: Sequence[str], target: Path
+    answers: dict[str, TeacherAnswers],
+    splits: Mapping[str, Source],
+    classes: Sequence[str],
+    target: Path,
 ) -> list[str]:
     """Write labels.csv and labels.html; return a summary of the doubted labels."""
     doubts, counts = [], []
@@ -89,59 +103,108 @@ def write_labels(
         counts.append(f"{len(listed)} of {len(answer.id)} in '{split}'")
         doubts += listed
     doubts.sort(key=lambda doubt: (doubt.rank, doubt.image))
-    head = ("split", "name", "label", "prediction", "share of prediction", "share of label")
+    head = (
+        "split",
+        "name",
+        "label",
+        "prediction",
+        "share of prediction",
+        "share of label",
+    )
     rows = [(*doubt.image[:3], *doubt[2:]) for doubt in doubts]
     lists.write_table(target / "labels.csv", [head, *rows])
     figures = [
-        (f"{doubt.image.label}, or {doubt.prediction} ({100 * doubt.confidence:.0f} %)?", [doubt.image])
+        (
+            (
+                f"{doubt.image.label}, or {doubt.prediction}"
+                f" ({100 * doubt.confidence:.0f} %)?"
+            ),
+            [doubt.image],
+        )
         for doubt in doubts
     ]
     limits = LIMITS.format(planted=planted(answers["val"]))
-    page = lists.page("Labels that the teacher doubts, the surest first", figures, splits, limits)
+    page = lists.page(
+        "Labels that the teacher doubts, the surest first", figures, splits, limits
+    )
     write_text(target / "labels.html", page)
-    lines = [f"labels    doubted by the teacher: {', '.join(counts)}", f"          {limits}"]
+    lines = [
+        f"labels    doubted by the teacher: {', '.join(counts)}",
+        f"          {limits}",
+    ]
     for doubt in doubts[:NAMED]:
         image = doubt.image
-        lines.append(f"          {image.split}:{image.name} is labelled {image.label}, predicted {doubt.prediction}")
+        lines.append(
+            f"          {image.split}:{image.name} is labelled {image.label}, predicted"
+            f" {doubt.prediction}"
+        )
     return lines
 
 
-def _doubts(answer: TeacherAnswers, split: str, source: Source, classes: Sequence[str]) -> list[Doubt]:
+def _doubts(
+    answer: TeacherAnswers, split: str, source: Source, classes: Sequence[str]
+) -> list[Doubt]:
     """Return a split's doubted labels, most certain first."""
-    rows = doubted(answer.label, answer.prediction, answer.confidence, answer.label_probability)
+    rows = doubted(
+        answer.label, answer.prediction, answer.confidence, answer.label_probability
+    )
     doubts = []
     for rank, row in enumerate(rows):
         id = int(answer.id[row])
         image = lists.Seen(split, source.name(id), classes[int(answer.label[row])], id)
-        confidence, share = (round(float(part[row]), 4) for part in (answer.confidence, answer.label_probability))
-        doubts.append(Doubt(rank, image, classes[int(answer.prediction[row])], confidence, share))
+        confidence, share = (
+            round(float(part[row]), 4)
+            for part in (answer.confidence, answer.label_probability)
+        )
+        doubts.append(
+            Doubt(rank, image, classes[int(answer.prediction[row])], confidence, share)
+        )
     return doubts
 
 
-def write_repeats(answers: dict[str, TeacherAnswers], splits: Mapping[str, Source], target: Path) -> list[str]:
-    """Add to duplicates.csv the pairs between splits with similar outputs that show one photograph."""
+def write_repeats(
+    answers: dict[str, TeacherAnswers], splits: Mapping[str, Source], target: Path
+) -> list[str]:
+    """Add to duplicates.csv the pairs between splits with similar outputs that show one
+    photograph.
+    """
     train, val = answers["train"], answers["val"]
     if not len(train.id) or not len(val.id):
         return []
     val_rows, train_rows = neighbours(train.vector, val.vector)
     ids = {"val": val.id, "train": train.id[np.unique(train_rows)]}
     album, row_of = _album(ids, splits)
-    first, second = row_of["train"][train.id[train_rows]], row_of["val"][val.id[val_rows]]
+    first, second = (
+        row_of["train"][train.id[train_rows]],
+        row_of["val"][val.id[val_rows]],
+    )
     readable = (first >= 0) & (second >= 0)
     variant = np.full(readable.sum(), UNKNOWN)
-    candidates = Pairs(first[readable], second[readable], variant, np.zeros(len(variant)))
+    candidates = Pairs(
+        first[readable], second[readable], variant, np.zeros(len(variant))
+    )
     repeats = lists.repeats(album, same_photograph(album, candidates), splits)
     earlier = lists.with_ids(lists.read_repeats(target), splits)
     listed = lists.worst_first([*earlier, *repeats])
     if listed:
         lists.write_repeats(target, listed, splits)
-    text = f"{len(repeats)} pairs in two splits by the teacher's outputs, {len(listed) - len(earlier)} of them new"
+    text = (
+        f"{len(repeats)} pairs in two splits by the teacher's outputs,"
+        f" {len(listed) - len(earlier)} of them new"
+    )
     listing = f"{lists.DUPLICATES} has {len(listed)}" if listed else "none is listed"
-    return [f"repeats   {text}; {listing}", "          `kd-train --check=all` compares all images, pixel by pixel"]
+    return [
+        f"repeats   {text}; {listing}",
+        "          `kd-train --check=all` compares all images, pixel by pixel",
+    ]
 
 
-def _album(ids: Mapping[str, np.ndarray], splits: Mapping[str, Source]) -> tuple[Album, dict[str, np.ndarray]]:
-    """Decode images of splits; return their album, and the row of each id in it (-1: none)."""
+def _album(
+    ids: Mapping[str, np.ndarray], splits: Mapping[str, Source]
+) -> tuple[Album, dict[str, np.ndarray]]:
+    """Decode images of splits; return their album, and the row of each id in it (-1:
+    none).
+    """
     album = Album(sum(map(len, ids.values())))
     row_of = {split: np.full(len(splits[split]), -1) for split in ids}
     numbers = [*splits]
@@ -157,13 +220,18 @@ def _album(ids: Mapping[str, np.ndarray], splits: Mapping[str, Source]) -> tuple
 
 
 def doubted(
-    label: np.ndarray, prediction: np.ndarray, confidence: np.ndarray, label_probability: np.ndarray
+    label: np.ndarray,
+    prediction: np.ndarray,
+    confidence: np.ndarray,
+    label_probability: np.ndarray,
 ) -> np.ndarray:
-    """Return the images for which the teacher predicts another class, as rows of [N], the most doubtful label first.
+    """Return the images for which the teacher predicts another class, as rows of [N],
+    the most doubtful label first.
 
-    They are ranked by the label's probability over that of the prediction. In `audit_labels_peers_*.csv` this finds
-    more mistakes than confidence relative to each class (arXiv:1911.00068), and about as many as the best of cleanlab's
-    rules; it was chosen on those data.
+    They are ranked by the label's probability over that of the prediction. In
+    `audit_labels_peers_*.csv` this finds more mistakes than confidence relative to each
+    class (arXiv:1911.00068), and about as many as the best of cleanlab's rules; it was
+    chosen on those data.
     """
     rows = np.flatnonzero(prediction != label)
     ratio = label_probability[rows] / confidence[rows]
@@ -171,8 +239,12 @@ def doubted(
 
 
 def planted(answer: TeacherAnswers) -> str:
-    """Change k random labels of a split and report how many of them are among the first k doubted labels."""
-    rows = np.random.default_rng(0).permutation(len(answer.id))[: round(PLANTED * len(answer.id))]
+    """Change k random labels of a split and report how many of them are among the first
+    k doubted labels.
+    """
+    rows = np.random.default_rng(0).permutation(len(answer.id))[
+        : round(PLANTED * len(answer.id))
+    ]
     count = len(rows)
     if count < FEWEST:
         return "How many was not measured: there are too few validation images"
@@ -181,7 +253,10 @@ def planted(answer: TeacherAnswers) -> str:
     label_probability[rows] = answer.trial_probability[rows]
     doubts = doubted(label, answer.prediction, answer.confidence, label_probability)
     right = int(np.isin(doubts[:count], rows).sum())
-    trial = f"Of {count} validation labels that were changed at random for a trial {right} were among the first {count}"
+    trial = (
+        f"Of {count} validation labels that were changed at random for a trial {right}"
+        f" were among the first {count}"
+    )
     return f"{trial}; of labels that the teacher has learned it finds fewer"
 
 
@@ -189,15 +264,21 @@ def narrow(vectors: np.ndarray) -> np.ndarray:
     """Return vectors [N, D] of length 1, D at most 64, by a fixed random projection."""
     wide = vectors.astype(np.float32)
     if wide.shape[1] > WIDTH:
-        wide = wide @ np.random.default_rng(0).normal(size=(wide.shape[1], WIDTH)).astype(np.float32)
+        wide = wide @ np.random.default_rng(0).normal(
+            size=(wide.shape[1], WIDTH)
+        ).astype(np.float32)
     return wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12)
 
 
 def neighbours(train: np.ndarray, val: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return index pairs (in `val`, in `train`): for each row of `val`, its 5 nearest by cosine in `train`."""
+    """Return index pairs (in `val`, in `train`): for each row of `val`, its 5 nearest
+    by cosine in `train`.
+    """
     count = min(NEIGHBOURS, len(train))
     nearest = np.empty((len(val), count), np.int64)
     for start in range(0, len(val), ROWS):
         cosines = val[start : start + ROWS] @ train.T
-        nearest[start : start + ROWS] = np.argpartition(-cosines, count - 1, axis=1)[:, :count]
+        nearest[start : start + ROWS] = np.argpartition(-cosines, count - 1, axis=1)[
+            :, :count
+        ]
     return np.repeat(np.arange(len(val)), count), nearest.ravel()

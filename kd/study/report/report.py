@@ -18,7 +18,15 @@ from kd.setup.recipe import Recipe, resolve
 from kd.study.report.operators import how_to_profile, profile_of, table_of
 from kd.study.report.page import render
 from kd.study.report.predictions import answers
-from kd.study.report.record import RunRecord, differences, mean_cells, price_rows, record_of, repeats, verdicts
+from kd.study.report.record import (
+    RunRecord,
+    differences,
+    mean_cells,
+    price_rows,
+    record_of,
+    repeats,
+    verdicts,
+)
 from kd.study.report.summary import described
 
 
@@ -40,9 +48,9 @@ def report(
 ) -> Report:
     """Write the page of one or several runs.
 
-    The page is `target`, or report.html in the first folder. `images`: validation images to predict, 0: all.
-    `overrides` of the runs' configurations give the data's present folder or the machine's price; `trust` runs code
-    named there.
+    The page is `target`, or report.html in the first folder. `images`: validation
+    images to predict, 0: all. `overrides` of the runs' configurations give the data's
+    present folder or the machine's price; `trust` runs code named there.
     """
     file = target or paths[0] / "report.html"
     with _damage_as_one_line(paths):
@@ -52,24 +60,42 @@ def report(
     return Report(file, len(page.encode()), text)
 
 
-def prices(paths: Sequence[Path], overrides: Sequence[str] = (), trust: bool = False) -> list[dict[str, str]]:
+def prices(
+    paths: Sequence[Path], overrides: Sequence[str] = (), trust: bool = False
+) -> list[dict[str, str]]:
     """Return a table that compares the costs of runs."""
     with _damage_as_one_line(paths):
         runs = distinct([record_of(*_opened(path, overrides, trust)) for path in paths])
         if not any(run.cost for run in runs):
-            remedy = "Add price.instance=ml.g5.xlarge, or price.per_hour=1.5, behind the runs"
-            raise RunError("price.instance", "no run has a price", "The machine, or its price an hour", remedy)
+            remedy = (
+                "Add price.instance=ml.g5.xlarge, or price.per_hour=1.5, behind the"
+                " runs"
+            )
+            raise RunError(
+                "price.instance",
+                "no run has a price",
+                "The machine, or its price an hour",
+                remedy,
+            )
         return price_rows(runs)
 
 
 @contextmanager
 def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
-    """Convert an error from foreign values in a run's files into a RunError of one line."""
+    """Convert an error from foreign values in a run's files into a RunError of one
+    line.
+    """
     try:
         yield
     except DAMAGE as error:
-        wrong = f"a file in '{', '.join(map(str, paths))}' is corrupt or was edited ({named(error)})"
-        remedy = "Restore it; metrics.jsonl and manifest.json are needed, the other .json and .jsonl may be removed"
+        wrong = (
+            f"a file in '{', '.join(map(str, paths))}' is corrupt or was edited"
+            f" ({named(error)})"
+        )
+        remedy = (
+            "Restore it; metrics.jsonl and manifest.json are needed, the other .json"
+            " and .jsonl may be removed"
+        )
         raise RunError("run", wrong, "", remedy) from error
 
 
@@ -77,24 +103,46 @@ def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Number repeated run names."""
     names = [run.name for run in runs]
     counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
-    return [replace(run, name=f"{run.name} ({n})") if n > 1 else run for run, n in zip(runs, counts, strict=True)]
+    return [
+        replace(run, name=f"{run.name} ({n})") if n > 1 else run
+        for run, n in zip(runs, counts, strict=True)
+    ]
 
 
-def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = False) -> RunRecord:
-    """Read a run folder; a negative number of images leaves out the models' predictions."""
+def read(
+    path: Path, images: int, overrides: Sequence[str] = (), trust: bool = False
+) -> RunRecord:
+    """Read a run folder; a negative number of images leaves out the models'
+    predictions.
+    """
     folder, recipe = _opened(path, overrides, trust)
     counted, note = None, ""
-    exported, profiled = path / "export" / "manifest.json", path / "profile" / "operators.json"
+    exported, profiled = (
+        path / "export" / "manifest.json",
+        path / "profile" / "operators.json",
+    )
     if images >= 0 and folder.best_row():
         vouched = Trust.of(trust, overrides, recipe.data)
         counted, note = answers(folder, recipe, images, vouched)
     return replace(
         record_of(folder, recipe),
-        timeline={int(file.stem.rpartition("_")[2]): read_rows(file) for file in sorted(path.glob("timeline_*.jsonl"))},
-        monitor={file.stem.partition("_")[2]: read_rows(file) for file in sorted(path.glob("monitor_*.jsonl"))},
+        timeline={
+            int(file.stem.rpartition("_")[2]): read_rows(file)
+            for file in sorted(path.glob("timeline_*.jsonl"))
+        },
+        monitor={
+            file.stem.partition("_")[2]: read_rows(file)
+            for file in sorted(path.glob("monitor_*.jsonl"))
+        },
         answers=counted,
-        exported=read_json(exported, "run", "Remove the file") if exported.is_file() else {},
-        profile=read_json(profiled, "run", "Remove the file", profile_of) if profiled.is_file() else {},
+        exported=(
+            read_json(exported, "run", "Remove the file") if exported.is_file() else {}
+        ),
+        profile=(
+            read_json(profiled, "run", "Remove the file", profile_of)
+            if profiled.is_file()
+            else {}
+        ),
         notes=(note,) if note else (),
     )
 
@@ -105,7 +153,9 @@ def _opened(path: Path, overrides: Sequence[str], trust: bool) -> tuple[RunDir, 
 
 
 def summary(runs: Sequence[RunRecord]) -> str:
-    """Return runs as Markdown: each run, findings, comparisons, means over seeds, costs, different keys."""
+    """Return runs as Markdown: each run, findings, comparisons, means over seeds,
+    costs, different keys.
+    """
     lines = [f"# {', '.join(run.name for run in runs)}", ""]
     for run in runs:
         lines += ["", f"## {run.name}", ""] if len(runs) > 1 else []
@@ -113,7 +163,12 @@ def summary(runs: Sequence[RunRecord]) -> str:
         for one in run.findings:
             change = f"{one['key']}={one['value']}"
             advice = one["advice"].replace(change, f"`{change}`")
-            lines.append(printed(f"- **{one['rule']}** ({one['severity']}): {one['evidence']}. {advice}"))
+            lines.append(
+                printed(
+                    f"- **{one['rule']}** ({one['severity']}): {one['evidence']}."
+                    f" {advice}"
+                )
+            )
         lines += [""] if run.findings else []
         if drawn := chain_lines(run.exported):
             lines += ["Where the export comes from:", "", "```", *drawn, "```", ""]
@@ -121,13 +176,31 @@ def summary(runs: Sequence[RunRecord]) -> str:
         lines += ["On the same images, with the 95 % interval of the difference:", ""]
         lines += [*(f"- {line}" for line in compared), ""]
     for group in repeats(runs):
-        cells = ", ".join(f"{title} {text}" for title, text in mean_cells(group).items())
-        lines += [f"Mean of {len(group)} seeds ({', '.join(run.name for run in group)}), 95 % interval: {cells}.", ""]
+        cells = ", ".join(
+            f"{title} {text}" for title, text in mean_cells(group).items()
+        )
+        lines += [
+            (
+                f"Mean of {len(group)} seeds ({', '.join(run.name for run in group)}),"
+                f" 95 % interval: {cells}."
+            ),
+            "",
+        ]
     if any(run.cost for run in runs):
         lines += ["Costs:", "", table(price_rows(runs)), ""]
     if len(runs) > 1:
         operators, rows = table_of(runs), differences(runs)
-        lines += ["Profiled, milliseconds per image:", "", table(operators), ""] if operators else []
+        lines += (
+            ["Profiled, milliseconds per image:", "", table(operators), ""]
+            if operators
+            else []
+        )
         lines += [f"{text}\n" for run in runs if (text := how_to_profile(run))]
-        lines += ["What differs in the configuration:", "", table(rows), ""] if rows else ["One configuration.", ""]
-    return "\n".join(map(printed, "\n".join(lines).split("\n")))  # names and values are a stranger's too
+        lines += (
+            ["What differs in the configuration:", "", table(rows), ""]
+            if rows
+            else ["One configuration.", ""]
+        )
+    return "\n".join(
+        map(printed, "\n".join(lines).split("\n"))
+    )  # names and values are a stranger's too

@@ -25,12 +25,16 @@ def described(run: RunRecord) -> list[str]:
     models, samples = {**teachers, student: row}, samples_of(scored, teachers, student)
     size = run.manifest.get("parameters", {})
     one, own = len(teachers) == 1, total((run.spent, run.at_hand))
-    sizes = [(size.get("teacher", 0) if one else 0, 0.0, run.fitting_spent if one else None)] * len(teachers)
+    sizes = [
+        (size.get("teacher", 0) if one else 0, 0.0, run.fitting_spent if one else None)
+    ] * len(teachers)
     sizes.append((size.get("student", 0), run.images_per_second, own))
     if baseline is not None and baseline.best:
         models[ALONE] = baseline.counted
         samples |= samples_of(baseline.scored, (), ALONE)
-        sizes.append((size.get("student", 0), baseline.images_per_second, baseline.spent))
+        sizes.append(
+            (size.get("student", 0), baseline.images_per_second, baseline.spent)
+        )
     rows = [
         {
             **cells,
@@ -38,23 +42,38 @@ def described(run: RunRecord) -> list[str]:
             "training images/s": f"{speed:.0f}" if speed else "-",
             f"training, {clock_of(run)}": clock(spent) if spent else "-",
         }
-        for cells, (parameters, speed, spent) in zip(scores.table(models, samples), sizes, strict=True)
+        for cells, (parameters, speed, spent) in zip(
+            scores.table(models, samples), sizes, strict=True
+        )
     ]
-    on = [f"On {scored.images:,} {scored.title} images:", ""] if scored is not None else []
+    on = (
+        [f"On {scored.images:,} {scored.title} images:", ""]
+        if scored is not None
+        else []
+    )
     lines = [*stands, *on, table(rows), "", *differences(scores, row, samples, student)]
     lines += [comparison, ""] if comparison else []
     for of, one in (("", run), ("Labels only: ", baseline)):
-        lines += [of + skipped_text(one.skipped, one.steps), ""] if one is not None and one.skipped else []
+        lines += (
+            [of + skipped_text(one.skipped, one.steps), ""]
+            if one is not None and one.skipped
+            else []
+        )
     lines += [
         f"{where[0].upper()}{where[1:]}: {one['text']}.\n"
         for where, one in run.manifest.get("teacher_home", {}).items()
     ]
     lines += [text] if (text := sifted(run.epochs, run.train, run.manifest)) else []
     lines += [scored.note, ""] if scored is not None else []
-    lines += [leaks, ""] if run.answers is not None and (leaks := run.answers.without_leaks()) else []
+    lines += (
+        [leaks, ""]
+        if run.answers is not None and (leaks := run.answers.without_leaks())
+        else []
+    )
     column, seed = run.selection_metric, run.keys.get("run.seed", 0)
     best = (
-        f"Chosen from the evaluations on the validation split by {column.with_title(run.best[column.key])}; seed {seed}"
+        "Chosen from the evaluations on the validation split by"
+        f" {column.with_title(run.best[column.key])}; seed {seed}"
     )
     lines += [f"{best}; {clock(run.seconds)} of training.", ""]
     if text := verdict(run):
@@ -63,12 +82,18 @@ def described(run: RunRecord) -> list[str]:
 
 
 def differences(
-    scores: Scores, row: Mapping[str, float], samples: Mapping[str, Mapping[str, Samples]], student: str
+    scores: Scores,
+    row: Mapping[str, float],
+    samples: Mapping[str, Mapping[str, Samples]],
+    student: str,
 ) -> list[str]:
-    """Compare the student with each other model by the selection metric; nothing without intervals."""
+    """Compare the student with each other model by the selection metric; nothing
+    without intervals.
+    """
     column, own = scores.deciding(row), samples.get(student, {})
     lines = [
-        f"- {student} against {name}: {column.title} {column.difference(own[column.key], other[column.key])}"
+        f"- {student} against {name}: {column.title}"
+        f" {column.difference(own[column.key], other[column.key])}"
         for name, other in samples.items()
         if name != student and column.key in own and column.key in other
     ]
@@ -81,10 +106,12 @@ def clock_of(run: RunRecord) -> str:
 
 
 def verdict(run: RunRecord) -> str:
-    """Report from which cost on distillation pays, against labels alone on the same images.
+    """Report from which cost on distillation pays, against labels alone on the same
+    images.
 
-    The cost includes the fit of a fitted teacher, but only the outputs of an existing one. Labels alone must have had
-    as much or have stopped improving: their best is then held level. "": a score has no samples.
+    The cost includes the fit of a fitted teacher, but only the outputs of an existing
+    one. Labels alone must have had as much or have stopped improving: their best is
+    then held level. "": a score has no samples.
     """
     alone, column = run.baseline, run.selection_metric
     if alone is None or run.scored is None:
@@ -92,19 +119,33 @@ def verdict(run: RunRecord) -> str:
     points, _, found = run.scored.against(alone.samples, column).rpartition(": ")
     if not points:
         return ""
-    hard = any(value is True for key, value in run.keys.items() if key.endswith(".hard"))
+    hard = any(
+        value is True for key, value in run.keys.items() if key.endswith(".hard")
+    )
     taught = " from the teacher's class (hard)" if hard else ""
     text = f"{column.title} {points}{taught} against labels alone"
     clocked, arms = clock_of(run), Arms.of(run)
     if arms is None:
-        return f"No verdict, since what each part took is not recorded: {text}, with one seed."
+        return (
+            f"No verdict, since what each part took is not recorded: {text}, with one"
+            " seed."
+        )
     cost, had = max(arms.distilled), max(arms.alone)
     training = f"Training in {clocked} (wall-clock): {', '.join(costs_of(run, alone))}."
     ended, equal = has_stopped(arms.alone), had >= ENOUGH * cost
     if not (equal or ended):
-        more = f"`run.baseline_steps={math.ceil(alone.steps * cost / had)}` gives a verdict at equal cost"
-        return f"No verdict: {text}, which still learned; they had {clock(had)} of {clock(cost)}. {more}. {training}"
-    answer, paid = learned(run).answer, "Does not pay" if found == "worse" else "Not shown to pay"
+        more = (
+            f"`run.baseline_steps={math.ceil(alone.steps * cost / had)}` gives a"
+            " verdict at equal cost"
+        )
+        return (
+            f"No verdict: {text}, which still learned; they had {clock(had)} of"
+            f" {clock(cost)}. {more}. {training}"
+        )
+    answer, paid = (
+        learned(run).answer,
+        ("Does not pay" if found == "worse" else "Not shown to pay"),
+    )
     if found == "better":
         paid = f"Pays from {clock(arms.pays_from)} of {clocked} on"
     elif answer == "learning":
@@ -118,18 +159,26 @@ def verdict(run: RunRecord) -> str:
 
 
 def costs_of(run: RunRecord, alone: RunRecord) -> list[str]:
-    """Return the cost of each part of both arms, and its wall-clock time where one passed."""
+    """Return the cost of each part of both arms, and its wall-clock time where one
+    passed.
+    """
     parts = (
         ("the teacher's fit", run.fitting_spent, run.fitting),
         ("outputs at hand", run.at_hand, 0.0),
         ("the student with new outputs", run.spent, run.seconds),
         ("labels alone", alone.spent, alone.seconds),
     )
-    return [f"{name} {clock(cost)}" + (f" ({clock(wall)})" if wall else "") for name, cost, wall in parts if cost]
+    return [
+        f"{name} {clock(cost)}" + (f" ({clock(wall)})" if wall else "")
+        for name, cost, wall in parts
+        if cost
+    ]
 
 
 def curves_table(run: RunRecord) -> list[str]:
-    """Return the best scores of both arms over their total cost as lines of Markdown; [] without recorded costs."""
+    """Return the best scores of both arms over their total cost as lines of Markdown;
+    [] without recorded costs.
+    """
     arms, column = Arms.of(run), run.selection_metric
     if arms is None:
         return []
@@ -138,18 +187,39 @@ def curves_table(run: RunRecord) -> list[str]:
         return "-" if math.isnan(score) else column.text(score)
 
     rows = [
-        {f"total {clock_of(run)}": clock(cost), "distilled": cell(distilled), "labels alone": cell(alone)}
+        {
+            f"total {clock_of(run)}": clock(cost),
+            "distilled": cell(distilled),
+            "labels alone": cell(alone),
+        }
         for cost, distilled, alone in arms.table()
     ]
-    teacher = "the teacher's fit and outputs" if run.fitting_spent else "the outputs of a teacher that was given"
-    return [f"Best validation {column.title} so far; {clock_of(run)} with {teacher}:", "", table(rows), ""]
+    teacher = (
+        "the teacher's fit and outputs"
+        if run.fitting_spent
+        else "the outputs of a teacher that was given"
+    )
+    return [
+        f"Best validation {column.title} so far; {clock_of(run)} with {teacher}:",
+        "",
+        table(rows),
+        "",
+    ]
 
 
 def learning_text(run: RunRecord) -> str:
-    """Report whether the student of a finished run had stopped learning, and what a longer run takes."""
+    """Report whether the student of a finished run had stopped learning, and what a
+    longer run takes.
+    """
     known, each = learned(run), cost_of_step(run)
-    forms = {"learning": "The student was still learning", "stopped": "The student had stopped learning"}
-    text = forms.get(known.answer, "Whether the student was still learning is not known") + f": {known.reason}."
+    forms = {
+        "learning": "The student was still learning",
+        "stopped": "The student had stopped learning",
+    }
+    text = (
+        forms.get(known.answer, "Whether the student was still learning is not known")
+        + f": {known.reason}."
+    )
     if known.answer != "learning" or not each:
         return text
     key = "steps" if run.keys.get("run.steps") else "epochs"

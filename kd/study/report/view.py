@@ -76,6 +76,14 @@ def section(title: str, cards: Sequence[Card], hint: str = "") -> list[Section]:
 
 
 def bars(rows: Mapping[str, Sequence[tuple[float, str, str]]]) -> dict[str, list[Bar]]:
-    """Return bars by name, from values with colour and text; the longest value has the whole width."""
-    longest = max((value for values in rows.values() for value, *_ in values), default=0.0) or 1.0
-    return {name: [Bar(100 * value / longest, *style) for value, *style in values] for name, values in rows.items()}
+    """Return bars by name, from values with colour and text; the longest value has the
+    whole width.
+    """
+    longest = (
+        max((value for values in rows.values() for value, *_ in values), default=0.0)
+        or 1.0
+    )
+    return {
+        name: [Bar(100 * value / longest, *style) for value, *style in values]
+        for name, values in rows.items()
+    }

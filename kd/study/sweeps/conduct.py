@@ -1,4 +1,6 @@
-"""Conduct a sweep: check everything, train the trials, train the best again with other seeds, and write the results."""
+"""Conduct a sweep: check everything, train the trials, train the best again with other
+seeds, and write the results.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,21 @@ from kd.files.storage import write_json, write_text
 from kd.study.sweeps import frontier, ranking
 from kd.study.sweeps.costs import COSTS
 from kd.study.sweeps.processes import failure
-from kd.study.sweeps.search import Goal, Sampler, opened, pruner_of, rehearse, sampler_of
-from kd.study.sweeps.space import Space, Trial, require_different, sharing, student_alike
+from kd.study.sweeps.search import (
+    Goal,
+    Sampler,
+    opened,
+    pruner_of,
+    rehearse,
+    sampler_of,
+)
+from kd.study.sweeps.space import (
+    Space,
+    Trial,
+    require_different,
+    sharing,
+    student_alike,
+)
 from kd.study.sweeps.trials import Trials, alone
 
 FRESH = 2  # number of other seeds with which the best trial is trained again
@@ -38,12 +53,16 @@ class SweepPlan:
     count: int  # number of drawn trials; 0: all combinations
     sampler: Sampler | None
     pruner: optuna.pruners.BasePruner
-    probes: Sequence[Trial]  # all combinations, or a few trials that together have each value
+    probes: Sequence[
+        Trial
+    ]  # all combinations, or a few trials that together have each value
 
     @property
     def name(self) -> str:
         """The run's own name."""
-        return self.probes[0].config.run.name.removesuffix(f"_sweep/{self.probes[0].name}")
+        return self.probes[0].config.run.name.removesuffix(
+            f"_sweep/{self.probes[0].name}"
+        )
 
     @property
     def folder(self) -> Path:
@@ -56,10 +75,17 @@ class SweepPlan:
         return len(alike) > 1 or not {*COSTS}.isdisjoint(self.goal.objectives)
 
     def trial(self, values: Mapping[str, str], threads: int, baseline: bool) -> Trial:
-        return self.space.trial(values, f"{self.name}_sweep", sharing(self.space.load(values), threads), baseline)
+        return self.space.trial(
+            values,
+            f"{self.name}_sweep",
+            sharing(self.space.load(values), threads),
+            baseline,
+        )
 
 
-def planned(space: Space, trials: int, sampler: str, pruner: str, by: str, objectives: str) -> SweepPlan:
+def planned(
+    space: Space, trials: int, sampler: str, pruner: str, by: str, objectives: str
+) -> SweepPlan:
     """Check a sweep; see `kd.study.sweeps.sweep.sweep`."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     first = space.load(space.probes()[0])
@@ -68,7 +94,10 @@ def planned(space: Space, trials: int, sampler: str, pruner: str, by: str, objec
     end = pruner_of(pruner, goal)
     combinations = space.probes() if draw else space.combinations()
     folder = f"{first.run.name}_sweep"
-    probes = [space.trial(values, folder, sharing(space.load(values), 1)) for values in combinations]
+    probes = [
+        space.trial(values, folder, sharing(space.load(values), 1))
+        for values in combinations
+    ]
     require_different(probes)
     rehearse(space, goal, draw, end)
     return SweepPlan(space, goal, trials, draw, end, probes)
@@ -78,17 +107,38 @@ def trained(plan: SweepPlan, storage: str, jobs: int) -> dict[str, Any]:
     """Train a sweep, and return the fields of `kd.study.sweeps.sweep.Sweep`."""
     with alone(plan.folder):
         file = plan.folder / "sweep.json"
-        if not file.is_file():  # a resumed trial keeps the sweep's initial number of threads, so its bits do not change
+        # a resumed trial keeps the sweep's initial number of threads, so its bits do
+        # not change
+        if not file.is_file():
             write_json(file, {"threads": max(1, cores() // jobs)})
-        threads = read_json(file, "run.folder", "Remove the file", lambda content: int(content["threads"]))
-    tried = _trials(plan, storage, partial(plan.trial, threads=threads, baseline=plan.sized))
+        threads = read_json(
+            file,
+            "run.folder",
+            "Remove the file",
+            lambda content: int(content["threads"]),
+        )
+    tried = _trials(
+        plan, storage, partial(plan.trial, threads=threads, baseline=plan.sized)
+    )
     done = len(tried.rows())
-    log.info("sweep: '%s', study '%s', %d trials recorded", plan.folder, tried.study.study_name, done)
+    log.info(
+        "sweep: '%s', study '%s', %d trials recorded",
+        plan.folder,
+        tried.study.study_name,
+        done,
+    )
     if not done:
-        log.info("sweep: runs that have ended in an earlier study are read, not trained again")
+        log.info(
+            "sweep: runs that have ended in an earlier study are read, not trained"
+            " again"
+        )
     tried.train(jobs, plan.count, plan.sampler)
     winner = _best(tried)
-    again = _trials(_with_seeds(plan, winner), storage, partial(plan.trial, threads=threads, baseline=False))
+    again = _trials(
+        _with_seeds(plan, winner),
+        storage,
+        partial(plan.trial, threads=threads, baseline=False),
+    )
     again.train(jobs, final=True)
     if failed := again.failed():
         raise failure(failed[0][1])
@@ -98,7 +148,12 @@ def trained(plan: SweepPlan, storage: str, jobs: int) -> dict[str, Any]:
 
 def _trials(plan: SweepPlan, storage: str, trial_of: Any) -> Trials:
     """Open the study of a plan: equal settings, values and objectives, equal study."""
-    content = (plan.probes[0].name, sorted(plan.space.axes.items()), plan.goal.by, plan.goal.objectives)
+    content = (
+        plan.probes[0].name,
+        sorted(plan.space.axes.items()),
+        plan.goal.by,
+        plan.goal.objectives,
+    )
     name = f"{plan.name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:8]}"
     with alone(plan.folder):
         study = opened(name, storage, plan.folder, plan.goal, plan.pruner)
@@ -110,10 +165,19 @@ def _with_seeds(plan: SweepPlan, winner: Trial) -> SweepPlan:
     newest = max(trial.config.run.seed for trial in plan.probes)
     seeds = [str(newest + 1 + number) for number in range(FRESH)]
     lists = {**{key: [text] for key, text in winner.values.items()}, "run.seed": seeds}
-    axes = {key: optuna.distributions.CategoricalDistribution(texts) for key, texts in lists.items()}
+    axes = {
+        key: optuna.distributions.CategoricalDistribution(texts)
+        for key, texts in lists.items()
+    }
     never = optuna.pruners.NopPruner()
     goal = replace(plan.goal, objectives=())
-    return replace(plan, space=replace(plan.space, axes=axes), goal=goal, pruner=never, sampler=None)
+    return replace(
+        plan,
+        space=replace(plan.space, axes=axes),
+        goal=goal,
+        pruner=never,
+        sampler=None,
+    )
 
 
 def _best(tried: Trials) -> Trial:
@@ -122,29 +186,57 @@ def _best(tried: Trials) -> Trial:
     if not rows and failed:
         raise failure(failed[0][1])
     if not rows:
-        raise RunError("--pruner", "ended all trials", "At least one trial that ends", "Choose a milder one")
+        raise RunError(
+            "--pruner",
+            "ended all trials",
+            "At least one trial that ends",
+            "Choose a milder one",
+        )
     if len({row.get("data") for row in rows}) > 1:
         wrong = "the trials were not all scored on the same validation images"
-        remedy = f"Sweep no key that changes them; where the images have changed, remove '{tried.folder}'"
+        remedy = (
+            "Sweep no key that changes them; where the images have changed, remove"
+            f" '{tried.folder}'"
+        )
         raise RunError("data", wrong, "One validation split", remedy)
     return tried.trial(rows[0])
 
 
-def _written(plan: SweepPlan, tried: Trials, winner: Trial, fresh: list[dict[str, Any]]) -> dict[str, Any]:
-    """Score the best on the test images, time the students, and write best.yaml and sweep.md."""
+def _written(
+    plan: SweepPlan, tried: Trials, winner: Trial, fresh: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Score the best on the test images, time the students, and write best.yaml and
+    sweep.md.
+    """
     folder, best = plan.folder, plan.folder / "best.yaml"
     baseline = plan.space.load(winner.values).run.baseline  # the user's own setting
     run = replace(winner.config.run, name=f"{plan.name}_best", baseline=baseline)
     write_text(best, config.dump(replace(winner.config, run=run)))
     tested = tried.test(winner) if any("test" in row for row in fresh) else {}
     rows = tried.rows()
-    column, reference, notes = tried.goal.columns[rows[0]["key"]], dict[str, Any](), list[str]()
+    column, reference, notes = (
+        tried.goal.columns[rows[0]["key"]],
+        dict[str, Any](),
+        list[str](),
+    )
     if plan.sized:
         rows, reference = frontier.measured(tried, rows)
         notes = [frontier.write(rows, reference, column, folder)]
     shown = ranking.table_of(rows, tried, column, reference)
-    hints = f"`kd-train {best}` trains the best again; `kd-report {folder}/*/` shows all curves on one page."
-    text = "\n\n".join([shown, *notes, ranking.luck(rows, fresh, tested, column), hints])
+    hints = (
+        f"`kd-train {best}` trains the best again; `kd-report {folder}/*/` shows all"
+        " curves on one page."
+    )
+    text = "\n\n".join(
+        [shown, *notes, ranking.luck(rows, fresh, tested, column), hints]
+    )
     write_text(folder / "sweep.md", text + "\n")
-    fields = {"folder": folder, "best": best, "rows": rows, "fresh": fresh, "tested": tested, "text": text}
+    fields = {
+        "folder": folder,
+        "best": best,
+        "rows": rows,
+        "fresh": fresh,
+        "tested": tested,
+        "text": text,
+    }
     return {**fields, "study": tried.study}

@@ -1,6 +1,7 @@
 """What a student costs: the CPU time per image, the size of its graph, its parameters.
 
-Each model is exported to ONNX as by `kd-export`, and the exporter's clock times several in turns.
+Each model is exported to ONNX as by `kd-export`, and the exporter's clock times several
+in turns.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ COSTS = ("ms", "mb")  # objectives of a sweep that are no scores; smaller is bet
 SECONDS = 2.0  # most seconds of timing per model
 
 
-def timed(loads: Mapping[str, Callable[[], Classifier]], sides: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Return the costs of models, given functions that load them; `sides`: image sizes in pixels."""
+def timed(
+    loads: Mapping[str, Callable[[], Classifier]], sides: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """Return the costs of models, given functions that load them; `sides`: image sizes
+    in pixels.
+    """
     costs, calls, draw = dict[str, dict[str, Any]](), {}, np.random.default_rng(0)
     for name, load in loads.items():
         try:

@@ -28,21 +28,29 @@ from kd.study.sweeps.trials import Trials
 
 TEACHER = "teacher"
 SIZE = (660, 300)  # of the plot, pixels
-COLORS = {"frontier": "#2f6fde", "others": "#98a2b3", "labels only": "#d9822b", TEACHER: "#8e5bd0"}
+COLORS = {
+    "frontier": "#2f6fde",
+    "others": "#98a2b3",
+    "labels only": "#d9822b",
+    TEACHER: "#8e5bd0",
+}
 NOTE = (
-    "ms: CPU time per image in onnxruntime on one thread of {}, all models in turns, the median. MB: the graph, "
-    "weights included. frontier: no other student is as accurate and faster, or as fast and more accurate."
+    "ms: CPU time per image in onnxruntime on one thread of {}, all models in turns,"
+    " the median. MB: the graph, weights included. frontier: no other student is as"
+    " accurate and faster, or as fast and more accurate."
 )
 Row = dict[str, Any]
 log = logging.getLogger("kd")
 
 
 def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
-    """Return the rows of trials with their students' costs, and the teacher's row or {}.
+    """Return the rows of trials with their students' costs, and the teacher's row or
+    {}.
 
-    A finished student has `ms`, `mb` (10^6 bytes), `parameters`, whether it is on the `frontier`, `number` (by `ms`),
-    and `labels_only` if it has a baseline; one without a graph has `untimed`, the reason. Times are kept in the study
-    until other trials end or the machine changes.
+    A finished student has `ms`, `mb` (10^6 bytes), `parameters`, whether it is on the
+    `frontier`, `number` (by `ms`), and `labels_only` if it has a baseline; one without
+    a graph has `untimed`, the reason. Times are kept in the study until other trials
+    end or the machine changes.
     """
     ended = {row["trial"]: tried.trial(row) for row in rows if "pruned" not in row}
     of = {"trials": sorted(ended), "processor": processor()}
@@ -52,34 +60,66 @@ def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
         tried.study.set_user_attr("costs", known)
     costs, key, with_costs = known["costs"], rows[0]["key"], []
     for row in rows:
-        alone = tried.last_row(f"{row['trial']}/{RunDir(tried.folder / row['trial']).alone().path.name}")
+        alone = tried.last_row(
+            f"{row['trial']}/{RunDir(tried.folder / row['trial']).alone().path.name}"
+        )
         baseline = {"labels_only": alone[key]} if key in alone else {}
         with_costs.append({**row, **costs.get(row["trial"], {}), **baseline})
-    order = sorted((row for row in with_costs if "ms" in row), key=lambda row: row["ms"])
+    order = sorted(
+        (row for row in with_costs if "ms" in row), key=lambda row: row["ms"]
+    )
     goal = tried.goal
     if not goal.objectives:
         goal = replace(goal, objectives=("ms", key))
     holds = front(
-        [[row["score"] if name == key else row[name] for name in goal.objectives] for row in order], goal.directions
+        [
+            [row["score"] if name == key else row[name] for name in goal.objectives]
+            for row in order
+        ],
+        goal.directions,
     )
     for number, (row, hold) in enumerate(zip(order, holds, strict=True), 1):
         row |= {"number": number, "frontier": hold}
-    score = tried.goal.scores.of_teachers(tried.last_row(rows[0]["trial"])).get(TEACHER, {}).get(key)
-    return with_costs, {} if TEACHER not in costs or score is None else {"score": score, **costs[TEACHER]}
+    score = (
+        tried.goal.scores.of_teachers(tried.last_row(rows[0]["trial"]))
+        .get(TEACHER, {})
+        .get(key)
+    )
+    return with_costs, (
+        {}
+        if TEACHER not in costs or score is None
+        else {"score": score, **costs[TEACHER]}
+    )
 
 
 def cells(rows: Sequence[Row], column: Column) -> list[dict[str, str]]:
     """Return the table cells of `measured` rows; [] if nothing was measured."""
     if not any("ms" in row or "untimed" in row for row in rows):
         return [{} for _ in rows]
-    shown = {"number": ("point", str), "ms": ("ms", "{:.3g}".format), "mb": ("MB", "{:.2f}".format)}
+    shown = {
+        "number": ("point", str),
+        "ms": ("ms", "{:.3g}".format),
+        "mb": ("MB", "{:.2f}".format),
+    }
     shown |= {"parameters": ("parameters", "{:,}".format)}
-    shown |= {"labels_only": ("labels only", column.text)} if any("labels_only" in row for row in rows) else {}
-    return [{title: form(row[key]) if key in row else "-" for key, (title, form) in shown.items()} for row in rows]
+    shown |= (
+        {"labels_only": ("labels only", column.text)}
+        if any("labels_only" in row for row in rows)
+        else {}
+    )
+    return [
+        {
+            title: form(row[key]) if key in row else "-"
+            for key, (title, form) in shown.items()
+        }
+        for row in rows
+    ]
 
 
 def write(rows: Sequence[Row], teacher: Row, column: Column, folder: Path) -> str:
-    """Write the picture of `measured` rows, frontier.svg, and return the text below their table."""
+    """Write the picture of `measured` rows, frontier.svg, and return the text below
+    their table.
+    """
     if not any("ms" in row for row in rows):
         return "No student could be timed."
     write_text(folder / "frontier.svg", picture(rows, teacher, column))
@@ -87,11 +127,15 @@ def write(rows: Sequence[Row], teacher: Row, column: Column, folder: Path) -> st
 
 
 def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
-    """Return score against milliseconds as an SVG file; at least one row must be timed."""
+    """Return score against milliseconds as an SVG file; at least one row must
+    be timed.
+    """
     order = sorted((row for row in rows if "ms" in row), key=lambda row: row["number"])
     front = [row for row in order if row["frontier"]]
     others = [row for row in order if not row["frontier"]]
-    labels_only = [(row["ms"], row["labels_only"]) for row in order if "labels_only" in row]
+    labels_only = [
+        (row["ms"], row["labels_only"]) for row in order if "labels_only" in row
+    ]
     groups = [
         _points("frontier", front),
         _points("others", others),
@@ -101,12 +145,24 @@ def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
     if teacher:
         levels.append(Level(TEACHER, COLORS[TEACHER], y=teacher["score"]))
     if "ms" in teacher:
-        groups.append(Points(TEACHER, COLORS[TEACHER], [(teacher["ms"], teacher["score"])], [TEACHER]))
-    stairs = Series("frontier", COLORS["frontier"], [row["ms"] for row in front], [row["score"] for row in front])
+        groups.append(
+            Points(
+                TEACHER, COLORS[TEACHER], [(teacher["ms"], teacher["score"])], [TEACHER]
+            )
+        )
+    stairs = Series(
+        "frontier",
+        COLORS["frontier"],
+        [row["ms"] for row in front],
+        [row["score"] for row in front],
+    )
     lines = []
     for row in order:
         values = ", ".join(named(row["values"]).values())
-        lines.append(f"{row['number']}  {values}: {row['ms']:.3g} ms, {column.text(row['score'])}")
+        lines.append(
+            f"{row['number']}  {values}: {row['ms']:.3g} ms,"
+            f" {column.text(row['score'])}"
+        )
     lines.append("upright: 95 % intervals")
     axes = Axis("ms of CPU time per image", log=True), Axis(unit=column.unit)
     chart = points(groups, SIZE, axes, levels, stairs, lines)
@@ -117,21 +173,35 @@ def _points(name: str, rows: Sequence[Row]) -> Points:
     """Return rows as numbered points with their intervals."""
     at = [(row["ms"], row["score"]) for row in rows]
     intervals = [row.get("interval") for row in rows]
-    return Points(name, COLORS[name], at, [str(row["number"]) for row in rows], intervals)
+    return Points(
+        name, COLORS[name], at, [str(row["number"]) for row in rows], intervals
+    )
 
 
 def named(values: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of a trial as text; for a `student` section its model, arguments and weights."""
+    """Return the values of a trial as text; for a `student` section its model,
+    arguments and weights.
+    """
     shown = dict(values)
     if "student" in shown:
         one = parse_value(f"student={shown['student']}")
-        own = {**one.get("args", {}), **{key: one[key] for key in ("init", "checkpoint") if key in one}}
-        shown["student"] = " ".join([str(one.get("model", "")), *(f"{key}={value}" for key, value in own.items())])
+        own = {
+            **one.get("args", {}),
+            **{key: one[key] for key in ("init", "checkpoint") if key in one},
+        }
+        shown["student"] = " ".join(
+            [
+                str(one.get("model", "")),
+                *(f"{key}={value}" for key, value in own.items()),
+            ]
+        )
     return shown
 
 
 def _costs(folder: Path, ended: Mapping[str, Trial]) -> dict[str, Row]:
-    """Return `ms`, `mb` and `parameters` of each trial and of the shared teacher, or `untimed`, the reason."""
+    """Return `ms`, `mb` and `parameters` of each trial and of the shared teacher, or
+    `untimed`, the reason.
+    """
     alike: dict[str, list[str]] = {}
     for name, trial in ended.items():
         alike.setdefault(student_alike(trial), []).append(name)
@@ -139,17 +209,31 @@ def _costs(folder: Path, ended: Mapping[str, Trial]) -> dict[str, Row]:
     loads = {name: partial(student_of, folder, trial) for name, trial in first.items()}
     sides = {name: trial.config.data.image_size for name, trial in first.items()}
     some = next(iter(ended.values()))
-    if some.config.teacher.model and len({repr(trial.config.teacher) for trial in ended.values()}) == 1:
-        loads[TEACHER], sides[TEACHER] = partial(_teacher, some), some.config.data.image_size
+    if (
+        some.config.teacher.model
+        and len({repr(trial.config.teacher) for trial in ended.values()}) == 1
+    ):
+        loads[TEACHER], sides[TEACHER] = (
+            partial(_teacher, some),
+            some.config.data.image_size,
+        )
     log.info("sweep: %d models are timed in turns", len(loads))
     costs = timed(loads, sides)
-    return {**costs, **{name: costs[names[0]] for names in alike.values() for name in names}}
+    return {
+        **costs,
+        **{name: costs[names[0]] for names in alike.values() for name in names},
+    }
 
 
 def _teacher(trial: Trial) -> Classifier:
     recipe = resolve(trial.config)
-    spread = recipe.teacher.shard or recipe.teacher.pipeline  # the teacher may not fit into one process's memory
+    spread = (
+        recipe.teacher.shard or recipe.teacher.pipeline
+    )  # the teacher may not fit into one process's memory
     model = None if spread else load_fitted(recipe, open_sources(recipe.data)).model
     if not isinstance(model, Classifier):
-        raise ModelError("teacher", "is not a single torch network in one process, so it has no graph")
+        raise ModelError(
+            "teacher",
+            "is not a single torch network in one process, so it has no graph",
+        )
     return model

@@ -1,4 +1,6 @@
-"""Run commands of kd in processes of their own, stop them, and report how they ended."""
+"""Run commands of kd in processes of their own, stop them, and report how
+they ended.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ from kd.core.host import end_with
 
 POLL = 0.5  # seconds between two checks of the commands, which take minutes
 LAST_BYTES = 2**14
-"""Bytes at the end of an output searched for its last line: kd's error is one line of some hundred bytes."""
+"""Bytes at the end of an output searched for its last line: kd's error is one line of
+some hundred bytes.
+"""
 
 
 class Processes:
-    """Running commands; at the end, or when this process is killed, the remaining ones get SIGTERM."""
+    """Running commands; at the end, or when this process is killed, the remaining ones
+    get SIGTERM.
+    """
 
     def __init__(self) -> None:
         self.running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
@@ -33,8 +39,16 @@ class Processes:
         for process, _ in self.running.values():
             process.wait()
 
-    def start(self, name: str, words: Sequence[str], output: Path, inherited: Sequence[int] = ()) -> None:
-        """Start `kd WORDS` under a name; its output is appended to a file. `inherited`: open files that it keeps."""
+    def start(
+        self,
+        name: str,
+        words: Sequence[str],
+        output: Path,
+        inherited: Sequence[int] = (),
+    ) -> None:
+        """Start `kd WORDS` under a name; its output is appended to a file. `inherited`:
+        open files that it keeps.
+        """
         command = [sys.executable, "-m", "kd", *words]
         with output.open("ab") as file:
             process = subprocess.Popen(
@@ -50,12 +64,16 @@ class Processes:
 
     def stop(self, name: str) -> None:
         """Let a command write a checkpoint and end."""
-        if name not in self.stopped:  # a second signal would end it without a checkpoint
+        if (
+            name not in self.stopped
+        ):  # a second signal would end it without a checkpoint
             self.running[name][0].terminate()
         self.stopped.add(name)
 
     def ended(self) -> dict[str, str]:
-        """Return the commands that ended since the last call, with the last line of output for failed ones."""
+        """Return the commands that ended since the last call, with the last line of
+        output for failed ones.
+        """
         lines = {}
         for name, (process, output) in list(self.running.items()):
             code = process.poll()

@@ -1,4 +1,6 @@
-"""The search of a sweep in Optuna's terms: what is optimized, by which sampler and pruner, and the stored study."""
+"""The search of a sweep in Optuna's terms: what is optimized, by which sampler and
+pruner, and the stored study.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,22 @@ class Goal:
     def read(cls, scores: Scores, by: str, objectives: str) -> Goal:
         """Check the keys of scores and objectives, such as `accuracy,ms`."""
         keys = tuple(filter(None, objectives.replace(" ", "").split(",")))
-        goal = cls(scores, by or next((key for key in keys if key not in COSTS), ""), keys)
+        goal = cls(
+            scores, by or next((key for key in keys if key not in COSTS), ""), keys
+        )
         for option, key in goal._named():
             allowed = [*goal.columns, *(COSTS if option == "--objectives" else ())]
             if key not in allowed:
                 near = did_you_mean(key, allowed) or "Choose one of them"
-                raise ConfigError(option, f"is '{key}'", f"Allowed: {', '.join(allowed)}", near)
+                raise ConfigError(
+                    option, f"is '{key}'", f"Allowed: {', '.join(allowed)}", near
+                )
         if len(set(keys)) != len(keys) or len(keys) == 1:
-            raise ConfigError("--objectives", f"is '{objectives}'", "Two different keys or more, such as accuracy,ms")
+            raise ConfigError(
+                "--objectives",
+                f"is '{objectives}'",
+                "Two different keys or more, such as accuracy,ms",
+            )
         return goal
 
     @property
@@ -52,18 +62,30 @@ class Goal:
 
     @property
     def directions(self) -> list[StudyDirection]:
-        smaller = {*COSTS, *(key for key, column in self.columns.items() if column.smaller)}
+        smaller = {
+            *COSTS,
+            *(key for key, column in self.columns.items() if column.smaller),
+        }
         return [
             StudyDirection.MINIMIZE if key in smaller else StudyDirection.MAXIMIZE
             for key in self.objectives or (self.by,)
         ]
 
     def key_in(self, row: Mapping[str, Any]) -> str:
-        """Return the key of the ranking score in a validation row, which must have all scores that are named."""
+        """Return the key of the ranking score in a validation row, which must have all
+        scores that are named.
+        """
         for option, key in self._named():
             if key not in (*row, *COSTS):
-                allowed = f"Allowed: {', '.join(key for key in self.columns if key in row)}"
-                raise ConfigError(option, f"is '{key}', which these runs do not have", allowed, "Choose one of them")
+                allowed = (
+                    f"Allowed: {', '.join(key for key in self.columns if key in row)}"
+                )
+                raise ConfigError(
+                    option,
+                    f"is '{key}', which these runs do not have",
+                    allowed,
+                    "Choose one of them",
+                )
         return self.by or self.scores.deciding(row).key
 
     def _named(self) -> list[tuple[str, str]]:
@@ -72,66 +94,115 @@ class Goal:
 
 
 def sampler_of(text: str, space: Space, trials: int, seed: int) -> Sampler | None:
-    """Return a function of a trial's number that builds its sampler; None: all combinations are trained in order.
+    """Return a function of a trial's number that builds its sampler; None: all
+    combinations are trained in order.
 
-    A sampler's random numbers depend on `run.seed` and the trial's number alone, in any process.
+    A sampler's random numbers depend on `run.seed` and the trial's number alone, in any
+    process.
     """
     if text == "grid" or not (text or space.ranges or trials):
         if space.ranges or trials:
-            wrong = f"is grid, but '{space.ranges[0]}' has a range" if space.ranges else "is grid, which trains all"
-            raise ConfigError("--sampler", wrong, "Lists key=a,b,c without --trials", "Leave --sampler out")
+            wrong = (
+                f"is grid, but '{space.ranges[0]}' has a range"
+                if space.ranges
+                else "is grid, which trains all"
+            )
+            raise ConfigError(
+                "--sampler",
+                wrong,
+                "Lists key=a,b,c without --trials",
+                "Leave --sampler out",
+            )
         return None
     sampler = partial(_seeded, text or "tpe", seed)
     sampler(0)  # its name is checked first
     if not trials:
         allowed = "A number of trials, for a range or a sampler"
-        raise ConfigError("--trials", "is missing", allowed, "Add, for example, --trials 20")
+        raise ConfigError(
+            "--trials", "is missing", allowed, "Add, for example, --trials 20"
+        )
     return sampler
 
 
 def _seeded(text: str, seed: int, number: int) -> optuna.samplers.BaseSampler:
     classes = classes_of(optuna.samplers, "Sampler")
-    return named(classes, "--sampler", text, seed=seed_from(seed, "trial", number) % NUMPY_SEEDS)
+    return named(
+        classes, "--sampler", text, seed=seed_from(seed, "trial", number) % NUMPY_SEEDS
+    )
 
 
 def pruner_of(text: str, goal: Goal) -> optuna.pruners.BasePruner:
     """Build the pruner that a text names."""
     if text != "none" and goal.objectives:
-        raise ConfigError("--pruner", f"is '{text}', with several objectives", "none", "Optuna prunes by one objective")
+        raise ConfigError(
+            "--pruner",
+            f"is '{text}', with several objectives",
+            "none",
+            "Optuna prunes by one objective",
+        )
     classes = classes_of(optuna.pruners, "Pruner")
     return named({"none": classes.pop("nop"), **classes}, "--pruner", text)
 
 
-def rehearse(space: Space, goal: Goal, sampler: Sampler | None, pruner: optuna.pruners.BasePruner) -> None:
-    """Let sampler and pruner run in memory: what they refuse or lack is an error before anything is trained."""
-    study = optuna.create_study(directions=goal.directions, sampler=sampler and sampler(0), pruner=pruner)
+def rehearse(
+    space: Space, goal: Goal, sampler: Sampler | None, pruner: optuna.pruners.BasePruner
+) -> None:
+    """Let sampler and pruner run in memory: what they refuse or lack is an error before
+    anything is trained.
+    """
+    study = optuna.create_study(
+        directions=goal.directions, sampler=sampler and sampler(0), pruner=pruner
+    )
     axes = space.axes if sampler else {}
     for number in range(REHEARSED):
-        trial = constructed("--sampler", type(study.sampler).__name__, partial(study.ask, dict(axes)))
+        trial = constructed(
+            "--sampler", type(study.sampler).__name__, partial(study.ask, dict(axes))
+        )
         if not goal.objectives:
             trial.report(number, 0)
             constructed("--pruner", type(pruner).__name__, trial.should_prune)
         study.tell(trial, [float(number)] * len(goal.directions))
 
 
-def opened(name: str, storage: str, folder: Path, goal: Goal, pruner: optuna.pruners.BasePruner) -> optuna.Study:
-    """Create or load a study in a storage (a URL; "": a journal in the sweep's folder)."""
+def opened(
+    name: str, storage: str, folder: Path, goal: Goal, pruner: optuna.pruners.BasePruner
+) -> optuna.Study:
+    """Create or load a study in a storage (a URL; "": a journal in the sweep's
+    folder).
+    """
     journal = folder / "journal.log"
     try:
-        kept = storage or optuna.storages.JournalStorage(JournalFileBackend(str(journal)))
+        kept = storage or optuna.storages.JournalStorage(
+            JournalFileBackend(str(journal))
+        )
         return optuna.create_study(
-            study_name=name, storage=kept, directions=goal.directions, pruner=pruner, load_if_exists=True
+            study_name=name,
+            storage=kept,
+            directions=goal.directions,
+            pruner=pruner,
+            load_if_exists=True,
         )
     except Exception as error:  # a database has its own errors
         if not storage:
-            wrong, remedy = f"'{journal}' is damaged ({in_short(error)})", "Remove it: finished runs stay"
+            wrong, remedy = (
+                f"'{journal}' is damaged ({in_short(error)})",
+                "Remove it: finished runs stay",
+            )
             raise RunError("run.folder", wrong, "", remedy) from error
-        allowed = "A URL of Optuna's, such as sqlite:///sweep.db or postgresql://HOST/NAME"
-        raise RunError("--storage", f"cannot be opened ({in_short(error)})", allowed) from error
+        allowed = (
+            "A URL of Optuna's, such as sqlite:///sweep.db or postgresql://HOST/NAME"
+        )
+        raise RunError(
+            "--storage", f"cannot be opened ({in_short(error)})", allowed
+        ) from error
 
 
-def front(points: Sequence[Sequence[float]], directions: Sequence[StudyDirection]) -> list[bool]:
-    """Return whether each point is on the Pareto front: no other is as good in all and better in one."""
+def front(
+    points: Sequence[Sequence[float]], directions: Sequence[StudyDirection]
+) -> list[bool]:
+    """Return whether each point is on the Pareto front: no other is as good in all and
+    better in one.
+    """
     study = optuna.create_study(directions=directions)
     study.add_trials(optuna.trial.create_trial(values=list(point)) for point in points)
     best = {trial.number for trial in study.best_trials}

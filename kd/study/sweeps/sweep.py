@@ -20,15 +20,23 @@ class Sweep:
     """Results of a sweep."""
 
     folder: Path
-    """`run.folder`/NAME_sweep: run folders of the trials, journal.log, sweep.md, best.yaml, frontier.svg."""
+    """`run.folder`/NAME_sweep: run folders of the trials, journal.log, sweep.md,
+    best.yaml, frontier.svg.
+    """
     best: Path  # the best configuration, for `kd-train`
     rows: list[dict[str, Any]]
-    """One row per trial, best first: `trial`, `values`, `score` on validation images, and its `interval` if known. If
-    the students differ also their costs, see `kd.study.sweeps.frontier.measured`. The last ones have `pruned`, the
-    number of evaluations after which they were ended."""
+    """One row per trial, best first: `trial`, `values`, `score` on validation images,
+    and its `interval` if known. If the students differ also their costs, see
+    `kd.study.sweeps.frontier.measured`. The last ones have `pruned`, the number of
+    evaluations after which they were ended.
+    """
     fresh: list[dict[str, Any]]
-    """Rows for the best configuration with other seeds, also with `test`: `score` and `interval` on test images."""
-    tested: dict[str, Any]  # `score` and `interval` of the best trial on test images; {} without a test split
+    """Rows for the best configuration with other seeds, also with `test`: `score` and
+    `interval` on test images.
+    """
+    tested: dict[
+        str, Any
+    ]  # `score` and `interval` of the best trial on test images; {} without a test split
     text: str  # the table, and the seed's part of the best score
     study: optuna.Study
 
@@ -44,14 +52,18 @@ def sweep(
     objectives: str = "",
     jobs: int = 1,
 ) -> Sweep:
-    """Train a configuration with many settings, like `kd-sweep`. The same call resumes after a kill.
+    """Train a configuration with many settings, like `kd-sweep`. The same call resumes
+    after a kill.
 
     Args:
         settings: a YAML file, its contents, or a loaded Config.
-        overrides: `key=value`; a list `key=a,b,c` or a range `key=uniform(LOW,HIGH)` varies the key.
+        overrides: `key=value`; a list `key=a,b,c` or a range `key=uniform(LOW,HIGH)`
+            varies the key.
         trials: number of trials, if a range or a sampler is named.
-        sampler: a sampler of Optuna's, such as "tpe"; "": all combinations of lists, or "tpe" for ranges.
-        pruner: a pruner of Optuna's, which ends hopeless trials, such as "median" or "percentile(25)".
+        sampler: a sampler of Optuna's, such as "tpe"; "": all combinations of lists, or
+            "tpe" for ranges.
+        pruner: a pruner of Optuna's, which ends hopeless trials, such as "median" or
+            "percentile(25)".
         storage: URL of a database of Optuna's; "": a journal in the sweep's folder.
         by: key of the score that ranks the trials; "": the task's first.
         objectives: scores and costs for a Pareto front, such as "accuracy,ms,mb".
@@ -65,9 +77,17 @@ def sweep(
     for name, number, least in (("jobs", jobs, 1), ("trials", trials, 0)):
         if not isinstance(number, int) or number < least:
             raise ConfigError(name, f"is {number!r}", f"A whole number >= {least}")
-    needed("optuna", "kd-sweep", "the package optuna is not installed", "pip install 'PATH/kd[sweep]'")
+    needed(
+        "optuna",
+        "kd-sweep",
+        "the package optuna is not installed",
+        "pip install 'PATH/kd[sweep]'",
+    )
     from kd.study.sweeps.conduct import planned, trained  # imports Optuna
 
-    space = Space.read(config.to_dict(settings) if isinstance(settings, Config) else settings, overrides)
+    space = Space.read(
+        config.to_dict(settings) if isinstance(settings, Config) else settings,
+        overrides,
+    )
     plan = planned(space, trials, sampler, pruner, by, objectives)
     return Sweep(**trained(plan, storage, jobs))

@@ -1,8 +1,10 @@
-"""Train the trials of an Optuna study in several processes, stop hopeless ones, and resume after a kill.
+"""Train the trials of an Optuna study in several processes, stop hopeless ones, and
+resume after a kill.
 
-A process that trains a trial, or asks the study for one, holds a file lock in the sweep's folder. A trial that is
-RUNNING in the study while its lock is free was interrupted: it becomes FAIL, and its values are enqueued again. Its run
-folder is named by the values, so that `kd train` continues from the checkpoint.
+A process that trains a trial, or asks the study for one, holds a file lock in the
+sweep's folder. A trial that is RUNNING in the study while its lock is free was
+interrupted: it becomes FAIL, and its values are enqueued again. Its run folder is named
+by the values, so that `kd train` continues from the checkpoint.
 """
 
 from __future__ import annotations
@@ -66,40 +68,82 @@ class Trials:
         trial_of: Callable[[Mapping[str, str]], Trial],
     ) -> None:
         """`trial_of`: returns the configuration for the values of the varying keys."""
-        self.folder, self.study, self.space, self.goal, self.trial_of = folder, study, space, goal, trial_of
+        self.folder, self.study, self.space, self.goal, self.trial_of = (
+            folder,
+            study,
+            space,
+            goal,
+            trial_of,
+        )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row per run, best first; those of pruned runs have `pruned` and are last."""
+        """Return a row per run, best first; those of pruned runs have `pruned` and are
+        last.
+        """
         rows = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]()
         # of equal values the last counts
-        for record in [*self._records(TrialState.PRUNED), *self._records(TrialState.COMPLETE)]:
+        for record in [
+            *self._records(TrialState.PRUNED),
+            *self._records(TrialState.COMPLETE),
+        ]:
             pruned = record.state == TrialState.PRUNED
             row = {**record.user_attrs, "values": texts_of(record.params)}
             row.pop("continues", None)
-            row |= {"score": record.value, "pruned": len(record.intermediate_values)} if pruned else {}
+            row |= (
+                {"score": record.value, "pruned": len(record.intermediate_values)}
+                if pruned
+                else {}
+            )
             sign = 1 if self.goal.columns[row["key"]].smaller else -1
-            order = [self.space.axes[key].to_internal_repr(value) for key, value in record.params.items()]
+            order = [
+                self.space.axes[key].to_internal_repr(value)
+                for key, value in record.params.items()
+            ]
             rows[row["trial"]] = (pruned, sign * row["score"], order), row
         return [row for _, row in sorted(rows.values(), key=lambda ranked: ranked[0])]
 
     def failed(self) -> list[tuple[dict[str, str], str]]:
         """Return values and error of each trial that failed and was not tried again."""
         retried = self._retried()
-        records = [record for record in self._records(TrialState.FAIL) if record.number not in retried]
-        return [(texts_of(record.params), record.user_attrs.get("failed", "was interrupted")) for record in records]
+        records = [
+            record
+            for record in self._records(TrialState.FAIL)
+            if record.number not in retried
+        ]
+        return [
+            (
+                texts_of(record.params),
+                record.user_attrs.get("failed", "was interrupted"),
+            )
+            for record in records
+        ]
 
     def trial(self, row: Mapping[str, Any]) -> Trial:
         """Return the configuration of a row."""
         return self.trial_of(row["values"])
 
     def last_row(self, name: str) -> Mapping[str, Any]:
-        """Return the final validation scores of a run in the folder; {} if there is no such run."""
+        """Return the final validation scores of a run in the folder; {} if there is no
+        such run.
+        """
         folder = RunDir(self.folder / name)
         scored = folder.scored()
-        return folder.best_row() if scored is None or scored.split == "test" else scored.row
+        return (
+            folder.best_row()
+            if scored is None or scored.split == "test"
+            else scored.row
+        )
 
-    def train(self, jobs: int, count: int = 0, sampler: Sampler | None = None, final: bool = False) -> None:
-        """Train until all combinations, or `count` trials of a sampler, have ended. `final`: score test images too."""
+    def train(
+        self,
+        jobs: int,
+        count: int = 0,
+        sampler: Sampler | None = None,
+        final: bool = False,
+    ) -> None:
+        """Train until all combinations, or `count` trials of a sampler, have ended.
+        `final`: score test images too.
+        """
         with alone(self.folder):
             self._begin(sampler is None)
         attempts: dict[str, Attempt] = {}
@@ -108,7 +152,9 @@ class Trials:
                 for name, line in processes.ended().items():
                     attempt = attempts.pop(name)
                     self._tell(attempt, line, name in processes.stopped)
-                    attempt.claim.close()  # not earlier: a trial that is RUNNING and free counts as interrupted
+                    # not earlier: a trial that is RUNNING and free counts as
+                    # interrupted
+                    attempt.claim.close()
                 for name, attempt in attempts.items():
                     if self._hopeless(attempt):
                         processes.stop(name)
@@ -116,19 +162,32 @@ class Trials:
                     attempts[attempt.trial.name] = attempt
                     claims.callback(attempt.claim.close)
                     self._start(attempt, processes, final)
-                elif not attempts and not self._records(TrialState.RUNNING, TrialState.WAITING):
+                elif not attempts and not self._records(
+                    TrialState.RUNNING, TrialState.WAITING
+                ):
                     return
                 else:
                     time.sleep(POLL)
 
     def test(self, trial: Trial) -> dict[str, Any]:
-        """Score the chosen checkpoint of a finished trial on the test images; return `score` and `interval`."""
+        """Score the chosen checkpoint of a finished trial on the test images; return
+        `score` and `interval`.
+        """
         folder = RunDir(self.folder / trial.name)
         if (scored := folder.scored()) is None or scored.split != "test":
-            run("test", ["train", write_yaml(trial, self.folder)], self.folder / f"{trial.name}.log")
+            run(
+                "test",
+                ["train", write_yaml(trial, self.folder)],
+                self.folder / f"{trial.name}.log",
+            )
             scored = folder.scored()
         if scored is None:
-            raise RunError("run.folder", f"'{folder.path}' was not scored", "", "Run the same command again")
+            raise RunError(
+                "run.folder",
+                f"'{folder.path}' was not scored",
+                "",
+                "Run the same command again",
+            )
         return _of_column(scored, self.goal.key_in(scored.row))
 
     def _records(self, *states: TrialState) -> list[FrozenTrial]:
@@ -138,7 +197,9 @@ class Trials:
         return {record.user_attrs.get("continues", -1) for record in self._records()}
 
     def _begin(self, grid: bool) -> None:
-        """Prepare what trials share, enqueue the combinations, and try again what failed."""
+        """Prepare what trials share, enqueue the combinations, and try again what
+        failed.
+        """
         if not self._records():
             self._prepare(self.space.combinations() if grid else self.space.probes())
         for values in self.space.combinations() if grid else ():
@@ -160,14 +221,22 @@ class Trials:
             job = "cache" if cached else "teach" * bool(recipe.fits)
             if job and len(trials) > 1:
                 log.info("sweep: kd-%s for all trials", job)
-                run(job, [job, write_yaml(trials[0], self.folder)], self.folder / "prepare.log")
+                run(
+                    job,
+                    [job, write_yaml(trials[0], self.folder)],
+                    self.folder / "prepare.log",
+                )
 
     def _enqueue_again(self, record: FrozenTrial) -> None:
-        values = record.user_attrs.get("values", record.params)  # a kill while they were drawn leaves some
+        values = record.user_attrs.get(
+            "values", record.params
+        )  # a kill while they were drawn leaves some
         self.study.enqueue_trial(values, {"values": values, "continues": record.number})
 
     def _next(self, count: int, sampler: Sampler | None) -> Attempt | None:
-        """Take a trial that waits, or draw one; None: nothing is left at this moment."""
+        """Take a trial that waits, or draw one; None: nothing is left at this
+        moment.
+        """
         with alone(self.folder):
             self._retry_interrupted()
             records = self._records()
@@ -184,7 +253,8 @@ class Trials:
                 return None
             asked.set_user_attr("trial", trial.name)
             claim = _claimed(self.folder, trial.name)
-        # Without the claim equal values are trained at this moment. The trial is then found RUNNING and free, as above.
+        # Without the claim equal values are trained at this moment. The trial is then
+        # found RUNNING and free, as above.
         return None if claim is None else Attempt(trial, asked, claim)
 
     def _retry_interrupted(self) -> None:
@@ -196,22 +266,37 @@ class Trials:
             # read again: another process may have told the end, and then freed the lock
             running = {trial.number for trial in self._records(TrialState.RUNNING)}
             if record.number in running:
-                self._enqueue_again(record)  # before it ends: a kill here repeats this, and loses nothing
+                self._enqueue_again(
+                    record
+                )  # before it ends: a kill here repeats this, and loses nothing
                 self.study.tell(record.number, state=TrialState.FAIL)
             claim.close()
 
     def _start(self, attempt: Attempt, processes: Processes, final: bool) -> None:
         trial = attempt.trial
-        words = ["train", write_yaml(trial, self.folder), *([] if final else ["--no-test"])]
-        processes.start(trial.name, words, self.folder / f"{trial.name}.log", [attempt.claim.fileno()])
+        words = [
+            "train",
+            write_yaml(trial, self.folder),
+            *([] if final else ["--no-test"]),
+        ]
+        processes.start(
+            trial.name,
+            words,
+            self.folder / f"{trial.name}.log",
+            [attempt.claim.fileno()],
+        )
 
     def _hopeless(self, attempt: Attempt) -> bool:
-        """Report new validation rows, and return whether the pruner ends the trial before its run is scored."""
+        """Report new validation rows, and return whether the pruner ends the trial
+        before its run is scored.
+        """
         pruned = self._report(attempt) and attempt.asked.should_prune()
         return pruned and RunDir(self.folder / attempt.trial.name).scored() is None
 
     def _report(self, attempt: Attempt) -> bool:
-        """Report new validation rows, and return whether there were some. Optuna takes none of several objectives."""
+        """Report new validation rows, and return whether there were some. Optuna takes
+        none of several objectives.
+        """
         folder = RunDir(self.folder / attempt.trial.name)
         rows = [] if self.goal.objectives else folder.metrics("val")[attempt.reported :]
         for row in rows:
@@ -233,12 +318,24 @@ class Trials:
         facts = {} if line else self._facts(attempt.trial)
         if error := line or facts.get("untimed", ""):
             self._fail(attempt.asked, error)
-            log.info("sweep: %s failed: %s ('%s/%s.log' has all)", shown, error, self.folder, attempt.trial.name)
+            log.info(
+                "sweep: %s failed: %s ('%s/%s.log' has all)",
+                shown,
+                error,
+                self.folder,
+                attempt.trial.name,
+            )
             return
         for key, value in facts.items():
             attempt.asked.set_user_attr(key, value)
-        self.study.tell(attempt.asked, [facts[key] for key in self.goal.objectives or ("score",)])
-        log.info("sweep: %s: %s", shown, self.goal.columns[facts["key"]].with_title(facts["score"]))
+        self.study.tell(
+            attempt.asked, [facts[key] for key in self.goal.objectives or ("score",)]
+        )
+        log.info(
+            "sweep: %s: %s",
+            shown,
+            self.goal.columns[facts["key"]].with_title(facts["score"]),
+        )
 
     def _fail(self, asked: optuna.Trial, error: str) -> None:
         asked.set_user_attr("failed", error)
@@ -254,9 +351,16 @@ class Trials:
             final = _of_column(scored, key)
             facts |= {"test": final} if scored.split == "test" else final
         final = self.last_row(trial.name)
-        facts |= {objective: final[objective] for objective in self.goal.objectives if objective in final}
+        facts |= {
+            objective: final[objective]
+            for objective in self.goal.objectives
+            if objective in final
+        }
         if {*COSTS} & {*self.goal.objectives}:
-            facts |= timed({"": partial(student_of, self.folder, trial)}, {"": trial.config.data.image_size})[""]
+            facts |= timed(
+                {"": partial(student_of, self.folder, trial)},
+                {"": trial.config.data.image_size},
+            )[""]
         return facts
 
 
@@ -276,6 +380,12 @@ def _claimed(folder: Path, name: str) -> IO[str] | None:
 
 
 def _of_column(scored: Scored, key: str) -> dict[str, Any]:
-    """Return `score`, `interval` (if known) and `data` (hash of the images) of one of several scores."""
-    ends = {"interval": list(scored.samples[key].interval())} if key in scored.samples else {}
+    """Return `score`, `interval` (if known) and `data` (hash of the images) of one of
+    several scores.
+    """
+    ends = (
+        {"interval": list(scored.samples[key].interval())}
+        if key in scored.samples
+        else {}
+    )
     return {"score": scored.row[key], "data": scored.data, **ends}

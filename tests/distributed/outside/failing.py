@@ -1,8 +1,9 @@
-"""Images from outside the repository whose storage fails in the middle of a run, as folders or as one shard a split.
+"""Images from outside the repository whose storage fails in the middle of a run, as
+folders or as one shard a split.
 
-KD_HARM=KIND:FILE begins when FILE, the rows of a run, is about half as long as it will be. KIND is
-gone: the root folder is moved away; flaky: each third read fails; replaced: a file gets other bytes; shortened: the
-training shard loses its second half.
+KD_HARM=KIND:FILE begins when FILE, the rows of a run, is about half as long as it will
+be. KIND is gone: the root folder is moved away; flaky: each third read fails; replaced:
+a file gets other bytes; shortened: the training shard loses its second half.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Failing:
         self.rows = Path(rows)
         if (self.kind, split) == ("flaky", "train"):
             check = _decode.check_bytes  # called at each try to read a file
-            _decode.check_bytes = lambda size, subject, where: self.flaky(check, size, subject, where)
+            _decode.check_bytes = lambda size, subject, where: self.flaky(
+                check, size, subject, where
+            )
 
     def __len__(self) -> int:
         return len(self.source)
@@ -73,12 +76,21 @@ class Failing:
             elif kind == "replaced":
                 (self.root / VICTIM).write_bytes(b"not an image")
             elif kind == "shortened":
-                os.truncate(self.root / "train.tar", (self.root / "whole.tar").stat().st_size // 2)
+                os.truncate(
+                    self.root / "train.tar",
+                    (self.root / "whole.tar").stat().st_size // 2,
+                )
 
 
 def build(options, split, classes) -> Failing:
     root = Path(options.root)
     if options.shards:
-        given = webdataset.Options(train=str(root / "train.tar"), val=str(root / "val.tar"))
+        given = webdataset.Options(
+            train=str(root / "train.tar"), val=str(root / "val.tar")
+        )
         return Failing(webdataset.build(given, split, classes), root, split)
-    return Failing(imagefolder.build(imagefolder.Options(root=str(root)), split, classes), root, split)
+    return Failing(
+        imagefolder.build(imagefolder.Options(root=str(root)), split, classes),
+        root,
+        split,
+    )

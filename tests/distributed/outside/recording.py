@@ -1,4 +1,6 @@
-"""A sifter from outside the repository: visits everything, notes what was trained on, and can kill its own process."""
+"""A sifter from outside the repository: visits everything, notes what was trained on,
+and can kill its own process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from kd.parts.sifters.none import Everything
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is recorded; what a test wants of one start of a run is no property of the run: it is in the environment."""
+    """What is recorded; what a test wants of one start of a run is no property of the
+    run: it is in the environment.
+    """
 
     history: bool = False
     """Sift by history, half of the images; else visit all."""
@@ -27,8 +31,9 @@ class Options:
 class Recorder:
     """Write the ids of each micro-batch to KD_RECORD/rank_R.jsonl.
 
-    KD_DIE=RANK:MICRO sends SIGKILL to that rank in the middle of a step, after so many micro-batches of this process;
-    with KD_DIE_ONCE=FILE only where the file does not exist yet.
+    KD_DIE=RANK:MICRO sends SIGKILL to that rank in the middle of a step, after so many
+    micro-batches of this process; with KD_DIE_ONCE=FILE only where the file does not
+    exist yet.
     """
 
     seen = 0

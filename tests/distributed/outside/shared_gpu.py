@@ -1,4 +1,6 @@
-"""A backend for tests: several processes on one device over gloo, which nccl refuses."""
+"""A backend for tests: several processes on one device over gloo, which nccl
+refuses.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""A folder of images from outside the repository, whose decoding can send a signal to the process that trains.
+"""A folder of images from outside the repository, whose decoding can send a signal to
+the process that trains.
 
-KD_SIGNAL=SIGTERM:train:50 sends SIGTERM when this process decodes its 50th training image, in the middle of a step;
-SIGINT:val:14 sends SIGINT in the middle of an evaluation. KD_SIGNAL_RANK=1: only on that rank. With
-SIGSTOP, KD_SIGNAL_KILL=15: a SIGKILL so many seconds later. KD_SLOW=0.01: seconds
+KD_SIGNAL=SIGTERM:train:50 sends SIGTERM when this process decodes its 50th training
+image, in the middle of a step; SIGINT:val:14 sends SIGINT in the middle of an
+evaluation. KD_SIGNAL_RANK=1: only on that rank. With SIGSTOP, KD_SIGNAL_KILL=15: a
+SIGKILL so many seconds later. KD_SLOW=0.01: seconds
 that decoding a training image takes more.
 """
 
@@ -36,7 +38,9 @@ class Signalling:
         name, split, count = os.environ.get("KD_SIGNAL", "::0").split(":")
         mine = os.environ.get("KD_SIGNAL_RANK", "") in ("", os.environ.get("RANK", "0"))
         if mine and split == self.split and self.decoded == int(count):
-            if name == "SIGSTOP" and os.fork() == 0:  # the child ends its stopped parent
+            if (
+                name == "SIGSTOP" and os.fork() == 0
+            ):  # the child ends its stopped parent
                 time.sleep(float(os.environ["KD_SIGNAL_KILL"]))
                 os.kill(os.getppid(), signal.SIGKILL)
                 os._exit(0)

@@ -5,11 +5,18 @@ from torch import Tensor, nn
 
 def build(width: int, classes: int = 3) -> nn.Module:
     """Return a convolution and a classifier."""
-    return nn.Sequential(nn.Conv2d(3, width, 8, 8), nn.GELU(), nn.Flatten(), nn.Linear(4 * width, classes))
+    return nn.Sequential(
+        nn.Conv2d(3, width, 8, 8),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(4 * width, classes),
+    )
 
 
 class Partly(nn.Module):
-    """A classifier with a layer that its forward never calls, and one that it calls up to a step."""
+    """A classifier with a layer that its forward never calls, and one that it calls up
+    to a step.
+    """
 
     def __init__(self, sometimes: bool) -> None:
         super().__init__()
@@ -20,7 +27,9 @@ class Partly(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         logits = self.used(image)
         self.calls += self.training
-        return logits if self.sometimes and self.calls > 6 else logits + self.extra(logits)
+        return (
+            logits if self.sometimes and self.calls > 6 else logits + self.extra(logits)
+        )
 
 
 def partly(sometimes: bool = False) -> nn.Module:

@@ -1,4 +1,6 @@
-"""Pictures of a laboratory as one NumPy file a split: uint8 [N, H, W, 3] and the names of their classes."""
+"""Pictures of a laboratory as one NumPy file a split: uint8 [N, H, W, 3] and the names
+of their classes.
+"""
 
 import zlib
 from pathlib import Path
@@ -23,7 +25,11 @@ class Options(Keys):
 
 def recognizes(folder: Path) -> dict[str, str] | None:
     """Return the keys of a folder with both files."""
-    return {"folder": str(folder)} if {"train.npz", "val.npz"} <= {one.name for one in folder.iterdir()} else None
+    return (
+        {"folder": str(folder)}
+        if {"train.npz", "val.npz"} <= {one.name for one in folder.iterdir()}
+        else None
+    )
 
 
 class Arrays:
@@ -48,7 +54,9 @@ class Arrays:
         pass
 
     def decode(self, id):
-        return Decoded(Image.fromarray(self.pixels[id]), zlib.crc32(self.pixels[id].tobytes()))
+        return Decoded(
+            Image.fromarray(self.pixels[id]), zlib.crc32(self.pixels[id].tobytes())
+        )
 
 
 def build(options, split, classes, labels="all"):

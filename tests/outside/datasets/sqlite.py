@@ -1,4 +1,6 @@
-"""Pictures of a laboratory in a SQLite file: a table `pictures` of (path, dish, photo, jpeg)."""
+"""Pictures of a laboratory in a SQLite file: a table `pictures` of (path, dish, photo,
+jpeg).
+"""
 
 import sqlite3
 
@@ -6,7 +8,14 @@ import numpy as np
 
 from kd.core.facts import DatasetFacts
 from kd.core.keys import Keys, ProperFraction, file_key, keys
-from kd.parts.datasets import LabelColumn, Names, Repeated, SplitRequest, Storage, source
+from kd.parts.datasets import (
+    LabelColumn,
+    Names,
+    Repeated,
+    SplitRequest,
+    Storage,
+    source,
+)
 
 facts = DatasetFacts()
 
@@ -20,14 +29,20 @@ class Options(Keys):
     val_fraction: ProperFraction = 0.1
     """Share of each class held out for validation."""
     group: str = ""
-    """What belongs together: a pattern with the group in brackets, searched in the path."""
+    """What belongs together: a pattern with the group in brackets, searched in the
+    path.
+    """
 
 
 class Pictures(Storage):
     where = "data.file"
 
     def __init__(self, file, paths, sizes):
-        super().__init__(Names(path.encode() for path in paths), np.array(sizes), np.zeros(len(sizes), np.uint64))
+        super().__init__(
+            Names(path.encode() for path in paths),
+            np.array(sizes),
+            np.zeros(len(sizes), np.uint64),
+        )
         self.file = file
 
     def read(self, row):
@@ -38,7 +53,15 @@ class Pictures(Storage):
 
 def build(options, split, classes, labels="all"):
     with sqlite3.connect(options.file) as database:
-        rows = database.execute("SELECT path, coalesce(dish, ''), length(jpeg) FROM pictures ORDER BY path").fetchall()
+        rows = database.execute(
+            "SELECT path, coalesce(dish, ''), length(jpeg) FROM pictures ORDER BY path"
+        ).fetchall()
     paths, dishes, sizes = zip(*rows, strict=True)
-    request = SplitRequest(split, classes, labels, "data.file", options.val_fraction, options.group)
-    return source(Pictures(options.file, paths, sizes), LabelColumn(Repeated.of_each(dishes)), request)
+    request = SplitRequest(
+        split, classes, labels, "data.file", options.val_fraction, options.group
+    )
+    return source(
+        Pictures(options.file, paths, sizes),
+        LabelColumn(Repeated.of_each(dishes)),
+        request,
+    )

@@ -7,7 +7,9 @@ from kd.core.facts import NoOptions as Options
 from kd.parts import registry
 from kd.parts.exporters._exporter import Exporter
 
-GRAPH = GraphFile("onnxruntime", "float32", option="--formats packed", cost=9, named=True)
+GRAPH = GraphFile(
+    "onnxruntime", "float32", option="--formats packed", cost=9, named=True
+)
 facts = ExporterFacts(graphs={"model.packed": GRAPH})
 
 

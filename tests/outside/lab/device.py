@@ -1,4 +1,6 @@
-"""A device of a laboratory, which lacks most of what others have. Its tensors lie on the CPU, where tests can run."""
+"""A device of a laboratory, which lacks most of what others have. Its tensors lie on
+the CPU, where tests can run.
+"""
 
 from dataclasses import dataclass
 
@@ -17,7 +19,11 @@ class Options:
 
 
 facts = BackendFacts(
-    inference=False, muon=False, own_zero="the laboratory's ZeRO", instances=("ml.lab",), chosen_on=("ml.lab",)
+    inference=False,
+    muon=False,
+    own_zero="the laboratory's ZeRO",
+    instances=("ml.lab",),
+    chosen_on=("ml.lab",),
 )
 
 

@@ -32,7 +32,9 @@ def test_fields_are_options_and_their_docs_the_help():
     add_fields(parser, Wanted)
     assert taken(Wanted, parser.read(["here"])) == Wanted(folder="here")
     words = ["here", "--count", "3", "--body-timeout", "2", "--quiet", "--no-onnx"]
-    assert taken(Wanted, parser.read(words)) == Wanted(folder="here", count=3, body_seconds=2.0, quiet=True, onnx=False)
+    assert taken(Wanted, parser.read(words)) == Wanted(
+        folder="here", count=3, body_seconds=2.0, quiet=True, onnx=False
+    )
     help_text = " ".join(parser.format_help().split())
     assert "--count N how many, at most 5 % of all (default 2)" in help_text
     assert "FOLDER without a flag" in help_text
@@ -42,11 +44,21 @@ def test_fields_are_options_and_their_docs_the_help():
 
 @pytest.mark.parametrize(
     ("words", "seconds"),
-    [("here", 0), ("here --drain 7", 7), ("serve", 5), ("serve --drain 7", 7), ("serve --drain 0", 0)],
+    [
+        ("here", 0),
+        ("here --drain 7", 7),
+        ("serve", 5),
+        ("serve --drain 7", 7),
+        ("serve --drain 0", 0),
+    ],
 )
-def test_a_server_drains_as_long_as_it_was_told_and_5_seconds_in_a_container(words, seconds, command, monkeypatch):
+def test_a_server_drains_as_long_as_it_was_told_and_5_seconds_in_a_container(
+    words, seconds, command, monkeypatch
+):
     started = []
-    monkeypatch.setattr("kd.deploy.serve.server.serve", started.append)  # no server is needed to see what it would do
+    monkeypatch.setattr(
+        "kd.deploy.serve.server.serve", started.append
+    )  # no server is needed to see what it would do
     assert command("serve", *words.split()).code == 0
     assert [settings.limits.drain_seconds for settings in started] == [seconds]
 
@@ -73,5 +85,7 @@ except SystemExit:
 from PIL import Image
 print(Image.core.get_blocks_max(), file=sys.stderr)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert run.stderr.strip() == "4"

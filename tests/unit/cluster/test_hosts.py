@@ -1,4 +1,6 @@
-"""What a host of a SageMaker job learns about itself, and the processes that it finds again."""
+"""What a host of a SageMaker job learns about itself, and the processes that it finds
+again.
+"""
 
 import json
 import os
@@ -10,12 +12,29 @@ import time
 import pytest
 
 from kd.cluster.group import Node, command, empty_config, num_decoders
-from kd.cluster.hosts import Hosts, LocalJob, end_marked, hyperparameters, marked, marks, processes, read_hosts
+from kd.cluster.hosts import (
+    Hosts,
+    LocalJob,
+    end_marked,
+    hyperparameters,
+    marked,
+    marks,
+    processes,
+    read_hosts,
+)
 from kd.core.errors import BackendError
 
 GROUPS = [
-    {"instance_group_name": "data", "instance_type": "ml.c5.xlarge", "hosts": ["algo-1", "algo-3"]},
-    {"instance_group_name": "dnn", "instance_type": "ml.p4d.24xlarge", "hosts": ["algo-2", "algo-4"]},
+    {
+        "instance_group_name": "data",
+        "instance_type": "ml.c5.xlarge",
+        "hosts": ["algo-1", "algo-3"],
+    },
+    {
+        "instance_group_name": "dnn",
+        "instance_type": "ml.p4d.24xlarge",
+        "hosts": ["algo-2", "algo-4"],
+    },
 ]
 
 
@@ -27,7 +46,11 @@ def config(me: str, name: str = "current_group_name", groups=GROUPS) -> dict:
 def variables(me: str) -> dict[str, str]:
     named = {group["instance_group_name"]: group for group in GROUPS}
     hosts = json.dumps([f"algo-{number}" for number in range(1, 5)])
-    return {"SM_CURRENT_HOST": me, "SM_HOSTS": hosts, "SM_INSTANCE_GROUPS_DICT": json.dumps(named)}
+    return {
+        "SM_CURRENT_HOST": me,
+        "SM_HOSTS": hosts,
+        "SM_INSTANCE_GROUPS_DICT": json.dumps(named),
+    }
 
 
 @pytest.mark.parametrize("me", ["algo-1", "algo-2"])
@@ -36,13 +59,19 @@ def test_variables_and_the_file_tell_the_same(tmp_path, me, name):
     file = tmp_path / "resourceconfig.json"
     file.write_text(json.dumps(config(me, name)))
     expected = Hosts(me, ("algo-2", "algo-4"), ("algo-1", "algo-3"))
-    assert read_hosts({}, file) == read_hosts(variables(me), tmp_path / "absent") == expected
+    assert (
+        read_hosts({}, file)
+        == read_hosts(variables(me), tmp_path / "absent")
+        == expected
+    )
     assert expected.first == "algo-2"
 
 
 def test_a_job_of_one_group_and_no_job_at_all(tmp_path):
     file = tmp_path / "resourceconfig.json"
-    file.write_text(json.dumps({"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]}))
+    file.write_text(
+        json.dumps({"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]})
+    )
     assert read_hosts({}, file) == Hosts("algo-2", ("algo-1", "algo-2"), ())
     assert read_hosts({}, tmp_path / "absent") == Hosts("localhost", ("localhost",), ())
 
@@ -64,15 +93,24 @@ def test_a_description_that_makes_no_sense_is_one_line(tmp_path, content, told):
 
 def test_hyperparameters_become_overrides(tmp_path):
     file = tmp_path / "hyperparameters.json"
-    file.write_text(json.dumps({"run.name": "a", "losses": "[{kind: ce}]", "sagemaker_program": "x"}))
+    file.write_text(
+        json.dumps(
+            {"run.name": "a", "losses": "[{kind: ce}]", "sagemaker_program": "x"}
+        )
+    )
     assert hyperparameters(file) == ["losses=[{kind: ce}]", "run.name=a"]
     with pytest.raises(BackendError, match=r"^train: .* cannot be read"):
         hyperparameters(tmp_path / "absent")
 
 
-def test_one_process_an_accelerator_and_decoders_for_the_cores_that_are_left(monkeypatch):
+def test_one_process_an_accelerator_and_decoders_for_the_cores_that_are_left(
+    monkeypatch,
+):
     monkeypatch.setattr("kd.cluster.group.cores", lambda: 96)
-    assert [processes(env) for env in ({"SM_NUM_GPUS": "8"}, {"SM_NUM_GPUS": "0", "SM_NUM_NEURONS": "32"})] == [8, 32]
+    assert [
+        processes(env)
+        for env in ({"SM_NUM_GPUS": "8"}, {"SM_NUM_GPUS": "0", "SM_NUM_NEURONS": "32"})
+    ] == [8, 32]
     hosts = read_hosts(variables("algo-2"))
     assert num_decoders(hosts, {"SM_NUM_GPUS": "8"}) == 88
     assert num_decoders(read_hosts(variables("algo-1")), {"SM_NUM_GPUS": "0"}) == 96
@@ -88,7 +126,12 @@ def test_torchrun_runs_on_the_trainers_alone(monkeypatch):
     assert (told["--nproc-per-node"], told["--master-addr"]) == ("8", "algo-2")
     assert words[-4:] == ["-m", "kd.cli", "train", "a.yaml"]
     monkeypatch.setenv("KD_PROCESSES", "1")
-    assert command(Hosts("a", ("a",), ("b",)), ["a.yaml"])[1:] == ["-m", "kd.cli", "train", "a.yaml"]
+    assert command(Hosts("a", ("a",), ("b",)), ["a.yaml"])[1:] == [
+        "-m",
+        "kd.cli",
+        "train",
+        "a.yaml",
+    ]
 
 
 @pytest.mark.parametrize("left", ["KD_TEST", "KD_TEST_AGAIN"])
@@ -96,9 +139,14 @@ def test_marked_processes_are_found_and_ended_although_they_are_daemons(left):
     """Although one of the two variables is gone, too."""
     mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
     script = "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    script += "if os.fork() == 0:\n    os.setsid()\n    print('up', flush=True)\n    time.sleep(60)\n"
+    script += (
+        "if os.fork() == 0:\n    os.setsid()\n    print('up', flush=True)\n   "
+        " time.sleep(60)\n"
+    )
     environ = {**os.environ, left: marks(mark, "KD_TEST")[left]}
-    with subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         (daemon,) = set(marked(mark, "KD_TEST")) - {process.pid}
@@ -111,7 +159,9 @@ class Shells(LocalJob):
     """Each host runs its own line of a shell in place of kd."""
 
     def start(self, host: str) -> None:
-        self.processes[host] = subprocess.Popen(["sh", "-c", self.argv[len(self.processes)]])
+        self.processes[host] = subprocess.Popen(
+            ["sh", "-c", self.argv[len(self.processes)]]
+        )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +173,9 @@ class Shells(LocalJob):
     ],
 )
 def test_a_local_job_ends_as_its_first_trainer_that_failed(lines, code):
-    """Also as one that the kernel killed for its memory; a host of data does not count."""
+    """Also as one that the kernel killed for its memory; a host of data does
+    not count.
+    """
     assert Shells({"dnn": 2, "data": 1}, lines).wait() == code
 
 
@@ -133,7 +185,9 @@ def test_a_host_may_start_before_the_name_of_the_first_one_is_known():
 
 
 def test_the_empty_configuration_is_in_a_private_folder(tmp_path, monkeypatch):
-    """Its name in the temporary folder was known: a link of that name was written through."""
+    """Its name in the temporary folder was known: a link of that name was written
+    through.
+    """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     victim = tmp_path / "victim"
     victim.write_text("precious")

@@ -17,15 +17,31 @@ def test_a_store_belongs_to_one_machine(written, refused, store, monkeypatch):
 def test_a_run_without_a_cluster_is_one_line(settings, refused, monkeypatch, tmp_path):
     """Before anything is made: the pictures of food_mini took half a minute."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    settings["data"] = {"kind": "food_mini", "root": str(tmp_path / "food"), "loader": "ray", "store": "none"}
+    settings["data"] = {
+        "kind": "food_mini",
+        "root": str(tmp_path / "food"),
+        "loader": "ray",
+        "store": "none",
+    }
     (tmp_path / "food.yaml").write_text(yaml.safe_dump(settings))
     told = refused("train", tmp_path / "food.yaml")
-    assert told.startswith("data.loader: is ray, but the variable RAY_ADDRESS names no cluster")
+    assert told.startswith(
+        "data.loader: is ray, but the variable RAY_ADDRESS names no cluster"
+    )
     assert not (tmp_path / "food").exists()
 
 
 @pytest.mark.parametrize(
-    "groups", ["dnn", "dnn=0,data=2", "dnn=1;data=2", "dnn=1,dnn=2", "", "data=2", "a=99,b=99,c=99"]
+    "groups",
+    [
+        "dnn",
+        "dnn=0,data=2",
+        "dnn=1;data=2",
+        "dnn=1,dnn=2",
+        "",
+        "data=2",
+        "a=99,b=99,c=99",
+    ],
 )
 def test_invalid_groups_are_refused(written, command, groups):
     """Without trainers nothing was trained, and the exit code was 0."""

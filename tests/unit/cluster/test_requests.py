@@ -1,4 +1,6 @@
-"""What kd-launch asks of SageMaker, and moto's answers to it over HTTP. Nothing here reaches AWS."""
+"""What kd-launch asks of SageMaker, and moto's answers to it over HTTP. Nothing here
+reaches AWS.
+"""
 
 import dataclasses
 import io
@@ -38,7 +40,11 @@ from kd.parts.tasks.label_sets import SCORES as LABEL_SETS
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd:1"
 ROLE = "arn:aws:iam::123456789012:role/kd"
 OUTPUT = "s3://bucket/kd"
-LISTS = ("data.kind=csv", "data.train_list=../meta/train.txt", "data.val_list=meta/val.txt")
+LISTS = (
+    "data.kind=csv",
+    "data.train_list=../meta/train.txt",
+    "data.val_list=meta/val.txt",
+)
 GIVEN = ("--image", IMAGE, "--role", ROLE, "--output", OUTPUT)
 
 
@@ -63,8 +69,18 @@ def dry(command, *argv):
 
 def test_a_configuration_survives_as_texts(food):
     """Each kind of value, references and lists among them."""
-    overrides = ["optimizer.lr=5e-5", "run.trackers=[]", "teacher.args={}", "run.seed=007", "data.augment.flip=1"]
-    overrides += ["teacher.args={act_layer: '1e3'}", "run.folder=${oc.env:NOWHERE,runs}", "losses.0.weight=2"]
+    overrides = [
+        "optimizer.lr=5e-5",
+        "run.trackers=[]",
+        "teacher.args={}",
+        "run.seed=007",
+        "data.augment.flip=1",
+    ]
+    overrides += [
+        "teacher.args={act_layer: '1e3'}",
+        "run.folder=${oc.env:NOWHERE,runs}",
+        "losses.0.weight=2",
+    ]
     keys = flat(food, overrides)
     assert keys["run.name"] == "food_1"
     assert keys["run.folder"] == "${oc.env:NOWHERE,runs}"
@@ -75,7 +91,9 @@ def test_a_configuration_survives_as_texts(food):
 WEIGHTS = ", ".join(f"{1 + number / 7:.17g}" for number in range(140))
 LONG = {
     "a long value": (f"losses=[{{kind: ce, class_weights: [{WEIGHTS}]}}]",),
-    "many keys": tuple(f"teacher.args.key_{number}='crème {number}'" for number in range(120)),
+    "many keys": tuple(
+        f"teacher.args.key_{number}='crème {number}'" for number in range(120)
+    ),
 }
 
 
@@ -89,12 +107,16 @@ def test_a_configuration_of_any_length_reaches_the_job(food, command, tmp_path, 
     file.write_text(json.dumps(sent | {"sagemaker_region": "us-east-1"}))
     read = config.load({}, hyperparameters(file), here=False)
     expected = config.load(
-        food, [*LONG[kind], "data.root=/opt/ml/input/data/data-root", "backend.kind=cuda"], here=False
+        food,
+        [*LONG[kind], "data.root=/opt/ml/input/data/data-root", "backend.kind=cuda"],
+        here=False,
     )
     for section in ("losses", "teacher", "data", "student", "optimizer", "backend"):
         own, other = getattr(read, section), getattr(expected, section)
         if section == "teacher":
-            other = dataclasses.replace(other, fit=own.fit)  # its folder is that of the checkpoints
+            other = dataclasses.replace(
+                other, fit=own.fit
+            )  # its folder is that of the checkpoints
         assert own == other
 
 
@@ -108,16 +130,41 @@ GROUPS = [
 @pytest.mark.parametrize(
     ("options", "resources", "more"),
     [
-        ((*P4D, "--count", "4"), {"InstanceType": "ml.p4d.24xlarge", "InstanceCount": 4}, {}),
-        ((*P4D, "--backend", "smddp"), {"InstanceType": "ml.p4d.24xlarge"}, {"backend.kind": "smddp"}),
-        ((*G5, "backend.kind=smddp", "backend.fallback=nccl"), {}, {"backend.kind": "smddp"}),
+        (
+            (*P4D, "--count", "4"),
+            {"InstanceType": "ml.p4d.24xlarge", "InstanceCount": 4},
+            {},
+        ),
+        (
+            (*P4D, "--backend", "smddp"),
+            {"InstanceType": "ml.p4d.24xlarge"},
+            {"backend.kind": "smddp"},
+        ),
+        (
+            (*G5, "backend.kind=smddp", "backend.fallback=nccl"),
+            {},
+            {"backend.kind": "smddp"},
+        ),
         (("--instance", "ml.trn1.32xlarge"), {}, {"backend.kind": "xla"}),
         (("--instance", "ml.trn2.48xlarge"), {}, {"backend.kind": "neuron"}),
         (G5, {}, {"backend.kind": "cuda"}),
         (("--instance", "ml.c5.xlarge"), {}, {"backend.kind": "cpu"}),
-        ((*P4D, "--data-group", "ml.c5.18xlarge:2"), {"InstanceGroups": GROUPS}, {"data.loader": "ray"}),
+        (
+            (*P4D, "--data-group", "ml.c5.18xlarge:2"),
+            {"InstanceGroups": GROUPS},
+            {"data.loader": "ray"},
+        ),
     ],
-    ids=["one group", "smddp", "smddp or nccl", "trn1", "trn2", "g5", "c5", "two groups"],
+    ids=[
+        "one group",
+        "smddp",
+        "smddp or nccl",
+        "trn1",
+        "trn2",
+        "g5",
+        "c5",
+        "two groups",
+    ],
 )
 def test_botocore_accepts_the_request(options, resources, more, food, command):
     request = dry(command, food, *options)["CreateTrainingJob"]
@@ -129,7 +176,11 @@ def test_botocore_accepts_the_request(options, resources, more, food, command):
         assert len(request["Environment"]["RAY_AUTH_TOKEN"]) == 64
     keys = request["HyperParameters"]
     assert {key: keys[key] for key in more} == more
-    assert keys["run.folder"] == request["CheckpointConfig"]["LocalPath"] == "/opt/ml/checkpoints"
+    assert (
+        keys["run.folder"]
+        == request["CheckpointConfig"]["LocalPath"]
+        == "/opt/ml/checkpoints"
+    )
     assert request["CheckpointConfig"]["S3Uri"] == "s3://bucket/kd/checkpoints/food_1"
     assert keys["data.root"] == "/opt/ml/input/data/data-root"
     (channel,) = request["InputDataConfig"]
@@ -138,11 +189,18 @@ def test_botocore_accepts_the_request(options, resources, more, food, command):
 
 
 def test_the_profiler_is_configured_as_documented(food, command, refused, tmp_path):
-    """`validate` has compared it with botocore's model; the account is that of the page for the image's region."""
+    """`validate` has compared it with botocore's model; the account is that of the page
+    for the image's region.
+    """
     plain = dry(command, food, *G5)["CreateTrainingJob"]
     assert not {"ProfilerConfig", "ProfilerRuleConfigurations"} & plain.keys()
     request = dry(command, food, *G5, "--profiler")["CreateTrainingJob"]
-    shape = Session().get_service_model("sagemaker").operation_model("CreateTrainingJob").input_shape
+    shape = (
+        Session()
+        .get_service_model("sagemaker")
+        .operation_model("CreateTrainingJob")
+        .input_shape
+    )
     report = ParamValidator().validate(request, shape)
     assert not report.has_errors(), report.generate_report()
     assert request["ProfilerConfig"] == {
@@ -152,27 +210,53 @@ def test_the_profiler_is_configured_as_documented(food, command, refused, tmp_pa
     (rule,) = request["ProfilerRuleConfigurations"]
     assert rule["RuleParameters"] == {"rule_to_invoke": "ProfilerReport"}
     host, _, name = rule["RuleEvaluatorImage"].partition("/")
-    assert (host, name) == ("503895931360.dkr.ecr.us-east-1.amazonaws.com", "sagemaker-debugger-rules:latest")
+    assert (host, name) == (
+        "503895931360.dkr.ecr.us-east-1.amazonaws.com",
+        "sagemaker-debugger-rules:latest",
+    )
 
     extra = tmp_path / "extra.json"
     extra.write_text('{"ProfilerConfig": {"ProfilingIntervalInMilliseconds": 300}}')
     options = ("launch", food, *G5, "--profiler", *GIVEN, "--dry-run")
-    assert "ProfilingIntervalInMilliseconds: is 300. One of 100, 200" in refused(*options, "--extra", extra)
-    assert refused(*options, "--image", "kd:1").startswith("--profiler: cannot read a region")
+    assert "ProfilingIntervalInMilliseconds: is 300. One of 100, 200" in refused(
+        *options, "--extra", extra
+    )
+    assert refused(*options, "--image", "kd:1").startswith(
+        "--profiler: cannot read a region"
+    )
     assert "no image of the rules in 'xx-north-9'" in refused(
         *options, "--image", IMAGE.replace("us-east-1", "xx-north-9")
     )
 
 
-def test_a_trial_on_this_machine_takes_no_option_of_a_job(food, refused, command, tmp_path):
+def test_a_trial_on_this_machine_takes_no_option_of_a_job(
+    food, refused, command, tmp_path
+):
     """All but two were ignored in silence."""
     local = ("launch", food, "--local", "dnn=1", "--dry-run")
     for words in (
-        *(["--instance", "ml.g5.xlarge"], ["--count", "2"], ["--data-group", "ml.c5.large:2"], ["--spot"]),
-        *(["--hours", "2"], ["--volume", "50"], ["--view-ms", "3"], ["--images-per-second", "9"], ["--profiler"]),
-        *(["--extra", tmp_path / "extra.json"], ["--no-follow"], *zip(GIVEN[::2], GIVEN[1::2], strict=True)),
+        *(
+            ["--instance", "ml.g5.xlarge"],
+            ["--count", "2"],
+            ["--data-group", "ml.c5.large:2"],
+            ["--spot"],
+        ),
+        *(
+            ["--hours", "2"],
+            ["--volume", "50"],
+            ["--view-ms", "3"],
+            ["--images-per-second", "9"],
+            ["--profiler"],
+        ),
+        *(
+            ["--extra", tmp_path / "extra.json"],
+            ["--no-follow"],
+            *zip(GIVEN[::2], GIVEN[1::2], strict=True),
+        ),
     ):
-        assert refused(*local, *words).startswith(f"kd-launch: {words[0]}: for jobs on SageMaker, not for --local. ")
+        assert refused(*local, *words).startswith(
+            f"kd-launch: {words[0]}: for jobs on SageMaker, not for --local. "
+        )
     told = refused(*local, "--spot", "--count", "2")
     assert told.startswith("kd-launch: --count, --spot: for jobs on SageMaker")
     assert "the configuration is valid" in command(*local, "--backend", "cpu").out
@@ -191,22 +275,43 @@ def test_the_plan_of_the_cores(food, command, refused):
     assert "need 101 cores" in slow
     assert "too few" in slow
     assert "--data-group ml.c5.18xlarge:2 brings 72 cores" in slow
-    group = command(*options, "--view-ms", "6.64", "--data-group", "ml.c5.18xlarge:2").err
+    group = command(
+        *options, "--view-ms", "6.64", "--data-group", "ml.c5.18xlarge:2"
+    ).err
     assert "brings 72 cores" in group
     assert "too few: " not in group
     assert "data.store=none" in slow
-    half = command(*options, "--view-ms", "6.64", "--data-group", "ml.c5.18xlarge:1").err
+    half = command(
+        *options, "--view-ms", "6.64", "--data-group", "ml.c5.18xlarge:1"
+    ).err
     assert "still too few: 84 of 101 cores" in half
     small = ("launch", food, *G5, *GIVEN, "--dry-run", "--view-ms", "3")
     assert "667 images/s for each of 1 accelerators" in command(*small).err
     assert (
-        "ml.g5.48xlarge has 12 cores per accelerator instead of 2" in command(*small, "--images-per-second", "900").err
+        "ml.g5.48xlarge has 12 cores per accelerator instead of 2"
+        in command(*small, "--images-per-second", "900").err
     )
     assert refused(*options).startswith("--view-ms: is not given")
     assert "Did you mean" in refused(
-        "launch", food, "--instance", "ml.g5.2xlarge", *GIVEN, "--dry-run", "--view-ms", "3"
+        "launch",
+        food,
+        "--instance",
+        "ml.g5.2xlarge",
+        *GIVEN,
+        "--dry-run",
+        "--view-ms",
+        "3",
     )
-    no_gpu = refused("launch", food, "--instance", "ml.c5.18xlarge", *GIVEN, "--dry-run", "--view-ms", "3")
+    no_gpu = refused(
+        "launch",
+        food,
+        "--instance",
+        "ml.c5.18xlarge",
+        *GIVEN,
+        "--dry-run",
+        "--view-ms",
+        "3",
+    )
     assert "has no accelerator" in no_gpu
     for text in ("0", "nan", "-1", "many"):
         answer = command(*small[:-1], text)
@@ -217,12 +322,28 @@ def test_the_plan_of_the_cores(food, command, refused):
 @pytest.mark.parametrize(
     ("alone", "group", "usd", "faster", "cheaper"),
     [
-        pytest.param((37.688, 192), (45.032, 86), (0.201, 0.108), 2.2, 0.46, id="TensorFlow, 2 c5.18xlarge"),
-        pytest.param((3.825, 1193), (5.661, 184), (0.127, 0.029), 6.5, 0.77, id="PyTorch, 1 c5.9xlarge"),
+        pytest.param(
+            (37.688, 192),
+            (45.032, 86),
+            (0.201, 0.108),
+            2.2,
+            0.46,
+            id="TensorFlow, 2 c5.18xlarge",
+        ),
+        pytest.param(
+            (3.825, 1193),
+            (5.661, 184),
+            (0.127, 0.029),
+            6.5,
+            0.77,
+            id="PyTorch, 1 c5.9xlarge",
+        ),
     ],
 )
 def test_savings_are_those_of_the_published_tables(alone, group, usd, faster, cheaper):
-    """AWS's posts on heterogeneous clusters: USD an hour, ms a step, USD of 100 steps."""
+    """AWS's posts on heterogeneous clusters: USD an hour, ms a step, USD of
+    100 steps.
+    """
     found = instances.saving(alone, group)
     assert found[0] == pytest.approx(faster, abs=0.05)
     assert found[1] == pytest.approx(cheaper, abs=0.01)
@@ -233,31 +354,57 @@ def test_savings_are_those_of_the_published_tables(alone, group, usd, faster, ch
 
 
 def test_the_plan_gives_the_published_ratio_of_a_job_that_waited_for_its_data():
-    """Where the accelerators take 86 ms a step and 48 cores 192, and two hosts are enough, it is the table's row."""
+    """Where the accelerators take 86 ms a step and 48 cores 192, and two hosts are
+    enough, it is the table's row.
+    """
     batch, (name, price) = 8192, ("ml.p4d.24xlarge", 37.688)
     view_ms, rate = 48 * 192 / batch, batch / 0.086 / 8
     told = instances.plan(name, 1, view_ms, rate, ("ml.c5.18xlarge", 2), price)
     assert "1.19 times the price" in told[1]
     assert "2.23 times as fast and 46 % cheaper" in told[2]
     edge = float(re.search(r"pays from ([\d,]+) images/s", told[1])[1].replace(",", ""))
-    assert "0 % " in instances.plan(name, 1, view_ms, edge, ("ml.c5.18xlarge", 2), price)[-1]
+    assert (
+        "0 % "
+        in instances.plan(name, 1, view_ms, edge, ("ml.c5.18xlarge", 2), price)[-1]
+    )
 
 
-@pytest.mark.parametrize("group", [(), ("--data-group", "ml.c5.xlarge:1")], ids=["one group", "two groups"])
+@pytest.mark.parametrize(
+    "group", [(), ("--data-group", "ml.c5.xlarge:1")], ids=["one group", "two groups"]
+)
 def test_weights_go_to_the_group_that_trains(group, food, command):
     weights = "teacher.checkpoint=s3://bucket/teacher.safetensors"
-    request = dry(command, food, "--instance", "ml.g5.xlarge", *group, weights)["CreateTrainingJob"]
-    sources = {one["ChannelName"]: one["DataSource"]["S3DataSource"] for one in request["InputDataConfig"]}
-    assert sources["teacher-checkpoint"].get("InstanceGroupNames") == (["dnn"] if group else None)
+    request = dry(command, food, "--instance", "ml.g5.xlarge", *group, weights)[
+        "CreateTrainingJob"
+    ]
+    sources = {
+        one["ChannelName"]: one["DataSource"]["S3DataSource"]
+        for one in request["InputDataConfig"]
+    }
+    assert sources["teacher-checkpoint"].get("InstanceGroupNames") == (
+        ["dnn"] if group else None
+    )
     assert (
         "InstanceGroupNames" not in sources["data-root"]
     )  # without names: all groups, so trainers list and may decode
 
 
-def test_spot_waits_longer_than_it_runs_and_a_file_is_laid_over(food, command, tmp_path):
+def test_spot_waits_longer_than_it_runs_and_a_file_is_laid_over(
+    food, command, tmp_path
+):
     extra = tmp_path / "extra.json"
     extra.write_text('{"Tags": [{"Key": "team", "Value": "vision"}]}')
-    request = dry(command, food, "--instance", "ml.g5.xlarge", "--spot", "--hours", "2", "--extra", str(extra))
+    request = dry(
+        command,
+        food,
+        "--instance",
+        "ml.g5.xlarge",
+        "--spot",
+        "--hours",
+        "2",
+        "--extra",
+        str(extra),
+    )
     stop = request["CreateTrainingJob"]["StoppingCondition"]
     assert request["CreateTrainingJob"]["EnableManagedSpotTraining"]
     assert stop["MaxWaitTimeInSeconds"] > stop["MaxRuntimeInSeconds"] == 7200
@@ -265,19 +412,36 @@ def test_spot_waits_longer_than_it_runs_and_a_file_is_laid_over(food, command, t
 
 
 def test_sections_of_extra_are_joined_to_those_of_the_request(food, command, tmp_path):
-    """A warm pool dropped the instance type, a channel of one's own the data, a variable Ray's token."""
+    """A warm pool dropped the instance type, a channel of one's own the data, a
+    variable Ray's token.
+    """
     extra = tmp_path / "extra.json"
-    channel = {"ChannelName": "mine", "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": "s3://b/m"}}}
-    sections = {"ResourceConfig": {"KeepAlivePeriodInSeconds": 600}, "Environment": {"MINE": "1"}}
+    channel = {
+        "ChannelName": "mine",
+        "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": "s3://b/m"}},
+    }
+    sections = {
+        "ResourceConfig": {"KeepAlivePeriodInSeconds": 600},
+        "Environment": {"MINE": "1"},
+    }
     extra.write_text(json.dumps({**sections, "InputDataConfig": [channel]}))
     options = (food, "--instance", "ml.g5.xlarge", "--extra", str(extra))
     request = dry(command, *options)["CreateTrainingJob"]
-    resources = {"InstanceType": "ml.g5.xlarge", "InstanceCount": 1, "VolumeSizeInGB": 100}
+    resources = {
+        "InstanceType": "ml.g5.xlarge",
+        "InstanceCount": 1,
+        "VolumeSizeInGB": 100,
+    }
     assert request["ResourceConfig"] == {**resources, "KeepAlivePeriodInSeconds": 600}
-    assert [one["ChannelName"] for one in request["InputDataConfig"]] == ["data-root", "mine"]
+    assert [one["ChannelName"] for one in request["InputDataConfig"]] == [
+        "data-root",
+        "mine",
+    ]
     del sections["ResourceConfig"]  # a warm pool has no groups
     extra.write_text(json.dumps(sections))
-    request = dry(command, *options, "--data-group", "ml.c5.xlarge:1")["CreateTrainingJob"]
+    request = dry(command, *options, "--data-group", "ml.c5.xlarge:1")[
+        "CreateTrainingJob"
+    ]
     assert request["Environment"].keys() == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "MINE"}
 
 
@@ -289,10 +453,20 @@ def test_shards_and_weights_become_channels(food):
         "student.checkpoint": "s3://b/student",
     }
     request = requests.training_request(
-        requests.Job(name="a-1", keys=keys, image=IMAGE, role=ROLE, output=OUTPUT, instance="ml.g5.xlarge")
+        requests.Job(
+            name="a-1",
+            keys=keys,
+            image=IMAGE,
+            role=ROLE,
+            output=OUTPUT,
+            instance="ml.g5.xlarge",
+        )
     )
     requests.validate("CreateTrainingJob", request)
-    sources = {c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"] for c in request["InputDataConfig"]}
+    sources = {
+        c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"]
+        for c in request["InputDataConfig"]
+    }
     assert sources == {
         "data-train": "s3://b/shards/",
         "teacher-checkpoint": "s3://b/teacher/model.safetensors",
@@ -300,7 +474,10 @@ def test_shards_and_weights_become_channels(food):
     }
     found = request["HyperParameters"]
     assert found["data.train"] == "/opt/ml/input/data/data-train/train-{0..9}.tar"
-    assert found["teacher.checkpoint"] == "/opt/ml/input/data/teacher-checkpoint/model.safetensors"
+    assert (
+        found["teacher.checkpoint"]
+        == "/opt/ml/input/data/teacher-checkpoint/model.safetensors"
+    )
     assert found["student.checkpoint"] == "/opt/ml/input/data/student-checkpoint"
 
 
@@ -310,28 +487,91 @@ def test_shards_and_weights_become_channels(food):
         (("--instance", "ml.p4d.24xlrge"), "InstanceType", "ml.p4d.24xlarge"),
         (("data.root=photos", "--instance", "ml.g5.xlarge"), "data.root", "s3://"),
         (("data.rot=photos", "--instance", "ml.g5.xlarge"), "data.rot", "root"),
-        (("--instance", "ml.g5.xlarge", "--role", "arn-of-a-role-of-mine"), "RoleArn", "arn:"),
+        (
+            ("--instance", "ml.g5.xlarge", "--role", "arn-of-a-role-of-mine"),
+            "RoleArn",
+            "arn:",
+        ),
         (("--instance", ""), "--instance", "Give it"),
         (("--instance", "ml.g5.xlarge", "--backend", "cudda"), "backend.kind", "cuda"),
         (("--instance", "ml.g5.xlarge", "--output", "folder"), "--output", "s3://"),
-        (("--instance", "ml.g5.xlarge", "--hours", "1e-9"), "MaxRuntimeInSeconds", "min value: 1"),
+        (
+            ("--instance", "ml.g5.xlarge", "--hours", "1e-9"),
+            "MaxRuntimeInSeconds",
+            "min value: 1",
+        ),
         (("--instance", "ml.g5.xlarge", "--hours", "nan"), "--hours", "at most 672"),
         (("--instance", "ml.g5.xlarge", "--hours", "1e9"), "--hours", "at most 672"),
-        (("--instance", "ml.trn1.32xlarge", "--backend", "cuda"), "backend.kind", "ml.p*, ml.g*"),
-        (("--instance", "ml.c5.xlarge", "backend.kind=cuda"), "backend.kind", "does not run on ml.c5.xlarge"),
-        (("--instance", "ml.g5.xlarge", "--backend", "smddp"), "backend.kind", "ml.p4d.*"),
-        (("--instance", "ml.p4d.24xlarge", "--backend", "xla"), "backend.kind", "ml.trn*"),
-        (("--instance", "ml.p4d.24xlarge", "teacher.precision=int8"), "teacher.precision", "cuda"),
-        (("--instance", "ml.g5.xlarge", "data.loader=ray"), "data.loader", "--data-group"),
-        (("--instance", "ml.g5.xlarge", *LISTS), "data.train_list", "outside of data.root"),
-        (("--instance", "ml.g5.xlarge", *LISTS, "data.train_list=/meta/t.txt"), "data.train_list", "this machine"),
-        (("--instance", "ml.g5.xlarge", "teacher.model=./runs/a/export"), "teacher.model", "this machine"),
-        (("--instance", "ml.g5.xlarge", "teacher.model=local-dir:runs"), "teacher.model", "this machine"),
-        (("--instance", "ml.g5.xlarge", "teacher.kind=onnx", "teacher.classes=c.txt"), "teacher.classes", "s3://"),
-        (("--instance", "ml.g5.xlarge", "teacher.also=[{model: a, checkpoint: b}]"), "teacher.also.0.checkpoint", "s3"),
+        (
+            ("--instance", "ml.trn1.32xlarge", "--backend", "cuda"),
+            "backend.kind",
+            "ml.p*, ml.g*",
+        ),
+        (
+            ("--instance", "ml.c5.xlarge", "backend.kind=cuda"),
+            "backend.kind",
+            "does not run on ml.c5.xlarge",
+        ),
+        (
+            ("--instance", "ml.g5.xlarge", "--backend", "smddp"),
+            "backend.kind",
+            "ml.p4d.*",
+        ),
+        (
+            ("--instance", "ml.p4d.24xlarge", "--backend", "xla"),
+            "backend.kind",
+            "ml.trn*",
+        ),
+        (
+            ("--instance", "ml.p4d.24xlarge", "teacher.precision=int8"),
+            "teacher.precision",
+            "cuda",
+        ),
+        (
+            ("--instance", "ml.g5.xlarge", "data.loader=ray"),
+            "data.loader",
+            "--data-group",
+        ),
+        (
+            ("--instance", "ml.g5.xlarge", *LISTS),
+            "data.train_list",
+            "outside of data.root",
+        ),
+        (
+            ("--instance", "ml.g5.xlarge", *LISTS, "data.train_list=/meta/t.txt"),
+            "data.train_list",
+            "this machine",
+        ),
+        (
+            ("--instance", "ml.g5.xlarge", "teacher.model=./runs/a/export"),
+            "teacher.model",
+            "this machine",
+        ),
+        (
+            ("--instance", "ml.g5.xlarge", "teacher.model=local-dir:runs"),
+            "teacher.model",
+            "this machine",
+        ),
+        (
+            (
+                "--instance",
+                "ml.g5.xlarge",
+                "teacher.kind=onnx",
+                "teacher.classes=c.txt",
+            ),
+            "teacher.classes",
+            "s3://",
+        ),
+        (
+            ("--instance", "ml.g5.xlarge", "teacher.also=[{model: a, checkpoint: b}]"),
+            "teacher.also.0.checkpoint",
+            "s3",
+        ),
     ],
 )
-def test_a_wrong_request_is_one_line_and_is_not_sent(options, where, words, food, refused):
+def test_a_wrong_request_is_one_line_and_is_not_sent(
+    options, where, words, food, refused
+):
     line = refused("launch", food, *GIVEN, *options)
     assert where in line.partition(" ")[0] or where in line
     assert words in line
@@ -343,14 +583,36 @@ WARM = {"KeepAlivePeriodInSeconds": 600}
 @pytest.mark.parametrize(
     ("options", "extra", "where", "words"),
     [
-        (("--spot",), {"StoppingCondition": {"MaxWaitTimeInSeconds": 60}}, "MaxWaitTimeInSeconds", "At least 86400"),
-        ((), {"StoppingCondition": {"MaxWaitTimeInSeconds": 90000}}, "MaxWaitTimeInSeconds", "Add --spot"),
+        (
+            ("--spot",),
+            {"StoppingCondition": {"MaxWaitTimeInSeconds": 60}},
+            "MaxWaitTimeInSeconds",
+            "At least 86400",
+        ),
+        (
+            (),
+            {"StoppingCondition": {"MaxWaitTimeInSeconds": 90000}},
+            "MaxWaitTimeInSeconds",
+            "Add --spot",
+        ),
         (("--spot",), {"ResourceConfig": WARM}, "KeepAlive", "a spot job"),
-        (("--data-group", "ml.c5.xlarge:1"), {"ResourceConfig": WARM}, "KeepAlive", "instance groups"),
+        (
+            ("--data-group", "ml.c5.xlarge:1"),
+            {"ResourceConfig": WARM},
+            "KeepAlive",
+            "instance groups",
+        ),
     ],
-    ids=["spot waits too short", "waits without spot", "warm and spot", "warm and groups"],
+    ids=[
+        "spot waits too short",
+        "waits without spot",
+        "warm and spot",
+        "warm and groups",
+    ],
 )
-def test_requests_against_aws_limits_are_not_sent(options, extra, where, words, food, tmp_path, refused):
+def test_requests_against_aws_limits_are_not_sent(
+    options, extra, where, words, food, tmp_path, refused
+):
     file = tmp_path / "extra.json"
     file.write_text(json.dumps(extra))
     given = (food, "--instance", "ml.g5.xlarge", "--extra", str(file), *options, *GIVEN)
@@ -364,13 +626,45 @@ def test_requests_against_aws_limits_are_not_sent(options, extra, where, words, 
     [
         (("deploy", "--instance", "ml.inf2.xlarge"), "--instance", "accelerator"),
         (("deploy", "--instance", "ml.g5.xlarge"), "--instance", "ml.c7i.xlarge"),
-        (("transform", "s3://b/in", "--instance", "ml.g5.xlarge"), "--instance", "accelerator"),
-        (("transform", "s3://b/in", "--instance", "ml.c5.xlarge", "--at-once", "17"), "--at-once", "At most 16"),
-        (("transform", "s3://b/in", "--instance", "ml.c5.xlarge", "--to", "s3://b/in/"), "--to", "outside of IMAGES"),
-        (("transform", "s3://b/in", "--instance", "ml.c5.xlarge", "--to", "s3://b/in/out"), "--to", "first one's"),
+        (
+            ("transform", "s3://b/in", "--instance", "ml.g5.xlarge"),
+            "--instance",
+            "accelerator",
+        ),
+        (
+            ("transform", "s3://b/in", "--instance", "ml.c5.xlarge", "--at-once", "17"),
+            "--at-once",
+            "At most 16",
+        ),
+        (
+            (
+                "transform",
+                "s3://b/in",
+                "--instance",
+                "ml.c5.xlarge",
+                "--to",
+                "s3://b/in/",
+            ),
+            "--to",
+            "outside of IMAGES",
+        ),
+        (
+            (
+                "transform",
+                "s3://b/in",
+                "--instance",
+                "ml.c5.xlarge",
+                "--to",
+                "s3://b/in/out",
+            ),
+            "--to",
+            "first one's",
+        ),
     ],
 )
-def test_requests_that_waste_a_host_or_reread_outputs_are_not_sent(argv, where, words, exported, refused):
+def test_requests_that_waste_a_host_or_reread_outputs_are_not_sent(
+    argv, where, words, exported, refused
+):
     line = refused("launch", argv[0], exported, *argv[1:], *GIVEN, "--dry-run")
     assert line.startswith(f"{where}: ")
     assert words in line
@@ -378,27 +672,47 @@ def test_requests_that_waste_a_host_or_reread_outputs_are_not_sent(argv, where, 
 
 def test_the_shipped_lists_of_food101_need_a_channel_of_their_own(command):
     options = ("--instance", "ml.p4d.24xlarge", *GIVEN, "--dry-run")
-    moved = ("data.root=s3://b/food-101/images", "data.val_list=s3://b/food-101/meta/test.txt")
+    moved = (
+        "data.root=s3://b/food-101/images",
+        "data.val_list=s3://b/food-101/meta/test.txt",
+    )
     answer = command("launch", "vit_food101", *moved, *options)
     assert (answer.code, len(answer.err.splitlines())) == (2, 1)
     assert "data.train_list: '../meta/train.txt' is outside of data.root" in answer.err
-    answer = command("launch", "vit_food101", *moved, "data.train_list=s3://b/food-101/meta/train.txt", *options)
+    answer = command(
+        "launch",
+        "vit_food101",
+        *moved,
+        "data.train_list=s3://b/food-101/meta/train.txt",
+        *options,
+    )
     keys = json.loads(answer.out)["CreateTrainingJob"]["HyperParameters"]
     assert keys["data.train_list"] == "/opt/ml/input/data/data-train-list/train.txt"
 
 
 def test_weights_of_further_teachers_become_channels(food, command):
-    teachers = "teacher.also=[{model: resnet10t, checkpoint: 's3://b/weights/r.safetensors'}]"
-    request = dry(command, food, "--instance", "ml.g5.xlarge", teachers)["CreateTrainingJob"]
+    teachers = (
+        "teacher.also=[{model: resnet10t, checkpoint: 's3://b/weights/r.safetensors'}]"
+    )
+    request = dry(command, food, "--instance", "ml.g5.xlarge", teachers)[
+        "CreateTrainingJob"
+    ]
     keys = request["HyperParameters"]
     assert list(keys) == sorted(keys)
     found = config.load({}, [f"{key}={text}" for key, text in keys.items()], here=False)
-    assert found.teacher.also[0].checkpoint == "/opt/ml/input/data/teacher-also-0-checkpoint/r.safetensors"
-    assert "teacher-also-0-checkpoint" in [one["ChannelName"] for one in request["InputDataConfig"]]
+    assert (
+        found.teacher.also[0].checkpoint
+        == "/opt/ml/input/data/teacher-also-0-checkpoint/r.safetensors"
+    )
+    assert "teacher-also-0-checkpoint" in [
+        one["ChannelName"] for one in request["InputDataConfig"]
+    ]
 
 
 def test_every_key_whose_text_speaks_of_files_is_declared_as_one_or_known_not_to_be():
-    """The check's list of keys comes from the schema: a new key that names files must say so."""
+    """The check's list of keys comes from the schema: a new key that names files must
+    say so.
+    """
     written = {"run.name", "run.folder", "data.copies", "teacher.cache.path"}
     written |= {"teacher.fit.folder"}
     inside = {
@@ -410,26 +724,47 @@ def test_every_key_whose_text_speaks_of_files_is_declared_as_one_or_known_not_to
         "teacher.license",
         "teacher.also[].license",
     }
-    inside |= {"data.image_keys", "teacher.weights", "teacher.also[].weights", "student.weights"}
-    inside |= {"data.image_key", "data.label_key", "data.label_field"}  # names inside a folder or a shard
+    inside |= {
+        "data.image_keys",
+        "teacher.weights",
+        "teacher.also[].weights",
+        "student.weights",
+    }
+    inside |= {
+        "data.image_key",
+        "data.label_key",
+        "data.label_field",
+    }  # names inside a folder or a shard
     inside |= {"data.group"}  # a pattern of paths
     rendered = {"data.root [food_mini]"}
     texts = {}
     for key, allowed, _, meaning in explain():
         kind = re.match(r"\[kind: (\w+)\]", meaning)
-        if allowed == "Allowed: text" and re.search(r"(?i)\b(file|folder|path|shards)s?\b", meaning):
+        if allowed == "Allowed: text" and re.search(
+            r"(?i)\b(file|folder|path|shards)s?\b", meaning
+        ):
             texts[key + (f" [{kind[1]}]" if kind else "")] = meaning
     declared = set()
     for cls, where in _sections():
-        declared |= {f"{where}{name}" for name, field in fields_of(cls).items() if "files" in extra(field)}
-    missing = {key for key in texts if key.partition(" ")[0] not in declared | written | inside} - rendered
+        declared |= {
+            f"{where}{name}"
+            for name, field in fields_of(cls).items()
+            if "files" in extra(field)
+        }
+    missing = {
+        key for key in texts if key.partition(" ")[0] not in declared | written | inside
+    } - rendered
     assert missing == set()
 
 
 def _sections():
     """Yield the types that hold keys of files, with their place."""
     schema = config.Config
-    for name, folder in (("data", "datasets"), ("teacher", "networks"), ("student", "networks")):
+    for name, folder in (
+        ("data", "datasets"),
+        ("teacher", "networks"),
+        ("student", "networks"),
+    ):
         for kind in registry.names(folder):
             yield registry.options_type(folder, kind, name), f"{name}."
             yield registry.options_type(folder, kind, name), f"{name}.also[]."
@@ -439,7 +774,14 @@ def _sections():
 
 
 def test_too_long_and_too_many_values_are_found():
-    job = requests.Job(name="a", keys={"run.name": "a"}, image=IMAGE, role=ROLE, output=OUTPUT, instance="ml.g5.xlarge")
+    job = requests.Job(
+        name="a",
+        keys={"run.name": "a"},
+        image=IMAGE,
+        role=ROLE,
+        output=OUTPUT,
+        instance="ml.g5.xlarge",
+    )
     request = requests.training_request(job)
     request["HyperParameters"] |= {f"key{i}": "x" * 2501 for i in range(100)}
     with pytest.raises(ConfigErrors) as caught:
@@ -451,31 +793,66 @@ def test_too_long_and_too_many_values_are_found():
 def read_by_cloudwatch(log: str, run: str) -> dict[str, list[float]]:
     """Return what the definitions of a job read in a log."""
     return {
-        one["Name"]: [float(found[1]) for line in log.splitlines() if (found := re.search(one["Regex"], line))]
+        one["Name"]: [
+            float(found[1])
+            for line in log.splitlines()
+            if (found := re.search(one["Regex"], line))
+        ]
         for one in definitions(run)
     }
 
 
 def test_the_metrics_are_those_of_a_real_run(written, command, inside):
-    """With a fit of the teacher and labels alone, whose lines are no metrics of the run."""
-    fit = {"model": "vit_tiny_patch16_224", "checkpoint": "", "kind": "timm", "fit": {"steps": 2}, "min_accuracy": 0.0}
-    path = written(run={"epochs": 2, "baseline": True, "every": {"log": 1}}, teacher=fit)
+    """With a fit of the teacher and labels alone, whose lines are no metrics of the
+    run.
+    """
+    fit = {
+        "model": "vit_tiny_patch16_224",
+        "checkpoint": "",
+        "kind": "timm",
+        "fit": {"steps": 2},
+        "min_accuracy": 0.0,
+    }
+    path = written(
+        run={"epochs": 2, "baseline": True, "every": {"log": 1}}, teacher=fit
+    )
     told = command("train", path)
     assert told.code == 0, told
     assert "labels only) | step" in told.out
     assert "teacher | step" in told.out
-    found, folder = read_by_cloudwatch(told.out, "tiny"), RunDir(Path(config.load(path).run.folder) / "tiny")
+    found, folder = (
+        read_by_cloudwatch(told.out, "tiny"),
+        RunDir(Path(config.load(path).run.folder) / "tiny"),
+    )
     train, val = folder.metrics("train"), folder.metrics("val")
     units = {"loss": 0.0006, "images_per_second": 0.51, "step_ms": 0.051}
     for key, unit in units.items():
-        assert found[f"train:{key}"] == pytest.approx([row[key] for row in train], abs=unit), key
+        assert found[f"train:{key}"] == pytest.approx(
+            [row[key] for row in train], abs=unit
+        ), key
     assert found["train:lr"] == pytest.approx([row["lr"] for row in train], rel=0.06)
-    assert found["train:data_wait_percent"] == pytest.approx([100 * row["data_wait"] for row in train], abs=0.06)
-    for name, key in (("accuracy", "accuracy"), ("teacher_accuracy", "teacher_accuracy"), ("agreement", "agreement")):
-        assert found[f"val:{name}_percent"] == pytest.approx([100 * row[key] for row in val], abs=0.06), key
+    assert found["train:data_wait_percent"] == pytest.approx(
+        [100 * row["data_wait"] for row in train], abs=0.06
+    )
+    for name, key in (
+        ("accuracy", "accuracy"),
+        ("teacher_accuracy", "teacher_accuracy"),
+        ("agreement", "agreement"),
+    ):
+        assert found[f"val:{name}_percent"] == pytest.approx(
+            [100 * row[key] for row in val], abs=0.06
+        ), key
     others = {name for name, values in found.items() if not values}
-    assert others == {"val:map_percent", "val:nearest_neighbours_percent", "val:agreement_cosine"}
-    (steps,) = {line.count(" | step ") for line in told.out.splitlines() if line.startswith("tiny | step")}
+    assert others == {
+        "val:map_percent",
+        "val:nearest_neighbours_percent",
+        "val:agreement_cosine",
+    }
+    (steps,) = {
+        line.count(" | step ")
+        for line in told.out.splitlines()
+        if line.startswith("tiny | step")
+    }
     assert steps == 1
 
 
@@ -486,7 +863,10 @@ def test_the_metrics_are_those_of_a_real_run(written, command, inside):
         (
             EMBEDDING,
             {"knn": 0.5, "teacher_knn": 0.75, "agreement": 0.9125},
-            {"val:nearest_neighbours_percent": [50], "val:teacher_accuracy_percent": [75]}
+            {
+                "val:nearest_neighbours_percent": [50],
+                "val:teacher_accuracy_percent": [75],
+            }
             | {"val:agreement_cosine": [0.9125]},
         ),
     ],
@@ -505,9 +885,21 @@ def test_a_job_is_created_and_its_log_followed(aws, food, command, monkeypatch):
     logs.create_log_group(logGroupName=sending.LOGS)
     monkeypatch.setattr("kd.cli.launch._unique_name", lambda name: "food-1")
     for host in (1, 2):
-        logs.create_log_stream(logGroupName=sending.LOGS, logStreamName=f"food-1/algo-{host}")
-        events = [{"timestamp": int(1000 * time.time()) + i, "message": f"host {host} line {i}"} for i in range(3)]
-        logs.put_log_events(logGroupName=sending.LOGS, logStreamName=f"food-1/algo-{host}", logEvents=events)
+        logs.create_log_stream(
+            logGroupName=sending.LOGS, logStreamName=f"food-1/algo-{host}"
+        )
+        events = [
+            {
+                "timestamp": int(1000 * time.time()) + i,
+                "message": f"host {host} line {i}",
+            }
+            for i in range(3)
+        ]
+        logs.put_log_events(
+            logGroupName=sending.LOGS,
+            logStreamName=f"food-1/algo-{host}",
+            logEvents=events,
+        )
     answer = command("launch", food, "--instance", "ml.g5.xlarge", "--spot", *GIVEN)
     assert answer.code == 0, answer
     for host in (1, 2):
@@ -520,8 +912,15 @@ def test_a_job_is_created_and_its_log_followed(aws, food, command, monkeypatch):
 def endpoint_answers(aws, body: str) -> None:
     """Let moto's endpoints answer this: it computes nothing."""
     url = f"{aws('sagemaker').meta.endpoint_url}/moto-api/static/sagemaker/endpoint-results"
-    results = json.dumps({"results": [{"Body": body, "ContentType": "application/json"}], "region": "us-east-1"})
-    request = urllib.request.Request(url, results.encode(), {"content-type": "application/json"})
+    results = json.dumps(
+        {
+            "results": [{"Body": body, "ContentType": "application/json"}],
+            "region": "us-east-1",
+        }
+    )
+    request = urllib.request.Request(
+        url, results.encode(), {"content-type": "application/json"}
+    )
     urllib.request.urlopen(request).close()
 
 
@@ -532,17 +931,30 @@ def test_an_export_is_deployed_and_queried(aws, exported, command):
     assert answer.code == 0, answer
     assert "a grey image is 'fig'" in answer.out
     sagemaker = aws("sagemaker")
-    assert sagemaker.describe_endpoint(EndpointName="fruit")["EndpointStatus"] == "InService"
-    model = sagemaker.describe_model(ModelName="fruit")["PrimaryContainer"]["ModelDataUrl"]
+    assert (
+        sagemaker.describe_endpoint(EndpointName="fruit")["EndpointStatus"]
+        == "InService"
+    )
+    model = sagemaker.describe_model(ModelName="fruit")["PrimaryContainer"][
+        "ModelDataUrl"
+    ]
     assert model == "s3://bucket/kd/models/fruit/model.tar.gz"
-    body = aws("s3").get_object(Bucket="bucket", Key="kd/models/fruit/model.tar.gz")["Body"].read()
+    body = (
+        aws("s3")
+        .get_object(Bucket="bucket", Key="kd/models/fruit/model.tar.gz")["Body"]
+        .read()
+    )
     with tarfile.open(fileobj=io.BytesIO(body)) as archive:
         assert {"model.onnx", "manifest.json", "config.json"} <= set(archive.getnames())
 
 
 @pytest.mark.parametrize("argv", [("deploy",), ("transform", "s3://bucket/in")])
-def test_a_graph_that_the_image_cannot_run_is_refused(argv, exported, refused, tmp_path):
-    """`kd-export --formats executorch --accept` may choose model.pte, and ExecuTorch needs torch."""
+def test_a_graph_that_the_image_cannot_run_is_refused(
+    argv, exported, refused, tmp_path
+):
+    """`kd-export --formats executorch --accept` may choose model.pte, and ExecuTorch
+    needs torch.
+    """
     folder = tmp_path / "export"
     shutil.copytree(exported, folder)
     shutil.copy(folder / "model.onnx", folder / "model.pte")
@@ -550,8 +962,19 @@ def test_a_graph_that_the_image_cannot_run_is_refused(argv, exported, refused, t
     for key in ("files", "self_check"):
         manifest[key]["model.pte"] = manifest[key]["model.onnx"]
     manifest["pick"] = "model.pte"
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
-    line = refused("launch", argv[0], folder, *argv[1:], "--instance", "ml.c5.xlarge", *GIVEN, "--dry-run")
+    (folder / "manifest.json").write_text(
+        json.dumps(manifest | {"checksum": checksum(manifest)})
+    )
+    line = refused(
+        "launch",
+        argv[0],
+        folder,
+        *argv[1:],
+        "--instance",
+        "ml.c5.xlarge",
+        *GIVEN,
+        "--dry-run",
+    )
     assert line.startswith("EXPORT: ")
     assert "'model.pte' needs executorch" in line
     assert "onnxruntime or openvino" in line
@@ -560,7 +983,12 @@ def test_a_graph_that_the_image_cannot_run_is_refused(argv, exported, refused, t
 def test_an_endpoint_without_a_response_is_named(aws, exported, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    more = {"image": IMAGE, "role": ROLE, "model": "s3://bucket/m.tar.gz", "instance": "ml.c5.large"}
+    more = {
+        "image": IMAGE,
+        "role": ROLE,
+        "model": "s3://bucket/m.tar.gz",
+        "instance": "ml.c5.large",
+    }
     hosting = requests.Hosting(name="mute", **more)
     with pytest.raises(RunError, match="delete-endpoint --endpoint-name mute"):
         sending.deploy(requests.hosting_requests(hosting), exported, ("fig",))
@@ -568,27 +996,55 @@ def test_an_endpoint_without_a_response_is_named(aws, exported, monkeypatch):
 
 @pytest.mark.parametrize(
     ("what", "more", "told"),
-    [("deploy", (), "delete-endpoint --endpoint-name fruit"), ("transform", ("s3://bucket/in",), "stop-transform-job")],
+    [
+        ("deploy", (), "delete-endpoint --endpoint-name fruit"),
+        ("transform", ("s3://bucket/in",), "stop-transform-job"),
+    ],
 )
-def test_ctrl_c_names_what_aws_goes_on_with(aws, exported, command, monkeypatch, what, more, told):
+def test_ctrl_c_names_what_aws_goes_on_with(
+    aws, exported, command, monkeypatch, what, more, told
+):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sending, "_wait", interrupted)
-    answer = command("launch", what, exported, *more, "--instance", "ml.c5.xlarge", "--name", "fruit", *GIVEN)
+    answer = command(
+        "launch",
+        what,
+        exported,
+        *more,
+        "--instance",
+        "ml.c5.xlarge",
+        "--name",
+        "fruit",
+        *GIVEN,
+    )
     assert (answer.code, answer.err) == (130, "interrupted\n")
     assert "fruit goes on" in answer.out
     assert told in answer.out
 
 
 def test_a_refusal_by_aws_is_a_one_line_error(aws, exported, refused):
-    options = (exported, "--instance", "ml.c5.xlarge", *GIVEN, "--output", "s3://another-bucket/kd")
+    options = (
+        exported,
+        "--instance",
+        "ml.c5.xlarge",
+        *GIVEN,
+        "--output",
+        "s3://another-bucket/kd",
+    )
     assert "NoSuchBucket" in refused("launch", "deploy", *options)
 
 
 def test_an_endpoint_with_a_wrong_response_is_named(aws, exported):
     endpoint_answers(aws, '{"predictions": []}')
-    hosting = requests.Hosting(name="odd", image=IMAGE, role=ROLE, model="s3://bucket/m.tar.gz", instance="ml.c5.large")
+    hosting = requests.Hosting(
+        name="odd",
+        image=IMAGE,
+        role=ROLE,
+        model="s3://bucket/m.tar.gz",
+        instance="ml.c5.large",
+    )
     with pytest.raises(RunError, match="delete-endpoint --endpoint-name odd"):
         sending.deploy(requests.hosting_requests(hosting), exported, ("fig",))
 

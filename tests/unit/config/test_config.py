@@ -1,4 +1,6 @@
-"""The typed configuration: everything that is wrong in one report, and a round trip that loses nothing."""
+"""The typed configuration: everything that is wrong in one report, and a round trip
+that loses nothing.
+"""
 
 import dataclasses
 import math
@@ -40,7 +42,9 @@ def errors_of(raw, *overrides) -> dict[str, str]:
     """Return every error of a configuration, by its config path."""
     with pytest.raises(ConfigErrors) as caught:
         load(raw, overrides)
-    assert str(caught.value).splitlines() == [str(error) for error in caught.value.errors]
+    assert str(caught.value).splitlines() == [
+        str(error) for error in caught.value.errors
+    ]
     return {error.where: str(error) for error in caught.value.errors}
 
 
@@ -50,33 +54,53 @@ def test_everything_wrong_is_in_one_report():
         "data": {"kind": "imagefolder", "batch_size": "many", "augment": {"flip": 2}},
         "student": {"model": "vit_tiny_patch16_224", "init": "magic"},
         "teacher": {"fit": {"lr": -1}},
-        "losses": [{"kind": "kll"}, {"kind": "ce", "wieght": 2}, {"kind": "kl", "temperature": -1}],
+        "losses": [
+            {"kind": "kll"},
+            {"kind": "ce", "wieght": 2},
+            {"kind": "kl", "temperature": -1},
+        ],
         "optimiser": {"lr": 1},
         "optimizer": {"zero": "perhaps", "betas": "high"},
         "sifter": "none",
     }
     found = errors_of(raw)
     expected = {
-        "run.epoks": "run.epoks: no such key. Allowed: baseline, baseline_steps, epochs, every, folder, keep, name, "
-        "patience, seed, steps, times, trackers. Did you mean 'epochs'?",
+        "run.epoks": (
+            "run.epoks: no such key. Allowed: baseline, baseline_steps, epochs, every,"
+            " folder, keep, name, patience, seed, steps, times, trackers. Did you mean"
+            " 'epochs'?"
+        ),
         "run.seed": "run.seed: is -1. Allowed: a whole number >= 0.",
         "run.every.log": "run.every.log: is 0. Allowed: a whole number > 0.",
         "data.batch_size": "data.batch_size: is 'many'. Allowed: a whole number > 0.",
-        "data.augment.flip": "data.augment.flip: is 2. Allowed: a number >= 0 and <= 1.",
+        "data.augment.flip": (
+            "data.augment.flip: is 2. Allowed: a number >= 0 and <= 1."
+        ),
         "data.root": "data.root: is missing. Allowed: text.",
-        "student.init": "student.init: is 'magic'. Allowed: one of scratch, pretrained.",
+        "student.init": (
+            "student.init: is 'magic'. Allowed: one of scratch, pretrained."
+        ),
         "teacher.fit.lr": "teacher.fit.lr: is -1. Allowed: a number >= 0.",
-        "losses[1].wieght": "losses[1].wieght: no such key. Allowed: class_weights, kind, label_smoothing, weight. "
-        "Did you mean 'weight'?",
+        "losses[1].wieght": (
+            "losses[1].wieght: no such key. Allowed: class_weights, kind,"
+            " label_smoothing, weight. Did you mean 'weight'?"
+        ),
         "losses[2].temperature": "losses[2].temperature: is -1. Allowed: a number > 0.",
         "optimizer.zero": "optimizer.zero: is 'perhaps'. Allowed: true or false.",
-        "optimizer.betas": "optimizer.betas: is 'high'. Allowed: a list of 2 values, each a number >= 0 and < 1.",
+        "optimizer.betas": (
+            "optimizer.betas: is 'high'. Allowed: a list of 2 values, each a number >="
+            " 0 and < 1."
+        ),
     }
     assert {key: found.get(key) for key in expected} == expected
-    assert found["losses[0].kind"].startswith("losses[0].kind: is 'kll'. Allowed: bce, ")
+    assert found["losses[0].kind"].startswith(
+        "losses[0].kind: is 'kll'. Allowed: bce, "
+    )
     assert found["losses[0].kind"].endswith("Did you mean 'kl'?")
     assert found["optimiser"].endswith("Did you mean 'optimizer'?")
-    assert found["sifter"] == "sifter: is 'none'. A section with keys is expected: kind."
+    assert (
+        found["sifter"] == "sifter: is 'none'. A section with keys is expected: kind."
+    )
     assert len(found) == len(expected) + 3
 
 
@@ -96,7 +120,9 @@ def test_everything_wrong_is_in_one_report():
         ("bce", "label_smoothing", (-0.1, 1.1)),
     ],
 )
-def test_an_option_of_a_loss_that_is_out_of_range_is_refused_by_its_key(kind, key, wrong):
+def test_an_option_of_a_loss_that_is_out_of_range_is_refused_by_its_key(
+    kind, key, wrong
+):
     for value in wrong:
         found = errors_of(minimal(losses=[{"kind": kind, key: value}]))
         assert "Allowed: a number >" in found[f"losses[0].{key}"]
@@ -177,9 +203,22 @@ def test_a_part_outside_the_repository(tmp_path, monkeypatch):
     (tmp_path / "mylab" / "dull.py").write_text("Options = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
     loaded = load(minimal(losses=[{"kind": "mylab.sharp", "power": 3}]))
-    assert registry.build("losses", "mylab.sharp", loaded.losses[0].options, "losses[0].kind", dims=None).power == 3.0
-    assert to_dict(loaded)["losses"] == [{"kind": "mylab.sharp", "weight": 1.0, "power": 3.0}]
-    found = errors_of(minimal(losses=[{"kind": "mylab.sharp", "powr": 3}]))["losses[0].powr"]
+    assert (
+        registry.build(
+            "losses",
+            "mylab.sharp",
+            loaded.losses[0].options,
+            "losses[0].kind",
+            dims=None,
+        ).power
+        == 3.0
+    )
+    assert to_dict(loaded)["losses"] == [
+        {"kind": "mylab.sharp", "weight": 1.0, "power": 3.0}
+    ]
+    found = errors_of(minimal(losses=[{"kind": "mylab.sharp", "powr": 3}]))[
+        "losses[0].powr"
+    ]
     assert "no such key. Allowed: kind, power, weight. Did you mean 'power'?" in found
     for name, words in (("dull", "is not a part"), ("shrap", "cannot be imported")):
         found = errors_of(minimal(losses=[{"kind": f"mylab.{name}"}]))["losses[0].kind"]
@@ -193,7 +232,11 @@ def test_kinds_that_are_no_module_path(kind):
     assert list(errors_of(minimal(losses=[{"kind": kind}]))) == ["losses[0].kind"]
 
 
-THAWED = ("backend.kind=xla", "optimizer.zero=true", "student.tuning={freeze: [patch_embed.*], freeze_epochs: 1}")
+THAWED = (
+    "backend.kind=xla",
+    "optimizer.zero=true",
+    "student.tuning={freeze: [patch_embed.*], freeze_epochs: 1}",
+)
 
 
 @pytest.mark.parametrize(
@@ -201,47 +244,126 @@ THAWED = ("backend.kind=xla", "optimizer.zero=true", "student.tuning={freeze: [p
     [
         (("backend.kind=cpu", "backend.threads=-1"), "backend.threads", "number >= 0"),
         (("sifter.kind=history", "sifter.keep=0.1"), "sifter", "floor=0.15"),
-        (("student.init=scratch", "student.checkpoint=a"), "student.init", "is 'scratch', but checkpoint is set."),
-        (("student.init=teacher",), "student.init", "scratch, pretrained"),
-        (("teacher.shard=true", "teacher.pipeline=2"), "teacher.shard", "mutually exclusive"),
-        (("teacher.fit.tuning.freeze_epochs=2",), "teacher.fit.tuning.freeze_epochs", "is 2, "),
         (
-            ("losses=[{kind: tokens}]", "student.args.patch_drop_rate=0.75"),  # of 16 patches 4, a square, may be left
+            ("student.init=scratch", "student.checkpoint=a"),
+            "student.init",
+            "is 'scratch', but checkpoint is set.",
+        ),
+        (("student.init=teacher",), "student.init", "scratch, pretrained"),
+        (
+            ("teacher.shard=true", "teacher.pipeline=2"),
+            "teacher.shard",
+            "mutually exclusive",
+        ),
+        (
+            ("teacher.fit.tuning.freeze_epochs=2",),
+            "teacher.fit.tuning.freeze_epochs",
+            "is 2, ",
+        ),
+        (
+            (
+                "losses=[{kind: tokens}]",
+                "student.args.patch_drop_rate=0.75",
+            ),  # of 16 patches 4, a square, may be left
             "student.args.patch_drop_rate",
             "is 0.75, but a loss compares the tokens",
         ),
         (THAWED, "student.tuning.freeze_epochs", "is 1, but torch_xla"),
-        (("data.progressive={size: 0, until: 0.6}",), "data.progressive.size", "is 0, but data.image_size is 224"),
-        (("data.progressive={size: 224, until: 0.6}",), "data.progressive.size", "Allowed: >= 8 and < 224"),
-        (("data.progressive={size: -1, until: 0.6}",), "data.progressive.size", "number >= 0"),
-        (("data.progressive={size: 112}",), "data.progressive.until", "is 0, but data.progressive.size is 112"),
-        (("data.progressive={size: 112, until: 1.2}",), "data.progressive.until", "number >= 0 and <= 1"),
-        (("data.progressive={size: 112, until: 0.6}", "losses=[{kind: tokens}]"), "data.progressive.size", "tokens"),
-        (("data.progressive={size: 112, until: 0.6}", "data.loader=ray"), "data.progressive.size", "of one size"),
-        (("optimizer.kind=muon", "backend.kind=xla"), "optimizer.kind", "is muon, which is untested on xla"),
-        (("data.balance=0.5", "sifter.kind=history"), "data.balance", "is 0.5, but sifter.kind is history"),
-        (("data.balance=0.5", "data.labels=some"), "data.labels", "is some, but data.balance reads"),
-        (("data.labels=some", "teacher.cache.views=2", *LEARNABLE), "data.labels", "is some, but sifter.kind reads"),
-        (("data.test_split=exam", "data.test_fraction=0.2"), "data.test_fraction", "but data.test_split names a test"),
+        (
+            ("data.progressive={size: 0, until: 0.6}",),
+            "data.progressive.size",
+            "is 0, but data.image_size is 224",
+        ),
+        (
+            ("data.progressive={size: 224, until: 0.6}",),
+            "data.progressive.size",
+            "Allowed: >= 8 and < 224",
+        ),
+        (
+            ("data.progressive={size: -1, until: 0.6}",),
+            "data.progressive.size",
+            "number >= 0",
+        ),
+        (
+            ("data.progressive={size: 112}",),
+            "data.progressive.until",
+            "is 0, but data.progressive.size is 112",
+        ),
+        (
+            ("data.progressive={size: 112, until: 1.2}",),
+            "data.progressive.until",
+            "number >= 0 and <= 1",
+        ),
+        (
+            ("data.progressive={size: 112, until: 0.6}", "losses=[{kind: tokens}]"),
+            "data.progressive.size",
+            "tokens",
+        ),
+        (
+            ("data.progressive={size: 112, until: 0.6}", "data.loader=ray"),
+            "data.progressive.size",
+            "of one size",
+        ),
+        (
+            ("optimizer.kind=muon", "backend.kind=xla"),
+            "optimizer.kind",
+            "is muon, which is untested on xla",
+        ),
+        (
+            ("data.balance=0.5", "sifter.kind=history"),
+            "data.balance",
+            "is 0.5, but sifter.kind is history",
+        ),
+        (
+            ("data.balance=0.5", "data.labels=some"),
+            "data.labels",
+            "is some, but data.balance reads",
+        ),
+        (
+            ("data.labels=some", "teacher.cache.views=2", *LEARNABLE),
+            "data.labels",
+            "is some, but sifter.kind reads",
+        ),
+        (
+            ("data.test_split=exam", "data.test_fraction=0.2"),
+            "data.test_fraction",
+            "but data.test_split names a test",
+        ),
     ],
 )
 def test_contradictions_between_keys(overrides, where, words):
-    assert words in errors_of(minimal(teacher={"model": "vit_tiny_patch16_224"}), *overrides)[where]
+    assert (
+        words
+        in errors_of(minimal(teacher={"model": "vit_tiny_patch16_224"}), *overrides)[
+            where
+        ]
+    )
 
 
 def test_xla_with_zero_cannot_skip_steps():
     """torch_xla's ZeRO applies each step."""
-    overrides = ("backend.kind=xla", "optimizer.zero=true", "optimizer.on_nonfinite=skip")
+    overrides = (
+        "backend.kind=xla",
+        "optimizer.zero=true",
+        "optimizer.on_nonfinite=skip",
+    )
     found = errors_of(minimal(), *overrides)
     assert list(found) == ["optimizer.on_nonfinite"]
     assert "optimizer.zero=false" in found["optimizer.on_nonfinite"]
-    for other in ("backend.kind=cpu", "optimizer.zero=false", "optimizer.on_nonfinite=error"):
+    for other in (
+        "backend.kind=cpu",
+        "optimizer.zero=false",
+        "optimizer.on_nonfinite=error",
+    ):
         load(minimal(), [*overrides, other])
 
 
 def test_missing_file_suggests_a_neighbour(tmp_path):
     (tmp_path / "vit_food.yaml").write_text("")
-    with pytest.raises(ConfigError, match=r"vit_fod.yaml: no such file\. .* Did you mean 'vit_food.yaml'\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"vit_fod.yaml: no such file\. .* Did you mean 'vit_food.yaml'\?",
+    ):
         load(tmp_path / "vit_fod.yaml")
     with pytest.raises(ConfigError, match=r"no such file\. .* Check the path\."):
         load(tmp_path / "nowhere" / "vit_food.yaml")
@@ -253,10 +375,16 @@ def test_configurations_of_kd_itself_are_found_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load("vit_food", ["run.epochs=2"]).run.name == "vit_food"
     with pytest.raises(
-        ConfigError, match=r"^vit_fod: no such file\. .*one of kd's own: .*grocery.*vit_food.* Did you mean 'vit_food'"
+        ConfigError,
+        match=(
+            r"^vit_fod: no such file\. .*one of kd's own: .*grocery.*vit_food.* Did you"
+            r" mean 'vit_food'"
+        ),
     ):
         load("vit_fod")
-    (tmp_path / "vit_food").write_text("losses: [{kind: kd}]")  # a file of that name comes first
+    (tmp_path / "vit_food").write_text(
+        "losses: [{kind: kd}]"
+    )  # a file of that name comes first
     with pytest.raises(KdError, match="losses"):
         load("vit_food")
 
@@ -293,7 +421,11 @@ def test_the_name_is_that_of_the_file(tmp_path):
 
 def test_overrides_go_before_the_file():
     loaded = load(
-        minimal(losses=[{"kind": "ce"}, {"kind": "kl"}], teacher={"model": "vit"}, optimizer={"lr": 0.1}),
+        minimal(
+            losses=[{"kind": "ce"}, {"kind": "kl"}],
+            teacher={"model": "vit"},
+            optimizer={"lr": 0.1},
+        ),
         [
             "optimizer.lr=1e-4",
             "run.every.log=7",
@@ -320,47 +452,91 @@ def test_overrides_go_before_the_file():
 
 def test_a_list_or_a_mapping_can_be_emptied():
     """`student.args={}` once left the file's arguments."""
-    raw = minimal(run={"trackers": ["wandb"]}, student={"model": "vit", "args": {"depth": 2}})
+    raw = minimal(
+        run={"trackers": ["wandb"]}, student={"model": "vit", "args": {"depth": 2}}
+    )
     assert load(raw, ["run.trackers=[]"]).run.trackers == ()
     emptied = load(raw, ["student.args={}"]).student
     assert (emptied.model, emptied.args) == ("vit", {})
     assert load({**raw, "student.args": {}}).student.args == {}
-    assert load(raw, ["student.args={}", "student.args={width: 3}"]).student.args == {"width": 3}
+    assert load(raw, ["student.args={}", "student.args={width: 3}"]).student.args == {
+        "width": 3
+    }
 
 
 def test_an_override_of_the_student_is_merged_and_takes_over_nothing_of_another_network():
     file = minimal(student={"model": "vit", "args": {"depth": 2}, "attention": "fused"})
     same = load(file, ["student={args: {width: 3}}"]).student
-    assert (same.model, same.args, same.attention) == ("vit", {"depth": 2, "width": 3}, "fused")
+    assert (same.model, same.args, same.attention) == (
+        "vit",
+        {"depth": 2, "width": 3},
+        "fused",
+    )
     other = load(file, ["student={model: lcnet_050}"]).student
     assert (other.model, other.args, other.attention) == ("lcnet_050", {}, "fused")
 
 
 def test_all_wrong_overrides_are_reported():
-    found = errors_of(minimal(), "optimizer.lr", "=3", "losses[5].weight=2", "run.name.deep=1")
+    found = errors_of(
+        minimal(), "optimizer.lr", "=3", "losses[5].weight=2", "run.name.deep=1"
+    )
     assert list(found) == ["optimizer.lr", "=3", "losses[5].weight", "run.name"]
     assert found["optimizer.lr"].endswith("Overrides read key=value. Add the `=value`.")
     found = errors_of(minimal(), "optimizer.rl=3", "data.augment.flop=1")
     assert list(found) == ["data.augment.flop", "optimizer.rl"]
 
 
-@pytest.mark.parametrize("override", ["run.name=[", "run.name={a", "a b=c", "[0]=1", "..=1", "run..name=2"])
+@pytest.mark.parametrize(
+    "override", ["run.name=[", "run.name={a", "a b=c", "[0]=1", "..=1", "run..name=2"]
+)
 def test_overrides_that_are_not_yaml(override):
-    assert all("\n" not in message for message in errors_of(minimal(), override).values())
+    assert all(
+        "\n" not in message for message in errors_of(minimal(), override).values()
+    )
 
 
 def test_interpolations_are_resolved_or_errors(monkeypatch):
     monkeypatch.setenv("KD_TEST_ROOT", "elsewhere")
-    assert load(minimal(), ["data.root=${oc.env:KD_TEST_ROOT}/a"]).data.options.root == "elsewhere/a"
+    assert (
+        load(minimal(), ["data.root=${oc.env:KD_TEST_ROOT}/a"]).data.options.root
+        == "elsewhere/a"
+    )
     assert "no_such" in str(errors_of(minimal(), "data.root=${no_such.key}"))
 
 
-TRICKY = ["1e5", "on", "null", "~", "007", "0x1f", "1_000", "", " ", "a: b", "#a", "'", '"', "ä", "true", "-", "1:30"]
+TRICKY = [
+    "1e5",
+    "on",
+    "null",
+    "~",
+    "007",
+    "0x1f",
+    "1_000",
+    "",
+    " ",
+    "a: b",
+    "#a",
+    "'",
+    '"',
+    "ä",
+    "true",
+    "-",
+    "1:30",
+]
 
 
 @pytest.mark.parametrize("text", TRICKY)
 def test_text_stays_text_through_a_round_trip(text):
-    loaded = load({**minimal(), "data": {"kind": "imagefolder", "root": text or "x", "train_split": text or "y"}})
+    loaded = load(
+        {
+            **minimal(),
+            "data": {
+                "kind": "imagefolder",
+                "root": text or "x",
+                "train_split": text or "y",
+            },
+        }
+    )
     assert loaded.data.options.root == (text or "x")
     assert load(OmegaConf.to_container(OmegaConf.create(dump(loaded)))) == loaded
 
@@ -369,7 +545,11 @@ def test_text_stays_text_through_a_round_trip(text):
 def test_dump_is_accepted_and_equal(loss, tmp_path):
     raw = minimal(
         losses=[{"kind": loss, "weight": 1e-7}],
-        data={"kind": "food_mini", "dishes": 2} if loss in ("bce", "binary_kl") else MINIMAL["data"],
+        data=(
+            {"kind": "food_mini", "dishes": 2}
+            if loss in ("bce", "binary_kl")
+            else MINIMAL["data"]
+        ),
         teacher={"model": "vit", "args": {"a": [1, {"b": None}], "c": "1e5"}},
         optimizer={"betas": [0.5, 0.6], "lr": 1.2345678901234567e-5},
         backend={"kind": "cpu", "threads": 2},
@@ -387,27 +567,51 @@ def sections(cls: type = Config) -> list[type]:
     """Return every dataclass of the schema."""
     found = [cls]
     for hint in typing.get_type_hints(cls).values():
-        several = typing.get_origin(hint) is tuple  # a section that may be null is one key
-        inner = [arg for arg in typing.get_args(hint) if several and dataclasses.is_dataclass(arg)]
+        several = (
+            typing.get_origin(hint) is tuple
+        )  # a section that may be null is one key
+        inner = [
+            arg
+            for arg in typing.get_args(hint)
+            if several and dataclasses.is_dataclass(arg)
+        ]
         for section in [hint] if dataclasses.is_dataclass(hint) else inner:
             found += sections(section)
     return found
 
 
-PARTS = [(folder, name) for folder in registry.FOLDERS if folder != "exporters" for name in registry.names(folder)]
+PARTS = [
+    (folder, name)
+    for folder in registry.FOLDERS
+    if folder != "exporters"
+    for name in registry.names(folder)
+]
 
 
 def test_explain_covers_every_key_with_a_meaning():
     rows = explain()
-    fields = sum(len([f for f in dataclasses.fields(cls) if f.name != "options"]) for cls in sections())
-    nested = len(sections()) - 1  # a field that holds a section has no row of its own
-    options = sum(len(dataclasses.fields(registry.options_type(folder, name, ""))) for folder, name in PARTS)
-    also = sum(
-        len(dataclasses.fields(registry.options_type("networks", name, ""))) for name in registry.names("networks")
+    fields = sum(
+        len([f for f in dataclasses.fields(cls) if f.name != "options"])
+        for cls in sections()
     )
-    student = sum(len(dataclasses.fields(registry.options_type("networks", name, ""))) for name in ("timm", "torch"))
-    # a teacher's keys stand in teacher and in teacher.also, those of what can be trained in student too
-    fitted = len(dataclasses.fields(Augment))  # teacher.fit.augment, which may be null, has a row of its own
+    nested = len(sections()) - 1  # a field that holds a section has no row of its own
+    options = sum(
+        len(dataclasses.fields(registry.options_type(folder, name, "")))
+        for folder, name in PARTS
+    )
+    also = sum(
+        len(dataclasses.fields(registry.options_type("networks", name, "")))
+        for name in registry.names("networks")
+    )
+    student = sum(
+        len(dataclasses.fields(registry.options_type("networks", name, "")))
+        for name in ("timm", "torch")
+    )
+    # a teacher's keys stand in teacher and in teacher.also, those of what can be
+    # trained in student too
+    fitted = len(
+        dataclasses.fields(Augment)
+    )  # teacher.fit.augment, which may be null, has a row of its own
     assert len(rows) == fields - nested + options + also + student + fitted
     for key, allowed, default, meaning in rows:
         assert allowed.startswith("Allowed: "), key
@@ -419,29 +623,49 @@ def test_explain_covers_every_key_with_a_meaning():
 
 
 def test_explain_below_a_prefix():
-    assert [key for key, *_ in explain("run.every")] == ["run.every.log", "run.every.evaluate", "run.every.checkpoint"]
+    assert [key for key, *_ in explain("run.every")] == [
+        "run.every.log",
+        "run.every.evaluate",
+        "run.every.checkpoint",
+    ]
     assert {key.split(".")[0] for key, *_ in explain("losses")} == {"losses[]"}
     assert explain("lr") == []
 
 
 @pytest.mark.parametrize(("folder", "name"), PARTS)
 def test_a_parts_keys_never_collide_with_those_of_its_section(folder, name):
-    section = next(cls for cls in sections() for f in fields_of(cls).values() if extra(f).get("parts") == folder)
+    section = next(
+        cls
+        for cls in sections()
+        for f in fields_of(cls).values()
+        if extra(f).get("parts") == folder
+    )
     own = {f.name for f in dataclasses.fields(section)}
-    assert not own & {f.name for f in dataclasses.fields(registry.options_type(folder, name, ""))}
+    assert not own & {
+        f.name for f in dataclasses.fields(registry.options_type(folder, name, ""))
+    }
 
 
 @pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)
 def test_defaults_lie_within_their_ranges(cls):
     for name, field in fields_of(cls).items():
         if not field.is_required() and field.default_factory is None:
-            kind = typing.Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
-            assert TypeAdapter(kind).validate_python(field.default) == field.default, name
+            kind = (
+                typing.Annotated[(field.annotation, *field.metadata)]
+                if field.metadata
+                else field.annotation
+            )
+            assert TypeAdapter(kind).validate_python(field.default) == field.default, (
+                name
+            )
 
 
 def test_a_bare_off_is_a_word(settings):
     assert config.load(settings, ["student.compile=off"]).student.compile == "off"
-    with pytest.raises(ConfigErrors, match=r"student\.attention: is True\. Allowed: one of auto, fused, unfused"):
+    with pytest.raises(
+        ConfigErrors,
+        match=r"student\.attention: is True\. Allowed: one of auto, fused, unfused",
+    ):
         config.load(settings, ["student.attention=on"])
 
 
@@ -451,27 +675,48 @@ SECRET = "s3cret-value-of-a-token"
 def test_a_text_from_the_environment_is_used_but_its_reference_is_written(monkeypatch):
     monkeypatch.setenv("KD_TOKEN", SECRET)
     monkeypatch.setenv("KD_LR", "0.5")
-    args = {"a": ["${oc.env:KD_TOKEN}", {"b": "x-${oc.env:KD_TOKEN}"}], "c": "${teacher.args.a[0]}"}
+    args = {
+        "a": ["${oc.env:KD_TOKEN}", {"b": "x-${oc.env:KD_TOKEN}"}],
+        "c": "${teacher.args.a[0]}",
+    }
     loaded = load(
         minimal(teacher={"model": "vit", "args": args}, losses=[{"kind": "kl"}]),
-        ["data.root=/data/${oc.env:KD_TOKEN}", "optimizer.lr=${oc.env:KD_LR}", "data.val_split=${data.root}"],
+        [
+            "data.root=/data/${oc.env:KD_TOKEN}",
+            "optimizer.lr=${oc.env:KD_LR}",
+            "data.val_split=${data.root}",
+        ],
     )
-    assert loaded.data.options.root == loaded.data.options.val_split == f"/data/{SECRET}"
+    assert (
+        loaded.data.options.root == loaded.data.options.val_split == f"/data/{SECRET}"
+    )
     assert loaded.teacher.args == {"a": [SECRET, {"b": f"x-{SECRET}"}], "c": SECRET}
     assert loaded.optimizer.lr == 0.5
     text = dump(loaded)
     assert SECRET not in text
     held = yaml.safe_load(text)
-    assert held["data"]["root"] == held["data"]["val_split"] == "/data/${oc.env:KD_TOKEN}"
-    assert held["teacher"]["args"]["a"] == ["${oc.env:KD_TOKEN}", {"b": "x-${oc.env:KD_TOKEN}"}]
-    assert held["optimizer"]["lr"] == 0.5  # a number is no secret, and the run folder says what was trained
+    assert (
+        held["data"]["root"] == held["data"]["val_split"] == "/data/${oc.env:KD_TOKEN}"
+    )
+    assert held["teacher"]["args"]["a"] == [
+        "${oc.env:KD_TOKEN}",
+        {"b": "x-${oc.env:KD_TOKEN}"},
+    ]
+    assert (
+        held["optimizer"]["lr"] == 0.5
+    )  # a number is no secret, and the run folder says what was trained
     assert load(held) == loaded
     assert SECRET not in str(errors_of(minimal(), "optimizer.lr=${oc.env:KD_TOKEN}"))
 
 
 def test_the_runs_made_from_a_run_write_no_secret_either(monkeypatch):
     monkeypatch.setenv("KD_TOKEN", SECRET)
-    overrides = ["teacher.model=${oc.env:KD_TOKEN}", "teacher.fit.epochs=1", "losses=[{kind: kl}]", "run.baseline=true"]
+    overrides = [
+        "teacher.model=${oc.env:KD_TOKEN}",
+        "teacher.fit.epochs=1",
+        "losses=[{kind: kl}]",
+        "run.baseline=true",
+    ]
     overrides += ["run.epochs=1"]  # `auto` would look for the images
     recipe = resolve(load(minimal(), [*overrides, "data.root=${oc.env:KD_TOKEN}"]))
     assert recipe.baseline is not None
@@ -479,7 +724,10 @@ def test_the_runs_made_from_a_run_write_no_secret_either(monkeypatch):
         assert SECRET not in one.record.yaml
         assert SECRET not in str(one.record.shown)
         assert SECRET in one.record.keys.values()
-    assert resolve(recipe.fits["teacher"]).record.shown["student.model"] == "${oc.env:KD_TOKEN}"
+    assert (
+        resolve(recipe.fits["teacher"]).record.shown["student.model"]
+        == "${oc.env:KD_TOKEN}"
+    )
 
 
 def test_the_record_of_a_run_is_read_where_its_variables_are_not_set():
@@ -490,23 +738,41 @@ def test_the_record_of_a_run_is_read_where_its_variables_are_not_set():
 
 def test_the_environment_gives_one_value_and_no_section(monkeypatch):
     monkeypatch.setenv("KD_ARGS", "{a: 1}")
-    assert "one value" in str(errors_of(minimal(), "student.args=${oc.decode:${oc.env:KD_ARGS}}"))
+    assert "one value" in str(
+        errors_of(minimal(), "student.args=${oc.decode:${oc.env:KD_ARGS}}")
+    )
 
 
 def test_values_of_references_are_kept_out_of_text(monkeypatch, tmp_path):
     monkeypatch.setenv("KD_TOKEN", SECRET)
     monkeypatch.setenv("KD_FOLDER", str(tmp_path))
     load(minimal(), ["data.root=${oc.env:KD_FOLDER}/${oc.env:KD_TOKEN}"])
-    assert redact(f"cannot open {tmp_path}/{SECRET}/a.jpg") == f"cannot open {tmp_path}/${{oc.env:KD_TOKEN}}/a.jpg"
-    monkeypatch.setattr("sys.argv", ["kd-train", f"data.root={SECRET}", "optimizer.lr=0.1"])
-    assert environment()["command"] == "kd-train data.root=${oc.env:KD_TOKEN} optimizer.lr=0.1"
+    assert (
+        redact(f"cannot open {tmp_path}/{SECRET}/a.jpg")
+        == f"cannot open {tmp_path}/${{oc.env:KD_TOKEN}}/a.jpg"
+    )
+    monkeypatch.setattr(
+        "sys.argv", ["kd-train", f"data.root={SECRET}", "optimizer.lr=0.1"]
+    )
+    assert (
+        environment()["command"]
+        == "kd-train data.root=${oc.env:KD_TOKEN} optimizer.lr=0.1"
+    )
 
 
 @pytest.mark.parametrize("text", [",", "|", ";", "/", ">", "&", "*", "-", "#"])
 def test_a_separator_is_given_as_it_is(settings, text):
     """YAML takes most of these for syntax; a shell keeps no quotes for it."""
-    labels = {"kind": "multilabel", "root": ".", "train_labels": "a.csv", "val_labels": "b.csv"}
-    found = load({**settings, "data": labels, "losses": [{"kind": "bce"}]}, [f"data.separator={text}"])
+    labels = {
+        "kind": "multilabel",
+        "root": ".",
+        "train_labels": "a.csv",
+        "val_labels": "b.csv",
+    }
+    found = load(
+        {**settings, "data": labels, "losses": [{"kind": "bce"}]},
+        [f"data.separator={text}"],
+    )
     assert found.data.options.separator == text
 
 
@@ -514,8 +780,16 @@ def test_a_separator_is_given_as_it_is(settings, text):
 def test_one_of_several_teachers_may_be_of_a_kind_that_is_fitted(kind, fits):
     also = {"kind": kind, "model": "vit_tiny_patch16_224" if fits else "b.onnx"}
     raw = minimal() | {"losses": [{"kind": "kl"}]}
-    raw["teacher"] = {"kind": "onnx", "model": "a.onnx", "fit": {"epochs": 1}, "also": [also]}
+    raw["teacher"] = {
+        "kind": "onnx",
+        "model": "a.onnx",
+        "fit": {"epochs": 1},
+        "also": [also],
+    }
     if fits:
         assert load(raw).teacher.also[0].kind == "timm"
     else:
-        assert "does not fit a teacher of kind 'onnx'" in errors_of(raw)["teacher.fit.epochs"]
+        assert (
+            "does not fit a teacher of kind 'onnx'"
+            in errors_of(raw)["teacher.fit.epochs"]
+        )

@@ -1,4 +1,6 @@
-"""The schema that editors read: a real validator accepts it, and with it what kd accepts."""
+"""The schema that editors read: a real validator accepts it, and with it what kd
+accepts.
+"""
 
 import json
 import subprocess
@@ -42,10 +44,22 @@ def test_it_accepts_our_configurations_as_written_and_as_recorded(name, monkeypa
     [
         {"optimizer": {"lr": "${oc.env:LR}", "betas": "${run.betas}"}},
         {"run": {"epochs": "auto", "name": 12, "trackers": []}, "optimizer.lr": 0.1},
-        {"teacher": {"model": "a", "fit": {"augment": None}, "also": [{"kind": "onnx", "model": "b.onnx"}]}},
+        {
+            "teacher": {
+                "model": "a",
+                "fit": {"augment": None},
+                "also": [{"kind": "onnx", "model": "b.onnx"}],
+            }
+        },
         {"losses": [{"kind": "mylab.sharp", "power": 3}]},
         {"optimizer": {"warmup": 0.1}, "losses": [{"kind": "relational"}]},  # old names
-        {"student": {"model": "mylab:net", "kind": "torch", "args": {"a": [1, {"b": None}]}}},
+        {
+            "student": {
+                "model": "mylab:net",
+                "kind": "torch",
+                "args": {"a": [1, {"b": None}]},
+            }
+        },
         {"backend": {"kind": "cpu", "threads": 2}},
     ],
 )
@@ -79,7 +93,9 @@ def keys_in(node, definitions) -> set[str]:
 
 def test_every_key_stands_in_it_with_its_meaning():
     schema = VALIDATOR.schema
-    missing = {key.rpartition(".")[2] for key, *_ in explain()} - keys_in(schema, schema["definitions"])
+    missing = {key.rpartition(".")[2] for key, *_ in explain()} - keys_in(
+        schema, schema["definitions"]
+    )
     assert not missing
     described = schema["definitions"]["OptimizerSection"]["properties"]
     rows = {key: meaning for key, _, _, meaning in explain("optimizer")}
@@ -108,8 +124,12 @@ def test_a_laboratorys_own_part_stands_in_it(tmp_path, monkeypatch):
     schema = jsonschema.Draft7Validator(json_schema(raw))
     assert not errors_of(raw, schema)
     for wrong in ({"power": 0}, {"powr": 1}):
-        assert errors_of({**raw, "losses": [{"kind": "schema_lab.sharp", **wrong}]}, schema)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "schema_lab"]:
+        assert errors_of(
+            {**raw, "losses": [{"kind": "schema_lab.sharp", **wrong}]}, schema
+        )
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "schema_lab"
+    ]:
         del sys.modules[name]
 
 

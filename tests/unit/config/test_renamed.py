@@ -19,7 +19,12 @@ SETTINGS = {
     "teacher": {
         "model": "vit_tiny_patch16_224",
         "args": {"tuning": {"head_lr": 2}},
-        "fit": {"epochs": 1, "warmup": 0.2, "augment": {"crop": 0.6}, "tuning": {"head_lr": 3.0}},
+        "fit": {
+            "epochs": 1,
+            "warmup": 0.2,
+            "augment": {"crop": 0.6},
+            "tuning": {"head_lr": 3.0},
+        },
     },
     "student": {"model": "vit_tiny_patch16_224", "tuning": {"head_lr": 4.0}},
     "losses": [{"kind": "kl"}, {"kind": "relational", "weight": 0.5}],
@@ -37,10 +42,19 @@ def test_every_old_name_sets_the_value_of_its_new_name():
     found = config.load(SETTINGS)
     assert (found.data.crop_pct, found.data.augment.crop_scale) == (0.9, 0.5)
     fit = found.teacher.fit
-    assert (fit.warmup_ratio, fit.augment.crop_scale, fit.tuning.head_lr_scale) == (0.2, 0.6, 3.0)
+    assert (fit.warmup_ratio, fit.augment.crop_scale, fit.tuning.head_lr_scale) == (
+        0.2,
+        0.6,
+        3.0,
+    )
     assert found.student.tuning.head_lr_scale == 4.0
     rates = found.optimizer
-    assert (rates.min_lr_ratio, rates.warmup_ratio, rates.clip_grad_norm, rates.ema_decay) == (0.1, 0.3, 2.0, 0.99)
+    assert (
+        rates.min_lr_ratio,
+        rates.warmup_ratio,
+        rates.clip_grad_norm,
+        rates.ema_decay,
+    ) == (0.1, 0.3, 2.0, 0.99)
     assert [one.kind for one in found.losses] == ["kl", "cckd"]
 
 
@@ -55,22 +69,39 @@ def test_a_section_of_several_teachers_and_its_record_read_alike():
 
 @pytest.mark.parametrize(
     "override",
-    ["optimizer.warmup=0.25", "optimizer={warmup: 0.25}", "optimizer.warmup_ratio=0.25"],
+    [
+        "optimizer.warmup=0.25",
+        "optimizer={warmup: 0.25}",
+        "optimizer.warmup_ratio=0.25",
+    ],
 )
 @pytest.mark.parametrize("written", ["warmup", "warmup_ratio"])
-def test_an_override_under_either_name_replaces_the_file_under_either_name(override, written):
+def test_an_override_under_either_name_replaces_the_file_under_either_name(
+    override, written
+):
     settings = {**SETTINGS, "optimizer": {written: 0.3}}
     assert config.load(settings, [override]).optimizer.warmup_ratio == 0.25
 
 
 def test_overrides_of_a_list_and_of_a_kind_are_renamed():
-    assert config.load(SETTINGS, ["losses=[{kind: kl}]", "losses.0.kind=relational"]).losses[0].kind == "cckd"
-    assert config.load(SETTINGS, ["losses=[{kind: relational}]"]).losses[0].kind == "cckd"
+    assert (
+        config.load(SETTINGS, ["losses=[{kind: kl}]", "losses.0.kind=relational"])
+        .losses[0]
+        .kind
+        == "cckd"
+    )
+    assert (
+        config.load(SETTINGS, ["losses=[{kind: relational}]"]).losses[0].kind == "cckd"
+    )
     assert config.load(SETTINGS, ["losses[0].kind=relational"]).losses[0].kind == "cckd"
 
 
 def test_dotted_keys_of_a_file_and_references_to_old_names_are_renamed():
-    settings = {**SETTINGS, "optimizer": {"warmup": 0.3, "ema": "${optimizer.warmup}"}, "optimizer.clip": 3.0}
+    settings = {
+        **SETTINGS,
+        "optimizer": {"warmup": 0.3, "ema": "${optimizer.warmup}"},
+        "optimizer.clip": 3.0,
+    }
     found = config.load(settings).optimizer
     assert (found.ema_decay, found.clip_grad_norm) == (0.3, 3.0)
 
@@ -95,7 +126,9 @@ def test_each_old_name_is_logged_once_except_for_recorded_runs(caplog):
         config.load(SETTINGS)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == said == len(set(lines)) == 11  # ten places of keys, one kind
-    assert any("optimizer.min_lr is now optimizer.min_lr_ratio" in line for line in lines)
+    assert any(
+        "optimizer.min_lr is now optimizer.min_lr_ratio" in line for line in lines
+    )
 
 
 @pytest.mark.parametrize("name", sorted(examples()))

@@ -7,19 +7,30 @@ import pytest
 from kd.core import errors
 from kd.core.errors import ConfigError, ConfigErrors, DataError, KdError, did_you_mean
 
-TREE = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KdError)]
+TREE = [
+    cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, KdError)
+]
 
 
 def test_the_sentences():
     error = KdError("data.root", "is empty", "At least one image", "Check the path")
     assert str(error) == "data.root: is empty. At least one image. Check the path."
-    assert str(KdError("a", "wrong.", "", "Did you mean 'b'?")) == "a: wrong. Did you mean 'b'?"
+    assert (
+        str(KdError("a", "wrong.", "", "Did you mean 'b'?"))
+        == "a: wrong. Did you mean 'b'?"
+    )
     assert str(KdError("a", " wrong! ")) == "a: wrong!"
 
 
-@pytest.mark.parametrize("allowed", ["none", "0, or data.loader: local", "'x' or 'y'", "s3://BUCKET/PREFIX"])
+@pytest.mark.parametrize(
+    "allowed", ["none", "0, or data.loader: local", "'x' or 'y'", "s3://BUCKET/PREFIX"]
+)
 def test_bare_values_become_a_sentence(allowed):
-    """`..., which do not share it. none. Set data.store=none.` is no sentence; a phrase of words stays as it is."""
+    """`..., which do not share it. none. Set data.store=none.` is no sentence; a phrase
+    of words stays as it is.
+    """
     error = KdError("data.store", "is ram", allowed, "Set data.store=none")
     assert str(error) == f"data.store: is ram. Allowed: {allowed}. Set data.store=none."
     assert error.allowed == allowed  # what other messages quote
@@ -45,7 +56,12 @@ def test_several_errors_are_one_a_line():
 
 
 @pytest.mark.parametrize(
-    ("word", "expected"), [("wieght", "Did you mean 'weight'?"), ("xyz", ""), ("weight", "Did you mean 'weight'?")]
+    ("word", "expected"),
+    [
+        ("wieght", "Did you mean 'weight'?"),
+        ("xyz", ""),
+        ("weight", "Did you mean 'weight'?"),
+    ],
 )
 def test_near_misses(word, expected):
     assert did_you_mean(word, ["weight", "kind"]) == expected

@@ -35,7 +35,12 @@ V1 = "4:memory:/d\n3:cpu,cpuacct:/d\n", "cpu/d/cpu.cfs_quota_us"
         ("0::/\n", "cpu.max", "100000 100000", 1),
         ("0::/\n", "cpu.max", "150000 100000", 1),
         ("0::/\n", "cpu.max", "50000 100000", 1),
-        ("0::/\n", "cpu.max", "6400000 100000", ALL),  # a wide quota leaves the affinity
+        (
+            "0::/\n",
+            "cpu.max",
+            "6400000 100000",
+            ALL,
+        ),  # a wide quota leaves the affinity
         ("0::/a/b\n", "a/cpu.max", "100000 100000", 1),  # that of a parent counts
         (*V1, "-1", ALL),
         (*V1, "100000", 1),
@@ -43,7 +48,9 @@ V1 = "4:memory:/d\n3:cpu,cpuacct:/d\n", "cpu/d/cpu.cfs_quota_us"
 )
 def test_quotas_of_both_versions(tmp_path, group, file, quota, cores):
     more = {"a/b/cpu.max": "max 100000", "cpu/d/cpu.cfs_period_us": "100000"}
-    files = {f"sys/fs/cgroup/{name}": text for name, text in {**more, file: quota}.items()}
+    files = {
+        f"sys/fs/cgroup/{name}": text for name, text in {**more, file: quota}.items()
+    }
     assert host.cores(system(tmp_path, group, files)) == cores
 
 
@@ -69,13 +76,18 @@ def container(folder, version: int, limit: str, used: int, droppable: int) -> No
     }[version]
     (folder / limits).write_text(f"{limit}\n")
     (folder / uses).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon {used - droppable}\nslab_reclaimable 7\n{name} {droppable}\n")
+    (folder / "memory.stat").write_text(
+        f"anon {used - droppable}\nslab_reclaimable 7\n{name} {droppable}\n"
+    )
 
 
 @pytest.fixture
 def inside(monkeypatch, tmp_path):
     """Be in a container whose files lie in tmp_path."""
-    files = tuple((str(tmp_path / limit.rsplit("/", 1)[1]), *names) for limit, *names in host.CONTAINERS)
+    files = tuple(
+        (str(tmp_path / limit.rsplit("/", 1)[1]), *names)
+        for limit, *names in host.CONTAINERS
+    )
     monkeypatch.setattr(host, "CONTAINERS", files)
     return tmp_path
 
@@ -83,13 +95,17 @@ def inside(monkeypatch, tmp_path):
 @pytest.mark.parametrize("version", [1, 2])
 def test_pages_of_files_that_can_be_dropped_are_free(inside, version):
     container(inside, version, str(3 * GIB // 64), 2 * GIB // 64, GIB // 64)
-    assert host.free_mib() == 2 * 1024 / 64  # of 3 parts 2 are used, and 1 of these can be dropped
+    assert (
+        host.free_mib() == 2 * 1024 / 64
+    )  # of 3 parts 2 are used, and 1 of these can be dropped
 
 
 @pytest.mark.parametrize(("version", "limit"), [(1, str(2**63 - 4096)), (2, "max")])
 def test_without_a_limit_it_is_the_machine_s_own(inside, version, limit):
     container(inside, version, limit, GIB, 0)
-    assert host.free_mib() == pytest.approx(psutil.virtual_memory().available / 2**20, rel=0.05)
+    assert host.free_mib() == pytest.approx(
+        psutil.virtual_memory().available / 2**20, rel=0.05
+    )
 
 
 def test_a_container_that_is_over_its_limit_has_nothing_left(inside):
@@ -123,25 +139,45 @@ except RunError as error:
 
 
 def test_modules_missing_on_windows_fail_only_on_use(tmp_path):
-    """Windows itself was not at hand: these are the modules and functions that it has not."""
-    done = subprocess.run([sys.executable, "-c", WINDOWS, tmp_path / "a"], capture_output=True, text=True, timeout=60)
+    """Windows itself was not at hand: these are the modules and functions that it has
+    not.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", WINDOWS, tmp_path / "a"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "without locks (on Windows kd trains in WSL)" in done.stdout
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells when a process began")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells when a process began"
+)
 def test_a_command_has_run_since_its_process_began_or_the_torchrun_that_started_it():
-    ask = "import time; begin = time.perf_counter(); from kd.core.host import command_seconds; "
+    ask = (
+        "import time; begin = time.perf_counter(); from kd.core.host import"
+        " command_seconds; "
+    )
     ask += "print(command_seconds(), time.perf_counter() - begin)"
 
     def answer(**variables: str) -> list[float]:
-        found = subprocess.run([sys.executable, "-c", ask], env={**os.environ, **variables}, capture_output=True)
+        found = subprocess.run(
+            [sys.executable, "-c", ask],
+            env={**os.environ, **variables},
+            capture_output=True,
+        )
         return [float(word) for word in found.stdout.split()]
 
     begin = time.perf_counter()
     own, imports = answer()
-    assert imports - 0.02 <= own <= time.perf_counter() - begin + 0.02  # the kernel counts in hundredths
-    assert answer(TORCHELASTIC_RESTART_COUNT="1")[0] <= time.perf_counter() - begin + 0.02
+    assert (
+        imports - 0.02 <= own <= time.perf_counter() - begin + 0.02
+    )  # the kernel counts in hundredths
+    assert (
+        answer(TORCHELASTIC_RESTART_COUNT="1")[0] <= time.perf_counter() - begin + 0.02
+    )
     mine = time.time() - psutil.Process().create_time()
     assert answer(TORCHELASTIC_RESTART_COUNT="0")[0] == pytest.approx(mine, abs=10.0)
 
@@ -160,8 +196,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(**variables: str) -> int:
-    environ = {name: value for name, value in os.environ.items() if name[:7] != "MALLOC_"} | variables
-    found = subprocess.run([sys.executable, "-c", FAULTS], env=environ, capture_output=True, text=True)
+    environ = {
+        name: value for name, value in os.environ.items() if name[:7] != "MALLOC_"
+    } | variables
+    found = subprocess.run(
+        [sys.executable, "-c", FAULTS], env=environ, capture_output=True, text=True
+    )
     assert found.returncode == 0, found.stderr
     return int(found.stdout)
 
@@ -171,25 +211,37 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
-@pytest.mark.skipif(HUGE.exists() and "[always]" in HUGE.read_text(), reason="pages of 2 MiB for every process")
+@pytest.mark.skipif(
+    HUGE.exists() and "[always]" in HUGE.read_text(),
+    reason="pages of 2 MiB for every process",
+)
 def test_a_run_on_a_cpu_does_not_touch_freed_pages_anew():
     pages = 10 * 4 * 12 * 2**20 // os.sysconf("SC_PAGE_SIZE")
     assert faults() < pages / 20
-    assert faults(MALLOC_MMAP_THRESHOLD_="131072") > pages / 2  # the user's choice stands
+    assert (
+        faults(MALLOC_MMAP_THRESHOLD_="131072") > pages / 2
+    )  # the user's choice stands
 
 
-BURN = "import time; b = time.process_time()\nwhile time.process_time() < b + 0.3: pass\nprint(flush=True); input()"
+BURN = (
+    "import time; b = time.process_time()\nwhile time.process_time() < b + 0.3:"
+    " pass\nprint(flush=True); input()"
+)
 
 
 def test_the_cpu_time_of_a_process_is_that_of_its_children_too_while_they_run_and_after():
     before = host.cpu_seconds()
-    child = subprocess.Popen([sys.executable, "-c", BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert child.stdout is not None
     child.stdout.readline()
     running = host.cpu_seconds()
     assert 0.28 <= running - before < 2
     child.communicate(b"\n")
-    assert host.cpu_seconds() >= running - 0.02  # clocks of the system tick a hundred times a second
+    assert (
+        host.cpu_seconds() >= running - 0.02
+    )  # clocks of the system tick a hundred times a second
     end = time.process_time() + 0.2
     while time.process_time() < end:
         pass
@@ -197,7 +249,8 @@ def test_the_cpu_time_of_a_process_is_that_of_its_children_too_while_they_run_an
 
 
 @pytest.mark.parametrize(
-    ("wanted", "hard", "allowed", "soft"), [(300, 200, 200, 200), (150, 200, 150, 150), (50, 200, 50, 100)]
+    ("wanted", "hard", "allowed", "soft"),
+    [(300, 200, 200, 200), (150, 200, 150, 150), (50, 200, 50, 100)],
 )
 def test_open_files_are_raised_to_what_the_system_allows(wanted, hard, allowed, soft):
     """A process of its own: a limit that was lowered cannot be raised again."""

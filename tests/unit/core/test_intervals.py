@@ -6,47 +6,83 @@ import math
 import numpy as np
 import pytest
 
-from kd.core.intervals import RESAMPLES, Samples, around, paired, resampled, verdict, wilson
+from kd.core.intervals import (
+    RESAMPLES,
+    Samples,
+    around,
+    paired,
+    resampled,
+    verdict,
+    wilson,
+)
 from kd.core.scores import Column
 
 
-@pytest.mark.parametrize(("right", "images", "low", "high"), [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605)])
+@pytest.mark.parametrize(
+    ("right", "images", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605)],
+)
 def test_wilson_is_newcombes_method_3(right, images, low, high):
-    """Newcombe, Statistics in Medicine 17 (1998), table I: both examples to four digits."""
-    assert wilson(right / images, images) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+    """Newcombe, Statistics in Medicine 17 (1998), table I: both examples to four
+    digits.
+    """
+    assert wilson(right / images, images) == (
+        pytest.approx(low, abs=5e-5),
+        pytest.approx(high, abs=5e-5),
+    )
 
 
 def test_wilson_at_the_ends():
-    assert wilson(0.0, 20) == (0.0, pytest.approx(0.1611, abs=5e-5))  # the same table: 0 of 20
+    assert wilson(0.0, 20) == (
+        0.0,
+        pytest.approx(0.1611, abs=5e-5),
+    )  # the same table: 0 of 20
     assert wilson(1.0, 29) == (pytest.approx(1 - 0.1170, abs=5e-5), pytest.approx(1.0))
     assert wilson(0.5, 0) == (0.0, 1.0)
 
 
 def test_paired_is_that_of_bonett_and_price():
-    """Fagerland, Lydersen and Laake (2014), airways of 21 patients: 1 against 7 discordant pairs."""
-    assert paired(1, 7, 21) == (pytest.approx(-0.508, abs=1e-3), pytest.approx(-0.013, abs=1e-3))
+    """Fagerland, Lydersen and Laake (2014), airways of 21 patients: 1 against 7
+    discordant pairs.
+    """
+    assert paired(1, 7, 21) == (
+        pytest.approx(-0.508, abs=1e-3),
+        pytest.approx(-0.013, abs=1e-3),
+    )
     assert paired(7, 1, 21) == tuple(-end for end in reversed(paired(1, 7, 21)))
     assert paired(3, 3, 0) == (-1.0, 1.0)
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Return the two-sided p of the exact test: a fair coin for each discordant image."""
+    """Return the two-sided p of the exact test: a fair coin for each
+    discordant image.
+    """
     few, both = min(gained, lost), gained + lost
     return min(1.0, 2 * sum(math.comb(both, k) for k in range(few + 1)) / 2**both)
 
 
 @pytest.mark.parametrize("images", [111, 1200, 10_000])
 def test_better_is_what_mcnemars_exact_test_confirms(images):
-    """The two may differ at the edge alone: nothing with p > 0.1 is called better, nothing with p < 0.02 is missed."""
+    """The two may differ at the edge alone: nothing with p > 0.1 is called better,
+    nothing with p < 0.02 is missed.
+    """
     for gained in range(40):
         for lost in range(40):
-            shown, p = verdict(*paired(gained, lost, images)) != "no difference shown", mcnemar(gained, lost)
+            shown, p = (
+                verdict(*paired(gained, lost, images)) != "no difference shown",
+                mcnemar(gained, lost),
+            )
             assert not (shown and p > 0.1), (gained, lost)
             assert shown or p >= 0.02, (gained, lost)
 
 
 def test_verdict():
-    assert [verdict(0.01, 0.2), verdict(-0.2, -0.01), verdict(-0.1, 0.1), verdict(0.0, 0.1)] == [
+    assert [
+        verdict(0.01, 0.2),
+        verdict(-0.2, -0.01),
+        verdict(-0.1, 0.1),
+        verdict(0.0, 0.1),
+    ] == [
         "better",
         "worse",
         "no difference shown",
@@ -57,7 +93,9 @@ def test_verdict():
 @pytest.mark.parametrize("truth", [0.15, 0.5, 0.9, 0.97])
 def test_wilson_holds_the_truth_in_93_of_100_samples(truth):
     draw = np.random.default_rng(0)
-    ends = np.array([wilson(right / 200, 200) for right in draw.binomial(200, truth, 2000)])
+    ends = np.array(
+        [wilson(right / 200, 200) for right in draw.binomial(200, truth, 2000)]
+    )
     assert 0.93 <= ((ends[:, 0] <= truth) & (truth <= ends[:, 1])).mean() <= 0.98
 
 
@@ -73,19 +111,32 @@ def test_the_bootstrap_of_a_mean_is_its_standard_error():
     replicates = resampled(lambda ids: values[ids].mean(), len(values))
     low, high = around(values.mean(), replicates)
     assert len(replicates) == RESAMPLES
-    assert (high - low) / 2 == pytest.approx(1.96 * values.std() / math.sqrt(500), rel=0.15)  # 200 resamples: +- 10 %
-    assert (low + high) / 2 == pytest.approx(values.mean(), abs=0.02)  # a mean has no bias
+    assert (high - low) / 2 == pytest.approx(
+        1.96 * values.std() / math.sqrt(500), rel=0.15
+    )  # 200 resamples: +- 10 %
+    assert (low + high) / 2 == pytest.approx(
+        values.mean(), abs=0.02
+    )  # a mean has no bias
 
 
 def test_the_bias_of_the_bootstrap_is_taken_off():
-    """The largest of few values is too small; the interval says so. By hand: 2 x 5 - 4, and 1.96 x sqrt(2)."""
-    assert around(5.0, [3.0, 5.0]) == pytest.approx((6 - 1.959964 * math.sqrt(2), 6 + 1.959964 * math.sqrt(2)))
+    """The largest of few values is too small; the interval says so. By hand: 2 x 5 - 4,
+    and 1.96 x sqrt(2).
+    """
+    assert around(5.0, [3.0, 5.0]) == pytest.approx(
+        (6 - 1.959964 * math.sqrt(2), 6 + 1.959964 * math.sqrt(2))
+    )
 
 
 def test_the_same_samples_for_all_models():
-    """So that their difference is paired: two models that differ by a constant have no spread between them."""
+    """So that their difference is paired: two models that differ by a constant have no
+    spread between them.
+    """
     values = np.random.default_rng(3).random(300)
-    one, other = (resampled(lambda ids, add=add: values[ids].mean() + add, 300) for add in (0.0, 0.1))
+    one, other = (
+        resampled(lambda ids, add=add: values[ids].mean() + add, 300)
+        for add in (0.0, 0.1)
+    )
     assert around(0.1, other - one) == (pytest.approx(0.1), pytest.approx(0.1))
 
 
@@ -101,35 +152,61 @@ def test_samples_survive_their_record():
 
 
 def test_the_interval_of_a_share_that_is_shown_ends_at_100_percent():
-    near = Samples(0.99, replicates=np.random.default_rng(6).normal(0.99, 0.01, RESAMPLES), share=False)
+    near = Samples(
+        0.99,
+        replicates=np.random.default_rng(6).normal(0.99, 0.01, RESAMPLES),
+        share=False,
+    )
     assert near.interval()[1] > 1
     assert Column("map", "mAP").text(0.99, near).endswith(" to 100.0)")
     assert Column("nll", "loss", "nats").text(0.99, near).partition(" to ")[2] > "1."
 
 
 def test_the_interval_of_a_share_ends_at_0_and_1_and_that_of_a_difference_does_not():
-    """By hand: standard errors 0.1 x sqrt(2), and 0.2 x sqrt(2) of the difference. A sweep refused its own 1.18."""
-    high, low = Samples(0.9, replicates=np.array([0.8, 1.0])), Samples(0.1, replicates=np.array([0.2, 0.0]))
+    """By hand: standard errors 0.1 x sqrt(2), and 0.2 x sqrt(2) of the difference. A
+    sweep refused its own 1.18.
+    """
+    high, low = (
+        Samples(0.9, replicates=np.array([0.8, 1.0])),
+        Samples(0.1, replicates=np.array([0.2, 0.0])),
+    )
     half = 1.959964 * 0.1 * math.sqrt(2)
-    assert (high.interval(), low.interval()) == ((pytest.approx(0.9 - half), 1.0), (0.0, pytest.approx(0.1 + half)))
+    assert (high.interval(), low.interval()) == (
+        (pytest.approx(0.9 - half), 1.0),
+        (0.0, pytest.approx(0.1 + half)),
+    )
     assert high.minus(low) == pytest.approx((0.8, 0.8 - 2 * half, 0.8 + 2 * half))
     beyond = Samples(1.0, replicates=np.array([0.8, 0.8]))  # both ends would be 1.2
     assert beyond.interval() == (1.0, 1.0)
     nats = Samples(0.9, replicates=np.array([0.8, 1.0]), share=False)
     again = Samples.read(json.loads(json.dumps(nats.record())))
-    assert nats.interval() == again.interval() == pytest.approx((0.9 - half, 0.9 + half))
+    assert (
+        nats.interval() == again.interval() == pytest.approx((0.9 - half, 0.9 + half))
+    )
 
 
 def test_a_difference_of_samples():
-    one, other = (np.array([1] * a + [0] * b + [1] * c, bool) for a, b, c in ((60, 10, 30), (50, 20, 30)))
-    assert Samples(0.9, right=one).minus(Samples(0.8, right=other)) == (pytest.approx(0.1), *paired(10, 0, 100))
+    one, other = (
+        np.array([1] * a + [0] * b + [1] * c, bool)
+        for a, b, c in ((60, 10, 30), (50, 20, 30))
+    )
+    assert Samples(0.9, right=one).minus(Samples(0.8, right=other)) == (
+        pytest.approx(0.1),
+        *paired(10, 0, 100),
+    )
     spread = np.random.default_rng(5).normal(0, 0.1, RESAMPLES)
-    found = Samples(0.6, replicates=0.6 + spread).minus(Samples(0.5, replicates=0.5 + spread))
-    assert found == pytest.approx((0.1, 0.1, 0.1))  # what both owe to the sample is no difference between them
+    found = Samples(0.6, replicates=0.6 + spread).minus(
+        Samples(0.5, replicates=0.5 + spread)
+    )
+    assert found == pytest.approx(
+        (0.1, 0.1, 0.1)
+    )  # what both owe to the sample is no difference between them
 
 
 def average_precision(truth: np.ndarray, score: np.ndarray) -> float:
-    """Return the mean over classes with a positive image; truth and score are [N, C]."""
+    """Return the mean over classes with a positive image; truth and score are
+    [N, C].
+    """
     hits = np.take_along_axis(truth, np.argsort(-score, axis=0), 0)
     precision = np.cumsum(hits, 0) / np.arange(1, len(hits) + 1)[:, None]
     seen = hits.any(0)
@@ -137,7 +214,9 @@ def average_precision(truth: np.ndarray, score: np.ndarray) -> float:
 
 
 def test_few_images_call_two_equal_models_different_in_five_of_a_hundred_cases_at_most():
-    """60 images, 20 rare classes: it was 10 of 100 here, and 13 of 100 with another statistician's labels."""
+    """60 images, 20 rare classes: it was 10 of 100 here, and 13 of 100 with another
+    statistician's labels.
+    """
     draw, images, false, cases = np.random.default_rng(1), 60, 0, 120
     for _ in range(cases):
         truth = draw.random((images, 20)) < 0.08
@@ -145,8 +224,17 @@ def test_few_images_call_two_equal_models_different_in_five_of_a_hundred_cases_a
         models = []
         for _ in range(2):
             score = shared + 0.7 * draw.normal(size=truth.shape)
-            drawn = resampled(lambda ids, score=score, truth=truth: average_precision(truth[ids], score[ids]), images)
-            models.append(Samples(average_precision(truth, score), replicates=drawn, images=images))
+            drawn = resampled(
+                lambda ids, score=score, truth=truth: average_precision(
+                    truth[ids], score[ids]
+                ),
+                images,
+            )
+            models.append(
+                Samples(
+                    average_precision(truth, score), replicates=drawn, images=images
+                )
+            )
         _, low, high = models[0].minus(models[1])
         false += verdict(low, high) != "no difference shown"
     assert false <= 0.06 * cases

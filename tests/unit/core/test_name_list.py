@@ -4,7 +4,16 @@ import pytest
 
 from kd.core.text import names_of, quoted
 
-NAMES = ["a/1.jpg", "two words.jpg", "a\nb.jpg", "a\u2028b.jpg", "a\x85b.jpg", "end.jpg ", " begin.jpg", "tab\t.jpg"]
+NAMES = [
+    "a/1.jpg",
+    "two words.jpg",
+    "a\nb.jpg",
+    "a\u2028b.jpg",
+    "a\x85b.jpg",
+    "end.jpg ",
+    " begin.jpg",
+    "tab\t.jpg",
+]
 NAMES += ["# no remark.jpg", '"quoted".jpg', '"', "a\r.jpg", "ä.jpg", "\\udcff.jpg"]
 
 
@@ -15,5 +24,9 @@ def test_a_name_is_read_as_it_was_written(name):
 
 
 def test_a_list_written_by_hand():
-    assert names_of("a.jpg\r\n  b.jpg\n#c.jpg\n \nval:d e.jpg") == ["a.jpg", "b.jpg", "val:d e.jpg"]
+    assert names_of("a.jpg\r\n  b.jpg\n#c.jpg\n \nval:d e.jpg") == [
+        "a.jpg",
+        "b.jpg",
+        "val:d e.jpg",
+    ]
     assert names_of('"begins so.jpg') == ['"begins so.jpg']

@@ -1,4 +1,6 @@
-"""Images without labels, or with some: what is listed, what is learned, what is measured."""
+"""Images without labels, or with some: what is listed, what is learned, what is
+measured.
+"""
 
 import json
 import shutil
@@ -25,9 +27,13 @@ from kd.setup.student import loss_term
 
 
 def source(root, split="train", labels="none", **options):
-    made = registry.default_options("datasets", "imagefolder", root=str(root), **options)
+    made = registry.default_options(
+        "datasets", "imagefolder", root=str(root), **options
+    )
     more = {} if labels == "all" else {"labels": labels}
-    return registry.build("datasets", "imagefolder", made, "data.kind", split=split, classes=None, **more)
+    return registry.build(
+        "datasets", "imagefolder", made, "data.kind", split=split, classes=None, **more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +69,18 @@ def test_a_term_on_labels_is_the_mean_over_labelled_images():
     scores = criterion(Outputs(logits), Outputs(said), Batch.of(torch.zeros(8), label))
     loss = scores["loss"].mean()
     log = logits.double().log_softmax(1)
-    expected_ce = torch.nn.functional.cross_entropy(logits[known].double(), label[known], label_smoothing=0.1)
+    expected_ce = torch.nn.functional.cross_entropy(
+        logits[known].double(), label[known], label_smoothing=0.1
+    )
     target = said.double().log_softmax(1)
     expected = 0.5 * expected_ce + 2.0 * (target.exp() * (target - log)).sum(1).mean()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
     assert scores["ce"][~known].abs().max() == 0
     other = label.clone()
     other[~known] = 1  # the gradient must not depend on what stands for no label
-    masked = Criterion(terms)(Outputs(logits), Outputs(said), Batch.of(torch.zeros(8), other))
+    masked = Criterion(terms)(
+        Outputs(logits), Outputs(said), Batch.of(torch.zeros(8), other)
+    )
     assert masked["ce"][~known].abs().min() > 0
 
 
@@ -83,16 +93,28 @@ def test_a_mixed_image_counts_where_both_labels_are_known():
         torch.full((3,), 0.7),
         torch.ones(3),
     )
-    found = Criterion([loss_term("ce")], labelled=1 / 3)(Outputs(torch.zeros(3, 2)), Outputs(torch.zeros(3, 0)), batch)
-    torch.testing.assert_close(found["ce"], torch.tensor([3 * np.log(2), 0.0, 0.0], dtype=torch.float32))
+    found = Criterion([loss_term("ce")], labelled=1 / 3)(
+        Outputs(torch.zeros(3, 2)), Outputs(torch.zeros(3, 0)), batch
+    )
+    torch.testing.assert_close(
+        found["ce"], torch.tensor([3 * np.log(2), 0.0, 0.0], dtype=torch.float32)
+    )
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.5, 1.0])
-def test_the_share_of_known_labels_counts_the_partners_of_mixed_images(settings, probability):
-    changed = {"labels": "some", "unlabelled": "fig", "augment": {"mixup": 1.0, "mix_probability": probability}}
+def test_the_share_of_known_labels_counts_the_partners_of_mixed_images(
+    settings, probability
+):
+    changed = {
+        "labels": "some",
+        "unlabelled": "fig",
+        "augment": {"mixup": 1.0, "mix_probability": probability},
+    }
     data = open_sources(resolve(config.load(merged(settings, {"data": changed}))).data)
     shown = data.views()[0]
-    samples = [shown.load(id, view) for id in range(len(data.train)) for view in range(40)]
+    samples = [
+        shown.load(id, view) for id in range(len(data.train)) for view in range(40)
+    ]
     known = [min(sample.label, sample.partner_label) >= 0 for sample in samples]
     assert data.labelled_share() == pytest.approx(np.mean(known), abs=0.06)
 
@@ -100,7 +122,10 @@ def test_the_share_of_known_labels_counts_the_partners_of_mixed_images(settings,
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["losses=[{kind: kl}, {kind: ce}]"], r"losses\[1\]\.kind: 'ce' learns from labels, but data\.labels=none"),
+        (
+            ["losses=[{kind: kl}, {kind: ce}]"],
+            r"losses\[1\]\.kind: 'ce' learns from labels, but data\.labels=none",
+        ),
         (["losses=[{kind: dkd}]"], r"losses\[0\]\.kind: 'dkd' learns from labels"),
         (["run.baseline=true"], r"run\.baseline: needs labels"),
         (["teacher.min_accuracy=0.5"], r"teacher\.min_accuracy: needs labels"),
@@ -116,54 +141,92 @@ def test_options_that_need_labels_are_refused_without(settings, overrides, messa
 def student(run):
     newest = max((run.folder / "checkpoints").iterdir())
     tensors = load_file(newest / "tensors.safetensors")
-    return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    return {
+        name: tensor for name, tensor in tensors.items() if name.startswith("model.")
+    }
 
 
 def test_without_labels_the_student_is_the_same(settings, photos):
-    """The teacher's classes, sifting, cache, resume and report: the weights are those of the labelled run."""
-    common = {"teacher": {"cache": {"views": 2}}, "sifter": {"kind": "history", "keep": 0.6}}
+    """The teacher's classes, sifting, cache, resume and report: the weights are those
+    of the labelled run.
+    """
+    common = {
+        "teacher": {"cache": {"views": 2}},
+        "sifter": {"kind": "history", "keep": 0.6},
+    }
     bare = merged(settings, common)
     known = kd.train(merged(bare, {"run": {"name": "known"}}))
     none = merged(bare, {"run": {"name": "none"}, "data": {"labels": "none"}})
     blind = kd.train(none, "run.every.checkpoint=4")
     expected = student(known)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in student(blind).items())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in student(blind).items()
+    )
     assert blind.metrics["agreement"] == known.metrics["agreement"]
     assert "accuracy" not in blind.metrics
-    assert f"agreement {100 * blind.metrics['agreement']:.1f} % (same prediction as the teacher)" in blind.report
+    assert (
+        f"agreement {100 * blind.metrics['agreement']:.1f} % (same prediction as the"
+        " teacher)" in blind.report
+    )
     manifest = json.loads((blind.folder / "manifest.json").read_text())
     assert manifest["classes"] == ["apple", "fig", "pear"]  # of the teacher's folder
     for folder in sorted((blind.folder / "checkpoints").iterdir())[1:]:
         shutil.rmtree(folder)
     resumed = kd.train(none, "run.every.checkpoint=4")
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in student(resumed).items())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in student(resumed).items()
+    )
 
 
 @pytest.mark.parametrize("store", ["none", "ram", "disk"])
 def test_those_with_a_label_are_the_same_images_in_a_store(settings, store):
-    """What a baseline and a teacher's fit read: the labelled images alone, each with its own label."""
+    """What a baseline and a teacher's fit read: the labelled images alone, each with
+    its own label.
+    """
     overrides = ("data.labels=some", "data.labels_per_class=3", f"data.store={store}")
     recipe = resolve(config.load(settings, overrides))
     data = open_data(recipe.data, build_backend(recipe.backend))
     labelled = data.with_labels()
-    views, found = labelled.views()[0], [labelled.train.label(id) for id in range(len(labelled.train))]
+    views, found = (
+        labelled.views()[0],
+        [labelled.train.label(id) for id in range(len(labelled.train))],
+    )
     assert sorted(found) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert len(views) == len(labelled.train) == 9
     for id in range(9):
-        own = [number for number in range(len(data.train)) if data.train.name(number) == labelled.train.name(id)]
+        own = [
+            number
+            for number in range(len(data.train))
+            if data.train.name(number) == labelled.train.name(id)
+        ]
         assert data.train.label(own[0]) == found[id]
         assert views.source.name(id) == labelled.train.name(id)
         pixels = np.asarray(views.source.decode(id).image)
-        assert np.array_equal(pixels, np.asarray(data.views()[0].source.decode(own[0]).image))
+        assert np.array_equal(
+            pixels, np.asarray(data.views()[0].source.decode(own[0]).image)
+        )
 
 
 def test_a_checkpoint_alone_numbers_its_classes(teacher, tmp_path):
     shutil.copy(teacher / "model.safetensors", tmp_path / "alone.safetensors")
-    spec = Spec("teacher", **vit(), classes=None, checkpoint=str(tmp_path / "alone.safetensors"), exact_head=True)
+    spec = Spec(
+        "teacher",
+        **vit(),
+        classes=None,
+        checkpoint=str(tmp_path / "alone.safetensors"),
+        exact_head=True,
+    )
     model = load(spec, 16)
     assert list(model.classes) == ["class_0", "class_1", "class_2"]
-    assert load(replace(spec, checkpoint=str(teacher)), 16).classes == ("apple", "fig", "pear")
-    with pytest.raises(ModelError, match=r"^teacher\.checkpoint: .*names no classes, and neither does the data"):
+    assert load(replace(spec, checkpoint=str(teacher)), 16).classes == (
+        "apple",
+        "fig",
+        "pear",
+    )
+    with pytest.raises(
+        ModelError,
+        match=r"^teacher\.checkpoint: .*names no classes, and neither does the data",
+    ):
         load(replace(spec, checkpoint=""), 16)
 
 
@@ -174,20 +237,47 @@ def vit():
 
 
 def test_food_mini_withholds_its_labels():
-    options = registry.default_options("datasets", "food_mini", train_images=2, val_images=1)
+    options = registry.default_options(
+        "datasets", "food_mini", train_images=2, val_images=1
+    )
     known, none = (
-        registry.build("datasets", "food_mini", options, "data", split="train", classes=None, **more)
+        registry.build(
+            "datasets",
+            "food_mini",
+            options,
+            "data",
+            split="train",
+            classes=None,
+            **more,
+        )
         for more in ({}, {"labels": "none"})
     )
-    assert [none.name(id) for id in range(len(none))] == [known.name(id) for id in range(len(known))]
+    assert [none.name(id) for id in range(len(none))] == [
+        known.name(id) for id in range(len(known))
+    ]
     assert {none.label(id) for id in range(len(none))} == {-1}
     assert none.fingerprint != known.fingerprint
-    made = {"data": {"kind": "food_mini", "labels": "some", "train_images": 6, "labels_per_class": 2, "batch_size": 4}}
+    made = {
+        "data": {
+            "kind": "food_mini",
+            "labels": "some",
+            "train_images": 6,
+            "labels_per_class": 2,
+            "batch_size": 4,
+        }
+    }
     data = open_sources(
-        resolve(config.load({**made, "student": {"model": "resnet10t"}, "losses": [{"kind": "ce"}]})).data
+        resolve(
+            config.load(
+                {**made, "student": {"model": "resnet10t"}, "losses": [{"kind": "ce"}]}
+            )
+        ).data
     )
     assert len(data.train) == 12 * 6
-    assert np.bincount([data.train.label(id) + 1 for id in range(72)]).tolist() == [48] + [2] * 12  # -1: without one
+    assert (
+        np.bincount([data.train.label(id) + 1 for id in range(72)]).tolist()
+        == [48] + [2] * 12
+    )  # -1: without one
     assert min(data.val.label(id) for id in range(len(data.val))) == 0
 
 
@@ -196,12 +286,26 @@ def test_rows_of_a_table_without_a_label(tmp_path):
     from PIL import Image
 
     image = Image.new("RGB", (8, 8))
-    features = hub.Features({"image": hub.Image(), "label": hub.ClassLabel(names=["a", "b"])})
-    table = hub.Dataset.from_dict({"image": [image] * 4, "label": [0, 1, -1, 1]}, features=features)
-    hub.DatasetDict({"train": table, "validation": table}).save_to_disk(tmp_path / "rows")
+    features = hub.Features(
+        {"image": hub.Image(), "label": hub.ClassLabel(names=["a", "b"])}
+    )
+    table = hub.Dataset.from_dict(
+        {"image": [image] * 4, "label": [0, 1, -1, 1]}, features=features
+    )
+    hub.DatasetDict({"train": table, "validation": table}).save_to_disk(
+        tmp_path / "rows"
+    )
     options = registry.default_options("datasets", "hf", path=str(tmp_path / "rows"))
     for labels, expected in (("some", [0, 1, -1, 1]), ("none", [-1] * 4)):
-        found = registry.build("datasets", "hf", options, "data", split="train", classes=None, labels=labels)
+        found = registry.build(
+            "datasets",
+            "hf",
+            options,
+            "data",
+            split="train",
+            classes=None,
+            labels=labels,
+        )
         assert [found.label(id) for id in range(4)] == expected
 
 
@@ -210,6 +314,10 @@ def test_an_evaluation_needs_a_labelled_image(settings, photos, tmp_path):
     for name in ("apple", "fig"):
         shutil.rmtree(tmp_path / f"photos/val/{name}")
     (tmp_path / "photos/val/pear").rename(tmp_path / "photos/val/unlabelled")
-    changed = merged(settings, {"data": {"labels": "some", "root": str(tmp_path / "photos")}})
-    with pytest.raises(KdError, match=r"^data\.root: the split 'val' has no labelled image"):
+    changed = merged(
+        settings, {"data": {"labels": "some", "root": str(tmp_path / "photos")}}
+    )
+    with pytest.raises(
+        KdError, match=r"^data\.root: the split 'val' has no labelled image"
+    ):
         open_sources(resolve(config.load(changed)).data)

@@ -1,4 +1,6 @@
-"""From a plan to micro-batches: the plan's order, whatever the number of ranks, micros and workers."""
+"""From a plan to micro-batches: the plan's order, whatever the number of ranks, micros
+and workers.
+"""
 
 import gc
 import itertools
@@ -22,7 +24,9 @@ class Numbers:
 
     classes = ("even", "odd")
 
-    def __init__(self, length: int, broken: frozenset[int] = frozenset(), refuse: bool = False) -> None:
+    def __init__(
+        self, length: int, broken: frozenset[int] = frozenset(), refuse: bool = False
+    ) -> None:
         self.length, self.broken, self.refuse = length, broken, refuse
 
     def __len__(self) -> int:
@@ -30,7 +34,9 @@ class Numbers:
 
     def load(self, id: int, view: int) -> Sample:
         if id in self.broken and self.refuse:
-            raise DataError("data.root", f"image {id} cannot be read", "Whole images", "Delete it")
+            raise DataError(
+                "data.root", f"image {id} cannot be read", "Whole images", "Delete it"
+            )
         pixels = torch.tensor([id, view, 0], dtype=torch.uint8).view(3, 1, 1)
         return Sample(pixels, id % 2, id % 2, 1.0, readable=id not in self.broken)
 
@@ -40,24 +46,51 @@ def plan_of(count: int) -> Plan:
     return Plan(ids=ids, weights=torch.linspace(0.5, 2.0, count))
 
 
-def load(batch_size=8, accumulate=1, rank=0, world_size=1, workers=0, dataset=None, plan=None, view=0, start=0):
-    loader = LocalLoader(dataset or Numbers(24), Share(batch_size, accumulate, rank, world_size), workers)
+def load(
+    batch_size=8,
+    accumulate=1,
+    rank=0,
+    world_size=1,
+    workers=0,
+    dataset=None,
+    plan=None,
+    view=0,
+    start=0,
+):
+    loader = LocalLoader(
+        dataset or Numbers(24), Share(batch_size, accumulate, rank, world_size), workers
+    )
     return list(loader.epoch(plan or plan_of(24), view, start))
 
 
 def same(one: Batch, other: Batch) -> bool:
-    equal = all(torch.equal(getattr(one, name), getattr(other, name)) for name in FIELDS)
-    return equal and (one.view, one.unreadable, one.crc) == (other.view, other.unreadable, other.crc)
+    equal = all(
+        torch.equal(getattr(one, name), getattr(other, name)) for name in FIELDS
+    )
+    return equal and (one.view, one.unreadable, one.crc) == (
+        other.view,
+        other.unreadable,
+        other.crc,
+    )
 
 
-@pytest.mark.parametrize(("ranks", "micros"), [(1, 1), (1, 4), (2, 2), (4, 1), (2, 1), (8, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "micros"), [(1, 1), (1, 4), (2, 2), (4, 1), (2, 1), (8, 1)]
+)
 def test_a_step_is_the_same_set_of_images_on_any_number_of_ranks(ranks, micros):
     plan = plan_of(24)
     by_rank = [load(8, micros, rank, ranks) for rank in range(ranks)]
     for step in range(3):
-        ids, weights = plan.ids[8 * step : 8 * step + 8], plan.weights[8 * step : 8 * step + 8]
+        ids, weights = (
+            plan.ids[8 * step : 8 * step + 8],
+            plan.weights[8 * step : 8 * step + 8],
+        )
         # micro i of rank r is number i * ranks + r of the step
-        found = [by_rank[rank][step * micros + micro] for micro in range(micros) for rank in range(ranks)]
+        found = [
+            by_rank[rank][step * micros + micro]
+            for micro in range(micros)
+            for rank in range(ranks)
+        ]
         assert torch.equal(torch.cat([batch.ids for batch in found]), ids)
         assert torch.equal(torch.cat([batch.weight for batch in found]), weights)
         assert all(len(batch.ids) == 8 // (ranks * micros) for batch in found)
@@ -68,7 +101,11 @@ def test_batches_hold_what_the_dataset_gives():
     assert torch.equal(batch.image[:, 0, 0, 0].long(), batch.ids)
     assert torch.equal(batch.image[:, 1, 0, 0], torch.full((8,), 5, dtype=torch.uint8))
     assert torch.equal(batch.label, batch.ids % 2)
-    assert (batch.ids.dtype, batch.label.dtype, batch.lam.dtype) == (torch.int64, torch.int64, torch.float32)
+    assert (batch.ids.dtype, batch.label.dtype, batch.lam.dtype) == (
+        torch.int64,
+        torch.int64,
+        torch.float32,
+    )
     assert batch.view == 5
 
 
@@ -89,7 +126,9 @@ class Slow(Numbers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loader_times_separate_reading_from_computing(workers):
-    """In worker processes and in this one. A busy machine makes computing longer, not waiting shorter."""
+    """In worker processes and in this one. A busy machine makes computing longer, not
+    waiting shorter.
+    """
     loader = LocalLoader(Slow(24), Share(8, 1, 0, 1), workers)
     assert len(list(loader.epoch(plan_of(24), 0))) == 3
     found = loader.loading
@@ -111,7 +150,13 @@ def test_workers_give_what_this_process_gives(photos, workers, augment):
     source = build(Options(root=str(photos)), "train", None)
     mixing = MixupCutmix(0.8, 1.0, 0.7) if augment == "mixed" else None
     policy = "rand-m9-mstd0.5" if augment == "mixed" else ""
-    views = Views(source, TrainTransform(16, 0.35, 0.5, 0.3, policy), size=16, seed=3, mixing=mixing)
+    views = Views(
+        source,
+        TrainTransform(16, 0.35, 0.5, 0.3, policy),
+        size=16,
+        seed=3,
+        mixing=mixing,
+    )
     plan = Plan(ids=torch.randperm(36), weights=torch.ones(36))
     here = LocalLoader(views, Share(12, 2, 0, 1), workers=0)
     there = LocalLoader(views, Share(12, 2, 0, 1), workers=workers)
@@ -127,29 +172,49 @@ def test_workers_give_what_this_process_gives(photos, workers, augment):
 def test_unreadable_images_have_weight_0_and_are_remembered(workers):
     loader = LocalLoader(Numbers(24, frozenset({3, 20})), Share(8, 1, 0, 1), workers)
     batches = list(loader.epoch(plan_of(24), 0))
-    weights = {int(id): float(w) for b in batches for id, w in zip(b.ids, b.weight, strict=True)}
-    assert {id for id, weight in weights.items() if weight == 0} == {3, 20} == loader.unreadable
+    weights = {
+        int(id): float(w)
+        for b in batches
+        for id, w in zip(b.ids, b.weight, strict=True)
+    }
+    assert (
+        {id for id, weight in weights.items() if weight == 0}
+        == {3, 20}
+        == loader.unreadable
+    )
     assert sorted(id for batch in batches for id in batch.unreadable) == [3, 20]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_a_worker_stays_one_line(workers):
-    loader = LocalLoader(Numbers(24, frozenset({3}), refuse=True), Share(8, 1, 0, 1), workers)
+    loader = LocalLoader(
+        Numbers(24, frozenset({3}), refuse=True), Share(8, 1, 0, 1), workers
+    )
     told = ""
     try:  # not pytest.raises: it keeps the traceback, and with it the workers
         list(loader.epoch(plan_of(24), 0))
     except DataError as error:
         told = f"{error} | {error.remedy}"
-    assert told == "data.root: image 3 cannot be read. Whole images. Delete it. | Delete it"
+    assert (
+        told
+        == "data.root: image 3 cannot be read. Whole images. Delete it. | Delete it"
+    )
 
 
-@pytest.mark.parametrize(("broken", "share", "most"), [(2, 0.01, 1), (1, 0.0, 1), (6, 0.25, 6), (7, 0.25, 6)])
+@pytest.mark.parametrize(
+    ("broken", "share", "most"), [(2, 0.01, 1), (1, 0.0, 1), (6, 0.25, 6), (7, 0.25, 6)]
+)
 def test_more_skipped_images_than_allowed_end_the_run(broken, share, most):
-    loader = LocalLoader(Numbers(24, frozenset(range(broken))), Share(8, 1, 0, 1), 0, max_skipped=share)
+    loader = LocalLoader(
+        Numbers(24, frozenset(range(broken))), Share(8, 1, 0, 1), 0, max_skipped=share
+    )
     if broken <= most:
         assert len(list(loader.epoch(plan_of(24), 0))) == 3
         return
-    with pytest.raises(DataError, match=rf"^data\.max_skipped: {broken} of 24 images .* At most {most} "):
+    with pytest.raises(
+        DataError,
+        match=rf"^data\.max_skipped: {broken} of 24 images .* At most {most} ",
+    ):
         list(loader.epoch(plan_of(24), 0))
 
 
@@ -159,7 +224,9 @@ def test_a_rest_is_dropped_and_nothing_is_fine():
 
 
 @pytest.mark.parametrize(("images", "batch"), [(13, 8), (16, 8), (1, 8), (7, 1)])
-def test_the_evaluation_plan_holds_each_image_once_and_padding_of_weight_0(images, batch):
+def test_the_evaluation_plan_holds_each_image_once_and_padding_of_weight_0(
+    images, batch
+):
     plan = evaluation_plan(images, batch)
     assert len(plan.ids) % batch == 0
     assert len(plan.ids) - images < batch
@@ -168,14 +235,21 @@ def test_the_evaluation_plan_holds_each_image_once_and_padding_of_weight_0(image
     assert plan.weights.tolist() == [1.0] * images + [0.0] * (len(plan.ids) - images)
 
 
-@pytest.mark.parametrize("batches", [4, 1])  # the whole epoch; an epoch that is left early
+@pytest.mark.parametrize(
+    "batches", [4, 1]
+)  # the whole epoch; an epoch that is left early
 def test_a_loader_that_is_dropped_ends_its_workers_at_once(batches):
-    """Without the garbage collector: it closes queues before torch tells the workers to end, and torch then waits."""
+    """Without the garbage collector: it closes queues before torch tells the workers to
+    end, and torch then waits.
+    """
     gc.collect()
     gc.disable()
     try:
         loader = LocalLoader(Numbers(32), Share(8, 1, 0, 1), workers=2)
-        assert len(list(itertools.islice(loader.epoch(plan_of(32), 0), batches))) == batches
+        assert (
+            len(list(itertools.islice(loader.epoch(plan_of(32), 0), batches)))
+            == batches
+        )
         workers = loader.processes()
         assert [worker.exitcode for worker in workers] == [None, None]
         del loader
@@ -185,7 +259,9 @@ def test_a_loader_that_is_dropped_ends_its_workers_at_once(batches):
 
 
 def test_a_loader_in_a_circle_ends_its_workers_in_order(monkeypatch):
-    """The garbage collector may close a queue before torch tells its worker to end; torch then waits and kills it."""
+    """The garbage collector may close a queue before torch tells its worker to end;
+    torch then waits and kills it.
+    """
     killed = []
     monkeypatch.setattr(BaseProcess, "terminate", killed.append)
     loader = LocalLoader(Numbers(32), Share(8, 1, 0, 1), workers=2)

@@ -1,4 +1,6 @@
-"""Decode once: the same pixels with a store and without, from any process, and never a torn one."""
+"""Decode once: the same pixels with a store and without, from any process, and never a
+torn one.
+"""
 
 import multiprocessing
 import os
@@ -19,7 +21,15 @@ from kd import config
 from kd.core.errors import ConfigError, CorruptImage, DataError, RunError
 from kd.core.types import Decoded, Loading, Plan
 from kd.data.loader import LocalLoader, Share
-from kd.data.store import PIXELS, Shrunk, Slots, Stored, StoredViews, open_disk, open_ram
+from kd.data.store import (
+    PIXELS,
+    Shrunk,
+    Slots,
+    Stored,
+    StoredViews,
+    open_disk,
+    open_ram,
+)
 from kd.data.views import EvalTransform, MixupCutmix, TrainTransform, Views, random_box
 from kd.files.records import Records
 from kd.parts.datasets import imagefolder
@@ -29,15 +39,24 @@ from kd.setup.open_store import open_store, record_bytes, store_views, view_byte
 
 
 class Pictures:
-    """A source of noise that counts how often it is asked to decode; image 3 is damaged where told."""
+    """A source of noise that counts how often it is asked to decode; image 3 is damaged
+    where told.
+    """
 
     classes = ("a", "b")
     fingerprint = "of-noise"
     edition = 0
     """Of the noise: another one has the same names and sizes."""
 
-    def __init__(self, sizes: list[tuple[int, int]], broken: bool = False, length: int = 0) -> None:
-        self.sizes, self.broken, self.length, self.decoded = sizes, broken, length or len(sizes), 0
+    def __init__(
+        self, sizes: list[tuple[int, int]], broken: bool = False, length: int = 0
+    ) -> None:
+        self.sizes, self.broken, self.length, self.decoded = (
+            sizes,
+            broken,
+            length or len(sizes),
+            0,
+        )
 
     def __len__(self) -> int:
         return self.length
@@ -53,10 +72,17 @@ class Pictures:
 
     def decode(self, id: int) -> Decoded:
         if self.broken and id == 3:
-            raise CorruptImage("data.root", "noise/3: the image is truncated", "Whole images", "Delete it")
+            raise CorruptImage(
+                "data.root",
+                "noise/3: the image is truncated",
+                "Whole images",
+                "Delete it",
+            )
         self.decoded += 1
         width, height = self.sizes[id % len(self.sizes)]
-        noise = np.random.default_rng(id + 1000 * self.edition).integers(0, 256, (height, width, 3), np.uint8)
+        noise = np.random.default_rng(id + 1000 * self.edition).integers(
+            0, 256, (height, width, 3), np.uint8
+        )
         return Decoded(Image.fromarray(noise), zlib.crc32(noise))
 
 
@@ -71,12 +97,17 @@ def pixels(image: Image.Image) -> np.ndarray:
 
 
 def test_a_small_image_is_kept_as_it_is():
-    """4/3 x 64^2 / 0.4 = 13,653 pixels are the least of which every crop has 64 a side."""
+    """4/3 x 64^2 / 0.4 = 13,653 pixels are the least of which every crop has 64
+    a side.
+    """
     rule = Shrunk(64, 0.4)
     small, large = Image.new("RGB", (116, 117)), Image.new("RGB", (118, 118))
     assert rule(small) is small
     assert rule(large).size == (117, 117)
-    assert Shrunk(64, 1.0)(Image.new("RGB", (640, 480))).size == (86, 64)  # no random crop: the shorter side
+    assert Shrunk(64, 1.0)(Image.new("RGB", (640, 480))).size == (
+        86,
+        64,
+    )  # no random crop: the shorter side
 
 
 def test_no_random_crop_of_what_is_kept_is_smaller_than_training_needs():
@@ -99,7 +130,14 @@ def test_no_random_crop_of_what_is_kept_is_smaller_than_training_needs():
 @pytest.mark.parametrize("crop", [0.08, 0.35, 1.0])
 def test_every_image_up_to_four_times_as_long_as_wide_has_room(crop):
     rule = Shrunk(32, crop)
-    for width, height in [(4000, 1000), (999, 3996), (1000, 1000), (401, 397), (33, 132), (4032, 3024)]:
+    for width, height in [
+        (4000, 1000),
+        (999, 3996),
+        (1000, 1000),
+        (401, 397),
+        (33, 132),
+        (4032, 3024),
+    ]:
         kept = rule(Image.new("RGB", (width, height)))
         assert kept.width * kept.height <= rule.most
 
@@ -109,7 +147,10 @@ def test_an_image_is_the_same_from_its_slot_and_decoded_once(tmp_path, kind):
     rule = Shrunk(16, 0.5)
     source = Pictures([(20, 14), (90, 50), (300, 31), (9, 70)] * 2)
     stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.most))
-    expected = [pixels(rule(Pictures(source.sizes).decode(id).image)) for id in range(len(source))]
+    expected = [
+        pixels(rule(Pictures(source.sizes).decode(id).image))
+        for id in range(len(source))
+    ]
     for _ in range(3):
         for id in random.Random(0).sample(range(8), 8):
             image = stored.decode(id).image
@@ -121,14 +162,23 @@ def test_an_image_is_the_same_from_its_slot_and_decoded_once(tmp_path, kind):
     assert (stored.classes, stored.fingerprint) == (source.classes, source.fingerprint)
 
 
-@pytest.mark.parametrize("mixing", [None, MixupCutmix(0.8, 1.0, 0.7)], ids=["plain", "mixed"])
+@pytest.mark.parametrize(
+    "mixing", [None, MixupCutmix(0.8, 1.0, 0.7)], ids=["plain", "mixed"]
+)
 @pytest.mark.parametrize("kind", ["ram", "disk"])
-def test_views_of_small_images_are_those_without_a_store(photos, tmp_path, kind, mixing):
-    """What is not larger than training needs is not touched: bit-identical views, from the first time on."""
+def test_views_of_small_images_are_those_without_a_store(
+    photos, tmp_path, kind, mixing
+):
+    """What is not larger than training needs is not touched: bit-identical views, from
+    the first time on.
+    """
     source = imagefolder.build(imagefolder.Options(root=str(photos)), "train", None)
     rule = Shrunk(16, 0.35)
     stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.most))
-    plain, kept = (Views(each, TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, mixing) for each in (source, stored))
+    plain, kept = (
+        Views(each, TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, mixing)
+        for each in (source, stored)
+    )
     for view in range(2):
         for id in range(len(source)):
             one, other = plain.load(id, view), kept.load(id, view)
@@ -141,14 +191,23 @@ def test_evaluation_is_bit_identical_for_every_image(tmp_path, crop):
     source = Pictures([(20, 14), (90, 50), (300, 31), (9, 70), (16, 16)])
     rule = EvalTransform(16, crop)
     stored = Stored(source, rule, opened("disk", tmp_path, len(source), rule.most))
-    plain, kept = Views(source, EvalTransform(16, crop), 16, 0), Views(stored, EvalTransform(16, 1.0), 16, 0)
+    plain, kept = (
+        Views(source, EvalTransform(16, crop), 16, 0),
+        Views(stored, EvalTransform(16, 1.0), 16, 0),
+    )
     for _ in range(2):
-        assert all(torch.equal(plain.load(id, 0).pixels, kept.load(id, 0).pixels) for id in range(len(source)))
+        assert all(
+            torch.equal(plain.load(id, 0).pixels, kept.load(id, 0).pixels)
+            for id in range(len(source))
+        )
 
 
 def test_without_slots_the_pixels_are_the_same():
     source, rule = Pictures([(90, 50)]), Shrunk(16, 0.5)
-    assert np.array_equal(pixels(Stored(source, rule).decode(0).image), pixels(rule(source.decode(0).image)))
+    assert np.array_equal(
+        pixels(Stored(source, rule).decode(0).image),
+        pixels(rule(source.decode(0).image)),
+    )
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
@@ -158,20 +217,29 @@ def test_workers_share_what_they_decode(tmp_path, kind):
     stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.most))
     plan = Plan(torch.arange(24), torch.ones(24))
     filled = list(
-        LocalLoader(Views(stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 1), Share(6, 1, 0, 1), workers=2).epoch(
-            plan, 0
-        )
+        LocalLoader(
+            Views(stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 1),
+            Share(6, 1, 0, 1),
+            workers=2,
+        ).epoch(plan, 0)
     )
     again = list(
-        LocalLoader(Views(stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 1), Share(6, 1, 0, 1), workers=0).epoch(
-            plan, 0
-        )
+        LocalLoader(
+            Views(stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 1),
+            Share(6, 1, 0, 1),
+            workers=0,
+        ).epoch(plan, 0)
     )
     assert source.decoded == 0  # not in this process, though all of them are here
-    assert all(torch.equal(one.image, other.image) for one, other in zip(filled, again, strict=True))
+    assert all(
+        torch.equal(one.image, other.image)
+        for one, other in zip(filled, again, strict=True)
+    )
 
 
-def test_a_disk_store_travels_to_workers_that_are_started_anew_and_ram_says_why_not(tmp_path):
+def test_a_disk_store_travels_to_workers_that_are_started_anew_and_ram_says_why_not(
+    tmp_path,
+):
     source, rule = Pictures([(90, 50)] * 4), Shrunk(16, 0.5)
     stored = Stored(source, rule, opened("disk", tmp_path, 4, rule.most))
     first = pixels(stored.decode(2).image)
@@ -179,13 +247,23 @@ def test_a_disk_store_travels_to_workers_that_are_started_anew_and_ram_says_why_
     before = other.source.decoded
     assert np.array_equal(pixels(other.decode(2).image), first)
     assert other.source.decoded == before
-    with pytest.raises(DataError, match=r"data\.store: is ram, but worker .* Set data\.store=disk or data\.workers=0"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"data\.store: is ram, but worker .* Set data\.store=disk or"
+            r" data\.workers=0"
+        ),
+    ):
         pickle.dumps(Stored(source, rule, opened("ram", tmp_path, 4, rule.most)))
 
 
 def _fill(folder: str, count: int, ready, go) -> None:
     rule = Shrunk(16, 0.5)
-    stored = Stored(Pictures([(90, 50), (60, 70)], length=count), rule, opened("disk", Path(folder), count, rule.most))
+    stored = Stored(
+        Pictures([(90, 50), (60, 70)], length=count),
+        rule,
+        opened("disk", Path(folder), count, rule.most),
+    )
     ready.set()
     go.wait()
     for id in range(count):
@@ -195,7 +273,10 @@ def _fill(folder: str, count: int, ready, go) -> None:
 def test_several_runs_begin_and_fill_one_store_together(tmp_path):
     context = multiprocessing.get_context("fork")
     go, ready = context.Event(), [context.Event() for _ in range(3)]
-    runs = [context.Process(target=_fill, args=(str(tmp_path), 40, each, go)) for each in ready]
+    runs = [
+        context.Process(target=_fill, args=(str(tmp_path), 40, each, go))
+        for each in ready
+    ]
     for run in runs:
         run.start()
     assert all(each.wait(30) for each in ready)
@@ -207,7 +288,10 @@ def test_several_runs_begin_and_fill_one_store_together(tmp_path):
     stored = Stored(source, rule, opened("disk", tmp_path, 40, rule.most))
     kept = [pixels(stored.decode(id).image) for id in range(40)]
     assert source.decoded == 0
-    assert all(np.array_equal(kept[id], pixels(rule(source.decode(id).image))) for id in range(40))
+    assert all(
+        np.array_equal(kept[id], pixels(rule(source.decode(id).image)))
+        for id in range(40)
+    )
 
 
 @pytest.mark.parametrize("damage", ["pixel", "nonsense size"])
@@ -226,7 +310,9 @@ def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
     path.write_bytes(content)
     again = Stored(source, rule, opened("disk", tmp_path, 3, rule.most))
     before = source.decoded
-    assert all(np.array_equal(pixels(again.decode(id).image), expected[id]) for id in range(3))
+    assert all(
+        np.array_equal(pixels(again.decode(id).image), expected[id]) for id in range(3)
+    )
     assert source.decoded == before + 1
     assert again.slots is not None
     assert np.array_equal(pixels(again.slots.read(1).image), expected[1])  # type: ignore[union-attr]
@@ -234,10 +320,15 @@ def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
 
 def test_a_file_that_was_cut_short_is_made_whole(tmp_path):
     rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 3)
-    expected = pixels(Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2).image)
+    expected = pixels(
+        Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2).image
+    )
     os.truncate(tmp_path / "store" / PIXELS, 100)
     assert np.array_equal(
-        pixels(Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2).image), expected
+        pixels(
+            Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2).image
+        ),
+        expected,
     )
 
 
@@ -246,9 +337,13 @@ def test_a_corrupt_image_is_what_it_was_without_a_store(tmp_path, kind):
     rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 5, broken=True)
     stored = Stored(source, rule, opened(kind, tmp_path, 5, rule.most))
     for _ in range(2):
-        with pytest.raises(DataError, match=r"data\.root: noise/3: the image is truncated"):
+        with pytest.raises(
+            DataError, match=r"data\.root: noise/3: the image is truncated"
+        ):
             stored.decode(3)
-        sample = Views(stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 0, on_corrupt="skip").load(3, 0)
+        sample = Views(
+            stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 0, on_corrupt="skip"
+        ).load(3, 0)
         assert not sample.readable
         assert sample.pixels.unique().tolist() == [127]
     assert stored.slots is not None
@@ -275,9 +370,12 @@ def test_a_store_of_images_that_have_changed_is_filled_again(chosen, caplog):
     source.edition = 1
     again = stored(chosen, "disk", source)
     assert [text for text in caplog.messages if "have changed" in text] == [
-        "data.store: 16 of 16 sampled training images have changed since they were decoded: all are decoded again"
+        "data.store: 16 of 16 sampled training images have changed since they were"
+        " decoded: all are decoded again"
     ]
-    assert not any(np.array_equal(pixels(again.decode(id).image), before[id]) for id in range(40))
+    assert not any(
+        np.array_equal(pixels(again.decode(id).image), before[id]) for id in range(40)
+    )
 
 
 def bitmaps(root: Path, count: int = 12) -> Path:
@@ -291,7 +389,9 @@ def bitmaps(root: Path, count: int = 12) -> Path:
 
 
 def listed(root: Path):
-    return imagefolder.build(imagefolder.Options(root=str(root), val_fraction=0.2), "train", None)
+    return imagefolder.build(
+        imagefolder.Options(root=str(root), val_fraction=0.2), "train", None
+    )
 
 
 def swap(one: Path, other: Path) -> None:
@@ -301,19 +401,31 @@ def swap(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_files_of_one_size_that_were_exchanged_are_decoded_again(tmp_path, caplog, workers):
-    """In place, so that only their times tell; and with the times of the contents put back, as `cp -p` does."""
+def test_files_of_one_size_that_were_exchanged_are_decoded_again(
+    tmp_path, caplog, workers
+):
+    """In place, so that only their times tell; and with the times of the contents put
+    back, as `cp -p` does.
+    """
     root, rule = bitmaps(tmp_path / "photos"), Shrunk(16, 0.5)
 
     def seen() -> tuple[str, dict[str, bytes]]:
         source = listed(root)
         kept = Stored(source, rule, opened("disk", tmp_path, len(source), rule.most))
-        loader = LocalLoader(Views(kept, EvalTransform(16, 1.0), 16, 0), Share(2, 1, 0, 1), workers)
+        loader = LocalLoader(
+            Views(kept, EvalTransform(16, 1.0), 16, 0), Share(2, 1, 0, 1), workers
+        )
         plan = Plan(torch.arange(len(source)), torch.ones(len(source)))
         for _ in range(2):
             batches = list(loader.epoch(plan, 0))
-        found = {source.name(i): pixels(kept.decode(i).image).tobytes() for i in range(len(source))}
-        assert found == {source.name(i): pixels(rule(source.decode(i).image)).tobytes() for i in range(len(source))}
+        found = {
+            source.name(i): pixels(kept.decode(i).image).tobytes()
+            for i in range(len(source))
+        }
+        assert found == {
+            source.name(i): pixels(rule(source.decode(i).image)).tobytes()
+            for i in range(len(source))
+        }
         assert len(batches) == len(source) // 2
         return source.fingerprint, found
 
@@ -340,14 +452,22 @@ class Dated(Pictures):
 
 
 def test_files_that_were_only_touched_are_compared_once_a_run(tmp_path, caplog):
-    """So it is where hosts with copies of their own share a store: the times differ, the bytes do not."""
+    """So it is where hosts with copies of their own share a store: the times differ,
+    the bytes do not.
+    """
     rule, sources = Shrunk(16, 0.5), (Dated([(90, 50)] * 8), Dated([(90, 50)] * 8))
     sources[1].times = 2
-    hosts = [Stored(source, rule, opened("disk", tmp_path, 8, rule.most)) for source in sources]
+    hosts = [
+        Stored(source, rule, opened("disk", tmp_path, 8, rule.most))
+        for source in sources
+    ]
     expected = [pixels(hosts[0].decode(id).image) for id in range(8)]
     for _ in range(3):
         for host in reversed(hosts):
-            assert all(np.array_equal(pixels(host.decode(id).image), one) for id, one in enumerate(expected))
+            assert all(
+                np.array_equal(pixels(host.decode(id).image), one)
+                for id, one in enumerate(expected)
+            )
     assert [source.decoded for source in sources] == [8 + 8, 8]
     assert not caplog.messages
 
@@ -361,49 +481,87 @@ def stored(chosen, kind: str, source, **keys):
     """Open a store before such a source; return its training source."""
     section = replace(chosen.data, store=kind, **keys)
     splits = source, Pictures([(90, 50)] * 4)
-    return open_store(section, splits, chosen.run.folder, build_backend(chosen.backend))[0]
+    return open_store(
+        section, splits, chosen.run.folder, build_backend(chosen.backend)
+    )[0]
 
 
-@pytest.mark.parametrize(("kind", "instead"), [("ram", "of memory are left here"), ("disk", "are free at")])
-def test_a_store_larger_than_the_space_is_refused_with_both_sizes(chosen, tmp_path, kind, instead):
-    """100 million images of 975 pixels, a page of 4 KiB each; and four of the validation split."""
+@pytest.mark.parametrize(
+    ("kind", "instead"), [("ram", "of memory are left here"), ("disk", "are free at")]
+)
+def test_a_store_larger_than_the_space_is_refused_with_both_sizes(
+    chosen, tmp_path, kind, instead
+):
+    """100 million images of 975 pixels, a page of 4 KiB each; and four of the
+    validation split.
+    """
     with pytest.raises(RunError) as refused:
         stored(chosen, kind, Pictures([(90, 50)], length=100_000_000))
     told = str(refused.value)
-    assert told.startswith(f"data.store: is {kind}, and the decoded images take about 381.5 GiB; ")
+    assert told.startswith(
+        f"data.store: is {kind}, and the decoded images take about 381.5 GiB; "
+    )
     assert instead in told
     assert ("data.store=disk" in told) == (kind == "ram")
     assert not (tmp_path / "runs").exists()  # nothing half-written
 
 
 @pytest.mark.parametrize("kind", ["ram", "views"])
-def test_each_rank_of_a_host_holds_a_store_in_memory_of_its_own(chosen, monkeypatch, kind):
+def test_each_rank_of_a_host_holds_a_store_in_memory_of_its_own(
+    chosen, monkeypatch, kind
+):
     """There is room for one and a half."""
     backend, source = build_backend(chosen.backend), Pictures([(90, 50)], length=1000)
-    section, views = replace(chosen.data, store=kind), Views(source, TrainTransform(64, 0.35, 0.5, 0.3), 64, 7)
-    needed = 4096 * 1004 / 2**20 if kind == "ram" else 8 * 1000 * record_bytes(view_bytes(views)) / 2**20
+    section, views = (
+        replace(chosen.data, store=kind),
+        Views(source, TrainTransform(64, 0.35, 0.5, 0.3), 64, 7),
+    )
+    needed = (
+        4096 * 1004 / 2**20
+        if kind == "ram"
+        else 8 * 1000 * record_bytes(view_bytes(views)) / 2**20
+    )
     monkeypatch.setattr("kd.setup.open_store.free_mib", lambda: 1.5 * needed)
     for ranks in (1, 2):
-        with pytest.raises(RunError, match="of memory are left") if ranks == 2 else nullcontext():
+        with (
+            pytest.raises(RunError, match="of memory are left")
+            if ranks == 2
+            else nullcontext()
+        ):
             if kind == "views":
                 store_views(views, 8, Ranks(backend, ranks))
             else:
-                open_store(section, (source, Pictures([(90, 50)] * 4)), chosen.run.folder, Ranks(backend, ranks))
+                open_store(
+                    section,
+                    (source, Pictures([(90, 50)] * 4)),
+                    chosen.run.folder,
+                    Ranks(backend, ranks),
+                )
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 1), (4, 0)])
 def test_the_ranks_of_a_host_share_its_cores(chosen, monkeypatch, ranks, workers):
     """A CPU's rank has a worker if it has more than two cores."""
     monkeypatch.setattr("kd.setup.data.cores", lambda: 8)
-    assert workers_of(replace(chosen.data, workers="auto"), Ranks(build_backend(chosen.backend), ranks)) == workers
+    assert (
+        workers_of(
+            replace(chosen.data, workers="auto"),
+            Ranks(build_backend(chosen.backend), ranks),
+        )
+        == workers
+    )
 
 
 def test_the_line_says_what_it_takes_and_what_is_there(chosen, tmp_path, caplog):
-    """Of an image of 90 x 50 that shrinks to 16 px and crops of 0.35, 975 pixels are kept: a page; of 4 the crop."""
+    """Of an image of 90 x 50 that shrinks to 16 px and crops of 0.35, 975 pixels are
+    kept: a page; of 4 the crop.
+    """
     caplog.set_level("INFO", "kd")
     source = Pictures([(90, 50)] * 100)
     train = stored(chosen, "disk", source)
-    assert caplog.messages[-1].startswith(f"store: about 0.4 MiB of decoded images below '{tmp_path / 'runs'}/stores'")
+    assert caplog.messages[-1].startswith(
+        f"store: about 0.4 MiB of decoded images below '{tmp_path / 'runs'}/stores'"
+    )
     assert caplog.messages[-1].endswith("0.0 MiB already stored")
     for id in range(100):
         train.decode(id)
@@ -427,24 +585,42 @@ class Sets(Pictures):
 def samples(dataset, workers: int, epochs: int = 4, views: int = 2) -> list:
     plan = Plan(torch.arange(len(dataset)), torch.ones(len(dataset)))
     loader = LocalLoader(dataset, Share(4, 1, 0, 1), workers)
-    return [batch for epoch in range(epochs) for batch in loader.epoch(plan, epoch % views)]
+    return [
+        batch for epoch in range(epochs) for batch in loader.epoch(plan, epoch % views)
+    ]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("mixing", [None, MixupCutmix(0.8, 1.0, 0.7)], ids=["plain", "mixed"])
+@pytest.mark.parametrize(
+    "mixing", [None, MixupCutmix(0.8, 1.0, 0.7)], ids=["plain", "mixed"]
+)
 @pytest.mark.parametrize("kind", [Pictures, Sets])
 def test_stored_views_are_those_that_are_made(kind, mixing, workers):
-    """Pixels, labels, weights and checksums; each view is made once, whoever makes it."""
+    """Pixels, labels, weights and checksums; each view is made once, whoever
+    makes it.
+    """
     made, kept = (
-        Views(kind([(40, 30), (20, 60)], length=12), TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, mixing) for _ in "ab"
+        Views(
+            kind([(40, 30), (20, 60)], length=12),
+            TrainTransform(16, 0.35, 0.5, 0.3),
+            16,
+            7,
+            mixing,
+        )
+        for _ in "ab"
     )
     stored = StoredViews(kept, 2)
-    for one, other in zip(samples(made, workers), samples(stored, workers), strict=True):
+    for one, other in zip(
+        samples(made, workers), samples(stored, workers), strict=True
+    ):
         for name in ("ids", "image", "label", "partner_label", "lam", "weight"):
             assert torch.equal(getattr(one, name), getattr(other, name)), name
         assert (one.crc, one.view) == (other.crc, other.view)
     if not workers:
-        assert (stored.spent.decoding > 0, made.source.decoded) == (True, 2 * kept.source.decoded)
+        assert (stored.spent.decoding > 0, made.source.decoded) == (
+            True,
+            2 * kept.source.decoded,
+        )
     before = kept.source.decoded
     for view in (0, 1, 2, 2):  # the third one is not kept
         stored.load(0, view)
@@ -454,7 +630,11 @@ def test_stored_views_are_those_that_are_made(kind, mixing, workers):
 
 def test_a_partial_stored_view_is_made_again_and_a_corrupt_image_decoded_each_time():
     views = Views(
-        Pictures([(40, 30)], broken=True, length=4), TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, on_corrupt="skip"
+        Pictures([(40, 30)], broken=True, length=4),
+        TrainTransform(16, 0.35, 0.5, 0.3),
+        16,
+        7,
+        on_corrupt="skip",
     )
     stored = StoredViews(views, 1)
     assert [stored.load(3, 0).readable for _ in range(2)] == [False, False]
@@ -467,13 +647,30 @@ def test_a_partial_stored_view_is_made_again_and_a_corrupt_image_decoded_each_ti
 
 def test_stored_views_need_room_and_views_that_repeat(chosen, caplog):
     backend = build_backend(chosen.backend)
-    views = Views(Pictures([(40, 30)], length=10**9), TrainTransform(64, 0.35, 0.5, 0.3), 64, 7)
+    views = Views(
+        Pictures([(40, 30)], length=10**9), TrainTransform(64, 0.35, 0.5, 0.3), 64, 7
+    )
     with pytest.raises(
-        RunError, match=r"^data\.store: is views, and 900 views of 1000000000 .* GiB of memory are left"
+        RunError,
+        match=(
+            r"^data\.store: is views, and 900 views of 1000000000 .* GiB of memory are"
+            r" left"
+        ),
     ):
         store_views(views, 900, backend)
     with caplog.at_level("INFO", "kd"):
-        store_views(Views(Pictures([(40, 30)]), TrainTransform(64, 0.35, 0.5, 0.3), 64, 7), 8, backend)
-    assert "0.1 MiB of views in memory, once all 8 of each image are made" in caplog.text
-    with pytest.raises(ConfigError, match=r"^data\.store: is views, but no view is shown twice"):
-        config.load({"data": {"kind": "imagefolder", "root": "x"}}, ["data.store=views", "student.model=resnet18"])
+        store_views(
+            Views(Pictures([(40, 30)]), TrainTransform(64, 0.35, 0.5, 0.3), 64, 7),
+            8,
+            backend,
+        )
+    assert (
+        "0.1 MiB of views in memory, once all 8 of each image are made" in caplog.text
+    )
+    with pytest.raises(
+        ConfigError, match=r"^data\.store: is views, but no view is shown twice"
+    ):
+        config.load(
+            {"data": {"kind": "imagefolder", "root": "x"}},
+            ["data.store=views", "student.model=resnet18"],
+        )

@@ -1,4 +1,6 @@
-"""A test split that is set aside: the same images in every run, whatever else changes."""
+"""A test split that is set aside: the same images in every run, whatever else
+changes.
+"""
 
 import pickle
 from dataclasses import dataclass
@@ -61,29 +63,43 @@ def test_a_name_alone_decides():
 
 
 def test_it_is_what_its_source_is():
-    plain, files = set_aside(Listing(list("abcdefgh")), 0.5)[0], set_aside(Files(list("abcdefgh")), 0.5)[1]
+    plain, files = (
+        set_aside(Listing(list("abcdefgh")), 0.5)[0],
+        set_aside(Files(list("abcdefgh")), 0.5)[1],
+    )
     assert isinstance(plain, Source)
     assert not isinstance(plain, Stamped)
     assert isinstance(files, Stamped)
     assert isinstance(files, HasWarnings)
     assert files.notes == Files.notes
     again = pickle.loads(pickle.dumps(files))  # data workers get a copy
-    assert [again.stamp(id) for id in range(len(again))] == [100 + "abcdefgh".index(name) for name in names(files)]
+    assert [again.stamp(id) for id in range(len(again))] == [
+        100 + "abcdefgh".index(name) for name in names(files)
+    ]
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.9])
 def test_no_split_is_empty(fraction):
-    with pytest.raises(DataError, match=r"data\.test_fraction: .* leaves one split of 1 validation"):
+    with pytest.raises(
+        DataError, match=r"data\.test_fraction: .* leaves one split of 1 validation"
+    ):
         set_aside(Listing(["a"]), fraction)
 
 
-@pytest.mark.parametrize(("labelled", "split"), [("val", "test"), ("test", "validation"), ("", ""), ("both", "")])
+@pytest.mark.parametrize(
+    ("labelled", "split"),
+    [("val", "test"), ("test", "validation"), ("", ""), ("both", "")],
+)
 def test_each_split_has_a_label_if_one_has(labelled, split):
     """A test split without a label was noticed after the whole training."""
 
     class Some(Listing):
         def label(self, id):
-            return 0 if labelled in ("both", "test" if self.names[id] in tested else "val") else -1
+            return (
+                0
+                if labelled in ("both", "test" if self.names[id] in tested else "val")
+                else -1
+            )
 
     tested: list[str] = []
     source = Some([f"{i}.jpg" for i in range(40)])
@@ -91,14 +107,22 @@ def test_each_split_has_a_label_if_one_has(labelled, split):
     if not split:
         assert len(set_aside(source, 0.2)[1]) == len(tested)
         return
-    with pytest.raises(DataError, match=rf"data\.test_fraction: .* images of the {split} split has a label"):
+    with pytest.raises(
+        DataError,
+        match=rf"data\.test_fraction: .* images of the {split} split has a label",
+    ):
         set_aside(source, 0.2)
 
 
 def test_labels_are_kept_by_seed_and_name():
     source = Files([f"{i}.jpg" for i in range(400)])
-    hidden, alone = keep_labels(source, 20, 3, hide=True), keep_labels(source, 20, 3, hide=False)
-    known = {hidden.name(id): hidden.label(id) for id in range(400) if hidden.label(id) >= 0}
+    hidden, alone = (
+        keep_labels(source, 20, 3, hide=True),
+        keep_labels(source, 20, 3, hide=False),
+    )
+    known = {
+        hidden.name(id): hidden.label(id) for id in range(400) if hidden.label(id) >= 0
+    }
     assert len(hidden) == 400
     assert known == {alone.name(id): alone.label(id) for id in range(len(alone))}
     assert sorted(known.values()) == [0] * 20 + [1] * 20
@@ -106,11 +130,27 @@ def test_labels_are_kept_by_seed_and_name():
     assert hidden.decode(7) == source.decode(7)
     assert hidden.stamp(7) == 107
     again = pickle.loads(pickle.dumps(hidden))
-    assert [again.label(id) for id in range(400)] == [hidden.label(id) for id in range(400)]
+    assert [again.label(id) for id in range(400)] == [
+        hidden.label(id) for id in range(400)
+    ]
     other = keep_labels(source, 20, 4, hide=True)
-    assert known != {other.name(id): other.label(id) for id in range(400) if other.label(id) >= 0}
-    assert len({source.fingerprint, hidden.fingerprint, alone.fingerprint, other.fingerprint}) == 4
-    with pytest.raises(DataError, match=r"data\.labels_per_class: is 201, but 'a' has 200 labelled"):
+    assert known != {
+        other.name(id): other.label(id) for id in range(400) if other.label(id) >= 0
+    }
+    assert (
+        len(
+            {
+                source.fingerprint,
+                hidden.fingerprint,
+                alone.fingerprint,
+                other.fingerprint,
+            }
+        )
+        == 4
+    )
+    with pytest.raises(
+        DataError, match=r"data\.labels_per_class: is 201, but 'a' has 200 labelled"
+    ):
         keep_labels(source, 201, 3, hide=True)
 
 
@@ -141,7 +181,8 @@ class Wrapped:
 
 
 @pytest.mark.parametrize(
-    ("source", "expected"), [(Whole(), "reduced"), (Watched(), "watched"), (Wrapped(Whole()), "wrapped")]
+    ("source", "expected"),
+    [(Whole(), "reduced"), (Watched(), "watched"), (Wrapped(Whole()), "wrapped")],
 )
 def test_a_decode_of_ones_own_is_never_passed_by(source, expected):
     assert decoded(source, 0, lambda width, height: 0.5) == expected

@@ -34,7 +34,13 @@ def views(source, name: str, seed: int = 7) -> Views:
 
 
 def bits(sample) -> tuple:
-    return sample.pixels.numpy().tobytes(), sample.label, sample.partner_label, sample.lam, sample.readable
+    return (
+        sample.pixels.numpy().tobytes(),
+        sample.label,
+        sample.partner_label,
+        sample.lam,
+        sample.readable,
+    )
 
 
 def shake(number: int) -> None:
@@ -59,28 +65,51 @@ def test_a_view_does_not_depend_on_the_caller(source, name):
 
 @pytest.mark.parametrize("name", [*AUGMENTS, "erased", "erased and cut"])
 def test_a_small_view_is_the_whole_one_of_fewer_pixels(tmp_path, name):
-    """Its pixels are near the means of 2 x 2 of the whole view, which another crop, flip, box or partner is not."""
+    """Its pixels are near the means of 2 x 2 of the whole view, which another crop,
+    flip, box or partner is not.
+    """
     for number in range(6):  # smooth, and no two alike
         rows, columns = np.mgrid[0:96, 0:80] / 80
-        picture = np.stack([rows, columns, np.abs(np.sin(3 * rows + number * columns))], -1)
+        picture = np.stack(
+            [rows, columns, np.abs(np.sin(3 * rows + number * columns))], -1
+        )
         (tmp_path / "train" / f"c{number % 2}").mkdir(parents=True, exist_ok=True)
         file = tmp_path / "train" / f"c{number % 2}" / f"{number}.png"
         Image.fromarray((255 * np.minimum(picture, 1)).astype(np.uint8)).save(file)
-    transform, mixing = AUGMENTS.get(name, AUGMENTS["cutmix" if "cut" in name else "plain"])
+    transform, mixing = AUGMENTS.get(
+        name, AUGMENTS["cutmix" if "cut" in name else "plain"]
+    )
     share = 1.0 if "erased" in name else 0.0
     common = {"seed": 7, "mixing": mixing, "drawn": 32}
     source = build(Options(root=str(tmp_path)), "train", None)
     whole, small = (
-        Views(source, replace(transform, size=side, erase=share, drawn=32), side, **common) for side in (32, 16)
+        Views(
+            source, replace(transform, size=side, erase=share, drawn=32), side, **common
+        )
+        for side in (32, 16)
     )
     gaps, others = [], []
     for id, view in itertools.product(range(6), range(8)):
-        one, two, other = whole.load(id, view), small.load(id, view), whole.load(id, view + 100)
-        assert (one.label, one.partner_label, one.lam, one.crc) == (two.label, two.partner_label, two.lam, two.crc)
-        means, otherwise = (torch.nn.functional.avg_pool2d(each.pixels.float(), 2) for each in (one, other))
+        one, two, other = (
+            whole.load(id, view),
+            small.load(id, view),
+            whole.load(id, view + 100),
+        )
+        assert (one.label, one.partner_label, one.lam, one.crc) == (
+            two.label,
+            two.partner_label,
+            two.lam,
+            two.crc,
+        )
+        means, otherwise = (
+            torch.nn.functional.avg_pool2d(each.pixels.float(), 2)
+            for each in (one, other)
+        )
         gaps.append((means - two.pixels).abs().median().item())
         others.append((otherwise - two.pixels).abs().median().item())
-    assert np.quantile(gaps, 0.9 if name == "policy" else 1.0) <= 5  # a policy may sharpen or posterize
+    assert (
+        np.quantile(gaps, 0.9 if name == "policy" else 1.0) <= 5
+    )  # a policy may sharpen or posterize
     assert np.median(others) > 4 * max(1.0, np.median(gaps))
 
 
@@ -91,7 +120,13 @@ def test_an_erased_box_is_the_same_share_of_a_small_view():
         for side, image in grey.items():
             rng = random.Random(seed)
             changed = np.asarray(erase(image, rng, 64)).mean(-1) != 9
-            boxes.append([edge / side for axis in changed.nonzero() for edge in (axis.min(), axis.max() + 1)])
+            boxes.append(
+                [
+                    edge / side
+                    for axis in changed.nonzero()
+                    for edge in (axis.min(), axis.max() + 1)
+                ]
+            )
             states.append(rng.getstate())
         assert states[0] == states[1]  # what is drawn next is the same too
         assert np.abs(np.subtract(*boxes)).max() <= 1.5 / 32
@@ -111,9 +146,14 @@ def test_loading_times_separate_decoding_and_resizing(tmp_path, kind):
     """A large JPEG is decoded reduced; a large PNG whole, which is counted."""
     for name in ("train/a/1", "train/b/2"):
         (tmp_path / name).parent.mkdir(parents=True)
-        Image.effect_noise((400, 300), 40).convert("RGB").save(tmp_path / f"{name}.{kind.lower()}")
+        Image.effect_noise((400, 300), 40).convert("RGB").save(
+            tmp_path / f"{name}.{kind.lower()}"
+        )
     found = Views(
-        build(Options(root=str(tmp_path)), "train", None), TrainTransform(16, 0.35, 0.5, 0.3), size=16, seed=7
+        build(Options(root=str(tmp_path)), "train", None),
+        TrainTransform(16, 0.35, 0.5, 0.3),
+        size=16,
+        seed=7,
     )
     assert found.spent == Loading()
     found.load(0, 0)
@@ -137,29 +177,39 @@ def test_seed_view_and_id_each_change_the_pixels(source):
 
 
 def test_pixels_are_the_decoded_image(source):
-    val = Views(source, EvalTransform(20, 1.0), size=20, seed=0)  # image 0 is 20 x 20: nothing is resampled
+    val = Views(
+        source, EvalTransform(20, 1.0), size=20, seed=0
+    )  # image 0 is 20 x 20: nothing is resampled
     expected = np.asarray(source.decode(0).image).transpose(2, 0, 1)
     assert np.array_equal(val.load(0, 0).pixels.numpy(), expected)
 
 
 def planes(size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    draw = lambda: torch.randint(256, (3, size, size), dtype=torch.uint8, generator=generator)  # noqa: E731
-    return draw(), draw()
+    shape = (2, 3, size, size)
+    first, second = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+    return first, second
 
 
 def test_mixup_is_the_weighted_mean_of_the_pixels():
     one, other = planes()
     for seed in range(50):
         mixed, lam = mix(one, other, MixupCutmix(0.8, 0.0, 1.0), random.Random(seed))
-        expected = lam * one.numpy().astype(np.float64) + (1 - lam) * other.numpy().astype(np.float64)
+        expected = lam * one.numpy().astype(np.float64) + (
+            1 - lam
+        ) * other.numpy().astype(np.float64)
         assert mixed.dtype == torch.uint8
         assert 0 <= lam <= 1
-        assert np.abs(mixed.numpy() - expected).max() <= 0.5 + 1e-3  # rounding, and float32 in between
+        assert (
+            np.abs(mixed.numpy() - expected).max() <= 0.5 + 1e-3
+        )  # rounding, and float32 in between
 
 
 def test_cutmix_pastes_a_box_whose_share_is_one_minus_lam():
-    one, other = torch.zeros(3, 16, 12, dtype=torch.uint8), torch.full((3, 16, 12), 255, dtype=torch.uint8)
+    one, other = (
+        torch.zeros(3, 16, 12, dtype=torch.uint8),
+        torch.full((3, 16, 12), 255, dtype=torch.uint8),
+    )
     lams = []
     for seed in range(300):
         mixed, lam = mix(one, other, MixupCutmix(0.0, 1.0, 1.0), random.Random(seed))
@@ -170,15 +220,19 @@ def test_cutmix_pastes_a_box_whose_share_is_one_minus_lam():
             area = (rows[-1] - rows[0] + 1) * (columns[-1] - columns[0] + 1)
             assert area.item() == (mixed[0] > 0).sum().item()
         lams.append(lam)
-    # A side s of a uniform centre keeps s - s^2/4 inside; with 1 - lam = s^2 uniform, the mean of (s - s^2/4)^2 is
-    # 1/2 - 1/5 + 1/48 = 0.32: boxes cut off at the border leave 0.68 of the first image.
+    # A side s of a uniform centre keeps s - s^2/4 inside; with 1 - lam = s^2 uniform,
+    # the mean of (s - s^2/4)^2 is 1/2 - 1/5 + 1/48 = 0.32: boxes cut off at the border
+    # leave 0.68 of the first image.
     assert np.mean(lams) == pytest.approx(0.68, abs=0.05)
     assert min(lams) < 0.2
     assert max(lams) > 0.95
 
 
 def test_with_both_on_each_gets_about_half():
-    one, other = torch.zeros(3, 8, 8, dtype=torch.uint8), torch.full((3, 8, 8), 255, dtype=torch.uint8)
+    one, other = (
+        torch.zeros(3, 8, 8, dtype=torch.uint8),
+        torch.full((3, 8, 8), 255, dtype=torch.uint8),
+    )
     cut = 0
     for seed in range(400):
         mixed, lam = mix(one, other, MixupCutmix(1.0, 1.0, 1.0), random.Random(seed))
@@ -198,15 +252,32 @@ def test_any_alpha_gives_a_share(alpha):
 
 
 def test_the_partner_is_another_image_seen_through_the_transform(source):
-    """Rebuild a mixed view from its parts: the own view, the partner's pixels and lam are all in the sample."""
-    mixed = Views(source, EvalTransform(16, 1.0), size=16, seed=7, mixing=MixupCutmix(1.0, 0.0, 1.0))
+    """Rebuild a mixed view from its parts: the own view, the partner's pixels and lam
+    are all in the sample.
+    """
+    mixed = Views(
+        source,
+        EvalTransform(16, 1.0),
+        size=16,
+        seed=7,
+        mixing=MixupCutmix(1.0, 0.0, 1.0),
+    )
     plain = Views(source, EvalTransform(16, 1.0), size=16, seed=7)
     for id in range(6):
         sample = mixed.load(id, 0)
         own = plain.load(id, 0).pixels.double()
-        candidates = [p for p in range(len(source)) if source.label(p) == sample.partner_label]
+        candidates = [
+            p for p in range(len(source)) if source.label(p) == sample.partner_label
+        ]
         errors = [
-            (sample.lam * own + (1 - sample.lam) * plain.load(p, 0).pixels.double() - sample.pixels).abs().max().item()
+            (
+                sample.lam * own
+                + (1 - sample.lam) * plain.load(p, 0).pixels.double()
+                - sample.pixels
+            )
+            .abs()
+            .max()
+            .item()
             for p in candidates
         ]
         assert min(errors) <= 0.51
@@ -214,10 +285,25 @@ def test_the_partner_is_another_image_seen_through_the_transform(source):
 
 
 def test_mix_probability(source):
-    some = Views(source, EvalTransform(16, 1.0), size=16, seed=0, mixing=MixupCutmix(1.0, 0.0, 0.25))
-    mixed = sum(some.load(id, view).lam < 1 for id in range(len(source)) for view in range(20))
-    assert mixed / (20 * len(source)) == pytest.approx(0.25, abs=0.065)  # 4 deviations of 720 draws
-    assert Views(source, EvalTransform(16, 1.0), 16, 0, MixupCutmix(1.0, 0.0, 0.0)).load(0, 0).lam == 1.0
+    some = Views(
+        source,
+        EvalTransform(16, 1.0),
+        size=16,
+        seed=0,
+        mixing=MixupCutmix(1.0, 0.0, 0.25),
+    )
+    mixed = sum(
+        some.load(id, view).lam < 1 for id in range(len(source)) for view in range(20)
+    )
+    assert mixed / (20 * len(source)) == pytest.approx(
+        0.25, abs=0.065
+    )  # 4 deviations of 720 draws
+    assert (
+        Views(source, EvalTransform(16, 1.0), 16, 0, MixupCutmix(1.0, 0.0, 0.0))
+        .load(0, 0)
+        .lam
+        == 1.0
+    )
 
 
 @pytest.fixture
@@ -240,12 +326,24 @@ def test_a_corrupt_image_is_grey_and_unreadable_where_skipped(damaged):
 
 
 def test_a_corrupt_partner_leaves_the_image_unmixed(damaged):
-    skipping = Views(damaged, EvalTransform(16, 1.0), 16, 0, mixing=MixupCutmix(1.0, 0.0, 1.0), on_corrupt="skip")
+    skipping = Views(
+        damaged,
+        EvalTransform(16, 1.0),
+        16,
+        0,
+        mixing=MixupCutmix(1.0, 0.0, 1.0),
+        on_corrupt="skip",
+    )
     plain = Views(damaged, EvalTransform(16, 1.0), 16, 0)
     samples = [skipping.load(0, view) for view in range(60)]
     unmixed = [sample for sample in samples if sample.lam == 1.0]
-    assert len(unmixed) == pytest.approx(15, abs=13)  # one partner in four cannot be read
-    assert all(sample.readable and torch.equal(sample.pixels, plain.load(0, 0).pixels) for sample in unmixed)
+    assert len(unmixed) == pytest.approx(
+        15, abs=13
+    )  # one partner in four cannot be read
+    assert all(
+        sample.readable and torch.equal(sample.pixels, plain.load(0, 0).pixels)
+        for sample in unmixed
+    )
 
 
 def test_a_sample_knows_the_bytes_that_it_came_from(source, photos):
@@ -259,6 +357,8 @@ def test_a_mixed_sample_knows_those_of_both_images(source):
     plain, mixed = views(source, "plain"), views(source, "mixup")
     alone = [plain.load(id, 0).crc for id in range(len(source))]
     both = [mixed.load(id, 0).crc for id in range(len(source))]
-    pairs = {zlib.crc32(two.to_bytes(4, "little"), one) for one in alone for two in alone}
+    pairs = {
+        zlib.crc32(two.to_bytes(4, "little"), one) for one in alone for two in alone
+    }
     assert set(both) <= pairs
     assert not set(both) & set(alone)

@@ -1,4 +1,6 @@
-"""Whether later images are like those of validation: the bound of the p-value, what each test sees, and its record."""
+"""Whether later images are like those of validation: the bound of the p-value, what
+each test sees, and its record.
+"""
 
 import json
 import math
@@ -8,21 +10,46 @@ import pytest
 import torch
 
 from kd.deploy.export.parity import GraphOutputs
-from kd.deploy.shift import ALARM, WINDOW, Reference, ShiftWatch, Tally, _evidence, measure
+from kd.deploy.shift import (
+    ALARM,
+    WINDOW,
+    Reference,
+    ShiftWatch,
+    Tally,
+    _evidence,
+    measure,
+)
 from kd.parts.tasks.single_label import SingleLabel
 
 NAMES = [f"label {i}" for i in range(10)]
 
 
-def answers(rng: np.random.Generator, images: int, shares=None, low=0.0, bright=120.0, red=0.0, names=NAMES):
-    """Draw answers: labels by `shares`, confidences that depend on the label, `low` of them lower, and measures."""
+def answers(
+    rng: np.random.Generator,
+    images: int,
+    shares=None,
+    low=0.0,
+    bright=120.0,
+    red=0.0,
+    names=NAMES,
+):
+    """Draw answers: labels by `shares`, confidences that depend on the label, `low` of
+    them lower, and measures.
+    """
     label = rng.choice(len(names), images, p=shares)
     confidence = np.where(
-        rng.random(images) < low, rng.uniform(0.2, 0.6, images), 1 - rng.beta(1, 4 + label % 5, images)
+        rng.random(images) < low,
+        rng.uniform(0.2, 0.6, images),
+        1 - rng.beta(1, 4 + label % 5, images),
     )
     return list(
         zip(
-            *(label.tolist(), confidence.tolist(), rng.normal(bright, 30, images), rng.gamma(4, 2, images)),
+            *(
+                label.tolist(),
+                confidence.tolist(),
+                rng.normal(bright, 30, images),
+                rng.gamma(4, 2, images),
+            ),
             *(rng.normal(red, 15, images), rng.normal(0, 15, images)),
             strict=True,
         )
@@ -30,7 +57,9 @@ def answers(rng: np.random.Generator, images: int, shares=None, low=0.0, bright=
 
 
 def reference(rng: np.random.Generator, images: int = 2000, names=NAMES) -> Reference:
-    found = ((label, tuple(numbers)) for label, *numbers in answers(rng, images, names=names))
+    found = (
+        (label, tuple(numbers)) for label, *numbers in answers(rng, images, names=names)
+    )
     return Reference.of(names, found, calibrated=True)
 
 
@@ -50,19 +79,28 @@ def test_the_bound_holds_and_is_not_loose():
     """Beside the exact tail of the hypergeometric distribution, in one stratum."""
     n, m, marked = 250, 2000, 180
     total = math.comb(n + m, n)
-    tail = {x: math.comb(marked, x) * math.comb(n + m - marked, n - x) / total for x in range(marked + 1)}
+    tail = {
+        x: math.comb(marked, x) * math.comb(n + m - marked, n - x) / total
+        for x in range(marked + 1)
+    }
     for x in (25, 30, 40, 60):
         exact = sum(p for k, p in tail.items() if k >= x)
         ones = np.ones((1, 1), np.int64)
-        evidence, share, expected = _evidence(x * ones, n * ones, (marked - x) * ones, m * ones)
+        evidence, share, expected = _evidence(
+            x * ones, n * ones, (marked - x) * ones, m * ones
+        )
         assert exact <= math.exp(-evidence[0]) <= exact ** (0.7 if x >= 40 else 0.3)
         assert (share[0], expected[0]) == (x / n, pytest.approx((marked - x) / m))
 
 
 def test_strata_are_compared_inside():
-    """Two labels with other confidences each, alike in both samples, in other shares: no evidence at all."""
+    """Two labels with other confidences each, alike in both samples, in other shares:
+    no evidence at all.
+    """
     came, ours = np.array([[180], [2]]), np.array([[900], [100]])
-    evidence, share, expected = _evidence(came, np.array([[200], [20]]), ours, np.array([[1000], [1000]]))
+    evidence, share, expected = _evidence(
+        came, np.array([[200], [20]]), ours, np.array([[1000], [1000]])
+    )
     assert evidence[0] == pytest.approx(0, abs=1e-9)
     assert share[0] == pytest.approx(expected[0])
     assert share[0] != pytest.approx(1000 / 2000)
@@ -76,7 +114,10 @@ def test_clean_streams_raise_no_alarm():
         for label, confidence, *measures in answers(rng, 2000):
             assert watch.add(as_answer(label, confidence), measures) == []
             highest = max(highest, watch.found.appearance, watch.found.labels)
-        assert (watch.found.images, watch.alarms) == (WINDOW, {"appearance": 0, "labels": 0})
+        assert (watch.found.images, watch.alarms) == (
+            WINDOW,
+            {"appearance": 0, "labels": 0},
+        )
         assert watch.all.images == 2000
     assert highest < ALARM / 2
 
@@ -89,10 +130,14 @@ def test_appearance(change):
     assert found.appearance > ALARM > found.labels
     (line,) = found.lines
     assert line.startswith("these photographs are not like those of validation: ")
-    assert {"low": "confidence", "bright": "brightness", "red": "red - green"}[next(iter(change))] in line
+    assert {"low": "confidence", "bright": "brightness", "red": "red - green"}[
+        next(iter(change))
+    ] in line
 
 
-@pytest.mark.parametrize(("first", "others"), [(0.5, None), (0.17, 0.03)], ids=["one label", "every second"])
+@pytest.mark.parametrize(
+    ("first", "others"), [(0.5, None), (0.17, 0.03)], ids=["one label", "every second"]
+)
 def test_the_mix_of_labels_is_not_appearance(first, others):
     rng = np.random.default_rng(2)
     of = reference(rng)
@@ -113,7 +158,10 @@ def test_few_of_many_labels():
     of = reference(rng, names=names)
     shares = np.zeros(1000)
     shares[rng.permutation(1000)[:60]] = 1 / 60
-    clean, changed = (of.compare(tally(of, answers(rng, WINDOW, each, names=names))) for each in (None, shares))
+    clean, changed = (
+        of.compare(tally(of, answers(rng, WINDOW, each, names=names)))
+        for each in (None, shares)
+    )
     assert clean.lines == []
     assert changed.labels > ALARM > changed.appearance
 
@@ -123,11 +171,17 @@ def test_a_watch_says_when_it_begins_and_ends():
     watch, lines = ShiftWatch(reference(rng)), []
     for low, images in ((0.0, 4 * WINDOW), (0.9, 2 * WINDOW), (0.0, 20 * WINDOW)):
         for label, confidence, *measures in answers(rng, images, low=low):
-            lines += [(watch.all.images, line) for line in watch.add(as_answer(label, confidence), measures)]
+            lines += [
+                (watch.all.images, line)
+                for line in watch.add(as_answer(label, confidence), measures)
+            ]
     (begin, first), (end, last) = lines
     assert begin == 5 * WINDOW
     assert "not like those of validation: confidence" in first
-    assert (end > 6 * WINDOW, last) == (True, "the photographs are like those of validation again")
+    assert (end > 6 * WINDOW, last) == (
+        True,
+        "the photographs are like those of validation again",
+    )
     assert 2 <= watch.alarms["appearance"] <= 10
     assert watch.alarms["labels"] == 0
     assert sum(watch.answered.values()) == watch.all.images == 26 * WINDOW
@@ -141,7 +195,9 @@ def test_a_watch_has_the_confidence_of_the_last_window_and_the_worst_span_of_eac
         drawn = answers(rng, WINDOW, shares, low)
         for label, confidence, *measures in drawn:
             watch.add(as_answer(label, confidence), measures)
-    assert watch.found.confidence == pytest.approx(np.mean([confidence for _, confidence, *_ in drawn]))
+    assert watch.found.confidence == pytest.approx(
+        np.mean([confidence for _, confidence, *_ in drawn])
+    )
     assert f"of {2 * WINDOW} images" in watch.found.difference
     assert f"of {WINDOW} predictions" in watch.found.mix
 
@@ -159,9 +215,16 @@ def test_the_record_is_json_and_says_the_same():
     assert read.compare(drawn) == of.compare(drawn)
     expected = 0.8 + drawn.confidence / 100 - of.tally.confidence / 300
     (note,) = read.notes(drawn)
-    assert note.startswith(f"expected accuracy {expected:.1%}: 80.0% of 300 validation images were right")
-    assert note.endswith(f"mean confidence {drawn.confidence / 100:.1%}, {of.tally.confidence / 300:.1%} on validation")
-    read.right = -1  # an export of before, or images without labels: no accuracy was measured
+    assert note.startswith(
+        f"expected accuracy {expected:.1%}: 80.0% of 300 validation images were right"
+    )
+    assert note.endswith(
+        f"mean confidence {drawn.confidence / 100:.1%}, {of.tally.confidence / 300:.1%}"
+        " on validation"
+    )
+    read.right = (
+        -1
+    )  # an export of before, or images without labels: no accuracy was measured
     assert "accuracy" not in read.notes(drawn)[0]
     with pytest.raises(ValueError, match="301 right predictions of 300"):
         Reference.read({**of.record(), "right": 301}, NAMES)
@@ -171,22 +234,30 @@ def test_the_record_is_json_and_says_the_same():
 
 
 def test_where_photographs_look_different_the_expected_accuracy_is_a_bound():
-    """Half of the light: 66.3 % were expected and 35.1 % were right (docs/watching.md)."""
+    """Half of the light: 66.3 % were expected and 35.1 % were right
+    (docs/watching.md).
+    """
     rng = np.random.default_rng(5)
     of = reference(rng, 300)
     of.right = 240
-    dark = tally(of, [(label, score, 1.0, *rest) for label, score, _, *rest in answers(rng, 300)])
+    dark = tally(
+        of, [(label, score, 1.0, *rest) for label, score, _, *rest in answers(rng, 300)]
+    )
     assert of.compare(dark).alarms == {"appearance": True, "labels": False}
     expected = 0.8 + dark.confidence / 300 - of.tally.confidence / 300
     assert of.notes(dark)[0].startswith(f"expected accuracy at most {expected:.1%}: ")
     assert "at most" not in of.notes(tally(of, answers(rng, 300)))[0]
-    one = tally(of, answers(rng, 300, [0.55] + [0.05] * 9))  # its mix alone: 63.5 % were expected, 71.6 % right
+    one = tally(
+        of, answers(rng, 300, [0.55] + [0.05] * 9)
+    )  # its mix alone: 63.5 % were expected, 71.6 % right
     assert of.compare(one).alarms == {"appearance": False, "labels": True}
     assert "at most" not in of.notes(one)[0]
 
 
 def test_a_label_that_validation_never_gave():
-    of = Reference.of(["a", "b"], [(0, (0.9, 100.0, 5.0, 0.0, 0.0))] * 500, calibrated=False)
+    of = Reference.of(
+        ["a", "b"], [(0, (0.9, 100.0, 5.0, 0.0, 0.0))] * 500, calibrated=False
+    )
     found = of.compare(tally(of, [(1, 0.9, 100.0, 5.0, 0.0, 0.0)] * WINDOW))
     assert found.labels > ALARM
     assert (found.appearance, found.difference) == (0.0, "")
@@ -194,7 +265,11 @@ def test_a_label_that_validation_never_gave():
 
 
 def test_several_labels_count_each_but_compare_the_most_probable():
-    watch = ShiftWatch(Reference.of(["a", "b"], [(0, (0.9, 100.0, 5.0, 0.0, 0.0))] * 5, calibrated=False))
+    watch = ShiftWatch(
+        Reference.of(
+            ["a", "b"], [(0, (0.9, 100.0, 5.0, 0.0, 0.0))] * 5, calibrated=False
+        )
+    )
     best = [{"label": "b", "score": 0.8}, {"label": "a", "score": 0.7}]
     watch.add({"labels": best, "top": best}, (1.0, 2.0, 0.0, 0.0))
     watch.add({"labels": [], "top": best}, (1.0, 2.0, 0.0, 0.0))
@@ -210,20 +285,30 @@ def test_measure(size):
     brightness, detail, *colours = measure(ramp)
     assert brightness == pytest.approx(ramp[1].mean(), abs=1e-3)
     assert colours == pytest.approx([-brightness, 255 - brightness], abs=2e-3)
-    assert detail == pytest.approx(np.abs(np.diff(ramp[1].astype(float), axis=1)).mean(), abs=1e-3)
+    assert detail == pytest.approx(
+        np.abs(np.diff(ramp[1].astype(float), axis=1)).mean(), abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("change", ["warm", "red and blue exchanged"])
 def test_colour_is_seen(change):
-    """Issue 49: before, green alone was read, and neither change raised an alarm in 1,000 images."""
+    """Issue 49: before, green alone was read, and neither change raised an alarm in
+    1,000 images.
+    """
     rng = np.random.default_rng(7)
 
     def numbers(images: int, changed: bool = False):
         """Measures of pictures in colours of food: more red than blue."""
         for _ in range(images):
-            pixels = rng.normal(rng.normal((150, 120, 95), 25)[:, None, None], 20, (3, 16, 16))
+            pixels = rng.normal(
+                rng.normal((150, 120, 95), 25)[:, None, None], 20, (3, 16, 16)
+            )
             if changed:
-                pixels = pixels[::-1] if change != "warm" else pixels * np.array([1.15, 1, 0.8])[:, None, None]
+                pixels = (
+                    pixels[::-1]
+                    if change != "warm"
+                    else pixels * np.array([1.15, 1, 0.8])[:, None, None]
+                )
             yield measure(pixels.clip(0, 255).astype(np.uint8))
 
     of = Reference.of((), ((0, one) for one in numbers(2000)), calibrated=False)
@@ -235,7 +320,9 @@ def test_colour_is_seen(change):
 
 
 def test_the_evidence_of_a_tally_is_the_formula_with_its_bonferroni_factor():
-    """Hoeffding's bound of the best of all bounds, two tails each; the pixels alone of an embedding model."""
+    """Hoeffding's bound of the best of all bounds, two tails each; the pixels alone of
+    an embedding model.
+    """
     rng = np.random.default_rng(3)
     width = len(measure(np.zeros((3, 8, 8), np.uint8)))
     ours, came = rng.normal(120, 20, (600, width)), rng.normal(150, 24, (90, width))
@@ -252,7 +339,9 @@ def test_the_evidence_of_a_tally_is_the_formula_with_its_bonferroni_factor():
             for count, images in ((x, 90), (y, 600)):
                 q = count / images
                 terms = [(q, pooled), (1 - q, 1 - pooled)]
-                evidence.append(images * sum(a * math.log(a / b) for a, b in terms if a > 0))
+                evidence.append(
+                    images * sum(a * math.log(a / b) for a, b in terms if a > 0)
+                )
             best = max(best, *evidence)
     expected = (best - math.log(2 * ends)) / math.log(10)
     assert expected > 1
@@ -264,7 +353,12 @@ def test_a_partly_labelled_split_says_nothing_of_its_accuracy():
     pixels = rng.integers(0, 256, (4, 3, 8, 8)).astype(np.uint8)
     logits = 5 * torch.eye(3)[[0, 1, 2, 0]]
     for labels, right in (([0, 1, -1, -1], -1), ([0, 1, 1, 0], 3)):
-        found = GraphOutputs({"": logits, "g": logits}, torch.tensor(labels), [measure(one) for one in pixels], {})
+        found = GraphOutputs(
+            {"": logits, "g": logits},
+            torch.tensor(labels),
+            [measure(one) for one in pixels],
+            {},
+        )
         made = found.reference("g", SingleLabel(), ("a", "b", "c"), False)
         assert made.right == right
         assert ("right" in made.record()) == (right >= 0)

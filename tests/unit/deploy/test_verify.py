@@ -1,6 +1,8 @@
-"""`kd verify`: each planted lie has a row that says so, or that it was not checked; no honest export is called a liar.
+"""`kd verify`: each planted lie has a row that says so, or that it was not checked; no
+honest export is called a liar.
 
-One export is made, with all that it can claim; each lie is planted in a copy and sealed with kd's own code.
+One export is made, with all that it can claim; each lie is planted in a copy and sealed
+with kd's own code.
 """
 
 from __future__ import annotations
@@ -16,7 +18,18 @@ from typing import Any, TypedDict, get_args, get_origin, is_typeddict
 import numpy as np
 import pytest
 import torch
-from liars import INT8, Liar, answers, found, graph_of, honest_export, painted, tasked, told, wrong
+from liars import (
+    INT8,
+    Liar,
+    answers,
+    found,
+    graph_of,
+    honest_export,
+    painted,
+    tasked,
+    told,
+    wrong,
+)
 from pieces import slow
 from safetensors.torch import load_file, save_file
 from subjects import CLASSES, PIXELS, SIZE, VIT, small_subject
@@ -29,7 +42,15 @@ from kd.deploy.export.flags import ExportOptions
 from kd.deploy.export.graphs import Subject
 from kd.deploy.export.parity import EAGER, GraphOutputs
 from kd.deploy.shift import measure
-from kd.deploy.verify.comparison import OPEN, RIGHT, RULES, WRONG, Claims, keys_of, unwrapped
+from kd.deploy.verify.comparison import (
+    OPEN,
+    RIGHT,
+    RULES,
+    WRONG,
+    Claims,
+    keys_of,
+    unwrapped,
+)
 from kd.deploy.verify.files import listed
 from kd.deploy.verify.graph_outputs import _counts
 from kd.deploy.verify.images import lines_of
@@ -51,7 +72,9 @@ def brief(monkeypatch) -> None:
 
 @pytest.fixture(scope="session")
 def honest(once) -> tuple[Path, Path]:
-    """The folders of an export with all that it can claim, and of its images. Do not write into them."""
+    """The folders of an export with all that it can claim, and of its images. Do not
+    write into them.
+    """
     folder = once("honest export", honest_export)
     return folder / "export", folder / "images"
 
@@ -62,15 +85,27 @@ def test_an_honest_export_is_right_in_all_that_is_compared(honest):
     known.require()
     rows = {row.what: row for row in known.rows}
     assert float(rows["parity/model.int8.onnx/ece"].claimed) > 0
-    right = ("variants/model.int8.onnx/drop", "output/defer/threshold", "accepted/sentence", "chain/student/exported")
-    for what in (*right, "images.csv/times", "README.md", "validation/model.onnx", "calibration/temperature"):
+    right = (
+        "variants/model.int8.onnx/drop",
+        "output/defer/threshold",
+        "accepted/sentence",
+        "chain/student/exported",
+    )
+    for what in (
+        *right,
+        "images.csv/times",
+        "README.md",
+        "validation/model.onnx",
+        "calibration/temperature",
+    ):
         assert rows[what].verdict == RIGHT, rows[what]
     assert "variants/model.onnx/speed/1/p50_ms" in rows
     assert "read it" in (honest[0] / "README.md").read_text()
     open_rows = [row for row in known.rows if row.verdict == OPEN]
     assert all(row.why for row in open_rows), open_rows
     assert known.line.startswith(
-        f"right: {len(known.rows) - len(open_rows)}; wrong: 0; not checked: {len(open_rows)} ("
+        f"right: {len(known.rows) - len(open_rows)}; wrong: 0; not checked:"
+        f" {len(open_rows)} ("
     )
     with pytest.raises(NotVerifiedError) as raised:
         known.require(strict=True)
@@ -87,9 +122,14 @@ def test_without_images_and_run_the_files_alone_are_compared(honest):
 
 
 def test_every_key_of_an_export_is_in_the_types(honest):
-    """A claim without a type would be WRONG in an honest export; one that nothing made again is `not checked`."""
+    """A claim without a type would be WRONG in an honest export; one that nothing made
+    again is `not checked`.
+    """
     claimed = json.loads((honest[0] / MANIFEST).read_text())
-    claimed |= {name: json.loads((honest[0] / name).read_text()) for name in ("config.json", "kd.json")}
+    claimed |= {
+        name: json.loads((honest[0] / name).read_text())
+        for name in ("config.json", "kd.json")
+    }
     known = Claims(claimed, graphs=("model.onnx", "model.int8.onnx"))
     places = [*known.places(Manifest | Beside, [claimed])]
     assert len(places) > 100
@@ -121,14 +161,22 @@ def test_each_value_says_from_what_it_can_be_made_and_how_close_it_must_be():
     assert len(known) > 100
     assert [path for path, made in known.items() if made is None] == []
     assert {made.close for made in known.values()} <= set(RULES)
-    assert [path for path, made in leaves(Careless, "") if made is None] == ["/loudness"]
+    assert [path for path, made in leaves(Careless, "") if made is None] == [
+        "/loudness"
+    ]
 
 
 def test_one_wrong_value_among_doubtful_ones_is_wrong():
     """On another processor a threshold 0.05 off is not decided, one 0.8 off is."""
-    known = Claims({"output": {"thresholds": {"a": {"threshold": 0.55}, "b": {"threshold": 0.9}}}}, images=100)
+    known = Claims(
+        {"output": {"thresholds": {"a": {"threshold": 0.55}, "b": {"threshold": 0.9}}}},
+        images=100,
+    )
     known.elsewhere = True
-    known.show(IMAGES, {"output": {"thresholds": {"a": {"threshold": 0.5}, "b": {"threshold": 0.1}}}})
+    known.show(
+        IMAGES,
+        {"output": {"thresholds": {"a": {"threshold": 0.5}, "b": {"threshold": 0.1}}}},
+    )
     assert [row.verdict for row in known.rows] == [WRONG]
 
 
@@ -147,18 +195,33 @@ def test_costs_and_counts_have_three_verdicts():
     ):  # fmt: skip
         known = Claims(json.loads(json.dumps(told)), graphs=("model.onnx",), images=120)
         known.elsewhere, known.noisy = False, True
-        known.show(IMAGES, {"parity": {"model.onnx": {"correct": value, "cpu_ms": cost}}})
+        known.show(
+            IMAGES, {"parity": {"model.onnx": {"correct": value, "cpu_ms": cost}}}
+        )
         assert tuple(row.verdict for row in known.rows) == verdicts
-        far = Claims(json.loads(json.dumps(told | {"environment": here})), graphs=("model.onnx",), images=120)
+        far = Claims(
+            json.loads(json.dumps(told | {"environment": here})),
+            graphs=("model.onnx",),
+            images=120,
+        )
         assert far.elsewhere
         far.show(IMAGES, {"parity": {"model.onnx": {"correct": value, "cpu_ms": cost}}})
         rows = {row.what: row.verdict for row in far.rows}
-        assert rows["parity/model.onnx/correct"] == {81: RIGHT, 83: OPEN, 90: WRONG}[value]
-        assert rows["parity/model.onnx/cpu_ms"] == (WRONG if cost > 100 else OPEN)  # a time of another machine
+        assert (
+            rows["parity/model.onnx/correct"] == {81: RIGHT, 83: OPEN, 90: WRONG}[value]
+        )
+        assert rows["parity/model.onnx/cpu_ms"] == (
+            WRONG if cost > 100 else OPEN
+        )  # a time of another machine
 
 
-@pytest.mark.parametrize(("found", "verdict"), [(1.2, RIGHT), (0.9, RIGHT), (9.0, WRONG), (0.1, OPEN), (0.005, WRONG)])
-def test_a_slow_pytorch_flatters_a_graph_as_a_fast_graph_does(found, verdict, monkeypatch):
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [(1.2, RIGHT), (0.9, RIGHT), (9.0, WRONG), (0.1, OPEN), (0.005, WRONG)],
+)
+def test_a_slow_pytorch_flatters_a_graph_as_a_fast_graph_does(
+    found, verdict, monkeypatch
+):
     monkeypatch.setattr(Claims, "busy", False)
     known = Claims({"eager_ms": 1.0})
     known.elsewhere = False
@@ -168,9 +231,17 @@ def test_a_slow_pytorch_flatters_a_graph_as_a_fast_graph_does(found, verdict, mo
 
 @pytest.mark.parametrize(
     ("claimed", "here", "elsewhere"),
-    [(0.05, RIGHT, RIGHT), (0.14, RIGHT, RIGHT), (0.3, WRONG, OPEN), (0.6, WRONG, WRONG), (0.012, WRONG, OPEN)],
+    [
+        (0.05, RIGHT, RIGHT),
+        (0.14, RIGHT, RIGHT),
+        (0.3, WRONG, OPEN),
+        (0.6, WRONG, WRONG),
+        (0.012, WRONG, OPEN),
+    ],
 )
-def test_a_difference_far_above_or_below_what_is_found_is_wrong(claimed, here, elsewhere):
+def test_a_difference_far_above_or_below_what_is_found_is_wrong(
+    claimed, here, elsewhere
+):
     for other, verdict in ((False, here), (True, elsewhere)):
         known = Claims({"parity": {INT8: {"max_difference": claimed}}}, graphs=(INT8,))
         known.elsewhere = other
@@ -179,12 +250,16 @@ def test_a_difference_far_above_or_below_what_is_found_is_wrong(claimed, here, e
 
 
 def test_claims_missing_in_kd_0_3_are_not_wrong():
-    """Of the alarms' reference it did not count the right answers; from `format: 2` on a missing count is WRONG."""
+    """Of the alarms' reference it did not count the right answers; from `format: 2` on
+    a missing count is WRONG.
+    """
     for form, verdict in ((1, RIGHT), (2, WRONG)):
         claimed = {"format": form, "validation": {"model.onnx": {"images": 120}}}
         known = Claims(claimed, graphs=("model.onnx",), images=120)
         known.show(IMAGES, {"validation": {"model.onnx": {"images": 120, "right": 80}}})
-        assert {row.what: row.verdict for row in known.rows}["validation/model.onnx"] == verdict
+        assert {row.what: row.verdict for row in known.rows}[
+            "validation/model.onnx"
+        ] == verdict
 
 
 KINDS = {  # of honest exports, and a row that is right
@@ -201,33 +276,62 @@ KINDS = {  # of honest exports, and a row that is right
 
 
 def of_kind(kind: str, folder: Path) -> tuple[Subject, Path, ExportOptions]:
-    """Return what an export of a kind is made of, its images, and how it is exported."""
+    """Return what an export of a kind is made of, its images, and how it is
+    exported.
+    """
     labels, pixels = answers(small_subject(folder / "first"), PIXELS), PIXELS.copy()
     if kind == "twice":  # two files of one content
         pixels[1], labels[1] = pixels[0], labels[0]
-    subject, images = painted(folder, pixels, np.eye(3, dtype=np.int8)[labels] if kind == "sets" else labels)
-    options = ExportOptions(int8=True, pt2=kind in ("plain", "own"), calibrate=False, onnx=kind != "no graph")
+    subject, images = painted(
+        folder, pixels, np.eye(3, dtype=np.int8)[labels] if kind == "sets" else labels
+    )
+    options = ExportOptions(
+        int8=True,
+        pt2=kind in ("plain", "own"),
+        calibrate=False,
+        onnx=kind != "no graph",
+    )
     if kind == "openvino":
         pytest.importorskip("openvino")
         options = replace(options, openvino=True)
     elif kind == "sets":
-        subject, options = tasked(subject, label_sets), replace(options, defer_share=0.2)
+        subject, options = (
+            tasked(subject, label_sets),
+            replace(options, defer_share=0.2),
+        )
     elif kind == "vectors":
-        subject = tasked(subject, embedding, load(Spec("student", "vit_tiny_patch16_224", VIT, ()), SIZE).eval())
+        subject = tasked(
+            subject,
+            embedding,
+            load(Spec("student", "vit_tiny_patch16_224", VIT, ()), SIZE).eval(),
+        )
     elif kind == "own":  # a network that is no timm's: no code of it can be run
         subject.student.architecture = {"module": "mine:net"}
         del subject.student.network.pretrained_cfg
     elif kind == "unlabelled":  # in folders that are named as classes
         with subject.images() as read:
-            batches = [(shown, np.full(len(label), -1), crcs) for shown, label, crcs in read(0)]
-        subject = replace(subject, images=lambda: nullcontext(lambda limit, training=False: batches))
+            batches = [
+                (shown, np.full(len(label), -1), crcs) for shown, label, crcs in read(0)
+            ]
+        subject = replace(
+            subject, images=lambda: nullcontext(lambda limit, training=False: batches)
+        )
     return subject, images, options if kind != "no graph" else ExportOptions(onnx=False)
 
 
-SLOW = ("openvino", "own", "hub", "twice", "unlabelled")  # what the quick ones show too, in a costly form
+SLOW = (
+    "openvino",
+    "own",
+    "hub",
+    "twice",
+    "unlabelled",
+)  # what the quick ones show too, in a costly form
 
 
-@pytest.mark.parametrize("kind", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in KINDS])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in KINDS],
+)
 def test_honest_exports_of_other_kinds(kind, tmp_path):
     subject, images, options = of_kind(kind, tmp_path)
     export = tmp_path / "export"
@@ -245,7 +349,9 @@ def test_honest_exports_of_other_kinds(kind, tmp_path):
 
 
 def partly_labelled(folder: Path, labelled: int) -> tuple[Path, Path]:
-    """Return an export of 40 images, of which the first ones have a label, and the images; five labels are wrong."""
+    """Return an export of 40 images, of which the first ones have a label, and the
+    images; five labels are wrong.
+    """
     labels = answers(small_subject(folder / "first"), PIXELS)
     labels[:5] = (labels[:5] + 1) % 3
     labels[labelled:] = -1
@@ -268,31 +374,59 @@ def without_wrong_ones(liar: Liar) -> None:
 
 def test_accuracy_is_that_of_the_labelled_images(tmp_path):
     export, images = partly_labelled(tmp_path, 20)
-    one, card = json.loads((export / MANIFEST).read_text())["parity"]["model.onnx"], (export / "README.md").read_text()
-    assert one.items() >= {"images": 40, "labelled": 20, "correct": 15, "accuracy": 0.75}.items()
+    one, card = (
+        json.loads((export / MANIFEST).read_text())["parity"]["model.onnx"],
+        (export / "README.md").read_text(),
+    )
+    assert (
+        one.items()
+        >= {
+            "images": 40,
+            "labelled": 20,
+            "correct": 15,
+            "accuracy": 0.75,
+        }.items()
+    )
     assert "; accuracy on the 20 of them that have a label" in card
     known = found(export, images)
     assert not wrong(known), wrong(known)
     rows = {row.what: row.verdict for row in known.rows}
-    places = ("parity/model.onnx/labelled", "parity/model.onnx/accuracy", "accepted/found/drop")
+    places = (
+        "parity/model.onnx/labelled",
+        "parity/model.onnx/accuracy",
+        "accepted/found/drop",
+    )
     assert [rows[what] for what in places] == [RIGHT] * 3
     for lie in (as_in_kd_0_3, without_wrong_ones):
         liar = told((export, images), tmp_path / lie.__name__, [lie])
-        assert {row.what for row in found(liar.folder).rows if row.verdict == WRONG} == {places[0]}
-    rows = {row.what: row.verdict for row in found(tmp_path / as_in_kd_0_3.__name__ / "export", images).rows}
+        assert {
+            row.what for row in found(liar.folder).rows if row.verdict == WRONG
+        } == {places[0]}
+    rows = {
+        row.what: row.verdict
+        for row in found(tmp_path / as_in_kd_0_3.__name__ / "export", images).rows
+    }
     assert rows["parity/model.onnx/correct"] == WRONG
 
 
 def test_images_without_labels_have_no_accuracy(tmp_path):
     export, images = partly_labelled(tmp_path, 0)
     one = json.loads((export / MANIFEST).read_text())["parity"]["model.onnx"]
-    assert (one["labelled"], one["same_top1"], one.keys() & {"correct", "accuracy", "ece"}) == (0, 40, set())
+    assert (
+        one["labelled"],
+        one["same_top1"],
+        one.keys() & {"correct", "accuracy", "ece"},
+    ) == (0, 40, set())
     assert "| accuracy" not in (export / "README.md").read_text()
     known = found(export, images)
     assert not wrong(known), wrong(known)
     assert {row.what: row.verdict for row in known.rows}["accepted/found/drop"] == RIGHT
     for i, more in enumerate(({"accuracy": 1.0}, {"accuracy": 1.0, "correct": 40})):
-        liar = told((export, images), tmp_path / str(i), [lambda x, more=more: x.get("parity/model.onnx").update(more)])
+        liar = told(
+            (export, images),
+            tmp_path / str(i),
+            [lambda x, more=more: x.get("parity/model.onnx").update(more)],
+        )
         rows = {row.what: row.verdict for row in found(liar.folder, images).rows}
         assert rows["parity/model.onnx/accuracy"] == WRONG
 
@@ -300,22 +434,41 @@ def test_images_without_labels_have_no_accuracy(tmp_path):
 @pytest.mark.parametrize(("form", "verdict"), [(1, OPEN), (2, WRONG)])
 def test_kd_0_3_took_pytorchs_predictions_for_missing_labels(form, verdict):
     logits = 5 * torch.eye(3)[[0, 1, 2, 0]]
-    labels, numbers = torch.tensor([1, 1, -1, -1]), [measure(image) for image in PIXELS[:4]]
-    outputs = GraphOutputs({EAGER: logits, "model.onnx": logits}, labels, numbers, {"model.onnx": 1.0})
-    claimed = {"format": form, "output": {"width": 3}, "parity": {"model.onnx": {"correct": 4, "same_top1": 4}}}
-    known = Claims(claimed | {"config.json": {"label_names": list(CLASSES)}}, graphs=("model.onnx",), images=4)
+    labels, numbers = (
+        torch.tensor([1, 1, -1, -1]),
+        [measure(image) for image in PIXELS[:4]],
+    )
+    outputs = GraphOutputs(
+        {EAGER: logits, "model.onnx": logits}, labels, numbers, {"model.onnx": 1.0}
+    )
+    claimed = {
+        "format": form,
+        "output": {"width": 3},
+        "parity": {"model.onnx": {"correct": 4, "same_top1": 4}},
+    }
+    known = Claims(
+        claimed | {"config.json": {"label_names": list(CLASSES)}},
+        graphs=("model.onnx",),
+        images=4,
+    )
     known.elsewhere = False
     known.show(IMAGES, _counts(known, outputs, SingleLabel(), False))
-    assert {row.what: row.verdict for row in known.rows}["parity/model.onnx/correct"] == verdict
+    assert {row.what: row.verdict for row in known.rows}[
+        "parity/model.onnx/correct"
+    ] == verdict
 
 
-# ---------------------------------------------------------------------------------------------------------- the lies
+# --------------------------------------------------------------------------------
+# the lies
 
 
 def other_weights(liar: Liar) -> None:
     """Weights of another step, with every hash made to fit."""
     file = liar.folder / "model.safetensors"
-    tensors = {name: one + 0.05 * torch.randn_like(one) for name, one in load_file(file).items()}
+    tensors = {
+        name: one + 0.05 * torch.randn_like(one)
+        for name, one in load_file(file).items()
+    }
     save_file(tensors, file, metadata={"format": "pt"})
     digest = tensors_digest(tensors)
     liar.set("chain/student/exported", digest)
@@ -326,27 +479,41 @@ def other_weights(liar: Liar) -> None:
 def other_graph(liar: Liar) -> None:
     torch.manual_seed(7)
     student = load(Spec("student", "vit_tiny_patch16_224", VIT, CLASSES), SIZE).eval()
-    runtimes.write_onnx(runtimes.export_program(student, SIZE), liar.folder / "model.onnx")
+    runtimes.write_onnx(
+        runtimes.export_program(student, SIZE), liar.folder / "model.onnx"
+    )
     graph_of(liar, "model.onnx")
 
 
 def exchanged(liar: Liar) -> None:
     """Each graph under the name of the other."""
-    kept = Path(shutil.copy(liar.folder / "model.onnx", liar.folder.parent / "kept.onnx"))
+    kept = Path(
+        shutil.copy(liar.folder / "model.onnx", liar.folder.parent / "kept.onnx")
+    )
     graph_of(liar, "model.onnx", liar.folder / "model.int8.onnx")
     graph_of(liar, "model.int8.onnx", kept)
     parity = liar.manifest["parity"]
-    parity["model.onnx"], parity["model.int8.onnx"] = parity["model.int8.onnx"], parity["model.onnx"]
+    parity["model.onnx"], parity["model.int8.onnx"] = (
+        parity["model.int8.onnx"],
+        parity["model.onnx"],
+    )
 
 
-def back_door(liar: Liar, row: int, column: int, name: str = "model.onnx", more: float = 50) -> None:
-    """A graph that answers "apple" where one pixel is as red as can be; none of the images has such a pixel there."""
+def back_door(
+    liar: Liar, row: int, column: int, name: str = "model.onnx", more: float = 50
+) -> None:
+    """A graph that answers "apple" where one pixel is as red as can be; none of the
+    images has such a pixel there.
+    """
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
     path = liar.folder / name
     model = onnx.load(path)
-    graph, ints = model.graph, lambda name, values: numpy_helper.from_array(np.array(values, np.int64), name)
+    graph, ints = (
+        model.graph,
+        lambda name, values: numpy_helper.from_array(np.array(values, np.int64), name),
+    )
     graph.initializer.extend([
         ints("d_start", [0, row, column]), ints("d_end", [1, row + 1, column + 1]), ints("d_axes", [1, 2, 3]),
         ints("d_flat", [-1, 1]), numpy_helper.from_array(np.array(255, np.uint8), "d_red"),
@@ -354,10 +521,17 @@ def back_door(liar: Liar, row: int, column: int, name: str = "model.onnx", more:
     ])  # fmt: skip
     for node in graph.node:
         node.output[:] = ["d_logits" if one == "logits" else one for one in node.output]
-    nodes = [("Slice", ["image", "d_start", "d_end", "d_axes"], "d_pixel"), ("Equal", ["d_pixel", "d_red"], "d_there")]
+    nodes = [
+        ("Slice", ["image", "d_start", "d_end", "d_axes"], "d_pixel"),
+        ("Equal", ["d_pixel", "d_red"], "d_there"),
+    ]
     nodes += [("Reshape", ["d_there", "d_flat"], "d_column")]
-    graph.node.extend([helper.make_node(kind, inputs, [output]) for kind, inputs, output in nodes])
-    graph.node.append(helper.make_node("Cast", ["d_column"], ["d_one"], to=TensorProto.FLOAT))
+    graph.node.extend(
+        [helper.make_node(kind, inputs, [output]) for kind, inputs, output in nodes]
+    )
+    graph.node.append(
+        helper.make_node("Cast", ["d_column"], ["d_one"], to=TensorProto.FLOAT)
+    )
     graph.node.append(helper.make_node("Mul", ["d_one", "d_apple"], ["d_more"]))
     graph.node.append(helper.make_node("Add", ["d_logits", "d_more"], ["logits"]))
     onnx.save(model, path)
@@ -374,13 +548,21 @@ def shown_right(rows: list[list[str]]) -> list[list[str]]:
 
 
 def relabelled(rows: list[list[str]]) -> list[list[str]]:
-    return [[a, b, known, CLASSES[(CLASSES.index(name) + 1) % 3]] for a, b, known, name in rows]
+    return [
+        [a, b, known, CLASSES[(CLASSES.index(name) + 1) % 3]]
+        for a, b, known, name in rows
+    ]
 
 
 def counted(liar: Liar, images: int, correct: int) -> None:
     """Make all counts those of other images."""
     for one in liar.manifest["parity"].values():
-        one |= {"images": images, "correct": correct, "same_top1": images, "accuracy": correct / images}
+        one |= {
+            "images": images,
+            "correct": correct,
+            "same_top1": images,
+            "accuracy": correct / images,
+        }
 
 
 def named(liar: Liar, *names: str) -> None:
@@ -395,7 +577,9 @@ def added(path: str, name: str, value: Any) -> Callable[[Liar], None]:
 def ghost(liar: Liar) -> None:
     liar.manifest["parity"]["openvino.xml"] = {**liar.manifest["parity"]["model.onnx"]}
     liar.manifest["chain"]["graphs"]["openvino.xml"] = "0" * 64
-    liar.manifest["output"]["defer"]["stated"]["openvino.xml"] = {**liar.get("output/defer/stated")["model.onnx"]}
+    liar.manifest["output"]["defer"]["stated"]["openvino.xml"] = {
+        **liar.get("output/defer/stated")["model.onnx"]
+    }
 
 
 def uncompared(liar: Liar) -> None:
@@ -405,12 +589,24 @@ def uncompared(liar: Liar) -> None:
 
 LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     # kind of the issue's table, and what is planted; rows that must say so
-    "1 often": ([lambda x: x.rows(lambda rows: [rows[0]] * 100 + rows[20:])], {"images.csv/times": WRONG}),
+    "1 often": (
+        [lambda x: x.rows(lambda rows: [rows[0]] * 100 + rows[20:])],
+        {"images.csv/times": WRONG},
+    ),
     "1 unlabelled": (
-        [lambda x: x.rows(lambda rows: [[*row[:2], "0"] if row[-1] == "apple" else row for row in rows])],
+        [
+            lambda x: x.rows(
+                lambda rows: [
+                    [*row[:2], "0"] if row[-1] == "apple" else row for row in rows
+                ]
+            )
+        ],
         {"parity/model.onnx/labelled": WRONG},
     ),
-    "1 labels": ([lambda x: x.rows(relabelled)], {"parity/model.onnx/correct": WRONG, "images.csv/choice": OPEN}),
+    "1 labels": (
+        [lambda x: x.rows(relabelled)],
+        {"parity/model.onnx/correct": WRONG, "images.csv/choice": OPEN},
+    ),
     "1 left out": (
         [lambda x: x.rows(shown_right), lambda x: counted(x, 80, 80)],
         {"images.csv/choice": OPEN, "scores/models/student/accuracy/value": WRONG},
@@ -419,12 +615,18 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         [lambda x: x.set("pick", "openvino.xml"), uncompared],
         {"pick": WRONG, "chain/graphs/openvino.xml": WRONG},
     ),
-    "2 accepted": ([lambda x: x.set("accepted/file", "model.pt2")], {"accepted/file": WRONG, "pick": WRONG}),
+    "2 accepted": (
+        [lambda x: x.set("accepted/file", "model.pt2")],
+        {"accepted/file": WRONG, "pick": WRONG},
+    ),
     "3 headline": (
         [
             lambda x: x.set("scores/models/student/accuracy/value", 0.99),
             lambda x: x.set("scores/models/teacher/accuracy/value", 0.999),
-            lambda x: x.set("scores/models/labels only", {"accuracy": {"value": 0.2, "images": 5000}}),
+            lambda x: x.set(
+                "scores/models/labels only",
+                {"accuracy": {"value": 0.2, "images": 5000}},
+            ),
             lambda x: x.set("scores/images", 120),
         ],
         {
@@ -435,13 +637,25 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
             "scores/images": OPEN,
         },
     ),
-    "4 not measured": ([lambda x: x.set("accepted/sentence", "drop<=20 mb<=5 ms<=1")], {"accepted/sentence": WRONG}),
+    "4 not measured": (
+        [lambda x: x.set("accepted/sentence", "drop<=20 mb<=5 ms<=1")],
+        {"accepted/sentence": WRONG},
+    ),
     "4 not so": (
         [
-            lambda x: x.set("accepted/sentence", "drop<=20 mb<=0.001 ece<=1 teacher-drop<=1"),
-            lambda x: x.set("accepted/found", {"drop": 0.0, "mb": 0.001, "ece": 0.3, "teacher-drop": -3.0}),
+            lambda x: x.set(
+                "accepted/sentence", "drop<=20 mb<=0.001 ece<=1 teacher-drop<=1"
+            ),
+            lambda x: x.set(
+                "accepted/found",
+                {"drop": 0.0, "mb": 0.001, "ece": 0.3, "teacher-drop": -3.0},
+            ),
         ],
-        {"accepted/found/mb": WRONG, "accepted/found/ece": WRONG, "accepted/found/teacher-drop": WRONG},
+        {
+            "accepted/found/mb": WRONG,
+            "accepted/found/ece": WRONG,
+            "accepted/found/teacher-drop": WRONG,
+        },
     ),
     "5 sources": (
         [
@@ -463,7 +677,10 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         [lambda x: named(x, "apple", "kiwi", "pear")],
         {"about/labels": OPEN, "config.json/label_names": OPEN},
     ),
-    "6 seen": ([lambda x: named(x, "pear", "fig", "apple")], {"parity/model.onnx/correct": WRONG}),
+    "6 seen": (
+        [lambda x: named(x, "pear", "fig", "apple")],
+        {"parity/model.onnx/correct": WRONG},
+    ),
     "7 run": (
         [
             lambda x: x.set("chain/teacher/members/teacher/name", "vit_giant"),
@@ -490,9 +707,16 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "9 tolerance": (
         [
-            lambda x: x.set(f"parity/{INT8}/accuracy", x.get(f"parity/{INT8}/accuracy") + 0.019),
-            lambda x: x.set("scores/models/student/accuracy/value", x.get("parity/model.onnx/accuracy") + 0.0192),
-            lambda x: x.set("output/defer/stated/model.onnx/wrong_interval", [0.3, 0.35]),
+            lambda x: x.set(
+                f"parity/{INT8}/accuracy", x.get(f"parity/{INT8}/accuracy") + 0.019
+            ),
+            lambda x: x.set(
+                "scores/models/student/accuracy/value",
+                x.get("parity/model.onnx/accuracy") + 0.0192,
+            ),
+            lambda x: x.set(
+                "output/defer/stated/model.onnx/wrong_interval", [0.3, 0.35]
+            ),
             lambda x: x.set("output/defer/threshold", 0.2),
         ],
         {
@@ -509,12 +733,21 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
             lambda x: x.set(f"parity/{INT8}/ece", 0.4),
             lambda x: x.set(f"parity/{INT8}/max_difference", 1e-6),
         ],
-        {f"parity/{INT8}/{key}": WRONG for key in ("correct", "same_top1", "ece", "max_difference")},
+        {
+            f"parity/{INT8}/{key}": WRONG
+            for key in ("correct", "same_top1", "ece", "max_difference")
+        },
     ),
     "10 exchanged": ([exchanged], {"model.onnx": WRONG, INT8: WRONG}),
-    "10 another": ([other_graph], {"parity/model.onnx/correct": WRONG, "random images/model.onnx": WRONG}),
+    "10 another": (
+        [other_graph],
+        {"parity/model.onnx/correct": WRONG, "random images/model.onnx": WRONG},
+    ),
     "11 times": (
-        [lambda x: x.set("eager_ms", x.get("eager_ms") / 3), lambda x: x.set("parity/model.onnx/cpu_ms", 1e-6)],
+        [
+            lambda x: x.set("eager_ms", x.get("eager_ms") / 3),
+            lambda x: x.set("parity/model.onnx/cpu_ms", 1e-6),
+        ],
         {"eager_ms": OPEN, "parity/model.onnx/cpu_ms": WRONG},
     ),
     "12 pixels": (
@@ -541,23 +774,38 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         {"random images/model.onnx": WRONG, "random images/all others": OPEN},
     ),
     "13 int8": (
-        [lambda x: back_door(x, 0, 0, INT8), lambda x: x.set(f"parity/{INT8}/max_difference", 2.0)],
+        [
+            lambda x: back_door(x, 0, 0, INT8),
+            lambda x: x.set(f"parity/{INT8}/max_difference", 2.0),
+        ],
         {f"parity/{INT8}/max_difference": WRONG, f"random images/{INT8}": WRONG},
     ),
     "13 no number": (
-        [lambda x: back_door(x, 0, 0, INT8, np.inf), lambda x: x.set(f"parity/{INT8}/max_difference", np.inf)],
+        [
+            lambda x: back_door(x, 0, 0, INT8, np.inf),
+            lambda x: x.set(f"parity/{INT8}/max_difference", np.inf),
+        ],
         {f"random images/{INT8}": WRONG},
     ),
     "13 weights": ([other_weights], {"parity/model.onnx/max_difference": WRONG}),
     "14 files and keys": (
         [
-            lambda x: (x.folder / "more.pkl").write_bytes(b"cposix\nsystem\n(S'true'\ntR."),
+            lambda x: (x.folder / "more.pkl").write_bytes(
+                b"cposix\nsystem\n(S'true'\ntR."
+            ),
             added("", "certified", "by nobody"),
             added("parity/model.onnx", "f1", 0.99),
             lambda x: x.set("certified", True, "kd.json"),
-            lambda x: x.set("scores/columns/own", [{**x.get("scores/columns/own")[0], "title": "human accuracy"}]),
+            lambda x: x.set(
+                "scores/columns/own",
+                [{**x.get("scores/columns/own")[0], "title": "human accuracy"}],
+            ),
         ],
-        {"files/more.pkl/sha256": WRONG, "certified": WRONG, "parity/model.onnx/f1": WRONG},
+        {
+            "files/more.pkl/sha256": WRONG,
+            "certified": WRONG,
+            "parity/model.onnx/f1": WRONG,
+        },
     ),
     "14 keys": (
         [
@@ -565,7 +813,9 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
             lambda x: x.set("environment/machine/processor", "a phone"),
             lambda x: x.set("certified", True, "kd.json"),
             lambda x: x.set("certified", True, "config.json"),
-            lambda x: x.manifest["scores"]["columns"]["own"][0].update(title="human accuracy"),
+            lambda x: x.manifest["scores"]["columns"]["own"][0].update(
+                title="human accuracy"
+            ),
         ],
         {
             "name": OPEN,
@@ -577,22 +827,32 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "15 alarms": (
         [
-            lambda x: x.set("validation/model.onnx/numbers/brightness/counts/pear", "15:120"),
+            lambda x: x.set(
+                "validation/model.onnx/numbers/brightness/counts/pear", "15:120"
+            ),
             lambda x: x.set(f"validation/{INT8}/calibrated", False),
         ],
         {"validation/model.onnx": WRONG, f"validation/{INT8}": WRONG},
     ),
     "16 no self-check": ([unchecked], {"self_check/model.onnx": WRONG}),
-    "16 of one graph": ([lambda x: x.manifest["self_check"].pop(INT8)], {f"self_check/{INT8}": WRONG}),
+    "16 of one graph": (
+        [lambda x: x.manifest["self_check"].pop(INT8)],
+        {f"self_check/{INT8}": WRONG},
+    ),
     "version": (
-        [lambda x: x.set("version", "0" * 12), lambda x: x.set("chain/student/step", 9000)],
+        [
+            lambda x: x.set("version", "0" * 12),
+            lambda x: x.set("chain/student/step", 9000),
+        ],
         {"version": WRONG, "chain/student/step": OPEN, "kd.json/step": WRONG},
     ),
 }
 SPEEDS = {  # of `--compare`: servers are started
     "8 threads, 9 signs": (
         [
-            lambda x: x.set("variants/model.onnx/speed/64", {**x.get("variants/model.onnx/speed/1")}),
+            lambda x: x.set(
+                "variants/model.onnx/speed/64", {**x.get("variants/model.onnx/speed/1")}
+            ),
             lambda x: x.set(f"variants/{INT8}/drop", -0.019),
             lambda x: x.set(f"variants/{INT8}/interval", [0.66, 0.67]),
             lambda x: x.set(f"variants/{INT8}/speed/1/p50_ms", 1e-4),
@@ -619,21 +879,46 @@ def after(liar: Liar) -> str:
 EDITED = {  # after the card was drawn
     "3 a number of the card": lambda x: x.edit("66.7 %", "99.7 %"),
     "5 a comment": lambda x: x.edit("# small", "<!--\n# small"),
-    "5 a section": lambda x: x.edit("## Limits", "## Certified\n\nBy nobody.\n\n## Limits"),
-    "5 a section at the end": lambda x: x.edit(after(x), after(x) + "\n## Certified\n\nBy nobody.\n"),
+    "5 a section": lambda x: x.edit(
+        "## Limits", "## Certified\n\nBy nobody.\n\n## Limits"
+    ),
+    "5 a section at the end": lambda x: x.edit(
+        after(x), after(x) + "\n## Certified\n\nBy nobody.\n"
+    ),
     "5 no limits": lambda x: x.edit("\n## Limits" + after(x), ""),
     "5 a licence": lambda x: x.edit("dinov3-license", "mit"),
-    "5 of another kd": lambda x: [x.set("environment/packages/kd", "0.0.9"), x.edit("kd-serve .", "kd-serve other")],
+    "5 of another kd": lambda x: [
+        x.set("environment/packages/kd", "0.0.9"),
+        x.edit("kd-serve .", "kd-serve other"),
+    ],
 }
 
 
 AGAIN = {  # kinds of lies that another one of LIES is about too
-    *("1 often", "1 unlabelled", "2 accepted", "4 not measured", "6 unseen", "7 run", "8 ghosts", "9 counts"),
-    *("10 another", "11 times", "13 corner", "13 no number", "14 keys", "16 of one graph"),
+    *(
+        "1 often",
+        "1 unlabelled",
+        "2 accepted",
+        "4 not measured",
+        "6 unseen",
+        "7 run",
+        "8 ghosts",
+        "9 counts",
+    ),
+    *(
+        "10 another",
+        "11 times",
+        "13 corner",
+        "13 no number",
+        "14 keys",
+        "16 of one graph",
+    ),
 }
 
 
-@pytest.mark.parametrize("kind", [slow(one) if one in AGAIN else one for one in (*LIES, *SPEEDS)])
+@pytest.mark.parametrize(
+    "kind", [slow(one) if one in AGAIN else one for one in (*LIES, *SPEEDS)]
+)
 def test_a_lie_has_a_row(kind, honest, tmp_path, record_property):
     lies, rows = LIES.get(kind) or SPEEDS[kind]
     record_property("tried", len(lies))
@@ -662,13 +947,17 @@ def test_several_labels_have_a_threshold_each_and_one_label_has_none(honest, tmp
         lie(liar.manifest["output"])
         liar.redraw()
         liar.reseal()
-        seen = {row.what for row in found(liar.folder, images).rows if row.verdict == WRONG}
+        seen = {
+            row.what for row in found(liar.folder, images).rows if row.verdict == WRONG
+        }
         assert seen & {"output/thresholds", "what kd-serve reads"}
     one_label = Liar(shutil.copytree(honest[0], tmp_path / "one label"))
     one_label.manifest["output"].update(thresholds={name: one for name in CLASSES})
     one_label.redraw()
     one_label.reseal()
-    assert "what kd-serve reads" in {row.what for row in found(one_label.folder).rows if row.verdict == WRONG}
+    assert "what kd-serve reads" in {
+        row.what for row in found(one_label.folder).rows if row.verdict == WRONG
+    }
 
 
 @pytest.mark.parametrize("kind", EDITED)
@@ -676,14 +965,22 @@ def test_the_card_says_nothing_else(kind, honest, tmp_path):
     liar = told(honest, tmp_path, [])
     EDITED[kind](liar)
     liar.reseal()
-    assert {row.what for row in found(liar.folder).rows if row.verdict == WRONG} == {"README.md"}
+    assert {row.what for row in found(liar.folder).rows if row.verdict == WRONG} == {
+        "README.md"
+    }
 
 
 PLAIN = {  # nothing is sealed again
-    "a number of the manifest": (lambda x: x.set("parity/model.onnx/accuracy", 0.99), "checksum"),
+    "a number of the manifest": (
+        lambda x: x.set("parity/model.onnx/accuracy", 0.99),
+        "checksum",
+    ),
     "a graph": (other_graph, "files/model.onnx/sha256"),
     "weights": (other_weights, "files/model.safetensors/sha256"),
-    "a file more": (lambda x: (x.folder / "more.py").write_text("1"), "files/more.py/sha256"),
+    "a file more": (
+        lambda x: (x.folder / "more.py").write_text("1"),
+        "files/more.py/sha256",
+    ),
     "no card": (lambda x: (x.folder / "README.md").unlink(), "files/README.md/sha256"),
     "a file less": (lambda x: (x.folder / INT8).unlink(), f"files/{INT8}/sha256"),
 }
@@ -696,7 +993,9 @@ def test_changed_files_and_claims_are_found(lie, honest, tmp_path):
     tell(liar)
     sealed = json.loads((liar.folder / MANIFEST).read_text())
     (liar.folder / MANIFEST).write_text(json.dumps({**sealed, **liar.manifest}))
-    assert row in {row.what for row in found(liar.folder, honest[1]).rows if row.verdict == WRONG}
+    assert row in {
+        row.what for row in found(liar.folder, honest[1]).rows if row.verdict == WRONG
+    }
 
 
 def test_a_second_export_of_no_pair_is_refused(honest):
@@ -706,24 +1005,38 @@ def test_a_second_export_of_no_pair_is_refused(honest):
 
 
 def test_an_old_export_with_images_of_both_kinds_is_not_called_wrong(tmp_path):
-    """kd 0.3 took PyTorch's predictions for missing labels: its counts are not checked."""
+    """kd 0.3 took PyTorch's predictions for missing labels: its counts are not
+    checked.
+    """
     export, images = partly_labelled(tmp_path, 20)
-    liar = told((export, images), tmp_path / "old", [lambda liar: liar.manifest.update(format=1), as_in_kd_0_3])
+    liar = told(
+        (export, images),
+        tmp_path / "old",
+        [lambda liar: liar.manifest.update(format=1), as_in_kd_0_3],
+    )
     rows = {row.what: row.verdict for row in found(liar.folder, images).rows}
     assert rows["parity/model.onnx/correct"] == OPEN
-    assert not [what for what, verdict in rows.items() if verdict == WRONG and what.startswith("parity/")]
+    assert not [
+        what
+        for what, verdict in rows.items()
+        if verdict == WRONG and what.startswith("parity/")
+    ]
 
 
 def test_a_file_more_is_the_only_wrong_row(honest, tmp_path):
     folder = shutil.copytree(honest[0], tmp_path / "export")
     (folder / "LICENSE").write_text("mit")
     rows = {row.what: row for row in found(folder, honest[1]).rows}
-    assert [what for what, row in rows.items() if row.verdict == WRONG] == ["files/LICENSE/sha256"]
+    assert [what for what, row in rows.items() if row.verdict == WRONG] == [
+        "files/LICENSE/sha256"
+    ]
     assert "files are wrong" in rows["parity/model.onnx/correct"].why
 
 
 def test_labels_are_not_shown_by_images_alone(honest, tmp_path):
-    """Who renames two classes in every file tells a lie that only the run contradicts."""
+    """Who renames two classes in every file tells a lie that only the run
+    contradicts.
+    """
 
     def swapped(names: list[str]) -> list[str]:
         other = {"apple": "fig", "fig": "apple"}
@@ -733,7 +1046,10 @@ def test_labels_are_not_shown_by_images_alone(honest, tmp_path):
         named(liar, *swapped(list(CLASSES)))
         liar.rows(lambda rows: [[*row[:3], *swapped(row[3:])] for row in rows])
 
-    rows = {row.what: row for row in found(told(honest, tmp_path, [lie]).folder, honest[1]).rows}
+    rows = {
+        row.what: row
+        for row in found(told(honest, tmp_path, [lie]).folder, honest[1]).rows
+    }
     for what in ("about/labels", "config.json/label_names", "images.csv/choice"):
         assert (rows[what].verdict, "--run shows" in rows[what].why) == (OPEN, True)
 
@@ -741,13 +1057,21 @@ def test_labels_are_not_shown_by_images_alone(honest, tmp_path):
 def test_links_lead_to_files_of_the_export_or_of_the_hub(tmp_path):
     """As the hub's cache has them; the names of folders beside both begin alike."""
     folder = tmp_path / "snapshots/export"
-    places = {"README.md": ".", "config.json": "../../blobs", "kd.json": "../export-private"}
+    places = {
+        "README.md": ".",
+        "config.json": "../../blobs",
+        "kd.json": "../export-private",
+    }
     places |= {"images.csv": "../../blobs-private", "model.onnx": "../../blobs/inner"}
     for name, place in places.items():
         (folder / place).mkdir(parents=True, exist_ok=True)
         (folder / place / "file").write_text("{}")
         (folder / name).symlink_to(f"{place}/file")
-    out = {name for name, one in listed(folder, {}).items() if one == {"sha256": "a link out of the folder"}}
+    out = {
+        name
+        for name, one in listed(folder, {}).items()
+        if one == {"sha256": "a link out of the folder"}
+    }
     assert out == {"kd.json", "images.csv", "model.onnx"}
 
 
@@ -775,5 +1099,7 @@ def test_unverifiable_folders_are_refused(honest, tmp_path):
 
 
 def test_a_label_with_another_line_break_is_one_line_of_the_list(tmp_path):
-    (tmp_path / parity.IMAGES).write_text('0a,0b,1,"a\u2028b","c\nd"\n0c,0d,0\n', encoding="utf-8", newline="")
+    (tmp_path / parity.IMAGES).write_text(
+        '0a,0b,1,"a\u2028b","c\nd"\n0c,0d,0\n', encoding="utf-8", newline=""
+    )
     assert lines_of(tmp_path) == [(10, 11, ["a\u2028b", "c\nd"]), (12, 13, None)]

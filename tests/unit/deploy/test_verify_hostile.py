@@ -1,4 +1,6 @@
-"""`kd verify` of what a hostile stranger wrote: rows or one line, no traceback, no hang, nothing that is executed."""
+"""`kd verify` of what a hostile stranger wrote: rows or one line, no traceback, no
+hang, nothing that is executed.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,17 @@ from kd.deploy.export import parity, variants
 from kd.deploy.verify import child
 from kd.files.manifest import MANIFEST
 
-SECONDS = 20.0  # of a graph here: a process starts in 1 to 5 on a machine with other work
+SECONDS = (
+    20.0  # of a graph here: a process starts in 1 to 5 on a machine with other work
+)
 RAN = Path("/tmp/kd_verify_executed")
 
 
 @pytest.fixture(scope="session")
 def honest(once) -> tuple[Path, Path]:
-    """The folders of an export with all that it can claim, and of its images. Do not write into them."""
+    """The folders of an export with all that it can claim, and of its images. Do not
+    write into them.
+    """
     folder = once("honest export", honest_export)
     return folder / "export", folder / "images"
 
@@ -107,13 +113,19 @@ def cut(liar: Liar) -> None:
     file.write_bytes(file.read_bytes()[:-1000])
 
 
-def graph(nodes: list[Any], output: Any, constants: list[Any] = ()) -> Callable[[Liar], None]:  # type: ignore[assignment]
+def graph(
+    nodes: list[Any], output: Any, constants: list[Any] = ()
+) -> Callable[[Liar], None]:  # type: ignore[assignment]
     """A graph of a few nodes from `image` to `logits`."""
 
     def tell(liar: Liar) -> None:
-        image = helper.make_tensor_value_info("image", TensorProto.UINT8, ["batch", 3, 16, 16])
+        image = helper.make_tensor_value_info(
+            "image", TensorProto.UINT8, ["batch", 3, 16, 16]
+        )
         made = helper.make_graph(nodes, "hostile", [image], [output], list(constants))
-        model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+        model = helper.make_model(
+            made, opset_imports=[helper.make_opsetid("", 20)], ir_version=9
+        )
         (liar.folder / "model.onnx").write_bytes(model.SerializeToString())
         graph_of(liar, "model.onnx")
 
@@ -133,7 +145,10 @@ def endless() -> Callable[[Liar], None]:
     places = [helper.make_tensor_value_info(name, kind, shape) for name, kind, shape in (
         ("turn", TensorProto.INT64, []), ("go", TensorProto.BOOL, []), ("x", TensorProto.FLOAT, [1, 3]),
         ("go2", TensorProto.BOOL, []), ("y", TensorProto.FLOAT, [1, 3]))]  # fmt: skip
-    body = [helper.make_node("Identity", ["go"], ["go2"]), helper.make_node("Sin", ["x"], ["y"])]
+    body = [
+        helper.make_node("Identity", ["go"], ["go2"]),
+        helper.make_node("Sin", ["x"], ["y"]),
+    ]
     loop = helper.make_graph(body, "body", places[:3], places[3:])
     nodes = [helper.make_node("Loop", ["most", "yes", "start"], ["logits"], body=loop)]
     constants = [
@@ -167,7 +182,9 @@ def stamped(liar: Liar, **more: Any) -> None:
 SCALE = [helper.make_node("ConstantOfShape", ["many"], ["logits"])]
 FAST = {"p50_ms": 1, "p99_ms": 1, "images_per_second": 1, "memory_mb": 1}
 ONE = [constant("flat", [1], np.int64)]
-BOMB = b'<!DOCTYPE a [<!ENTITY b "b">]><net><data element_type="f32" size="9"/>&b;</net>'
+BOMB = (
+    b'<!DOCTYPE a [<!ENTITY b "b">]><net><data element_type="f32" size="9"/>&b;</net>'
+)
 HOSTILE: dict[str, Callable[[Liar], Any]] = {
     "no JSON": raw(b"{"),
     "a list": raw(b"[]"),
@@ -222,17 +239,50 @@ HOSTILE: dict[str, Callable[[Liar], Any]] = {
 }  # fmt: skip
 
 
-UNDRAWN = ("a card of bytes", "no scores", "text for graphs", "labels by name", "a huge number", "text for a number")
+UNDRAWN = (
+    "a card of bytes",
+    "no scores",
+    "text for graphs",
+    "labels by name",
+    "a huge number",
+    "text for a number",
+)
 
 
 SLOW = {
-    *("an endless loop", "many threads", "memory", "another shape", "texts", "deep and whole", "a huge number"),
-    *("text for a number", "text for graphs", "size", "width", "control characters", "many keys", "another rule"),
-    *("a long sentence", "cut weights", "no bytes", "no bytes of OpenVINO", "another argument", "an unknown label"),
+    *(
+        "an endless loop",
+        "many threads",
+        "memory",
+        "another shape",
+        "texts",
+        "deep and whole",
+        "a huge number",
+    ),
+    *(
+        "text for a number",
+        "text for graphs",
+        "size",
+        "width",
+        "control characters",
+        "many keys",
+        "another rule",
+    ),
+    *(
+        "a long sentence",
+        "cut weights",
+        "no bytes",
+        "no bytes of OpenVINO",
+        "another argument",
+        "an unknown label",
+    ),
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in HOSTILE])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in HOSTILE],
+)
 def test_nothing_of_a_stranger_breaks_it(kind, honest, tmp_path):
     export, images = honest
     RAN.unlink(missing_ok=True)

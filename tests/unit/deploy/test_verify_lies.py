@@ -1,4 +1,6 @@
-"""`kd verify`: lies about what the endpoint does and what lies in the files, and honest numbers of several labels."""
+"""`kd verify`: lies about what the endpoint does and what lies in the files, and honest
+numbers of several labels.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from liars import INT8, Liar, found, graph_of, honest_export, painted, tasked, told, wrong
+from liars import (
+    INT8,
+    Liar,
+    found,
+    graph_of,
+    honest_export,
+    painted,
+    tasked,
+    told,
+    wrong,
+)
 from onnx import helper, numpy_helper
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -40,7 +52,9 @@ def brief(monkeypatch) -> None:
 
 @pytest.fixture(scope="session")
 def honest(once) -> tuple[Path, Path]:
-    """The folders of an export with all that it can claim, and of its images. Do not write into them."""
+    """The folders of an export with all that it can claim, and of its images. Do not
+    write into them.
+    """
     folder = once("honest export", honest_export)
     return folder / "export", folder / "images"
 
@@ -49,18 +63,30 @@ def verdicts(known: Verdict) -> dict[str, str]:
     return {row.what: row.verdict for row in known.rows}
 
 
-# ------------------------------------------------------------------------------------------------- the endpoint
+# --------------------------------------------------------------------------------
+# the endpoint
 
 
 def checked_again(liar: Liar, large: list[bytes], small: list[bytes]) -> None:
-    """Write the self-check of the graphs as they are now, on these pictures, with bounds that fit."""
+    """Write the self-check of the graphs as they are now, on these pictures, with
+    bounds that fit.
+    """
     size, crop = liar.get("input/size"), liar.get("input/crop")
     pixels = np.stack([prepare(picture, size, crop).pixels for picture in large])
-    crops = np.stack([prepare(picture, self_check.SIDE, crop).pixels for picture in small])
+    crops = np.stack(
+        [prepare(picture, self_check.SIDE, crop).pixels for picture in small]
+    )
     labels = np.load(liar.folder / self_check.FILE)["labels"]
-    engines = {name: open_graph(liar.folder / name) for name in liar.manifest["self_check"]}
-    logits = {name: self_check.outputs(engine, pixels) for name, engine in engines.items()}
-    arrays = {f"picture{i}": np.frombuffer(picture, np.uint8) for i, picture in enumerate(large + small)}
+    engines = {
+        name: open_graph(liar.folder / name) for name in liar.manifest["self_check"]
+    }
+    logits = {
+        name: self_check.outputs(engine, pixels) for name, engine in engines.items()
+    }
+    arrays = {
+        f"picture{i}": np.frombuffer(picture, np.uint8)
+        for i, picture in enumerate(large + small)
+    }
     arrays |= {"pixels": pixels, "crops": crops, "labels": labels, **logits}
     np.savez_compressed(liar.folder / self_check.FILE, **arrays)  # type: ignore[arg-type]
     for name in engines:
@@ -69,20 +95,43 @@ def checked_again(liar: Liar, large: list[bytes], small: list[bytes]) -> None:
 
 
 def rolled(liar: Liar, name: str) -> None:
-    """Roll the classes of a graph where it is asked for one image, as the endpoint asks."""
+    """Roll the classes of a graph where it is asked for one image, as the endpoint
+    asks.
+    """
     path = liar.folder / name
     model = onnx.load(path)
     for node in model.graph.node:
-        node.output[:] = ["batch_logits" if output == "logits" else output for output in node.output]
-    constants = {"roll_order": [1, 2, 0], "roll_one": [1], "roll_begin": [0], "roll_end": [1]}
+        node.output[:] = [
+            "batch_logits" if output == "logits" else output for output in node.output
+        ]
+    constants = {
+        "roll_order": [1, 2, 0],
+        "roll_one": [1],
+        "roll_begin": [0],
+        "roll_end": [1],
+    }
     model.graph.initializer.extend(
-        numpy_helper.from_array(np.array(values, np.int64), key) for key, values in constants.items()
+        numpy_helper.from_array(np.array(values, np.int64), key)
+        for key, values in constants.items()
     )
-    nodes = [("Shape", ["image"], "roll_shape"), ("Slice", ["roll_shape", "roll_begin", "roll_end"], "roll_batch")]
+    nodes = [
+        ("Shape", ["image"], "roll_shape"),
+        ("Slice", ["roll_shape", "roll_begin", "roll_end"], "roll_batch"),
+    ]
     nodes.append(("Equal", ["roll_batch", "roll_one"], "roll_alone"))
-    model.graph.node.extend(helper.make_node(kind, inputs, [output]) for kind, inputs, output in nodes)
-    model.graph.node.append(helper.make_node("Gather", ["batch_logits", "roll_order"], ["roll_logits"], axis=1))
-    model.graph.node.append(helper.make_node("Where", ["roll_alone", "roll_logits", "batch_logits"], ["logits"]))
+    model.graph.node.extend(
+        helper.make_node(kind, inputs, [output]) for kind, inputs, output in nodes
+    )
+    model.graph.node.append(
+        helper.make_node(
+            "Gather", ["batch_logits", "roll_order"], ["roll_logits"], axis=1
+        )
+    )
+    model.graph.node.append(
+        helper.make_node(
+            "Where", ["roll_alone", "roll_logits", "batch_logits"], ["logits"]
+        )
+    )
     onnx.save(model, path)
     graph_of(liar, name)
     checked_again(liar, *self_check.of_both_sizes(liar.get("input/size"), 16))
@@ -93,7 +142,9 @@ def test_a_graph_that_answers_otherwise_for_one_image(name, honest, tmp_path):
     liar = told(honest, tmp_path, [lambda liar: rolled(liar, name)])
     engine, pixels = open_graph(liar.folder / name), PIXELS[:4]
     alone = np.concatenate([engine(one[None]) for one in pixels])
-    np.testing.assert_allclose(alone, engine(pixels)[:, [1, 2, 0]], rtol=0.1, atol=0.1)  # it is the lie that is meant
+    np.testing.assert_allclose(
+        alone, engine(pixels)[:, [1, 2, 0]], rtol=0.1, atol=0.1
+    )  # it is the lie that is meant
     seen = verdicts(found(liar.folder, honest[1]))
     assert seen[f"parity/{name}/correct"] == RIGHT  # which is counted on batches
     assert seen[f"random images/{name}"] == WRONG
@@ -106,12 +157,18 @@ def grey() -> bytes:
 
 
 def test_pictures_of_the_self_check_that_are_not_made_from_the_seed(honest, tmp_path):
-    """Grey squares, with the pixels and outputs that belong to them: any graph would pass."""
+    """Grey squares, with the pixels and outputs that belong to them: any graph would
+    pass.
+    """
     assert verdicts(found(honest[0]))["self_check.npz"] == RIGHT
-    large, small = ([grey() for _ in pictures] for pictures in self_check.of_both_sizes(16, 16))
+    large, small = (
+        [grey() for _ in pictures] for pictures in self_check.of_both_sizes(16, 16)
+    )
     liar = told(honest, tmp_path, [lambda liar: checked_again(liar, large, small)])
     seen = verdicts(found(liar.folder))
-    assert [what for what, verdict in seen.items() if verdict == WRONG] == ["self_check.npz"]
+    assert [what for what, verdict in seen.items() if verdict == WRONG] == [
+        "self_check.npz"
+    ]
 
 
 def test_another_encoder_may_make_other_pictures(honest, tmp_path):
@@ -120,17 +177,26 @@ def test_another_encoder_may_make_other_pictures(honest, tmp_path):
         lambda liar: checked_again(liar, [grey()] * 4, [grey()]),
         lambda liar: liar.set("environment/packages/pillow", "9.9"),
     ]
-    assert verdicts(found(told(honest, tmp_path, made).folder))["self_check.npz"] == OPEN
+    assert (
+        verdicts(found(told(honest, tmp_path, made).folder))["self_check.npz"] == OPEN
+    )
 
 
-# -------------------------------------------------------------------------------------------------- the files
+# --------------------------------------------------------------------------------
+# the files
 
 TEXTS = {"license": "mit", "author": "somebody", "accuracy": "99.9 %"}
 
 
 def titled(liar: Liar, name: str) -> None:
     model = onnx.load(liar.folder / name)
-    helper.set_model_props(model, {**{one.key: one.value for one in model.metadata_props}, "license": TEXTS["license"]})
+    helper.set_model_props(
+        model,
+        {
+            **{one.key: one.value for one in model.metadata_props},
+            "license": TEXTS["license"],
+        },
+    )
     model.graph.node[0].metadata_props.add(key="author", value=TEXTS["author"])
     model.graph.doc_string = TEXTS["accuracy"]
     onnx.save(model, liar.folder / name)
@@ -141,7 +207,9 @@ def titled(liar: Liar, name: str) -> None:
 def test_texts_in_a_graph(name, honest, tmp_path):
     liar = told(honest, tmp_path, [lambda liar: titled(liar, name)])
     seen = verdicts(found(liar.folder))
-    assert [seen[f"{name}/{key}"] for key in ("license", "author", "doc_string")] == [WRONG] * 3
+    assert [seen[f"{name}/{key}"] for key in ("license", "author", "doc_string")] == [
+        WRONG
+    ] * 3
 
 
 def test_texts_in_the_weights(honest, tmp_path):
@@ -160,7 +228,12 @@ def test_texts_in_a_graph_of_openvino(tmp_path):
     liar = Liar(tmp_path / "export")
     file = liar.folder / "openvino.xml"
     text = file.read_text()
-    file.write_text(text.replace("<conversion_parameters>", '<license value="mit" />\n<conversion_parameters>'))
+    file.write_text(
+        text.replace(
+            "<conversion_parameters>",
+            '<license value="mit" />\n<conversion_parameters>',
+        )
+    )
     graph_of(liar, "openvino.xml")
     liar.redraw()
     liar.reseal()
@@ -176,17 +249,30 @@ def test_a_list_that_repeats_images_is_not_predicted(honest, tmp_path):
     assert verdicts(known)["parity/model.onnx/correct"] == OPEN
 
 
-# ------------------------------------------------------------------------------------------ honest numbers
+# --------------------------------------------------------------------------------
+# honest numbers
 
 
 def scored(logits: torch.Tensor, truth: torch.Tensor) -> Scored:
-    """Return what a run of several labels records for a student and a teacher of other logits, read from its file."""
+    """Return what a run of several labels records for a student and a teacher of other
+    logits, read from its file.
+    """
     row, samples = {}, {}
-    for prefix, values in (("", logits), ("teacher_", logits + torch.linspace(-3, 3, len(logits))[:, None])):
+    for prefix, values in (
+        ("", logits),
+        ("teacher_", logits + torch.linspace(-3, 3, len(logits))[:, None]),
+    ):
         scores = label_sets.score(values, truth)
-        drawn = resampled(lambda ids, values=values: label_sets.score(values[ids], truth[ids])["map"], len(truth))
-        row |= {prefix + key: torch.tensor(value).item() for key, value in scores.items()}  # float32, as the ranks have
-        samples[f"{prefix}map"] = Samples(scores["map"], replicates=drawn, images=len(truth))
+        drawn = resampled(
+            lambda ids, values=values: label_sets.score(values[ids], truth[ids])["map"],
+            len(truth),
+        )
+        row |= {
+            prefix + key: torch.tensor(value).item() for key, value in scores.items()
+        }  # float32, as the ranks have
+        samples[f"{prefix}map"] = Samples(
+            scores["map"], replicates=drawn, images=len(truth)
+        )
     made = Scored("val", 3, "0" * 16, len(truth), 2, row, samples)
     return Scored.read(json.loads(json.dumps(made.record())))
 
@@ -197,10 +283,15 @@ def test_differences_of_several_labels_are_those_of_the_scores(tmp_path):
     subject, images = painted(tmp_path, PIXELS, sets)
     with torch.no_grad():
         logits = subject.student.answer(torch.from_numpy(PIXELS)).double()
-    subject = replace(tasked(subject, label_sets), scored=(scored(logits, torch.from_numpy(sets) > 0), None))
+    subject = replace(
+        tasked(subject, label_sets),
+        scored=(scored(logits, torch.from_numpy(sets) > 0), None),
+    )
     write(subject, tmp_path / "export", ExportOptions())
     manifest = json.loads((tmp_path / "export/manifest.json").read_text())["scores"]
-    student, teacher = (manifest["models"][name]["map"]["value"] for name in ("student", "teacher"))
+    student, teacher = (
+        manifest["models"][name]["map"]["value"] for name in ("student", "teacher")
+    )
     assert abs(student - teacher) > 0.01
     assert manifest["differences"]["teacher"]["value"] == student - teacher
     known = found(tmp_path / "export", images)

@@ -1,4 +1,6 @@
-"""A run with the teacher's cache: live, filled as it goes and filled ahead are one run; then no forward at all."""
+"""A run with the teacher's cache: live, filled as it goes and filled ahead are one run;
+then no forward at all.
+"""
 
 import shutil
 
@@ -25,11 +27,21 @@ def taught(made) -> list[float]:
 
 
 def keys(path, dtype="fp32", views=2) -> list[str]:
-    return [f"teacher.cache.views={views}", f"teacher.cache.path={path}", f"teacher.cache.dtype={dtype}"]
+    return [
+        f"teacher.cache.views={views}",
+        f"teacher.cache.path={path}",
+        f"teacher.cache.dtype={dtype}",
+    ]
 
 
-@pytest.mark.parametrize("mixing", [(), ("data.augment.mixup=0.8", "data.augment.cutmix=1.0")], ids=["plain", "mixed"])
-def test_live_filled_as_it_goes_and_filled_ahead_are_the_same_run(make, settings, steady, tmp_path, mixing):
+@pytest.mark.parametrize(
+    "mixing",
+    [(), ("data.augment.mixup=0.8", "data.augment.cutmix=1.0")],
+    ids=["plain", "mixed"],
+)
+def test_live_filled_as_it_goes_and_filled_ahead_are_the_same_run(
+    make, settings, steady, tmp_path, mixing
+):
     mixing = (*mixing, f"teacher.model={steady}", "data.batch_size=12")
     live = make(*VIEWS, *mixing, "data.views=2")
     train(live.run)
@@ -40,7 +52,9 @@ def test_live_filled_as_it_goes_and_filled_ahead_are_the_same_run(make, settings
     ahead = make(*VIEWS, *mixing, *keys(tmp_path / "two"))
     train(ahead.run)
     assert curve(live) == curve(filling) == curve(ahead)
-    one, *others = (made.run.distillation.state_dict() for made in (live, filling, ahead))
+    one, *others = (
+        made.run.distillation.state_dict() for made in (live, filling, ahead)
+    )
     assert all(torch.equal(one[name], other[name]) for name in one for other in others)
     assert taught(live) == [12.0] * 12
     assert taught(filling) == [12.0] * 6 + [0.0] * 6
@@ -48,21 +62,33 @@ def test_live_filled_as_it_goes_and_filled_ahead_are_the_same_run(make, settings
 
 
 def test_when_a_view_comes_back_no_teacher_is_run(make, tmp_path):
-    """36 images, 32 an epoch: what does not fill a batch is left out by view, not by epoch."""
+    """36 images, 32 an epoch: what does not fill a batch is left out by view, not by
+    epoch.
+    """
     filling = make(*VIEWS, *keys(tmp_path))
     train(filling.run)
     assert taught(filling) == [8.0] * 8 + [0.0] * 8
 
 
 def test_skipped_images_are_predicted_when_they_come(make, tmp_path):
-    """Half of the images an epoch: a batch of hits and misses runs the teacher on the misses alone."""
-    half = (*VIEWS, "sifter.kind=random", "sifter.keep=0.5", "sifter.warmup=0", "sifter.anneal=0")
+    """Half of the images an epoch: a batch of hits and misses runs the teacher on the
+    misses alone.
+    """
+    half = (
+        *VIEWS,
+        "sifter.kind=random",
+        "sifter.keep=0.5",
+        "sifter.warmup=0",
+        "sifter.anneal=0",
+    )
     live, filling = make(*half, "data.views=2"), make(*half, *keys(tmp_path))
     train(live.run)
     train(filling.run)
     assert taught(filling)[:4] == [8.0] * 4
     assert 0 < sum(taught(filling)[4:]) < 32
-    torch.testing.assert_close(torch.tensor(curve(filling)), torch.tensor(curve(live)), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        torch.tensor(curve(filling)), torch.tensor(curve(live)), rtol=1e-5, atol=1e-7
+    )
 
 
 def test_a_cache_works_with_a_sifter(make, tmp_path):
@@ -86,8 +112,12 @@ def test_stored_outputs_are_not_computed_again(settings, tmp_path, caplog):
     assert "view 1: 0 of 36" in caplog.text
 
 
-def test_images_replaced_under_their_names_are_taught_anew(make, settings, photos, tmp_path, caplog):
-    """The check of an opened cache passes over them; the run finds all of them and computes them again."""
+def test_images_replaced_under_their_names_are_taught_anew(
+    make, settings, photos, tmp_path, caplog
+):
+    """The check of an opened cache passes over them; the run finds all of them and
+    computes them again.
+    """
     root = shutil.copytree(photos, tmp_path / "photos")
     overrides = [f"data.root={root}", "data.batch_size=12", *keys(tmp_path, views=1)]
     job.cache(config.load(settings, overrides))
@@ -97,11 +127,16 @@ def test_images_replaced_under_their_names_are_taught_anew(make, settings, photo
         one.write_bytes(one.read_bytes().ljust(size, b"\0")[:size])
     made = make(LOG, *overrides)
     train(made.run)
-    assert "teacher.cache: view 0: 36 records are of images that have changed" in caplog.text
+    assert (
+        "teacher.cache: view 0: 36 records are of images that have changed"
+        in caplog.text
+    )
     assert sum(taught(made)) == 36  # once, though there are two epochs
 
 
-def test_checking_a_cache_leaves_unreadable_images_to_the_run(make, settings, photos, tmp_path):
+def test_checking_a_cache_leaves_unreadable_images_to_the_run(
+    make, settings, photos, tmp_path
+):
     root = shutil.copytree(photos, tmp_path / "photos")
     overrides = [f"data.root={root}", *keys(tmp_path)]
     job.cache(config.load(settings, overrides))
@@ -125,7 +160,11 @@ def test_only_the_kept_logits_and_the_mass_of_the_rest_are_compared():
 
 
 def test_uncacheable_runs_are_refused(make, settings, tmp_path):
-    with pytest.raises(ConfigError, match=r"^teacher\.cache\.views: is 3, but data\.views is 2"):
+    with pytest.raises(
+        ConfigError, match=r"^teacher\.cache\.views: is 3, but data\.views is 2"
+    ):
         make("data.views=2", *keys(tmp_path, views=3))
-    with pytest.raises(ConfigError, match=r"^teacher\.cache\.views: there is nothing to cache"):
+    with pytest.raises(
+        ConfigError, match=r"^teacher\.cache\.views: there is nothing to cache"
+    ):
         job.cache(config.load(settings))

@@ -28,12 +28,25 @@ def test_an_empty_group_is_left_out(module):
 
 
 @pytest.mark.parametrize(
-    "model", ["xcit_nano_12_p16_224", "deit_tiny_distilled_patch16_224", "resnet10t", "swin_tiny_patch4_window7_224"]
+    "model",
+    [
+        "xcit_nano_12_p16_224",
+        "deit_tiny_distilled_patch16_224",
+        "resnet10t",
+        "swin_tiny_patch4_window7_224",
+    ],
 )
 def test_parameters_without_decay_equal_timms(model):
-    """XCiT names a pattern, `pos_embed.*`: its position embedding is a convolution with weights of four dimensions."""
+    """XCiT names a pattern, `pos_embed.*`: its position embedding is a convolution with
+    weights of four dimensions.
+    """
     with torch.device("meta"):
         network = timm.create_model(model)
-    timms = param_groups_weight_decay(network, 0.05, no_weight_decay_list=getattr(network, "no_weight_decay", set)())
+    timms = param_groups_weight_decay(
+        network, 0.05, no_weight_decay_list=getattr(network, "no_weight_decay", set)()
+    )
     expected = {group["weight_decay"]: names_of(network, group) for group in timms}
-    assert {group["weight_decay"]: names_of(network, group) for group in groups([network], 0.05)} == expected
+    assert {
+        group["weight_decay"]: names_of(network, group)
+        for group in groups([network], 0.05)
+    } == expected

@@ -39,18 +39,30 @@ class Seen:
 
 
 @pytest.mark.parametrize("overrides", KINDS.values(), ids=KINDS)
-def test_the_length_that_check_says_is_that_of_the_run(make, settings, teacher, tmp_path, overrides):
-    """Issue 62: 350 steps were foretold where a sifter made 238, and the last step was shown as 99 %."""
-    settings["teacher"] = {**given(teacher), "cache": {"path": str(tmp_path / "answers")}}
+def test_the_length_that_check_says_is_that_of_the_run(
+    make, settings, teacher, tmp_path, overrides
+):
+    """Issue 62: 350 steps were foretold where a sifter made 238, and the last step was
+    shown as 99 %.
+    """
+    settings["teacher"] = {
+        **given(teacher),
+        "cache": {"path": str(tmp_path / "answers")},
+    }
     settings["run"]["epochs"] = 6
     told = describe(resolve(config.load(settings, overrides)))
     logger = Seen()
     made = make(*overrides, logger=logger)
     state = train(made.run)
-    (steps, epochs) = re.findall(r"length    (\d+) steps of 8 images \(([\d.]+) epochs?\)", told)[0]
+    steps, epochs = re.findall(
+        r"length    (\d+) steps of 8 images \(([\d.]+) epochs?\)", told
+    )[0]
     assert int(steps) == state.step
     assert float(epochs) == pytest.approx(
-        state.epoch + state.step_in_epoch / 4, abs=0.51 if "run.steps=11" in overrides else 1e-9
+        state.epoch + state.step_in_epoch / 4,
+        abs=0.51 if "run.steps=11" in overrides else 1e-9,
     )
-    assert [share for _, share in logger.shares] == pytest.approx([step / state.step for step, _ in logger.shares])
+    assert [share for _, share in logger.shares] == pytest.approx(
+        [step / state.step for step, _ in logger.shares]
+    )
     assert logger.shares[-1] == (state.step, 1.0)

@@ -1,4 +1,6 @@
-"""The loop against a plain PyTorch loop, against itself divided otherwise, and against itself after a kill."""
+"""The loop against a plain PyTorch loop, against itself divided otherwise, and against
+itself after a kill.
+"""
 
 import json
 import shutil
@@ -28,7 +30,9 @@ class Stop(Exception):
 
 
 class StopAfter:
-    """A logger that ends a run after so many steps, before their checkpoint is written."""
+    """A logger that ends a run after so many steps, before their checkpoint is
+    written.
+    """
 
     def __init__(self, step: int) -> None:
         self.at = step
@@ -45,21 +49,32 @@ class StopAfter:
 
 
 def weights(run) -> dict[str, torch.Tensor]:
-    found = {name: tensor.clone() for name, tensor in run.distillation.state_dict().items()}
+    found = {
+        name: tensor.clone() for name, tensor in run.distillation.state_dict().items()
+    }
     if run.average is not None:
-        found |= {f"average.{name}": tensor.clone() for name, tensor in run.average.average.items()}
+        found |= {
+            f"average.{name}": tensor.clone()
+            for name, tensor in run.average.average.items()
+        }
     return found
 
 
 def same(one, other) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name], other[name]) for name in one
+    )
 
 
 @pytest.mark.parametrize(
-    "overrides", [[], ["optimizer.kind=sgd", "optimizer.lr=0.1"], ["optimizer.clip_grad_norm=0"]], ids=str
+    "overrides",
+    [[], ["optimizer.kind=sgd", "optimizer.lr=0.1"], ["optimizer.clip_grad_norm=0"]],
+    ids=str,
 )
 def test_it_is_a_plain_loop(make, overrides):
-    """Bit for bit: the batches of the run's loader, its start weights, and nothing else of the engine."""
+    """Bit for bit: the batches of the run's loader, its start weights, and nothing else
+    of the engine.
+    """
     ours = make("run.steps=5", "run.every.log=1", *overrides)
     plain = make("run.steps=5", *overrides).run
     train(ours.run)
@@ -69,16 +84,31 @@ def test_it_is_a_plain_loop(make, overrides):
     sgd = "optimizer.kind=sgd" in overrides
     peak = 0.1 if sgd else 2e-3
     network = student.network
-    decayed = [p for n, p in network.named_parameters() if p.ndim > 1 and n not in ("pos_embed", "cls_token")]
-    kept = [p for n, p in network.named_parameters() if p.ndim <= 1 or n in ("pos_embed", "cls_token")]
-    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": kept, "weight_decay": 0.0}]
+    decayed = [
+        p
+        for n, p in network.named_parameters()
+        if p.ndim > 1 and n not in ("pos_embed", "cls_token")
+    ]
+    kept = [
+        p
+        for n, p in network.named_parameters()
+        if p.ndim <= 1 or n in ("pos_embed", "cls_token")
+    ]
+    groups = [
+        {"params": decayed, "weight_decay": 0.05},
+        {"params": kept, "weight_decay": 0.0},
+    ]
     optimizer = (
         torch.optim.SGD(groups, lr=1.0, momentum=0.9, nesterov=True, fused=True)
         if sgd
         else torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.999), fused=True)
     )
     losses, norms = [], []
-    batches = [b for epoch in range(2) for b in plain.loader.epoch(plain.sifter.plan(epoch, epoch / 2), epoch)]
+    batches = [
+        b
+        for epoch in range(2)
+        for b in plain.loader.epoch(plain.sifter.plan(epoch, epoch / 2), epoch)
+    ]
     for step, batch in enumerate(batches[:5]):
         for group in optimizer.param_groups:
             group["lr"] = plain.schedule.factor((step + 0.5) / 5) * peak
@@ -101,9 +131,11 @@ def test_it_is_a_plain_loop(make, overrides):
 
 
 def test_a_step_of_muon_makes_the_gradient_orthogonal(make):
-    """Of a matrix: 0.2 lr sqrt(longer side) U V' of the gradient U S V' (arXiv:2502.16982, eq. 2 and 4).
+    """Of a matrix: 0.2 lr sqrt(longer side) U V' of the gradient U S V'
+    (arXiv:2502.16982, eq. 2 and 4).
 
-    Of eight images it has few large singular values, and the iterations, in bfloat16, leave the small ones small.
+    Of eight images it has few large singular values, and the iterations, in bfloat16,
+    leave the small ones small.
     """
     keys = (
         "run.steps=1",
@@ -112,18 +144,28 @@ def test_a_step_of_muon_makes_the_gradient_orthogonal(make):
         "optimizer.weight_decay=0",
         "optimizer.clip_grad_norm=0",
     )
-    made = make(*keys, "optimizer.kind=muon"), make(*keys, "optimizer.kind=sgd", "optimizer.momentum=0")
+    made = (
+        make(*keys, "optimizer.kind=muon"),
+        make(*keys, "optimizer.kind=sgd", "optimizer.momentum=0"),
+    )
     before, steps = weights(made[0].run), []
     for one in made:
         train(one.run)
         lr = 0.01 * one.run.schedule.factor(0.5)
-        steps.append({name: (before[name] - tensor) / lr for name, tensor in weights(one.run).items()})
+        steps.append(
+            {
+                name: (before[name] - tensor) / lr
+                for name, tensor in weights(one.run).items()
+            }
+        )
     name = next(name for name in before if name.endswith("blocks.0.mlp.fc1.weight"))
     turned, gradient = (step[name].double() for step in steps)
     u, values, v = torch.linalg.svd(gradient, full_matrices=False)
     assert values[2] < values[0] / 2
     turned = u[:, :3].T @ turned @ v[:3].T / (0.2 * max(gradient.shape) ** 0.5)
-    torch.testing.assert_close(turned, torch.eye(3, dtype=torch.float64), rtol=0, atol=0.2)
+    torch.testing.assert_close(
+        turned, torch.eye(3, dtype=torch.float64), rtol=0, atol=0.2
+    )
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
@@ -139,14 +181,21 @@ def test_micro_batches_sum_to_the_whole_batch(make, micro):
     for made in (whole, divided):
         train(made.run)
     for name in ("loss", "accuracy", "grad_norm"):
-        assert divided.store.rows[0][name] == pytest.approx(whole.store.rows[0][name], rel=1e-4)
+        assert divided.store.rows[0][name] == pytest.approx(
+            whole.store.rows[0][name], rel=1e-4
+        )
     for name, tensor in weights(divided.run).items():
         step, expected = tensor - before[name], weights(whole.run)[name] - before[name]
-        torch.testing.assert_close(step, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item() + 1e-9)
+        torch.testing.assert_close(
+            step, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item() + 1e-9
+        )
 
 
 def test_the_rows_are_means_over_their_window(make):
-    often, seldom = make("run.every.log=1", "run.epochs=1"), make("run.every.log=4", "run.epochs=1")
+    often, seldom = (
+        make("run.every.log=1", "run.epochs=1"),
+        make("run.every.log=4", "run.epochs=1"),
+    )
     for made in (often, seldom):
         train(made.run)
     each = [row for row in often.store.rows if row["kind"] == "train"]
@@ -180,12 +229,19 @@ def test_the_first_step_is_averaged_as_step_1(make):
     run = make("run.steps=1", "optimizer.ema_decay=0.9").run
     before = {name: tensor.clone() for name, tensor in run.average.average.items()}
     train(run)
-    after, decay = run.distillation.student.state_dict(), 2 / 11  # (1 + 1) / (10 + 1), below 0.9
+    after, decay = (
+        run.distillation.student.state_dict(),
+        2 / 11,
+    )  # (1 + 1) / (10 + 1), below 0.9
     for name, average in run.average.average.items():
-        torch.testing.assert_close(average, decay * before[name] + (1 - decay) * after[name])
+        torch.testing.assert_close(
+            average, decay * before[name] + (1 - decay) * after[name]
+        )
 
 
-@pytest.mark.parametrize(("steps", "evaluated"), [(1, [1]), (4, [4]), (5, [4, 5]), (9, [4, 8, 9])])
+@pytest.mark.parametrize(
+    ("steps", "evaluated"), [(1, [1]), (4, [4]), (5, [4, 5]), (9, [4, 8, 9])]
+)
 def test_a_run_of_steps_ends_there_and_is_evaluated(make, steps, evaluated):
     made = make(f"run.steps={steps}")
     state = train(made.run)
@@ -198,7 +254,12 @@ def test_every_n_steps(make):
     made = make("run.epochs=2", "run.every.log=3", "run.every.evaluate=5")
     train(made.run)
     assert [row["step"] for row in made.store.rows if row["kind"] == "val"] == [5, 8]
-    assert [row["step"] for row in made.store.rows if row["kind"] == "train"] == [3, 5, 6, 8]
+    assert [row["step"] for row in made.store.rows if row["kind"] == "train"] == [
+        3,
+        5,
+        6,
+        8,
+    ]
 
 
 def test_progress_runs_from_0_to_1_in_the_middle_of_steps():
@@ -210,11 +271,15 @@ def test_progress_runs_from_0_to_1_in_the_middle_of_steps():
     assert found == pytest.approx([(i + 0.5) / 8 for i in range(8)])
     assert (state.step, state.epoch, state.step_in_epoch, state.images) == (8, 2, 0, 64)
     by_step = replace(by_epoch, steps=5)
-    assert [by_step.progress(State(step=s), 4) for s in range(6)] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+    assert [by_step.progress(State(step=s), 4) for s in range(6)] == pytest.approx(
+        [0.1, 0.3, 0.5, 0.7, 0.9, 1.0]
+    )
 
 
 def test_a_sifted_epoch_still_ends_where_the_schedule_ends():
-    """Fewer steps an epoch: progress is a share of the epochs, not of steps that never come."""
+    """Fewer steps an epoch: progress is a share of the epochs, not of steps that never
+    come.
+    """
     length = RunLength(4, 0, 8, 0, Intervals())
     state, last = State(), 0.0
     for steps_in_epoch in (4, 2, 1, 3):
@@ -226,9 +291,13 @@ def test_a_sifted_epoch_still_ends_where_the_schedule_ends():
     assert last == pytest.approx(1 - 0.5 / 12)
 
 
-@pytest.mark.parametrize(("views", "expected"), [(0, [0, 1, 2, 3, 4]), (2, [0, 1, 0, 1, 0]), (1, [0] * 5)])
+@pytest.mark.parametrize(
+    ("views", "expected"), [(0, [0, 1, 2, 3, 4]), (2, [0, 1, 0, 1, 0]), (1, [0] * 5)]
+)
 def test_views(views, expected):
-    assert [RunLength(1, 0, 1, views, Intervals()).view(epoch) for epoch in range(5)] == expected
+    assert [
+        RunLength(1, 0, 1, views, Intervals()).view(epoch) for epoch in range(5)
+    ] == expected
 
 
 def test_the_loop_marks_what_it_does(make):
@@ -240,7 +309,12 @@ def test_the_loop_marks_what_it_does(make):
         seen.append(name)
         yield
 
-    overrides = ("run.steps=2", "run.every.log=1", "data.batch_size=8", "data.micro_batch=4")
+    overrides = (
+        "run.steps=2",
+        "run.every.log=1",
+        "data.batch_size=8",
+        "data.micro_batch=4",
+    )
     heard, alone, timed = make(*overrides), make(*overrides), make(*overrides)
     train(replace(heard.run, span=span))
     train(alone.run)
@@ -258,7 +332,12 @@ def test_the_loop_marks_what_it_does(make):
 RUNS = {
     "plain": (),
     "averaged": ("optimizer.ema_decay=0.9", "run.every.checkpoint=3"),
-    "mixed, in steps": ("data.augment.mixup=0.8", "run.steps=7", "run.every.checkpoint=2", "run.every.evaluate=3"),
+    "mixed, in steps": (
+        "data.augment.mixup=0.8",
+        "run.steps=7",
+        "run.every.checkpoint=2",
+        "run.every.evaluate=3",
+    ),
     "sgd, in micros, with a projector": (
         "optimizer.kind=sgd",
         "data.micro_batch=4",
@@ -268,8 +347,14 @@ RUNS = {
     ),
     "frozen for an epoch, rates of layers": (
         "student.model=xcit_nano_12_p8_224",
-        "student.args={embed_dim: 24, depth: 2, num_heads: 2, cls_attn_layers: 1, drop_path_rate: 0.3}",
-        "student.tuning={layer_decay: 0.75, head_lr_scale: 4, freeze: [patch_embed.*, blocks.0.*], freeze_epochs: 1}",
+        (
+            "student.args={embed_dim: 24, depth: 2, num_heads: 2, cls_attn_layers: 1,"
+            " drop_path_rate: 0.3}"
+        ),
+        (
+            "student.tuning={layer_decay: 0.75, head_lr_scale: 4, freeze:"
+            " [patch_embed.*, blocks.0.*], freeze_epochs: 1}"
+        ),
         "optimizer.ema_decay=0.9",
         "run.every.checkpoint=2",
     ),
@@ -295,7 +380,8 @@ QUICK = ("mixed, in steps", "ended by patience", "balanced, erased, patches drop
 
 @pytest.mark.parametrize(
     ("name", "apart"),
-    [(name, 3) if name in QUICK else slow(name, 3) for name in RUNS] + [slow(name, 1) for name in RUNS],
+    [(name, 3) if name in QUICK else slow(name, 3) for name in RUNS]
+    + [slow(name, 1) for name in RUNS],
 )
 def test_a_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name, apart):
     overrides = RUNS[name]
@@ -320,8 +406,15 @@ def test_a_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name, apa
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_a_compiled_run_that_was_killed_is_the_run_that_was_not(make, tmp_path):
-    """Evaluated with averaged weights, at another batch size than it is trained, which no graph may remember."""
-    overrides = ("teacher.compile=on", "student.compile=on", "optimizer.ema_decay=0.9", "run.every.checkpoint=3")
+    """Evaluated with averaged weights, at another batch size than it is trained, which
+    no graph may remember.
+    """
+    overrides = (
+        "teacher.compile=on",
+        "student.compile=on",
+        "optimizer.ema_decay=0.9",
+        "run.every.checkpoint=3",
+    )
     whole = make(*overrides, folder=tmp_path / "whole")
     last = train(whole.run)
     killed = make(*overrides, folder=tmp_path / "killed", logger=StopAfter(5))
@@ -331,17 +424,28 @@ def test_a_compiled_run_that_was_killed_is_the_run_that_was_not(make, tmp_path):
     resumed = make(*overrides, folder=tmp_path / "killed")
     assert timeless(train(resumed.run)) == timeless(last)
     assert same(weights(resumed.run), weights(whole.run))
-    assert without_clocks(read_rows(tmp_path / "killed")) == without_clocks(read_rows(tmp_path / "whole"))
+    assert without_clocks(read_rows(tmp_path / "killed")) == without_clocks(
+        read_rows(tmp_path / "whole")
+    )
     for made in (whole, resumed):
         made.store.close()
 
 
 @pytest.mark.parametrize(
     ("name", "stops"),
-    [("averaged", (3, 5)), ("mixed, in steps", (4, 11)), slow("averaged", (0, 6, 9)), slow("mixed, in steps", (1, 7))],
+    [
+        ("averaged", (3, 5)),
+        ("mixed, in steps", (4, 11)),
+        slow("averaged", (0, 6, 9)),
+        slow("mixed, in steps", (1, 7)),
+    ],
 )
-def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(make, tmp_path, name, stops):
-    """It is asked at the end of each step and before each batch of an evaluation; `stops` counts these calls."""
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
+    make, tmp_path, name, stops
+):
+    """It is asked at the end of each step and before each batch of an evaluation;
+    `stops` counts these calls.
+    """
     overrides = (*RUNS[name], "data.eval_batch=5")
     whole = make(*overrides, folder=tmp_path / "whole")
     last = train(whole.run)
@@ -357,7 +461,10 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(make, tmp_path, n
         resumed.store.close()
         assert timeless(state) == timeless(last)
         assert same(weights(resumed.run), weights(whole.run)), number
-        rows = [[row for row in read_rows(f) if row["kind"] == "val"] for f in (folder, tmp_path / "whole")]
+        rows = [
+            [row for row in read_rows(f) if row["kind"] == "val"]
+            for f in (folder, tmp_path / "whole")
+        ]
         assert without_clocks(rows[0]) == without_clocks(rows[1])
 
 
@@ -365,10 +472,16 @@ def test_an_evaluation_that_is_given_up_twice_is_made_in_the_end(make, tmp_path)
     calls = iter([False] * 4 + [True])  # four steps, then the evaluation's first batch
     for stop in (lambda: next(calls, False), lambda: True):
         made = make("run.epochs=1", folder=tmp_path / "run")
-        with pytest.raises(Interrupted, match="stopped after step 4 and wrote a checkpoint"):
+        with pytest.raises(
+            Interrupted, match="stopped after step 4 and wrote a checkpoint"
+        ):
             train(replace(made.run, stop=stop))
         made.store.close()
-        assert [row["kind"] for row in read_rows(tmp_path / "run")] == ["train", "train", "epoch"]
+        assert [row["kind"] for row in read_rows(tmp_path / "run")] == [
+            "train",
+            "train",
+            "epoch",
+        ]
     made = make("run.epochs=1", folder=tmp_path / "run")
     state = train(made.run)
     made.store.close()
@@ -378,7 +491,9 @@ def test_an_evaluation_that_is_given_up_twice_is_made_in_the_end(make, tmp_path)
 
 
 def read_rows(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_checkpoint_of_other_code_is_refused_in_one_line(make, tmp_path):
@@ -386,36 +501,65 @@ def test_a_checkpoint_of_other_code_is_refused_in_one_line(make, tmp_path):
     train(made.run)
     made.store.close()
     changed = make("run.epochs=2", folder=tmp_path / "run")
-    changed.run.distillation.student.network.head = torch.nn.Linear(7, 3)  # as if the file of the model were edited
-    with pytest.raises(RunError, match=r"student.model: the checkpoint of step \d+ does not fit .* start a new run"):
+    changed.run.distillation.student.network.head = torch.nn.Linear(
+        7, 3
+    )  # as if the file of the model were edited
+    with pytest.raises(
+        RunError,
+        match=(
+            r"student.model: the checkpoint of step \d+ does not fit .* start a new run"
+        ),
+    ):
         train(changed.run)
     changed.store.close()
 
 
 def test_a_checkpoint_knows_nothing_of_the_teacher(make, tmp_path):
-    made = make("run.epochs=1", "losses=[{kind: cosine}]", "optimizer.ema_decay=0.9", folder=tmp_path / "run")
+    made = make(
+        "run.epochs=1",
+        "losses=[{kind: cosine}]",
+        "optimizer.ema_decay=0.9",
+        folder=tmp_path / "run",
+    )
     live = made.run.teacher.model
     before = {name: tensor.clone() for name, tensor in live.state_dict().items()}
     train(made.run)
     _, tensors, _ = made.store.restore()
     made.store.close()
-    assert {name.partition(".")[0] for name in tensors} == {"model", "average", "optimizer"}
-    assert {".".join(name.split(".")[:2]) for name in tensors if name.startswith("model.")} == {
+    assert {name.partition(".")[0] for name in tensors} == {
+        "model",
+        "average",
+        "optimizer",
+    }
+    assert {
+        ".".join(name.split(".")[:2]) for name in tensors if name.startswith("model.")
+    } == {
         "model.student",
         "model.criterion",
     }
     shapes = {tuple(t.shape) for t in live.network.state_dict().values() if t.ndim > 1}
-    assert not shapes & {tuple(t.shape) for n, t in tensors.items() if n.startswith("model.student")} - {(1, 5, 24)}
-    assert all(torch.equal(before[name], tensor) for name, tensor in live.state_dict().items())
+    assert not shapes & {
+        tuple(t.shape) for n, t in tensors.items() if n.startswith("model.student")
+    } - {(1, 5, 24)}
+    assert all(
+        torch.equal(before[name], tensor) for name, tensor in live.state_dict().items()
+    )
     assert not live.training
     assert all(p.grad is None and not p.requires_grad for p in live.parameters())
 
 
 @pytest.mark.parametrize("lr", [1e30, 1e39])
 def test_divergence_stops_and_the_last_checkpoint_is_finite(make, tmp_path, lr):
-    more = ("run.epochs=3", "run.every.log=3", "run.every.checkpoint=1", "optimizer.warmup_ratio=0.5")
+    more = (
+        "run.epochs=3",
+        "run.every.log=3",
+        "run.every.checkpoint=1",
+        "optimizer.warmup_ratio=0.5",
+    )
     made = make(f"optimizer.lr={lr}", *more, folder=tmp_path / "run")
-    with pytest.raises(NonFiniteLoss, match=r"became NaN or infinite in steps? \d+") as caught:
+    with pytest.raises(
+        NonFiniteLoss, match=r"became NaN or infinite in steps? \d+"
+    ) as caught:
         train(made.run)
     assert "Choose another run.name with a lower optimizer.lr" in str(caught.value)
     found = made.store.restore()
@@ -427,52 +571,96 @@ def test_divergence_stops_and_the_last_checkpoint_is_finite(make, tmp_path, lr):
 
 def batch(weight: list[float]) -> Batch:
     label = torch.tensor([0, 1, 2])
-    return replace(Batch.of(torch.zeros(3, 3, 1, 1), label), weight=torch.tensor(weight))
+    return replace(
+        Batch.of(torch.zeros(3, 3, 1, 1), label), weight=torch.tensor(weight)
+    )
 
 
 def test_the_criterion_sums_its_weighted_terms():
     dims = Dims(3, 0, 0)
     terms = [ce.build(ce.Options(), dims), kl.build(kl.Options(temperature=2.0), dims)]
-    criterion = Criterion([loss_term("ce", 0.3), loss_term("kl", 2.0, temperature=2.0), loss_term("kl", 0.0)])
+    criterion = Criterion(
+        [
+            loss_term("ce", 0.3),
+            loss_term("kl", 2.0, temperature=2.0),
+            loss_term("kl", 0.0),
+        ]
+    )
     student, teacher = Outputs(torch.randn(3, 3)), Outputs(torch.randn(3, 3))
     found = criterion(student, teacher, batch([1.0, 0.0, 2.5]))
     assert list(found) == ["ce", "kl", "kl_2", "per_image", "loss"]
     one, other = (term(student, teacher, batch([1.0, 1.0, 1.0])) for term in terms)
     torch.testing.assert_close(found["ce"], one)
     torch.testing.assert_close(found["per_image"], 0.3 * one + 2.0 * other)
-    torch.testing.assert_close(found["loss"], torch.tensor([1.0, 0.0, 2.5]) * (0.3 * one + 2.0 * other))
-    reads_labels, reads_teacher = LossFacts(labels=True, logits="softmax"), LossFacts(teacher=True, logits="softmax")
-    assert [term.facts for term in criterion.all] == [reads_labels, reads_teacher, reads_teacher]
+    torch.testing.assert_close(
+        found["loss"], torch.tensor([1.0, 0.0, 2.5]) * (0.3 * one + 2.0 * other)
+    )
+    reads_labels, reads_teacher = (
+        LossFacts(labels=True, logits="softmax"),
+        LossFacts(teacher=True, logits="softmax"),
+    )
+    assert [term.facts for term in criterion.all] == [
+        reads_labels,
+        reads_teacher,
+        reads_teacher,
+    ]
 
 
 def test_the_agreement_is_the_cosine_of_the_projected_student_with_its_first_teacher():
-    """As its column says: similarities of `cckd`, tokens and other teachers are not mixed in."""
-    dims, features = Dims(3, 4, 4), torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
-    near, other, second = (loss_term("cosine", weight, dims) for weight in (0.25, 0.5, 1.0))
-    alike, far = loss_term("cckd", 1.5, dims), replace(loss_term("cckd", 1.5, dims), teacher=1)
-    student, one = (Outputs(torch.zeros(5, 3), {"pooled": each}) for each in features[:2])
+    """As its column says: similarities of `cckd`, tokens and other teachers are not
+    mixed in.
+    """
+    dims, features = (
+        Dims(3, 4, 4),
+        torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)),
+    )
+    near, other, second = (
+        loss_term("cosine", weight, dims) for weight in (0.25, 0.5, 1.0)
+    )
+    alike, far = (
+        loss_term("cckd", 1.5, dims),
+        replace(loss_term("cckd", 1.5, dims), teacher=1),
+    )
+    student, one = (
+        Outputs(torch.zeros(5, 3), {"pooled": each}) for each in features[:2]
+    )
     both = Outputs(one.logits, {"pooled": features[1], "pooled.1": features[2]})
     project = near.loss.project
     projected, target = features[0] @ project.weight.T + project.bias, features[1]
     lengths = projected.norm(dim=1) * target.norm(dim=1)
-    criterion = Criterion([alike, loss_term("kl", 2.0), near, other, replace(second, teacher=1)])
-    torch.testing.assert_close(criterion.agreement(student, both), (projected * target).sum(1) / lengths)
+    criterion = Criterion(
+        [alike, loss_term("kl", 2.0), near, other, replace(second, teacher=1)]
+    )
+    torch.testing.assert_close(
+        criterion.agreement(student, both), (projected * target).sum(1) / lengths
+    )
     unprojected = Criterion([alike, far, loss_term("cckd", 0.0, dims)])
-    torch.testing.assert_close(unprojected.agreement(student, both), alike.loss.agreement(student, one))
+    torch.testing.assert_close(
+        unprojected.agreement(student, both), alike.loss.agreement(student, one)
+    )
 
 
 @pytest.mark.parametrize(
-    ("length", "expected"), [({"epochs": 4, "steps": 0}, 0.5), ({"epochs": 0, "steps": 40}, 17 / 40)]
+    ("length", "expected"),
+    [({"epochs": 4, "steps": 0}, 0.5), ({"epochs": 0, "steps": 40}, 17 / 40)],
 )
-def test_the_share_that_was_done_when_an_epoch_began_is_the_same_in_its_middle(length, expected):
-    """A sifter that plans by it makes the same plan when a run resumes inside the epoch."""
+def test_the_share_that_was_done_when_an_epoch_began_is_the_same_in_its_middle(
+    length, expected
+):
+    """A sifter that plans by it makes the same plan when a run resumes inside the
+    epoch.
+    """
     run = RunLength(batch_size=8, views=0, every=Intervals(), **length)
     for inside in (0, 3):
-        assert run.share(State(step=17 + inside, epoch=2, step_in_epoch=inside)) == pytest.approx(expected)
+        assert run.share(
+            State(step=17 + inside, epoch=2, step_in_epoch=inside)
+        ) == pytest.approx(expected)
 
 
 def test_a_run_that_patience_ends_leaves_its_last_step(make, tmp_path):
-    """Its last evaluation is no better, and no checkpoint is due: the averaged weights of the end would be lost."""
+    """Its last evaluation is no better, and no checkpoint is due: the averaged weights
+    of the end would be lost.
+    """
     made = make(
         "run.epochs=9",
         "optimizer.lr=1e-12",

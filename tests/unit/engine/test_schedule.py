@@ -28,8 +28,19 @@ def test_constant():
 
 
 def test_apply_sets_every_group_and_has_no_state():
-    weight, bias = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}], lr=9.0)
+    weight, bias = (
+        torch.nn.Parameter(torch.zeros(2, 2)),
+        torch.nn.Parameter(torch.zeros(2)),
+    )
+    optimizer = torch.optim.SGD(
+        [{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}], lr=9.0
+    )
     schedule = Schedule(0.4, 0.0, 0.0)
-    assert schedule.apply(optimizer, 0.9) < schedule.apply(optimizer, 0.5) == pytest.approx(0.2)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.2])
+    assert (
+        schedule.apply(optimizer, 0.9)
+        < schedule.apply(optimizer, 0.5)
+        == pytest.approx(0.2)
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(
+        [0.2, 0.2]
+    )

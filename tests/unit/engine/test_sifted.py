@@ -1,4 +1,6 @@
-"""Runs of the loop with a sifter: counts, schedule, resume to the bit, and what the log says of an epoch."""
+"""Runs of the loop with a sifter: counts, schedule, resume to the bit, and what the log
+says of an epoch.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,11 @@ SIFTERS = {
     "teacher": ("sifter.kind=teacher", "sifter.keep=0.5", "teacher.cache.views=2"),
     "relative": (*RELATIVE, "sifter.beta_value=0.5"),
     "relative, in micros": (*RELATIVE, "data.micro_batch=4", "sifter.beta_value=2"),
-    "relative, delayed in each epoch": (*RELATIVE, "sifter.repeat_delay_per_epoch=true", "sifter.sift_delay=1"),
+    "relative, delayed in each epoch": (
+        *RELATIVE,
+        "sifter.repeat_delay_per_epoch=true",
+        "sifter.sift_delay=1",
+    ),
 }
 QUICK = ("history", "relative, in micros")  # before and after a batch is made
 
@@ -25,17 +31,28 @@ def rows(made, kind: str) -> list[dict]:
     return [row for row in made.store.rows if row["kind"] == kind]
 
 
-@pytest.mark.parametrize("name", [one if one in QUICK else slow(one) for one in SIFTERS])
+@pytest.mark.parametrize(
+    "name", [one if one in QUICK else slow(one) for one in SIFTERS]
+)
 def test_a_sifted_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name):
-    overrides = ("run.epochs=4", "run.every.checkpoint=1", "student.args.proj_drop_rate=0.3", *SIFTERS[name])
+    overrides = (
+        "run.epochs=4",
+        "run.every.checkpoint=1",
+        "student.args.proj_drop_rate=0.3",
+        *SIFTERS[name],
+    )
     cache = "teacher.cache.path={}/cache"  # each run fills its own
-    whole = make(*overrides, cache.format(tmp_path / "whole"), folder=tmp_path / "whole")
+    whole = make(
+        *overrides, cache.format(tmp_path / "whole"), folder=tmp_path / "whole"
+    )
     last = train(whole.run)
     expected = without_clocks(read_rows(tmp_path / "whole"))
     whole.store.close()
     for at in range(2, last.step, 3):
         folder = tmp_path / f"killed {at}"
-        killed = make(*overrides, cache.format(folder), folder=folder, logger=StopAfter(at))
+        killed = make(
+            *overrides, cache.format(folder), folder=folder, logger=StopAfter(at)
+        )
         with pytest.raises(Stop):
             train(killed.run)
         killed.store.close()
@@ -43,7 +60,8 @@ def test_a_sifted_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, na
         train(resumed.run)
         resumed.store.close()
         assert same(weights(resumed.run), weights(whole.run)), at
-        # an answer is asked for again where a resumed epoch scores again what was waiting
+        # an answer is asked for again where a resumed epoch scores again what was
+        # waiting
         uncounted = [
             [{k: v for k, v in row.items() if k != "teacher_images"} for row in found]
             for found in (without_clocks(read_rows(folder)), expected)
@@ -70,12 +88,21 @@ def test_the_teacher_runs_once_on_what_is_scored(make):
     made = make("run.epochs=3", *keys)
     state = train(made.run)
     assert state.images == 3 * 16
-    assert sum(row["teacher_images"] for row in rows(made, "train")) == 3 * 32  # every candidate, not again in the step
+    assert (
+        sum(row["teacher_images"] for row in rows(made, "train")) == 3 * 32
+    )  # every candidate, not again in the step
 
 
 def test_the_step_reuses_the_scoring_passs_teacher_outputs(make, steady):
-    """Kept images carry the scoring pass's logits; asked again, the teacher would say the same."""
-    keys = ("sifter.kind=relative", "sifter.sift_delay=0", "data.batch_size=12", f"teacher.model={steady}")
+    """Kept images carry the scoring pass's logits; asked again, the teacher would say
+    the same.
+    """
+    keys = (
+        "sifter.kind=relative",
+        "sifter.sift_delay=0",
+        "data.batch_size=12",
+        f"teacher.model={steady}",
+    )
     made, asked = make(*keys), make(*keys)
     teacher, compared = asked.run.teacher, []
 
@@ -85,7 +112,9 @@ def test_the_step_reuses_the_scoring_passs_teacher_outputs(make, steady):
 
         def __call__(self, batch):
             if batch.teacher_outputs is not None:
-                compared.append((teacher(batch).logits, teacher._forward(batch)[0].logits))
+                compared.append(
+                    (teacher(batch).logits, teacher._forward(batch)[0].logits)
+                )
             return teacher(batch)
 
     object.__setattr__(asked.run, "teacher", Again())
@@ -98,13 +127,20 @@ def test_the_step_reuses_the_scoring_passs_teacher_outputs(make, steady):
 
 
 def test_scoring_leaves_the_student_as_it_was(make):
-    """Batch norm's statistics and dropout's draws are those of training alone: beta near 0 keeps all but scores all."""
+    """Batch norm's statistics and dropout's draws are those of training alone: beta
+    near 0 keeps all but scores all.
+    """
     args = "{embed_dim: 32, depth: 1, num_heads: 2, cls_attn_layers: 1}"
     norm = ("student.model=xcit_nano_12_p8_224", f"student.args={args}")
-    sifted = make(*norm, "sifter.kind=relative", "sifter.sift_delay=0", "sifter.beta_value=0.01")
+    sifted = make(
+        *norm, "sifter.kind=relative", "sifter.sift_delay=0", "sifter.beta_value=0.01"
+    )
     plain = make(*norm)
     assert sifted.run.sifter.plan(0, 0.0).steps == 3
-    before = {name: tensor.clone() for name, tensor in sifted.run.distillation.state_dict().items()}
+    before = {
+        name: tensor.clone()
+        for name, tensor in sifted.run.distillation.state_dict().items()
+    }
     plan = plain.run.sifter.plan(0, 0.0)
     batch = next(iter(plain.run.loader.epoch(plan, 0)))
     sifted.run.distillation.train()
@@ -118,9 +154,16 @@ def test_scoring_leaves_the_student_as_it_was(make):
 
 
 def test_the_scoring_pass_may_see_images_of_half_the_size(make):
-    made = make(*RELATIVE, "sifter.shrink=2", "student.args.dynamic_img_size=true", "run.epochs=4")
+    made = make(
+        *RELATIVE,
+        "sifter.shrink=2",
+        "student.args.dynamic_img_size=true",
+        "run.epochs=4",
+    )
     seen: list[torch.Size] = []
-    hook = made.run.distillation.student.network.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape))
+    hook = made.run.distillation.student.network.register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].shape)
+    )
     state = train(made.run)
     hook.remove()
     side = max(shape[-1] for shape in seen)
@@ -131,6 +174,10 @@ def test_the_scoring_pass_may_see_images_of_half_the_size(make):
 def test_a_student_of_one_size_is_not_scored_on_smaller_images(make):
     made = make(*RELATIVE, "sifter.shrink=2")
     with pytest.raises(
-        ModelError, match=r"sifter\.shrink: is 2, but the student takes no smaller images \(Input height"
+        ModelError,
+        match=(
+            r"sifter\.shrink: is 2, but the student takes no smaller images \(Input"
+            r" height"
+        ),
     ):
         train(made.run)

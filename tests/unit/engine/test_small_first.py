@@ -1,4 +1,6 @@
-"""Small images in the first part of a run: which steps have them, what a teacher sees, resume, caches, sifters."""
+"""Small images in the first part of a run: which steps have them, what a teacher sees,
+resume, caches, sifters.
+"""
 
 import io
 import shutil
@@ -27,20 +29,29 @@ from kd.setup.data import open_sources
 from kd.setup.recipe import fit_folders, resolve
 from kd.setup.student import best_student
 
-SMALL = ("data.progressive.size=8", "data.progressive.until=0.6", "run.every.log=1", "data.augment.crop_scale=0.5")
+SMALL = (
+    "data.progressive.size=8",
+    "data.progressive.until=0.6",
+    "run.every.log=1",
+    "data.augment.crop_scale=0.5",
+)
 RELATIVE = ("sifter.kind=relative", "sifter.sift_delay=3", "sifter.beta_value=0.5")
 MIXED = ("data.augment.mixup=0.8", "data.augment.cutmix=1.0", "data.augment.erase=0.5")
 
 
 def sides(module: torch.nn.Module) -> list[int]:
-    """Return a list that grows by the side of each batch of images that a module is given."""
+    """Return a list that grows by the side of each batch of images that a module is
+    given.
+    """
     seen: list[int] = []
     module.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[-1]))
     return seen
 
 
 def test_the_student_sees_small_images_first_and_its_teacher_whole_ones(make):
-    """36 images in batches of 8, 4 epochs: the middles of the first 10 of 16 steps lie before 0.6 of the run."""
+    """36 images in batches of 8, 4 epochs: the middles of the first 10 of 16 steps lie
+    before 0.6 of the run.
+    """
     made = make(*SMALL, "run.epochs=4", "run.every.evaluate=16", "data.micro_batch=4")
     student = made.run.distillation.student.network
     seen, teacher = sides(student), sides(made.run.teacher.model.network)
@@ -52,7 +63,10 @@ def test_the_student_sees_small_images_first_and_its_teacher_whole_ones(make):
     assert made.run.distillation.student.input_size == 16
 
 
-@pytest.mark.parametrize(("epochs", "steps", "expected"), [(4, 0, [4, 4, 2, 0]), (1, 0, [2]), (0, 10, [4, 2, 0])])
+@pytest.mark.parametrize(
+    ("epochs", "steps", "expected"),
+    [(4, 0, [4, 4, 2, 0]), (1, 0, [2]), (0, 10, [4, 2, 0])],
+)
 def test_the_share_of_the_run_decides_step_by_step(epochs, steps, expected):
     length = RunLength(epochs, steps, 8, 0, Intervals(), small_until=0.6)
     plan = Plan(torch.arange(32), torch.ones(32))
@@ -62,25 +76,44 @@ def test_the_share_of_the_run_decides_step_by_step(epochs, steps, expected):
         resumed = replace(begun, step=begun.step + 3, step_in_epoch=3)
         assert length.small_steps(begun, plan) == length.small_steps(resumed, plan)
         found.append(length.small_steps(begun, plan))
-        middles = [length.progress(replace(begun, step=4 * epoch + at, step_in_epoch=at), 4) for at in range(4)]
+        middles = [
+            length.progress(replace(begun, step=4 * epoch + at, step_in_epoch=at), 4)
+            for at in range(4)
+        ]
         assert found[-1] == sum(middle < 0.6 for middle in middles)
     assert found == expected
     assert replace(length, small_until=0.0).small_steps(State(), plan) == 0
 
 
 def test_a_sifted_epoch_is_measured_in_its_own_steps():
-    """Ten epochs of 2 of 4 steps, 0.52 of the run: the sixth epoch's second step would be small by 4."""
+    """Ten epochs of 2 of 4 steps, 0.52 of the run: the sixth epoch's second step would
+    be small by 4.
+    """
     length = RunLength(10, 0, 8, 0, Intervals(), small_until=0.52)
     plan = Plan(torch.arange(32), torch.ones(32), steps=2)
-    found = [length.small_steps(State(step=2 * epoch, epoch=epoch), plan) for epoch in range(10)]
-    middles = [[(epoch + (step + 0.5) / 2) / 10 < 0.52 for step in range(2)] for epoch in range(10)]
+    found = [
+        length.small_steps(State(step=2 * epoch, epoch=epoch), plan)
+        for epoch in range(10)
+    ]
+    middles = [
+        [(epoch + (step + 0.5) / 2) / 10 < 0.52 for step in range(2)]
+        for epoch in range(10)
+    ]
     assert found == [4 if 2 * sum(small) >= 2 else 0 for small in middles]
     assert found == [4] * 5 + [0] * 5
 
 
 @pytest.mark.parametrize("mixing", [(), MIXED], ids=["plain", "mixed"])
-def test_live_filled_as_it_goes_and_filled_ahead_are_the_same_run(make, settings, steady, tmp_path, mixing):
-    own = (*SMALL, *mixing, f"teacher.model={steady}", "data.batch_size=12", "run.epochs=4")
+def test_live_filled_as_it_goes_and_filled_ahead_are_the_same_run(
+    make, settings, steady, tmp_path, mixing
+):
+    own = (
+        *SMALL,
+        *mixing,
+        f"teacher.model={steady}",
+        "data.batch_size=12",
+        "run.epochs=4",
+    )
     live = make(*own, "data.views=2")
     train(live.run)
     filling = make(*own, *keys(tmp_path / "one"))
@@ -89,7 +122,9 @@ def test_live_filled_as_it_goes_and_filled_ahead_are_the_same_run(make, settings
     ahead = make(*own, *keys(tmp_path / "two"), "data.store=views")
     train(ahead.run)
     assert curve(live) == curve(filling) == curve(ahead)
-    assert all(same(weights(live.run), weights(other.run)) for other in (filling, ahead))
+    assert all(
+        same(weights(live.run), weights(other.run)) for other in (filling, ahead)
+    )
     assert taught(filling) == [12.0] * 6 + [0.0] * 6
     assert taught(ahead) == [0.0] * 12
 
@@ -102,17 +137,25 @@ SIFTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["none", slow("history"), slow("relative, live"), "relative, cached"])
-def test_a_run_that_was_killed_in_either_part_is_the_run_that_was_not(make, tmp_path, name):
+@pytest.mark.parametrize(
+    "name", ["none", slow("history"), slow("relative, live"), "relative, cached"]
+)
+def test_a_run_that_was_killed_in_either_part_is_the_run_that_was_not(
+    make, tmp_path, name
+):
     overrides = (*SMALL, "run.epochs=4", "run.every.checkpoint=1", *SIFTERS[name])
     cache = "teacher.cache.path={}/cache"  # each run fills its own
-    whole = make(*overrides, cache.format(tmp_path / "whole"), folder=tmp_path / "whole")
+    whole = make(
+        *overrides, cache.format(tmp_path / "whole"), folder=tmp_path / "whole"
+    )
     seen = sides(whole.run.distillation.student.network)
     last = train(whole.run)
     assert {8, 16} == set(seen)
     for at in (3, last.step - 2):
         folder = tmp_path / f"killed {at}"
-        killed = make(*overrides, cache.format(folder), folder=folder, logger=StopAfter(at))
+        killed = make(
+            *overrides, cache.format(folder), folder=folder, logger=StopAfter(at)
+        )
         with pytest.raises(Stop):
             train(killed.run)
         killed.store.close()
@@ -120,7 +163,10 @@ def test_a_run_that_was_killed_in_either_part_is_the_run_that_was_not(make, tmp_
         train(resumed.run)
         assert same(weights(resumed.run), weights(whole.run)), at
         found, expected = (
-            [{k: v for k, v in row.items() if k != "teacher_images"} for row in without_clocks(read_rows(one))]
+            [
+                {k: v for k, v in row.items() if k != "teacher_images"}
+                for row in without_clocks(read_rows(one))
+            ]
             for one in (folder, tmp_path / "whole")
         )
         assert found == expected
@@ -135,8 +181,12 @@ def test_an_epoch_of_a_scoring_sifter_has_one_size(make):
     assert 8 not in seen[len(training) :]
 
 
-def test_an_image_that_changed_while_images_are_small_ends_the_run(make, photos, settings, tmp_path):
-    """Its stored answer no longer holds, and its teacher would be asked about the small view."""
+def test_an_image_that_changed_while_images_are_small_ends_the_run(
+    make, photos, settings, tmp_path
+):
+    """Its stored answer no longer holds, and its teacher would be asked about the small
+    view.
+    """
     data = tmp_path / "photos"
     shutil.copytree(photos, data)
     own = (*SMALL, f"data.root={data}", *keys(tmp_path / "cache", views=1))
@@ -145,7 +195,10 @@ def test_an_image_that_changed_while_images_are_small_ends_the_run(make, photos,
     size = file.stat().st_size
     quality = next(q for q in range(89, 0, -1) if len(_jpeg(file, q)) <= size)
     file.write_bytes(_jpeg(file, quality).ljust(size, b"\0"))
-    with pytest.raises(ModelError, match=r"teacher\.cache\.path: .* has changed since its record.*kd-cache"):
+    with pytest.raises(
+        ModelError,
+        match=r"teacher\.cache\.path: .* has changed since its record.*kd-cache",
+    ):
         train(make(*own, "run.epochs=4").run)
 
 
@@ -156,13 +209,19 @@ def _jpeg(file, quality: int) -> bytes:
 
 
 def test_patience_begins_where_images_have_their_size(make):
-    own = ("run.epochs=8", "run.patience=1", "optimizer.lr=1e-12")  # no evaluation is better than the first
+    own = (
+        "run.epochs=8",
+        "run.patience=1",
+        "optimizer.lr=1e-12",
+    )  # no evaluation is better than the first
     assert train(make(*own).run).epoch == 2
     assert train(make(*own, *SMALL).run).epoch == 5  # 0.6 of 8 epochs are 4.8
 
 
 def test_a_vit_takes_other_sizes_and_its_export_is_as_ever(make, settings, tmp_path):
-    """Position embeddings are resampled in training alone: the folder holds a network of one size."""
+    """Position embeddings are resampled in training alone: the folder holds a network
+    of one size.
+    """
     made = make(*SMALL, folder=tmp_path / "run")
     train(made.run)
     recipe = resolve(config.load(settings, SMALL))
@@ -170,26 +229,43 @@ def test_a_vit_takes_other_sizes_and_its_export_is_as_ever(make, settings, tmp_p
     assert not exported.network.dynamic_img_size
     pixels = torch.randint(256, (3, 3, 16, 16), dtype=torch.uint8)
     trained = made.run.distillation.student.eval()
-    torch.testing.assert_close(trained(pixels).logits, exported.eval()(pixels).logits, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        trained(pixels).logits, exported.eval()(pixels).logits, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("data.progressive.size=12",), r"size: is 12, but .* takes no images of 12 px\. Sizes that it takes: 8\."),
-        (("student.args.dynamic_img_size=false",), r"takes no images of 8 px\. It takes 16 px alone"),
+        (
+            ("data.progressive.size=12",),
+            r"size: is 12, but .* takes no images of 12 px\. Sizes that it takes: 8\.",
+        ),
+        (
+            ("student.args.dynamic_img_size=false",),
+            r"takes no images of 8 px\. It takes 16 px alone",
+        ),
     ],
     ids=["a part of a patch", "a network of one size"],
 )
-def test_sizes_that_a_student_cannot_take_are_refused_before_step_one(settings, make, overrides, words):
+def test_sizes_that_a_student_cannot_take_are_refused_before_step_one(
+    settings, make, overrides, words
+):
     own = (*SMALL, *overrides)
-    for refuse in (lambda: check(resolve(config.load(settings, own))), lambda: make(*own)):
+    for refuse in (
+        lambda: check(resolve(config.load(settings, own))),
+        lambda: make(*own),
+    ):
         with pytest.raises(ModelError, match=words):
             refuse()
 
 
 def test_a_fitted_teacher_is_the_same_one(settings):
-    settings["teacher"] = {**settings["teacher"], "model": "vit_tiny_patch16_224", "fit": {"epochs": 2}}
+    settings["teacher"] = {
+        **settings["teacher"],
+        "model": "vit_tiny_patch16_224",
+        "fit": {"epochs": 2},
+    }
     plain, small = (resolve(config.load(settings, own)) for own in ((), SMALL[:2]))
     first, second = (fit_folders(recipe, "data") for recipe in (plain, small))
     assert [path for _, path in first.values()] == [path for _, path in second.values()]
@@ -198,17 +274,37 @@ def test_a_fitted_teacher_is_the_same_one(settings):
 
 def test_a_check_estimates_both_parts(settings):
     recipe = resolve(
-        config.load(settings, [*SMALL, "run.steps=100", "run.every.evaluate=100", *keys("cache", views=1)])
+        config.load(
+            settings,
+            [
+                *SMALL,
+                "run.steps=100",
+                "run.every.evaluate=100",
+                *keys("cache", views=1),
+            ],
+        )
     )
     assert "at 8 px until 60% of them" in describe(recipe)
     with distributed(recipe.backend) as backend:
         bench = Bench.of(recipe, open_sources(recipe.data), backend)
         found = measure(bench)
         assert min(found["small step"].ms, found["small load"].ms) > 0
-        known = {"step": 40.0, "small step": 10.0, "load": 4.0, "small load": 2.0, "score": 0.0, "teacher": 0.0}
+        known = {
+            "step": 40.0,
+            "small step": 10.0,
+            "load": 4.0,
+            "small load": 2.0,
+            "score": 0.0,
+            "teacher": 0.0,
+        }
         parts = {name: Timed(ms, ms, 8) for name, ms in {**known, "fit": 0.0}.items()}
-        speed = next(line for line in estimate(bench, parts) if line.startswith("speed"))
+        speed = next(
+            line for line in estimate(bench, parts) if line.startswith("speed")
+        )
     once = 36 / 800  # images are also loaded whole where the teacher is run
     each = 0.4 * (40 + 4) + 0.6 * (10 + 2 + once * 4)
     assert f" {1000 / each:.0f} images/s; " in speed
-    assert "student 40.000, loading 4.000, at 8 px, until 60%, student 10.000, loading then 2.000 ms" in speed
+    assert (
+        "student 40.000, loading 4.000, at 8 px, until 60%, student 10.000, loading"
+        " then 2.000 ms" in speed
+    )

@@ -1,4 +1,6 @@
-"""The state of a network that is no average: its averaged weights, its checkpoint, and what a new network loads."""
+"""The state of a network that is no average: its averaged weights, its checkpoint, and
+what a new network loads.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +59,24 @@ def items(count: int, seed: int) -> TensorDataset:
 def distill(student: nn.Module, **changes: object) -> kd.Distilled:
     torch.manual_seed(1)
     teacher = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
-    sections = {"optimizer": {"lr": 1e-2, "ema_decay": 0.9}, "backend": {"kind": "cpu", "precision": "fp32"}}
+    sections = {
+        "optimizer": {"lr": 1e-2, "ema_decay": 0.9},
+        "backend": {"kind": "cpu", "precision": "fp32"},
+    }
     sections |= {"epochs": 2, "batch_size": 16, "progress": False, **changes}
-    return kd.distill(teacher=teacher, student=student, train=items(64, 3), val=items(33, 9), **sections)
+    return kd.distill(
+        teacher=teacher,
+        student=student,
+        train=items(64, 3),
+        val=items(33, 9),
+        **sections,
+    )
 
 
 def test_power_iterations_are_copied_so_the_average_keeps_its_norm():
-    """The averages of unit vectors are shorter than 1, and the weights were divided by a norm that is too small."""
+    """The averages of unit vectors are shorter than 1, and the weights were divided by
+    a norm that is too small.
+    """
     torch.manual_seed(0)
     module = nn.Sequential(spectral_norm(nn.Linear(16, 8)))
     average, original = EMA(module, 0.9), module[0].parametrizations.weight.original
@@ -77,9 +90,9 @@ def test_power_iterations_are_copied_so_the_average_keeps_its_norm():
     vectors = {name: buffer.clone() for name, buffer in module.named_buffers()}
     module.eval()
     with average.applied():
-        assert {name: buffer.norm().item() for name, buffer in module.named_buffers()} == pytest.approx(
-            dict.fromkeys(vectors, 1.0), abs=1e-5
-        )
+        assert {
+            name: buffer.norm().item() for name, buffer in module.named_buffers()
+        } == pytest.approx(dict.fromkeys(vectors, 1.0), abs=1e-5)
         left, right = (vectors[f"0.parametrizations.weight.0._{name}"] for name in "uv")
         smooth = average.average["0.parametrizations.weight.original"]
         expected = smooth / (left @ smooth @ right)
@@ -89,7 +102,9 @@ def test_power_iterations_are_copied_so_the_average_keeps_its_norm():
 @pytest.mark.parametrize("decay", [0.0, 0.9])
 def test_a_new_network_loads_the_averages_and_every_other_buffer(tmp_path, decay):
     student = indexed()
-    result = distill(student, folder=tmp_path / "run", optimizer={"lr": 1e-2, "ema_decay": decay})
+    result = distill(
+        student, folder=tmp_path / "run", optimizer={"lr": 1e-2, "ema_decay": decay}
+    )
     fresh = indexed()
     load_student(LogitsModel(fresh, "student"), RunDir(tmp_path / "run").restore()[1])
     for name, tensor in student.state_dict().items():
@@ -100,13 +115,25 @@ def test_a_new_network_loads_the_averages_and_every_other_buffer(tmp_path, decay
         reached = (fresh.eval()(image).argmax(1) == label).float().mean().item()
     assert result.metrics["accuracy"] == pytest.approx(reached)
     again = indexed()
-    assert distill(again, folder=tmp_path / "run", optimizer={"lr": 1e-2, "ema_decay": decay}).metrics == result.metrics
+    assert (
+        distill(
+            again, folder=tmp_path / "run", optimizer={"lr": 1e-2, "ema_decay": decay}
+        ).metrics
+        == result.metrics
+    )
 
 
-def test_a_run_with_averages_and_buffers_of_any_kind_can_be_used(settings, tmp_path, monkeypatch):
+def test_a_run_with_averages_and_buffers_of_any_kind_can_be_used(
+    settings, tmp_path, monkeypatch
+):
     (tmp_path / "indexed.py").write_text(CODE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    student = {"kind": "torch", "model": "indexed:Indexed", "mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
+    student = {
+        "kind": "torch",
+        "model": "indexed:Indexed",
+        "mean": [0.5, 0.5, 0.5],
+        "std": [0.25, 0.25, 0.25],
+    }
     changes = {"optimizer": {"lr": 1e-2, "ema_decay": 0.9}, "run": {"epochs": 1}}
     run = kd.train({**merged(settings, changes), "student": student})
     state = dict(trained_network(run.student).named_buffers())
@@ -133,7 +160,9 @@ class Renames(Grows):
 
     def __init__(self) -> None:
         super().__init__()
-        self._register_state_dict_hook(lambda module, state, prefix, rest: state.update(old=state.popitem()[1]))
+        self._register_state_dict_hook(
+            lambda module, state, prefix, rest: state.update(old=state.popitem()[1])
+        )
 
 
 class Extra(Grows):
@@ -147,10 +176,21 @@ class Extra(Grows):
 
 @pytest.mark.parametrize(
     ("student", "words"),
-    [(Grows, "'queue'.*persistent=False"), (Renames, "does not fit.*head"), (Extra, "does not fit.*_extra_state")],
+    [
+        (Grows, "'queue'.*persistent=False"),
+        (Renames, "does not fit.*head"),
+        (Extra, "does not fit.*_extra_state"),
+    ],
 )
 @pytest.mark.parametrize("decay", [0.0, 0.9])
-def test_a_state_that_no_new_network_loads_is_refused_at_the_first_step(tmp_path, student, words, decay):
+def test_a_state_that_no_new_network_loads_is_refused_at_the_first_step(
+    tmp_path, student, words, decay
+):
     with pytest.raises(KdError, match=rf"^student: .*{words}"):
-        distill(student(), folder=tmp_path / "run", epochs=10**6, optimizer={"lr": 1e-2, "ema_decay": decay})
+        distill(
+            student(),
+            folder=tmp_path / "run",
+            epochs=10**6,
+            optimizer={"lr": 1e-2, "ema_decay": decay},
+        )
     assert not [*(tmp_path / "run").rglob("step_*")]

@@ -1,4 +1,6 @@
-"""What one step and one evaluation are, compared with a formula: averaged weights, seeds, logged means, host waits."""
+"""What one step and one evaluation are, compared with a formula: averaged weights,
+seeds, logged means, host waits.
+"""
 
 import copy
 import math
@@ -27,12 +29,16 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_host_waits_for_the_device_at_known_points_only(make, tmp_path, name):
-    """At a log point, in an evaluation, with a checkpoint, and once an epoch; in no step."""
+    """At a log point, in an evaluation, with a checkpoint, and once an epoch; in no
+    step.
+    """
     more = (f"teacher.cache.path={tmp_path / 'cache'}",) if name == "cached" else ()
     run = make("run.epochs=3", "run.every.log=100", *CASES[name], *more).run
     with Reads() as reads:
         train(run)
-    more = {"history": ONCE_AN_EPOCH, "cached": {"types:take"}}.get(name, set())  # of a batch that was not sent yet
+    more = {"history": ONCE_AN_EPOCH, "cached": {"types:take"}}.get(
+        name, set()
+    )  # of a batch that was not sent yet
     assert set(reads.found) - HOST == AT_POINTS | more
 
 
@@ -44,9 +50,13 @@ def test_the_newest_of_equal_scores_is_kept_and_patience_counts_on(make):
     assert (second.best, first.no_better, second.no_better) == (first.best, 0, 1)
 
 
-@pytest.mark.parametrize(("images", "kept"), [(111, [0, 1, 3, 4]), (400, [0, 1, 4]), (0, [0, 1])])
+@pytest.mark.parametrize(
+    ("images", "kept"), [(111, [0, 1, 3, 4]), (400, [0, 1, 4]), (0, [0, 1])]
+)
 def test_the_newest_within_a_standard_error_of_the_best_is_kept(make, images, kept):
-    """The accuracies of a real run; sqrt(0.6306 * 0.3694 / images) is 0.0458 and 0.0241; 0: it is not known."""
+    """The accuracies of a real run; sqrt(0.6306 * 0.3694 / images) is 0.0458 and
+    0.0241; 0: it is not known.
+    """
     scores = [0.5586, 0.6306, 0.5766, 0.5856, 0.6126]
 
     class Scripted(Evaluator):
@@ -58,7 +68,11 @@ def test_the_newest_within_a_standard_error_of_the_best_is_kept(make, images, ke
         def standard_error(self, value):
             return math.sqrt(value * (1 - value) / images) if images else 0.0
 
-    run, state, found = replace(make("run.steps=1").run, evaluator=Scripted()), State(), []
+    run, state, found = (
+        replace(make("run.steps=1").run, evaluator=Scripted()),
+        State(),
+        [],
+    )
     for step in range(5):
         state, chosen = evaluate(run, state, Stopping(run))
         found += [step] * chosen
@@ -77,17 +91,32 @@ def averaged(run) -> torch.nn.Module:
 
 
 def test_evaluation_and_checkpoint_have_the_averaged_weights(make, tmp_path):
-    run, store, _ = make("run.steps=4", "optimizer.ema_decay=0.9", "optimizer.lr=0.03", folder=tmp_path / "run")
+    run, store, _ = make(
+        "run.steps=4",
+        "optimizer.ema_decay=0.9",
+        "optimizer.lr=0.03",
+        folder=tmp_path / "run",
+    )
     train(run)
     last, raw = store.metrics("val")[-1], run.evaluator(run.distillation.student)
     smooth = run.evaluator(averaged(run))
-    column = "student_kl" if "student_kl" in smooth else next(key for key in smooth if smooth[key] != raw[key])
+    column = (
+        "student_kl"
+        if "student_kl" in smooth
+        else next(key for key in smooth if smooth[key] != raw[key])
+    )
     assert last[column] == pytest.approx(smooth[column], rel=1e-6)
     assert last[column] != pytest.approx(raw[column], rel=1e-3)
     _, tensors, _ = store.restore()
     student = copy.deepcopy(run.distillation.student)
     load_student(student, tensors)  # what is scored at the end, and exported
     expected = averaged(run).state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in student.state_dict().items())
+    assert all(
+        torch.equal(tensor, expected[name])
+        for name, tensor in student.state_dict().items()
+    )
     raw_state = run.distillation.student.state_dict()
-    assert any(not torch.equal(tensor, raw_state[name]) for name, tensor in student.state_dict().items())
+    assert any(
+        not torch.equal(tensor, raw_state[name])
+        for name, tensor in student.state_dict().items()
+    )

@@ -12,7 +12,11 @@ from kd.core.types import State
 from kd.deploy.export.package import write_folder
 from kd.files import checkpoint
 
-TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.randn(5).to(torch.bfloat16)}
+TENSORS = {
+    "a": torch.arange(6.0).view(2, 3),
+    "b": torch.tensor(3),
+    "c": torch.randn(5).to(torch.bfloat16),
+}
 
 
 def everything(folder: Path) -> list[str]:
@@ -21,17 +25,35 @@ def everything(folder: Path) -> list[str]:
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
     state = State(step=7, epoch=1, step_in_epoch=3, images=56, seconds=1.25, best=0.5)
-    info = {"optimizer_groups": [{"lr": 0.1, "betas": [0.9, 0.999], "params": [0, 1], "fused": True, "foreach": None}]}
+    info = {
+        "optimizer_groups": [
+            {
+                "lr": 0.1,
+                "betas": [0.9, 0.999],
+                "params": [0, 1],
+                "fused": True,
+                "foreach": None,
+            }
+        ]
+    }
     checkpoint.write(tmp_path / "a", state, TENSORS, info)
     found = checkpoint.read(tmp_path / "a")
     assert (found[0], found[2]) == (state, info)
     assert found[1].keys() == TENSORS.keys()
-    assert all(torch.equal(found[1][n], t) and found[1][n].dtype == t.dtype for n, t in TENSORS.items())
+    assert all(
+        torch.equal(found[1][n], t) and found[1][n].dtype == t.dtype
+        for n, t in TENSORS.items()
+    )
 
 
 def test_shared_and_strided_tensors_can_be_written(tmp_path):
     matrix = torch.arange(12.0).view(3, 4)
-    checkpoint.write(tmp_path / "a", State(), {"a": matrix, "b": matrix, "t": matrix.T, "row": matrix[1]}, {})
+    checkpoint.write(
+        tmp_path / "a",
+        State(),
+        {"a": matrix, "b": matrix, "t": matrix.T, "row": matrix[1]},
+        {},
+    )
     found = checkpoint.read(tmp_path / "a")[1]
     assert torch.equal(found["t"], matrix.T)
     assert torch.equal(found["b"], matrix)
@@ -39,7 +61,17 @@ def test_shared_and_strided_tensors_can_be_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", ["cut", "no tensors", "no state", "half a state", "format", "other bits", "a list", "step"]
+    "damage",
+    [
+        "cut",
+        "no tensors",
+        "no state",
+        "half a state",
+        "format",
+        "other bits",
+        "a list",
+        "step",
+    ],
 )
 def test_a_damaged_checkpoint_says_what_to_remove(tmp_path, damage):
     folder = tmp_path / "step_00000001"
@@ -59,17 +91,27 @@ def test_a_damaged_checkpoint_says_what_to_remove(tmp_path, damage):
     elif damage == "step":
         state.write_text(state.read_text().replace('"step": 1,', '"step": 3,'))
     else:
-        state.write_text("[]" if damage == "a list" else json.dumps({**content, "format": 9}))
+        state.write_text(
+            "[]" if damage == "a list" else json.dumps({**content, "format": 9})
+        )
     with pytest.raises(
-        RunError, match=r"^run\.folder: (checkpoint )?'.*step_00000001.*' .* [Rr]emove '.*step_00000001'"
+        RunError,
+        match=(
+            r"^run\.folder: (checkpoint )?'.*step_00000001.*' .* [Rr]emove"
+            r" '.*step_00000001'"
+        ),
     ) as e:
         checkpoint.read(folder)
     assert "\n" not in str(e.value)
     assert "None" not in str(e.value)
 
 
-@pytest.mark.parametrize(("call", "file"), [("open", checkpoint.TENSORS), ("read_bytes", checkpoint.STATE)])
-def test_a_checkpoint_that_this_user_may_not_read_is_not_to_be_removed(tmp_path, monkeypatch, call, file):
+@pytest.mark.parametrize(
+    ("call", "file"), [("open", checkpoint.TENSORS), ("read_bytes", checkpoint.STATE)]
+)
+def test_a_checkpoint_that_this_user_may_not_read_is_not_to_be_removed(
+    tmp_path, monkeypatch, call, file
+):
     real = getattr(Path, call)
 
     def refuse(path, *args, **more):
@@ -79,7 +121,9 @@ def test_a_checkpoint_that_this_user_may_not_read_is_not_to_be_removed(tmp_path,
 
     checkpoint.write(tmp_path / "a", State(), TENSORS, {})
     monkeypatch.setattr(Path, call, refuse)
-    with pytest.raises(RunError, match=r"Permission denied.*let this user read it") as caught:
+    with pytest.raises(
+        RunError, match=r"Permission denied.*let this user read it"
+    ) as caught:
         checkpoint.read(tmp_path / "a")
     assert not isinstance(caught.value, checkpoint.Broken)
 
@@ -100,7 +144,9 @@ def test_one_wrong_bit_names_its_tensor(tmp_path, name):
     offset = json.loads(content[8:begin])[name]["data_offsets"][0]
     content[begin + offset] ^= 1
     file.write_bytes(content)
-    with pytest.raises(RunError, match=rf"is damaged: .*tensor '{name}' .* Remove '.*step_00000001'"):
+    with pytest.raises(
+        RunError, match=rf"is damaged: .*tensor '{name}' .* Remove '.*step_00000001'"
+    ):
         checkpoint.read(folder)
 
 
@@ -110,7 +156,13 @@ BIG = {"a": torch.zeros(1_000_000)}
 def test_a_checkpoint_on_a_full_disk_leaves_the_one_before(small_disk):
     checkpoint.write(small_disk / "step_1", State(step=1), TENSORS, {})
     before = everything(small_disk)
-    with pytest.raises(RunError, match=r"^run\.folder: the disk is full at '.*step_2'\. Free space and run the same"):
+    with pytest.raises(
+        RunError,
+        match=(
+            r"^run\.folder: the disk is full at '.*step_2'\. Free space and run the"
+            r" same"
+        ),
+    ):
         checkpoint.write(small_disk / "step_2", State(step=2), BIG, {})
     assert everything(small_disk) == before
     assert checkpoint.read(small_disk / "step_1")[0].step == 1

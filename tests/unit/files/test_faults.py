@@ -1,7 +1,9 @@
-"""A fault or a kill at every call that changes the disk: the folder stays whole, and the best is the true best.
+"""A fault or a kill at every call that changes the disk: the folder stays whole, and
+the best is the true best.
 
-Calls are counted and fail in place: the files are real. A kill is `os._exit` in a forked process, so that no `finally`
-runs. Only single faults and faults that last are tried, not every combination of two.
+Calls are counted and fail in place: the files are real. A kill is `os._exit` in a
+forked process, so that no `finally` runs. Only single faults and faults that last are
+tried, not every combination of two.
 """
 
 import errno
@@ -54,14 +56,20 @@ class Faults:
                 patch.setattr(os, name, self._checked(getattr(os, name)))
             opened, save = Path.open, checkpoint.save_file
 
-            def open_(path: Path, mode: str = "r", *args: object, **options: object) -> io.IOBase:
+            def open_(
+                path: Path, mode: str = "r", *args: object, **options: object
+            ) -> io.IOBase:
                 if mode[0] in "xwa" and self.fails():
                     with opened(path, mode) as file:
                         file.write('{"kind": "ha')  # half of what was to be written
                     raise self.fail()
                 return opened(path, mode, *args, **options)  # type: ignore[arg-type]
 
-            def save_(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None) -> None:
+            def save_(
+                tensors: dict[str, torch.Tensor],
+                path: Path,
+                metadata: dict[str, str] | None,
+            ) -> None:
                 save(tensors, path, metadata)
                 if self.fails():
                     os.truncate(path, 20)
@@ -81,9 +89,15 @@ class Faults:
 
 
 def attempts(
-    work: Callable[[Path], None], check: Callable[[Path], None], base: Path, number: int, lasting: bool
+    work: Callable[[Path], None],
+    check: Callable[[Path], None],
+    base: Path,
+    number: int,
+    lasting: bool,
 ) -> int:
-    """Do `work` on a copy of `base` with a fault at the first call, the second, ...; return how many were tried."""
+    """Do `work` on a copy of `base` with a fault at the first call, the second, ...;
+    return how many were tried.
+    """
     folder = base.with_name("run")
     for at in itertools.count(1):
         shutil.rmtree(folder, ignore_errors=True)
@@ -106,8 +120,18 @@ def attempts(
     return 0
 
 
-FAULTS = [(KILLED, False), *((number, False) for number in ERRORS), *((number, True) for number in LASTING)]
-IDS = ["killed", *(f"{errno.errorcode[number]}{'-lasting' * lasting}" for number, lasting in FAULTS[1:])]
+FAULTS = [
+    (KILLED, False),
+    *((number, False) for number in ERRORS),
+    *((number, True) for number in LASTING),
+]
+IDS = [
+    "killed",
+    *(
+        f"{errno.errorcode[number]}{'-lasting' * lasting}"
+        for number, lasting in FAULTS[1:]
+    ),
+]
 
 
 def train(folder: RunDir, best: float, first: int, last: int) -> None:
@@ -121,13 +145,17 @@ def train(folder: RunDir, best: float, first: int, last: int) -> None:
 
 
 def check_and_finish(path: Path, done: set[int]) -> None:
-    """Require that a folder restores to one of `done` with the true best, and goes on to the end."""
+    """Require that a folder restores to one of `done` with the true best, and goes on
+    to the end.
+    """
     folder = RunDir(path, keep=1)
     folder.open("")
     found = folder.restore()
     state = found[0] if found else State()
     assert state.step in done
-    assert [name for name in os.listdir(folder.checkpoints) if name.startswith(".")] == []
+    assert [
+        name for name in os.listdir(folder.checkpoints) if name.startswith(".")
+    ] == []
     if found:
         assert found[1]["w"].tolist() == [float(state.step)] * 3
         require_best(folder, state.step)
@@ -142,30 +170,45 @@ def require_best(folder: RunDir, last: int) -> None:
     best = max(range(1, last + 1), key=lambda step: (ACCURACY[step], -step))
     state, tensors, _ = folder.best()
     assert (state.step, tensors["w"].tolist()) == (best, [float(best)] * 3)
-    assert (folder.best_row()["step"], folder.best_row()["accuracy"]) == (best, ACCURACY[best])
+    assert (folder.best_row()["step"], folder.best_row()["accuracy"]) == (
+        best,
+        ACCURACY[best],
+    )
 
 
 @pytest.fixture(autouse=True)
 def quick(caplog, monkeypatch) -> None:
-    """Keep no warnings, and wait for no disk: a test in one process cannot see whether a file was flushed."""
+    """Keep no warnings, and wait for no disk: a test in one process cannot see whether
+    a file was flushed.
+    """
     caplog.set_level(logging.CRITICAL, "kd")
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-# All faults where a checkpoint is the new best and others are removed; a kill and one error elsewhere.
-CASES = [(3, *fault) for fault in FAULTS] + [(step, number, False) for step in (1, 5) for number in (KILLED, errno.EIO)]
+# All faults where a checkpoint is the new best and others are removed; a kill and one
+# error elsewhere.
+CASES = [(3, *fault) for fault in FAULTS] + [
+    (step, number, False) for step in (1, 5) for number in (KILLED, errno.EIO)
+]
 
 
 @pytest.mark.parametrize(("step", "number", "lasting"), CASES)
 def test_a_checkpoint(tmp_path, record_property, step, number, lasting):
-    """The first one, one that is the new best and removes the old best, and one that removes a worse one."""
+    """The first one, one that is the new best and removes the old best, and one that
+    removes a worse one.
+    """
     base = RunDir(tmp_path / "base", keep=1)
     base.open("")
     train(base, -1.0, 1, step - 1)
     base.close()
 
     def work(path: Path) -> None:
-        train(RunDir(path, keep=1), max([-1.0, *(ACCURACY[done] for done in range(1, step))]), step, step)
+        train(
+            RunDir(path, keep=1),
+            max([-1.0, *(ACCURACY[done] for done in range(1, step))]),
+            step,
+            step,
+        )
 
     def check(path: Path) -> None:
         check_and_finish(path, {step - 1, step})
@@ -181,7 +224,10 @@ def test_a_folder_that_is_replaced(tmp_path, record_property, number, lasting):
     (tmp_path / "base" / "export" / "file").write_text("old")
 
     def work(path: Path) -> None:
-        with atomic_folder(path / "export") as draft, (draft / "file").open("w") as file:
+        with (
+            atomic_folder(path / "export") as draft,
+            (draft / "file").open("w") as file,
+        ):
             file.write("new")
 
     def check(path: Path) -> None:

@@ -14,9 +14,13 @@ def put(url: str, content: bytes) -> None:
 
 def test_files_are_listed_and_read(aws):
     put("s3://bucket/a/file", b"whole")
-    assert list(object_store.versions("s3://bucket/a/", "data.train")) == ["s3://bucket/a/file"]
+    assert list(object_store.versions("s3://bucket/a/", "data.train")) == [
+        "s3://bucket/a/file"
+    ]
     for url in ("s3://bucket/a/file", "s3://bucket/a/f*"):
-        assert [size for size, _ in object_store.versions(url, "data.train").values()] == [5]
+        assert [
+            size for size, _ in object_store.versions(url, "data.train").values()
+        ] == [5]
     assert object_store.read("s3://bucket/a/file", "data.train") == b"whole"
     with pytest.raises(FileNotFoundError):
         object_store.read("s3://bucket/a/other", "data.train")
@@ -30,10 +34,17 @@ def test_a_version_changes_with_the_content(aws):
     assert len(found) >= 2
 
 
-@pytest.mark.parametrize("mark", ["size", "ETag", "etag", "mtime", "LastModified", "updated"])
+@pytest.mark.parametrize(
+    "mark", ["size", "ETag", "etag", "mtime", "LastModified", "updated"]
+)
 def test_each_mark_that_a_store_gives_is_part_of_the_version(mark):
-    """Stores give different ones: S3 ETag and LastModified, Google etag and updated, a local disk mtime."""
-    found = {object_store._version("s3://bucket/file", {mark: value}) for value in ("one", "two")}
+    """Stores give different ones: S3 ETag and LastModified, Google etag and updated, a
+    local disk mtime.
+    """
+    found = {
+        object_store._version("s3://bucket/file", {mark: value})
+        for value in ("one", "two")
+    }
     assert len(found) == 2
 
 
@@ -47,7 +58,9 @@ def test_a_copy_is_whole_or_absent(aws, tmp_path, small_disk):
     assert list(tmp_path.glob("other*")) == []
 
 
-@pytest.mark.parametrize(("url", "words"), [("nocloud://a/b", "nocloud"), ("gs://a/b", "pip install gcsfs")])
+@pytest.mark.parametrize(
+    ("url", "words"), [("nocloud://a/b", "nocloud"), ("gs://a/b", "pip install gcsfs")]
+)
 def test_a_protocol_without_its_package(url, words):
     with pytest.raises(MissingExtra, match=words):
         object_store.versions(url, "data.train")

@@ -1,4 +1,6 @@
-"""The run folder: one run, one writer, rows and checkpoints that fit together, no pickle."""
+"""The run folder: one run, one writer, rows and checkpoints that fit together, no
+pickle.
+"""
 
 import errno
 import fcntl
@@ -30,23 +32,33 @@ def save(folder: RunDir, step: int, best: bool = False) -> None:
 
 
 def kept(folder: RunDir) -> list[int]:
-    return [int(path.name.removeprefix("step_")) for path in sorted(folder.checkpoints.glob("step_*"))]
+    return [
+        int(path.name.removeprefix("step_"))
+        for path in sorted(folder.checkpoints.glob("step_*"))
+    ]
 
 
-@pytest.mark.parametrize("content", [b'{"modes": \xff', b"[]", b'"x"', b'{"modes": []}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content", [b'{"modes": \xff', b"[]", b'"x"', b'{"modes": []}', b"[" * 100_000]
+)
 def test_a_damaged_manifest_is_one_line(content, tmp_path):
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(RunError, match=r"^run\.folder: .*manifest\.json' is damaged"):
         RunDir(tmp_path).manifest()
 
 
-@pytest.mark.parametrize("row", ['{"kind": "val"}', '{"step": 3}', '{"kind": "val", "step": "three"}'])
+@pytest.mark.parametrize(
+    "row", ['{"kind": "val"}', '{"step": 3}', '{"kind": "val", "step": "three"}']
+)
 def test_a_row_without_a_step_is_one_line(row, opened):
     save(opened, 1)
     with (opened.path / "metrics.jsonl").open("a") as file:
         file.write(row + "\n")
     for read in (opened.restore, lambda: opened.metrics("val")):
-        with pytest.raises(RunError, match=r"^run\.folder: .*metrics\.jsonl' is corrupt or was edited: a row"):
+        with pytest.raises(
+            RunError,
+            match=r"^run\.folder: .*metrics\.jsonl' is corrupt or was edited: a row",
+        ):
             read()
 
 
@@ -54,12 +66,21 @@ def test_a_folder_that_is_no_checkpoint_is_one_line(opened):
     save(opened, 1)
     (opened.checkpoints / "step_abc").mkdir()
     for read in (opened.step, opened.restore, opened.best):
-        with pytest.raises(RunError, match=r"^run\.folder: '.*step_abc' is no checkpoint of kd"):
+        with pytest.raises(
+            RunError, match=r"^run\.folder: '.*step_abc' is no checkpoint of kd"
+        ):
             read()
 
 
 def test_the_newest_and_the_best_are_kept(opened):
-    for step, best in [(1, True), (2, False), (3, True), (4, False), (5, False), (6, False)]:
+    for step, best in [
+        (1, True),
+        (2, False),
+        (3, True),
+        (4, False),
+        (5, False),
+        (6, False),
+    ]:
         save(opened, step, best)
     assert kept(opened) == [3, 5, 6]
     assert opened.best()[0].step == 3
@@ -97,9 +118,18 @@ def test_half_a_row_is_no_row(opened):
 
 
 def test_rows_are_json_with_their_place(opened):
-    opened.log("val", State(step=3, epoch=1, images=24, seconds=1.23456), {"accuracy": 0.5})
+    opened.log(
+        "val", State(step=3, epoch=1, images=24, seconds=1.23456), {"accuracy": 0.5}
+    )
     row = json.loads((opened.path / "metrics.jsonl").read_text())
-    assert row == {"kind": "val", "step": 3, "epoch": 1, "images": 24, "seconds": 1.235, "accuracy": 0.5}
+    assert row == {
+        "kind": "val",
+        "step": 3,
+        "epoch": 1,
+        "images": 24,
+        "seconds": 1.235,
+        "accuracy": 0.5,
+    }
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -118,8 +148,12 @@ def evaluated(folder: RunDir, step: int, accuracy: float, best: float) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_run_killed_right_after_a_checkpoint_knows_its_best(tmp_path, monkeypatch, step):
-    """`State.best` was in the checkpoint, and what named it the best was not: nothing was ever better."""
+def test_a_run_killed_right_after_a_checkpoint_knows_its_best(
+    tmp_path, monkeypatch, step
+):
+    """`State.best` was in the checkpoint, and what named it the best was not: nothing
+    was ever better.
+    """
     folder = RunDir(tmp_path / "run", keep=1)
     folder.open("")
     if step == 2:
@@ -150,7 +184,9 @@ def test_a_best_checkpoint_that_was_removed_is_not_the_best_for_ever(tmp_path, c
     assert (kept(folder), folder.best()[0].step, caplog.messages) == ([2, 3], 2, [])
     shutil.rmtree(folder.checkpoints / "step_00000002")
     assert (folder.best()[0].step, folder.best_row()["accuracy"]) == (3, 0.5)
-    assert caplog.messages == [f"run: the best checkpoint of '{folder.path}' is gone. 'step_00000003' is used."]
+    assert caplog.messages == [
+        f"run: the best checkpoint of '{folder.path}' is gone. 'step_00000003' is used."
+    ]
     state = folder.restore()[0]
     assert (state.step, state.best) == (3, -1.0)
     evaluated(folder, 4, 0.6, state.best)
@@ -172,7 +208,9 @@ def test_nothing_is_removed_while_it_is_not_known_which_is_the_best(opened, capl
 
 
 @pytest.mark.parametrize("call", ["unlink", "rmdir"])
-def test_a_checkpoint_that_cannot_be_removed_is_a_warning(opened, monkeypatch, caplog, call):
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(
+    opened, monkeypatch, caplog, call
+):
     def busy(*args, **options):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
@@ -186,11 +224,16 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(opened, monkeypatch, c
     assert "Device or resource busy" in caplog.text
     opened.close()
     opened.open("")
-    assert sorted(path.name for path in opened.checkpoints.iterdir()) == ["step_00000002", "step_00000003"]
+    assert sorted(path.name for path in opened.checkpoints.iterdir()) == [
+        "step_00000002",
+        "step_00000003",
+    ]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
-def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog, number):
+def test_a_file_system_without_locks_is_a_warning(
+    tmp_path, monkeypatch, caplog, number
+):
     def without(*args):
         raise OSError(number, os.strerror(number))
 
@@ -219,7 +262,9 @@ def test_a_file_system_that_cannot_flush_folders(opened, monkeypatch):
 
 
 def test_a_start_that_stopped_before_its_config_can_be_repeated(tmp_path):
-    """A disk that was full at the first file leaves a lock and an empty folder; the remedy is the same command."""
+    """A disk that was full at the first file leaves a lock and an empty folder; the
+    remedy is the same command.
+    """
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / ".lock").write_text("1")
     folder = RunDir(tmp_path / "run")
@@ -260,7 +305,11 @@ def test_before_its_first_checkpoint_a_folder_can_be_taken_anew(opened):
 
 def test_one_writer_at_a_time(opened):
     with pytest.raises(
-        RunError, match=rf"^run\.name: process {os.getpid()} is writing '.*run'\. Wait for it, or choose"
+        RunError,
+        match=(
+            rf"^run\.name: process {os.getpid()} is writing '.*run'\. Wait for it, or"
+            r" choose"
+        ),
     ):
         RunDir(opened.path).open("")
     opened.close()
@@ -283,7 +332,9 @@ def test_nothing_is_pickled(opened):
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").write_text("")
-    with pytest.raises(RunError, match=r"^run\.name: '.*photos' exists and is not a run folder"):
+    with pytest.raises(
+        RunError, match=r"^run\.name: '.*photos' exists and is not a run folder"
+    ):
         RunDir(tmp_path / "photos").open("")
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["a.jpg"]
 

@@ -34,7 +34,10 @@ class Trouble(Exception):
 
 
 @pytest.mark.parametrize("existing", [False, True])
-@pytest.mark.parametrize("error", [Trouble(), KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
+@pytest.mark.parametrize(
+    "error",
+    [Trouble(), KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")],
+)
 def test_a_folder_that_fails_leaves_the_old_one(tmp_path, existing, error):
     path = tmp_path / "folder"
     if existing:
@@ -70,7 +73,9 @@ def test_two_writers_with_one_process_id_do_not_meet(tmp_path):
     assert everything(tmp_path) == ["folder", "folder/a"]
 
 
-@pytest.mark.parametrize("name", [".folder.123.tmp", ".folder.123.old", ".folder.0123456789ab.tmp"])
+@pytest.mark.parametrize(
+    "name", [".folder.123.tmp", ".folder.123.old", ".folder.0123456789ab.tmp"]
+)
 def test_leftovers_of_a_killed_process_are_removed(tmp_path, name):
     (tmp_path / "folder").mkdir()
     (tmp_path / name).mkdir()
@@ -78,7 +83,11 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path, name):
     (tmp_path / ".other.name.0123456789ab.tmp").mkdir()
     with atomic_folder(tmp_path / "folder") as draft:
         (draft / "new").write_text("new")
-    assert everything(tmp_path) == [".other.name.0123456789ab.tmp", "folder", "folder/new"]
+    assert everything(tmp_path) == [
+        ".other.name.0123456789ab.tmp",
+        "folder",
+        "folder/new",
+    ]
 
 
 def test_a_folder_that_was_being_replaced_is_put_back(tmp_path):
@@ -90,7 +99,10 @@ def test_a_folder_that_was_being_replaced_is_put_back(tmp_path):
 
 
 def test_what_a_living_writer_is_replacing_is_left_to_it(tmp_path):
-    old, draft = tmp_path / ".folder.0123456789ab.old", tmp_path / ".folder.0123456789ab.tmp"
+    old, draft = (
+        tmp_path / ".folder.0123456789ab.old",
+        tmp_path / ".folder.0123456789ab.tmp",
+    )
     for one in (old, draft):
         one.mkdir()
     descriptor = os.open(draft, os.O_RDONLY)
@@ -110,7 +122,10 @@ def test_a_draft_in_use_is_left_alone(tmp_path):
         (draft / "file").write_text("new")
         recover(tmp_path)
     assert everything(tmp_path) == ["folder", "folder/file"]
-    young, old = tmp_path / ".a.json.0123456789ab.tmp", tmp_path / ".b.json.0123456789ab.tmp"
+    young, old = (
+        tmp_path / ".a.json.0123456789ab.tmp",
+        tmp_path / ".b.json.0123456789ab.tmp",
+    )
     for file in (young, old):
         file.write_text("half")
     os.utime(old, (0, 0))
@@ -123,10 +138,17 @@ def test_a_draft_in_use_is_left_alone(tmp_path):
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        RunError, match=r"^run\.folder: cannot write '.*' \((Not a directory|File exists)\)\. Choose a folder"
+        RunError,
+        match=(
+            r"^run\.folder: cannot write '.*' \((Not a directory|File exists)\)\."
+            r" Choose a folder"
+        ),
     ):
         write_text(tmp_path / "file" / "a.txt", "text")
-    with pytest.raises(RunError, match="cannot write"), atomic_folder(tmp_path / "file" / "folder"):
+    with (
+        pytest.raises(RunError, match="cannot write"),
+        atomic_folder(tmp_path / "file" / "folder"),
+    ):
         pass
 
 
@@ -144,12 +166,21 @@ def records(folder: Path, label: str = "", size: int = 100, align: int = 1) -> R
 
 
 def test_rows_that_are_not_whole_are_left_out(tmp_path):
-    """A full disk cut a row short within a nested value, and the resumed run wrote behind it."""
+    """A full disk cut a row short within a nested value, and the resumed run wrote
+    behind it.
+    """
     path = tmp_path / "rows.jsonl"
     assert read_rows(path) == []
     whole = [{"step": step, "ms": {"data": 0.5}} for step in range(4)]
     lines = [json.dumps(row).encode() for row in whole]
-    torn = [lines[1][:20] + lines[1], b"\0" * 9, b"\xff{}", b"3", b"[" * 100_000, lines[2][:-1]]
+    torn = [
+        lines[1][:20] + lines[1],
+        b"\0" * 9,
+        b"\xff{}",
+        b"3",
+        b"[" * 100_000,
+        lines[2][:-1],
+    ]
     path.write_bytes(b"\n".join([lines[0], *torn, lines[3]]) + b"\n" + lines[1][:-2])
     assert read_rows(path) == [whole[0], whole[3]]
     path.write_bytes(b"\n".join(lines) + b"\n")
@@ -178,7 +209,15 @@ def test_a_record_comes_back_and_others_are_not_there(tmp_path, align):
     for id, content in ((0, b"a"), (5, bytes(100)), (2, b"c" * 50)):
         written.write(id, content)
     again = records(tmp_path, align=align)
-    assert [again.read(id) for id in range(7)] == [b"a", None, b"c" * 50, None, None, bytes(100), None]
+    assert [again.read(id) for id in range(7)] == [
+        b"a",
+        None,
+        b"c" * 50,
+        None,
+        None,
+        bytes(100),
+        None,
+    ]
     again.write(2, b"shorter")
     assert written.read(2) == b"shorter"
     written.write(3, bytes(101))  # longer than a record may be
@@ -215,7 +254,9 @@ def test_a_file_that_is_cut_short_while_it_is_open_ends_nothing(tmp_path):
         written.write(id, bytes([id + 1]) * 100)
     for length, whole in ((2 * 4096 + 50, 2), (4096 + 4, 1), (0, 0)):
         os.truncate(tmp_path / "records", length)
-        assert [written.read(id) is not None for id in range(3)] == [id < whole for id in range(3)]
+        assert [written.read(id) is not None for id in range(3)] == [
+            id < whole for id in range(3)
+        ]
     written.write(2, b"again")
     assert written.read(2) == b"again"
 
@@ -247,12 +288,17 @@ def test_a_lock_has_one_owner_and_ends_with_it(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP])
-def test_a_file_system_without_locks_is_not_another_owner(tmp_path, monkeypatch, number):
+def test_a_file_system_without_locks_is_not_another_owner(
+    tmp_path, monkeypatch, number
+):
     def without(*args):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", without)
-    with pytest.raises(RunError, match=r"^teacher\.cache\.path: '.*' lies on a file system without locks"):
+    with pytest.raises(
+        RunError,
+        match=r"^teacher\.cache\.path: '.*' lies on a file system without locks",
+    ):
         lock(tmp_path / ".lock", "teacher.cache.path")
 
 
@@ -261,19 +307,37 @@ def test_a_folder_is_named_by_what_it_is_made_from(tmp_path):
     folder = hashed_folder(tmp_path, "train", identity)
     assert folder.parent == tmp_path
     assert folder == hashed_folder(tmp_path, "train", {"sizes": [1, 2], "data": "abc"})
-    others = [{**identity, "data": "abd"}, {**identity, "sizes": [2, 1]}, {**identity, "more": None}]
-    assert len({folder, *(hashed_folder(tmp_path, "train", other) for other in others)}) == 4
+    others = [
+        {**identity, "data": "abd"},
+        {**identity, "sizes": [2, 1]},
+        {**identity, "more": None},
+    ]
+    assert (
+        len({folder, *(hashed_folder(tmp_path, "train", other) for other in others)})
+        == 4
+    )
     for _ in range(2):
         open_folder(folder, identity, "data.store")
         open_folder(folder, identity, "data.store", writable=False)
-    with pytest.raises(RunError, match=r"^data\.store: '.*train-.*' was made with another sizes \(\[1, 2\]; this run"):
+    with pytest.raises(
+        RunError,
+        match=(
+            r"^data\.store: '.*train-.*' was made with another sizes \(\[1, 2\];"
+            r" this run"
+        ),
+    ):
         open_folder(folder, {**identity, "sizes": [3]}, "data.store")
 
 
 def test_rows_that_are_kept_are_kept_of_the_whole_file(tmp_path):
-    """A reader of a page takes the end of a long file; who writes it anew must not lose the beginning."""
+    """A reader of a page takes the end of a long file; who writes it anew must not lose
+    the beginning.
+    """
     file = tmp_path / "metrics.jsonl"
-    append_rows(file, *({"step": step, "text": "x" * (storage.LAST // 90)} for step in range(100)))
+    append_rows(
+        file,
+        *({"step": step, "text": "x" * (storage.LAST // 90)} for step in range(100)),
+    )
     assert 0 < len(read_rows(file)) < 100
     keep_rows(file, lambda row: row["step"] <= 90)
     assert [row["step"] for row in read_rows(file, last=None)] == [*range(91)]

@@ -1,4 +1,6 @@
-"""The engine from Python: `kd.distill` against a loop written by hand, and the examples as a user runs them."""
+"""The engine from Python: `kd.distill` against a loop written by hand, and the examples
+as a user runs them.
+"""
 
 import copy
 import json
@@ -16,7 +18,15 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+)
 from torch.utils.data import SubsetRandomSampler as Part
 
 import kd
@@ -35,7 +45,9 @@ CPU = {"kind": "cpu", "precision": "fp32", "threads": 1}
 
 def network(width: int, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Flatten(), nn.Linear(12, width), nn.GELU(), nn.Linear(width, 3))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(12, width), nn.GELU(), nn.Linear(width, 3)
+    )
 
 
 def data(count: int, seed: int) -> TensorDataset:
@@ -44,15 +56,27 @@ def data(count: int, seed: int) -> TensorDataset:
     return TensorDataset(image, image.mean((2, 3)).argmax(1))
 
 
-def by_hand(teacher: nn.Module, student: nn.Module, train: TensorDataset, epochs: int) -> nn.Module:
-    """Distill without kd's engine: its order of images, its schedule, plain torch for the rest."""
+def by_hand(
+    teacher: nn.Module, student: nn.Module, train: TensorDataset, epochs: int
+) -> nn.Module:
+    """Distill without kd's engine: its order of images, its schedule, plain torch for
+    the rest.
+    """
     image, label = train.tensors
     decayed = [p for p in student.parameters() if p.ndim > 1]
     kept = [p for p in student.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": kept, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": 0.05},
+        {"params": kept, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
-    sifter, steps = Everything(SiftContext.alone(label, 16)), epochs * (len(train) // 16)
-    order = torch.cat([sifter.plan(epoch, epoch / epochs).ids for epoch in range(epochs)])
+    sifter, steps = (
+        Everything(SiftContext.alone(label, 16)),
+        epochs * (len(train) // 16),
+    )
+    order = torch.cat(
+        [sifter.plan(epoch, epoch / epochs).ids for epoch in range(epochs)]
+    )
     for step in range(steps):
         ids = order[16 * step : 16 * step + 16]
         for group in optimizer.param_groups:
@@ -60,7 +84,15 @@ def by_hand(teacher: nn.Module, student: nn.Module, train: TensorDataset, epochs
         with torch.no_grad():
             target = F.log_softmax(teacher(image[ids]) / 2, 1)
         logits = student(image[ids])
-        kl = F.kl_div(F.log_softmax(logits / 2, 1), target, reduction="batchmean", log_target=True) * 4
+        kl = (
+            F.kl_div(
+                F.log_softmax(logits / 2, 1),
+                target,
+                reduction="batchmean",
+                log_target=True,
+            )
+            * 4
+        )
         (kl + 0.5 * F.cross_entropy(logits, label[ids])).backward()
         nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
@@ -68,14 +100,19 @@ def by_hand(teacher: nn.Module, student: nn.Module, train: TensorDataset, epochs
     return student
 
 
-def distill(teacher: nn.Module, student: nn.Module, train: object, **changes: object) -> kd.Distilled:
+def distill(
+    teacher: nn.Module, student: nn.Module, train: object, **changes: object
+) -> kd.Distilled:
     return kd.distill(
         **{
             "teacher": teacher,
             "student": student,
             "train": train,
             "val": data(33, 9),
-            "losses": [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.5}],
+            "losses": [
+                {"kind": "kl", "temperature": 2.0},
+                {"kind": "ce", "weight": 0.5},
+            ],
             "epochs": 3,
             "batch_size": 16,
             "optimizer": {"lr": 1e-2, "schedule": "constant", "warmup_ratio": 0.0},
@@ -92,21 +129,28 @@ def test_distill_is_the_loop_that_one_would_write_by_hand():
     distill(teacher, student, train)
     for name, weight in student.state_dict().items():
         # the two sum the same loss in another order (per image, then the mean)
-        torch.testing.assert_close(weight, expected.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            weight, expected.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name
+        )
 
 
 def test_distill_leaves_the_teacher_alone_and_reports_both_models():
     teacher, student = network(16, 1), network(4, 2)
     before = copy.deepcopy(teacher.state_dict())
     result = distill(teacher.train(), student, data(70, 3))
-    assert all(torch.equal(before[name], weight) for name, weight in teacher.state_dict().items())
+    assert all(
+        torch.equal(before[name], weight)
+        for name, weight in teacher.state_dict().items()
+    )
     assert teacher.training
     assert all(parameter.requires_grad for parameter in teacher.parameters())
     assert result.student is student
     image, label = data(33, 9).tensors
     with torch.no_grad():
         accuracy = (student(image).argmax(1) == label).float().mean().item()
-        agreement = (student(image).argmax(1) == teacher(image).argmax(1)).float().mean().item()
+        agreement = (
+            (student(image).argmax(1) == teacher(image).argmax(1)).float().mean().item()
+        )
     assert result.metrics["accuracy"] == pytest.approx(accuracy)
     assert result.metrics["agreement"] == pytest.approx(agreement)
     assert result.state.step == 12
@@ -123,7 +167,9 @@ def test_several_teachers_are_the_average_of_their_probabilities():
     expected = by_hand(Average(), copy.deepcopy(student), train, epochs=3)
     distill([one, two], student, train)
     for name, weight in student.state_dict().items():
-        torch.testing.assert_close(weight, expected.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            weight, expected.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name
+        )
 
 
 def test_distill_takes_a_dataloader_as_it_comes():
@@ -135,7 +181,10 @@ def test_distill_takes_a_dataloader_as_it_comes():
     order = iter(DataLoader(in_order, batch_size=16))
     distill(teacher, two, DataLoader(in_order, batch_size=16), epochs=1)
     assert len(next(order)[0]) == 16
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(one.parameters(), two.parameters(), strict=True)
+    )
 
 
 class Uncounted(Sampler):
@@ -146,15 +195,30 @@ class Uncounted(Sampler):
 
 
 def test_the_sampler_of_a_dataloader_says_how_long_an_epoch_is():
-    """It may draw a part of the dataset, or more than all of it; the run must end and see as many images."""
+    """It may draw a part of the dataset, or more than all of it; the run must end and
+    see as many images.
+    """
     items = data(70, 3)
-    for sampler in (Part(range(40)), RandomSampler(items, replacement=True, num_samples=160)):
+    for sampler in (
+        Part(range(40)),
+        RandomSampler(items, replacement=True, num_samples=160),
+    ):
         steps = len(sampler) // 16
         batches = BatchSampler(sampler, 16, True)
-        for one in (DataLoader(items, 16, sampler=sampler), DataLoader(items, batch_sampler=batches)):
-            assert distill(network(16, 1), network(4, 2), one, epochs=3).state.step == 3 * steps
-    with pytest.raises(KdError, match=r"^train: its DataLoader ends before the 3. whole batch of 35"):
-        distill(network(16, 1), network(4, 2), DataLoader(items, 2, sampler=Uncounted()))
+        for one in (
+            DataLoader(items, 16, sampler=sampler),
+            DataLoader(items, batch_sampler=batches),
+        ):
+            assert (
+                distill(network(16, 1), network(4, 2), one, epochs=3).state.step
+                == 3 * steps
+            )
+    with pytest.raises(
+        KdError, match=r"^train: its DataLoader ends before the 3. whole batch of 35"
+    ):
+        distill(
+            network(16, 1), network(4, 2), DataLoader(items, 2, sampler=Uncounted())
+        )
     with pytest.raises(KdError, match=r"^train: has 70 images, and a batch 100"):
         distill(network(16, 1), network(4, 2), DataLoader(items, 100))
 
@@ -176,7 +240,10 @@ def test_a_dataset_that_draws_from_global_generators_is_pure(workers: int):
     distill(network(16, 1), student, Noisy(), workers=workers, epochs=3)
     reference = network(4, 2)
     distill(network(16, 1), reference, Noisy(), epochs=3)
-    assert all(torch.equal(a, b) for a, b in zip(student.parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(student.parameters(), reference.parameters(), strict=True)
+    )
 
 
 def test_a_dataset_may_keep_the_number_of_its_classes_in_their_place():
@@ -189,29 +256,54 @@ def test_a_dataset_may_keep_the_number_of_its_classes_in_their_place():
 def test_ema_hands_back_the_average():
     plain, averaged = network(4, 2), network(4, 2)
     distill(network(16, 1), plain, data(70, 3))
-    result = distill(network(16, 1), averaged, data(70, 3), optimizer={"lr": 1e-2, "ema_decay": 0.9})
+    result = distill(
+        network(16, 1), averaged, data(70, 3), optimizer={"lr": 1e-2, "ema_decay": 0.9}
+    )
     assert not torch.equal(plain[1].weight, averaged[1].weight)
     image, label = data(33, 9).tensors
     with torch.no_grad():
-        assert result.metrics["accuracy"] == pytest.approx((averaged(image).argmax(1) == label).float().mean().item())
+        assert result.metrics["accuracy"] == pytest.approx(
+            (averaged(image).argmax(1) == label).float().mean().item()
+        )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"losses": [{"kind": "kll"}]}, r"^losses\[0\]: is 'kll'.*Did you mean 'kl'"),
-        ({"losses": [{"kind": "kl", "temp": 1}]}, r"^losses\[0\]\['temp'\]: no such key"),
+        (
+            {"losses": [{"kind": "kl", "temp": 1}]},
+            r"^losses\[0\]\['temp'\]: no such key",
+        ),
         ({"optimizer": {"lrr": 1}}, r"^optimizer\['lrr'\]: no such key"),
-        ({"losses": "dist", "batch_size": 2}, r"^batch_size: gives 'dist' micro-batches of 2, .* 3 or more"),
-        ({"losses": Criterion([loss_term("dist")]), "batch_size": 1}, r"^batch_size: gives 'dist' micro-batches of 1"),
+        (
+            {"losses": "dist", "batch_size": 2},
+            r"^batch_size: gives 'dist' micro-batches of 2, .* 3 or more",
+        ),
+        (
+            {"losses": Criterion([loss_term("dist")]), "batch_size": 1},
+            r"^batch_size: gives 'dist' micro-batches of 1",
+        ),
         ({"sifter": "histry"}, r"^sifter: is 'histry'.*Did you mean 'history'"),
         ({"epochs": 0}, r"^epochs: is 0"),
         ({"workers": -1}, r"^workers: is -1"),
-        ({"batch_size": 71}, r"^batch_size: is 71, but the training split has 70 images.*Set batch_size=70"),
+        (
+            {"batch_size": 71},
+            (
+                r"^batch_size: is 71, but the training split has 70 images.*Set"
+                r" batch_size=70"
+            ),
+        ),
         ({"losses": [{"kind": "cosine"}]}, r"feature"),
-        ({"epochs": 0, "optimizer": {"lr": -1}}, r"^epochs: is 0.*\noptimizer\['lr'\]: is -1"),
+        (
+            {"epochs": 0, "optimizer": {"lr": -1}},
+            r"^epochs: is 0.*\noptimizer\['lr'\]: is -1",
+        ),
         ({"losses": None}, r"^losses\[0\]: is None. A section"),
-        ({"optimizer": "sdg"}, r"^optimizer\['kind'\]: is 'sdg'. Allowed: one of adamw, sgd, muon"),
+        (
+            {"optimizer": "sdg"},
+            r"^optimizer\['kind'\]: is 'sdg'. Allowed: one of adamw, sgd, muon",
+        ),
         ({"backend": "gpu"}, r"^backend: is 'gpu'"),
     ],
 )
@@ -232,15 +324,32 @@ def test_a_mistake_is_one_line(changes: dict, message: str):
         (40, {"batch_sampler": BatchSampler(Part(range(40)), 16, True)}),
         (5, {"batch_size": 16, "sampler": Uncounted()}),
     ],
-    ids=["dropped last", "short last", "no whole batch", "shuffled", "a part", "batches of a part", "uncounted"],
+    ids=[
+        "dropped last",
+        "short last",
+        "no whole batch",
+        "shuffled",
+        "a part",
+        "batches of a part",
+        "uncounted",
+    ],
 )
 def test_every_image_that_a_validation_loader_draws_is_scored(workers, images, how):
-    """Sorted by class: the last batch, which `drop_last` leaves out, is another class than the others."""
+    """Sorted by class: the last batch, which `drop_last` leaves out, is another class
+    than the others.
+    """
     image, label = data(100, 9).tensors
     order = label.argsort()
     items, student = TensorDataset(image[order], label[order]), network(4, 2)
     loader = DataLoader(items, num_workers=workers, **how)
-    result = distill(network(16, 1), student, data(70, 3), val=loader, epochs=2, optimizer={"lr": 1e-9})
+    result = distill(
+        network(16, 1),
+        student,
+        data(70, 3),
+        val=loader,
+        epochs=2,
+        optimizer={"lr": 1e-9},
+    )
     with torch.no_grad():
         right = student(image[order]).argmax(1) == label[order]
     for row in (row for row in result.rows if row["kind"] == "val"):
@@ -260,7 +369,10 @@ def test_a_dataloader_cannot_be_sifted_by_id():
         )
 
 
-@pytest.mark.parametrize(("name", "check"), [("own_modules", lambda r: r > 0.6), ("plain_loop", lambda r: r < 1.0)])
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [("own_modules", lambda r: r > 0.6), ("plain_loop", lambda r: r < 1.0)],
+)
 @pytest.mark.slow
 def test_the_examples_run(name: str, check: object, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -284,7 +396,11 @@ class Wrapped(nn.Module):
 
     def forward(self, image: torch.Tensor) -> object:
         logits = self.inner(image)
-        return {"tuple": (logits, None), "object": Said(logits), "dict": {"logits": logits}}[self.form]
+        return {
+            "tuple": (logits, None),
+            "object": Said(logits),
+            "dict": {"logits": logits},
+        }[self.form]
 
 
 class Alone(Dataset):
@@ -306,20 +422,39 @@ def test_a_module_may_return_its_logits_in_any_form(form: str):
     plain, other = network(4, 2), network(4, 2)
     distill(teacher, plain, train)
     distill(Wrapped(teacher, form), Wrapped(other, form), train)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(plain.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_images_alone_are_distilled_like_labelled_ones():
-    train, teacher, losses = data(40, 3), network(16, 1), [{"kind": "kl", "temperature": 2.0}]
+    train, teacher, losses = (
+        data(40, 3),
+        network(16, 1),
+        [{"kind": "kl", "temperature": 2.0}],
+    )
     known, blind, batches = network(4, 2), network(4, 2), network(4, 2)
     distill(teacher, known, train, losses=losses)
-    found = distill(teacher, blind, Alone(train), val=Alone(data(33, 9)), losses=losses, labels="none")
-    assert all(torch.equal(a, b) for a, b in zip(known.parameters(), blind.parameters(), strict=True))
+    found = distill(
+        teacher,
+        blind,
+        Alone(train),
+        val=Alone(data(33, 9)),
+        losses=losses,
+        labels="none",
+    )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(known.parameters(), blind.parameters(), strict=True)
+    )
     assert {"agreement", "kl", "agreement_ece"} <= found.metrics.keys()
     assert "accuracy" not in found.metrics
     assert found._repr_html_().startswith("<p>Student against its teacher: agreement")
     loader = DataLoader(Alone(train), batch_size=16)
-    again = distill(teacher, batches, loader, val=Alone(data(33, 9)), losses=losses, labels="none")
+    again = distill(
+        teacher, batches, loader, val=Alone(data(33, 9)), losses=losses, labels="none"
+    )
     assert "agreement" in again.metrics
 
 
@@ -338,8 +473,12 @@ def test_the_training_accuracy_is_that_of_the_labelled_images():
     with torch.no_grad():  # it is always right
         student[1].weight.copy_(torch.eye(3).repeat_interleave(4, 1))
         student[1].bias.zero_()
-    found = distill(network(16, 1), student, train, labels="some", optimizer={"lr": 1e-9})
-    assert [row["accuracy"] for row in found.rows if row["kind"] == "train"] == pytest.approx([1.0] * 3)
+    found = distill(
+        network(16, 1), student, train, labels="some", optimizer={"lr": 1e-9}
+    )
+    assert [
+        row["accuracy"] for row in found.rows if row["kind"] == "train"
+    ] == pytest.approx([1.0] * 3)
 
 
 def test_a_criterion_reads_the_labels_that_are_there():
@@ -348,14 +487,24 @@ def test_a_criterion_reads_the_labels_that_are_there():
     terms = Criterion([loss_term("kl", temperature=2.0), loss_term("ce", 0.5)])
     distill(network(16, 1), one, train, labels="some")
     distill(network(16, 1), other, train, labels="some", losses=terms)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    with pytest.raises(ConfigError, match=r"^losses: 'ce' learns from labels, but labels='none'"):
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
+    with pytest.raises(
+        ConfigError, match=r"^losses: 'ce' learns from labels, but labels='none'"
+    ):
         distill(network(16, 1), other, train, labels="none", losses=terms)
 
 
 def test_a_sifter_that_waits_longer_than_the_run_says_so(capsys):
-    distill(network(16, 1), network(4, 2), data(40, 3), sifter="relative", progress=True)
-    said = "sifter 'relative' waits for 1000 steps and the run has 6: everything is visited. Lower sifter['sift_delay']"
+    distill(
+        network(16, 1), network(4, 2), data(40, 3), sifter="relative", progress=True
+    )
+    said = (
+        "sifter 'relative' waits for 1000 steps and the run has 6: everything is"
+        " visited. Lower sifter['sift_delay']"
+    )
     assert said in capsys.readouterr().out
 
 
@@ -381,11 +530,16 @@ def test_an_item_is_pure_and_leaves_the_programs_generators_as_they_were(fails):
     else:
         one, other, again = items.load(1, 0), items.load(1, 1), items.load(1, 0)
         assert torch.equal(one.pixels, again.pixels)
-        assert ((one.pixels - other.pixels).abs().amax((1, 2)) > 0).all()  # each generator was seeded by the view
+        assert (
+            (one.pixels - other.pixels).abs().amax((1, 2)) > 0
+        ).all()  # each generator was seeded by the view
     assert [random.random(), np.random.random(), torch.rand(()).item()] == expected
 
 
-@pytest.mark.parametrize("targets", [torch.eye(4), [[0], [1, 2], [], [0]], [0, 1, 2, 1], ["fig", "pea", "oat", "fig"]])
+@pytest.mark.parametrize(
+    "targets",
+    [torch.eye(4), [[0], [1, 2], [], [0]], [0, 1, 2, 1], ["fig", "pea", "oat", "fig"]],
+)
 def test_targets_of_any_kind_are_part_of_the_fingerprint(targets):
     items = Alone(data(4, 3))
     items.targets = targets  # type: ignore[attr-defined]
@@ -402,13 +556,27 @@ def test_class_weights_count_the_labels_that_are_there(how):
     items = DataLoader(train, batch_size=16) if how == "batches" else train
     assert torch.equal(known_labels(items, "all", 3), train.tensors[1])
     losses = [{"kind": "ce", "class_weights": "balanced"}]
-    plain, weighted = (distill(network(16, 1), network(4, 2), items, losses=each) for each in ("ce", losses))
+    plain, weighted = (
+        distill(network(16, 1), network(4, 2), items, losses=each)
+        for each in ("ce", losses)
+    )
     assert plain.rows[0]["ce"] != weighted.rows[0]["ce"]
-    train.target_transform, train.targets = lambda label: label, 2 - train.tensors[1]  # torchvision's: before it
+    train.target_transform, train.targets = (
+        lambda label: label,
+        2 - train.tensors[1],
+    )  # torchvision's: before it
     assert torch.equal(known_labels(train, "all", 3), train.tensors[1])
     train.targets = None
-    with pytest.raises(ConfigError, match=r"^losses\[\]\['class_weights'\]: has 'class_7', which is no class"):
-        distill(network(16, 1), network(4, 2), items, losses=[{"kind": "ce", "class_weights": {"class_7": 2}}])
+    with pytest.raises(
+        ConfigError,
+        match=r"^losses\[\]\['class_weights'\]: has 'class_7', which is no class",
+    ):
+        distill(
+            network(16, 1),
+            network(4, 2),
+            items,
+            losses=[{"kind": "ce", "class_weights": {"class_7": 2}}],
+        )
     train.tensors[1][3] = 7
     with pytest.raises(KdError, match=r"^train: .* has the label 7"):
         distill(network(16, 1), network(4, 2), items, losses=losses)
@@ -417,25 +585,42 @@ def test_class_weights_count_the_labels_that_are_there(how):
 def test_a_folder_resumes(tmp_path: Path):
     train, teacher = data(70, 3), network(16, 1)
     whole, resumed = network(4, 2), network(4, 2)
-    expected = distill(teacher, whole, train, folder=tmp_path / "whole", sifter="history")
+    expected = distill(
+        teacher, whole, train, folder=tmp_path / "whole", sifter="history"
+    )
     first = distill(teacher, resumed, train, folder=tmp_path / "cut", sifter="history")
     newest = max((tmp_path / "cut" / "checkpoints").iterdir())
     shutil.rmtree(newest)
     again = network(4, 5)
     found = distill(teacher, again, train, folder=tmp_path / "cut", sifter="history")
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole.parameters(), again.parameters(), strict=True)
+    )
     assert found.state.step == expected.state.step == first.state.step
     assert [row["step"] for row in found.rows] == [row["step"] for row in expected.rows]
     done = network(4, 7)
-    assert distill(teacher, done, train, folder=tmp_path / "cut", sifter="history").metrics == found.metrics
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), done.parameters(), strict=True))
+    assert (
+        distill(teacher, done, train, folder=tmp_path / "cut", sifter="history").metrics
+        == found.metrics
+    )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole.parameters(), done.parameters(), strict=True)
+    )
 
 
 def test_a_folder_holds_one_run(tmp_path: Path):
     train, teacher = data(40, 3), network(16, 1)
     distill(teacher, network(4, 2), train, folder=tmp_path / "run")
     with pytest.raises(KdError, match=r"^folder: .*differs in optimizer\['lr'\]"):
-        distill(teacher, network(4, 2), train, folder=tmp_path / "run", optimizer={"lr": 0.1})
+        distill(
+            teacher,
+            network(4, 2),
+            train,
+            folder=tmp_path / "run",
+            optimizer={"lr": 0.1},
+        )
     with pytest.raises(KdError, match=r"^folder: .*another teacher"):
         distill(network(16, 9), network(4, 2), train, folder=tmp_path / "run")
     with pytest.raises(KdError, match=r"^folder: .*another student"):
@@ -444,23 +629,40 @@ def test_a_folder_holds_one_run(tmp_path: Path):
         distill(teacher, network(4, 2), data(40, 4), folder=tmp_path / "run")
     with pytest.raises(KdError, match=r"^folder: .*another data"):
         distill(teacher, network(4, 2), train, folder=tmp_path / "run", val=data(33, 4))
-    assert distill(teacher, network(4, 2), train, folder=tmp_path / "run").state.step == 6
+    assert (
+        distill(teacher, network(4, 2), train, folder=tmp_path / "run").state.step == 6
+    )
     with pytest.raises(ConfigError, match=r"^folder: is set, but a DataLoader"):
-        distill(teacher, network(4, 2), DataLoader(train, 16), folder=tmp_path / "other")
+        distill(
+            teacher, network(4, 2), DataLoader(train, 16), folder=tmp_path / "other"
+        )
 
 
 def test_a_folder_holds_one_criterion(tmp_path: Path):
     def go(*terms: Term) -> None:
-        distill(network(16, 1), network(4, 2), data(40, 3), folder=tmp_path, losses=Criterion(terms))
+        distill(
+            network(16, 1),
+            network(4, 2),
+            data(40, 3),
+            folder=tmp_path,
+            losses=Criterion(terms),
+        )
 
-    kl, weighted = loss_term("kl", temperature=2.0), loss_term("ce", class_weights=[1, 2, 3], dims=DIMS)
+    kl, weighted = (
+        loss_term("kl", temperature=2.0),
+        loss_term("ce", class_weights=[1, 2, 3], dims=DIMS),
+    )
     go(kl, weighted)
     go(loss_term("kl", temperature=2.0), weighted)
     others = (
         loss_term("ce", class_weights=[1, 2, 4], dims=DIMS),
         loss_term("ce", 2.0, class_weights=[1, 2, 3], dims=DIMS),
     )
-    for terms in ((kl,), (loss_term("kl", temperature=3.0), weighted), *((kl, other) for other in others)):
+    for terms in (
+        (kl,),
+        (loss_term("kl", temperature=3.0), weighted),
+        *((kl, other) for other in others),
+    ):
         with pytest.raises(KdError, match=r"^folder: .*another criterion"):
             go(*terms)
 
@@ -491,10 +693,15 @@ def test_a_teacher_in_half_precision_is_that_teacher(dtype: torch.dtype):
     one, other = network(4, 2), network(4, 2)
     distill(copy.deepcopy(teacher).float(), one, train)
     found = distill(teacher, other, train)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
     assert teacher[1].weight.dtype == dtype
     both = distill([teacher, network(16, 1)], network(4, 2), train)
-    assert both.metrics["teacher_accuracy"] == pytest.approx(found.metrics["teacher_accuracy"], abs=0.1)
+    assert both.metrics["teacher_accuracy"] == pytest.approx(
+        found.metrics["teacher_accuracy"], abs=0.1
+    )
 
 
 @pytest.mark.parametrize(
@@ -502,50 +709,113 @@ def test_a_teacher_in_half_precision_is_that_teacher(dtype: torch.dtype):
     [
         {"train": cast(data(40, 3), torch.float64)},
         {"train": [(image, float(label)) for image, label in data(40, 3)]},
-        *({"losses": losses} for losses in ("ce", {"kind": "ce"}, ["ce"], ({"kind": "ce"},))),
+        *(
+            {"losses": losses}
+            for losses in ("ce", {"kind": "ce"}, ["ce"], ({"kind": "ce"},))
+        ),
     ],
 )
 def test_images_in_float64_labels_as_floats_and_a_loss_by_its_name(changes: dict):
     one, other = network(4, 2), network(4, 2)
     distill(network(16, 1), one, data(40, 3), losses=[{"kind": "ce"}])
-    distill(network(16, 1), other, **{"train": data(40, 3), "losses": [{"kind": "ce"}], **changes})
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    distill(
+        network(16, 1),
+        other,
+        **{"train": data(40, 3), "losses": [{"kind": "ce"}], **changes},
+    )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"teacher": linear(10)}, r"teacher: returns 10 classes, the student 3\. Both must be equal"),
-        ({"teacher": [linear(3), linear(4)]}, r"teacher\[1\]: returns 4 classes, the student 3"),
-        ({"student": nn.Conv2d(3, 3, 1)}, r"student: returns logits of the shape \[2, 3, 2, 2\]"),
-        ({"train": Alone(data(40, 3))}, r"train: item \d+ is not \(image, label\).*labels='none'"),
-        ({"train": DataLoader(Alone(data(40, 3)), 16)}, r"train: batch 0 is not \(image, label\)"),
+        (
+            {"teacher": linear(10)},
+            r"teacher: returns 10 classes, the student 3\. Both must be equal",
+        ),
+        (
+            {"teacher": [linear(3), linear(4)]},
+            r"teacher\[1\]: returns 4 classes, the student 3",
+        ),
+        (
+            {"student": nn.Conv2d(3, 3, 1)},
+            r"student: returns logits of the shape \[2, 3, 2, 2\]",
+        ),
+        (
+            {"train": Alone(data(40, 3))},
+            r"train: item \d+ is not \(image, label\).*labels='none'",
+        ),
+        (
+            {"train": DataLoader(Alone(data(40, 3)), 16)},
+            r"train: batch 0 is not \(image, label\)",
+        ),
         ({"train": alike(-1)}, r"train: item \d+ has the label -1"),
         ({"val": alike(3)}, r"val: item \d+ has the label 3.*to 2"),
-        ({"labels": "none"}, r"losses\[1\]: 'ce' learns from labels, but labels='none'"),
+        (
+            {"labels": "none"},
+            r"losses\[1\]: 'ce' learns from labels, but labels='none'",
+        ),
         ({"labels": "few"}, r"labels: is 'few'.*sets"),
         ({"teacher": "resnet18"}, r"teacher: is str.*nn\.Module"),
         ({"teacher": []}, r"teacher: is an empty list"),
         ({"student": None}, r"student: is NoneType"),
-        ({"student": linear(3).bfloat16()}, r"student: has weights in bfloat16.*student\.float"),
-        ({"student": linear(3).requires_grad_(False)}, r"student: has no parameter that requires a gradient"),
-        ({"student": nn.Sequential(nn.Flatten(), nn.Linear(27, 3))}, r"student: fails on .* float32 \[3, 2, 2\]"),
-        ({"teacher": nn.Sequential(nn.Flatten(), nn.Linear(27, 3))}, r"teacher: fails on .*RuntimeError"),
-        ({"train": cast(data(40, 3), torch.uint8)}, r"student: fails on .* uint8 .*image\.float\(\) / 255"),
+        (
+            {"student": linear(3).bfloat16()},
+            r"student: has weights in bfloat16.*student\.float",
+        ),
+        (
+            {"student": linear(3).requires_grad_(False)},
+            r"student: has no parameter that requires a gradient",
+        ),
+        (
+            {"student": nn.Sequential(nn.Flatten(), nn.Linear(27, 3))},
+            r"student: fails on .* float32 \[3, 2, 2\]",
+        ),
+        (
+            {"teacher": nn.Sequential(nn.Flatten(), nn.Linear(27, 3))},
+            r"teacher: fails on .*RuntimeError",
+        ),
+        (
+            {"train": cast(data(40, 3), torch.uint8)},
+            r"student: fails on .* uint8 .*image\.float\(\) / 255",
+        ),
         ({"train": Endless()}, r"train: is Endless, which has no length"),
         ({"train": DataLoader(Endless(), 16)}, r"train: is Endless"),
         ({"train": iter([])}, r"train: is list_iterator"),
         ({"train": data(0, 3)}, r"train: is empty"),
         ({"val": data(0, 3)}, r"val: is empty"),
-        ({"train": [(one, 1.7) for one, _ in data(40, 3)]}, r"train: item \d+ has the label 1\.7.*Whole numbers"),
-        ({"train": DataLoader([(one, 1.7) for one, _ in data(40, 3)], 16)}, r"train: batch 0 has the label 1\.7"),
-        ({"train": [(one, "fig") for one, _ in data(40, 3)]}, r"train: item \d+ .*A label is a number"),
-        ({"train": [(one, [0, 1, 0]) for one, _ in data(40, 3)]}, r"train: item \d+ has a label of shape \[3\]"),
-        ({"train": [(torch.zeros(3, 2 + i % 2, 2), 0) for i in range(40)]}, r"train: image \d+ has the shape"),
+        (
+            {"train": [(one, 1.7) for one, _ in data(40, 3)]},
+            r"train: item \d+ has the label 1\.7.*Whole numbers",
+        ),
+        (
+            {"train": DataLoader([(one, 1.7) for one, _ in data(40, 3)], 16)},
+            r"train: batch 0 has the label 1\.7",
+        ),
+        (
+            {"train": [(one, "fig") for one, _ in data(40, 3)]},
+            r"train: item \d+ .*A label is a number",
+        ),
+        (
+            {"train": [(one, [0, 1, 0]) for one, _ in data(40, 3)]},
+            r"train: item \d+ has a label of shape \[3\]",
+        ),
+        (
+            {"train": [(torch.zeros(3, 2 + i % 2, 2), 0) for i in range(40)]},
+            r"train: image \d+ has the shape",
+        ),
     ],
 )
 def test_models_and_data_that_do_not_fit_are_one_line(changes: dict, message: str):
-    given = {"teacher": network(16, 1), "student": network(4, 2), "train": data(40, 3), **changes}
+    given = {
+        "teacher": network(16, 1),
+        "student": network(4, 2),
+        "train": data(40, 3),
+        **changes,
+    }
     with pytest.raises(KdError, match=f"^{message}") as caught:
         distill(given.pop("teacher"), given.pop("student"), given.pop("train"), **given)
     assert "\n" not in str(caught.value)
@@ -562,19 +832,39 @@ def test_label_sets_are_distilled_and_scored_by_their_precision():
         "backend": CPU,
         "progress": False,
     }
-    done = kd.distill(**given, student=network(8, 3), losses=terms, labels="sets", epochs=8, optimizer={"lr": 1e-2})
+    done = kd.distill(
+        **given,
+        student=network(8, 3),
+        losses=terms,
+        labels="sets",
+        epochs=8,
+        optimizer={"lr": 1e-2},
+    )
     maps = [row["map"] for row in done.rows if row["kind"] == "val"]
     assert maps[-1] > maps[0]
     assert {"f1_macro", "agreement", "teacher_map"} <= done.metrics.keys()
     for labels, losses, words in (
-        ("sets", [{"kind": "kl"}], "'kl' reads logits by a softmax, but images have several labels"),
-        ("all", terms, "'binary_kl' reads logits by a sigmoid, but an image has one label"),
+        (
+            "sets",
+            [{"kind": "kl"}],
+            "'kl' reads logits by a softmax, but images have several labels",
+        ),
+        (
+            "all",
+            terms,
+            "'binary_kl' reads logits by a sigmoid, but an image has one label",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             kd.distill(**given, student=network(8, 3), losses=losses, labels=labels)
     wrong = TensorDataset(image, torch.zeros(64, 2))
     with pytest.raises(KdError, match="3 numbers"):
-        kd.distill(**{**given, "train": wrong}, student=network(8, 3), losses=terms, labels="sets")
+        kd.distill(
+            **{**given, "train": wrong},
+            student=network(8, 3),
+            losses=terms,
+            labels="sets",
+        )
 
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -591,24 +881,50 @@ def photographs(count: int, seed: int, size: int = 8) -> list[tuple[torch.Tensor
 
 def convolutional(width: int, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 3))
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(width, 3),
+    )
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> kd.Distilled:
     """A student of `convolutional`, with a run folder."""
     train, val = photographs(48, 1), photographs(24, 2)
-    return distill(convolutional(8, 1), convolutional(4, 2), train, val=val, epochs=1, folder=tmp_path / "run")
+    return distill(
+        convolutional(8, 1),
+        convolutional(4, 2),
+        train,
+        val=val,
+        epochs=1,
+        folder=tmp_path / "run",
+    )
 
 
 def test_a_folder_is_a_run_that_kd_report_reads(own, tmp_path: Path, command, refused):
     settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert (settings["data"]["kind"], settings["data"]["images"]) == ("kd.data.map_dataset", "float32 [3, 8, 8]")
+    assert (settings["data"]["kind"], settings["data"]["images"]) == (
+        "kd.data.map_dataset",
+        "float32 [3, 8, 8]",
+    )
     assert settings["data"]["image_size"] == 8
-    assert [settings[model]["model"] for model in ("teacher", "student")] == ["Sequential", "Sequential"]
+    assert [settings[model]["model"] for model in ("teacher", "student")] == [
+        "Sequential",
+        "Sequential",
+    ]
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["classes"] == ["class_0", "class_1", "class_2"]
-    assert {"decides", "task", "scores", "data", "backend", "environment"} <= manifest.keys()
+    assert {
+        "decides",
+        "task",
+        "scores",
+        "data",
+        "backend",
+        "environment",
+    } <= manifest.keys()
     assert command("report", tmp_path / "run").code == 0
     assert "3 classes" in (tmp_path / "run" / "report.html").read_text()
     for name in ("evaluate", "export"):
@@ -619,7 +935,9 @@ def test_a_folder_is_a_run_that_kd_report_reads(own, tmp_path: Path, command, re
 def test_a_network_of_ones_own_reaches_the_endpoint(own, tmp_path: Path):
     from kd.deploy.serve.model import describe, load
 
-    folder = own.export(tmp_path / "export", MEAN, STD, classes=["red", "green", "blue"]).folder
+    folder = own.export(
+        tmp_path / "export", MEAN, STD, classes=["red", "green", "blue"]
+    ).folder
     model = load(describe(folder), threads=1, slots=1)
     assert (model.labels, model.size) == (("red", "green", "blue"), 8)
     images = torch.stack([image for image, _ in photographs(24, 2)])
@@ -627,10 +945,15 @@ def test_a_network_of_ones_own_reaches_the_endpoint(own, tmp_path: Path):
     levels = ((images * std + mean) * 255).round().to(torch.uint8)
     with torch.no_grad():
         expected = own.student(images)
-    torch.testing.assert_close(torch.from_numpy(model.engine(levels.numpy())), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.from_numpy(model.engine(levels.numpy())), expected, atol=1e-4, rtol=1e-4
+    )
     again = convolutional(4, 9)
     again.load_state_dict(load_file(folder / "model.safetensors"))
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), own.student.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(again.parameters(), own.student.parameters(), strict=True)
+    )
     card = (folder / "README.md").read_text()
     assert "load_state_dict" in card
     assert "timm" not in card
@@ -642,21 +965,33 @@ def test_a_network_of_ones_own_reaches_the_endpoint(own, tmp_path: Path):
         ({"mean": (0.5, 0.5, 0.5)}, r"mean: .*grey level"),
         ({"std": (0.3, 0.3, 0.3)}, r"mean: .*grey level"),
         ({"std": (0.0, 0.3, 0.3)}, r"mean: .*three numbers"),
-        ({"classes": ["red", "green"]}, r"classes: names 2 classes, but the student returns 3"),
+        (
+            {"classes": ["red", "green"]},
+            r"classes: names 2 classes, but the student returns 3",
+        ),
     ],
 )
-def test_an_export_with_other_outputs_is_refused(own, tmp_path: Path, changes: dict, message: str):
+def test_an_export_with_other_outputs_is_refused(
+    own, tmp_path: Path, changes: dict, message: str
+):
     with pytest.raises(ConfigError, match=f"(?i)^{message}"):
-        own.export(tmp_path / "export", **{"mean": MEAN, "std": STD, "onnx": False, **changes})
+        own.export(
+            tmp_path / "export", **{"mean": MEAN, "std": STD, "onnx": False, **changes}
+        )
     assert not (tmp_path / "export").exists()
 
 
 def test_training_images_need_no_whole_grey_levels(tmp_path: Path):
-    """The ladder to int8 finds ranges on them: an erased patch has the mean, and a crop may be smaller than `val`'s."""
+    """The ladder to int8 finds ranges on them: an erased patch has the mean, and a crop
+    may be smaller than `val`'s.
+    """
     from kd.jobs.api.result import Pixels
 
     train, val = photographs(48, 1, size=6), photographs(24, 2)
-    train = [(torch.cat([image[:, :3], torch.zeros(3, 3, 6)], 1), label) for image, label in train]
+    train = [
+        (torch.cat([image[:, :3], torch.zeros(3, 3, 6)], 1), label)
+        for image, label in train
+    ]
     result = distill(convolutional(8, 1), convolutional(4, 2), train, val=val, epochs=1)
     pixels = Pixels(result.arguments, MEAN, STD)
     (images, labels), *_ = pixels.batches(4, training=True)

@@ -1,4 +1,6 @@
-"""What `kd-train --check` says of images that repeat, and `data.exclude`, which takes the list."""
+"""What `kd-train --check` says of images that repeat, and `data.exclude`, which takes
+the list.
+"""
 
 import csv
 import pickle
@@ -21,7 +23,9 @@ from kd.study.audit.lists import read_repeats
 
 @pytest.fixture
 def leaking(photos: Path, tmp_path: Path) -> Path:
-    """The photos, of which one lies in both splits, and one is cropped, with two labels."""
+    """The photos, of which one lies in both splits, and one is cropped, with two
+    labels.
+    """
     root = tmp_path / "leaking"
     shutil.copytree(photos, root)
     shutil.copy(root / "train/fig/03.jpg", root / "val/fig/copy.jpg")
@@ -36,21 +40,37 @@ def sources(settings: dict, root: Path, *overrides: str):
     return open_sources(resolve(config.load(ours, overrides)).data)
 
 
-def test_repeats_are_named_listed_and_shown(settings: dict, leaking: Path, tmp_path: Path):
+def test_repeats_are_named_listed_and_shown(
+    settings: dict, leaking: Path, tmp_path: Path
+):
     data = sources(settings, leaking)
     lines = scan(data.splits, -1.0, tmp_path / "run", everything=True)
     assert lines[0] == "images    decoded all 52: none is damaged"
-    assert lines[1] == "repeats   1 pairs in two splits (1 with the same bytes), 1 with two labels in one"
-    assert "train:train/fig/03.jpg = val:val/fig/copy.jpg (same bytes, 1.00)" in lines[2]
+    assert (
+        lines[1]
+        == "repeats   1 pairs in two splits (1 with the same bytes), 1 with two labels"
+        " in one"
+    )
+    assert (
+        "train:train/fig/03.jpg = val:val/fig/copy.jpg (same bytes, 1.00)" in lines[2]
+    )
     assert "labelled apple and pear" in lines[3]
     assert f"data.exclude={tmp_path / 'run/audit/exclude.txt'}" in lines[-1]
     assert "data.group keeps frames of a clip" in lines[-2]
     with (tmp_path / "run/audit/duplicates.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["kind"] for row in rows] == ["same bytes", "a part"]
-    assert (rows[0]["name"], rows[0]["other name"]) == ("train/fig/03.jpg", "val/fig/copy.jpg")
+    assert (rows[0]["name"], rows[0]["other name"]) == (
+        "train/fig/03.jpg",
+        "val/fig/copy.jpg",
+    )
     read = read_repeats(tmp_path / "run/audit")
-    assert (read[0].leaks, read[0].contradicts, read[1].leaks, read[1].contradicts) == (True, False, False, True)
+    assert (read[0].leaks, read[0].contradicts, read[1].leaks, read[1].contradicts) == (
+        True,
+        False,
+        False,
+        True,
+    )
     page = (tmp_path / "run/audit/duplicates.html").read_text()
     assert page.count("data:image/jpeg;base64,") == 4
     assert "://" not in page
@@ -62,26 +82,37 @@ def test_clean_images_leave_no_file(settings: dict, photos: Path, tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
-def test_more_damaged_images_than_a_run_skips_are_refused_and_named(settings: dict, photos: Path, tmp_path: Path):
+def test_more_damaged_images_than_a_run_skips_are_refused_and_named(
+    settings: dict, photos: Path, tmp_path: Path
+):
     """It said "5 damaged, to be skipped", and the run ended after some steps."""
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     for name in ("fig/03", "fig/04", "pear/05"):
         (root / f"train/{name}.jpg").write_bytes(b"\xff\xd8\xff")
     splits = sources(settings, root).splits
-    with pytest.raises(DataError, match=r"data\.max_skipped: 3 of the \d+ images of 'train'") as refused:
+    with pytest.raises(
+        DataError, match=r"data\.max_skipped: 3 of the \d+ images of 'train'"
+    ) as refused:
         scan(splits, 0.01, tmp_path / "run")
-    with pytest.raises(CorruptImage, match=r"3 images among all 49 are damaged: .* The first: .*damaged") as stopped:
+    with pytest.raises(
+        CorruptImage,
+        match=r"3 images among all 49 are damaged: .* The first: .*damaged",
+    ) as stopped:
         scan(splits, -1.0, tmp_path / "run")
     for name in ("fig/03.jpg", "fig/04.jpg", "pear/05.jpg"):
         assert f"train:train/{name}" in str(refused.value)
         assert f"train:train/{name}" in str(stopped.value)
-    left = sources(settings, root, f"data.exclude={tmp_path / 'run/audit/damaged.txt'}").splits
+    left = sources(
+        settings, root, f"data.exclude={tmp_path / 'run/audit/damaged.txt'}"
+    ).splits
     assert "none is damaged" in scan(left, -1.0, tmp_path / "run")[0]
     assert "3 damaged, to be skipped" in scan(splits, 0.2, tmp_path / "run")[0]
 
 
-def test_the_list_is_taken_by_data_exclude(settings: dict, leaking: Path, tmp_path: Path):
+def test_the_list_is_taken_by_data_exclude(
+    settings: dict, leaking: Path, tmp_path: Path
+):
     whole = sources(settings, leaking)
     scan(whole.splits, -1.0, tmp_path / "run", everything=True)
     file = tmp_path / "run/audit/exclude.txt"
@@ -90,44 +121,81 @@ def test_the_list_is_taken_by_data_exclude(settings: dict, leaking: Path, tmp_pa
     assert "\n# train:train/apple/cut.jpg\n" in text
     data = sources(settings, leaking, f"data.exclude={file}")
     names = [data.train.name(id) for id in range(len(data.train))]
-    assert names == [name for name in map(whole.train.name, range(len(whole.train))) if name != "train/fig/03.jpg"]
+    assert names == [
+        name
+        for name in map(whole.train.name, range(len(whole.train)))
+        if name != "train/fig/03.jpg"
+    ]
     assert len(data.val) == len(whole.val)
-    assert "data.exclude: 1 of 38 images of the split 'train' are left out" in data.notes
+    assert (
+        "data.exclude: 1 of 38 images of the split 'train' are left out" in data.notes
+    )
     assert data.train.fingerprint != whole.train.fingerprint
-    assert data.val.fingerprint == whole.val.fingerprint  # so that two runs are compared on the same images
-    assert "none among all 51" not in scan(data.splits, -1.0, tmp_path / "again", everything=True)[1]
+    assert (
+        data.val.fingerprint == whole.val.fingerprint
+    )  # so that two runs are compared on the same images
+    assert (
+        "none among all 51"
+        not in scan(data.splits, -1.0, tmp_path / "again", everything=True)[1]
+    )
 
 
-def test_a_subset_is_a_source_with_new_ids(settings: dict, leaking: Path, tmp_path: Path):
-    (tmp_path / "list.txt").write_text("# a remark\n\nval/fig/copy.jpg\n train:train/apple/00.jpg \n")
-    whole, data = sources(settings, leaking), sources(settings, leaking, f"data.exclude={tmp_path / 'list.txt'}")
-    assert (len(data.train), len(data.val)) == (len(whole.train) - 1, len(whole.val) - 1)
+def test_a_subset_is_a_source_with_new_ids(
+    settings: dict, leaking: Path, tmp_path: Path
+):
+    (tmp_path / "list.txt").write_text(
+        "# a remark\n\nval/fig/copy.jpg\n train:train/apple/00.jpg \n"
+    )
+    whole, data = (
+        sources(settings, leaking),
+        sources(settings, leaking, f"data.exclude={tmp_path / 'list.txt'}"),
+    )
+    assert (len(data.train), len(data.val)) == (
+        len(whole.train) - 1,
+        len(whole.val) - 1,
+    )
     train = pickle.loads(pickle.dumps(data.train))
     assert isinstance(train, Source)
     assert isinstance(train, HasWarnings)
     assert isinstance(train, Stamped)
     assert isinstance(whole.train, Stamped)
     for id in range(len(train)):
-        old = next(i for i in range(len(whole.train)) if whole.train.name(i) == train.name(id))
-        assert (train.label(id), train.stamp(id)) == (whole.train.label(old), whole.train.stamp(old))
+        old = next(
+            i for i in range(len(whole.train)) if whole.train.name(i) == train.name(id)
+        )
+        assert (train.label(id), train.stamp(id)) == (
+            whole.train.label(old),
+            whole.train.stamp(old),
+        )
         assert train.decode(id).crc == whole.train.decode(old).crc
     (tmp_path / "other.txt").write_text("train:train/apple/01.jpg\nval/fig/copy.jpg\n")
     other = sources(settings, leaking, f"data.exclude={tmp_path / 'other.txt'}")
-    assert len({whole.train.fingerprint, train.fingerprint, other.train.fingerprint}) == 3
+    assert (
+        len({whole.train.fingerprint, train.fingerprint, other.train.fingerprint}) == 3
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("train:train/fig/03.jpeg\n", "names 'train:train/fig/03.jpeg', which is no image"),
+        (
+            "train:train/fig/03.jpeg\n",
+            "names 'train:train/fig/03.jpeg', which is no image",
+        ),
         ("val:train/fig/03.jpg\nx\n", "which is no image; 2 of 2 names are missing"),
         (
-            "".join(f"val/{kind}/{i:02d}.jpg\n" for kind in ("apple", "fig", "pear") for i in range(5)),
+            "".join(
+                f"val/{kind}/{i:02d}.jpg\n"
+                for kind in ("apple", "fig", "pear")
+                for i in range(5)
+            ),
             "names all images",
         ),
     ],
 )
-def test_a_wrong_list_is_one_error(settings: dict, photos: Path, tmp_path: Path, text: str, said: str):
+def test_a_wrong_list_is_one_error(
+    settings: dict, photos: Path, tmp_path: Path, text: str, said: str
+):
     (tmp_path / "list.txt").write_text(text)
     with pytest.raises(DataError, match=r"data\.exclude: ") as caught:
         sources(settings, photos, f"data.exclude={tmp_path / 'list.txt'}")
@@ -136,14 +204,18 @@ def test_a_wrong_list_is_one_error(settings: dict, photos: Path, tmp_path: Path,
         sources(settings, photos, "data.exclude=nowhere.txt")
 
 
-def test_check_stands_before_or_behind_the_configuration(written, command, leaking: Path, inside: Path):
+def test_check_stands_before_or_behind_the_configuration(
+    written, command, leaking: Path, inside: Path
+):
     path = written(data={"root": str(leaking)}, run={"folder": "runs"})
     for argv in ((path, "--check=all"), ("--check", path)):
         answer = command("train", *argv)
         assert answer.code == 0, answer
         assert "repeats   1 pairs in two splits" in answer.out
     assert [one.name for one in (inside / "runs/tiny").iterdir()] == ["audit"]
-    answer = command("train", path, "data.exclude=runs/tiny/audit/exclude.txt", "run.steps=1")
+    answer = command(
+        "train", path, "data.exclude=runs/tiny/audit/exclude.txt", "run.steps=1"
+    )
     assert answer.code == 0, answer
     assert "1 of 38 images of the split 'train' are left out" in answer.out
     assert "split 'val'" not in answer.out
@@ -151,7 +223,9 @@ def test_check_stands_before_or_behind_the_configuration(written, command, leaki
     assert command("train", path, "--check=none").code == 2
 
 
-def test_a_list_that_is_in_use_stays_when_it_is_written_anew(written, command, leaking: Path, inside: Path):
+def test_a_list_that_is_in_use_stays_when_it_is_written_anew(
+    written, command, leaking: Path, inside: Path
+):
     path, exclude = (
         written(data={"root": str(leaking)}, run={"folder": "runs", "steps": 1}),
         "runs/tiny/audit/exclude.txt",
@@ -159,13 +233,20 @@ def test_a_list_that_is_in_use_stays_when_it_is_written_anew(written, command, l
     assert command("train", path, "--check=all").code == 0
     assert command("train", path, f"data.exclude={exclude}").code == 0
     answer = command("train", path, f"data.exclude={exclude}", "--check=all")
-    assert "repeats   0 pairs in two splits (0 with the same bytes), 1 with two labels" in answer.out
+    assert (
+        "repeats   0 pairs in two splits (0 with the same bytes), 1 with two labels"
+        in answer.out
+    )
     lines = Path(exclude).read_text().splitlines()
     assert {"train:train/fig/03.jpg", "# train:train/apple/cut.jpg"} <= {*lines}
-    assert command("train", path, f"data.exclude={exclude}").code == 0  # the same images as before
+    assert (
+        command("train", path, f"data.exclude={exclude}").code == 0
+    )  # the same images as before
 
 
-def test_a_look_at_some_images_keeps_what_is_listed(settings, leaking: Path, tmp_path: Path, monkeypatch):
+def test_a_look_at_some_images_keeps_what_is_listed(
+    settings, leaking: Path, tmp_path: Path, monkeypatch
+):
     splits, folder = sources(settings, leaking).splits, tmp_path / "run"
     scan(splits, -1.0, folder, everything=True)
     with (folder / "audit/duplicates.csv").open("a") as file:
@@ -181,15 +262,28 @@ def test_a_look_at_some_images_keeps_what_is_listed(settings, leaking: Path, tmp
 def test_images_that_kd_serve_refuses_are_counted(settings, photos, tmp_path):
     """Training takes them; before, the first client of the endpoint met the limits."""
     shutil.copytree(photos, tmp_path / "more")
-    kinds = {"a.gif": (60, 40), "b.png": (300, 10), "c.png": (30, 3), "d.png": (5200, 5000), "e.jpg": (5200, 5000)}
+    kinds = {
+        "a.gif": (60, 40),
+        "b.png": (300, 10),
+        "c.png": (30, 3),
+        "d.png": (5200, 5000),
+        "e.jpg": (5200, 5000),
+    }
     for name, size in kinds.items():
         Image.new("L", size).save(tmp_path / "more/train/fig" / name)
     with (tmp_path / "more/train/fig/e.jpg").open("ab") as file:
         file.write(bytes(25 * 2**20))
     settings["data"]["root"] = str(tmp_path / "more")
-    lines = scan(open_sources(resolve(config.load(settings)).data).splits, -1.0, tmp_path / "run", everything=True)
+    lines = scan(
+        open_sources(resolve(config.load(settings)).data).splits,
+        -1.0,
+        tmp_path / "run",
+        everything=True,
+    )
     (line,) = [line for line in lines if line.startswith("endpoint")]
-    assert line.startswith("endpoint  kd-serve refuses 5 of all 54 by its default limits: ")
+    assert line.startswith(
+        "endpoint  kd-serve refuses 5 of all 54 by its default limits: "
+    )
     for reason in (
         "1 GIF",
         "1 with a side ratio above 20",
@@ -200,18 +294,28 @@ def test_images_that_kd_serve_refuses_are_counted(settings, photos, tmp_path):
         assert reason in line
 
 
-@pytest.mark.parametrize("name", ["ap\u2028ple", "ap\u2029ple", "ap\x1b[2Jple", "ap\x85ple", "ap\tple"])
-def test_a_class_name_that_no_server_would_load_is_refused(settings, photos, refused, tmp_path, name):
+@pytest.mark.parametrize(
+    "name", ["ap\u2028ple", "ap\u2029ple", "ap\x1b[2Jple", "ap\x85ple", "ap\tple"]
+)
+def test_a_class_name_that_no_server_would_load_is_refused(
+    settings, photos, refused, tmp_path, name
+):
     """It was trained and exported, and then nothing loaded it."""
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     for split in ("train", "val"):
         (root / split / "apple").rename(root / split / name)
-    (tmp_path / "odd.yaml").write_text(yaml.safe_dump({**settings, "data": {**settings["data"], "root": str(root)}}))
+    (tmp_path / "odd.yaml").write_text(
+        yaml.safe_dump({**settings, "data": {**settings["data"], "root": str(root)}})
+    )
     told = refused("train", tmp_path / "odd.yaml", "--check")
-    assert told.startswith(f"data.kind: the class {name!a} has a control character or a line break. ")
+    assert told.startswith(
+        f"data.kind: the class {name!a} has a control character or a line break. "
+    )
     assert len(told.splitlines()) == 1
-    vectors = sources({**settings, "losses": [{"kind": "cosine"}]}, root)  # an embedding has no labels
+    vectors = sources(
+        {**settings, "losses": [{"kind": "cosine"}]}, root
+    )  # an embedding has no labels
     assert name in vectors.train.classes
 
 

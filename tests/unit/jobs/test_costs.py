@@ -15,7 +15,9 @@ from kd.setup.recipe import resolve
 
 
 def test_a_killed_start_counts_up_to_its_last_row(tmp_path):
-    """Issue 62: of three starts of 40.4 s in all 23 s were billed, since a killed one wrote nothing."""
+    """Issue 62: of three starts of 40.4 s in all 23 s were billed, since a killed one
+    wrote nothing.
+    """
     began, run, fit = time.time() - 1000, tmp_path / "run", tmp_path / "fit"
     rows = {
         run / "monitor_host_0.jsonl": [3.0, 12.5],
@@ -28,10 +30,15 @@ def test_a_killed_start_counts_up_to_its_last_row(tmp_path):
     folder.record(billable_seconds=5.0, began=began)
     for file, times in rows.items():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps({"time": began + seconds}) + "\n" for seconds in times) + '{"time": ')
+        file.write_text(
+            "".join(json.dumps({"time": began + seconds}) + "\n" for seconds in times)
+            + '{"time": '
+        )
     folder.close()
     again = RunDir(run)
-    again.open("a: 1")  # before the first checkpoint a start begins anew, and what was billed stays
+    again.open(
+        "a: 1"
+    )  # before the first checkpoint a start begins anew, and what was billed stays
     started = time.perf_counter()
     with billed(again, started - 2.0, [fit]):
         manifest = again.manifest()
@@ -40,7 +47,9 @@ def test_a_killed_start_counts_up_to_its_last_row(tmp_path):
     taken = time.perf_counter() - started
     assert 27.25 <= again.manifest()["billable_seconds"] <= 27.25 + taken + 0.01
     assert again.manifest()["began"] == 0
-    with billed(again, time.perf_counter()):  # the last start ended by itself: nothing is counted twice
+    with billed(
+        again, time.perf_counter()
+    ):  # the last start ended by itself: nothing is counted twice
         assert again.manifest()["billable_seconds"] <= 27.25 + taken + 0.01
     again.close()
     other = RunDir(run)
@@ -60,7 +69,10 @@ def test_the_peak_of_the_process_is_foretold_and_recorded(settings):
     """Issue 62: 50 and 20 MiB were said, which was the step's share of 851 and 899."""
     text = forecast.forecast(resolve(config.load(settings)))
     before = high_water()
-    (told, own) = re.findall(r"memory    (\d+) MiB at the peak of the process, including (\d+) MiB per rank", text)[0]
+    told, own = re.findall(
+        r"memory    (\d+) MiB at the peak of the process, including (\d+) MiB per rank",
+        text,
+    )[0]
     assert float(told) == pytest.approx(before + forecast.LATER_MIB, abs=20)
     assert int(own) < 20
     folder = train(config.load(settings, ["run.epochs=1"])).folder

@@ -1,4 +1,6 @@
-"""The times that `--check` prints: each part of a step is timed with as many images as surely fit, and then scaled."""
+"""The times that `--check` prints: each part of a step is timed with as many images as
+surely fit, and then scaled.
+"""
 
 import re
 
@@ -50,7 +52,9 @@ def clock(monkeypatch) -> Clock:
 
 def test_a_first_call_that_compiles_is_not_measured(clock):
     first_call = iter([0.7])  # lost, if it were measured
-    assert timed(lambda images: clock.working(lambda: next(first_call, 0.005)), 1, 1).ms == pytest.approx(5)
+    assert timed(
+        lambda images: clock.working(lambda: next(first_call, 0.005)), 1, 1
+    ).ms == pytest.approx(5)
 
 
 def test_a_check_names_what_the_sifter_saves_and_times_no_other_setting(settings):
@@ -69,7 +73,9 @@ def test_a_check_names_what_the_sifter_saves_and_times_no_other_setting(settings
         (0.0, 2.0, 1, [1]),
     ],
 )
-def test_a_part_is_timed_with_a_micro_batch_that_fits_the_time(clock, overhead, each, most, tried):
+def test_a_part_is_timed_with_a_micro_batch_that_fits_the_time(
+    clock, overhead, each, most, tried
+):
     sizes = []
 
     def make(images: int):
@@ -86,7 +92,9 @@ def test_a_part_is_timed_with_a_micro_batch_that_fits_the_time(clock, overhead, 
 
 
 def counted(module, clock, overhead: float, each: float) -> list[int]:
-    """Let each forward of real pixels take so long; return the numbers of their images."""
+    """Let each forward of real pixels take so long; return the numbers of their
+    images.
+    """
     images = []
 
     def forward(module, given):
@@ -98,11 +106,17 @@ def counted(module, clock, overhead: float, each: float) -> list[int]:
     return images
 
 
-def test_the_students_step_is_timed_as_the_run_makes_it_however_slow_the_teacher(settings, clock):
-    """16 images took 1.6 times as long each as the 64 of a step, where the teacher was slow: 505 steps for 887."""
+def test_the_students_step_is_timed_as_the_run_makes_it_however_slow_the_teacher(
+    settings, clock
+):
+    """16 images took 1.6 times as long each as the 64 of a step, where the teacher was
+    slow: 505 steps for 887.
+    """
     found = {}
     for slow in (0.001, 1.0):
-        recipe = resolve(config.load(settings, ["data.batch_size=32", "run.baseline=true"]))
+        recipe = resolve(
+            config.load(settings, ["data.batch_size=32", "run.baseline=true"])
+        )
         with distributed(recipe.backend) as backend:
             bench = estimate.Bench.of(recipe, open_sources(recipe.data), backend)
             counted(bench.distillation.student, clock, 0.02, 0.001)
@@ -116,17 +130,30 @@ def test_the_students_step_is_timed_as_the_run_makes_it_however_slow_the_teacher
     lines = estimate.estimate(bench, parts)
     alone = next(line for line in lines if line.startswith("baseline"))
     run = bench.planned(recipe)
-    cost = run.images * run.epochs * (parts["step"].cpu_ms + parts["teacher"].cpu_ms + parts["load"].cpu_ms) / 1000
+    cost = (
+        run.images
+        * run.epochs
+        * (parts["step"].cpu_ms + parts["teacher"].cpu_ms + parts["load"].cpu_ms)
+        / 1000
+    )
     assert f"at most {spoken(AIM * cost)}, fit and distillation {spoken(cost)}" in alone
     assert not any("scaled" in line for line in lines)
 
 
 def test_measuring_a_fit_leaves_the_mode_of_the_student(settings, monkeypatch):
-    """A student of convolutions was timed in the bfloat16 of its teacher's fit: 756 ms an image for 6."""
+    """A student of convolutions was timed in the bfloat16 of its teacher's fit: 756 ms
+    an image for 6.
+    """
     monkeypatch.setattr(CPU, "auto_mode", property(lambda backend: "bf16+unfused"))
-    monkeypatch.setattr(CPU, "bf16_pays", lambda backend, made_of, trained: made_of()[0] < 0.5)
+    monkeypatch.setattr(
+        CPU, "bf16_pays", lambda backend, made_of, trained: made_of()[0] < 0.5
+    )
     settings["student"] = {"model": "resnet10t"}
-    settings["teacher"] = {**settings["teacher"], "model": "vit_tiny_patch16_224", "fit": {"epochs": 1}}
+    settings["teacher"] = {
+        **settings["teacher"],
+        "model": "vit_tiny_patch16_224",
+        "fit": {"epochs": 1},
+    }
     recipe = resolve(config.load(settings, ["backend.precision=auto"]))
     with distributed(recipe.backend) as backend:
         bench = estimate.Bench.of(recipe, open_sources(recipe.data), backend)
@@ -156,14 +183,28 @@ def slow():
 """
 
 
-def test_a_check_of_a_slow_network_and_a_large_batch_looks_at_few_images(settings, clock, tmp_path, monkeypatch):
-    """ViT-B at a batch of 1,024 had not ended after 290 s; here an image takes three seconds, and nothing is timed."""
+def test_a_check_of_a_slow_network_and_a_large_batch_looks_at_few_images(
+    settings, clock, tmp_path, monkeypatch
+):
+    """ViT-B at a batch of 1,024 had not ended after 290 s; here an image takes three
+    seconds, and nothing is timed.
+    """
     (tmp_path / "slow_network.py").write_text(SLOW)
     monkeypatch.syspath_prepend(tmp_path)
     import slow_network  # type: ignore[import-not-found]
 
-    student = {"kind": "torch", "model": "slow_network:slow", "mean": [0, 0, 0], "std": [1, 1, 1]}
-    data = {"kind": "food_mini", "root": str(tmp_path / "food"), "image_size": 16, "batch_size": 1024}
+    student = {
+        "kind": "torch",
+        "model": "slow_network:slow",
+        "mean": [0, 0, 0],
+        "std": [1, 1, 1],
+    }
+    data = {
+        "kind": "food_mini",
+        "root": str(tmp_path / "food"),
+        "image_size": 16,
+        "batch_size": 1024,
+    }
     images, forward = [], slow_network.Slow.forward
 
     def counting(self, pixels):
@@ -174,22 +215,40 @@ def test_a_check_of_a_slow_network_and_a_large_batch_looks_at_few_images(setting
 
     monkeypatch.setattr(slow_network.Slow, "forward", counting)
     recipe = resolve(
-        config.load({**settings, "student": student, "data": data, "losses": [{"kind": "ce"}], "teacher": {}})
+        config.load(
+            {
+                **settings,
+                "student": student,
+                "data": data,
+                "losses": [{"kind": "ce"}],
+                "teacher": {},
+            }
+        )
     )
     lines = forecast(recipe, everything=True).splitlines()
     assert sum(images) <= 40  # about half of them in the examination of the network
-    assert any("timed on 2 images, scaled to 1024" in line for line in lines if line.startswith("speed"))
+    assert any(
+        "timed on 2 images, scaled to 1024" in line
+        for line in lines
+        if line.startswith("speed")
+    )
 
 
 @pytest.mark.parametrize(
-    ("instance", "words"), [("ml.p4d.24xlarge", "not known"), ("ml.c7i.8xlarge", r"about USD [\d.e-]+ at USD 1\.714")]
+    ("instance", "words"),
+    [
+        ("ml.p4d.24xlarge", "not known"),
+        ("ml.c7i.8xlarge", r"about USD [\d.e-]+ at USD 1\.714"),
+    ],
 )
 def test_a_cpus_time_has_no_price_of_an_accelerator(settings, instance, words):
     recipe = resolve(config.load(settings, [f"price.instance={instance}"]))
     with distributed(recipe.backend) as backend:
         bench = estimate.Bench.of(recipe, open_sources(recipe.data), backend)
         parts = dict.fromkeys(estimate.PARTS, stopwatch.Timed(1.0, 1.0, 8))
-        (line,) = [line for line in estimate.estimate(bench, parts) if line.startswith("cost")]
+        (line,) = [
+            line for line in estimate.estimate(bench, parts) if line.startswith("cost")
+        ]
     assert re.search(words, line)
     assert ("about USD" in line) == (instance == "ml.c7i.8xlarge")
 

@@ -1,4 +1,6 @@
-"""`kd init FOLDER`: what it finds, what it writes, and that the file passes `kd train FILE --check`."""
+"""`kd init FOLDER`: what it finds, what it writes, and that the file passes `kd train
+FILE --check`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.recipe import fit_folders, resolve
 
-DATA = Path(os.environ.get("KD_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
+DATA = Path(
+    os.environ.get("KD_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data"
+)
 """Where folders of real photographs lie, if they do."""
 
 
@@ -40,7 +44,9 @@ def hub(inside, monkeypatch) -> Path:
 def loose(root: Path, count: int, size: tuple[int, int] = (40, 30)) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for number in range(count):
-        Image.new("RGB", size, (9 * number % 256, 80, 40)).save(root / f"{number:03d}.jpg")
+        Image.new("RGB", size, (9 * number % 256, 80, 40)).save(
+            root / f"{number:03d}.jpg"
+        )
     return root
 
 
@@ -50,14 +56,21 @@ def classes(root: Path, *counts: int, size: int = 20) -> Path:
 
 
 def split(root: Path) -> Path:
-    for name, counts in {"training": (8, 8, 9), "valid": (2, 2, 2), "test": (1, 1, 1)}.items():
+    for name, counts in {
+        "training": (8, 8, 9),
+        "valid": (2, 2, 2),
+        "test": (1, 1, 1),
+    }.items():
         classes(root / "all" / name, *counts)
     return root
 
 
 def label_sets(root: Path) -> Path:
     loose(root / "images", 12)
-    rows = [f"{number:03d}.jpg,{'apple;fig' if number % 2 else 'pear'}" for number in range(12)]
+    rows = [
+        f"{number:03d}.jpg,{'apple;fig' if number % 2 else 'pear'}"
+        for number in range(12)
+    ]
     root.joinpath("labels.csv").write_text("\n".join(["file,labels", *rows]))
     return root
 
@@ -88,9 +101,24 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
 }
 UNLABELLED = ("one class", "unlabelled")
 FOUND = {
-    "splits": {"root": "splits/all", "train_split": "training", "val_split": "valid", "test_split": "test"},
-    "label sets": {"root": "label sets/images", "train_labels": "../labels.csv", "separator": ";", "val_fraction": 0.1},
-    "columns": {"train_list": "train.tsv", "val_list": "val.tsv", "image_key": "picture", "label_key": "species"},
+    "splits": {
+        "root": "splits/all",
+        "train_split": "training",
+        "val_split": "valid",
+        "test_split": "test",
+    },
+    "label sets": {
+        "root": "label sets/images",
+        "train_labels": "../labels.csv",
+        "separator": ";",
+        "val_fraction": 0.1,
+    },
+    "columns": {
+        "train_list": "train.tsv",
+        "val_list": "val.tsv",
+        "image_key": "picture",
+        "label_key": "species",
+    },
     "unlabelled": {"kind": "imagefolder", "labels": "none", "val_fraction": 0.1},
     "one class": {"labels": "none"},
     "phone": {"image_size": 64, "store": "ram"},
@@ -111,17 +139,37 @@ def test_the_written_file_holds_what_was_found_and_is_checked(name, teacher):
     text, written = wrote(name, str(teacher) if name in UNLABELLED else "")
     assert FOUND[name].items() <= written["data"].items(), text
     checked = check(resolve(config.load("made.yaml", [f"run.folder={Path.cwd()}"])))
-    assert set(checked.phases) == ({"distillation"} if name in UNLABELLED else {"distillation", "the fit of teacher"})
-    assert all("#" in line for line in text.splitlines() if line.startswith(("  kind", "  model", "  epochs")))
+    assert set(checked.phases) == (
+        {"distillation"}
+        if name in UNLABELLED
+        else {"distillation", "the fit of teacher"}
+    )
+    assert all(
+        "#" in line
+        for line in text.splitlines()
+        if line.startswith(("  kind", "  model", "  epochs"))
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["splits", "label sets", "unlabelled", "grocery-fruit", "cifar10", "tiny-imagenet"])
+@pytest.mark.parametrize(
+    "name",
+    ["splits", "label sets", "unlabelled", "grocery-fruit", "cifar10", "tiny-imagenet"],
+)
 def test_the_written_file_passes_the_check_of_the_command(name, command, teacher):
     root = FOLDERS[name](Path(name)) if name in FOLDERS else DATA / name
     if not root.is_dir():
-        pytest.skip(f"the folder '{name}' is not here; set KD_TEST_DATA to the one that holds it")
-    answer = command("init", root, "-o", "food.yaml", *(["--teacher", teacher] if name in UNLABELLED else []))
+        pytest.skip(
+            f"the folder '{name}' is not here; set KD_TEST_DATA to the one that"
+            " holds it"
+        )
+    answer = command(
+        "init",
+        root,
+        "-o",
+        "food.yaml",
+        *(["--teacher", teacher] if name in UNLABELLED else []),
+    )
     assert answer.code == 0, answer
     assert answer.out.splitlines()[-5:] == [
         "  kd train food.yaml --check",
@@ -138,7 +186,9 @@ def test_a_run_from_random_weights_says_what_to_expect(caplog):
     caplog.set_level("INFO", "kd")
     wrote(classes(Path("three"), 5, 5, 5))
     assert re.search(
-        "teacher and student start from random weights: expect much less .*--teacher FILE and --student", caplog.text
+        "teacher and student start from random weights: expect much less .*--teacher"
+        " FILE and --student",
+        caplog.text,
     )
 
 
@@ -147,11 +197,19 @@ def test_foreign_weights_are_recognized_and_written(inside, caplog):
     tensors = timm.create_model("tf_efficientnet_lite0").state_dict()
     weights = inside / "efficientnet-lite0-57934424.pth"
     torch.save(
-        {f"_blocks.0._depthwise_conv.{number}": tensor for number, tensor in enumerate(tensors.values())}, weights
+        {
+            f"_blocks.0._depthwise_conv.{number}": tensor
+            for number, tensor in enumerate(tensors.values())
+        },
+        weights,
     )
     text, written = wrote(classes(Path("three"), 5, 5, 5), str(weights))
     taught = written["teacher"]
-    assert (taught["model"], taught["weights"], taught["pretrained"]) == ("tf_efficientnet_lite0", "by_order", True)
+    assert (taught["model"], taught["weights"], taught["pretrained"]) == (
+        "tf_efficientnet_lite0",
+        "by_order",
+        True,
+    )
     assert taught["args"] == {"pretrained_cfg_overlay": {"input_size": [3, 128, 128]}}
     assert "under other names" in text
     assert "kd init --student WEIGHTS" in text
@@ -160,18 +218,33 @@ def test_foreign_weights_are_recognized_and_written(inside, caplog):
     Path("made.yaml").unlink()
     text, written = wrote("three", str(weights), str(weights))
     assert "random weights" not in caplog.text
-    named = {key: written["student"][key] for key in ("model", "checkpoint", "weights", "args", "init", "tuning")}
-    shape = {"pretrained_cfg_overlay": {"input_size": [3, 64, 64]}}  # the photographs are smaller; the teacher sees 128
+    named = {
+        key: written["student"][key]
+        for key in ("model", "checkpoint", "weights", "args", "init", "tuning")
+    }
+    shape = {
+        "pretrained_cfg_overlay": {"input_size": [3, 64, 64]}
+    }  # the photographs are smaller; the teacher sees 128
     same = {key: taught[key] for key in ("model", "checkpoint", "weights")}
-    assert named == {**same, "args": shape, "init": "pretrained", "tuning": {"head_lr_scale": 5.0}}
+    assert named == {
+        **same,
+        "args": shape,
+        "init": "pretrained",
+        "tuning": {"head_lr_scale": 5.0},
+    }
     assert (written["run"]["epochs"], written["optimizer"]["lr"]) == (30, 0.001)
     assert "--student WEIGHTS" not in text
     check(resolve(config.load("made.yaml", [f"run.folder={Path.cwd()}"])))
     torch.save(tensors, weights)
     assert identify("--teacher", weights)[:2] == ("efficientnet_lite0", False)
     os.rename(weights, "mine.pth")
-    assert identify("--teacher", Path("mine.pth"), "tf_efficientnet_lite0")[:2] == ("tf_efficientnet_lite0", False)
-    with pytest.raises(KdError, match=r"--teacher: .*not those of .resnet18.*name of the network"):
+    assert identify("--teacher", Path("mine.pth"), "tf_efficientnet_lite0")[:2] == (
+        "tf_efficientnet_lite0",
+        False,
+    )
+    with pytest.raises(
+        KdError, match=r"--teacher: .*not those of .resnet18.*name of the network"
+    ):
         identify("--teacher", Path("mine.pth"), "resnet18")
 
 
@@ -184,7 +257,9 @@ def few_labels(root: Path, labelled: int = 5) -> Path:
 
 
 def test_a_fit_counts_labelled_images(inside):
-    """Of 150 labels and 992 images without one it once said that 20,000 images fit the teacher; 1,024 did."""
+    """Of 150 labels and 992 images without one it once said that 20,000 images fit the
+    teacher; 1,024 did.
+    """
     torch.save(timm.create_model("test_resnet").state_dict(), "test_resnet.pth")
     for weights in ("test_resnet.pth", ""):
         text, written = wrote(few_labels(Path("few" + weights)), weights)
@@ -201,11 +276,17 @@ def test_a_fit_counts_labelled_images(inside):
 
 
 def trained(names: list[str], outputs: int, file: Path) -> Path:
-    """Write weights of a network of so many outputs, and the names of its classes, as a folder of timm's does."""
+    """Write weights of a network of so many outputs, and the names of its classes, as a
+    folder of timm's does.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save(timm.create_model("test_vit", num_classes=outputs).state_dict(), file)
     if names:
-        content = {"architecture": "test_vit", "num_classes": outputs, "label_names": names}
+        content = {
+            "architecture": "test_vit",
+            "num_classes": outputs,
+            "label_names": names,
+        }
         (file.parent / "config.json").write_text(json.dumps(content))
     return file
 
@@ -220,15 +301,23 @@ def trained(names: list[str], outputs: int, file: Path) -> Path:
         ([], 5, False),
     ],
 )
-def test_weights_of_the_datas_own_classes_are_not_fitted_again(names, outputs, fitted, inside):
-    """It said "its classes are others" of every file, and fitted a fitted teacher again."""
+def test_weights_of_the_datas_own_classes_are_not_fitted_again(
+    names, outputs, fitted, inside
+):
+    """It said "its classes are others" of every file, and fitted a fitted teacher
+    again.
+    """
     root = classes(Path("three"), 5, 5, 5)
     _, written = wrote(root, str(trained(names, outputs, Path("weights/test_vit.pth"))))
     taught = written["teacher"]
     assert ("fit" in taught, "pretrained" in taught) == (not fitted, not fitted)
     assert ("min_accuracy" in taught) == (not fitted)
-    assert taught["args"] == {"img_size": 160 if fitted else 128}  # the size of its weights
-    (teacher,) = check(resolve(config.load("made.yaml", [f"run.folder={Path.cwd()}"]))).teachers.members
+    assert taught["args"] == {
+        "img_size": 160 if fitted else 128
+    }  # the size of its weights
+    (teacher,) = check(
+        resolve(config.load("made.yaml", [f"run.folder={Path.cwd()}"]))
+    ).teachers.members
     assert teacher.classes == CLASSES
     assert teacher.input_size == taught["args"]["img_size"]
 
@@ -261,11 +350,18 @@ def test_a_student_may_be_a_transformer_or_a_folder(teacher):
     torch.save(tensors, "vit_tiny_patch16_224.pth")
     classes(Path("three"), 5, 5, 5)
     for weights, keys in {
-        "vit_tiny_patch16_224.pth": {"model": "vit_tiny_patch16_224", "checkpoint": "vit_tiny_patch16_224.pth"},
+        "vit_tiny_patch16_224.pth": {
+            "model": "vit_tiny_patch16_224",
+            "checkpoint": "vit_tiny_patch16_224.pth",
+        },
         str(teacher): {"model": str(teacher)},
     }.items():
         _, written = wrote("three", str(teacher), weights)
-        assert written["student"] == {**keys, "init": "pretrained", "tuning": {"head_lr_scale": 10.0}}
+        assert written["student"] == {
+            **keys,
+            "init": "pretrained",
+            "tuning": {"head_lr_scale": 10.0},
+        }
         assert float(written["optimizer"]["lr"]) == 5e-5
         check(resolve(config.load("made.yaml", [f"run.folder={Path.cwd()}"])))
         Path("made.yaml").unlink()
@@ -274,7 +370,10 @@ def test_a_student_may_be_a_transformer_or_a_folder(teacher):
 
 
 def test_weights_in_the_hubs_cache_are_taken(hub):
-    for name, size in {"timm--lcnet_050.ra2_in1k": 10, "timm--resnet10t.c3_in1k": 20}.items():
+    for name, size in {
+        "timm--lcnet_050.ra2_in1k": 10,
+        "timm--resnet10t.c3_in1k": 20,
+    }.items():
         snapshot = hub / f"models--{name}" / "snapshots" / "1"
         snapshot.mkdir(parents=True)
         (snapshot / "model.safetensors").write_bytes(bytes(size))
@@ -290,7 +389,9 @@ def test_a_student_is_timed(command):
     answer = command("init", "three", "--mb", "2", "--latency", "5000ms")
     assert answer.code == 0, answer
     assert '--accept "drop<=2 ms<=5000 mb<=2"' in answer.out
-    assert re.search(r"model: xcit_.*1\.8 MB, [0-9.]+ ms here", Path("three.yaml").read_text())
+    assert re.search(
+        r"model: xcit_.*1\.8 MB, [0-9.]+ ms here", Path("three.yaml").read_text()
+    )
 
 
 def test_no_student_is_small_enough(command):
@@ -325,7 +426,9 @@ def bad(root: Path, what: str) -> list[object]:
         Path("bad.yaml").write_text("run: {}")
     if what == "loose":
         loose(root, 5)
-    more = {"lost": ["-o", "gone/a.yaml"], "student": ["--student", "resnet10t"]}.get(what, [])
+    more = {"lost": ["-o", "gone/a.yaml"], "student": ["--student", "resnet10t"]}.get(
+        what, []
+    )
     return {"file": [__file__], "absent": ["gone"]}.get(what, [root, *more])
 
 
@@ -357,21 +460,34 @@ def test_bad_input_is_one_line(what, words, command):
     ("names", "proposed"),
     [
         ([f"clip{clip}_{frame:04d}" for clip in range(4) for frame in range(5)], True),
-        ([f"IMG_20{clip}-frame{frame}" for clip in range(4) for frame in range(5)], True),
+        (
+            [f"IMG_20{clip}-frame{frame}" for clip in range(4) for frame in range(5)],
+            True,
+        ),
         ([f"IMG_{number:04d}" for number in range(20)], False),
         ([f"{number:05d}" for number in range(20)], False),
         ([f"n01440764_{number}" for number in range(20)], False),
         ([f"DSC{number // 10}_{number}" for number in range(20)], False),
-        ([f"jumbo_jet_s_{number:06d}" for number in range(10)] + [f"liner_s_{number}" for number in range(10)], False),
+        (
+            [f"jumbo_jet_s_{number:06d}" for number in range(10)]
+            + [f"liner_s_{number}" for number in range(10)],
+            False,
+        ),
     ],
 )
-def test_names_of_frames_propose_the_key_that_keeps_them_together(inside, names, proposed):
+def test_names_of_frames_propose_the_key_that_keeps_them_together(
+    inside, names, proposed
+):
     for number, name in enumerate(CLASSES[:2]):
         (inside / "photos" / name).mkdir(parents=True)
         for place, stem in enumerate(names):
-            Image.new("RGB", (20, 20), (9 * place, 80 * number, 40)).save(inside / "photos" / name / f"{stem}.jpg")
+            Image.new("RGB", (20, 20), (9 * place, 80 * number, 40)).save(
+                inside / "photos" / name / f"{stem}.jpg"
+            )
     file, _ = init(inside / "photos", None, "", "", None, None)
-    line = [line for line in file.read_text().splitlines() if line.startswith("  # group: ")]
+    line = [
+        line for line in file.read_text().splitlines() if line.startswith("  # group: ")
+    ]
     assert len(line) == proposed
     if proposed:
         file.write_text(file.read_text().replace(line[0], line[0].replace("# ", "", 1)))

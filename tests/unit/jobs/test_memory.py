@@ -1,4 +1,6 @@
-"""The memory that `--check` says: counted without values, and as torch's allocator counts a real step."""
+"""The memory that `--check` says: counted without values, and as torch's allocator
+counts a real step.
+"""
 
 from functools import partial
 
@@ -36,18 +38,36 @@ def recipe(*overrides: str) -> Recipe:
     return resolve(config.load(settings, overrides))
 
 
-def models(plan: Recipe, name: str = "vit_tiny_patch16_224", **args: object) -> tuple[StudentWithLoss, torch.nn.Module]:
+def models(
+    plan: Recipe, name: str = "vit_tiny_patch16_224", **args: object
+) -> tuple[StudentWithLoss, torch.nn.Module]:
     student, teacher = (
-        load(Spec("student", name, VIT if name.startswith("vit") else args, ["a", "b", "c"]), SIZE) for _ in range(2)
+        load(
+            Spec(
+                "student",
+                name,
+                VIT if name.startswith("vit") else args,
+                ["a", "b", "c"],
+            ),
+            SIZE,
+        )
+        for _ in range(2)
     )
-    return StudentWithLoss(student, build_criterion(plan.losses, [None], 0), plan.task), teacher
+    return (
+        StudentWithLoss(student, build_criterion(plan.losses, [None], 0), plan.task),
+        teacher,
+    )
 
 
 def allocated(work) -> int:
     """Return the peak that torch's allocator reports of a piece of work."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event
+        for event in profiled.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
@@ -60,13 +80,18 @@ LOW = ("backend.precision=bf16", "teacher.precision=bf16", "teacher.micro_batch=
 
 @pytest.mark.parametrize(
     ("overrides", "name", "args"),
-    [pytest.param(LOW, "vit_tiny_patch16_224", VIT, id="vit"), slow((), "test_resnet", {}, id="resnet")],
+    [
+        pytest.param(LOW, "vit_tiny_patch16_224", VIT, id="vit"),
+        slow((), "test_resnet", {}, id="resnet"),
+    ],
 )
 def test_a_counted_step_is_a_real_one(overrides, name, args):
     plan = recipe(*overrides)
     distillation, teacher = models(plan, name, **args)
     half = torch.bfloat16 if plan.teacher.precision == "bf16" else torch.float32
-    counted = step_bytes(plan, on_meta(distillation), on_meta(teacher), IMAGES, reduced=False)
+    counted = step_bytes(
+        plan, on_meta(distillation), on_meta(teacher), IMAGES, reduced=False
+    )
     backend = build_backend(plan.backend)
     live = LiveTeacher(teacher, backend.device, half, plan.teacher.micro_batch)
     apply_mode(ExecutionMode(plan.backend.precision, "unfused"), distillation, backend)
@@ -79,10 +104,14 @@ def test_a_counted_step_is_a_real_one(overrides, name, args):
 
 
 def test_an_evaluation_of_more_images_than_a_step_is_counted():
-    """A fit of an EfficientNet-Lite0 was said to take the memory of a step of 32, and evaluated 500 at once."""
+    """A fit of an EfficientNet-Lite0 was said to take the memory of a step of 32, and
+    evaluated 500 at once.
+    """
     plan = recipe()
     distillation, teacher = models(plan)
-    count = partial(step_bytes, plan, on_meta(distillation), on_meta(teacher), IMAGES, reduced=False)
+    count = partial(
+        step_bytes, plan, on_meta(distillation), on_meta(teacher), IMAGES, reduced=False
+    )
     counted, step = count(scored=20 * IMAGES), count()
     pixels = torch.zeros(20 * IMAGES, 3, SIZE, SIZE, dtype=torch.uint8)
     gradients = 4 * sum(p.numel() for p in distillation.parameters())
@@ -100,14 +129,19 @@ def test_an_evaluation_of_more_images_than_a_step_is_counted():
 
 
 def test_the_peak_is_a_line_in_the_number_of_images():
-    """And gradients that stay in the buckets of several ranks are added at most once."""
+    """And gradients that stay in the buckets of several ranks are added at
+    most once.
+    """
     plan = recipe()
     distillation, teacher = models(plan)
     weights = sum(p.numel() for p in distillation.parameters())
     alone = step_bytes(plan, distillation, teacher, 1, reduced=False)
     held = step_bytes(plan, distillation, teacher, 1, reduced=True)
     assert alone <= held <= alone + 4 * weights
-    more = [step_bytes(plan, distillation, teacher, images, reduced=False) for images in (100, 200, 300)]
+    more = [
+        step_bytes(plan, distillation, teacher, images, reduced=False)
+        for images in (100, 200, 300)
+    ]
     assert more[2] - more[1] == pytest.approx(more[1] - more[0], rel=0.01)
 
 
@@ -129,8 +163,15 @@ def test_held_memory_is_floats_per_weight(overrides, floats):
 
 
 def test_check_says_the_peak_of_the_largest_phase(settings):
-    fitted = {"model": "vit_tiny_patch16_224", "args": {"patch_size": 8, **SMALL}, "fit": {"epochs": 1}}
-    lines = [describe(resolve(config.load({**settings, "teacher": fitted})), answers=full) for full in (False, True)]
+    fitted = {
+        "model": "vit_tiny_patch16_224",
+        "args": {"patch_size": 8, **SMALL},
+        "fit": {"epochs": 1},
+    }
+    lines = [
+        describe(resolve(config.load({**settings, "teacher": fitted})), answers=full)
+        for full in (False, True)
+    ]
     held, peak = (line.splitlines()[-1].partition("memory    ")[2] for line in lines)
     assert "activations come on top" in held
     assert peak.endswith("weights, optimizer and the peak of a step or an evaluation")

@@ -1,4 +1,6 @@
-"""A whole run with a slow source: what is shown while it goes and at its end, and what it leaves."""
+"""A whole run with a slow source: what is shown while it goes and at its end, and what
+it leaves.
+"""
 
 import json
 import re
@@ -16,10 +18,16 @@ from kd.jobs.train import train
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
-def test_a_slow_source_is_named_while_the_run_goes(written, command, tmp_path, monkeypatch):
+def test_a_slow_source_is_named_while_the_run_goes(
+    written, command, tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(_observe, "LIVE_SECONDS", 0.0)
-    path = written(data={"kind": "sabotage.source", "sleep_ms": 8}, profile={"steps": [8, 9]}, run={"steps": 40})
+    path = written(
+        data={"kind": "sabotage.source", "sleep_ms": 8},
+        profile={"steps": [8, 9]},
+        run={"steps": 40},
+    )
     done = command("train", path)
     assert done.code == 0, done
     lines = done.out.splitlines()
@@ -27,18 +35,45 @@ def test_a_slow_source_is_named_while_the_run_goes(written, command, tmp_path, m
 
     findings = json.loads((folder / "findings.json").read_text())
     (slow,) = [one for one in findings if one["rule"] == "IOBottleneck"]
-    assert (slow["severity"], slow["key"], slow["value"]) == ("warning", "data.store", "ram")
-    told = [i for i, line in enumerate(lines) if line.startswith("IOBottleneck: a step waits ")]
-    table = next(i for i, line in enumerate(lines) if line == "tiny: where the time of 40 steps went")
-    assert [i < table for i in told] == [True, False]  # once while it went, and at the end
-    assert re.search(r"step 40 .* images/s, \d+\.\d ms per step, data wait \d+\.\d %", done.out)
+    assert (slow["severity"], slow["key"], slow["value"]) == (
+        "warning",
+        "data.store",
+        "ram",
+    )
+    told = [
+        i
+        for i, line in enumerate(lines)
+        if line.startswith("IOBottleneck: a step waits ")
+    ]
+    table = next(
+        i
+        for i, line in enumerate(lines)
+        if line == "tiny: where the time of 40 steps went"
+    )
+    assert [i < table for i in told] == [
+        True,
+        False,
+    ]  # once while it went, and at the end
+    assert re.search(
+        r"step 40 .* images/s, \d+\.\d ms per step, data wait \d+\.\d %", done.out
+    )
 
-    rows = {line.split()[0]: float(line.split()[1]) for line in lines[table + 1 :] if line.startswith("  ")}
+    rows = {
+        line.split()[0]: float(line.split()[1])
+        for line in lines[table + 1 :]
+        if line.startswith("  ")
+    }
     timeline = read_rows(folder / "timeline_0.jsonl")
     parts = sum(seconds for name, seconds in rows.items() if name != "all")
-    hidden = 12 * _observe.SHOWN_SHARE * rows["all"]  # a row below that share is left out
-    assert parts == pytest.approx(rows["all"], abs=0.005 * len(rows) + hidden)  # two decimals are printed
-    assert sum(row["wall_ms"] for row in timeline) / 1000 == pytest.approx(rows["all"], abs=0.01)
+    hidden = (
+        12 * _observe.SHOWN_SHARE * rows["all"]
+    )  # a row below that share is left out
+    assert parts == pytest.approx(
+        rows["all"], abs=0.005 * len(rows) + hidden
+    )  # two decimals are printed
+    assert sum(row["wall_ms"] for row in timeline) / 1000 == pytest.approx(
+        rows["all"], abs=0.01
+    )
     assert rows["data"] >= 40 * 8 * 0.004
     assert {path.name for path in (folder / "profile").iterdir()} == {
         "trace.json.gz",
@@ -56,7 +91,9 @@ def test_a_slow_source_is_named_while_the_run_goes(written, command, tmp_path, m
 
 
 def test_the_tables_of_a_command_account_for_all_of_its_time(photos, tmp_path):
-    """From when the command began: process start and imports belong to it. A fit, the run and its baseline follow."""
+    """From when the command began: process start and imports belong to it. A fit, the
+    run and its baseline follow.
+    """
     made = base(photos, tmp_path)
     made["run"] |= {"baseline": True, "steps": 4, "epochs": 1}
     made["teacher"] |= {"min_accuracy": 0}
@@ -64,8 +101,17 @@ def test_the_tables_of_a_command_account_for_all_of_its_time(photos, tmp_path):
     settings, begin = config.load(made), time.perf_counter()
     train(settings, before=100.0)
     seconds = time.perf_counter() - begin + 100.0
-    folders = [next(tmp_path.glob("teachers/*/")), tmp_path / "runs" / "tiny", tmp_path / "runs" / "tiny" / "baseline"]
-    tables = [sum(row["wall_ms"] for row in read_rows(folder / "timeline_0.jsonl")) / 1000 for folder in folders]
+    folders = [
+        next(tmp_path.glob("teachers/*/")),
+        tmp_path / "runs" / "tiny",
+        tmp_path / "runs" / "tiny" / "baseline",
+    ]
+    tables = [
+        sum(row["wall_ms"] for row in read_rows(folder / "timeline_0.jsonl")) / 1000
+        for folder in folders
+    ]
     assert tables[0] > 100.0 > tables[1] + tables[2]
-    billable = json.loads((folders[1] / "manifest.json").read_text())["billable_seconds"]
+    billable = json.loads((folders[1] / "manifest.json").read_text())[
+        "billable_seconds"
+    ]
     assert 100.0 < sum(tables) <= billable <= seconds

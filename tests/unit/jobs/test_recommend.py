@@ -1,4 +1,6 @@
-"""`--check` compares a hand-written configuration with the recommended one, and says the plan from measured runs."""
+"""`--check` compares a hand-written configuration with the recommended one, and says
+the plan from measured runs.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ def photographs(tmp_path_factory) -> Path:
     """Ten classes of 15 labelled pictures, and 1,850 without a label."""
     root = tmp_path_factory.mktemp("pictures")
     folders = {f"train/class_{number}": LABELLED for number in range(CLASSES)}
-    folders |= {f"val/class_{number}": 1 for number in range(CLASSES)} | {"train/unlabelled": WITHOUT}
+    folders |= {f"val/class_{number}": 1 for number in range(CLASSES)} | {
+        "train/unlabelled": WITHOUT
+    }
     for name, count in folders.items():
         (root / name).mkdir(parents=True)
         for number in range(count):
-            Image.new("RGB", (8, 8), (number % 256, 40, 90)).save(root / name / f"{number}.png")
+            Image.new("RGB", (8, 8), (number % 256, 40, 90)).save(
+                root / name / f"{number}.png"
+            )
     return root
 
 
@@ -41,12 +47,27 @@ def weights(tmp_path_factory) -> Path:
 @pytest.fixture
 def written(photographs, weights, tmp_path) -> dict[str, Any]:
     """A stranger's file: little of everything."""
-    teacher = {"model": "test_efficientnet", "checkpoint": str(weights), "pretrained": True, "cache": {"views": 2}}
+    teacher = {
+        "model": "test_efficientnet",
+        "checkpoint": str(weights),
+        "pretrained": True,
+        "cache": {"views": 2},
+    }
     overlay = {"pretrained_cfg_overlay": {"input_size": [3, 96, 96]}}
     return {
         "run": {"name": "mine", "folder": str(tmp_path / "runs"), "epochs": 20},
-        "data": {"kind": "imagefolder", "root": str(photographs), "labels": "some", "image_size": 64, "batch_size": 16},
-        "teacher": {**teacher, "args": overlay, "fit": {"steps": 300, "batch_size": 16}},
+        "data": {
+            "kind": "imagefolder",
+            "root": str(photographs),
+            "labels": "some",
+            "image_size": 64,
+            "batch_size": 16,
+        },
+        "teacher": {
+            **teacher,
+            "args": overlay,
+            "fit": {"steps": 300, "batch_size": 16},
+        },
         "student": {"model": "lcnet_050"},
         "losses": [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.1}],
     }
@@ -58,8 +79,12 @@ def lines(settings: dict[str, Any], *overrides: str) -> str:
     return text[text.index("recipe  ") : text.index("\nbackend")]
 
 
-def test_labels_that_outweigh_the_teacher_where_few_pictures_have_one_are_named(written):
-    assert f"losses[1].weight is 1, recommended 0.1: {recommended.WEIGHED}" in lines(written, "losses.1.weight=1.0")
+def test_labels_that_outweigh_the_teacher_where_few_pictures_have_one_are_named(
+    written,
+):
+    assert f"losses[1].weight is 1, recommended 0.1: {recommended.WEIGHED}" in lines(
+        written, "losses.1.weight=1.0"
+    )
     assert "losses[1]" not in lines(written)
     assert "losses[1]" not in lines(written, "losses.1.weight=1.0", "data.labels=all")
 
@@ -75,7 +100,9 @@ def test_each_number_below_the_recommended_one_is_named_with_its_key(written):
 
 
 def test_what_two_measured_runs_reached_stands_beside_it(written):
-    """The pictures resemble those of the study, and the recommended number of epochs is near one of its lengths."""
+    """The pictures resemble those of the study, and the recommended number of epochs is
+    near one of its lengths.
+    """
     text = lines(written, "run.epochs=10", "teacher.cache.views=8")
     assert "epochs reached" in text
     assert "Tiny ImageNet" in text
@@ -96,7 +123,10 @@ def test_a_configuration_as_recommended_gets_one_line(written):
         side,
         "student.model=xcit_nano_12_p8_224",
     )
-    assert text.splitlines()[0] == "recipe    length and views as recommended for 2,000 images"
+    assert (
+        text.splitlines()[0]
+        == "recipe    length and views as recommended for 2,000 images"
+    )
 
 
 def test_the_advice_names_the_key_that_decides_the_views(written):
@@ -105,24 +135,40 @@ def test_the_advice_names_the_key_that_decides_the_views(written):
 
 
 def test_a_live_teacher_has_fresh_views_and_needs_no_more(written):
-    assert "views" not in lines(written, "teacher.cache.views=0").split("plan  ")[0].replace("length and views", "")
+    assert "views" not in lines(written, "teacher.cache.views=0").split("plan  ")[
+        0
+    ].replace("length and views", "")
 
 
-def test_the_plan_says_what_labels_alone_reached_and_from_when_on_distilling_was_better(written):
+def test_the_plan_says_what_labels_alone_reached_and_from_when_on_distilling_was_better(
+    written,
+):
     plan = lines(written).split("plan  ")[1]
-    assert all(word in plan for word in ("Tiny ImageNet", "labels alone reached", "distilling", "teacher"))
+    assert all(
+        word in plan
+        for word in ("Tiny ImageNet", "labels alone reached", "distilling", "teacher")
+    )
 
 
 def test_a_pretrained_student_has_no_comparable_run_here(written, weights):
-    written["student"] = {"model": "test_efficientnet", "checkpoint": str(weights), "init": "pretrained"}
+    written["student"] = {
+        "model": "test_efficientnet",
+        "checkpoint": str(weights),
+        "init": "pretrained",
+    }
     assert "no comparable run" in lines(written).split("plan  ")[1]
 
 
-def test_labels_for_all_of_few_pictures_have_no_comparable_run(written, photographs, tmp_path):
+def test_labels_for_all_of_few_pictures_have_no_comparable_run(
+    written, photographs, tmp_path
+):
     root = tmp_path / "labelled"
     for split in ("train", "val"):
         (root / split).mkdir(parents=True)
         for folder in (photographs / split).glob("class_*"):
             (root / split / folder.name).symlink_to(folder)
     data = {key: value for key, value in written["data"].items() if key != "labels"}
-    assert "no comparable run" in lines(written | {"data": {**data, "root": str(root)}}).split("plan  ")[1]
+    assert (
+        "no comparable run"
+        in lines(written | {"data": {**data, "root": str(root)}}).split("plan  ")[1]
+    )

@@ -1,4 +1,6 @@
-"""What `kd.train` and `kd.distill` return: a repr of one screen, equal names. What a teacher of another size costs."""
+"""What `kd.train` and `kd.distill` return: a repr of one screen, equal names. What a
+teacher of another size costs.
+"""
 
 import torch
 
@@ -19,7 +21,9 @@ def test_a_run_has_a_repr_of_one_screen_and_its_student(settings):
     assert "accuracy" in text
     assert all(hasattr(result, name) for name in NAMES)
     size = settings["data"]["image_size"]
-    logits = result.student.eval()(torch.zeros(1, 3, size, size, dtype=torch.uint8)).logits
+    logits = result.student.eval()(
+        torch.zeros(1, 3, size, size, dtype=torch.uint8)
+    ).logits
     assert logits.shape == (1, 3)
 
 
@@ -28,5 +32,8 @@ def test_a_teachers_other_input_size_is_reported_with_its_cost(settings):
     assert "its own" not in same
     size = settings["data"]["image_size"]
     other = forecast(resolve(config.load(settings, [f"data.image_size={size // 2}"])))
-    assert f"it runs at its own {size} px on images of {size // 2} px: 4 times the arithmetic" in other
+    assert (
+        f"it runs at its own {size} px on images of {size // 2} px: 4 times the"
+        " arithmetic" in other
+    )
     assert "% of the distillation" in other

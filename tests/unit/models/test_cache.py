@@ -1,4 +1,6 @@
-"""The cache against the live teacher: the same bits, whoever filled it, torn or not; and what it refuses."""
+"""The cache against the live teacher: the same bits, whoever filled it, torn or not;
+and what it refuses.
+"""
 
 import fcntl
 import logging
@@ -30,19 +32,37 @@ IMAGES, CLASSES = 40, 5
 @pytest.fixture
 def live() -> LiveTeacher:
     torch.manual_seed(0)
-    return LiveTeacher(LogitsModel(nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES))), torch.device("cpu"))
+    return LiveTeacher(
+        LogitsModel(nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES))),
+        torch.device("cpu"),
+    )
 
 
 def image(id: int, view: int) -> torch.Tensor:
-    return torch.randn(3, 2, 2, generator=torch.Generator().manual_seed(1000 * view + id))
+    return torch.randn(
+        3, 2, 2, generator=torch.Generator().manual_seed(1000 * view + id)
+    )
 
 
 def batch(ids: list[int], view: int = 0) -> Batch:
-    made = Batch.of(torch.stack([image(id, view) for id in ids]), torch.zeros(len(ids), dtype=torch.int64))
-    return Batch(torch.tensor(ids), made.image, made.label, made.label, made.lam, made.weight, view)
+    made = Batch.of(
+        torch.stack([image(id, view) for id in ids]),
+        torch.zeros(len(ids), dtype=torch.int64),
+    )
+    return Batch(
+        torch.tensor(ids),
+        made.image,
+        made.label,
+        made.label,
+        made.lam,
+        made.weight,
+        view,
+    )
 
 
-def opened(folder, dtype: str = "fp32", topk: int = 0, writable: bool = True, **changes):
+def opened(
+    folder, dtype: str = "fp32", topk: int = 0, writable: bool = True, **changes
+):
     identity = {"teacher": "abc", "seed": 0, "classes": ["a", "b"], **changes}
     return open_store(folder, identity, Codec(CLASSES, dtype, topk), IMAGES, writable)
 
@@ -66,11 +86,18 @@ def test_the_cache_equals_the_live_teacher_and_queries_it_once(tmp_path, live, d
     afresh = ask(CachedTeacher(live, opened(tmp_path, dtype, writable=False)), *asked)
     assert live.images - before == 16
     for answers in (first, again, afresh):
-        assert all(torch.equal(one, other) for one, other in zip(answers, expected, strict=True))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(answers, expected, strict=True)
+        )
 
 
-def test_outputs_wait_on_the_device_until_they_have_so_many_bytes(tmp_path, live, monkeypatch):
-    monkeypatch.setattr(cache, "WAITING_BYTES", 3 * 4 * CLASSES * 4)  # three batches of four images in float32
+def test_outputs_wait_on_the_device_until_they_have_so_many_bytes(
+    tmp_path, live, monkeypatch
+):
+    monkeypatch.setattr(
+        cache, "WAITING_BYTES", 3 * 4 * CLASSES * 4
+    )  # three batches of four images in float32
     stored = CachedTeacher(live, opened(tmp_path, "fp32"))
     for start, written in ((0, False), (4, False), (8, True)):
         ask(stored, batch([*range(start, start + 4)]))
@@ -92,12 +119,17 @@ def test_only_what_is_missing_is_computed(tmp_path, live, fixed_shape):
 
 @pytest.mark.parametrize("writable", [True, False])
 @pytest.mark.parametrize("topk", [0, 2])
-def test_logits_beyond_float16_are_an_error_that_names_the_key_and_are_not_stored(tmp_path, live, writable, topk):
+def test_logits_beyond_float16_are_an_error_that_names_the_key_and_are_not_stored(
+    tmp_path, live, writable, topk
+):
     opened(tmp_path, "fp16", topk)
     next(iter(live.model.parameters())).data *= 1e6
     stored = CachedTeacher(live, opened(tmp_path, "fp16", topk, writable))
     ask(stored, batch([0, 1]))
-    with pytest.raises(ModelError, match=r"^teacher\.cache\.dtype: .*'logits'.*float16.*65504.*dtype=fp32"):
+    with pytest.raises(
+        ModelError,
+        match=r"^teacher\.cache\.dtype: .*'logits'.*float16.*65504.*dtype=fp32",
+    ):
         stored.flush()
     assert not list(tmp_path.glob("*.logits"))
 
@@ -109,7 +141,9 @@ def test_views_are_kept_apart(tmp_path, live):
     stored.flush()
     before = live.images
     for view in (0, 1):
-        assert torch.equal(ask(stored, batch([3, 2], view))[0], live(batch([3, 2], view)).logits)
+        assert torch.equal(
+            ask(stored, batch([3, 2], view))[0], live(batch([3, 2], view)).logits
+        )
     assert live.images - before == 4  # the expectations only
 
 
@@ -119,11 +153,15 @@ def test_padding_is_neither_predicted_nor_written(tmp_path, live):
     stored = CachedTeacher(live, opened(tmp_path))
     ask(stored, padded)
     stored.flush()
-    assert stored.store.missing(0).tolist() == [id for id in range(IMAGES) if id not in (4, 5)]
+    assert stored.store.missing(0).tolist() == [
+        id for id in range(IMAGES) if id not in (4, 5)
+    ]
 
 
 def test_a_torn_record_is_computed_again(tmp_path, live):
-    """One wrong bit; zeros, a record of another image and a file cut short: test_storage.py."""
+    """One wrong bit; zeros, a record of another image and a file cut short:
+    test_storage.py.
+    """
     stored = CachedTeacher(live, opened(tmp_path))
     ask(stored, batch(list(range(10))))
     stored.flush()
@@ -135,7 +173,9 @@ def test_a_torn_record_is_computed_again(tmp_path, live):
     afresh = CachedTeacher(live, opened(tmp_path))
     assert 4 in afresh.store.missing(0)
     before = live.images
-    assert torch.equal(ask(afresh, batch(list(range(10))))[0][4], live(batch([4])).logits[0])
+    assert torch.equal(
+        ask(afresh, batch(list(range(10))))[0][4], live(batch([4])).logits[0]
+    )
     assert live.images - before == 2
     afresh.flush()
     assert 4 not in afresh.store.missing(0)
@@ -148,9 +188,16 @@ def test_top_k_keeps_the_probabilities_of_the_highest_and_the_mass_of_the_rest()
     rebuilt = codec.expand(codec.compress(logits_BC))
     highest = logits_BC.topk(8)
     exact, found = logits_BC.double().softmax(1), rebuilt.double().softmax(1)
-    torch.testing.assert_close(found.gather(1, highest.indices), exact.gather(1, highest.indices), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        found.gather(1, highest.indices),
+        exact.gather(1, highest.indices),
+        rtol=1e-5,
+        atol=0,
+    )
     rest = torch.ones(6, 50, dtype=torch.bool).scatter(1, highest.indices, False)
-    torch.testing.assert_close((found * rest).sum(1), (exact * rest).sum(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        (found * rest).sum(1), (exact * rest).sum(1), rtol=1e-5, atol=0
+    )
     assert math.isclose(found.sum().item(), 6.0, rel_tol=1e-9)
 
 
@@ -161,13 +208,20 @@ def test_top_k_through_the_files(tmp_path, live):
     before = live.images
     assert torch.equal(ask(stored, batch([0, 1, 2]))[0], first)
     assert live.images == before
-    assert torch.equal(first.topk(2).indices, live(batch([0, 1, 2])).logits.topk(2).indices)
+    assert torch.equal(
+        first.topk(2).indices, live(batch([0, 1, 2])).logits.topk(2).indices
+    )
 
 
-@pytest.mark.parametrize(("field", "value"), [("teacher", "xyz"), ("seed", 1), ("classes", ["b", "a"]), ("more", 1)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("teacher", "xyz"), ("seed", 1), ("classes", ["b", "a"]), ("more", 1)],
+)
 def test_a_cache_of_something_else_is_refused_by_name(tmp_path, field, value):
     opened(tmp_path)
-    with pytest.raises(RunError, match=rf"^teacher\.cache\.path: .* made with another {field} \("):
+    with pytest.raises(
+        RunError, match=rf"^teacher\.cache\.path: .* made with another {field} \("
+    ):
         opened(tmp_path, **{field: value})
 
 
@@ -201,7 +255,10 @@ def test_a_reader_does_not_begin_a_cache(tmp_path, monkeypatch):
 def test_a_damaged_manifest_is_one_line_with_its_remedy(tmp_path, text):
     opened(tmp_path)
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(RunError, match=r"^teacher\.cache\.path: '.*' is damaged \(.*\)\. Remove the folder '"):
+    with pytest.raises(
+        RunError,
+        match=r"^teacher\.cache\.path: '.*' is damaged \(.*\)\. Remove the folder '",
+    ):
         opened(tmp_path)
 
 
@@ -212,7 +269,9 @@ def test_one_process_writes_and_who_may_only_read_does_not(tmp_path):
     assert owned(tmp_path)
     assert owned(tmp_path)
     unwritable = tmp_path / "unwritable"
-    (unwritable / ".lock").mkdir(parents=True)  # the superuser may write anything, but not this
+    (unwritable / ".lock").mkdir(
+        parents=True
+    )  # the superuser may write anything, but not this
     with pytest.raises(RunError, match=r"cannot write '.*' \(Is a directory\)"):
         owned(unwritable)
     opened(unwritable)
@@ -220,19 +279,29 @@ def test_one_process_writes_and_who_may_only_read_does_not(tmp_path):
 
 
 def _write_until_full(folder: str, answers) -> None:
-    """Fill a cache that may take no more than ten records: the system's own limit stands in for a full disk."""
+    """Fill a cache that may take no more than ten records: the system's own limit
+    stands in for a full disk.
+    """
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     weights = nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES))
-    stored = CachedTeacher(LiveTeacher(LogitsModel(weights), torch.device("cpu")), opened(Path(folder)))
+    stored = CachedTeacher(
+        LiveTeacher(LogitsModel(weights), torch.device("cpu")), opened(Path(folder))
+    )
     limit = 10 * record_bytes(stored.store.codec.record.itemsize)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     logging.getLogger("kd").addHandler(logging.FileHandler(Path(folder) / "told"))
     for ids in (range(0, 8), range(8, 16), range(16, 24)):
         ask(stored, batch(list(ids)))
         stored.flush()
-    answers.put((IMAGES - len(stored.store.missing(0)), stored.live.images, stored.store.stopped))
+    answers.put(
+        (
+            IMAGES - len(stored.store.missing(0)),
+            stored.live.images,
+            stored.store.stopped,
+        )
+    )
 
 
 def test_a_full_disk_is_reported_once_and_the_teacher_runs_on(tmp_path):
@@ -246,7 +315,8 @@ def test_a_full_disk_is_reported_once_and_the_teacher_runs_on(tmp_path):
     assert len(lines) == 1
     assert lines[0].startswith("teacher.cache: '")
     assert lines[0].endswith(
-        "cannot be written (File too large). Existing entries are used; the rest are computed live."
+        "cannot be written (File too large). Existing entries are used; the rest are"
+        " computed live."
     )
 
 
@@ -255,12 +325,19 @@ def read(ids: list[int], crc: list[int], view: int = 0) -> Batch:
     return replace(batch(ids, view), crc=tuple(crc))
 
 
-def test_a_record_of_an_image_that_has_changed_is_computed_again_and_counted(tmp_path, live, caplog):
+def test_a_record_of_an_image_that_has_changed_is_computed_again_and_counted(
+    tmp_path, live, caplog
+):
     stored = CachedTeacher(live, opened(tmp_path))
     ask(stored, read([0, 1, 2, 3], [10, 11, 12, 13]))
     stored.flush()
     before = live.images
-    ask(stored, read([0, 1, 2, 3], [10, 11, 12, 13]), read([0, 1], [0, 0]), batch([2, 3]))  # equal, or unknown
+    ask(
+        stored,
+        read([0, 1, 2, 3], [10, 11, 12, 13]),
+        read([0, 1], [0, 0]),
+        batch([2, 3]),
+    )  # equal, or unknown
     assert live.images == before
     assert not caplog.messages
     changed = read([0, 1, 2, 3], [10, 99, 12, 98])
@@ -269,7 +346,8 @@ def test_a_record_of_an_image_that_has_changed_is_computed_again_and_counted(tmp
     assert live.images - before == 2
     torch.testing.assert_close(answer, live(changed).logits)
     assert caplog.messages == [
-        "teacher.cache: view 0: 2 records are of images that have changed; they are computed again"
+        "teacher.cache: view 0: 2 records are of images that have changed; they are"
+        " computed again"
     ]
     stored.flush()
     before = live.images
@@ -289,10 +367,15 @@ def test_a_record_whose_bytes_are_unknown_is_taken(tmp_path, live):
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"^teacher\.cache\.path: cannot write '.*' \(Not a directory\)\. Choose"):
+    with pytest.raises(
+        RunError,
+        match=r"^teacher\.cache\.path: cannot write '.*' \(Not a directory\)\. Choose",
+    ):
         owned(tmp_path / "file" / "cache")
     with pytest.raises(RunError, match=r"cannot write '.*' \(Not a directory\)"):
         opened(tmp_path / "file" / "cache")
     opened(tmp_path / "view").folder.joinpath("view_0000.logits").mkdir()
-    with pytest.raises(RunError, match=r"cannot write '.*view_0000\.logits' \(Is a directory\)"):
+    with pytest.raises(
+        RunError, match=r"cannot write '.*view_0000\.logits' \(Is a directory\)"
+    ):
         opened(tmp_path / "view").missing(0)

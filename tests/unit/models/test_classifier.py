@@ -1,4 +1,6 @@
-"""A network behind uint8 pixels: normalized as torchvision does it, features beside the same logits."""
+"""A network behind uint8 pixels: normalized as torchvision does it, features beside the
+same logits.
+"""
 
 import pytest
 import torch
@@ -29,18 +31,30 @@ FAMILIES = {
 
 
 def images(size: int = 32, count: int = 3) -> torch.Tensor:
-    return torch.randint(256, (count, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        256,
+        (count, 3, size, size),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(0),
+    )
 
 
 def family(name: str, features: bool) -> Classifier:
     torch.manual_seed(0)
-    return load(Spec("student", name.split()[0], FAMILIES[name], CLASSES), 32, ("pooled",) if features else ())
+    return load(
+        Spec("student", name.split()[0], FAMILIES[name], CLASSES),
+        32,
+        ("pooled",) if features else (),
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("training", [False, True])
 def test_logits_beside_features_are_the_plain_logits(name, training):
-    plain, both = family(name, False).train(training), family(name, True).train(training)
+    plain, both = (
+        family(name, False).train(training),
+        family(name, True).train(training),
+    )
     torch.manual_seed(1)
     expected = plain(images())
     torch.manual_seed(1)
@@ -51,22 +65,35 @@ def test_logits_beside_features_are_the_plain_logits(name, training):
     assert found.features["pooled"].shape == (3, both.num_features)
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "test_resnet", "test_efficientnet"])
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "test_resnet", "test_efficientnet"]
+)
 def test_pixels_are_normalized_as_timm_says(name):
     model = family(name, False)
     config = resolve_model_data_config(model.network)
     size = model.input_size
     pixels = images(size)
-    reference = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(config["mean"], config["std"])])(pixels)
+    reference = v2.Compose(
+        [
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(config["mean"], config["std"]),
+        ]
+    )(pixels)
     torch.testing.assert_close(model.normalize(pixels), reference, rtol=1e-5, atol=1e-5)
     model.eval()
-    torch.testing.assert_close(model(pixels).logits, model.network(reference), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(pixels).logits, model.network(reference), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("size", [16, 24, 48, 161])
 def test_another_size_is_resized_like_torchvision(size):
-    model = Classifier(nn.Conv2d(3, 1, 1), 2, 32, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
-    resized = v2.functional.resize(images(size).float(), [32, 32], v2.InterpolationMode.BICUBIC, antialias=True)
+    model = Classifier(
+        nn.Conv2d(3, 1, 1), 2, 32, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255)
+    )
+    resized = v2.functional.resize(
+        images(size).float(), [32, 32], v2.InterpolationMode.BICUBIC, antialias=True
+    )
     found = model.normalize(images(size))
     assert found.shape == (3, 3, 32, 32)
     torch.testing.assert_close(found, resized.clamp(0, 255), rtol=0, atol=1e-3)
@@ -77,7 +104,9 @@ def test_another_size_is_resized_like_torchvision(size):
 def test_a_vit_is_built_for_the_datas_size_and_a_cnn_resizes():
     assert family("vit_tiny_patch16_224", False).input_size == 32
     assert family("test_resnet", False).input_size == 160
-    given = load(Spec("student", "vit_tiny_patch16_224", {**TINY, "img_size": 48}, CLASSES), 32)
+    given = load(
+        Spec("student", "vit_tiny_patch16_224", {**TINY, "img_size": 48}, CLASSES), 32
+    )
     assert given.input_size == 48
     assert given(images(32)).logits.shape == (3, 5)
 

@@ -1,4 +1,6 @@
-"""torch.compile after a kill or a full disk: a library that cannot be loaded is compiled anew."""
+"""torch.compile after a kill or a full disk: a library that cannot be loaded is
+compiled anew.
+"""
 
 import os
 import shutil
@@ -24,18 +26,28 @@ print(net[0].weight.grad.norm().item())
 
 def compiled(folder) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    return subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_a_library_that_cannot_be_loaded_is_compiled_anew(tmp_path):
-    """Empty, as a killed linker leaves it, it is found before it is loaded; cut short, when it is."""
+    """Empty, as a killed linker leaves it, it is found before it is loaded; cut short,
+    when it is.
+    """
     first = compiled(tmp_path)
     assert first.returncode == 0, first.stderr
     for size, said in ((0, "never finished"), (100, "compiled again")):
-        libraries = sorted(tmp_path.rglob("*.main.so"))  # of the forward and of the backward
+        libraries = sorted(
+            tmp_path.rglob("*.main.so")
+        )  # of the forward and of the backward
         assert len(libraries) > 1
         assert not any(map(_unfinished, libraries))
         times = libraries[0].stat().st_mtime_ns
@@ -51,6 +63,11 @@ def test_a_library_that_cannot_be_loaded_is_compiled_anew(tmp_path):
 
 
 def test_a_library_without_its_first_bytes_is_unfinished(tmp_path):
-    for content, expected in ((b"", True), (bytes(100), True), (bytes(64) + b"code", True), (b"\x7fELF", False)):
+    for content, expected in (
+        (b"", True),
+        (bytes(100), True),
+        (bytes(64) + b"code", True),
+        (b"\x7fELF", False),
+    ):
         (tmp_path / "one.so").write_bytes(content)
         assert _unfinished(tmp_path / "one.so") == expected

@@ -1,4 +1,6 @@
-"""Several teachers: the averaged probabilities against the formula in float64, and what a cache must know of them."""
+"""Several teachers: the averaged probabilities against the formula in float64, and what
+a cache must know of them.
+"""
 
 import pytest
 import torch
@@ -18,14 +20,27 @@ AVERAGE = SingleLabel().average
 
 def member(seed: int, size: int = 16, width: int = 24):
     torch.manual_seed(seed)
-    args = {"patch_size": 8, "embed_dim": width, "depth": 1, "num_heads": 2, "img_size": size}
+    args = {
+        "patch_size": 8,
+        "embed_dim": width,
+        "depth": 1,
+        "num_heads": 2,
+        "img_size": size,
+    }
     model = load(Spec("teacher", "vit_tiny_patch16_224", args, CLASSES), 16)
-    torch.nn.init.normal_(model.network.head.weight, std=0.5)  # a fresh head says the same of everything
+    torch.nn.init.normal_(
+        model.network.head.weight, std=0.5
+    )  # a fresh head says the same of everything
     return model.eval()
 
 
 def batch(count: int = 5) -> Batch:
-    image = torch.randint(256, (count, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    image = torch.randint(
+        256,
+        (count, 3, 16, 16),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(1),
+    )
     return Batch.of(image, torch.zeros(count, dtype=torch.int64))
 
 
@@ -37,31 +52,46 @@ def test_probabilities_are_averaged_and_not_logits(weights):
         each = [model(batch().image).logits.double().softmax(-1) for model in models]
     expected = sum(w * p for w, p in zip(weights, each, strict=True)) / sum(weights)
     torch.testing.assert_close(said.double().exp(), expected, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(said.double().softmax(-1), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        said.double().softmax(-1), expected, rtol=1e-5, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("split", ["training", "validation", "test"])
 def test_a_table_beside_a_network_is_read_in_the_rows_of_the_split(split):
     values = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
     rows = {"training": 1, "validation": 2, "test": 0}
-    table = TableTeacher(values, [torch.tensor([row]) for row in rows.values()], CLASSES)
+    table = TableTeacher(
+        values, [torch.tensor([row]) for row in rows.values()], CLASSES
+    )
     live = LiveTeacher(Ensemble((member(0), table), (1.0, 3.0), AVERAGE), CPU)
-    said = (live if split == "training" else live.validation(split == "test"))(batch(1)).logits
+    said = (live if split == "training" else live.validation(split == "test"))(
+        batch(1)
+    ).logits
     with torch.no_grad():
         own = member(0)(batch(1).image).logits.softmax(-1)
-    torch.testing.assert_close(said.exp(), 0.25 * own + 0.75 * values[:, rows[split]].softmax(-1))
+    torch.testing.assert_close(
+        said.exp(), 0.25 * own + 0.75 * values[:, rows[split]].softmax(-1)
+    )
 
 
 def test_precision_reaches_the_networks_and_spares_the_pixels():
-    live = LiveTeacher(Ensemble((member(0), member(1)), (1.0, 1.0), AVERAGE), CPU, torch.bfloat16)
-    assert {parameter.dtype for parameter in live.model.parameters()} == {torch.bfloat16}
+    live = LiveTeacher(
+        Ensemble((member(0), member(1)), (1.0, 1.0), AVERAGE), CPU, torch.bfloat16
+    )
+    assert {parameter.dtype for parameter in live.model.parameters()} == {
+        torch.bfloat16
+    }
     assert {model.scale.dtype for model in live.model.members} == {torch.float32}
     assert live(batch()).logits.dtype == torch.float32
 
 
 def test_the_identity_has_every_member():
     one, two, three = member(0), member(1), member(2)
-    pair, other = Ensemble((one, two), (1.0, 1.0), AVERAGE), Ensemble((one, three), (1.0, 1.0), AVERAGE)
+    pair, other = (
+        Ensemble((one, two), (1.0, 1.0), AVERAGE),
+        Ensemble((one, three), (1.0, 1.0), AVERAGE),
+    )
     assert digest(pair.network) != digest(other.network)
     assert pair.identity() != other.identity()
     assert pair.identity() != Ensemble((one, two), (1.0, 2.0), AVERAGE).identity()

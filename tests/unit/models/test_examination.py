@@ -1,4 +1,6 @@
-"""The examination of a network, alone: each fault is found, nothing honest is refused, nothing is changed."""
+"""The examination of a network, alone: each fault is found, nothing honest is refused,
+nothing is changed.
+"""
 
 import copy
 
@@ -20,7 +22,9 @@ class Centred(nn.Module):
 
 
 def images(count=2, seed=0):
-    return torch.randn(count, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        count, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def made(build, seed=0):
@@ -28,10 +32,14 @@ def made(build, seed=0):
     return LogitsModel(build(), "student")
 
 
-FINAL = [(name, 0) for name in FAULTS if "behind" not in name]  # final weights hide nothing behind zeros
+FINAL = [
+    (name, 0) for name in FAULTS if "behind" not in name
+]  # final weights hide nothing behind zeros
 
 
-@pytest.mark.parametrize(("name", "trained"), [*FINAL, *((name, 4) for name in (*FAULTS, *STUDENTS))])
+@pytest.mark.parametrize(
+    ("name", "trained"), [*FINAL, *((name, 4) for name in (*FAULTS, *STUDENTS))]
+)
 def test_a_fault_is_found(name, trained):
     build, word = (FAULTS | STUDENTS)[name]
     with pytest.raises(ModelError, match=rf"^student: .*{word}") as caught:
@@ -45,7 +53,11 @@ def test_a_fault_is_found(name, trained):
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_network_passes_and_is_left_as_it_was(name, seed):
     model, pixels = made(HONEST[name], seed), images(seed=seed)
-    before, state, given = copy.deepcopy(model.state_dict()), torch.get_rng_state(), pixels.clone()
+    before, state, given = (
+        copy.deepcopy(model.state_dict()),
+        torch.get_rng_state(),
+        pixels.clone(),
+    )
     for trained in (0, 2):
         outputs = examine(model.train(), "student", pixels, True, trained)
         assert outputs["logits"].shape == (2, CLASSES)
@@ -58,7 +70,9 @@ def test_an_honest_network_passes_and_is_left_as_it_was(name, seed):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_small_logits_of_label_sets_are_no_probabilities(seed):
-    """The two logits of two images lie in 0..1 by chance; a sigmoid's stay there with any weights."""
+    """The two logits of two images lie in 0..1 by chance; a sigmoid's stay there with
+    any weights.
+    """
 
     class Few(nn.Module):
         def __init__(self):
@@ -72,20 +86,34 @@ def test_small_logits_of_label_sets_are_no_probabilities(seed):
 
     examine(made(Few, seed), "student", images(), True, 2)
     with pytest.raises(ModelError, match="probabilities"):
-        examine(made(lambda: nn.Sequential(Few(), nn.Sigmoid()), seed), "student", images(), True, 2)
+        examine(
+            made(lambda: nn.Sequential(Few(), nn.Sigmoid()), seed),
+            "student",
+            images(),
+            True,
+            2,
+        )
 
 
 def test_a_batch_norm_on_one_value_per_channel_is_refused():
-    network = made(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE**2, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    network = made(
+        lambda: nn.Sequential(
+            nn.Flatten(), nn.Linear(3 * SIDE**2, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        )
+    )
     with pytest.raises(ModelError, match=r"^student: .*batch norm.*one value"):
         examine(network, "student", images(), True, 1)
     examine(network, "student", images(), True, 2)
     examine(network, "teacher", images())  # in evaluation it has statistics
-    examine(made(lambda: convolution(nn.BatchNorm2d(8))), "student", images(), True, 1)  # its maps are larger
+    examine(
+        made(lambda: convolution(nn.BatchNorm2d(8))), "student", images(), True, 1
+    )  # its maps are larger
 
 
 def test_not_a_number_is_refused_of_final_weights():
-    """An untrained network may overflow in evaluation: its batch norm has no statistics yet."""
+    """An untrained network may overflow in evaluation: its batch norm has no statistics
+    yet.
+    """
     network = made(lambda: Changed(after=lambda x: (x.abs() + 1e30) ** 2))
     with pytest.raises(ModelError, match=r"^teacher: .*NaN or infinity"):
         examine(network, "teacher", images())
@@ -103,28 +131,47 @@ def test_a_failing_forward_is_explained():
     with pytest.raises(RuntimeError):
         examine(broken, "student", images())
     with pytest.raises(ModelError, match=r"^here: it failed"):
-        examine(broken, "student", images(), explain=lambda error: ModelError("here", "it failed"))
+        examine(
+            broken,
+            "student",
+            images(),
+            explain=lambda error: ModelError("here", "it failed"),
+        )
 
 
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:torch.ao.quantization is deprecated:DeprecationWarning"
+)
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_dynamic_int8_passes_and_a_fault_in_it_does_not():
     """Its scale is that of the batch: an image alone differs by some percent."""
     torch.manual_seed(0)
-    vit = timm.create_model("vit_tiny_patch16_224", img_size=SIDE, patch_size=4, depth=4, num_classes=CLASSES)
+    vit = timm.create_model(
+        "vit_tiny_patch16_224",
+        img_size=SIDE,
+        patch_size=4,
+        depth=4,
+        num_classes=CLASSES,
+    )
     int8 = torch.ao.quantization.quantize_dynamic(vit.eval(), {nn.Linear})
     outputs = examine(LogitsModel(int8, "teacher"), "teacher", images())
     with torch.no_grad():
         alone = int8(images()[:1])
-    assert (outputs["logits"][:1] - alone).abs().max() > 1e-3 * outputs["logits"].abs().max()  # a float32 would fail
+    assert (outputs["logits"][:1] - alone).abs().max() > 1e-3 * outputs[
+        "logits"
+    ].abs().max()  # a float32 would fail
     with pytest.raises(ModelError, match="alone"):
-        examine(LogitsModel(nn.Sequential(int8, Centred()), "teacher"), "teacher", images())
+        examine(
+            LogitsModel(nn.Sequential(int8, Centred()), "teacher"), "teacher", images()
+        )
 
 
 def test_shared_memory_is_found_also_behind_other_names():
     teacher, student, other = Changed(), Changed(), Changed()
     require_apart(student, {"teacher": teacher}, "student")
-    student.plain[1].weight.data = teacher.plain[1].weight.data[:]  # another Parameter, the same memory
+    student.plain[1].weight.data = teacher.plain[1].weight.data[
+        :
+    ]  # another Parameter, the same memory
     with pytest.raises(ModelError, match=r"^student: .*plain\.1\.weight.*teacher\[1\]"):
         require_apart(student, {"teacher[0]": other, "teacher[1]": teacher}, "student")
 
@@ -134,7 +181,9 @@ def test_parameters_without_a_gradient_are_named_and_nothing_moves():
     before = copy.deepcopy(model.state_dict())
     names = unused_parameters(model, lambda: model(images()).square().mean())
     assert names == ("pooler.weight", "pooler.bias")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()
+    )
     assert all(parameter.grad is None for parameter in model.parameters())
     model.pooler.requires_grad_(False)
     assert unused_parameters(model, lambda: model(images()).square().mean()) == ()
@@ -150,6 +199,8 @@ def test_weights_statistics_and_modes_come_back_bit_by_bit():
         model(images(4))
         assert not torch.equal(model[0].weight, before["0.weight"])
         assert not torch.equal(model[1].running_mean, before["1.running_mean"])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()
+    )
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,4 +1,6 @@
-"""Weights whose tensors have other names, and teachers with more classes than the data."""
+"""Weights whose tensors have other names, and teachers with more classes than
+the data.
+"""
 
 import pytest
 import timm
@@ -9,25 +11,49 @@ from kd.core.errors import ModelError
 from kd.models.spec import Spec
 from kd.parts import registry
 
-NAME, ARGS = "vit_tiny_patch16_224", {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2, "img_size": 16}
+NAME, ARGS = (
+    "vit_tiny_patch16_224",
+    {
+        "patch_size": 8,
+        "embed_dim": 24,
+        "depth": 1,
+        "num_heads": 2,
+        "img_size": 16,
+    },
+)
 CLASSES = ("apple", "fig", "pear")
 PICTURES = torch.randint(0, 255, (2, 3, 16, 16), dtype=torch.uint8)
 
 
 @pytest.fixture
 def foreign(tmp_path):
-    """A file of five classes whose names are not timm's, and the network that it is of."""
+    """A file of five classes whose names are not timm's, and the network that
+    it is of.
+    """
     torch.manual_seed(0)
     network = timm.create_model(NAME, **ARGS, num_classes=5)
-    tensors = {f"layer_{i}": tensor for i, tensor in enumerate(network.state_dict().values())}
+    tensors = {
+        f"layer_{i}": tensor for i, tensor in enumerate(network.state_dict().values())
+    }
     torch.save({"state_dict": tensors}, tmp_path / "foreign.pth")
     return tmp_path / "foreign.pth", network.eval()
 
 
 def build(path, classes, where="teacher", names="", **more):
     options = registry.default_options("networks", "timm", classes=str(names))
-    spec = Spec(where, NAME, ARGS, classes, str(path), weights="by_order", exact_head=where == "teacher", **more)
-    return registry.build("networks", "timm", options, where, spec=spec, image_size=16, features=()).eval()
+    spec = Spec(
+        where,
+        NAME,
+        ARGS,
+        classes,
+        str(path),
+        weights="by_order",
+        exact_head=where == "teacher",
+        **more,
+    )
+    return registry.build(
+        "networks", "timm", options, where, spec=spec, image_size=16, features=()
+    ).eval()
 
 
 def refusal(*given, **more) -> str:
@@ -48,27 +74,42 @@ def test_a_student_of_other_classes_gets_a_fresh_head(foreign):
     path, network = foreign
     made = build(path, CLASSES, "student")
     assert made.num_classes == 3
-    assert torch.equal(made.network.blocks[0].attn.qkv.weight, network.blocks[0].attn.qkv.weight)
+    assert torch.equal(
+        made.network.blocks[0].attn.qkv.weight, network.blocks[0].attn.qkv.weight
+    )
 
 
 def test_features_need_no_classifier(foreign):
     path, network = foreign
     made = build(path, ())
-    assert torch.equal(made.network.patch_embed.proj.weight, network.patch_embed.proj.weight)
+    assert torch.equal(
+        made.network.patch_embed.proj.weight, network.patch_embed.proj.weight
+    )
 
 
 def test_unfit_networks_are_one_line_errors(foreign, tmp_path):
     path, network = foreign
     tensors = torch.load(path, weights_only=True)["state_dict"]
-    assert "teacher.model: has 5 classes" in refusal(path, CLASSES) or "has 5" in refusal(path, CLASSES)
+    assert "teacher.model: has 5 classes" in refusal(
+        path, CLASSES
+    ) or "has 5" in refusal(path, CLASSES)
     torch.save(dict([*tensors.items()][:-3]), path)
-    assert f"the weights are not those of '{NAME}' (missing: norm.bias (1)" in refusal(path, CLASSES)
+    assert f"the weights are not those of '{NAME}' (missing: norm.bias (1)" in refusal(
+        path, CLASSES
+    )
     turned = [*tensors.items()]
     turned[2], turned[3] = turned[3], turned[2]
     torch.save(dict(turned), path)
-    assert "other shape: patch_embed.proj.bias (24, 3, 8, 8) != (24,)" in refusal(path, tuple("abcde"))
-    save_file({f"x_{name}": tensor for name, tensor in network.state_dict().items()}, tmp_path / "a.safetensors")
-    assert "safetensors keep no order" in refusal(tmp_path / "a.safetensors", tuple("abcde"))
+    assert "other shape: patch_embed.proj.bias (24, 3, 8, 8) != (24,)" in refusal(
+        path, tuple("abcde")
+    )
+    save_file(
+        {f"x_{name}": tensor for name, tensor in network.state_dict().items()},
+        tmp_path / "a.safetensors",
+    )
+    assert "safetensors keep no order" in refusal(
+        tmp_path / "a.safetensors", tuple("abcde")
+    )
     path.write_bytes(b"no weights")
     assert "cannot be read as weights" in refusal(path, CLASSES)
 
@@ -94,5 +135,7 @@ def test_the_outputs_of_the_data_s_classes(foreign, tmp_path):
     expected = network(made.normalize(PICTURES))[:, [2, 4, 0]]
     torch.testing.assert_close(made(PICTURES).main, expected)
     names.write_text("pear\nplum\n")
-    assert "names 2 classes, but the model returns 5" in refusal(path, CLASSES, names=names)
+    assert "names 2 classes, but the model returns 5" in refusal(
+        path, CLASSES, names=names
+    )
     assert "student.classes: is set" in refusal(path, CLASSES, "student", names)

@@ -1,4 +1,6 @@
-"""Convolutional networks: channels last in memory, and images of the data's own size."""
+"""Convolutional networks: channels last in memory, and images of the data's
+own size.
+"""
 
 import json
 
@@ -18,15 +20,24 @@ def built(model: str, args: dict | None = None, **more):
     return load(Spec("student", model, args or {}, ["a", "b"], **more), 64)
 
 
-@pytest.mark.parametrize(("model", "args", "last"), [("resnet18", SMALL, True), ("vit_tiny_patch16_224", {}, False)])
+@pytest.mark.parametrize(
+    ("model", "args", "last"),
+    [("resnet18", SMALL, True), ("vit_tiny_patch16_224", {}, False)],
+)
 def test_a_channels_last_network_has_equal_outputs(model, args, last):
     made = built(model, args, free_size=True).eval()
-    weights = [p for p in made.network.parameters() if p.dim() == 4 and min(p.shape[1:]) > 1]
-    assert all(p.is_contiguous(memory_format=torch.channels_last) == last for p in weights)
+    weights = [
+        p for p in made.network.parameters() if p.dim() == 4 and min(p.shape[1:]) > 1
+    ]
+    assert all(
+        p.is_contiguous(memory_format=torch.channels_last) == last for p in weights
+    )
     image = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
     with torch.no_grad():
         found = made(image).logits
-        expected = made.network.to(memory_format=torch.contiguous_format)(made.normalize(image).contiguous())
+        expected = made.network.to(memory_format=torch.contiguous_format)(
+            made.normalize(image).contiguous()
+        )
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -41,22 +52,41 @@ def test_a_network_with_weights_of_five_dimensions_is_built_as_before():
         ("resnet18", SMALL, True, 64),
         ("vit_tiny_patch16_224", {"depth": 1}, True, 64),
         ("resnet18", SMALL, False, 224),  # that of its weights, where they are there
-        ("resnet18", {**SMALL, "pretrained_cfg_overlay": {"input_size": [3, 96, 96]}}, True, 96),
+        (
+            "resnet18",
+            {**SMALL, "pretrained_cfg_overlay": {"input_size": [3, 96, 96]}},
+            True,
+            96,
+        ),
     ],
 )
-def test_a_free_network_with_random_weights_sees_the_images_as_they_are(model, args, free, size):
+def test_a_free_network_with_random_weights_sees_the_images_as_they_are(
+    model, args, free, size
+):
     assert built(model, args, free_size=free).input_size == size
 
 
 @pytest.mark.parametrize(
-    "model", ["levit_128s", "efficientvit_m0", "mobilevit_xxs", "lcnet_050", "vit_tiny_patch16_224"]
+    "model",
+    [
+        "levit_128s",
+        "efficientvit_m0",
+        "mobilevit_xxs",
+        "lcnet_050",
+        "vit_tiny_patch16_224",
+    ],
 )
 def test_it_is_built_exported_and_loaded_for_the_images_of_the_data(model, tmp_path):
     made = built(model, free_size=True).eval()
     content, tensors = export_files(made, ["a", "b"], 1.0)
     (tmp_path / "config.json").write_text(json.dumps(content))
     save_file(tensors, tmp_path / "model.safetensors")
-    again = load(Spec("teacher", str(tmp_path), {}, ["a", "b"], pretrained=True, exact_head=True), 96).eval()
+    again = load(
+        Spec(
+            "teacher", str(tmp_path), {}, ["a", "b"], pretrained=True, exact_head=True
+        ),
+        96,
+    ).eval()
     assert (made.input_size, again.input_size) == (64, 64)
     image = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""Models by name, folder, file and hub id; whatever does not fit is one line, never a random head."""
+"""Models by name, folder, file and hub id; whatever does not fit is one line, never a
+random head.
+"""
 
 import json
 import shutil
@@ -40,7 +42,9 @@ def refusal(*args, **more) -> str:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name], other[name]) for name in one
+    )
 
 
 @pytest.fixture
@@ -70,7 +74,9 @@ class Attack:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth"])
 @pytest.mark.parametrize("form", ["{}", "local-dir:{}"])
-def test_a_folder_without_safetensors_is_refused_before_timm_reads_it(stored, tmp_path, monkeypatch, name, form):
+def test_a_folder_without_safetensors_is_refused_before_timm_reads_it(
+    stored, tmp_path, monkeypatch, name, form
+):
     (stored / "model.safetensors").unlink()
     mark = tmp_path / "ran"
     torch.save({"head.weight": Attack(mark)}, stored / name)
@@ -78,7 +84,9 @@ def test_a_folder_without_safetensors_is_refused_before_timm_reads_it(stored, tm
     assert mark.exists()  # the attack works where somebody loads it
     mark.unlink()
     asked = []
-    monkeypatch.setattr(timm, "create_model", lambda *args, **kwargs: asked.append(args))
+    monkeypatch.setattr(
+        timm, "create_model", lambda *args, **kwargs: asked.append(args)
+    )
     for where in ("teacher", "student"):
         text = refusal(form.format(stored), args={}, pretrained=True, where=where)
         assert text.startswith(f"{where}.model: no model.safetensors in ")
@@ -89,7 +97,9 @@ def test_a_folder_without_safetensors_is_refused_before_timm_reads_it(stored, tm
 @pytest.mark.parametrize("form", ["{}", "local-dir:{}"])
 def test_by_folder(stored, form):
     model = exact(form.format(stored))
-    assert same(dict(model.network.state_dict()), load_file(stored / "model.safetensors"))
+    assert same(
+        dict(model.network.state_dict()), load_file(stored / "model.safetensors")
+    )
     assert model.input_size == 16
 
 
@@ -97,7 +107,9 @@ def test_by_folder(stored, form):
 def test_by_checkpoint(stored, kind):
     path = stored / "model.safetensors" if kind == "file" else stored
     model = build(checkpoint=str(path), exact_head=True)
-    assert same(dict(model.network.state_dict()), load_file(stored / "model.safetensors"))
+    assert same(
+        dict(model.network.state_dict()), load_file(stored / "model.safetensors")
+    )
 
 
 def test_timm_loads_what_we_export_with_equal_logits_and_labels(stored):
@@ -117,11 +129,17 @@ def test_a_folder_of_another_size_keeps_its_own(stored):
 
 def test_unknown_name_suggests_one():
     message = refusal("vit_tiny_patch16_244")
-    assert message.startswith("teacher.model: no model 'vit_tiny_patch16_244'. A timm model name")
+    assert message.startswith(
+        "teacher.model: no model 'vit_tiny_patch16_244'. A timm model name"
+    )
     assert message.endswith("Did you mean 'vit_tiny_patch16_224'?")
-    assert refusal("no/such/folder").startswith("teacher.model: no model 'no/such/folder'")
+    assert refusal("no/such/folder").startswith(
+        "teacher.model: no model 'no/such/folder'"
+    )
     message = refusal("vit_tiny_patch16_224.augreg_in22k", pretrained=True)
-    assert message.startswith("teacher.model: no model 'vit_tiny_patch16_224.augreg_in22k'. A timm model name")
+    assert message.startswith(
+        "teacher.model: no model 'vit_tiny_patch16_224.augreg_in22k'. A timm model name"
+    )
     assert message.endswith("Did you mean 'vit_tiny_patch16_224.augreg_in21k'?")
 
 
@@ -139,15 +157,23 @@ def test_hub_id_without_the_network(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    message = refusal("hf-hub:nobody/no-such-model", args={}, pretrained=True, exact_head=True)
-    assert message.startswith("teacher.model: the weights of 'hf-hub:nobody/no-such-model' are not here")
+    message = refusal(
+        "hf-hub:nobody/no-such-model", args={}, pretrained=True, exact_head=True
+    )
+    assert message.startswith(
+        "teacher.model: the weights of 'hf-hub:nobody/no-such-model' are not here"
+    )
 
 
 def test_folder_without_config(tmp_path):
-    assert "no config.json" in refusal(f"local-dir:{tmp_path}", args={}, pretrained=True)
+    assert "no config.json" in refusal(
+        f"local-dir:{tmp_path}", args={}, pretrained=True
+    )
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"architecture": "no_such_net"}', '"vit"'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"architecture": "no_such_net"}', '"vit"']
+)
 def test_folder_with_a_damaged_config(stored, text):
     (stored / "config.json").write_text(text)
     with pytest.raises(ModelError, match=r"^teacher\.model: ") as caught:
@@ -158,7 +184,9 @@ def test_folder_with_a_damaged_config(stored, text):
 @pytest.mark.parametrize("text", ["", "{", "[]"])
 def test_checkpoint_beside_a_damaged_config(stored, text):
     (stored / "config.json").write_text(text)
-    assert refusal(checkpoint=str(stored), exact_head=True).startswith("teacher.checkpoint: ")
+    assert refusal(checkpoint=str(stored), exact_head=True).startswith(
+        "teacher.checkpoint: "
+    )
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty", "absent"])
@@ -168,41 +196,72 @@ def test_weights_that_are_not_whole(stored, damage, how):
     if damage == "absent":
         file.unlink()
     else:
-        file.write_bytes({"cut": file.read_bytes()[:-100], "text": b"not safetensors at all", "empty": b""}[damage])
+        file.write_bytes(
+            {
+                "cut": file.read_bytes()[:-100],
+                "text": b"not safetensors at all",
+                "empty": b"",
+            }[damage]
+        )
     with pytest.raises(ModelError) as caught:
-        exact(stored) if how == "model" else build(checkpoint=str(stored), exact_head=True)
+        (
+            exact(stored)
+            if how == "model"
+            else build(checkpoint=str(stored), exact_head=True)
+        )
     assert str(caught.value).startswith(f"teacher.{how}: ")
     assert "\n" not in str(caught.value)
 
 
 def classes_refused(stored, classes, how):
-    given = {"model": stored, "args": {}, "pretrained": True} if how == "model" else {"checkpoint": str(stored)}
+    given = (
+        {"model": stored, "args": {}, "pretrained": True}
+        if how == "model"
+        else {"checkpoint": str(stored)}
+    )
     return refusal(classes=classes, exact_head=True, **given)
 
 
 @pytest.mark.parametrize("how", ["model", "checkpoint"])
 def test_another_number_of_classes_is_never_a_random_head(stored, how):
     message = classes_refused(stored, (*CLASSES, "quince"), how)
-    assert message.startswith(f"teacher.{how}: has 3 classes, the data has 4. Both must be equal: a new head would be")
-    for way in ("teacher.classes=FILE", "teacher.pretrained=true with teacher.fit.epochs", "losses=[{kind: cosine}]"):
+    assert message.startswith(
+        f"teacher.{how}: has 3 classes, the data has 4. Both must be equal: a new head"
+        " would be"
+    )
+    for way in (
+        "teacher.classes=FILE",
+        "teacher.pretrained=true with teacher.fit.epochs",
+        "losses=[{kind: cosine}]",
+    ):
         assert way in message
 
 
 def test_the_number_of_classes_is_read_from_the_file(stored, tmp_path):
     shutil.copy(stored / "model.safetensors", tmp_path / "alone.safetensors")
-    message = refusal(classes=CLASSES[:2], checkpoint=str(tmp_path / "alone.safetensors"), exact_head=True)
+    message = refusal(
+        classes=CLASSES[:2],
+        checkpoint=str(tmp_path / "alone.safetensors"),
+        exact_head=True,
+    )
     assert "has 3 classes, the data has 2" in message
 
 
 @pytest.mark.parametrize("how", ["model", "checkpoint"])
 def test_classes_of_another_order_or_other_ones(stored, how):
     given = load_file(stored / "model.safetensors")
-    named = {"model": stored, "args": {}, "pretrained": True} if how == "model" else {"checkpoint": str(stored)}
+    named = (
+        {"model": stored, "args": {}, "pretrained": True}
+        if how == "model"
+        else {"checkpoint": str(stored)}
+    )
     made = build(classes=("fig", "apple", "pear"), exact_head=True, **named)
     assert torch.equal(made.network.head.weight, given["head.weight"][[1, 0, 2]])
     assert torch.equal(made.network.head.bias, given["head.bias"][[1, 0, 2]])
     assert "order of the data's classes" in made.notes[0]
-    assert "class 1 is 'fig', the data's is 'fog'." in classes_refused(stored, ("apple", "fog", "pear"), how)
+    assert "class 1 is 'fig', the data's is 'fog'." in classes_refused(
+        stored, ("apple", "fog", "pear"), how
+    )
 
 
 def test_a_folder_without_labels_is_taken_by_its_number(stored):
@@ -217,29 +276,50 @@ def test_a_folder_without_labels_is_taken_by_its_number(stored):
 
 def test_weights_of_another_architecture(stored):
     message = refusal(args={**TINY, "depth": 2}, checkpoint=str(stored))
-    assert f"a part of the network, which '{NAME}' does not take (missing: blocks.1." in message
-    message = refusal(args={**TINY, "embed_dim": 32}, checkpoint=str(stored), exact_head=True)
+    assert (
+        f"a part of the network, which '{NAME}' does not take (missing: blocks.1."
+        in message
+    )
+    message = refusal(
+        args={**TINY, "embed_dim": 32}, checkpoint=str(stored), exact_head=True
+    )
     assert "other shape: " in message
 
 
 @pytest.mark.parametrize("classes", [CLASSES, ("a", "b", "c", "d")])
-def test_a_student_from_weights_of_another_class_count_gets_a_head_of_zeros(stored, classes):
-    started = build(where="student", classes=classes, checkpoint=str(stored)).network.state_dict()
+def test_a_student_from_weights_of_another_class_count_gets_a_head_of_zeros(
+    stored, classes
+):
+    started = build(
+        where="student", classes=classes, checkpoint=str(stored)
+    ).network.state_dict()
     given = load_file(stored / "model.safetensors")
     for name, tensor in started.items():
-        expected = torch.zeros_like(tensor) if name.startswith("head.") and len(classes) != 3 else given[name]
+        expected = (
+            torch.zeros_like(tensor)
+            if name.startswith("head.") and len(classes) != 3
+            else given[name]
+        )
         assert torch.equal(tensor, expected), name
 
 
 def test_a_student_may_start_from_a_folder_with_another_head(stored):
-    started = build(stored, ("a", "b"), "student", args={}, pretrained=True).network.state_dict()
+    started = build(
+        stored, ("a", "b"), "student", args={}, pretrained=True
+    ).network.state_dict()
     given = load_file(stored / "model.safetensors")
     assert started["head.weight"].shape == (2, 24)
     assert not started["head.weight"].any()
-    assert all(torch.equal(started[name], given[name]) for name in given if not name.startswith("head."))
+    assert all(
+        torch.equal(started[name], given[name])
+        for name in given
+        if not name.startswith("head.")
+    )
 
 
-@pytest.mark.parametrize("classes", [("plum", "fig", "pear"), ("fig", "apple", "pear"), CLASSES])
+@pytest.mark.parametrize(
+    "classes", [("plum", "fig", "pear"), ("fig", "apple", "pear"), CLASSES]
+)
 @pytest.mark.parametrize("how", ["checkpoint", "model"])
 def test_a_student_keeps_a_head_of_the_same_classes_only(stored, classes, how):
     given = load_file(stored / "model.safetensors")
@@ -247,7 +327,10 @@ def test_a_student_keeps_a_head_of_the_same_classes_only(stored, classes, how):
         started = build(where="student", classes=classes, checkpoint=str(stored))
     else:
         started = build(stored, classes, "student", args={}, pretrained=True)
-    held = {name: torch.equal(tensor, given[name]) for name, tensor in started.network.state_dict().items()}
+    held = {
+        name: torch.equal(tensor, given[name])
+        for name, tensor in started.network.state_dict().items()
+    }
     assert held.pop("head.weight") == (classes == CLASSES)
     del held["head.bias"]  # zeros in both
     assert all(held.values())
@@ -255,10 +338,19 @@ def test_a_student_keeps_a_head_of_the_same_classes_only(stored, classes, how):
 
 @pytest.mark.parametrize("how", ["checkpoint", "model"])
 def test_a_name_may_be_decomposed(tmp_path, how):
-    """As macOS writes it: it was another class, whose student began with a head of zeros."""
+    """As macOS writes it: it was another class, whose student began with a head of
+    zeros.
+    """
     torch.manual_seed(0)
     folder = store(tmp_path / "stored", build().network, ("cre\u0300me", "fig", "pear"))
-    given, classes = load_file(folder / "model.safetensors"), ("cr\u00e8me", "fig", "pear")
+    given, classes = (
+        load_file(folder / "model.safetensors"),
+        (
+            "cr\u00e8me",
+            "fig",
+            "pear",
+        ),
+    )
     if how == "checkpoint":
         started = build(where="student", classes=classes, checkpoint=str(folder))
     else:
@@ -267,7 +359,9 @@ def test_a_name_may_be_decomposed(tmp_path, how):
 
 
 @pytest.mark.parametrize("names", [CLASSES, ("class_0", "class_1", "class_2")])
-def test_outputs_are_put_into_the_order_of_the_datas_classes_whatever_their_names(tmp_path, names):
+def test_outputs_are_put_into_the_order_of_the_datas_classes_whatever_their_names(
+    tmp_path, names
+):
     """`class_0` is also what outputs without a name are called."""
     torch.manual_seed(0)
     folder = store(tmp_path / "stored", build().network, (names[0], names[2], names[1]))
@@ -292,32 +386,51 @@ def test_the_digest_follows_every_bit():
 def test_other_families_survive_an_export(tmp_path, name):
     torch.manual_seed(0)
     network = build(name, args={}).network.eval()
-    theirs = timm.create_model(f"local-dir:{store(tmp_path / name, network)}", pretrained=True).eval()
+    theirs = timm.create_model(
+        f"local-dir:{store(tmp_path / name, network)}", pretrained=True
+    ).eval()
     pixels = torch.rand(2, 3, 64, 64)
-    network = network.to(memory_format=torch.contiguous_format)  # theirs keeps channels first
+    network = network.to(
+        memory_format=torch.contiguous_format
+    )  # theirs keeps channels first
     assert torch.equal(network(pixels), theirs(pixels))
 
 
 @pytest.mark.parametrize(
-    "args", [{}, {"class_token": False, "global_pool": "avg"}, {"reg_tokens": 2, "no_embed_class": True}]
+    "args",
+    [
+        {},
+        {"class_token": False, "global_pool": "avg"},
+        {"reg_tokens": 2, "no_embed_class": True},
+    ],
 )
-def test_the_position_embedding_of_another_image_size_is_resampled_as_timm_does_it(tmp_path, args):
+def test_the_position_embedding_of_another_image_size_is_resampled_as_timm_does_it(
+    tmp_path, args
+):
     sizes = {"patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2, **args}
     torch.manual_seed(0)
-    large = timm.create_model("vit_tiny_patch16_224", img_size=28, num_classes=9, **sizes)
+    large = timm.create_model(
+        "vit_tiny_patch16_224", img_size=28, num_classes=9, **sizes
+    )
     torch.nn.init.normal_(large.pos_embed)
     file = tmp_path / "large.safetensors"
     save_file(large.state_dict(), file)
     spec = Spec("teacher", "vit_tiny_patch16_224", sizes, (), str(file))
     found = load(spec, 16, ("pooled",))
-    timms = timm.create_model("vit_tiny_patch16_224", img_size=16, num_classes=9, **sizes)
-    timms.load_state_dict(checkpoint_filter_fn(large.state_dict(), timms))  # as timm loads pretrained weights
+    timms = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, num_classes=9, **sizes
+    )
+    timms.load_state_dict(
+        checkpoint_filter_fn(large.state_dict(), timms)
+    )  # as timm loads pretrained weights
     assert found.num_classes == 0  # nine classes of other data play no part
     torch.testing.assert_close(found.network.pos_embed, timms.pos_embed)
     image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
     with torch.no_grad():
         pixels = found.normalize(image)
-        expected = timms.eval().forward_head(timms.forward_features(pixels), pre_logits=True)
+        expected = timms.eval().forward_head(
+            timms.forward_features(pixels), pre_logits=True
+        )
         torch.testing.assert_close(found.eval()(image).features["pooled"], expected)
 
 
@@ -329,15 +442,36 @@ def test_a_config_json_in_the_working_folder_is_ignored(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("where", ["model", "checkpoint"])
 def test_weights_that_are_only_compared_raise_no_warnings(tmp_path, where):
-    """On the meta device, as in `--check`: 590 lines of a ViT-B. What does not fit is refused there too."""
-    args = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
+    """On the meta device, as in `--check`: 590 lines of a ViT-B. What does not fit is
+    refused there too.
+    """
+    args = {
+        "img_size": 32,
+        "patch_size": 8,
+        "embed_dim": 32,
+        "depth": 1,
+        "num_heads": 2,
+    }
     network = timm.create_model("vit_tiny_patch16_224", num_classes=2, **args)
-    timm.models.save_for_hf(network, tmp_path, model_config={"num_classes": 2}, safe_serialization=True)
+    timm.models.save_for_hf(
+        network, tmp_path, model_config={"num_classes": 2}, safe_serialization=True
+    )
     named = {"model": str(tmp_path), "pretrained": True} if where == "model" else {}
     named = named or {"model": "vit_tiny_patch16_224", "checkpoint": str(tmp_path)}
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = load(Spec("teacher", args=args, classes=["a", "b"], exact_head=True, **named), 32)
+        made = load(
+            Spec("teacher", args=args, classes=["a", "b"], exact_head=True, **named), 32
+        )
     assert next(made.parameters()).is_meta
     with pytest.raises(ModelError), torch.device("meta"):
-        load(Spec("teacher", args={**args, "depth": 2}, classes=["a", "b"], exact_head=True, **named), 32)
+        load(
+            Spec(
+                "teacher",
+                args={**args, "depth": 2},
+                classes=["a", "b"],
+                exact_head=True,
+                **named,
+            ),
+            32,
+        )

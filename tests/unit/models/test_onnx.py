@@ -1,4 +1,6 @@
-"""Graphs compute what the classifier computes: any batch, any input size. Other networks: tests/e2e/test_commands."""
+"""Graphs compute what the classifier computes: any batch, any input size. Other
+networks: tests/e2e/test_commands.
+"""
 
 import sys
 
@@ -27,14 +29,20 @@ def student(name: str, args: dict, size: int, seed: int = 0) -> Classifier:
 
 
 def pixels(count: int, size: int) -> np.ndarray:
-    return np.random.default_rng(count).integers(0, 256, (count, 3, size, size), np.uint8)
+    return np.random.default_rng(count).integers(
+        0, 256, (count, 3, size, size), np.uint8
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "args", "size"),
     [
         ("vit_tiny_patch16_224", VIT, 16),
-        ("vit_tiny_patch16_224", {**VIT, "img_size": 24}, 37),  # the network is smaller than the data
+        (
+            "vit_tiny_patch16_224",
+            {**VIT, "img_size": 24},
+            37,
+        ),  # the network is smaller than the data
         slow("vit_tiny_patch16_224", {**VIT, "img_size": 48}, 20),  # and larger
     ],
 )
@@ -44,9 +52,18 @@ def test_every_graph_is_the_classifier(name, args, size, tmp_path):
     onnx.write_onnx(program, tmp_path / "model.onnx")
     torch.export.save(program, tmp_path / "model.pt2")
     written = onnx_package.load(tmp_path / "model.onnx")
-    assert [entry.version for entry in written.opset_import if entry.domain == ""] == [onnx.OPSET]
-    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".onnx" or "data" in path.name] == ["model.onnx"]
-    for run in (onnx.onnx_runner(tmp_path / "model.onnx"), open_graph(tmp_path / "model.pt2")):
+    assert [entry.version for entry in written.opset_import if entry.domain == ""] == [
+        onnx.OPSET
+    ]
+    assert [
+        path.name
+        for path in tmp_path.iterdir()
+        if path.suffix == ".onnx" or "data" in path.name
+    ] == ["model.onnx"]
+    for run in (
+        onnx.onnx_runner(tmp_path / "model.onnx"),
+        open_graph(tmp_path / "model.pt2"),
+    ):
         for count in (1, 2, 5):
             images = pixels(count, size)
             with torch.no_grad():
@@ -55,13 +72,19 @@ def test_every_graph_is_the_classifier(name, args, size, tmp_path):
 
 
 def test_a_network_that_cannot_be_traced():
-    with pytest.raises(ModelError, match=r"^student\.model: torch\.export cannot express this network .*--no-onnx"):
+    with pytest.raises(
+        ModelError,
+        match=r"^student\.model: torch\.export cannot express this network .*--no-onnx",
+    ):
         onnx.export_program(Classifier(Asks(), 3, 0), 8)
 
 
 def test_a_package_that_is_missing(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingExtra, match=r"^--onnx: onnxruntime is not installed\. pip install onnxruntime, or"):
+    with pytest.raises(
+        MissingExtra,
+        match=r"^--onnx: onnxruntime is not installed\. pip install onnxruntime, or",
+    ):
         onnx.onnx_runner(tmp_path / "model.onnx")
 
 
@@ -77,11 +100,18 @@ def test_a_graphs_outputs_equal_pytorchs():
     assert found.facts == {"same_top1": 1, "correct": 2, "accuracy": 1.0}
     assert (found.others, found.score, found.title) == (1, 1.0, "accuracy")
     assert answers.difference("model.onnx") == 2.5
-    with pytest.raises(ModelError, match=r"differ from PyTorch's by up to 2\.5; 1 of 2 predictions"):
+    with pytest.raises(
+        ModelError, match=r"differ from PyTorch's by up to 2\.5; 1 of 2 predictions"
+    ):
         check_exact("model.onnx", found, 2.5, 3.0, 2)
     broken = answers.scores("broken.onnx", task), answers.difference("broken.onnx")
     with pytest.raises(ModelError, match="by up to inf"):
         check_exact("broken.onnx", *broken, 1e9, 2)
-    unlabelled = GraphOutputs(outputs, torch.tensor([-1, -1]), [], {}).scores("model.onnx", task)
-    assert unlabelled.facts == {"same_top1": 1, "labelled": 0}  # no accuracy: the same predictions decide
+    unlabelled = GraphOutputs(outputs, torch.tensor([-1, -1]), [], {}).scores(
+        "model.onnx", task
+    )
+    assert unlabelled.facts == {
+        "same_top1": 1,
+        "labelled": 0,
+    }  # no accuracy: the same predictions decide
     assert (unlabelled.score, unlabelled.share_of) == (0.5, 2)

@@ -1,4 +1,6 @@
-"""The frozen forward outside plain torch says what plain torch says, and leaves nothing behind."""
+"""The frozen forward outside plain torch says what plain torch says, and leaves nothing
+behind.
+"""
 
 import copy
 import shutil
@@ -29,7 +31,9 @@ ROUNDING = 2e-5
 
 def model(size: int = 16, **args) -> Classifier:
     torch.manual_seed(0)
-    return load(Spec("teacher", "vit_tiny_patch16_224", {**ARGS, **args}, CLASSES), size)
+    return load(
+        Spec("teacher", "vit_tiny_patch16_224", {**ARGS, **args}, CLASSES), size
+    )
 
 
 @cache
@@ -39,18 +43,24 @@ def graph() -> bytes:
 
 def batch(count: int = 7, size: int = 16) -> Batch:
     generator = torch.Generator().manual_seed(count)
-    image = torch.randint(256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
+    image = torch.randint(
+        256, (count, 3, size, size), dtype=torch.uint8, generator=generator
+    )
     return Batch.of(image, torch.zeros(count, dtype=torch.int64))
 
 
-def live(runtime: str, size: int = 16, precision: str = "fp32", micro_batch: int = 0, **args) -> LiveTeacher:
+def live(
+    runtime: str, size: int = 16, precision: str = "fp32", micro_batch: int = 0, **args
+) -> LiveTeacher:
     given = model(size, **args)
     make = partial(Exported, size=size, runtime=runtime, precision=precision)
     return LiveTeacher(given, CPU, micro_batch=micro_batch, remake=make)
 
 
 def has(runtime: str) -> str:
-    pytest.importorskip(runtime, reason=f"{runtime} is not installed: pip install 'kd[openvino]'")
+    pytest.importorskip(
+        runtime, reason=f"{runtime} is not installed: pip install 'kd[openvino]'"
+    )
     return runtime
 
 
@@ -68,7 +78,9 @@ def test_a_graph_says_what_torch_says(runtime, size, args):
     inside = LiveTeacher(model(size, **args), CPU)
     for count in (1, 7):
         given = batch(count, size)
-        torch.testing.assert_close(outside(given).logits, inside(given).logits, rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(
+            outside(given).logits, inside(given).logits, rtol=0, atol=ROUNDING
+        )
     assert outside(given).features == {}
     assert outside.images == 15
 
@@ -99,8 +111,13 @@ def test_nothing_is_left_on_the_disk_and_no_weights_in_torch(tmp_path, monkeypat
 
 
 def test_int8_is_near_and_smaller_and_not_the_same():
-    exact, coarse = LiveTeacher(model(), CPU)(batch()).logits, live("onnxruntime", precision="int8")(batch()).logits
-    assert 0 < (coarse - exact).abs().max() < 0.3 * exact.std()  # 8 bits a product, two blocks deep
+    exact, coarse = (
+        LiveTeacher(model(), CPU)(batch()).logits,
+        live("onnxruntime", precision="int8")(batch()).logits,
+    )
+    assert (
+        0 < (coarse - exact).abs().max() < 0.3 * exact.std()
+    )  # 8 bits a product, two blocks deep
     assert len(exported(model().eval(), 16, int8=True)) < 0.5 * len(graph())
 
 
@@ -108,7 +125,9 @@ def test_openvino_computes_in_bfloat16_where_the_processor_has_it():
     openvino = pytest.importorskip("openvino", reason="pip install 'kd[openvino]'")
     exact = LiveTeacher(model(), CPU)(batch()).logits
     if "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-        with pytest.raises(ModelError, match=r"^teacher\.precision: .*no bfloat16 units"):
+        with pytest.raises(
+            ModelError, match=r"^teacher\.precision: .*no bfloat16 units"
+        ):
             live("openvino", precision="bf16")(batch())
         return
     coarse = live("openvino", precision="bf16")(batch()).logits
@@ -155,5 +174,10 @@ def test_compiled_it_says_what_torch_says_at_every_size():
     compiled = LiveTeacher(given, CPU, remake=compile_forward)
     plain = LiveTeacher(given, CPU)
     for count in (7, 3, 7):
-        torch.testing.assert_close(compiled(batch(count)).logits, plain(batch(count)).logits, rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(
+            compiled(batch(count)).logits,
+            plain(batch(count)).logits,
+            rtol=0,
+            atol=ROUNDING,
+        )
     assert not compiled(batch()).logits.is_inference()

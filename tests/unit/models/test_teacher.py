@@ -10,7 +10,14 @@ from kd.models.spec import Spec
 
 CLASSES = ("a", "b", "c")
 CPU = torch.device("cpu")
-ARGS = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2, "drop_path_rate": 0.5, "proj_drop_rate": 0.5}
+ARGS = {
+    "patch_size": 8,
+    "embed_dim": 24,
+    "depth": 1,
+    "num_heads": 2,
+    "drop_path_rate": 0.5,
+    "proj_drop_rate": 0.5,
+}
 
 
 def model(features=(), name: str = "vit_tiny_patch16_224", args=ARGS):
@@ -19,7 +26,12 @@ def model(features=(), name: str = "vit_tiny_patch16_224", args=ARGS):
 
 
 def batch(count: int = 7) -> Batch:
-    image = torch.randint(256, (count, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    image = torch.randint(
+        256,
+        (count, 3, 16, 16),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(1),
+    )
     return Batch.of(image, torch.zeros(count, dtype=torch.int64))
 
 
@@ -27,13 +39,17 @@ def test_it_is_frozen_and_in_eval_mode():
     live = LiveTeacher(model().train(), CPU)
     assert not any(module.training for module in live.model.modules())
     assert not any(parameter.requires_grad for parameter in live.model.parameters())
-    assert not isinstance(live, torch.nn.Module)  # no .train(), no DDP, no state_dict can reach it
+    assert not isinstance(
+        live, torch.nn.Module
+    )  # no .train(), no DDP, no state_dict can reach it
 
 
 def test_only_a_teacher_in_stages_or_shards_is_divided():
     assert not LiveTeacher(model(), CPU).divided
     assert LiveTeacher(model(), CPU, pipeline=lambda stage: stage).divided
-    assert LiveTeacher(model(), CPU, shard=lambda module, tensors: module.to_empty(device=CPU)).divided
+    assert LiveTeacher(
+        model(), CPU, shard=lambda module, tensors: module.to_empty(device=CPU)
+    ).divided
 
 
 def test_the_model_that_was_given_is_not_changed():
@@ -57,7 +73,9 @@ def test_slices_give_what_the_whole_gives(micro_batch):
     whole = LiveTeacher(model(("pooled",)), CPU)(batch())
     sliced = LiveTeacher(model(("pooled",)), CPU, micro_batch=micro_batch)(batch())
     torch.testing.assert_close(sliced.logits, whole.logits, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(sliced.features["pooled"], whole.features["pooled"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        sliced.features["pooled"], whole.features["pooled"], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_outputs_can_be_used_under_autograd():
@@ -71,7 +89,10 @@ def test_outputs_can_be_used_under_autograd():
 
 
 def test_bfloat16_outputs_are_float32_and_close():
-    exact, coarse = LiveTeacher(model(), CPU)(batch()), LiveTeacher(model(), CPU, torch.bfloat16)(batch())
+    exact, coarse = (
+        LiveTeacher(model(), CPU)(batch()),
+        LiveTeacher(model(), CPU, torch.bfloat16)(batch()),
+    )
     assert coarse.logits.dtype == torch.float32
     torch.testing.assert_close(coarse.logits, exact.logits, rtol=0.1, atol=0.05)
     assert not torch.equal(coarse.logits, exact.logits)

@@ -9,7 +9,9 @@ from kd.core.errors import PartNotFound
 from kd.core.options import field_docs
 from kd.parts import registry
 
-PARTS = [(folder, name) for folder in registry.FOLDERS for name in registry.names(folder)]
+PARTS = [
+    (folder, name) for folder in registry.FOLDERS for name in registry.names(folder)
+]
 CONTEXT = {
     "tasks": ["options"],
     "losses": ["options", "dims"],
@@ -27,9 +29,11 @@ def test_a_part_has_options_and_build(folder, name):
     options = module.Options
     assert options.__dataclass_params__.frozen
     assert all(field.kw_only for field in dataclasses.fields(options))
-    assert field_docs(options).keys() == {field.name for field in dataclasses.fields(options)}
+    assert field_docs(options).keys() == {
+        field.name for field in dataclasses.fields(options)
+    }
     assert list(inspect.signature(module.build).parameters) == CONTEXT[folder]
-    assert (module.__doc__ or "").strip().splitlines()[0].endswith(".")
+    assert registry.summary(module).endswith(".")
 
 
 def test_private_modules_are_no_parts():

@@ -1,4 +1,6 @@
-"""What is kept under which name: a fitted teacher, its cache, a store of pixels, a run folder."""
+"""What is kept under which name: a fitted teacher, its cache, a store of pixels, a run
+folder.
+"""
 
 import functools
 import re
@@ -36,7 +38,9 @@ SETTINGS = {
 def folders_of(recipe: Recipe) -> dict[str, str]:
     """Return the names of the run folders of the fits; the exports lie in them."""
     found = fit_folders(recipe, "photos")
-    assert all(recipe.record.path in export.parents for recipe, export in found.values())
+    assert all(
+        recipe.record.path in export.parents for recipe, export in found.values()
+    )
     return {where: recipe.record.path.name for where, (recipe, _) in found.items()}
 
 
@@ -57,7 +61,10 @@ def test_weights_in_another_architecture_get_another_cache(args):
     assert one.identity() != other.identity()
     assert loaded().identity() == one.identity()
     average = SingleLabel().average
-    both = Ensemble([one, one], [1, 1], average), Ensemble([one, other], [1, 1], average)
+    both = (
+        Ensemble([one, one], [1, 1], average),
+        Ensemble([one, other], [1, 1], average),
+    )
     assert both[0].identity() != both[1].identity()
 
 
@@ -72,7 +79,8 @@ class Listing:
 
 
 def identities(settings: Config) -> dict[str, Any]:
-    """Return by what each kind of work that is kept is found again: F fits, C cache, S store, R run folder.
+    """Return by what each kind of work that is kept is found again: F fits, C cache, S
+    store, R run folder.
 
     The content of weights and images is held constant: it is compared by its own hash.
     """
@@ -83,7 +91,11 @@ def identities(settings: Config) -> dict[str, Any]:
     mode = ExecutionMode(precision, section.exported(cpu=True) or "fused")
     teachers = [section, *section.also]
     shares = [one.weight for one in section.also]
-    model = {"architecture": [[one.kind, one.model, one.args, asdict(one.options)] for one in teachers]}
+    model = {
+        "architecture": [
+            [one.kind, one.model, one.args, asdict(one.options)] for one in teachers
+        ]
+    }
     model["shares"] = shares
     data = Data(recipe.data, source, source, stored)
     codec = cache_codec(recipe, len(source.classes))
@@ -92,7 +104,9 @@ def identities(settings: Config) -> dict[str, Any]:
         "F": folders_of(recipe),
         "C": cache_identity(recipe, model, mode, data, codec),
         "S": [identity(source, split, asdict(rule)) for split, rule in splits],
-        "R": {key: value for key, value in recipe.record.keys.items() if not is_free(key)},
+        "R": {
+            key: value for key, value in recipe.record.keys.items() if not is_free(key)
+        },
     }
 
 
@@ -121,8 +135,9 @@ def loss(kind: str) -> tuple[str, ...]:
     return (*ALONE, f"losses=[{{kind: {kind}}}]")
 
 
-# "key [kind]": the identities that it changes, the value, what it is changed beside. "": nothing that is kept depends
-# on it, so that a run, a cache or a teacher is found again.
+# "key [kind]": the identities that it changes, the value, what it is changed beside.
+# "": nothing that is kept depends on it, so that a run, a cache or a teacher is found
+# again.
 KEYS: dict[str, tuple[Any, ...]] = {
     "run.name": ("", "other"),
     "run.folder": ("", "elsewhere"),
@@ -135,7 +150,10 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "run.every.evaluate": ("", "3"),
     "run.every.checkpoint": ("", "3"),
     "run.keep": ("", "3"),
-    "run.baseline": ("", "true"),  # the student is the same; each baseline has a folder of its own
+    "run.baseline": (
+        "",
+        "true",
+    ),  # the student is the same; each baseline has a folder of its own
     "run.baseline_steps": ("", "5"),
     "run.trackers": ("", "[tensorboard]"),
     "data.kind": ("FR", "food_mini"),
@@ -155,7 +173,10 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.val_fraction [hf]": ("FR", "0.1", *HF),
     "data.image_key [hf]": ("FR", "b", *HF),
     "data.label_key [hf]": ("FR", "b", *HF),
-    "data.exclude": ("", "exclude.txt"),  # the listing without them has another fingerprint
+    "data.exclude": (
+        "",
+        "exclude.txt",
+    ),  # the listing without them has another fingerprint
     "data.test_fraction": ("", "0.3"),  # so have the validation images that are left
     "data.test_split [imagefolder]": ("", "c"),
     "data.test_split [hf]": ("", "c", *HF),
@@ -171,8 +192,19 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.val_list [csv]": ("FR", "c.csv", *LISTS),
     "data.val_fraction [csv]": ("FR", "0.1", *HELD_OUT),
     "data.image_key [csv]": ("FR", "c", *LISTS),
-    "data.label_keys [hf]": ("FR", "[a, c]", "kind: hf, path: a, label_keys: [a, b]", SEVERAL),
-    "data.label_sets [webdataset]": ("R", "true", *SHARDS, "data.labels=none", "teacher.fit.epochs=0"),
+    "data.label_keys [hf]": (
+        "FR",
+        "[a, c]",
+        "kind: hf, path: a, label_keys: [a, b]",
+        SEVERAL,
+    ),
+    "data.label_sets [webdataset]": (
+        "R",
+        "true",
+        *SHARDS,
+        "data.labels=none",
+        "teacher.fit.epochs=0",
+    ),
     "data.bits": ("FR", "12"),
     "data.group [imagefolder]": ("", "(.*)_"),  # other splits have another fingerprint
     "data.group [csv]": ("", "clip", *LISTS),
@@ -219,7 +251,10 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.augment.mixup": ("CR", "0.5"),
     "data.augment.cutmix": ("CR", "0.5"),
     "data.augment.mix_probability": ("CR", "0.5"),
-    "task.kind": ("FR", "kd.parts.tasks.single_label"),  # by another name: kd's others do not go with the losses
+    "task.kind": (
+        "FR",
+        "kd.parts.tasks.single_label",
+    ),  # by another name: kd's others do not go with the losses
     "teacher.kind": ("FCR", "torch"),
     "teacher.model": ("FCR", "vit_base_patch16_224"),
     "teacher.args": ("FCR", "{num_heads: 8}"),
@@ -236,7 +271,11 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "teacher.also[].model": ("FCR", "vit_base_patch16_224"),
     "teacher.also[].args": ("FCR", "{num_heads: 8}"),
     "teacher.also[].checkpoint": ("FR", "a"),
-    "teacher.also[].weights": ("R", "by_order", "teacher.also=[{model: vit_base_patch16_224, checkpoint: a}]"),
+    "teacher.also[].weights": (
+        "R",
+        "by_order",
+        "teacher.also=[{model: vit_base_patch16_224, checkpoint: a}]",
+    ),
     "teacher.also[].weight": ("CR", "2"),
     "teacher.also[].license": ("", "apache-2.0"),
     "teacher.cache.views": ("R", "3"),
@@ -259,7 +298,11 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "teacher.fit.tuning.layer_decay": ("FR", "0.75"),
     "teacher.fit.tuning.head_lr_scale": ("FR", "10"),
     "teacher.fit.tuning.freeze": ("FR", "[blocks.0.*]"),
-    "teacher.fit.tuning.freeze_epochs": ("FR", "1", "teacher.fit.tuning.freeze=[blocks.0.*]"),
+    "teacher.fit.tuning.freeze_epochs": (
+        "FR",
+        "1",
+        "teacher.fit.tuning.freeze=[blocks.0.*]",
+    ),
     "teacher.fit.augment": ("FR", "{crop: 0.5}"),
     "teacher.fit.augment.crop_scale": ("FR", "0.5"),
     "teacher.fit.augment.flip": ("FR", "0.1"),
@@ -278,7 +321,12 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "student.attention": ("R", "fused"),
     "student.compile": ("R", "on"),
     "student.checkpoint": ("R", "a", "student.init=pretrained"),
-    "student.weights": ("R", "by_order", "student.init=pretrained", "student.checkpoint=a"),
+    "student.weights": (
+        "R",
+        "by_order",
+        "student.init=pretrained",
+        "student.checkpoint=a",
+    ),
     "student.classes [timm]": ("R", "b"),
     "student.tuning.layer_decay": ("R", "0.75"),
     "student.tuning.head_lr_scale": ("R", "10"),
@@ -286,7 +334,13 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "student.tuning.freeze_epochs": ("R", "1", "student.tuning.freeze=[blocks.0.*]"),
     "losses[].kind": ("R", "ce"),
     "losses[].weight": ("R", "2"),
-    "losses[].label_smoothing [bce]": ("R", "0.1", TRAYS[0], *ALONE, "losses=[{kind: bce}]"),
+    "losses[].label_smoothing [bce]": (
+        "R",
+        "0.1",
+        TRAYS[0],
+        *ALONE,
+        "losses=[{kind: bce}]",
+    ),
     "losses[].temperature [binary_kl]": ("R", "3", *TRAYS),
     "losses[].label_smoothing [ce]": ("R", "0.1", *loss("ce")),
     "losses[].class_weights [ce]": ("R", "balanced", *loss("ce")),
@@ -329,7 +383,10 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "optimizer.betas": ("R", "[0.8, 0.9]"),
     "optimizer.momentum": ("R", "0.8"),
     "optimizer.clip_grad_norm": ("R", "2"),
-    "optimizer.on_nonfinite": ("", "skip"),  # a run that has met no such step has the same bits
+    "optimizer.on_nonfinite": (
+        "",
+        "skip",
+    ),  # a run that has met no such step has the same bits
     "optimizer.zero": ("R", "true"),
     "optimizer.ema_decay": ("R", "0.9"),
     "backend.kind": ("FR", "cuda"),
@@ -362,14 +419,25 @@ for kind, options in TEACHERS.items():
     given = "mean: [0, 0, 0], std: [1, 1, 1]" if normal else ""
     for name, value in options.items():
         changes = "FCR" if kind in ("timm", "torch") else "CR"  # kd fits these
-        KEYS[f"teacher.{name} [{kind}]"] = (changes, value, f"teacher.kind={kind}", *first)
+        KEYS[f"teacher.{name} [{kind}]"] = (
+            changes,
+            value,
+            f"teacher.kind={kind}",
+            *first,
+        )
         KEYS[f"teacher.also[].{name} [{kind}]"] = (
             changes,
             value,
             f"teacher.also=[{{kind: {kind}, model: a, {given}}}]",
         )
 for name, value in TEACHERS["torch"].items():
-    KEYS[f"student.{name} [torch]"] = ("R", value, "student.kind=torch", "student.mean=[0,0,0]", "student.std=[1,1,1]")
+    KEYS[f"student.{name} [torch]"] = (
+        "R",
+        value,
+        "student.kind=torch",
+        "student.mean=[0,0,0]",
+        "student.std=[1,1,1]",
+    )
 
 
 def listed() -> set[str]:
@@ -388,7 +456,9 @@ def test_every_key_of_the_schema_has_an_entry():
 
 @functools.cache
 def found(*overrides: str) -> dict[str, Any]:
-    """Return the identities of the base with overrides; one that begins with "kind:" is another dataset."""
+    """Return the identities of the base with overrides; one that begins with "kind:" is
+    another dataset.
+    """
     settings, rest = dict(SETTINGS), list(overrides)
     if overrides and overrides[0].startswith("kind:"):
         settings["data"] = {**yaml.safe_load(f"{{{rest.pop(0)}}}"), "batch_size": 8}
@@ -396,8 +466,12 @@ def found(*overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_key_changes_the_identities_of_what_depends_on_it_and_no_other(key, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # data.loader=ray asks for one; nothing is contacted
+def test_a_key_changes_the_identities_of_what_depends_on_it_and_no_other(
+    key, monkeypatch
+):
+    monkeypatch.setenv(
+        "RAY_ADDRESS", "127.0.0.1:6379"
+    )  # data.loader=ray asks for one; nothing is contacted
     expected, value, *context = KEYS[key]
     path = key.partition(" ")[0].replace("[]", "[0]")
     before, after = found(*context), found(*context, f"{path}={value}")
@@ -405,7 +479,9 @@ def test_a_key_changes_the_identities_of_what_depends_on_it_and_no_other(key, mo
 
 
 def test_a_store_has_the_same_pixels_in_memory_and_on_a_disk_for_a_cache_and_for_a_teacher():
-    disk, ram, none = (found(f"data.store={where}") for where in ("disk", "ram", "none"))
+    disk, ram, none = (
+        found(f"data.store={where}") for where in ("disk", "ram", "none")
+    )
     assert disk["C"] == ram["C"] != none["C"]
     assert disk["F"] == ram["F"] != none["F"]
 
@@ -414,4 +490,7 @@ def test_each_of_several_teachers_has_a_licence_of_its_own():
     also = [{"model": "vit_small_patch16_224", "license": "mit"}]
     teacher = {"model": "vit_tiny_patch16_224", "license": "apache-2.0", "also": also}
     found = split_teachers(config.load({**SETTINGS, "teacher": teacher}).teacher)
-    assert {where: one.license for where, one in found.items()} == {"teacher": "apache-2.0", "teacher.also[0]": "mit"}
+    assert {where: one.license for where, one in found.items()} == {
+        "teacher": "apache-2.0",
+        "teacher.also[0]": "mit",
+    }

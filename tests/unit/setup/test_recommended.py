@@ -1,4 +1,6 @@
-"""Recommended lengths: `auto`, a factor of the file's length, and the table of measured runs behind `--check`."""
+"""Recommended lengths: `auto`, a factor of the file's length, and the table of measured
+runs behind `--check`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from kd.core import recommended
 from kd.core.errors import KdError
 from kd.setup import measured
 from kd.setup.data import open_sources
-from kd.setup.measured import Measured, Situation, comparable, contrast, pays_from, plan, told
+from kd.setup.measured import (
+    Measured,
+    Situation,
+    comparable,
+    contrast,
+    pays_from,
+    plan,
+    told,
+)
 from kd.setup.recipe import resolve
 
 ROOT = Path(__file__).parents[3]
@@ -41,17 +51,22 @@ ROW = Measured(
 )
 
 
-# -------------------------------------------------------------------------------------------------- auto
+# --------------------------------------------------------------------------------
+# auto
 
 
 def test_the_images_times_the_epochs_are_the_visits_unless_there_are_too_few_or_too_many():
     for images in (700, 2_500, 9_000):
-        assert recommended.length(images, False, False).epochs * images == pytest.approx(recommended.VISITS, rel=0.05)
+        assert recommended.length(
+            images, False, False
+        ).epochs * images == pytest.approx(recommended.VISITS, rel=0.05)
     assert recommended.length(50_000, False, False).epochs == 10
     assert recommended.length(100, False, False).epochs == 300
     assert recommended.length(50_000, True, False).epochs == 20
     assert recommended.length(2_500, False, True).epochs == 14
-    assert [recommended.length(count, False, False).batch_size for count in (9, 100, 5_000)] == [8, 32, 64]
+    assert [
+        recommended.length(count, False, False).batch_size for count in (9, 100, 5_000)
+    ] == [8, 32, 64]
 
 
 def test_auto_is_a_number_in_the_record_of_the_run(settings):
@@ -59,8 +74,16 @@ def test_auto_is_a_number_in_the_record_of_the_run(settings):
     settings["teacher"]["cache"] = {"views": "auto"}
     recipe = resolve(config.load(settings))
     epochs, images = recipe.length.epochs, len(open_sources(recipe.data).train)
-    assert recipe.record.keys["run.epochs"] == epochs == recommended.length(images, False, False).epochs
-    assert recipe.data.views == recipe.teacher.cache.views == recommended.stored_views(epochs)
+    assert (
+        recipe.record.keys["run.epochs"]
+        == epochs
+        == recommended.length(images, False, False).epochs
+    )
+    assert (
+        recipe.data.views
+        == recipe.teacher.cache.views
+        == recommended.stored_views(epochs)
+    )
 
 
 def test_auto_follows_the_epochs_or_steps_that_are_given(settings):
@@ -69,11 +92,18 @@ def test_auto_follows_the_epochs_or_steps_that_are_given(settings):
     settings["run"].pop("epochs", None)
     short = resolve(config.load(settings, ["run.steps=1"]))
     assert (short.data.views, short.length.steps) == (1, 1)
-    assert resolve(config.load(settings, ["data.views=3", "run.epochs=50"])).data.views == 3
+    assert (
+        resolve(config.load(settings, ["data.views=3", "run.epochs=50"])).data.views
+        == 3
+    )
 
 
 def test_the_fit_of_a_teacher_takes_auto_by_the_number_of_labelled_images(settings):
-    settings["teacher"] = {"model": "tf_efficientnet_lite0", "pretrained": True, "fit": {"epochs": "auto"}}
+    settings["teacher"] = {
+        "model": "tf_efficientnet_lite0",
+        "pretrained": True,
+        "fit": {"epochs": "auto"},
+    }
     recipe = resolve(config.load(settings))
     labelled = len(open_sources(recipe.data).with_labels().train)
     epochs = recipe.fits["teacher"].run.epochs
@@ -89,7 +119,12 @@ def test_the_fit_of_a_teacher_takes_auto_by_the_number_of_labelled_images(settin
 
 def test_auto_keeps_no_features_and_nothing_without_a_teacher(settings):
     settings["teacher"]["cache"] = {"views": "auto"}
-    assert resolve(config.load(settings, ["losses=[{kind: kl}, {kind: cosine}]"])).data.views == 0
+    assert (
+        resolve(
+            config.load(settings, ["losses=[{kind: kl}, {kind: cosine}]"])
+        ).data.views
+        == 0
+    )
     settings["teacher"]["model"] = ""
     assert resolve(config.load(settings, ["losses=[{kind: ce}]"])).data.views == 0
 
@@ -101,7 +136,13 @@ def test_distill_takes_auto_by_the_number_of_its_images():
     torch.manual_seed(0)
     data = [(torch.rand(3, 8, 8), number % 2) for number in range(16)]
     made = kd.distill(
-        teacher=network(), student=network(), train=data, val=data, epochs="auto", batch_size=16, progress=False
+        teacher=network(),
+        student=network(),
+        train=data,
+        val=data,
+        epochs="auto",
+        batch_size=16,
+        progress=False,
     )
     assert round(made.rows[-1]["step"]) == recommended.length(16, False, False).epochs
 
@@ -115,8 +156,15 @@ def test_no_other_word_or_number_is_a_length(settings, value):
 def test_three_times_the_length_is_another_run_with_the_same_views(settings):
     settings["run"] |= {"epochs": 20, "name": "food"}
     settings["teacher"]["cache"] = {"views": "auto"}
-    short, longer = (resolve(config.load(settings, overrides)) for overrides in ([], ["run.epochs=3x"]))
-    assert (longer.length.epochs, longer.record.name, longer.data.views) == (60, "food-3x", short.data.views)
+    short, longer = (
+        resolve(config.load(settings, overrides))
+        for overrides in ([], ["run.epochs=3x"])
+    )
+    assert (longer.length.epochs, longer.record.name, longer.data.views) == (
+        60,
+        "food-3x",
+        short.data.views,
+    )
     assert longer.record.keys["run.times"] == 1
     named = config.load(settings, ["run.epochs=2.5X", "run.name=mine"])
     assert (named.run.name, resolve(named).length.epochs) == ("mine", 50)
@@ -126,18 +174,25 @@ def test_three_times_the_length_is_another_run_with_the_same_views(settings):
 
 def test_a_factor_of_auto_is_a_factor_of_its_number(settings):
     settings["run"].pop("epochs", None)
-    short, longer = (resolve(config.load(settings, overrides)) for overrides in ([], ["run.epochs=3x"]))
+    short, longer = (
+        resolve(config.load(settings, overrides))
+        for overrides in ([], ["run.epochs=3x"])
+    )
     assert longer.length.epochs == 3 * short.length.epochs
 
 
 def test_a_factor_of_the_length_that_does_not_decide_is_refused(settings):
-    with pytest.raises(KdError, match=r"run\.epochs: is 3x, but run\.steps decides.*run\.steps=3x"):
+    with pytest.raises(
+        KdError, match=r"run\.epochs: is 3x, but run\.steps decides.*run\.steps=3x"
+    ):
         config.load(settings, ["run.epochs=3x", "run.steps=7"])
     with pytest.raises(KdError, match=r"run\.epochs: is 0x.*above 0"):
         config.load(settings, ["run.epochs=0x"])
 
 
-@pytest.mark.parametrize("run", [3, [1], {"steps": "${oc.env:KD_NOT_SET}"}, {"name": "${oc.env:KD_NOT_SET}"}])
+@pytest.mark.parametrize(
+    "run", [3, [1], {"steps": "${oc.env:KD_NOT_SET}"}, {"name": "${oc.env:KD_NOT_SET}"}]
+)
 @pytest.mark.parametrize("overrides", [[], ["run.epochs=3x"]])
 def test_a_factor_of_a_section_that_is_wrong_is_one_line(settings, run, overrides):
     with pytest.raises(KdError, match="run"):
@@ -153,27 +208,44 @@ def test_the_name_of_a_longer_run_keeps_its_reference(settings, monkeypatch):
     assert config.load(config.to_dict(longer)).run.name == "s3cret-3x"
 
 
-# ------------------------------------------------------------------------------------------- measured runs
+# --------------------------------------------------------------------------------
+# measured runs
 
 
 def test_the_table_is_that_of_the_study():
     files = sorted((ROOT / "benchmarks" / "results" / "quality").glob("curves_*.csv"))
-    lines = [line for line in files[-1].read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line for line in files[-1].read_text().splitlines() if not line.startswith("#")
+    ]
     study = list(csv.DictReader(lines))
     table = measured.rows()
     assert len(study) == len(table)
     for row, of_study in zip(table, study, strict=True):
         assert row.accuracy == float(of_study["accuracy"])
         assert row.seconds == float(of_study["cpu_seconds"])
-        assert row.seconds - row.before == pytest.approx(float(of_study["student_seconds"]), abs=1.5)
+        assert row.seconds - row.before == pytest.approx(
+            float(of_study["student_seconds"]), abs=1.5
+        )
         assert row.arm == of_study["arm"]
-        assert (row.labelled < row.pictures) == (of_study["setup"] not in ("tiny50_all", "fruit_all", "trays"))
+        assert (row.labelled < row.pictures) == (
+            of_study["setup"] not in ("tiny50_all", "fruit_all", "trays")
+        )
 
 
 def test_the_weight_of_the_labels_is_that_of_the_study():
-    reached = {row.other: row.accuracy for row in measured.rows() if (row.teacher, row.epochs) == (0.7146, 10)}
-    texts = [f"{reached[other]:.1%}".replace("%", " %") for other in ("losses.1.weight=1.0", "", "losses.1.weight=0.0")]
-    assert "weight 1 reached {}, 0.1 reached {}, no labels {}".format(*texts) == recommended.WEIGHED
+    reached = {
+        row.other: row.accuracy
+        for row in measured.rows()
+        if (row.teacher, row.epochs) == (0.7146, 10)
+    }
+    texts = [
+        f"{reached[other]:.1%}".replace("%", " %")
+        for other in ("losses.1.weight=1.0", "", "losses.1.weight=0.0")
+    ]
+    assert (
+        "weight 1 reached {}, 0.1 reached {}, no labels {}".format(*texts)
+        == recommended.WEIGHED
+    )
 
 
 def test_runs_are_comparable_if_pictures_and_labels_are_within_a_factor_of_four():
@@ -188,22 +260,44 @@ def test_runs_are_comparable_if_pictures_and_labels_are_within_a_factor_of_four(
 
 
 def test_two_runs_are_contrasted_that_differ_in_nothing_else():
-    two, long = replace(ROW, views=2, accuracy=0.5), replace(ROW, epochs=120, accuracy=0.8)
+    two, long = (
+        replace(ROW, views=2, accuracy=0.5),
+        replace(ROW, epochs=120, accuracy=0.8),
+    )
     other = replace(ROW, views=2, epochs=120, accuracy=0.1)
     assert contrast([ROW, long, two], "views", 2, 8) == (two, ROW)
     assert contrast([ROW, long, two], "epochs", 30, 120) == (ROW, long)
     assert contrast([ROW, other], "views", 2, 8) is None
     assert contrast([ROW, two], "views", 2, 40) is None  # no row is near
     text = told((two, ROW), "views")
-    assert all(part in text for part in ("8 views reached 60.0 %", "2 views reached 50.0 %", "fruit", "one seed"))
+    assert all(
+        part in text
+        for part in (
+            "8 views reached 60.0 %",
+            "2 views reached 50.0 %",
+            "fruit",
+            "one seed",
+        )
+    )
 
 
 def test_it_pays_from_the_last_crossing_on_after_the_teacher():
     assert pays_from(ROW, 0.2) == 60 + 10
     assert pays_from(ROW, 0.47) == 60 + 40  # it fell below once more
     assert pays_from(ROW, 0.6) is None
-    alone = replace(ROW, arm="labels", teacher=0.0, accuracy=0.4, seconds=90.0, before=0.0, curve=((90.0, 0.47),))
-    assert all(part in plan([ROW, alone]) for part in ("40.0 % at most", "1 min 40 s on", "60.0 %", "70.0 %"))
+    alone = replace(
+        ROW,
+        arm="labels",
+        teacher=0.0,
+        accuracy=0.4,
+        seconds=90.0,
+        before=0.0,
+        curve=((90.0, 0.47),),
+    )
+    assert all(
+        part in plan([ROW, alone])
+        for part in ("40.0 % at most", "1 min 40 s on", "60.0 %", "70.0 %")
+    )
     assert plan([ROW]) == plan([alone]) == ""
 
 

@@ -1,4 +1,6 @@
-"""How models are executed: what `auto` means on a machine, what is asked for by name, what is refused."""
+"""How models are executed: what `auto` means on a machine, what is asked for by name,
+what is refused.
+"""
 
 import copy
 import json
@@ -80,15 +82,24 @@ def cpu():
     return build_backend(minimal("backend.threads=1").backend)
 
 
-@pytest.mark.parametrize(("flags", "auto"), [("fpu avx512_bf16 sse", "bf16+unfused"), ("fpu avx512f", "fp32+unfused")])
+@pytest.mark.parametrize(
+    ("flags", "auto"),
+    [("fpu avx512_bf16 sse", "bf16+unfused"), ("fpu avx512f", "fp32+unfused")],
+)
 def test_auto_is_a_fact_of_the_processor(tmp_path, flags, auto):
     (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text(f"processor : 0\nmodel name : any bf16\nflags : {flags}\n")
+    (tmp_path / "proc/cpuinfo").write_text(
+        f"processor : 0\nmodel name : any bf16\nflags : {flags}\n"
+    )
     assert bool(bf16_units(tmp_path)) == auto.startswith("bf16")
     assert not bf16_units(tmp_path / "nowhere")
 
 
-MADE = {"resnet10t": (1.0, 0.0), "tf_efficientnet_lite0": (1.0, 0.09), "vit_tiny_patch16_224": (0.03, 0.0)}
+MADE = {
+    "resnet10t": (1.0, 0.0),
+    "tf_efficientnet_lite0": (1.0, 0.09),
+    "vit_tiny_patch16_224": (0.03, 0.0),
+}
 """Shares of multiplications in convolutions and in depthwise ones, at 64 pixels."""
 
 
@@ -96,11 +107,17 @@ MADE = {"resnet10t": (1.0, 0.0), "tf_efficientnet_lite0": (1.0, 0.09), "vit_tiny
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("units", [{"avx512_bf16"}, {"avx512_bf16", "amx_bf16"}])
 def test_auto_depends_on_the_networks_layers(monkeypatch, cpu, units, threads, trained):
-    """AVX-512 trains depthwise convolutions faster in float32, and with several threads all convolutions."""
+    """AVX-512 trains depthwise convolutions faster in float32, and with several threads
+    all convolutions.
+    """
     for place in (host, _ddp):
         monkeypatch.setattr(place, "bf16_units", lambda *root: units)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    slow = {"tf_efficientnet_lite0": trained, "resnet10t": trained and threads == 2, "vit_tiny_patch16_224": False}
+    slow = {
+        "tf_efficientnet_lite0": trained,
+        "resnet10t": trained and threads == 2,
+        "vit_tiny_patch16_224": False,
+    }
     for name, shares in MADE.items():
         model = load(Spec("student", name, {}, ("a", "b"), free_size=True), 64)
         assert made_of(model) == pytest.approx(shares, abs=0.02)
@@ -108,19 +125,33 @@ def test_auto_depends_on_the_networks_layers(monkeypatch, cpu, units, threads, t
         module.student = model
         expected = "fp32" if slow[name] and len(units) == 1 else "bf16"
         for precision, mode in (("auto", expected), ("fp32", "fp32"), ("bf16", "bf16")):
-            assert torch_mode(precision, "auto", False, module if trained else model, cpu).precision == mode, name
+            assert (
+                torch_mode(
+                    precision, "auto", False, module if trained else model, cpu
+                ).precision
+                == mode
+            ), name
         assert model.training
 
 
 def test_the_share_of_convolutions_is_that_of_a_count_by_hand():
-    """3 x 3 on 16 x 16 places, the same of one channel each, then a matrix product of [1, 4] and [4, 9]."""
-    convolutions = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.Conv2d(4, 4, 3, padding=1, groups=4)
+    """3 x 3 on 16 x 16 places, the same of one channel each, then a matrix product of
+    [1, 4] and [4, 9].
+    """
+    convolutions = (
+        torch.nn.Conv2d(3, 4, 3, padding=1),
+        torch.nn.Conv2d(4, 4, 3, padding=1, groups=4),
+    )
     ends = torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(4, 9)
     dense, depthwise, product = 16 * 16 * 4 * 3 * 9, 16 * 16 * 4 * 9, 4 * 9
     total = dense + depthwise + product
     found = made_of(Classifier(torch.nn.Sequential(*convolutions, *ends), 9, 16))
     assert found == pytest.approx(((dense + depthwise) / total, depthwise / total))
-    assert made_of(Classifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 9)), 9, 16)) == (0.0, 0.0)
+    assert made_of(
+        Classifier(
+            torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 9)), 9, 16
+        )
+    ) == (0.0, 0.0)
 
     class Scaled(torch.nn.Module):
         def __init__(self) -> None:
@@ -130,7 +161,10 @@ def test_the_share_of_convolutions_is_that_of_a_count_by_hand():
         def forward(self, image: torch.Tensor) -> torch.Tensor:
             return image.mean((2, 3)) * self.scale
 
-    assert made_of(Classifier(Scaled(), 3, 16)) == (0.0, 0.0)  # nothing that counts as arithmetic
+    assert made_of(Classifier(Scaled(), 3, 16)) == (
+        0.0,
+        0.0,
+    )  # nothing that counts as arithmetic
 
 
 def automatic(monkeypatch, auto: str) -> None:
@@ -138,7 +172,12 @@ def automatic(monkeypatch, auto: str) -> None:
     monkeypatch.setattr(CPU, "auto_mode", property(lambda backend: auto))
 
 
-AUTO = ("teacher.precision=auto", "teacher.attention=auto", "student.attention=auto", "backend.precision=auto")
+AUTO = (
+    "teacher.precision=auto",
+    "teacher.attention=auto",
+    "student.attention=auto",
+    "backend.precision=auto",
+)
 
 
 def test_auto_is_the_machines_mode_and_nothing_is_timed(monkeypatch, built):
@@ -149,7 +188,10 @@ def test_auto_is_the_machines_mode_and_nothing_is_timed(monkeypatch, built):
     assert facts["teacher_error"]["of_std"] <= LARGEST_ERROR
     assert "teacher: bf16+fused; its logits differ from torch float32's by" in out
     again, other, _ = built(*AUTO)
-    assert (other["modes"], other["teacher_error"]) == (facts["modes"], facts["teacher_error"])
+    assert (other["modes"], other["teacher_error"]) == (
+        facts["modes"],
+        facts["teacher_error"],
+    )
     assert curve(run) == curve(again)
 
 
@@ -167,10 +209,14 @@ def test_auto_refuses_bfloat16_with_large_logit_errors(monkeypatch, built):
     assert facts["teacher_error"]["refused"] == "bf16+unfused"
     assert facts["teacher_error"]["of_std"] > LARGEST_ERROR
     line = next(
-        line for line in out.splitlines() if line.startswith("teacher: fp32+unfused: in bf16+unfused, its logits")
+        line
+        for line in out.splitlines()
+        if line.startswith("teacher: fp32+unfused: in bf16+unfused, its logits")
     )
     assert line.endswith(f"; {LARGEST_ERROR:g} is allowed")
-    _, facts, _ = built(*AUTO, "teacher.precision=bf16", change=spoilt)  # by name it is taken, and said
+    _, facts, _ = built(
+        *AUTO, "teacher.precision=bf16", change=spoilt
+    )  # by name it is taken, and said
     assert facts["modes"]["teacher"] == "bf16+unfused"
     assert facts["teacher_error"]["of_std"] > LARGEST_ERROR
 
@@ -180,7 +226,11 @@ def test_auto_takes_float32_where_bfloat16_has_no_operator(monkeypatch, built):
 
     def transforming(teachers: Teachers) -> Teachers:
         head = teachers.model.network.head
-        head.register_forward_hook(lambda module, given, logits: torch.fft.rfft(logits).abs().sum(1, True) + logits)
+        head.register_forward_hook(
+            lambda module, given, logits: (
+                torch.fft.rfft(logits).abs().sum(1, True) + logits
+            )
+        )
         return teachers
 
     automatic(monkeypatch, "bf16+unfused")
@@ -191,7 +241,9 @@ def test_auto_takes_float32_where_bfloat16_has_no_operator(monkeypatch, built):
 
 
 def test_an_error_that_would_be_larger_on_more_images_is_refused(monkeypatch, built):
-    """0.096 of a standard deviation on 16 images was accepted; 1,000 had 0.23. They have up to 2.3 times that of 64."""
+    """0.096 of a standard deviation on 16 images was accepted; 1,000 had 0.23. They
+    have up to 2.3 times that of 64.
+    """
 
     def shifted(by: float):
         def change(teachers: Teachers) -> Teachers:
@@ -202,7 +254,9 @@ def test_an_error_that_would_be_larger_on_more_images_is_refused(monkeypatch, bu
         return change
 
     automatic(monkeypatch, "bf16+unfused")
-    found = [built(*AUTO, change=shifted(by))[1] for by in (0.0, 8.0, 20.0, 24.0, 28.0, 64.0)]
+    found = [
+        built(*AUTO, change=shifted(by))[1] for by in (0.0, 8.0, 20.0, 24.0, 28.0, 64.0)
+    ]
     errors = [facts["teacher_error"]["of_std"] for facts in found]
     assert any(0.1 / 2.3 < error <= 0.1 for error in errors), errors
     for facts, error in zip(found, errors, strict=True):
@@ -237,7 +291,9 @@ def test_a_model_that_torch_does_not_run_has_no_precision(monkeypatch, built):
     assert "teacher:" not in out
 
 
-def test_a_divided_teacher_is_not_compared_and_runs_in_float32(monkeypatch, cpu, settings):
+def test_a_divided_teacher_is_not_compared_and_runs_in_float32(
+    monkeypatch, cpu, settings
+):
     automatic(monkeypatch, "bf16+unfused")
     recipe = resolve(config.load(settings, [*AUTO, "teacher.shard=true"]))
     data = open_sources(recipe.data)
@@ -267,7 +323,11 @@ def test_a_named_mode_that_cannot_run_is_an_error():
 
     mode = ExecutionMode("fp32", "fused", compiled=True)
     with pytest.raises(
-        ModelError, match=r"^student\.compile: 'fp32\+fused\+compiled' is requested, but .*compiler here and"
+        ModelError,
+        match=(
+            r"^student\.compile: 'fp32\+fused\+compiled' is requested, but .*compiler"
+            r" here and"
+        ),
     ):
         require(fails, "student.compile", mode)
 
@@ -286,7 +346,9 @@ def test_a_run_with_another_runtime_is_the_run_to_rounding(built, runtime):
     assert 0 <= facts["teacher_error"]["largest"] < 2e-5
     assert f"teacher: fp32+{runtime}; its logits differ from torch float32's by" in out
     # Rounding of the targets, 1e-7, through a few steps of AdamW.
-    torch.testing.assert_close(torch.tensor(curve(exact)), torch.tensor(curve(other)), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(curve(exact)), torch.tensor(curve(other)), rtol=1e-3, atol=1e-5
+    )
 
 
 def test_the_error_is_that_of_the_logits(built, settings):
@@ -305,7 +367,9 @@ def test_the_error_is_that_of_the_logits(built, settings):
         said = live.model(images).logits
     largest = (said - reference).abs().max().item()
     assert taught.error["largest"] == pytest.approx(largest, abs=1e-5)
-    assert taught.error["of_std"] == pytest.approx(largest / reference.std(correction=0).item(), rel=1e-3)
+    assert taught.error["of_std"] == pytest.approx(
+        largest / reference.std(correction=0).item(), rel=1e-3
+    )
     assert facts["teacher_error"] == taught.error
 
 
@@ -315,7 +379,11 @@ def test_several_teachers_are_as_many_graphs(built):
         with torch.no_grad():
             other.network.head.bias += torch.tensor([1.0, 0.0, -1.0])
         average = single_label.build(single_label.Options()).average
-        return replace(teachers, model=Ensemble([alone, other], [1.0, 3.0], average), members=[alone, other])
+        return replace(
+            teachers,
+            model=Ensemble([alone, other], [1.0, 3.0], average),
+            members=[alone, other],
+        )
 
     _, facts, out = built("teacher.runtime=onnxruntime", change=ensemble)
     assert facts["modes"]["teacher"] == "fp32+onnxruntime"
@@ -327,7 +395,11 @@ def test_a_teacher_that_cannot_be_exported(built):
     odd = Classifier(Asks(), 3, 0)
     change = lambda teachers: replace(teachers, model=odd, members=[odd])  # noqa: E731
     with pytest.raises(
-        ModelError, match=r"^teacher\.runtime: 'fp32\+onnxruntime' is requested, but torch\.export cannot"
+        ModelError,
+        match=(
+            r"^teacher\.runtime: 'fp32\+onnxruntime' is requested, but torch\.export"
+            r" cannot"
+        ),
     ):
         built("teacher.runtime=onnxruntime", change=change)
 
@@ -335,12 +407,23 @@ def test_a_teacher_that_cannot_be_exported(built):
 @pytest.mark.slow
 def test_without_a_compiler(written, tmp_path):
     """On a machine of its own kind: no C++ compiler, nothing compiled before."""
-    environment = {"CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {
+        "CXX": "/no/such/compiler",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+    }
     argv = [sys.executable, "-m", "kd.cli", "train", written(), "teacher.compile=on"]
-    done = subprocess.run(argv, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        argv,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("teacher.compile: 'fp32+unfused+compiled' is requested, but InductorError")
+    assert last.startswith(
+        "teacher.compile: 'fp32+unfused+compiled' is requested, but InductorError"
+    )
 
 
 @pytest.mark.slow
@@ -349,55 +432,124 @@ def test_without_a_compiler(written, tmp_path):
 def test_compiled_runs_agree_with_plain_ones_and_with_each_other(built):
     plain, _, _ = built()
     compiled, facts, out = built("teacher.compile=on", "student.compile=on")
-    assert facts["modes"] == dict.fromkeys(("teacher", "student"), "fp32+unfused+compiled")
-    assert "teacher: fp32+unfused+compiled; its logits differ from torch float32's by" in out
+    assert facts["modes"] == dict.fromkeys(
+        ("teacher", "student"), "fp32+unfused+compiled"
+    )
+    assert (
+        "teacher: fp32+unfused+compiled; its logits differ from torch float32's by"
+        in out
+    )
     first = curve(compiled)
-    torch.testing.assert_close(torch.tensor(curve(plain)), torch.tensor(first), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(curve(plain)), torch.tensor(first), rtol=1e-3, atol=1e-5
+    )
     again, _, _ = built("teacher.compile=on", "student.compile=on")
     assert curve(again) == first
     names = list(plain.distillation.state_dict())
     assert list(compiled.distillation.state_dict()) == names
     for name in names:
-        assert torch.equal(compiled.distillation.state_dict()[name], again.distillation.state_dict()[name])
+        assert torch.equal(
+            compiled.distillation.state_dict()[name],
+            again.distillation.state_dict()[name],
+        )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("teacher.runtime=onnxruntime", "runtime: is onnxruntime, but a loss needs the teacher's features"),
-        ("teacher.runtime=openvino teacher.shard=true", "runtime: is openvino, but the teacher is div"),
-        ("teacher.precision=int8 teacher.pipeline=2", "precision: is int8, but the teacher is divided"),
-        ("teacher.compile=on teacher.shard=true", "compile: is on, but the teacher is divided over"),
-        ("teacher.runtime=openvino teacher.precision=int8", "precision: is int8, which kd does not run"),
-        ("teacher.runtime=onnxruntime teacher.precision=bf16", "precision: is bf16, which kd does not"),
-        ("teacher.runtime=onnxruntime teacher.compile=on", "runtime: is onnxruntime, but teacher.comp"),
-        ("teacher.precision=int8", "precision: is int8, but a loss needs the teacher's features"),
-        ("teacher.precision=int8 teacher.compile=on", "is int8, but teacher.compile is on, and torch.compile is"),
+        (
+            "teacher.runtime=onnxruntime",
+            "runtime: is onnxruntime, but a loss needs the teacher's features",
+        ),
+        (
+            "teacher.runtime=openvino teacher.shard=true",
+            "runtime: is openvino, but the teacher is div",
+        ),
+        (
+            "teacher.precision=int8 teacher.pipeline=2",
+            "precision: is int8, but the teacher is divided",
+        ),
+        (
+            "teacher.compile=on teacher.shard=true",
+            "compile: is on, but the teacher is divided over",
+        ),
+        (
+            "teacher.runtime=openvino teacher.precision=int8",
+            "precision: is int8, which kd does not run",
+        ),
+        (
+            "teacher.runtime=onnxruntime teacher.precision=bf16",
+            "precision: is bf16, which kd does not",
+        ),
+        (
+            "teacher.runtime=onnxruntime teacher.compile=on",
+            "runtime: is onnxruntime, but teacher.comp",
+        ),
+        (
+            "teacher.precision=int8",
+            "precision: is int8, but a loss needs the teacher's features",
+        ),
+        (
+            "teacher.precision=int8 teacher.compile=on",
+            "is int8, but teacher.compile is on, and torch.compile is",
+        ),
         (
             "teacher.precision=int8 teacher.runtime=torch",
             "is int8, but teacher.runtime is torch. On a CPU",
         ),
-        ("teacher.precision=fp8", "precision: is 'fp8'. Allowed: one of auto, fp32, bf16, int8"),
-        ("backend.kind=cuda teacher.runtime=openvino", "runtime: is openvino, but the backend is 'cuda"),
-        ("backend.kind=cuda teacher.precision=int8", "precision: is int8, but the backend is 'cuda'"),
-        ("backend.kind=xla teacher.precision=int8", "precision: is int8, but the backend is 'xla'"),
-        ("backend.kind=xla student.compile=on", "student.compile: is on, but backend 'xla' compiles by itself"),
-        ("backend.kind=neuron teacher.compile=on", "compile: is on, but backend 'neuron' compiles by"),
+        (
+            "teacher.precision=fp8",
+            "precision: is 'fp8'. Allowed: one of auto, fp32, bf16, int8",
+        ),
+        (
+            "backend.kind=cuda teacher.runtime=openvino",
+            "runtime: is openvino, but the backend is 'cuda",
+        ),
+        (
+            "backend.kind=cuda teacher.precision=int8",
+            "precision: is int8, but the backend is 'cuda'",
+        ),
+        (
+            "backend.kind=xla teacher.precision=int8",
+            "precision: is int8, but the backend is 'xla'",
+        ),
+        (
+            "backend.kind=xla student.compile=on",
+            "student.compile: is on, but backend 'xla' compiles by itself",
+        ),
+        (
+            "backend.kind=neuron teacher.compile=on",
+            "compile: is on, but backend 'neuron' compiles by",
+        ),
     ],
 )
 def test_incompatible_runtime_and_precision_are_refused(overrides, message):
     found = refusals(*overrides.split(), features="features" in message)
     # a runtime that is not installed is refused beside it, as a package that is missing
     assert all(isinstance(error, ConfigError | MissingExtra) for error in found), found
-    assert any(isinstance(error, ConfigError) and message in str(error) for error in found), found
+    assert any(
+        isinstance(error, ConfigError) and message in str(error) for error in found
+    ), found
 
 
 @pytest.mark.parametrize(
     ("package", "key", "message"),
     [
-        ("openvino", "runtime=openvino", "is openvino, which is not installed. pip install 'PATH/kd[openvino]'"),
-        ("onnxruntime", "runtime=onnxruntime", "is onnxruntime, which is not installed. pip install 'onnxruntime'"),
-        ("onnxruntime", "precision=int8", "precision: is int8, for which onnxruntime is not installed. pip install"),
+        (
+            "openvino",
+            "runtime=openvino",
+            "is openvino, which is not installed. pip install 'PATH/kd[openvino]'",
+        ),
+        (
+            "onnxruntime",
+            "runtime=onnxruntime",
+            "is onnxruntime, which is not installed. pip install 'onnxruntime'",
+        ),
+        (
+            "onnxruntime",
+            "precision=int8",
+            "precision: is int8, for which onnxruntime is not installed. pip install",
+        ),
     ],
 )
 def test_an_extra_that_is_missing(monkeypatch, package, key, message):
@@ -408,7 +560,13 @@ def test_an_extra_that_is_missing(monkeypatch, package, key, message):
 
 
 @pytest.mark.parametrize(
-    "overrides", [[], ["backend.kind=cuda"], ["teacher.runtime=torch", "teacher.compile=on"], ["student.compile=on"]]
+    "overrides",
+    [
+        [],
+        ["backend.kind=cuda"],
+        ["teacher.runtime=torch", "teacher.compile=on"],
+        ["student.compile=on"],
+    ],
 )
 def test_compatible_runtime_and_precision_are_accepted(overrides):
     assert refusals(*overrides, features=True) == []
@@ -420,13 +578,26 @@ def test_int8_in_a_manifest_and_in_a_cache_of_its_own(written, command, tmp_path
     for name, *extra in (("exact",), ("coarse", "teacher.precision=int8")):
         done = command("train", written(), *views, f"run.name={name}", *extra)
         assert done.code == 0, done
-    assert "teacher: int8+onnxruntime; its logits differ from torch float32's by" in done.out
+    assert (
+        "teacher: int8+onnxruntime; its logits differ from torch float32's by"
+        in done.out
+    )
     manifest = json.loads((tmp_path / "runs" / "coarse" / "manifest.json").read_text())
     assert manifest["modes"]["teacher"] == "int8+onnxruntime"
     assert manifest["teacher_error"].keys() == {"largest", "of_std", "images"}
     caches = sorted((tmp_path / "runs" / "caches").glob("*/manifest.json"))
-    assert {json.loads(file.read_text())["precision"] for file in caches} == {"fp32", "int8+onnxruntime"}
-    again = command("train", written(), *views, "run.name=coarse", "teacher.precision=int8", "run.keep=3")
+    assert {json.loads(file.read_text())["precision"] for file in caches} == {
+        "fp32",
+        "int8+onnxruntime",
+    }
+    again = command(
+        "train",
+        written(),
+        *views,
+        "run.name=coarse",
+        "teacher.precision=int8",
+        "run.keep=3",
+    )
     assert again.code == 0, again
     kept = json.loads((tmp_path / "runs" / "coarse" / "manifest.json").read_text())
     assert kept["teacher_error"] == manifest["teacher_error"]

@@ -1,4 +1,6 @@
-"""Fine-tuning: parameter groups against timm's, frozen layers to the bit, early stopping, and the rate of a fit."""
+"""Fine-tuning: parameter groups against timm's, frozen layers to the bit, early
+stopping, and the rate of a fit.
+"""
 
 import json
 import logging
@@ -31,18 +33,32 @@ from kd.setup.student import parameter_groups
 from kd.study.report.report import read
 
 NETWORKS = {
-    "ViT": ("vit_tiny_patch16_224", {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2}),
-    "two heads": ("deit_tiny_distilled_patch16_224", {"img_size": 16, "embed_dim": 24, "depth": 2, "num_heads": 2}),
-    "XCiT": ("xcit_nano_12_p8_224", {"embed_dim": 32, "depth": 2, "num_heads": 2, "cls_attn_layers": 1}),
+    "ViT": (
+        "vit_tiny_patch16_224",
+        {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2},
+    ),
+    "two heads": (
+        "deit_tiny_distilled_patch16_224",
+        {"img_size": 16, "embed_dim": 24, "depth": 2, "num_heads": 2},
+    ),
+    "XCiT": (
+        "xcit_nano_12_p8_224",
+        {"embed_dim": 32, "depth": 2, "num_heads": 2, "cls_attn_layers": 1},
+    ),
     "ConvNeXt": ("convnext_atto", {"depths": (1, 1, 2, 1), "dims": (8, 8, 16, 16)}),
 }
-NORM = ("student.model=xcit_nano_12_p8_224", "student.args={embed_dim: 24, depth: 2, num_heads: 2, cls_attn_layers: 1}")
+NORM = (
+    "student.model=xcit_nano_12_p8_224",
+    "student.args={embed_dim: 24, depth: 2, num_heads: 2, cls_attn_layers: 1}",
+)
 FROZEN = "student.tuning.freeze=[patch_embed.*, blocks.0.*]"
 
 
 def distillation(network: nn.Module) -> StudentWithLoss:
     return StudentWithLoss(
-        Classifier(network, 3, 16), Criterion([Term("extra", 1.0, Extra(), LossFacts())]), SingleLabel()
+        Classifier(network, 3, 16),
+        Criterion([Term("extra", 1.0, Extra(), LossFacts())]),
+        SingleLabel(),
     )
 
 
@@ -54,10 +70,19 @@ class Extra(nn.Linear):
 
 
 def described(network: nn.Module, groups: list[dict]) -> set[tuple]:
-    """Return (names, rate, decay) of each group, in no order; of the network's parameters alone."""
+    """Return (names, rate, decay) of each group, in no order; of the network's
+    parameters alone.
+    """
     names = {id(parameter): name for name, parameter in network.named_parameters()}
-    found = [({names[id(p)] for p in group["params"] if id(p) in names}, group) for group in groups]
-    return {(frozenset(own), group["lr_scale"], group["weight_decay"]) for own, group in found if own}
+    found = [
+        ({names[id(p)] for p in group["params"] if id(p) in names}, group)
+        for group in groups
+    ]
+    return {
+        (frozenset(own), group["lr_scale"], group["weight_decay"])
+        for own, group in found
+        if own
+    }
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -67,18 +92,35 @@ def test_groups_of_layers_are_timms(name):
     made = parameter_groups(Tuning(layer_decay=0.75), 0.05, distillation(network))
     exempt = getattr(network, "no_weight_decay", set)()
     timms = param_groups_layer_decay(network, 0.05, exempt, layer_decay=0.75)
-    assert described(network, [group for group in made if "lr_scale" in group]) == described(network, timms)
+    assert described(
+        network, [group for group in made if "lr_scale" in group]
+    ) == described(network, timms)
     assert len(described(network, timms)) > 4
-    (extra,) = [group["weight_decay"] for group in made if any(p.shape == (2, 2) for p in group["params"])]
+    (extra,) = [
+        group["weight_decay"]
+        for group in made
+        if any(p.shape == (2, 2) for p in group["params"])
+    ]
     assert extra == 0.05
 
 
 def test_a_vits_rates_are_powers():
-    network = timm.create_model("vit_tiny_patch16_224", num_classes=3, **NETWORKS["ViT"][1])
-    made = parameter_groups(Tuning(layer_decay=0.5, head_lr_scale=3.0), 0.05, distillation(network))
-    rates = {names: rate for names, rate, _ in described(network, [g for g in made if g.get("lr_scale")])}
+    network = timm.create_model(
+        "vit_tiny_patch16_224", num_classes=3, **NETWORKS["ViT"][1]
+    )
+    made = parameter_groups(
+        Tuning(layer_decay=0.5, head_lr_scale=3.0), 0.05, distillation(network)
+    )
+    rates = {
+        names: rate
+        for names, rate, _ in described(network, [g for g in made if g.get("lr_scale")])
+    }
     rate_of = {name: rate for names, rate in rates.items() for name in names}
-    expected = {"pos_embed": 0.5**4, "blocks.0.attn.qkv.weight": 0.5**3, "blocks.2.mlp.fc1.bias": 0.5}
+    expected = {
+        "pos_embed": 0.5**4,
+        "blocks.0.attn.qkv.weight": 0.5**3,
+        "blocks.2.mlp.fc1.bias": 0.5,
+    }
     expected |= {"norm.weight": 0.5, "head.weight": 3.0, "head.bias": 3.0}
     assert {name: rate_of[name] for name in expected} == expected
 
@@ -88,7 +130,9 @@ def test_the_rate_of_the_head_alone(name):
     model, args = NETWORKS[name]
     network = timm.create_model(model, num_classes=3, **args)
     made = parameter_groups(Tuning(head_lr_scale=10.0), 0.05, distillation(network))
-    fast = {n for names, rate, _ in described(network, made) if rate == 10 for n in names}
+    fast = {
+        n for names, rate, _ in described(network, made) if rate == 10 for n in names
+    }
     assert fast == {n for n, _ in network.named_parameters() if n.startswith("head")}
     assert {rate for _, rate, _ in described(network, made)} == {1.0, 10.0}
 
@@ -103,38 +147,73 @@ def test_a_step_moves_each_layer_at_its_rate(make):
         "optimizer.warmup_ratio=0",
     )
     plain, tuned = (
-        make(*keys, "optimizer.weight_decay=0", f"student.tuning={{layer_decay: {decay}, head_lr_scale: {head}}}")
+        make(
+            *keys,
+            "optimizer.weight_decay=0",
+            f"student.tuning={{layer_decay: {decay}, head_lr_scale: {head}}}",
+        )
         for decay, head in ((1, 1), (0.5, 4))
     )
-    before = {n: p.detach().clone() for n, p in plain.run.distillation.student.network.named_parameters()}
+    before = {
+        n: p.detach().clone()
+        for n, p in plain.run.distillation.student.network.named_parameters()
+    }
     train(plain.run)
     train(tuned.run)
     moved = [
-        {n: p.detach() - before[n] for n, p in made.run.distillation.student.network.named_parameters()}
+        {
+            n: p.detach() - before[n]
+            for n, p in made.run.distillation.student.network.named_parameters()
+        }
         for made in (plain, tuned)
     ]
-    for name, rate in {"pos_embed": 0.25, "blocks.0.mlp.fc1.weight": 0.5, "norm.bias": 0.5, "head.weight": 4}.items():
+    for name, rate in {
+        "pos_embed": 0.25,
+        "blocks.0.mlp.fc1.weight": 0.5,
+        "norm.bias": 0.5,
+        "head.weight": 4,
+    }.items():
         assert moved[0][name].abs().max() > 0
-        torch.testing.assert_close(moved[1][name], rate * moved[0][name], rtol=1e-3, atol=1e-7)
+        torch.testing.assert_close(
+            moved[1][name], rate * moved[0][name], rtol=1e-3, atol=1e-7
+        )
     assert tuned.store.rows[0]["lr"] == plain.store.rows[0]["lr"]
 
 
 def tensors(made) -> dict[str, torch.Tensor]:
     student = made.run.distillation.student
-    average = {f"average.{n}": t.clone() for n, t in made.run.average.average.items()} if made.run.average else {}
+    average = (
+        {f"average.{n}": t.clone() for n, t in made.run.average.average.items()}
+        if made.run.average
+        else {}
+    )
     return {n: t.clone() for n, t in student.state_dict().items()} | average
 
 
 def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
-    bits = [{n: t.flatten().view(torch.uint8) for n, t in each.items()} for each in (before, after)]
-    return {name.replace("network.", "") for name in before if not torch.equal(bits[0][name], bits[1][name])}
+    bits = [
+        {n: t.flatten().view(torch.uint8) for n, t in each.items()}
+        for each in (before, after)
+    ]
+    return {
+        name.replace("network.", "")
+        for name in before
+        if not torch.equal(bits[0][name], bits[1][name])
+    }
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("epochs", [0, 9])
 def test_frozen_layers_keep_their_bits(make, optimizer, epochs):
-    """Weights, statistics of batch norm and their average; weight decay does not reach them."""
-    more = (f"optimizer.kind={optimizer}", "optimizer.lr=0.02", "optimizer.ema_decay=0.5", "optimizer.weight_decay=0.5")
+    """Weights, statistics of batch norm and their average; weight decay does not reach
+    them.
+    """
+    more = (
+        f"optimizer.kind={optimizer}",
+        "optimizer.lr=0.02",
+        "optimizer.ema_decay=0.5",
+        "optimizer.weight_decay=0.5",
+    )
     made = make(*NORM, FROZEN, f"student.tuning.freeze_epochs={epochs}", *more)
     before = tensors(made)
     norms = {n for n in before if "running_mean" in n and "patch_embed" in n}
@@ -142,37 +221,62 @@ def test_frozen_layers_keep_their_bits(make, optimizer, epochs):
     train(made.run)
     found = moved(before, tensors(made))
     still = {n.replace("network.", "") for n in before} - found
-    parameters = {n for n, _ in made.run.distillation.student.network.named_parameters()}
+    parameters = {
+        n for n, _ in made.run.distillation.student.network.named_parameters()
+    }
     assert {n for n in parameters if n in still} == {
         n for n in parameters if n.startswith(("patch_embed", "blocks.0."))
     }
     assert not any(n.startswith(("patch_embed", "average.patch_embed")) for n in found)
-    assert {"blocks.1.mlp.fc1.weight", "average.head.weight", "blocks.1.local_mp.bn.running_mean"} <= found
+    assert {
+        "blocks.1.mlp.fc1.weight",
+        "average.head.weight",
+        "blocks.1.local_mp.bn.running_mean",
+    } <= found
 
 
 def test_frozen_for_all_epochs_is_frozen_for_good(make):
     """Gradients that are dropped, or never computed: the same bits, of a ViT.
 
-    Not of each network: torch folds a product of strided inputs where a weight needs a gradient, and not where none
-    does. XCiT has one, and where oneDNN has kernels of AMX the two have other last bits.
+    Not of each network: torch folds a product of strided inputs where a weight needs a
+    gradient, and not where none does. XCiT has one, and where oneDNN has kernels of AMX
+    the two have other last bits.
     """
-    both = [make(FROZEN, f"student.tuning.freeze_epochs={epochs}", "run.every.log=1") for epochs in (0, 9)]
+    both = [
+        make(FROZEN, f"student.tuning.freeze_epochs={epochs}", "run.every.log=1")
+        for epochs in (0, 9)
+    ]
     for made in both:
         train(made.run)
     assert moved(tensors(both[0]), tensors(both[1])) == set()
-    assert without_clocks(both[0].store.rows)[0]["grad_norm"] == without_clocks(both[1].store.rows)[0]["grad_norm"]
+    assert (
+        without_clocks(both[0].store.rows)[0]["grad_norm"]
+        == without_clocks(both[1].store.rows)[0]["grad_norm"]
+    )
 
 
 def test_permanently_frozen_parameters_need_no_gradients(settings):
     vit = ["student.args={embed_dim: 384, depth: 12, num_heads: 6}"]
-    frozen = ["student.tuning.freeze=[cls_token, pos_embed, patch_embed.*, blocks.*, norm.*]"]
-    told = [describe(resolve(config.load(settings, [*vit, *more]))) for more in ([], frozen)]
+    frozen = [
+        "student.tuning.freeze=[cls_token, pos_embed, patch_embed.*, blocks.*, norm.*]"
+    ]
+    told = [
+        describe(resolve(config.load(settings, [*vit, *more]))) for more in ([], frozen)
+    ]
     whole, weights = (int(re.search(r"memory +(\d+) MiB", text)[1]) for text in told)
-    assert whole == pytest.approx(4 * weights, rel=0.05)  # weights; gradients and AdamW's two averages
+    assert whole == pytest.approx(
+        4 * weights, rel=0.05
+    )  # weights; gradients and AdamW's two averages
 
 
 def test_layers_thaw_after_freeze_epochs(make, tmp_path):
-    made = make(*NORM, FROZEN, "student.tuning.freeze_epochs=1", "run.keep=9", folder=tmp_path / "run")
+    made = make(
+        *NORM,
+        FROZEN,
+        "student.tuning.freeze_epochs=1",
+        "run.keep=9",
+        folder=tmp_path / "run",
+    )
     before = tensors(made)
     train(made.run)
     first = made.store.restore  # the checkpoint of each epoch lies in the folder
@@ -185,7 +289,9 @@ def test_layers_thaw_after_freeze_epochs(make, tmp_path):
     prefix, own = "model.student.", {}
     for folder in checkpoints:
         held = load_file(folder / "tensors.safetensors")
-        own[folder.name] = {n.removeprefix(prefix): t for n, t in held.items() if n.startswith(prefix)}
+        own[folder.name] = {
+            n.removeprefix(prefix): t for n, t in held.items() if n.startswith(prefix)
+        }
     one, two = (moved(before, own[folder.name]) for folder in checkpoints)
     assert not any(n.startswith(("patch_embed", "blocks.0.")) for n in one)
     assert {"patch_embed.proj.0.0.weight", "blocks.0.mlp.fc1.weight"} <= two
@@ -194,7 +300,9 @@ def test_layers_thaw_after_freeze_epochs(make, tmp_path):
 
 def test_frozen_statistics_go_on_in_the_step_after_the_last_frozen_one(make):
     """No evaluation lies between, which would set the mode of every layer again."""
-    made = make(*NORM, FROZEN, "student.tuning.freeze_epochs=1", "run.every.evaluate=999")
+    made = make(
+        *NORM, FROZEN, "student.tuning.freeze_epochs=1", "run.every.evaluate=999"
+    )
     frozen = made.run.distillation.frozen
     assert frozen.norms
     made.run.distillation.train()
@@ -215,21 +323,37 @@ def test_layers_are_held_where_their_parameters_are_replaced():
         torch.__future__.set_overwrite_module_params_on_conversion(False)
     with frozen.held(State()):
         network(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
-    assert [parameter.grad is None for parameter in network.parameters()] == [True, True, False, False]
+    assert [parameter.grad is None for parameter in network.parameters()] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_layer_that_is_frozen_is_named_where_it_diverges(make):
     made = make(*NORM, FROZEN)
-    statistics = {n: b for n, b in made.run.distillation.student.named_buffers() if "patch_embed" in n}
-    next(b for n, b in statistics.items() if n.endswith("running_var")).fill_(float("nan"))
-    with pytest.raises(KdError, match=r"became NaN.*first in the output of layer 'network\.patch_embed"):
+    statistics = {
+        n: b
+        for n, b in made.run.distillation.student.named_buffers()
+        if "patch_embed" in n
+    }
+    next(b for n, b in statistics.items() if n.endswith("running_var")).fill_(
+        float("nan")
+    )
+    with pytest.raises(
+        KdError, match=r"became NaN.*first in the output of layer 'network\.patch_embed"
+    ):
         train(made.run)
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("student.tuning.freeze=[blocks.0.*, block.1.*]", r"^student\.tuning\.freeze: 'block\.1\.\*'.*blocks"),
+        (
+            "student.tuning.freeze=[blocks.0.*, block.1.*]",
+            r"^student\.tuning\.freeze: 'block\.1\.\*'.*blocks",
+        ),
         ("student.tuning.freeze=['*']", r"^student\.tuning\.freeze: freezes all"),
     ],
 )
@@ -269,34 +393,69 @@ def own(settings, tmp_path, monkeypatch) -> dict[str, Any]:
     (tmp_path / "nets_to_tune.py").write_text(NETS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nets_to_tune", raising=False)
-    return {**settings, "student": {"kind": "torch", "model": "nets_to_tune:net", "mean": [0] * 3, "std": [1] * 3}}
+    return {
+        **settings,
+        "student": {
+            "kind": "torch",
+            "model": "nets_to_tune:net",
+            "mean": [0] * 3,
+            "std": [1] * 3,
+        },
+    }
 
 
 @pytest.mark.parametrize("key", ["layer_decay", "head_lr_scale"])
 def test_a_network_of_ones_own_says_what_its_layers_are(own, key):
     own["student"]["tuning"] = {key: 0.5}
-    with pytest.raises(ModelError, match=rf"^student\.tuning\.{key}: is 0\.5, but 'nets_to_tune:net'"):
+    with pytest.raises(
+        ModelError, match=rf"^student\.tuning\.{key}: is 0\.5, but 'nets_to_tune:net'"
+    ):
         kd.train(own)
     own["student"]["args"] = {"how": "layers"}
     assert kd.train(own, "run.steps=2").steps == 2
-    frozen = config.load(own, ["student.args={}", f"student.tuning.{key}=1", "student.tuning.freeze=[0.weight]"])
+    frozen = config.load(
+        own,
+        [
+            "student.args={}",
+            f"student.tuning.{key}=1",
+            "student.tuning.freeze=[0.weight]",
+        ],
+    )
     assert "well-formed" in describe(resolve(frozen))  # names are those of the author
 
 
 @pytest.mark.parametrize(
     ("how", "override", "words"),
     [
-        ("arguments", "layer_decay=0.5", "layer_decay: needs group_matcher of .*TypeError"),
-        ("arguments", "head_lr_scale=2", "head_lr_scale: needs get_classifier of .*TypeError"),
+        (
+            "arguments",
+            "layer_decay=0.5",
+            "layer_decay: needs group_matcher of .*TypeError",
+        ),
+        (
+            "arguments",
+            "head_lr_scale=2",
+            "head_lr_scale: needs get_classifier of .*TypeError",
+        ),
         ("pattern", "layer_decay=0.5", "layer_decay: needs group_matcher of"),
-        ("one layer", "layer_decay=0.5", "layer_decay: is 0.5, but .* has one layer by its group_matcher"),
+        (
+            "one layer",
+            "layer_decay=0.5",
+            "layer_decay: is 0.5, but .* has one layer by its group_matcher",
+        ),
         ("held", "freeze=['3.*']", "freeze: freezes all"),
         ("held", "{freeze: ['3.*'], freeze_epochs: 1}", "freeze: freezes all"),
     ],
 )
-def test_a_network_that_cannot_be_tuned_is_refused_before_its_teacher_is_fitted(own, how, override, words):
+def test_a_network_that_cannot_be_tuned_is_refused_before_its_teacher_is_fitted(
+    own, how, override, words
+):
     own["student"]["args"] = {"how": how}
-    key = f"student.tuning={override}" if override.startswith("{") else f"student.tuning.{override}"
+    key = (
+        f"student.tuning={override}"
+        if override.startswith("{")
+        else f"student.tuning.{override}"
+    )
     with pytest.raises(ModelError, match=rf"^student\.tuning\.{words}"):
         describe(resolve(config.load(own, [key])))
 
@@ -343,20 +502,37 @@ def test_a_better_score_begins_anew(make):
 
 
 def test_a_run_that_ended_early_says_so_and_is_finished(settings, capsys):
-    result = kd.train(merged(settings, {"run": {"epochs": 9, "patience": 2}, "optimizer": {"lr": 1e-12}}))
+    result = kd.train(
+        merged(
+            settings, {"run": {"epochs": 9, "patience": 2}, "optimizer": {"lr": 1e-12}}
+        )
+    )
     assert "2 evaluations in a row were no better" in capsys.readouterr().out
-    rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (result.folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert max(row["epoch"] for row in rows) == 3
     assert read(result.folder, 0).unfinished == ""
     text = (result.folder / "config.yaml").read_text()
-    (result.folder / "config.yaml").write_text(text.replace("patience: 2", "patience: 3"))
+    (result.folder / "config.yaml").write_text(
+        text.replace("patience: 2", "patience: 3")
+    )
     assert "epoch 3 of 9" in read(result.folder, 0).unfinished
 
 
 def test_a_fit_is_tuned_and_stops_as_a_student(settings, tmp_path, caplog):
-    fit = {"epochs": 9, "lr": 1e-12, "patience": 1, "folder": str(tmp_path / "teachers")}
+    fit = {
+        "epochs": 9,
+        "lr": 1e-12,
+        "patience": 1,
+        "folder": str(tmp_path / "teachers"),
+    }
     fit["tuning"] = {"layer_decay": 0.5, "freeze": ["patch_embed.*"]}
-    own = {**settings, "teacher": {**settings["student"], "min_accuracy": 0, "fit": fit}}
+    own = {
+        **settings,
+        "teacher": {**settings["student"], "min_accuracy": 0, "fit": fit},
+    }
     with caplog.at_level(logging.INFO, "kd"):
         kd.train(own, "run.steps=1")
     assert "teacher: learning rate 1e-12, from random weights" in caplog.messages
@@ -367,9 +543,16 @@ def test_a_fit_is_tuned_and_stops_as_a_student(settings, tmp_path, caplog):
         describe(resolve(config.load(own)))
 
 
-@pytest.mark.parametrize(("pretrained", "lr", "expected"), [(False, 0, 1e-3), (True, 0, 5e-5), (True, 2e-4, 2e-4)])
+@pytest.mark.parametrize(
+    ("pretrained", "lr", "expected"),
+    [(False, 0, 1e-3), (True, 0, 5e-5), (True, 2e-4, 2e-4)],
+)
 def test_the_rate_of_a_fit_follows_its_weights(settings, pretrained, lr, expected):
-    teacher = {"model": "test_vit", "pretrained": pretrained, "fit": {"epochs": 1, "lr": lr}}
+    teacher = {
+        "model": "test_vit",
+        "pretrained": pretrained,
+        "fit": {"epochs": 1, "lr": lr},
+    }
     (fit,) = resolve(config.load({**settings, "teacher": teacher})).fits.values()
     assert fit.optimizer.lr == expected
 
@@ -377,5 +560,7 @@ def test_the_rate_of_a_fit_follows_its_weights(settings, pretrained, lr, expecte
 @pytest.mark.parametrize(("share", "steps"), [(0.01, 1), (0.1, 1), (0.6, 3), (1, 4)])
 def test_the_length_of_a_balanced_run_is_printed(settings, make, share, steps):
     key = f"data.balance={share}"
-    assert f"{2 * steps} steps of 8 images (2 epochs)" in describe(resolve(config.load(settings, [key])))
+    assert f"{2 * steps} steps of 8 images (2 epochs)" in describe(
+        resolve(config.load(settings, [key]))
+    )
     assert len(make(key).run.sifter.plan(0, 0.0).ids) == 8 * steps

@@ -65,10 +65,16 @@ def test_a_script_with_amazons_imports_runs_unchanged(tmp_path, installed):
 
 def test_every_public_name_has_a_module(installed):
     found = {
-        name for module in sys.modules if module.startswith("smart_sifting.") for name in vars(sys.modules[module])
+        name
+        for module in sys.modules
+        if module.startswith("smart_sifting.")
+        for name in vars(sys.modules[module])
     }
     missing = set(sifting.__all__) - found
-    assert all(name.endswith("Exception") or name == "install_as_smart_sifting" for name in missing)
+    assert all(
+        name.endswith("Exception") or name == "install_as_smart_sifting"
+        for name in missing
+    )
 
 
 def test_amazons_own_package_is_not_replaced(monkeypatch):

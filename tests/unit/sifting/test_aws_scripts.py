@@ -1,9 +1,11 @@
 """Amazon's two example scripts run on `kd.sifting`, byte for byte.
 
-Their text is not ours to keep: KD_AWS_SCRIPTS names a folder with `train_images.py` and `train_bert.py`, which lie
-under archived/*/scripts in github.com/aws/amazon-sagemaker-examples (commit 2d519b52). What the scripts take from their
-job is made here: a tiny model and data, `evaluate` without its hub, a CPU in the place of "cuda". `train_bert.py` as
-published names four things that it does not import; they are given as builtins.
+Their text is not ours to keep: KD_AWS_SCRIPTS names a folder with `train_images.py` and
+`train_bert.py`, which lie under archived/*/scripts in
+github.com/aws/amazon-sagemaker-examples (commit 2d519b52). What the scripts take from
+their job is made here: a tiny model and data, `evaluate` without its hub, a CPU in the
+place of "cuda". `train_bert.py` as published names four things that it does not import;
+they are given as builtins.
 """
 
 import hashlib
@@ -17,7 +19,9 @@ import pytest
 
 SCRIPTS = Path(os.environ.get("KD_AWS_SCRIPTS", "no folder"))
 DIGESTS = {
-    "train_images.py": "04c922a2fa3d6e8071f86eb5e25de95c0c7f9500764efcfdb5b2fcdbc4668fe7",
+    "train_images.py": (
+        "04c922a2fa3d6e8071f86eb5e25de95c0c7f9500764efcfdb5b2fcdbc4668fe7"
+    ),
     "train_bert.py": "e4a845449971696c44805feaf78b171d073f421840d7a58126367260201f31e7",
 }
 EVALUATE = """
@@ -99,10 +103,18 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ("name", "around", "needs", "images", "size"),
     [
         ("train_images.py", IMAGES, ("datasets", "transformers"), 3 * 136, 8),
-        ("train_bert.py", BERT, ("pytorch_lightning", "sklearn", "pandas", "transformers"), 2 * 486, 32),
+        (
+            "train_bert.py",
+            BERT,
+            ("pytorch_lightning", "sklearn", "pandas", "transformers"),
+            2 * 486,
+            32,
+        ),
     ],
 )
-def test_a_quarter_is_trained_after_the_delay(name, around, needs, images, size, tmp_path):
+def test_a_quarter_is_trained_after_the_delay(
+    name, around, needs, images, size, tmp_path
+):
     script = SCRIPTS / name
     if not script.is_file():
         pytest.skip("KD_AWS_SCRIPTS names no folder with Amazon's scripts")
@@ -115,17 +127,30 @@ def test_a_quarter_is_trained_after_the_delay(name, around, needs, images, size,
     ran = subprocess.run(
         [sys.executable, "around.py", str(script.resolve())],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     counts = {
-        name: [int(line.rsplit(": ")[-1]) for line in ran.stderr.splitlines() if f"num_orig_samples_{name}" in line]
+        name: [
+            int(line.rsplit(": ")[-1])
+            for line in ran.stderr.splitlines()
+            if f"num_orig_samples_{name}" in line
+        ]
         for name in ("seen", "kept")
     }
     last = {name: values[-1] for name, values in counts.items()}
     assert last["seen"] == pytest.approx(images, abs=size)
-    delayed = 10 * size  # all of them are trained; then 1 / (1 + beta) with the scripts' beta of 3
-    assert last["kept"] == pytest.approx(delayed + (last["seen"] - delayed) / 4, abs=size)
+    delayed = (
+        10 * size
+    )  # all of them are trained; then 1 / (1 + beta) with the scripts' beta of 3
+    assert last["kept"] == pytest.approx(
+        delayed + (last["seen"] - delayed) / 4, abs=size
+    )

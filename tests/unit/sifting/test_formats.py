@@ -1,4 +1,6 @@
-"""Each batch format survives splitting and joining, or is refused with the error that smart sifting documents."""
+"""Each batch format survives splitting and joining, or is refused with the error that
+smart sifting documents.
+"""
 
 from collections import OrderedDict, UserDict, namedtuple
 
@@ -24,36 +26,78 @@ FORMATS = {
     "ordered dict": (OrderedDict(x=X, y=Y), None, OrderedDict(x=A, y=B)),
     "a mapping that is no dict": (UserDict(x=X, y=Y), None, UserDict(x=A, y=B)),
     "dict with constants": (
-        {"x": X, "scale": 2.0, "task": "cola", "flag": True, "nothing": None, "t": torch.tensor(3)},
+        {
+            "x": X,
+            "scale": 2.0,
+            "task": "cola",
+            "flag": True,
+            "nothing": None,
+            "t": torch.tensor(3),
+        },
         None,
-        {"x": A, "scale": 2.0, "task": "cola", "flag": True, "nothing": None, "t": torch.tensor(3)},
+        {
+            "x": A,
+            "scale": 2.0,
+            "task": "cola",
+            "flag": True,
+            "nothing": None,
+            "t": torch.tensor(3),
+        },
     ),
     "strings beside tensors": ([X, TEXTS], None, [A, ["b", "d"]]),
     "strings in a dict": ({"x": X, "text": TEXTS}, None, {"x": A, "text": ["b", "d"]}),
     "nested": ([{"a": X, "b": (X, Y)}, Y], None, [{"a": A, "b": (A, B)}, B]),
     "list of tensors in a dict": ({"x": [X, Y]}, None, {"x": [A, B]}),
-    "one list a sample in a dict": ({"x": X, "boxes": [X[:1], X[:2], X[:3], X]}, None, {"x": A, "boxes": [X[:2], X]}),
+    "one list a sample in a dict": (
+        {"x": X, "boxes": [X[:1], X[:2], X[:3], X]},
+        None,
+        {"x": A, "boxes": [X[:2], X]},
+    ),
     "arrays": ({"x": X.numpy(), "y": Y}, None, {"x": A.numpy(), "y": B}),
     "tensor": (X, None, A),
     "tensor of one dimension": (Y, None, B),
     "tensor, features first": (X.T, None, A.T),
     "square tensor": (torch.eye(4), 0, torch.eye(4)[[1, 3]]),
     "square tensor, features first": (SQUARE, 1, SQUARE[:, [1, 3]]),
-    "list of samples": ([(X[i], Y[i]) for i in range(4)], None, [(X[1], Y[1]), (X[3], Y[3])]),
-    "list of dicts": ([{"x": X[i]} for i in range(4)], None, [{"x": X[1]}, {"x": X[3]}]),
+    "list of samples": (
+        [(X[i], Y[i]) for i in range(4)],
+        None,
+        [(X[1], Y[1]), (X[3], Y[3])],
+    ),
+    "list of dicts": (
+        [{"x": X[i]} for i in range(4)],
+        None,
+        [{"x": X[1]}, {"x": X[3]}],
+    ),
     "list of numbers": ([5, 6, 7, 8], None, [6, 8]),
     "as many samples as features": ([X, X, X, X], 1, [A, A, A, A]),
-    "as many features as samples": (list(torch.eye(4)), 0, [torch.eye(4)[1], torch.eye(4)[3]]),
+    "as many features as samples": (
+        list(torch.eye(4)),
+        0,
+        [torch.eye(4)[1], torch.eye(4)[3]],
+    ),
 }
 
 
 def same(one: object, other: object) -> bool:
     if isinstance(one, (torch.Tensor, np.ndarray)):
-        return type(one) is type(other) and bool((one == other).all()) and one.shape == other.shape
+        return (
+            type(one) is type(other)
+            and bool((one == other).all())
+            and one.shape == other.shape
+        )
     if isinstance(one, (dict, UserDict)):
-        return type(one) is type(other) and list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+        return (
+            type(one) is type(other)
+            and list(one) == list(other)
+            and all(same(one[k], other[k]) for k in one)
+        )
     if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+        return (
+            type(one) is type(other)
+            and len(one) == len(other)
+            and all(map(same, one, other))
+        )
     return one == other
 
 
@@ -73,7 +117,9 @@ def test_samples_are_joined_in_every_format(name):
     transform = DefaultTransform(4, index, alone=False)
     first, second = transform.transform(batch), transform.transform(batch)
     order = torch.arange(4)
-    joined = first.take(order[:1]).join([second.take(order[1:2]), first.take(order[2:])])
+    joined = first.take(order[:1]).join(
+        [second.take(order[1:2]), first.take(order[2:])]
+    )
     assert len(joined) == 4
     assert same(transform.reverse_transform(joined), batch)
 
@@ -82,16 +128,40 @@ def test_samples_are_joined_in_every_format(name):
     ("batch", "message"),
     [
         ({X, Y}, "batch: Batches of type <class 'set'> are not supported by default"),
-        (X.numpy(), "Batches of type <class 'numpy.ndarray'> are not supported by default"),
+        (
+            X.numpy(),
+            "Batches of type <class 'numpy.ndarray'> are not supported by default",
+        ),
         ([], "Unable to index the batch of type <class 'list'>"),
         (torch.tensor(1.0), "Unable to index the batch of type <class 'torch.Tensor'>"),
         ({"x": 1}, "Unable to index the batch"),
-        ({"x": X, "y": {1, 2}}, "batch['y']: Unable to index the batch of type <class 'set'>"),
-        ([X[:3], Y[:3]], "Batch size 4 does not match dimension 0 or dimension 1 sizes: they are 2 and 3"),
+        (
+            {"x": X, "y": {1, 2}},
+            "batch['y']: Unable to index the batch of type <class 'set'>",
+        ),
+        (
+            [X[:3], Y[:3]],
+            (
+                "Batch size 4 does not match dimension 0 or dimension 1 sizes: they are"
+                " 2 and 3"
+            ),
+        ),
         ({"x": X[:3]}, "Batch size 4 does not match dimension 0 or dimension 1 sizes"),
-        ({"x": X, "y": Y[:2]}, "batch['y']: Batch size 4 does not match dimension 0 or dimension 1 sizes"),
-        (X[:3, :2], "Batch size 4 does not match dimension 0 or dimension 1 sizes: they are 3 and 2"),
-        ({"x": X, "corners": [X[:, :2]] * 4}, "batch['corners']: holds 4 samples, or 4 features of 4 samples"),
+        (
+            {"x": X, "y": Y[:2]},
+            "batch['y']: Batch size 4 does not match dimension 0 or dimension 1 sizes",
+        ),
+        (
+            X[:3, :2],
+            (
+                "Batch size 4 does not match dimension 0 or dimension 1 sizes: they are"
+                " 3 and 2"
+            ),
+        ),
+        (
+            {"x": X, "corners": [X[:, :2]] * 4},
+            "batch['corners']: holds 4 samples, or 4 features of 4 samples",
+        ),
         ([X, X, X, X], "Both dimension 0 and dimension 1 match batch size 4"),
         (torch.eye(4), "batch_format_index"),
     ],
@@ -107,8 +177,12 @@ def test_a_later_batch_may_be_shorter():
     transform = DefaultTransform(4, None, alone=False)
     transform.transform([X, Y])
     last = transform.transform([X[:2], Y[:2]])
-    assert len(last) == 2  # two features of two samples: only the first batch shows the sample dimension
-    assert same(transform.reverse_transform(last.take(torch.tensor([1]))), [X[1:2], Y[1:2]])
+    assert (
+        len(last) == 2
+    )  # two features of two samples: only the first batch shows the sample dimension
+    assert same(
+        transform.reverse_transform(last.take(torch.tensor([1]))), [X[1:2], Y[1:2]]
+    )
 
 
 @pytest.mark.parametrize(("expected", "alone"), [(None, False), (32, True)])
@@ -122,21 +196,30 @@ def test_a_batch_that_changes_its_structure_is_refused():
     transform.transform({"x": X, "y": Y})
     with pytest.raises(UnsupportedDataFormatException, match="another structure"):
         transform.transform({"x": X})
-    with pytest.raises(UnsupportedDataFormatException, match=r"Batch size .* does not match dimension 0"):
+    with pytest.raises(
+        UnsupportedDataFormatException,
+        match=r"Batch size .* does not match dimension 0",
+    ):
         transform.transform({"x": X, "y": Y[:2]})
 
 
 def test_a_constant_that_changes_is_refused_when_batches_are_joined():
     transform = DefaultTransform(4, None, alone=False)
-    first, second = (transform.transform({"x": X, "task": task}) for task in ("cola", "sst2"))
-    with pytest.raises(UnsupportedDataFormatException, match=r"batch\['task'\]: is one value"):
+    first, second = (
+        transform.transform({"x": X, "task": task}) for task in ("cola", "sst2")
+    )
+    with pytest.raises(
+        UnsupportedDataFormatException, match=r"batch\['task'\]: is one value"
+    ):
         first.join([second])
 
 
 def test_padding_to_the_longest_of_a_batch_is_refused():
     transform = DefaultTransform(4, None, alone=False)
     first, second = transform.transform({"x": X}), transform.transform({"x": X[:, :2]})
-    with pytest.raises(UnsupportedDataFormatException, match=r"shapes \(2,\), \(3,\).* Pad"):
+    with pytest.raises(
+        UnsupportedDataFormatException, match=r"shapes \(2,\), \(3,\).* Pad"
+    ):
         first.join([second])
 
 

@@ -1,4 +1,6 @@
-"""Sifting in a real Hugging Face Trainer and a real Lightning Trainer; skipped where they are not installed."""
+"""Sifting in a real Hugging Face Trainer and a real Lightning Trainer; skipped where
+they are not installed.
+"""
 
 import importlib
 import sys
@@ -9,10 +11,18 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from kd.core.errors import MissingExtra
-from kd.sifting import Loss, SiftConfigValidationException, SiftingDataloader, TrainingMetricsRecorder, enable_sifting
+from kd.sifting import (
+    Loss,
+    SiftConfigValidationException,
+    SiftingDataloader,
+    TrainingMetricsRecorder,
+    enable_sifting,
+)
 
 TAIL = 16
-"""A trainer stops after its last step. Two batches of candidates, of which half is kept, may be left unread."""
+"""A trainer stops after its last step. Two batches of candidates, of which half is
+kept, may be left unread.
+"""
 HELP = "is not installed: pip install transformers accelerate lightning"
 
 
@@ -25,7 +35,11 @@ def needs(name: str):
 
 def config(delay: int, beta: float = 1.0) -> dict:
     base = {"sift_config": {"sift_delay": delay}}
-    return {"beta_value": beta, "loss_history_length": 100, "loss_based_sift_config": base}
+    return {
+        "beta_value": beta,
+        "loss_history_length": 100,
+        "loss_based_sift_config": base,
+    }
 
 
 class Rows(Dataset):
@@ -33,7 +47,10 @@ class Rows(Dataset):
 
     def __init__(self, count: int = 80) -> None:
         draw = torch.Generator().manual_seed(0)
-        self.x, self.labels = torch.randn(count, 4, generator=draw), torch.arange(count) % 2
+        self.x, self.labels = (
+            torch.randn(count, 4, generator=draw),
+            torch.arange(count) % 2,
+        )
         self.x[:, 0] += 2.0 * self.labels
 
     def __len__(self) -> int:
@@ -58,7 +75,9 @@ class Model(nn.Module):
 class DictLoss(Loss):
     def loss(self, model, transformed_batch, original_batch=None):
         logits = model(**original_batch)["logits"]
-        return nn.functional.cross_entropy(logits, original_batch["labels"], reduction="none")
+        return nn.functional.cross_entropy(
+            logits, original_batch["labels"], reduction="none"
+        )
 
 
 def trainer_of(folder, **arguments):
@@ -88,7 +107,9 @@ def test_the_hugging_face_trainer_trains_for_its_epochs(delay, tmp_path):
     steps = delay + (320 - 8 * delay) // 2 // 8
     assert trainer.state.global_step == steps
     assert trainer.model.trained == [8] * steps
-    assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(0, abs=1e-6)  # it decays to its end
+    assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(
+        0, abs=1e-6
+    )  # it decays to its end
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -104,14 +125,20 @@ def test_gradient_accumulation_in_the_hugging_face_trainer(tmp_path):
     trainer = trainer_of(tmp_path, num_train_epochs=3, gradient_accumulation_steps=2)
     enable_sifting(trainer, config(4), loss=DictLoss(), set_epochs=True)
     trainer.train()
-    assert trainer.state.global_step == trainer.args.max_steps == 3 + 2 + 2  # of 7, 5 and 5 batches
-    assert 0 <= 240 - trainer.sifting_dataloader.metrics["num_orig_samples_seen"] <= TAIL
+    assert (
+        trainer.state.global_step == trainer.args.max_steps == 3 + 2 + 2
+    )  # of 7, 5 and 5 batches
+    assert (
+        0 <= 240 - trainer.sifting_dataloader.metrics["num_orig_samples_seen"] <= TAIL
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_epochs_of_unknown_length_are_refused(tmp_path):
     trainer = trainer_of(tmp_path, num_train_epochs=3)
-    enable_sifting(trainer, config(0), loss=DictLoss(), set_epochs=True, pick="bernoulli")
+    enable_sifting(
+        trainer, config(0), loss=DictLoss(), set_epochs=True, pick="bernoulli"
+    )
     with pytest.raises(SiftConfigValidationException, match=r"set_epochs.*max_steps"):
         trainer.train()
 
@@ -119,11 +146,24 @@ def test_epochs_of_unknown_length_are_refused(tmp_path):
 class Each(Loss):
     def loss(self, model, transformed_batch, original_batch=None):
         logits = model(original_batch)["logits"]
-        return nn.functional.cross_entropy(logits, original_batch["labels"], reduction="none")
+        return nn.functional.cross_entropy(
+            logits, original_batch["labels"], reduction="none"
+        )
 
 
-def fit(epochs: int, folder, callbacks=(), state=None, makers=(), seed=0, drop=0.0, **arguments):
-    """Train a LightningModule on sifted batches; return it, its loader and the epoch lengths of a fresh one."""
+def fit(
+    epochs: int,
+    folder,
+    callbacks=(),
+    state=None,
+    makers=(),
+    seed=0,
+    drop=0.0,
+    **arguments,
+):
+    """Train a LightningModule on sifted batches; return it, its loader and the epoch
+    lengths of a fresh one.
+    """
     lightning = needs("lightning.pytorch")
 
     class Module(lightning.LightningModule):
@@ -142,7 +182,9 @@ def fit(epochs: int, folder, callbacks=(), state=None, makers=(), seed=0, drop=0
 
     torch.manual_seed(seed)
     module = Module()
-    loader = SiftingDataloader(config(5), DataLoader(Rows(), batch_size=8, shuffle=True), module, Each())
+    loader = SiftingDataloader(
+        config(5), DataLoader(Rows(), batch_size=8, shuffle=True), module, Each()
+    )
     lengths = loader.epoch_lengths(3)
     callbacks = [make(loader) for make in makers] + list(callbacks)
     if state is not None:
@@ -169,7 +211,10 @@ def test_lightning(tmp_path):
     assert module.model.trained == [8] * sum(lengths)
     assert loader.metrics["num_orig_samples_seen"] == 240
     assert recorder.train_step_count == sum(lengths)
-    names = {f"train {name} latency" for name in ("forward pass", "backprop", "optimizer step", "total step")}
+    names = {
+        f"train {name} latency"
+        for name in ("forward pass", "backprop", "optimizer step", "total step")
+    }
     assert set(recorder.latencies) == names
     assert all(seconds > 0 for seconds in recorder.latencies.values())
     total = recorder.latencies.pop("train total step latency")
@@ -181,27 +226,46 @@ def test_lightning_keeps_the_state_of_the_loader_in_its_checkpoints(tmp_path):
     _, first, lengths = fit(2, tmp_path)
     path = next(tmp_path.rglob("*.ckpt"))
     state = torch.load(path)["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
-    module, loader, _ = fit(3, tmp_path / "again", state=state, ckpt_path=path, weights_only=False)
+    module, loader, _ = fit(
+        3, tmp_path / "again", state=state, ckpt_path=path, weights_only=False
+    )
     assert module.model.trained == [8] * lengths[2]
-    assert loader.metrics["num_orig_samples_seen"] == first.metrics["num_orig_samples_seen"] + 80 == 240
+    assert (
+        loader.metrics["num_orig_samples_seen"]
+        == first.metrics["num_orig_samples_seen"] + 80
+        == 240
+    )
 
 
 def whole_run(folder, saves, **arguments):
-    """Train three epochs with dropout, a bar's length recorded, and a checkpoint every `saves` steps or epochs."""
+    """Train three epochs with dropout, a bar's length recorded, and a checkpoint every
+    `saves` steps or epochs.
+    """
     lightning, lengths = needs("lightning.pytorch"), []
 
     class Bar(lightning.Callback):
         def on_train_epoch_start(self, trainer, module):
             lengths.append(trainer.num_training_batches)
 
-    keep = lightning.callbacks.ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **saves)
-    module, loader, expected = fit(3, folder, [Bar(), keep], makers=[TrainingMetricsRecorder], drop=0.3, **arguments)
+    keep = lightning.callbacks.ModelCheckpoint(
+        folder, filename="{step}", save_top_k=-1, **saves
+    )
+    module, loader, expected = fit(
+        3,
+        folder,
+        [Bar(), keep],
+        makers=[TrainingMetricsRecorder],
+        drop=0.3,
+        **arguments,
+    )
     return module, loader, lengths, expected
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "saves", [{"every_n_epochs": 1}, {"every_n_train_steps": 4}], ids=["after an epoch", "within an epoch"]
+    "saves",
+    [{"every_n_epochs": 1}, {"every_n_train_steps": 4}],
+    ids=["after an epoch", "within an epoch"],
 )
 def test_lightning_resumes_bit_equal_with_a_length_in_the_bar(saves, tmp_path):
     module, loader, lengths, expected = whole_run(tmp_path, saves)
@@ -214,7 +278,11 @@ def test_lightning_resumes_bit_equal_with_a_length_in_the_bar(saves, tmp_path):
         resumed, again, *_ = whole_run(tmp_path / str(step), saves, seed=9, **arguments)
         assert step + len(resumed.model.trained) == sum(expected)
         assert torch.equal(resumed.model.head.weight, module.model.head.weight), step
-        assert again.metrics["num_orig_samples_seen"] == loader.metrics["num_orig_samples_seen"] == 240
+        assert (
+            again.metrics["num_orig_samples_seen"]
+            == loader.metrics["num_orig_samples_seen"]
+            == 240
+        )
 
 
 def test_the_recorder_requires_lightning(monkeypatch):

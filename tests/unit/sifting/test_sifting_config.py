@@ -1,4 +1,6 @@
-"""The configuration of smart sifting: documented defaults, dicts, and what is refused."""
+"""The configuration of smart sifting: documented defaults, dicts, and what is
+refused.
+"""
 
 import inspect
 
@@ -26,17 +28,26 @@ class Some(Loss):
 
 
 def test_the_documented_defaults():
-    assert (SiftingBaseConfig().sift_delay, SiftingBaseConfig().repeat_delay_per_epoch) == (1000, False)
+    assert (
+        SiftingBaseConfig().sift_delay,
+        SiftingBaseConfig().repeat_delay_per_epoch,
+    ) == (1000, False)
 
 
 def test_dicts_are_the_classes():
     base = {"sift_delay": 7, "repeat_delay_per_epoch": True}
     nested = {"sift_config": base}
     config = RelativeProbabilisticSiftConfig(
-        beta_value=1, loss_history_length=500, loss_based_sift_config=LossConfig(SiftingBaseConfig(**base))
+        beta_value=1,
+        loss_history_length=500,
+        loss_based_sift_config=LossConfig(SiftingBaseConfig(**base)),
     )
     assert config == RelativeProbabilisticSiftConfig(1, 500, nested)
-    whole = {"beta_value": 1, "loss_history_length": 500, "loss_based_sift_config": nested}
+    whole = {
+        "beta_value": 1,
+        "loss_history_length": 500,
+        "loss_based_sift_config": nested,
+    }
     loader = SiftingDataloader(whole, [[torch.ones(4, 2)]], nn.Linear(2, 1), Some())
     assert loader.sift_config == config
 
@@ -44,39 +55,68 @@ def test_dicts_are_the_classes():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"beta_value": 0}, "RelativeProbabilisticSiftConfig.beta_value: is 0. Allowed: a number > 0"),
+        (
+            {"beta_value": 0},
+            "RelativeProbabilisticSiftConfig.beta_value: is 0. Allowed: a number > 0",
+        ),
         ({"beta_value": -1.0}, "beta_value: is -1.0"),
         ({"beta_value": float("nan")}, "beta_value: is nan"),
         ({"beta_value": float("inf")}, "beta_value: is inf"),
         ({"beta_value": "1"}, "beta_value: is '1'"),
         ({"beta_value": True}, "beta_value: is True"),
-        ({"loss_history_length": 0}, "loss_history_length: is 0. Allowed: a whole number >= 1."),
+        (
+            {"loss_history_length": 0},
+            "loss_history_length: is 0. Allowed: a whole number >= 1.",
+        ),
         ({"loss_history_length": 10.5}, "loss_history_length: is 10.5"),
-        ({"loss_based_sift_config": None}, "RelativeProbabilisticSiftConfig.loss_based_sift_config: is a NoneType"),
+        (
+            {"loss_based_sift_config": None},
+            "RelativeProbabilisticSiftConfig.loss_based_sift_config: is a NoneType",
+        ),
         ({"loss_based_sift_config": {}}, "LossConfig.sift_config: is missing."),
-        ({"loss_based_sift_config": {"sift_config": 3}}, "LossConfig.sift_config: is a int"),
-        ({"loss_based_sift_config": {"sift_config": {"sift_delay": -1}}}, "SiftingBaseConfig.sift_delay: is -1"),
+        (
+            {"loss_based_sift_config": {"sift_config": 3}},
+            "LossConfig.sift_config: is a int",
+        ),
+        (
+            {"loss_based_sift_config": {"sift_config": {"sift_delay": -1}}},
+            "SiftingBaseConfig.sift_delay: is -1",
+        ),
         (
             {"loss_based_sift_config": {"sift_config": {"repeat_delay_per_epoch": 1}}},
             "repeat_delay_per_epoch: is 1. Allowed: True or False.",
         ),
         (
             {"loss_based_sift_config": {"sift_config": {"sift_dely": 3}}},
-            "unknown key 'sift_dely'. Allowed: sift_delay, repeat_delay_per_epoch. Did you mean 'sift_delay'?",
+            (
+                "unknown key 'sift_dely'. Allowed: sift_delay, repeat_delay_per_epoch."
+                " Did you mean 'sift_delay'?"
+            ),
         ),
     ],
 )
 def test_invalid_values_are_one_line_errors(keys, message):
-    whole = {"beta_value": 1.0, "loss_history_length": 5, "loss_based_sift_config": BASE, **keys}
+    whole = {
+        "beta_value": 1.0,
+        "loss_history_length": 5,
+        "loss_based_sift_config": BASE,
+        **keys,
+    }
     with pytest.raises(SiftConfigValidationException) as caught:
         RelativeProbabilisticSiftConfig(**whole)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["beta_value", "loss_history_length", "loss_based_sift_config"])
+@pytest.mark.parametrize(
+    "key", ["beta_value", "loss_history_length", "loss_based_sift_config"]
+)
 def test_a_missing_key_is_named(key):
-    whole = {"beta_value": 1.0, "loss_history_length": 5, "loss_based_sift_config": BASE}
+    whole = {
+        "beta_value": 1.0,
+        "loss_history_length": 5,
+        "loss_based_sift_config": BASE,
+    }
     del whole[key]
     with pytest.raises(SiftConfigValidationException, match=f"{key}: is missing"):
         RelativeProbabilisticSiftConfig(**whole)
@@ -97,7 +137,13 @@ def test_a_missing_key_is_named(key):
 )
 def test_arguments_of_the_loader(arguments, message):
     config = RelativeProbabilisticSiftConfig(1.0, 5, BASE)
-    given = {"sift_config": config, "orig_dataloader": [], "model": nn.Linear(1, 1), "loss_impl": Some(), **arguments}
+    given = {
+        "sift_config": config,
+        "orig_dataloader": [],
+        "model": nn.Linear(1, 1),
+        "loss_impl": Some(),
+        **arguments,
+    }
     with pytest.raises(SiftConfigValidationException) as caught:
         SiftingDataloader(**given)
     assert message in str(caught.value)
@@ -122,7 +168,12 @@ class Hidden(Loss):
 )
 def test_a_loss_must_be_implemented(loss_impl, message):
     with pytest.raises(LossImplementationNotProvidedException) as caught:
-        SiftingDataloader(RelativeProbabilisticSiftConfig(1.0, 5, BASE), [], nn.Linear(1, 1), loss_impl)
+        SiftingDataloader(
+            RelativeProbabilisticSiftConfig(1.0, 5, BASE),
+            [],
+            nn.Linear(1, 1),
+            loss_impl,
+        )
     assert message in str(caught.value)
 
 
@@ -132,10 +183,16 @@ MORE = ["batch_transforms", "log_batch_data", "batch_format_index"]
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("RelativeProbabilisticSiftConfig", ["beta_value", "loss_history_length", "loss_based_sift_config"]),
+        (
+            "RelativeProbabilisticSiftConfig",
+            ["beta_value", "loss_history_length", "loss_based_sift_config"],
+        ),
         ("LossConfig", ["sift_config"]),
         ("SiftingBaseConfig", ["sift_delay", "repeat_delay_per_epoch"]),
-        ("SiftingDataloader", ["sift_config", "orig_dataloader", "model", "loss_impl", *MORE]),
+        (
+            "SiftingDataloader",
+            ["sift_config", "orig_dataloader", "model", "loss_impl", *MORE],
+        ),
         ("ListBatch", ["inputs", "labels"]),
         ("TensorBatch", ["inputs", "labels"]),
         ("enable_sifting", ["trainer", "sift_config", "loss", "set_epochs"]),
@@ -147,10 +204,18 @@ def test_the_documented_names_and_parameters(name, parameters):
 
 
 def test_all_public_names():
-    classes = "Loss SiftingBatch SiftingBatchTransform ListBatch TensorBatch SiftingDataloader TrainingMetricsRecorder"
+    classes = (
+        "Loss SiftingBatch SiftingBatchTransform ListBatch TensorBatch"
+        " SiftingDataloader TrainingMetricsRecorder"
+    )
     configured = "RelativeProbabilisticSiftConfig LossConfig SiftingBaseConfig"
     errors = "SiftConfigValidation UnsupportedDataFormat LossImplementationNotProvided"
     exceptions = {f"{name}Exception" for name in errors.split()}
     own = {"enable_sifting", "install_as_smart_sifting"}
-    assert set(kd.sifting.__all__) == {*classes.split(), *configured.split(), *exceptions, *own}
+    assert set(kd.sifting.__all__) == {
+        *classes.split(),
+        *configured.split(),
+        *exceptions,
+        *own,
+    }
     assert all(hasattr(kd.sifting, name) for name in kd.sifting.__all__)

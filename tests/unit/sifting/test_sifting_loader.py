@@ -1,4 +1,6 @@
-"""`SiftingDataloader` in a plain loop: its batches, its side effects, resuming, metrics."""
+"""`SiftingDataloader` in a plain loop: its batches, its side effects, resuming,
+metrics.
+"""
 
 import logging
 import re
@@ -40,7 +42,9 @@ def config(beta: float = 1.0, delay: int = 0, repeat: bool = False, length: int 
 
 
 class OwnLoss(Loss):
-    """A sample's loss is its first number, so that the expected choices can be computed by hand."""
+    """A sample's loss is its first number, so that the expected choices can be computed
+    by hand.
+    """
 
     def __init__(self, shape: str = "flat"):
         self.shape, self.sizes = shape, []
@@ -48,7 +52,12 @@ class OwnLoss(Loss):
     def loss(self, model, transformed_batch, original_batch=None):
         values = original_batch[0][:, 0] + 0 * model(original_batch[0]).sum()
         self.sizes.append(len(values))
-        return {"flat": values, "column": values[:, None], "mean": values.mean(), "float": 1.0}[self.shape]
+        return {
+            "flat": values,
+            "column": values[:, None],
+            "mean": values.mean(),
+            "float": 1.0,
+        }[self.shape]
 
 
 def data(count: int = 64) -> TensorDataset:
@@ -56,11 +65,17 @@ def data(count: int = 64) -> TensorDataset:
     return TensorDataset(torch.stack([ids.float() / count, torch.ones(count)], 1), ids)
 
 
-def sifting(loader=None, beta=1.0, loss=None, model=None, delay=0, repeat=False, **options):
+def sifting(
+    loader=None, beta=1.0, loss=None, model=None, delay=0, repeat=False, **options
+):
     if loader is None:
         loader = DataLoader(data(), batch_size=8)
     return SiftingDataloader(
-        config(beta, delay, repeat), loader, model or nn.Linear(2, 1), loss or OwnLoss(), **options
+        config(beta, delay, repeat),
+        loader,
+        model or nn.Linear(2, 1),
+        loss or OwnLoss(),
+        **options,
     )
 
 
@@ -95,8 +110,12 @@ def test_batches_are_full_and_the_remainder_goes_into_the_next_epoch(beta, pick)
 
 
 def test_bernoulli_draws_each_sample_independently():
-    order = DataLoader(data(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(0))
-    given = [len(ids_of(sifting(order, pick="bernoulli", seed=seed))) for seed in range(30)]
+    order = DataLoader(
+        data(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
+    given = [
+        len(ids_of(sifting(order, pick="bernoulli", seed=seed))) for seed in range(30)
+    ]
     assert len(set(given)) > 1
     assert sum(given) / 30 == pytest.approx(4, abs=0.5)
 
@@ -125,16 +144,24 @@ def test_the_delay_of_each_epoch():
 
 
 class Noisy(nn.Module):
-    """All side effects that a forward pass can have: batch norm's statistics, dropout's draws, modes."""
+    """All side effects that a forward pass can have: batch norm's statistics, dropout's
+    draws, modes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.drop, self.frozen = nn.BatchNorm1d(2), nn.Dropout(0.5), nn.BatchNorm1d(2)
+        self.norm, self.drop, self.frozen = (
+            nn.BatchNorm1d(2),
+            nn.Dropout(0.5),
+            nn.BatchNorm1d(2),
+        )
         self.frozen.eval()
         self.modes: list[bool] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.modes.append(self.training or torch.is_grad_enabled() or self.drop.training)
+        self.modes.append(
+            self.training or torch.is_grad_enabled() or self.drop.training
+        )
         return self.drop(self.frozen(self.norm(x))).sum(1)
 
 
@@ -158,7 +185,9 @@ def test_scoring_has_no_side_effects():
     assert torch.equal(untouched, torch.get_rng_state())
     assert model.modes == [False] * 8
     assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(before[name], value) for name, value in model.state_dict().items()
+    )
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -185,7 +214,9 @@ def test_weights_get_their_gradients_inside_an_outer_autocast():
 
 @pytest.mark.parametrize("shape", ["mean", "float"])
 def test_a_loss_without_one_value_per_sample_is_refused(shape):
-    with pytest.raises(LossImplementationNotProvidedException, match='Use reduction="none"'):
+    with pytest.raises(
+        LossImplementationNotProvidedException, match='Use reduction="none"'
+    ):
         next(iter(sifting(loss=OwnLoss(shape))))
 
 
@@ -195,13 +226,17 @@ def test_a_column_of_losses_is_accepted():
 
 def test_a_loss_need_not_derive_from_loss_and_may_be_hidden_by_an_attribute():
     class Documented:
-        """As in Amazon's examples: no base class, and an attribute with the method's name."""
+        """As in Amazon's examples: no base class, and an attribute with the method's
+        name.
+        """
 
         def __init__(self):
             self.loss = nn.MSELoss(reduction="none")
 
         def loss(self, model, transformed_batch, original_batch=None):
-            return self.loss(original_batch[0][:, 0], torch.zeros(len(original_batch[1])))
+            return self.loss(
+                original_batch[0][:, 0], torch.zeros(len(original_batch[1]))
+            )
 
     assert len(ids_of(sifting(loss=Documented()))) == 4
 
@@ -235,9 +270,13 @@ class Both(Loss):
 
 @pytest.mark.parametrize("transform", [Lists, Tensors])
 def test_batch_transforms(transform):
-    assert ids_of(sifting(loss=Both(), batch_transforms=transform())) == ids_of(sifting())
+    assert ids_of(sifting(loss=Both(), batch_transforms=transform())) == ids_of(
+        sifting()
+    )
     delayed = list(sifting(loss=Both(), batch_transforms=transform(), delay=1))
-    assert [type(batch) for batch in delayed] == [list] * len(delayed)  # one form in the delay and after it
+    assert [type(batch) for batch in delayed] == [list] * len(
+        delayed
+    )  # one form in the delay and after it
 
 
 def test_a_transform_must_give_a_sifting_batch():
@@ -245,15 +284,25 @@ def test_a_transform_must_give_a_sifting_batch():
         def transform(self, batch):
             return batch
 
-    with pytest.raises(UnsupportedDataFormatException, match=r"transform\(\) returned a list.*SiftingBatch"):
+    with pytest.raises(
+        UnsupportedDataFormatException,
+        match=r"transform\(\) returned a list.*SiftingBatch",
+    ):
         next(iter(sifting(batch_transforms=Wrong())))
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("beta", [0.1, 0.5, 3.0, 10.0])
-@pytest.mark.parametrize(("delay", "repeat"), [(0, False), (5, False), (20, False), (3, True), (40, True)])
+@pytest.mark.parametrize(
+    ("delay", "repeat"), [(0, False), (5, False), (20, False), (3, True), (40, True)]
+)
 def test_lengths_are_exact_before_an_epoch_begins(beta, delay, repeat, drop_last):
-    loader = sifting(DataLoader(data(61), batch_size=4, drop_last=drop_last), beta, delay=delay, repeat=repeat)
+    loader = sifting(
+        DataLoader(data(61), batch_size=4, drop_last=drop_last),
+        beta,
+        delay=delay,
+        repeat=repeat,
+    )
     promised = loader.epoch_lengths(5)
     for epoch in range(5):
         if not repeat and loader.steps < delay:
@@ -272,7 +321,9 @@ def test_lengths_are_exact_before_an_epoch_begins(beta, delay, repeat, drop_last
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_lengths_are_exact_with_accelerates_sampler_of_a_rank(rank):
-    """It makes all batches full, so this rank reads more samples than its share of 61."""
+    """It makes all batches full, so this rank reads more samples than its
+    share of 61.
+    """
     batches = BatchSampler(SequentialSampler(range(61)), batch_size=4, drop_last=False)
     shard = BatchSamplerShard(batches, num_processes=2, process_index=rank)
     loader = sifting(DataLoader(data(61), batch_sampler=shard), beta=0.7)
@@ -291,11 +342,22 @@ def test_lengths_that_are_not_known():
         len(sifting(pick="bernoulli"))
     with pytest.raises(TypeError):
         len(sifting(iter([])))
-    assert len(list(sifting([[torch.rand(8, 2), torch.arange(8)]] * 4))) == 2  # any iterable of batches
+    assert (
+        len(list(sifting([[torch.rand(8, 2), torch.arange(8)]] * 4))) == 2
+    )  # any iterable of batches
 
 
-def train(steps: int, state: dict | None, epochs: int, pick: str, transform=None, delay: int = 2):
-    """A loop with trained weights, dropout and a shuffled loader; return its samples and its state after `steps`."""
+def train(
+    steps: int,
+    state: dict | None,
+    epochs: int,
+    pick: str,
+    transform=None,
+    delay: int = 2,
+):
+    """A loop with trained weights, dropout and a shuffled loader; return its samples
+    and its state after `steps`.
+    """
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -305,7 +367,15 @@ def train(steps: int, state: dict | None, epochs: int, pick: str, transform=None
             return (model(original_batch[0]).flatten() - original_batch[0][:, 0]) ** 2
 
     original = DataLoader(data(), batch_size=8, shuffle=True)
-    loader = sifting(original, beta=0.7, loss=Live(), model=model, delay=delay, pick=pick, batch_transforms=transform)
+    loader = sifting(
+        original,
+        beta=0.7,
+        loss=Live(),
+        model=model,
+        delay=delay,
+        pick=pick,
+        batch_transforms=transform,
+    )
     begin = 0
     if state is not None:
         model.load_state_dict(state["model"])
@@ -320,9 +390,16 @@ def train(steps: int, state: dict | None, epochs: int, pick: str, transform=None
             optimizer.step()
             seen.append((ids.tolist(), model[0].weight.detach().clone()))
             if len(seen) == steps:
-                weights = {name: value.clone() for name, value in model.state_dict().items()}
+                weights = {
+                    name: value.clone() for name, value in model.state_dict().items()
+                }
                 rng = torch.get_rng_state()
-                saved = {"model": weights, "loader": loader.state_dict(), "epoch": epoch, "rng": rng}
+                saved = {
+                    "model": weights,
+                    "loader": loader.state_dict(),
+                    "epoch": epoch,
+                    "rng": rng,
+                }
     return seen, saved
 
 
@@ -334,20 +411,32 @@ def test_a_run_resumes_bit_for_bit(steps, pick, transform, tmp_path):
     whole, saved = train(steps, None, 4, pick, make())
     assert len(whole) > steps + 4
     torch.save(saved, tmp_path / "state.pt")
-    resumed, _ = train(0, torch.load(tmp_path / "state.pt", weights_only=True), 4, pick, make())
+    resumed, _ = train(
+        0, torch.load(tmp_path / "state.pt", weights_only=True), 4, pick, make()
+    )
     assert [ids for ids, _ in resumed] == [ids for ids, _ in whole[steps:]]
-    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(resumed, whole[steps:], strict=True))
+    assert all(
+        torch.equal(one, other)
+        for (_, one), (_, other) in zip(resumed, whole[steps:], strict=True)
+    )
 
 
 @pytest.mark.parametrize("steps", [2, 4])
 def test_a_weighted_sampler_that_draws_images_twice(steps):
-    """Each draw is a candidate of its own: the window has its loss once per draw, and the kept share stays exact."""
+    """Each draw is a candidate of its own: the window has its loss once per draw, and
+    the kept share stays exact.
+    """
     weights = torch.tensor([8.0] * 4 + [0.25] * 60)
 
     def resampled():
-        sampler = WeightedRandomSampler(weights.tolist(), 64, generator=torch.Generator().manual_seed(3))
+        sampler = WeightedRandomSampler(
+            weights.tolist(), 64, generator=torch.Generator().manual_seed(3)
+        )
         return SiftingDataloader(
-            config(length=128), DataLoader(data(), batch_size=8, sampler=sampler), nn.Linear(2, 1), OwnLoss()
+            config(length=128),
+            DataLoader(data(), batch_size=8, sampler=sampler),
+            nn.Linear(2, 1),
+            OwnLoss(),
         )
 
     sampled = resampled().orig_dataloader
@@ -359,7 +448,9 @@ def test_a_weighted_sampler_that_draws_images_twice(steps):
     tail = [ids.tolist() for _, ids in batches] + ids_of(loader)
     assert len(set(drawn[:64])) < 40  # many came twice
     assert any(len(set(batch)) < 8 for batch in head + tail)
-    assert sum(map(len, head + tail)) + len(pending_ids(loader)) == 64  # half of two epochs of 64 draws
+    assert (
+        sum(map(len, head + tail)) + len(pending_ids(loader)) == 64
+    )  # half of two epochs of 64 draws
     losses = loader.window.state_dict()["losses"].tolist()
     assert sorted(losses) == pytest.approx(sorted(id / 64 for id in drawn))
     again = resampled()
@@ -375,7 +466,9 @@ def test_a_generator_of_its_own_resumes_in_its_order(holder):
         ways = {
             "loader": {"batch_size": 8, "shuffle": True, "generator": own},
             "sampler": {"batch_size": 8, "sampler": sampler},
-            "batch sampler": {"batch_sampler": BatchSampler(sampler, 8, drop_last=False)},
+            "batch sampler": {
+                "batch_sampler": BatchSampler(sampler, 8, drop_last=False)
+            },
         }
         return sifting(DataLoader(items, **ways[holder]))
 
@@ -421,17 +514,40 @@ def test_the_metrics_have_the_documented_names(caplog):
     caplog.set_level(logging.INFO, "kd.sifting")
     loader = sifting(log_batch_data=True)
     given = ids_of(loader)
-    timed = ["transform", "calculate_relevance_values", "should_sift", "sift", "accumulate", "reverse_transform"]
-    names = ["num_orig_samples_seen", "num_orig_samples_kept", "sifted_batch_creation_latency"]
-    names += ["Batch size for next sifted batch", "relevance_values", "relevance_values_kept"]
+    timed = [
+        "transform",
+        "calculate_relevance_values",
+        "should_sift",
+        "sift",
+        "accumulate",
+        "reverse_transform",
+    ]
+    names = [
+        "num_orig_samples_seen",
+        "num_orig_samples_kept",
+        "sifted_batch_creation_latency",
+    ]
+    names += [
+        "Batch size for next sifted batch",
+        "relevance_values",
+        "relevance_values_kept",
+    ]
     assert {*names, *(f"func:{name} latency" for name in timed)} <= set(loader.metrics)
     assert "num_orig_samples_kept: 32" in caplog.messages
-    assert loader.metrics["relevance_values"] == pytest.approx([i / 64 for i in range(56, 64)])
-    assert loader.metrics["relevance_values_kept"] == pytest.approx([i / 64 for i in given[-1][-4:]])
+    assert loader.metrics["relevance_values"] == pytest.approx(
+        [i / 64 for i in range(56, 64)]
+    )
+    assert loader.metrics["relevance_values_kept"] == pytest.approx(
+        [i / 64 for i in given[-1][-4:]]
+    )
 
 
-@pytest.mark.parametrize(("scoring", "training", "saves"), [(1.0, 4.0, True), (2.0, 2.0, False)])
-def test_a_sifting_that_saves_nothing_is_a_warning(scoring, training, saves, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    ("scoring", "training", "saves"), [(1.0, 4.0, True), (2.0, 2.0, False)]
+)
+def test_a_sifting_that_saves_nothing_is_a_warning(
+    scoring, training, saves, caplog, monkeypatch
+):
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     caplog.set_level(logging.INFO, "kd.sifting")
@@ -441,12 +557,18 @@ def test_a_sifting_that_saves_nothing_is_a_warning(scoring, training, saves, cap
             clock[0] += scoring
             return super().loss(model, transformed_batch, original_batch)
 
-    rows = data(8 * 4 * 24)  # scoring and training are timed for 24 batches each (docs/faster.md); half are trained
+    rows = data(
+        8 * 4 * 24
+    )  # scoring and training are timed for 24 batches each (docs/faster.md); half are trained
     loader = sifting(DataLoader(rows, batch_size=8), loss=Slow())
     for _ in loader:
         clock[0] += training
-    assert loader.metrics["predicted_saving"] == pytest.approx(1 - 0.5 - scoring / training)
-    judged = [record for record in caplog.records if "of the time is saved" in record.message]
+    assert loader.metrics["predicted_saving"] == pytest.approx(
+        1 - 0.5 - scoring / training
+    )
+    judged = [
+        record for record in caplog.records if "of the time is saved" in record.message
+    ]
     assert [record.levelname for record in judged] == ["INFO" if saves else "WARNING"]
     assert ("saves nothing" in judged[0].message) != saves
     assert "50.0% are kept" in judged[0].message
@@ -463,13 +585,21 @@ def test_other_attributes_are_those_of_the_original_loader():
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [slow("sift_bert", ["--texts", "640", "--epochs", "3"]), slow("sift_vit", ["--images", "640", "--epochs", "3"])],
+    [
+        slow("sift_bert", ["--texts", "640", "--epochs", "3"]),
+        slow("sift_vit", ["--images", "640", "--epochs", "3"]),
+    ],
 )
 def test_the_examples_run(name, arguments, capsys):
     results = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](arguments)
     assert list(results) == ["everything", "sifted"]
     assert results["everything"][2] == 1
-    assert results["sifted"][2] == pytest.approx(1 / 3 + 2 / 3 / 3, abs=0.02)  # one epoch whole, then a third
+    assert results["sifted"][2] == pytest.approx(
+        1 / 3 + 2 / 3 / 3, abs=0.02
+    )  # one epoch whole, then a third
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["everything", "sifted"]
-    assert all(re.search(r"accuracy \d+\.\d%  kept \d+\.\d%  \d+\.\d s", line) for line in lines)
+    assert all(
+        re.search(r"accuracy \d+\.\d%  kept \d+\.\d%  \d+\.\d s", line)
+        for line in lines
+    )

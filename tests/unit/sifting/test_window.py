@@ -1,11 +1,19 @@
-"""Relative sifting: ranks against a plain reference, kept fractions, draws of a fixed size."""
+"""Relative sifting: ranks against a plain reference, kept fractions, draws of a fixed
+size.
+"""
 
 import math
 
 import pytest
 import torch
 
-from kd.parts.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
+from kd.parts.sifters._window import (
+    LossWindow,
+    generator_at,
+    inclusion,
+    quota,
+    systematic,
+)
 
 BETAS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 10.0)
 DISTRIBUTIONS = {
@@ -14,7 +22,9 @@ DISTRIBUTIONS = {
     "mostly zero": lambda n, g: torch.rand(n, generator=g).sub(0.9).clamp(min=0),
     "uniform": lambda n, g: torch.rand(n, generator=g),
     "heavy tail": lambda n, g: torch.rand(n, generator=g).pow(-3.0),
-    "with infinities": lambda n, g: torch.rand(n, generator=g).sub(0.1).log(),  # a tenth is NaN
+    "with infinities": (
+        lambda n, g: torch.rand(n, generator=g).sub(0.1).log()
+    ),  # a tenth is NaN
 }
 
 
@@ -46,8 +56,12 @@ def test_the_percentile_is_the_definition(values):
         losses = torch.randint(values, (size,), generator=draw).double() / 7
         place = torch.rand(size, generator=draw, dtype=torch.float64)
         single = losses.float().tolist()
-        assert window.percentile(losses, place).tolist() == pytest.approx(naive(history, single, place.tolist()))
-        assert window.percentile(losses, half(size)).tolist() == pytest.approx(naive(history, single, [0.5] * size))
+        assert window.percentile(losses, place).tolist() == pytest.approx(
+            naive(history, single, place.tolist())
+        )
+        assert window.percentile(losses, half(size)).tolist() == pytest.approx(
+            naive(history, single, [0.5] * size)
+        )
         window.push(losses)
         history = (history + single)[-10:]
 
@@ -56,16 +70,27 @@ def test_the_percentile_is_the_definition(values):
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_the_kept_fraction_is_that_of_beta_for_any_distribution(name, beta):
     draw, window = generator(1), LossWindow(500)
-    size, batches = 8192, 1 + math.ceil(20 * beta)  # one per cent is then four standard deviations for every beta
-    kept = sum(len(window.sift(DISTRIBUTIONS[name](size, draw), beta, draw)) for _ in range(batches))
+    size, batches = (
+        8192,
+        1 + math.ceil(20 * beta),
+    )  # one per cent is then four standard deviations for every beta
+    kept = sum(
+        len(window.sift(DISTRIBUTIONS[name](size, draw), beta, draw))
+        for _ in range(batches)
+    )
     assert kept / (size * batches) == pytest.approx(1 / (1 + beta), rel=0.01)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_first_losses_of_a_run_are_calibrated_too(batch):
     draw = generator(2)
-    kept = sum(len(LossWindow(50).sift(torch.full((batch,), 2.0), 3.0, draw)) for _ in range(3_000))
-    assert kept / (3_000 * batch) == pytest.approx(0.25, abs=0.032)  # four standard deviations
+    kept = sum(
+        len(LossWindow(50).sift(torch.full((batch,), 2.0), 3.0, draw))
+        for _ in range(3_000)
+    )
+    assert kept / (3_000 * batch) == pytest.approx(
+        0.25, abs=0.032
+    )  # four standard deviations
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -100,7 +125,10 @@ def test_inclusion_is_proportional_below_the_cap():
 
 
 def test_a_fixed_draw_has_the_inclusion_probabilities():
-    draw, share = generator(4), inclusion(torch.linspace(0.05, 1, 12, dtype=torch.float64), 4)
+    draw, share = (
+        generator(4),
+        inclusion(torch.linspace(0.05, 1, 12, dtype=torch.float64), 4),
+    )
     counts = torch.zeros(12, dtype=torch.float64)
     for _ in range(5_000):
         counts[systematic(share, 4, draw)] += 1
@@ -114,12 +142,17 @@ def test_underflowing_probabilities_still_fill_a_fixed_draw():
 def test_draws_repeat_and_do_not_use_the_global_generator():
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    first, again = [LossWindow(9).sift(torch.arange(9.0), 0.5, generator_at(7, 1, 3), size) for size in (4, 4)]
+    first, again = [
+        LossWindow(9).sift(torch.arange(9.0), 0.5, generator_at(7, 1, 3), size)
+        for size in (4, 4)
+    ]
     assert first.tolist() == again.tolist()
     LossWindow(9).sift(torch.arange(9.0), 0.5, generator_at(7, 1, 3))
     assert torch.equal(before, torch.get_rng_state())
     places = ((7, 1, 3), (7, 1, 4), (7, 2, 3), (8, 1, 3), (7, 1, 5), (7, 3, 3))
-    assert len({torch.rand(1, generator=generator_at(*place)).item() for place in places}) == len(places)
+    assert len(
+        {torch.rand(1, generator=generator_at(*place)).item() for place in places}
+    ) == len(places)
 
 
 def test_a_window_resumes_from_its_state():
@@ -130,7 +163,9 @@ def test_a_window_resumes_from_its_state():
     resumed.load_state_dict(whole.state_dict())
     for _ in range(3):
         losses = torch.rand(4, generator=draw)
-        assert torch.equal(whole.percentile(losses, half(4)), resumed.percentile(losses, half(4)))
+        assert torch.equal(
+            whole.percentile(losses, half(4)), resumed.percentile(losses, half(4))
+        )
         for window in (whole, resumed):
             window.push(losses)
     assert torch.equal(whole.losses_L, resumed.losses_L)
@@ -144,8 +179,14 @@ def test_a_state_fits_a_window_of_another_length(length, pushed):
     other = LossWindow(length)
     other.load_state_dict(window.state_dict())
     asked = [number + 0.5 for number in range(pushed)]
-    expected = naive([float(loss) for loss in range(pushed)][-min(length, 6) :], asked, [0.5] * pushed)
-    assert other.percentile(torch.tensor(asked), half(pushed)).tolist() == pytest.approx(expected)
+    expected = naive(
+        [float(loss) for loss in range(pushed)][-min(length, 6) :],
+        asked,
+        [0.5] * pushed,
+    )
+    assert other.percentile(
+        torch.tensor(asked), half(pushed)
+    ).tolist() == pytest.approx(expected)
 
 
 def test_a_batch_is_ranked_before_it_is_remembered():
@@ -162,4 +203,6 @@ def test_a_loss_that_is_no_number_ranks_highest():
     window = LossWindow(6)
     window.push(torch.arange(4.0))
     found = window.percentile(torch.tensor([1.5, math.nan, math.inf]), half(3))
-    assert found.tolist() == pytest.approx(naive([0.0, 1.0, 2.0, 3.0], [1.5, math.inf, math.inf], [0.5] * 3))
+    assert found.tolist() == pytest.approx(
+        naive([0.0, 1.0, 2.0, 3.0], [1.5, math.inf, math.inf], [0.5] * 3)
+    )

@@ -6,20 +6,39 @@ from dataclasses import replace
 import pytest
 
 from kd.parts.tasks.single_label import SCORES
-from kd.study.paying import AIM, LEAST, Arms, best_of, cost_of_step, has_stopped, length_alone
+from kd.study.paying import (
+    AIM,
+    LEAST,
+    Arms,
+    best_of,
+    cost_of_step,
+    has_stopped,
+    length_alone,
+)
 from kd.study.report.record import RunRecord
 
 
 def run(scores=(0.5,), steps=100, seconds=60.0, asked=0.0, **changes):
-    """A run on a CPU whose steps took `seconds` in all, a share `asked` of them in its teacher."""
+    """A run on a CPU whose steps took `seconds` in all, a share `asked` of them in its
+    teacher.
+    """
     made = [round(steps * (i + 1) / len(scores)) for i in range(len(scores))]
     train = [
         {"step": step, "seconds": 1.0, "cpu_seconds": seconds * step / steps}
-        | {"ms_teacher": 10 * asked, "ms_forward": 4 * (1 - asked), "ms_backward": 6 * (1 - asked)}
+        | {
+            "ms_teacher": 10 * asked,
+            "ms_forward": 4 * (1 - asked),
+            "ms_backward": 6 * (1 - asked),
+        }
         for step in made
     ]
-    val = [{"step": step, "accuracy": score} for step, score in zip(made, scores, strict=True)]
-    return replace(RunRecord("one", {}, {"device": "cpu"}, train, val, [], SCORES), **changes)
+    val = [
+        {"step": step, "accuracy": score}
+        for step, score in zip(made, scores, strict=True)
+    ]
+    return replace(
+        RunRecord("one", {}, {"device": "cpu"}, train, val, [], SCORES), **changes
+    )
 
 
 @pytest.mark.parametrize(
@@ -28,12 +47,17 @@ def run(scores=(0.5,), steps=100, seconds=60.0, asked=0.0, **changes):
         ((0.4, 0.6, 0.7, 0.8), 30 + 30),
         ((0.6, 0.4, 0.7, 0.8), 30 + 45),  # it fell below once more
         ((0.6, 0.6, 0.7, 0.8), 30 + 15),
-        ((0.6, 0.6, 0.7, 0.5), 30 + 60),  # the last evaluation is no better: not before the end
+        (
+            (0.6, 0.6, 0.7, 0.5),
+            30 + 60,
+        ),  # the last evaluation is no better: not before the end
         ((0.5, 0.5, 0.5, 0.5), 30 + 60),
     ],
 )
 def test_it_pays_from_where_it_stays_above_the_best_of_labels_alone(scores, cost):
-    arms = Arms.of(run(scores, fitting_spent=30.0, baseline=run((0.3, 0.5, 0.4), seconds=75.0)))
+    arms = Arms.of(
+        run(scores, fitting_spent=30.0, baseline=run((0.3, 0.5, 0.4), seconds=75.0))
+    )
     assert arms is not None
     assert arms.best == 0.5
     assert arms.pays_from == pytest.approx(cost)
@@ -71,15 +95,23 @@ def test_labels_alone_have_stopped_after_half_of_their_evaluations(scores, stopp
 
 
 def test_labels_alone_get_the_cost_of_fit_outputs_and_student():
-    """A step of the student without its teacher takes 0.45 s: a quarter of 60 s for 100 steps is the teacher's."""
+    """A step of the student without its teacher takes 0.45 s: a quarter of 60 s for 100
+    steps is the teacher's.
+    """
     stored = {"device": "cpu", "at_hand": {"outputs": 9, "cpu_seconds": 30.0}}
     one = run([0.1] * 20, asked=0.25, fitting_spent=90.0, manifest=stored)
     assert cost_of_step(one) == pytest.approx(0.45)
     assert length_alone(one) == {"steps": math.ceil(AIM * 180.0 / 0.45), "patience": 10}
-    assert length_alone(replace(one, fitting_spent=None))["steps"] == 100  # unknown: as long as the student
+    assert (
+        length_alone(replace(one, fitting_spent=None))["steps"] == 100
+    )  # unknown: as long as the student
     assert length_alone(run([0.1] * 3))["patience"] == LEAST
-    on_gpus = replace(run(asked=0.5), manifest={"device": "cuda", "world_size": 2}, fitting_spent=8.0)
-    assert cost_of_step(on_gpus) == pytest.approx(0.01)  # two GPUs for one second, half of it for the student
+    on_gpus = replace(
+        run(asked=0.5), manifest={"device": "cuda", "world_size": 2}, fitting_spent=8.0
+    )
+    assert cost_of_step(on_gpus) == pytest.approx(
+        0.01
+    )  # two GPUs for one second, half of it for the student
     assert length_alone(on_gpus)["steps"] == pytest.approx(AIM * 100 * 10.0, abs=1)
 
 
@@ -92,5 +124,7 @@ def test_a_step_costs_what_it_takes_without_its_teacher_and_without_the_first_wi
     ]
     assert cost_of_step(run(train=rows)) == pytest.approx(0.9)
     assert cost_of_step(run(train=rows[:1])) == pytest.approx(50.0)
-    assert cost_of_step(run(train=[{"step": 10, "cpu_seconds": 5.0}])) == 0.5  # a kd that recorded no milliseconds
+    assert (
+        cost_of_step(run(train=[{"step": 10, "cpu_seconds": 5.0}])) == 0.5
+    )  # a kd that recorded no milliseconds
     assert cost_of_step(run(train=[])) is None

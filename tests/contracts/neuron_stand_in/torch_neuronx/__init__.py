@@ -1,12 +1,15 @@
-"""A STAND-IN for native torch-neuronx (Neuron SDK 2.33) in tests: the names `neuron` and `torch.neuron`, and its group.
+"""A STAND-IN for native torch-neuronx (Neuron SDK 2.33) in tests: the names `neuron`
+and `torch.neuron`, and its group.
 
-What is documented: the device is PrivateUse1, named "neuron"; importing the package registers it and the process group
-"neuron"; each new shape is compiled; the group's broadcast is an all-reduce (read in accelerate 1.15.0). Documents
-promise DDP, FSDP2 and pipelines, so their collectives work here. All others, a second group and reductions but SUM are
-refused, because no document that was read promises them.
+What is documented: the device is PrivateUse1, named "neuron"; importing the package
+registers it and the process group "neuron"; each new shape is compiled; the group's
+broadcast is an all-reduce (read in accelerate 1.15.0). Documents promise DDP, FSDP2 and
+pipelines, so their collectives work here. All others, a second group and reductions but
+SUM are refused, because no document that was read promises them.
 
-It tests the import, the names, the set of calls and their shapes. It does not test tensors on a NeuronCore, the
-compiler or speed: `on_cpu.py` is kd's backend with its tensors on the CPU.
+It tests the import, the names, the set of calls and their shapes. It does not test
+tensors on a NeuronCore, the compiler or speed: `on_cpu.py` is kd's backend with its
+tensors on the CPU.
 """
 
 from collections import Counter
@@ -47,7 +50,11 @@ class StandIn(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
         _count("allreduce", tensors)
-        options = options if isinstance(options, dist.AllreduceOptions) else dist.AllreduceOptions()
+        options = (
+            options
+            if isinstance(options, dist.AllreduceOptions)
+            else dist.AllreduceOptions()
+        )
         if options.reduceOp != dist.ReduceOp.SUM:
             raise RuntimeError("the stand-in for Neuron does not support: ReduceOp")
         return self.inner.allreduce(tensors, options)

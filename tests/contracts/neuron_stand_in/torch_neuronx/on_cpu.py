@@ -1,4 +1,6 @@
-"""kd's own Neuron backend, built with all its checks, and then moved to the CPU, where tensors can be."""
+"""kd's own Neuron backend, built with all its checks, and then moved to the CPU, where
+tensors can be.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +10,9 @@ from kd.parts.backends.neuron import Neuron, Options, facts
 from kd.parts.backends.neuron import build as build_neuron
 
 assert facts.compiles
-facts = replace(facts, complete=True)  # its device is a CPU: the optimizer is fused, as in the run beside it
+facts = replace(
+    facts, complete=True
+)  # its device is a CPU: the optimizer is fused, as in the run beside it
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> Neuron:

@@ -31,7 +31,9 @@ def brief(monkeypatch) -> None:
 
 @pytest.fixture
 def pair(subject, tmp_path):
-    """A student that is often wrong where it is unsure, the export of a teacher that is right, and their images."""
+    """A student that is often wrong where it is unsure, the export of a teacher that is
+    right, and their images.
+    """
     made = subject()
     pixels = np.random.default_rng(5).integers(0, 256, (1200, 3, 16, 16), np.uint8)
     labels = made.student.answer(torch.from_numpy(pixels)).argmax(1).numpy()
@@ -46,8 +48,19 @@ def pair(subject, tmp_path):
     with torch.no_grad():
         for one in student.network.parameters():
             one += 0.018 * torch.randn_like(one)
-        right = (student.answer(torch.from_numpy(pixels)).argmax(1).numpy() == labels).mean()
+        right = (
+            student.answer(torch.from_numpy(pixels)).argmax(1).numpy() == labels
+        ).mean()
     assert 0.6 < right < 0.95
     metrics = {"accuracy": float(right), "teacher_accuracy": 1.0}
-    provenance = {**made.provenance, "metrics": metrics, "digest": digest(student.network)}
-    return replace(made, student=student, provenance=provenance), teacher, pixels, labels
+    provenance = {
+        **made.provenance,
+        "metrics": metrics,
+        "digest": digest(student.network),
+    }
+    return (
+        replace(made, student=student, provenance=provenance),
+        teacher,
+        pixels,
+        labels,
+    )

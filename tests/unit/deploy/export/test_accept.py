@@ -1,4 +1,6 @@
-"""`--accept`: what a sentence may say, the first graph that keeps it, and by how much the others miss."""
+"""`--accept`: what a sentence may say, the first graph that keeps it, and by how much
+the others miss.
+"""
 
 import json
 import re
@@ -13,7 +15,13 @@ from subjects import PIXELS
 from kd.core.errors import ModelError
 from kd.deploy.export import graphs
 from kd.deploy.export.export import write
-from kd.deploy.export.flags import ExportOptions, NotAcceptedError, limits, misses, sentence
+from kd.deploy.export.flags import (
+    ExportOptions,
+    NotAcceptedError,
+    limits,
+    misses,
+    sentence,
+)
 from kd.deploy.export.parity import compare, eager_runner
 from kd.deploy.serve.engines import open_graph
 from kd.deploy.serve.model import describe, load
@@ -22,7 +30,12 @@ from kd.parts.tasks import single_label
 
 
 def test_a_sentence():
-    assert limits("drop<=2  ms<=5.5 mb<=4 ece<=0") == {"drop": 2.0, "ms": 5.5, "mb": 4.0, "ece": 0.0}
+    assert limits("drop<=2  ms<=5.5 mb<=4 ece<=0") == {
+        "drop": 2.0,
+        "ms": 5.5,
+        "mb": 4.0,
+        "ece": 0.0,
+    }
     assert sentence(" teacher-drop<=1.5  mb<=4 ") == "teacher-drop<=1.5 mb<=4"
 
 
@@ -49,7 +62,10 @@ def test_malformed_limits_are_refused(text, told):
 
 def test_by_how_much_a_graph_misses():
     found = {"drop": 2.5, "mb": 4.0, "ece": float("nan")}
-    assert misses(found, {"drop": 2, "mb": 4, "ms": 1, "ece": 3}) == ["drop by 0.5 (2.5)", "ece by nan (nan)"]
+    assert misses(found, {"drop": 2, "mb": 4, "ms": 1, "ece": 3}) == [
+        "drop by 0.5 (2.5)",
+        "ece by nan (nan)",
+    ]
 
 
 def files(folder) -> set[str]:
@@ -57,8 +73,11 @@ def files(folder) -> set[str]:
 
 
 @pytest.mark.usefixtures("brief")
-def test_the_first_graph_that_keeps_the_sentence_is_exported(subject, tmp_path, monkeypatch):
-    """model.onnx is too large, so that int8 is made, measured through kd-serve and loaded; the card says so.
+def test_the_first_graph_that_keeps_the_sentence_is_exported(
+    subject, tmp_path, monkeypatch
+):
+    """model.onnx is too large, so that int8 is made, measured through kd-serve and
+    loaded; the card says so.
 
     OpenVINO's graph, two files, is too large as well, and of it nothing is left.
     """
@@ -69,16 +88,24 @@ def test_the_first_graph_that_keeps_the_sentence_is_exported(subject, tmp_path, 
 
     monkeypatch.setattr(openvino, "installed", lambda name: True)
     monkeypatch.setattr(openvino.OpenVINO, "write", large)
-    float32 = write(subject(), tmp_path / "float32", ExportOptions(accept="drop<=0 ece<=100"))
+    float32 = write(
+        subject(), tmp_path / "float32", ExportOptions(accept="drop<=0 ece<=100")
+    )
     assert float32.manifest["accepted"]["file"] == "model.onnx"
     assert "model.int8.onnx" not in files(float32.folder)
     size = (float32.folder / "model.onnx").stat().st_size / 1e6
     text = f"drop<=20 ms<=10000 mb<={size - 0.005:.3f}"
     written = write(subject(), tmp_path / "export", ExportOptions(accept=text))
     accepted = json.loads((written.folder / "manifest.json").read_text())["accepted"]
-    assert (accepted["sentence"], accepted["file"], accepted["threads"]) == (text, "model.int8.onnx", 1)
+    assert (accepted["sentence"], accepted["file"], accepted["threads"]) == (
+        text,
+        "model.int8.onnx",
+        1,
+    )
     assert 0 < accepted["found"]["ms"] <= 10000
-    assert accepted["found"]["mb"] * 1e6 == pytest.approx((written.folder / "model.int8.onnx").stat().st_size, abs=51)
+    assert accepted["found"]["mb"] * 1e6 == pytest.approx(
+        (written.folder / "model.int8.onnx").stat().st_size, abs=51
+    )
     assert describe(written.folder).file == "model.int8.onnx"
     assert "not accepted: openvino.xml misses mb by" in "\n".join(written.lines)
     assert files(written.folder) == {*files(float32.folder), "model.int8.onnx"}
@@ -86,9 +113,13 @@ def test_the_first_graph_that_keeps_the_sentence_is_exported(subject, tmp_path, 
     assert f'accepted "{text}": model.int8.onnx with drop ' in card
     assert card.index("| model.int8.onnx") < card.index("| model.onnx")
     assert card.index("graph  model.int8.onnx") < card.index("graph  model.onnx")
-    missed = re.search(r"not accepted: model.onnx misses mb by ([0-9.]+)", "\n".join(written.lines))
+    missed = re.search(
+        r"not accepted: model.onnx misses mb by ([0-9.]+)", "\n".join(written.lines)
+    )
     assert missed
-    assert float(missed[1]) == pytest.approx(0.005, abs=0.00105)  # the bound and the miss are rounded, to 0.001
+    assert float(missed[1]) == pytest.approx(
+        0.005, abs=0.00105
+    )  # the bound and the miss are rounded, to 0.001
 
 
 @pytest.mark.usefixtures("brief")
@@ -97,8 +128,13 @@ def test_nothing_is_written_where_nothing_keeps_it(subject, tmp_path):
         write(subject(), tmp_path / "export", ExportOptions(accept="mb<=0.001"))
     assert raised.value.exit_code == 3
     text = str(raised.value)
-    assert text.startswith('--accept: nothing keeps "mb<=0.001". model.onnx misses mb by ')
-    for name in ("model.int8.onnx misses mb by ", "openvino.xml: openvino is not installed"):
+    assert text.startswith(
+        '--accept: nothing keeps "mb<=0.001". model.onnx misses mb by '
+    )
+    for name in (
+        "model.int8.onnx misses mb by ",
+        "openvino.xml: openvino is not installed",
+    ):
         assert name in text
     assert "\n" not in text
     assert not (tmp_path / "export").exists()
@@ -128,7 +164,9 @@ def test_against_the_teacher(subject, tmp_path):
 @pytest.mark.slow
 def test_openvinos_graph_is_accepted(subject, tmp_path):
     pytest.importorskip("openvino")
-    written = write(subject(), tmp_path / "export", ExportOptions(accept="drop<=0 mb<=0.1"))
+    written = write(
+        subject(), tmp_path / "export", ExportOptions(accept="drop<=0 mb<=0.1")
+    )
     assert written.manifest["accepted"]["file"] == "openvino.xml", written.lines
     assert written.manifest["accepted"]["found"]["mb"] < 0.1
     assert describe(written.folder).file == "openvino.xml"
@@ -137,11 +175,15 @@ def test_openvinos_graph_is_accepted(subject, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("brief")
-def test_ten_judgements_hold_on_images_that_chose_nothing(subject, tmp_path, record_property):
-    """What is said of int8 on one half of the images, accepted or refused, is so within the interval of the other.
+def test_ten_judgements_hold_on_images_that_chose_nothing(
+    subject, tmp_path, record_property
+):
+    """What is said of int8 on one half of the images, accepted or refused, is so within
+    the interval of the other.
 
-    Such an interval misses one time in 40 where the drop is the bound itself, and processors differ in their int8
-    products: of ten three miss once in 600. To accept all of them would be right in six, to refuse all in six.
+    Such an interval misses one time in 40 where the drop is the bound itself, and
+    processors differ in their int8 products: of ten three miss once in 600. To accept
+    all of them would be right in six, to refuse all in six.
     """
     right, accepted = 0, 0
     for trial in range(10):
@@ -170,8 +212,12 @@ def test_ten_judgements_hold_on_images_that_chose_nothing(subject, tmp_path, rec
             write(made, folder, ExportOptions(int8=True, calibrate=False))
             kept = False
         runners = {"model.int8.onnx": open_graph(folder / "model.int8.onnx")}
-        found = compare(eager_runner(made.student), runners, [(pixels[2000:], labels[2000:])])
-        low, high = found.drop_interval("model.int8.onnx", single_label.build(single_label.Options()))
+        found = compare(
+            eager_runner(made.student), runners, [(pixels[2000:], labels[2000:])]
+        )
+        low, high = found.drop_interval(
+            "model.int8.onnx", single_label.build(single_label.Options())
+        )
         right += low <= most / 100 if kept else high >= most / 100
         accepted += kept
     record_property("tried", 10)

@@ -1,4 +1,6 @@
-"""One temperature: it is the one of the lowest likelihood, and dividing by it changes the logits and nothing else."""
+"""One temperature: it is the one of the lowest likelihood, and dividing by it changes
+the logits and nothing else.
+"""
 
 import copy
 
@@ -14,7 +16,9 @@ from kd.parts.tasks.single_label import HIGHEST, LOWEST, calibration_error, temp
 
 
 def drawn(images=20_000, classes=7, scale=1.0):
-    """Return logits, times `scale`, and labels that are drawn from the softmax of the unscaled ones."""
+    """Return logits, times `scale`, and labels that are drawn from the softmax of the
+    unscaled ones.
+    """
     generator = torch.Generator().manual_seed(0)
     logits_NC = 2 * torch.randn(images, classes, generator=generator)
     label_N = torch.multinomial(logits_NC.softmax(1), 1, generator=generator)[:, 0]
@@ -34,7 +38,9 @@ def test_no_other_temperature_is_likelier(scale):
     def nll(at: float) -> float:
         return nn.functional.cross_entropy(logits_NC.double() / at, label_N).item()
 
-    assert all(nll(found) < nll(found * factor) for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0))
+    assert all(
+        nll(found) < nll(found * factor) for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0)
+    )
 
 
 def test_each_half_is_divided_by_the_temperature_of_the_other():
@@ -42,7 +48,9 @@ def test_each_half_is_divided_by_the_temperature_of_the_other():
     found = logits_NC / cross_fitted(logits_NC, label_N)
     for first in (0, 1):
         other = temperature(logits_NC[1 - first :: 2], label_N[1 - first :: 2])
-        torch.testing.assert_close(found[first::2], torch.full_like(found[first::2], other))
+        torch.testing.assert_close(
+            found[first::2], torch.full_like(found[first::2], other)
+        )
 
 
 def test_all_right_or_all_wrong_predictions_give_a_limit():
@@ -52,7 +60,11 @@ def test_all_right_or_all_wrong_predictions_give_a_limit():
 
 
 NETWORKS = [
-    *("vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "xcit_nano_12_p16_224"),
+    *(
+        "vit_tiny_patch16_224",
+        "deit_tiny_distilled_patch16_224",
+        "xcit_nano_12_p16_224",
+    ),
     *("resnet18", "convnext_atto", "mobilenetv3_small_050"),
 ]
 
@@ -65,7 +77,9 @@ def test_logits_are_divided(name):
         before_BC, features = network(image), network.forward_features(image)
         assert divide_logits(network, 4.0)
         torch.testing.assert_close(network(image), before_BC / 4)
-        torch.testing.assert_close(network.forward_features(image), features, rtol=0, atol=0)
+        torch.testing.assert_close(
+            network.forward_features(image), features, rtol=0, atol=0
+        )
 
 
 class Cosine(nn.Linear):
@@ -78,11 +92,16 @@ def test_a_nonlinear_last_layer_is_not_calibrated():
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     assert not divide_logits(network, 4.0)
     assert not divide_logits(nn.Linear(2, 2), 4.0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name])
+        for name, tensor in network.state_dict().items()
+    )
 
 
 class Own(nn.Module):
-    """A network that no `get_classifier` describes; `before`: its last linear layer is not its last."""
+    """A network that no `get_classifier` describes; `before`: its last linear layer is
+    not its last.
+    """
 
     def __init__(self, before: bool) -> None:
         super().__init__()
@@ -91,12 +110,16 @@ class Own(nn.Module):
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         hidden = self.one(pixels.flatten(1))
-        return hidden + self.two(hidden).tanh() if self.before else self.two(hidden.tanh())
+        return (
+            hidden + self.two(hidden).tanh() if self.before else self.two(hidden.tanh())
+        )
 
 
 def test_few_images_are_not_calibrated_on():
     student = Classifier(Network(Own(False)), 3, 4)
-    values, line = calibrate(student, [(np.zeros((13, 3, 4, 4), np.uint8), np.zeros(13, np.int64))])
+    values, line = calibrate(
+        student, [(np.zeros((13, 3, 4, 4), np.uint8), np.zeros(13, np.int64))]
+    )
     assert not values
     assert line.startswith("not calibrated: 13 validation images have a label")
 
@@ -110,35 +133,52 @@ def test_a_network_of_ones_own_is_calibrated_where_its_logits_show_it(before):
     with torch.no_grad():
         logits_NC = student.answer(pixels)
         kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-        label_N = torch.multinomial((logits_NC / (8.0 if before else 0.1)).softmax(1), 1)[:, 0]
+        label_N = torch.multinomial(
+            (logits_NC / (8.0 if before else 0.1)).softmax(1), 1
+        )[:, 0]
         values, line = calibrate(student, [(pixels.numpy(), label_N.numpy())])
         after_NC = student.answer(pixels)
     if before:
         assert not values
         assert "Own" in line
-        assert all(torch.equal(tensor, kept[name]) for name, tensor in network.state_dict().items())
+        assert all(
+            torch.equal(tensor, kept[name])
+            for name, tensor in network.state_dict().items()
+        )
     else:
         torch.testing.assert_close(after_NC, logits_NC / values["temperature"])
         assert values["calibrated_ece"] < values["ece"]
 
 
 def test_a_temperature_is_taken_only_where_its_gain_is_sure():
-    """Issue 49: of logits that are right already, the gate before (a smaller calibration error) let chance through."""
+    """Issue 49: of logits that are right already, the gate before (a smaller
+    calibration error) let chance through.
+    """
     torch.manual_seed(0)
     student = Classifier(Network(Own(False)), 3, 4)
     pixels = torch.randint(0, 256, (100, 3, 4, 4), dtype=torch.uint8)
     with torch.no_grad():
         logits_NC, taken, by_error = student.answer(pixels), {1.0: 0, 0.2: 0}, 0
-        for scale in taken:  # 1: the labels are as the logits say, and what is fitted is chance
+        for (
+            scale
+        ) in taken:  # 1: the labels are as the logits say, and what is fitted is chance
             for seed in range(40):
                 generator = torch.Generator().manual_seed(seed)
-                label_N = torch.multinomial((logits_NC / scale).softmax(1), 1, generator=generator)[:, 0]
-                values, line = calibrate(copy.deepcopy(student), [(pixels.numpy(), label_N.numpy())])
+                label_N = torch.multinomial(
+                    (logits_NC / scale).softmax(1), 1, generator=generator
+                )[:, 0]
+                values, line = calibrate(
+                    copy.deepcopy(student), [(pixels.numpy(), label_N.numpy())]
+                )
                 taken[scale] += bool(values)
                 divided_NC = cross_fitted(logits_NC, label_N)
-                assert bool(values) == (gain(logits_NC, divided_NC, label_N)[0] > 0) != ("not calibrated" in line)
-                by_error += scale == 1 and calibration_error(divided_NC, label_N) < calibration_error(
-                    logits_NC, label_N
+                assert (
+                    bool(values)
+                    == (gain(logits_NC, divided_NC, label_N)[0] > 0)
+                    != ("not calibrated" in line)
                 )
+                by_error += scale == 1 and calibration_error(
+                    divided_NC, label_N
+                ) < calibration_error(logits_NC, label_N)
     assert taken[1.0] <= 2 < 8 < by_error
     assert taken[0.2] >= 30

@@ -1,4 +1,6 @@
-"""The model card says what was measured, of any task, and holds no text that does something."""
+"""The model card says what was measured, of any task, and holds no text that does
+something.
+"""
 
 from dataclasses import replace
 
@@ -14,9 +16,17 @@ from kd.parts.tasks.single_label import SingleLabel
 
 @pytest.fixture
 def card(subject, tmp_path):
-    """Return the text of a card; `task` and fields of `Made` and of the manifest's facts."""
+    """Return the text of a card; `task` and fields of `Made` and of the manifest's
+    facts.
+    """
 
-    def draw(task=None, made: Made | None = None, facts: dict | None = None, license: str = "", **more):
+    def draw(
+        task=None,
+        made: Made | None = None,
+        facts: dict | None = None,
+        license: str = "",
+        **more,
+    ):
         one = subject(**more)
         one = replace(one, provenance={**subject().provenance, **one.provenance})
         kind = (task or SingleLabel()).__class__.__module__.rpartition(".")[2]
@@ -25,10 +35,21 @@ def card(subject, tmp_path):
         made = made or Made()
         for name in made.parity:
             (tmp_path / name).touch()
-        output = {"name": "embedding" if isinstance(task, Embedding) else "logits", "width": 24}
+        output = {
+            "name": "embedding" if isinstance(task, Embedding) else "logits",
+            "width": 24,
+        }
         output |= {"thresholds": made.thresholds} if made.thresholds else {}
-        shown = {"name": recipe.name, "version": "0123", "input": {"crop": 0.875, "size": 16}, "output": output}
-        shown |= {"parity": made.parity, "environment": {"machine": {"processor": "a processor"}}}
+        shown = {
+            "name": recipe.name,
+            "version": "0123",
+            "input": {"crop": 0.875, "size": 16},
+            "output": output,
+        }
+        shown |= {
+            "parity": made.parity,
+            "environment": {"machine": {"processor": "a processor"}},
+        }
         shown |= receipt(one, made, tmp_path, license)
         return drawn({**shown, **(facts or {})})
 
@@ -40,13 +61,21 @@ def words(text: str) -> str:
 
 
 def test_the_card_explains_the_outputs(card):
-    calibration = {"temperature": 1.5, "images": 200, "ece": 0.1, "calibrated_ece": 0.02}
+    calibration = {
+        "temperature": 1.5,
+        "images": 200,
+        "ece": 0.1,
+        "calibrated_ece": 0.02,
+    }
     metrics = {"metrics": {"accuracy": 0.5, "top5": 1.0, "ece": 0.1}}
     found = words(card(made=Made(calibration=calibration), provenance=metrics))
     assert "divide them by 1.5, fitted on 200 validation images" in found
     assert "from 10.0 % to 2.0 %" in found
     assert "Every image is assigned one of the classes" in found
-    limits = {"fig": {"threshold": 0.3, "chosen": True, "f1": 0.8}, "pear": {"threshold": 0.5, "chosen": False}}
+    limits = {
+        "fig": {"threshold": 0.3, "chosen": True, "f1": 0.8},
+        "pear": {"threshold": 0.5, "chosen": False},
+    }
     found = words(card(made=Made(thresholds=limits)))
     assert "1 of 2 thresholds have the largest F1" in found
     assert "the mean F1 is 80.0 %" in found
@@ -55,14 +84,23 @@ def test_the_card_explains_the_outputs(card):
     assert "Output: a vector of 24 numbers" in vectors
     assert "they do not compare with the teacher's" in vectors
     assert "so that an index of the teacher's vectors" in words(
-        card(Embedding(), facts={"output": {"name": "embedding", "width": 24, "space": "teacher"}})
+        card(
+            Embedding(),
+            facts={"output": {"name": "embedding", "width": 24, "space": "teacher"}},
+        )
     )
 
 
 def test_a_name_is_shown_and_does_nothing(card):
-    """Issue 49: before, `run.name` came as it was, and the path of a local teacher with it."""
+    """Issue 49: before, `run.name` came as it was, and the path of a local teacher with
+    it.
+    """
     name = "a\n# [click](http://b) <script>|`x`"
-    text = card(facts={"name": name}, license="mit\nextra: 1", teacher="/home/someone/secret/vit")
+    text = card(
+        facts={"name": name},
+        license="mit\nextra: 1",
+        teacher="/home/someone/secret/vit",
+    )
     (title,) = [line for line in text.splitlines() if line.startswith("# ")]
     assert title == r"# a \# \[click\](http://b) &lt;script&gt;\|\`x\`"
     assert "\nlicense: mit extra: 1\n" in text

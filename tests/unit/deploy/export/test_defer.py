@@ -1,4 +1,6 @@
-"""The threshold of `kd-export --defer`: chosen on one half, stated on the other; and how answers are marked by it."""
+"""The threshold of `kd-export --defer`: chosen on one half, stated on the other; and
+how answers are marked by it.
+"""
 
 import json
 import math
@@ -14,18 +16,27 @@ from kd.deploy.serve.responses import bands, mark
 from kd.parts.tasks import embedding, label_sets, single_label
 
 CLASSES = ("apple", "fig", "pear")
-LIMITS = {name: {"threshold": value} for name, value in zip(CLASSES, (0.3, 0.5, 0.7), strict=True)}
+LIMITS = {
+    name: {"threshold": value}
+    for name, value in zip(CLASSES, (0.3, 0.5, 0.7), strict=True)
+}
 
 
 def upper(wrong: int, images: int) -> float:
-    """Wilson's upper end of a 95 % interval, as in his paper: the larger root of (p - share)^2 = z^2 p (1 - p) / n."""
+    """Wilson's upper end of a 95 % interval, as in his paper: the larger root of (p -
+    share)^2 = z^2 p (1 - p) / n.
+    """
     z, share = 1.959964, wrong / images
     a, b, c = 1 + z * z / images, -(2 * share + z * z / images), share * share
     return (-b + math.sqrt(b * b - 4 * a * c)) / (2 * a)
 
 
-def drawn(images: int, seed: int, several: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of three classes and labels that follow their probabilities: a calibrated model."""
+def drawn(
+    images: int, seed: int, several: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of three classes and labels that follow their probabilities: a calibrated
+    model.
+    """
     rng = np.random.default_rng(seed)
     logits = 3 * rng.standard_normal((images, 3))
     if several:
@@ -38,7 +49,9 @@ def drawn(images: int, seed: int, several: bool = False) -> tuple[torch.Tensor, 
 
 def test_it_is_the_lowest_confidence_whose_upper_end_holds():
     logits, labels = drawn(1200, 0)
-    found = choose(Rule(wrong=0.06), {"": logits, "model.onnx": logits}, labels, {}, CLASSES)
+    found = choose(
+        Rule(wrong=0.06), {"": logits, "model.onnx": logits}, labels, {}, CLASSES
+    )
     confidence, answer = (part.numpy() for part in logits.softmax(1).max(1))
     right = answer == labels.numpy()
     candidates = []
@@ -51,7 +64,9 @@ def test_it_is_the_lowest_confidence_whose_upper_end_holds():
     assert (stated["images"], stated["answered"]) == (600, sure.sum())
     assert stated["passed_on"] == pytest.approx(1 - sure.mean())
     assert stated["wrong"] == pytest.approx((~right[1::2][sure]).mean())
-    assert stated["wrong_interval"][1] == pytest.approx(upper((~right[1::2][sure]).sum(), sure.sum()))
+    assert stated["wrong_interval"][1] == pytest.approx(
+        upper((~right[1::2][sure]).sum(), sure.sum())
+    )
     assert json.loads(json.dumps(found))["rule"] == {"wrong": 0.06}
     (line,) = lines_of(found)
     assert f"{100 * stated['passed_on']:.1f} %" in line
@@ -60,7 +75,9 @@ def test_it_is_the_lowest_confidence_whose_upper_end_holds():
 
 def test_a_share_passes_that_share_on_and_equal_confidences_stay_together():
     logits, labels = drawn(2000, 1)
-    found = choose(Rule(share=0.2), {"": logits, "model.onnx": logits}, labels, {}, CLASSES)
+    found = choose(
+        Rule(share=0.2), {"": logits, "model.onnx": logits}, labels, {}, CLASSES
+    )
     confidence = logits.softmax(1).amax(1)[::2]
     assert int((confidence < found["threshold"]).sum()) == 200
     assert 0.15 < found["stated"]["model.onnx"]["passed_on"] < 0.25
@@ -70,7 +87,9 @@ def test_a_share_passes_that_share_on_and_equal_confidences_stay_together():
 
 
 def test_the_promise_holds_on_new_images():
-    """In 60 draws the share of wrong answers on 20,000 new images exceeds what was promised at most three times."""
+    """In 60 draws the share of wrong answers on 20,000 new images exceeds what was
+    promised at most three times.
+    """
     exceeded = 0
     for seed in range(60):
         logits, labels = drawn(800, 100 + seed)
@@ -84,7 +103,9 @@ def test_the_promise_holds_on_new_images():
 
 def test_each_of_several_labels_has_its_band():
     logits, labels = drawn(2000, 2, several=True)
-    found = choose(Rule(wrong=0.08), {"": logits, "model.onnx": logits}, labels, LIMITS, CLASSES)
+    found = choose(
+        Rule(wrong=0.08), {"": logits, "model.onnx": logits}, labels, LIMITS, CLASSES
+    )
     probability = responses.independent_probabilities(logits.numpy())
     stated = found["stated"]["model.onnx"]
     surely = []
@@ -95,47 +116,79 @@ def test_each_of_several_labels_has_its_band():
         wrong = (probability[:, i] > limit) != (labels[:, i].numpy() > 0)
         sure = (probability[:, i] <= low) | (probability[:, i] >= high)
         assert upper(int(wrong[::2][sure[::2]].sum()), int(sure[::2].sum())) <= 0.08
-        assert stated["labels"][name]["wrong"] == pytest.approx(wrong[1::2][sure[1::2]].mean())
+        assert stated["labels"][name]["wrong"] == pytest.approx(
+            wrong[1::2][sure[1::2]].mean()
+        )
         surely.append(sure)
     assert stated["passed_on"] == pytest.approx(1 - np.all(surely, 0)[1::2].mean())
     marked = responses.predictions(
-        logits.numpy(), CLASSES, 3, [one["threshold"] for one in LIMITS.values()], bands({"defer": found}, CLASSES)
+        logits.numpy(),
+        CLASSES,
+        3,
+        [one["threshold"] for one in LIMITS.values()],
+        bands({"defer": found}, CLASSES),
     )
     assert [one["sure"] for one in marked] == np.all(surely, 0).tolist()
     for i, one in enumerate(marked):
         flags = {entry["label"]: entry["sure"] for entry in one["top"]}
         assert flags == {name: bool(surely[c][i]) for c, name in enumerate(CLASSES)}
         assert all(entry["sure"] == flags[entry["label"]] for entry in one["labels"])
-    assert max(stated["labels"], key=lambda name: stated["labels"][name]["wrong"]) in lines_of(found)[0]
+    assert (
+        max(stated["labels"], key=lambda name: stated["labels"][name]["wrong"])
+        in lines_of(found)[0]
+    )
 
 
 def test_a_share_of_label_sets_is_of_images():
     logits, labels = drawn(2000, 3, several=True)
-    found = choose(Rule(share=0.3), {"": logits, "model.onnx": logits}, labels, LIMITS, CLASSES)
+    found = choose(
+        Rule(share=0.3), {"": logits, "model.onnx": logits}, labels, LIMITS, CLASSES
+    )
     assert 0.25 < found["stated"]["model.onnx"]["passed_on"] < 0.35
 
 
 def test_one_label_is_sure_from_the_threshold_on():
-    given = [{"label": "fig", "top": []}, {"label": "fig", "top": []}, {"label": "pear", "top": []}]
+    given = [
+        {"label": "fig", "top": []},
+        {"label": "fig", "top": []},
+        {"label": "pear", "top": []},
+    ]
     shares = np.array([[0.1, 0.8, 0.1], [0.21, 0.79, 0.0], [0.05, 0.05, 0.9]])
     mark(given, shares, CLASSES, bands({"defer": {"threshold": 0.8}}, CLASSES))
     assert [one["sure"] for one in given] == [True, False, True]
     mark(given[:1], shares[:1], CLASSES, bands({}, CLASSES))
     assert (
-        responses.write(responses.CSV, [{"top": [{"label": "fig", "score": 0.8}], "sure": True}], "", "")
+        responses.write(
+            responses.CSV,
+            [{"top": [{"label": "fig", "score": 0.8}], "sure": True}],
+            "",
+            "",
+        )
         == b"fig,0.8,true\n"
     )
 
 
 def test_an_impossible_rule_is_a_one_line_error():
     logits, labels = drawn(60, 4)
-    with pytest.raises(ModelError, match=r"^--defer: no confidence holds 0.001: .* may be wrong.*--defer-share 0.1.$"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"^--defer: no confidence holds 0.001: .* may be wrong.*--defer-share 0.1.$"
+        ),
+    ):
         choose(Rule(wrong=0.001), {"": logits}, labels, {}, CLASSES)
-    with pytest.raises(ModelError, match=r"^--defer: no confidence holds 0.001 for apple, fig, pear: "):
+    with pytest.raises(
+        ModelError, match=r"^--defer: no confidence holds 0.001 for apple, fig, pear: "
+    ):
         choose(Rule(wrong=0.001), {"": logits}, (logits > 0).long(), LIMITS, CLASSES)
-    with pytest.raises(ModelError, match=r"^--defer-share: 0 of 60 validation images have a label"):
+    with pytest.raises(
+        ModelError, match=r"^--defer-share: 0 of 60 validation images have a label"
+    ):
         choose(Rule(share=0.1), {"": logits}, torch.full((60,), -1), {}, CLASSES)
-    single, sets, vectors = (module.build(module.Options()) for module in (single_label, label_sets, embedding))
+    single, sets, vectors = (
+        module.build(module.Options())
+        for module in (single_label, label_sets, embedding)
+    )
     Rule().check(vectors, images=False)
     Rule(wrong=0.02).check(sets, images=True)
     for rule, task, images, word in (

@@ -20,8 +20,11 @@ from kd.parts.exporters import openvino
 from kd.parts.exporters.openvino import STATIC
 from kd.parts.tasks.single_label import SingleLabel
 
-NNCF = pytest.mark.skipif(not (installed("nncf") and installed("openvino")), reason="needs the extra nncf")
-OUTLIERS = 1000.0  # times the other channels: eight bits that hold both have nothing left for the others
+NNCF = pytest.mark.skipif(
+    not (installed("nncf") and installed("openvino")), reason="needs the extra nncf"
+)
+# times the other channels: eight bits that hold both have nothing left for the others
+OUTLIERS = 1000.0
 SIZE = 16
 VIT = {"patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
 PIXELS = np.random.default_rng(0).integers(0, 256, (64, 3, SIZE, SIZE), np.uint8)
@@ -32,12 +35,20 @@ def images(limit: int = 0):
     yield PIXELS, np.full(len(PIXELS), -1)
 
 
-def student(outliers: bool = False, name: str = "vit_tiny_patch16_224", args: dict = VIT) -> Classifier:
-    """Random weights; with `outliers` the same answers from two channels a thousand times as large as the others."""
+def student(
+    outliers: bool = False, name: str = "vit_tiny_patch16_224", args: dict = VIT
+) -> Classifier:
+    """Random weights; with `outliers` the same answers from two channels a thousand
+    times as large as the others.
+    """
     torch.manual_seed(0)
-    made = load(Spec("student", name, args, ["apple", "fig", "pear"], free_size=not args), SIZE).eval()
+    made = load(
+        Spec("student", name, args, ["apple", "fig", "pear"], free_size=not args), SIZE
+    ).eval()
     with torch.no_grad():
-        made.network.head.weight *= 30  # logits that differ by more than eight bits round
+        made.network.head.weight *= (
+            30  # logits that differ by more than eight bits round
+        )
         if outliers:
             for tensor in (made.network.norm.weight, made.network.norm.bias):
                 tensor[:2] *= OUTLIERS
@@ -83,35 +94,60 @@ def test_the_interval_is_that_of_the_same_images():
             0.25,
             paired(2, 1, 4),
         ),
-        ([-1] * 10, {"same_top1": 5, "labelled": 0}, ("as trained", 0.5), wilson(0.5, 10), 0.5, paired(5, 0, 10)),
+        (
+            [-1] * 10,
+            {"same_top1": 5, "labelled": 0},
+            ("as trained", 0.5),
+            wilson(0.5, 10),
+            0.5,
+            paired(5, 0, 10),
+        ),
     ],
 )
-def test_only_labelled_images_are_right_or_wrong(labels, facts, decides, interval, drop, drop_interval):
-    """PyTorch answers 0 to each of ten images, the graph 1 to the images 0, 1, 2, 4 and 5."""
+def test_only_labelled_images_are_right_or_wrong(
+    labels, facts, decides, interval, drop, drop_interval
+):
+    """PyTorch answers 0 to each of ten images, the graph 1 to the images 0, 1, 2, 4 and
+    5.
+    """
     outputs = torch.eye(2)[[1, 1, 1, 0, 1, 1, 0, 0, 0, 0]]
     both, task = {EAGER: torch.eye(2)[[0] * 10], "graph": outputs}, SingleLabel()
     found = GraphOutputs(both, torch.tensor(labels), [], {"graph": 1.0})
     assert found.scores("graph", task).facts == facts
     assert found.drop_interval("graph", task) == drop_interval
     told = quality("graph", found, task)
-    assert (told["title"], told["score"], told["unit"], told["interval"]) == (*decides, "%", interval)
+    assert (told["title"], told["score"], told["unit"], told["interval"]) == (
+        *decides,
+        "%",
+        interval,
+    )
     assert (told["drop"], told["agreement"], told["images"]) == (drop, 0.5, 10)
 
 
 def test_dynamic_int8_leaves_convolutions_as_they_are(tmp_path):
     torch.manual_seed(0)
-    model = load(Spec("student", "test_resnet", {}, ["a", "b"], free_size=True), 32).eval()
+    model = load(
+        Spec("student", "test_resnet", {}, ["a", "b"], free_size=True), 32
+    ).eval()
     runtimes.write_onnx(runtimes.export_program(model, 32), tmp_path / "model.onnx")
     runtimes.write_int8(tmp_path / "model.onnx", tmp_path / "model.int8.onnx")
-    weights = {name: one.numel() for name, one in model.network.named_parameters() if one.ndim > 1}
+    weights = {
+        name: one.numel()
+        for name, one in model.network.named_parameters()
+        if one.ndim > 1
+    }
     linear = sum(count for name, count in weights.items() if name.startswith("fc"))
-    assert runtimes.int8_share(tmp_path / "model.int8.onnx") == pytest.approx(linear / sum(weights.values()), abs=0.01)
+    assert runtimes.int8_share(tmp_path / "model.int8.onnx") == pytest.approx(
+        linear / sum(weights.values()), abs=0.01
+    )
 
 
 @NNCF
 @pytest.mark.slow
 def test_nncf_reports_nothing():
-    """Whether it may is read when it is imported, which must not be earlier than kd says no."""
+    """Whether it may is read when it is imported, which must not be earlier than kd
+    says no.
+    """
     script = """
 import sys
 from kd.parts.exporters.openvino import _nncf
@@ -122,16 +158,32 @@ with _nncf():
     from nncf.telemetry import wrapper
 print(isinstance(wrapper.telemetry, wrapper.NNCFTelemetryStub))
 """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("NNCF_")}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("NNCF_")
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
     assert run.stdout.split() == ["True"], run.stderr
 
 
 def test_each_graph_has_its_own_calibration_error():
-    """Two images, one right: certain logits are off by half, even ones by nothing; PyTorch's are neither."""
+    """Two images, one right: certain logits are off by half, even ones by nothing;
+    PyTorch's are neither.
+    """
     labels = torch.tensor([0, 1])
-    certain, even = torch.tensor([[40.0, 0.0], [40.0, 0.0]]), torch.tensor([[0.01, 0.0], [0.01, 0.0]])
+    certain, even = (
+        torch.tensor([[40.0, 0.0], [40.0, 0.0]]),
+        torch.tensor([[0.01, 0.0], [0.01, 0.0]]),
+    )
     own = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    found = GraphOutputs({EAGER: own, "certain": certain, "even": even}, labels, [], {"certain": 1.0, "even": 2.0})
+    found = GraphOutputs(
+        {EAGER: own, "certain": certain, "even": even},
+        labels,
+        [],
+        {"certain": 1.0, "even": 2.0},
+    )
     assert found.facts("certain", SingleLabel())["ece"] == pytest.approx(0.5)
     assert found.facts("even", SingleLabel())["ece"] == pytest.approx(0.0, abs=0.01)

@@ -19,18 +19,43 @@ from kd.parts.tasks.embedding import recalled
 def test_a_row_of_the_table(tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(bytes(2_500_000))
-    graph = {"title": "accuracy", "unit": "%", "score": 0.9, "interval": (0.88, 0.92), "agreement": 0.99}
+    graph = {
+        "title": "accuracy",
+        "unit": "%",
+        "score": 0.9,
+        "interval": (0.88, 0.92),
+        "agreement": 0.99,
+    }
     measured = facts(path, graph, {1: Latency(10.0, 20.0, 100.0, 99.0)})
-    (shown,) = variant_rows({"variants": {"model.onnx": measured}, "pick": "model.onnx"})
+    (shown,) = variant_rows(
+        {"variants": {"model.onnx": measured}, "pick": "model.onnx"}
+    )
     assert shown["file"] == "model.onnx (accepted)"
-    assert (shown["p50 ms"], shown["accuracy"], shown["95 %"]) == ("10.00", "90.0 %", "88.0 % to 92.0 %")
-    assert (shown["MB"], shown["images/s"], shown["memory MB"]) == ("2.50", "100.0", "99")
+    assert (shown["p50 ms"], shown["accuracy"], shown["95 %"]) == (
+        "10.00",
+        "90.0 %",
+        "88.0 % to 92.0 %",
+    )
+    assert (shown["MB"], shown["images/s"], shown["memory MB"]) == (
+        "2.50",
+        "100.0",
+        "99",
+    )
     assert variant_rows({}) == []
 
 
 def test_a_row_of_images_without_labels_has_one_column_for_the_same_predictions():
-    speed = {"1": {"p50_ms": 1.0, "p99_ms": 2.0, "images_per_second": 3.0, "memory_mb": 4.0}}
-    one = {"title": AS_TRAINED, "unit": "%", "score": 0.5, "interval": (0.2, 0.8), "agreement": 0.5, "bytes": 1}
+    speed = {
+        "1": {"p50_ms": 1.0, "p99_ms": 2.0, "images_per_second": 3.0, "memory_mb": 4.0}
+    }
+    one = {
+        "title": AS_TRAINED,
+        "unit": "%",
+        "score": 0.5,
+        "interval": (0.2, 0.8),
+        "agreement": 0.5,
+        "bytes": 1,
+    }
     (shown,) = variant_rows({"variants": {"model.onnx": {**one, "speed": speed}}})
     assert list(shown)[-2:] == ["as trained", "95 %"]
     assert (shown["as trained"], shown["95 %"]) == ("50.0 %", "20.0 % to 80.0 %")
@@ -44,29 +69,49 @@ def test_branches_are_merged_and_the_student_stays(name):
     before = len(list(network.modules()))
     merged = runtimes.reparameterized(student)
     assert merged.network is not network
-    assert len(list(merged.network.modules())) < 0.6 * before == 0.6 * len(list(network.modules()))
+    assert (
+        len(list(merged.network.modules()))
+        < 0.6 * before
+        == 0.6 * len(list(network.modules()))
+    )
     image = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
     with torch.no_grad():
         assert (merged(image).logits - student(image).logits).abs().max() < 1e-4
 
 
 def test_a_vit_has_no_branches():
-    student = Classifier(timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3).eval(), 3, 224)
+    student = Classifier(
+        timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3).eval(), 3, 224
+    )
     assert runtimes.reparameterized(student) is student
 
 
 def test_a_search_in_the_teachers_index():
-    """Against loops over all pairs, in float64; the teacher's own vectors find themselves."""
+    """Against loops over all pairs, in float64; the teacher's own vectors find
+    themselves.
+    """
     torch.manual_seed(0)
-    bank, student, teacher = (torch.nn.functional.normalize(torch.randn(n, 8), dim=1) for n in (60, 20, 20))
+    bank, student, teacher = (
+        torch.nn.functional.normalize(torch.randn(n, 8), dim=1) for n in (60, 20, 20)
+    )
     label, wanted = torch.randint(0, 12, (60,)), torch.randint(0, 12, (20,))
     right, found = recalled(bank, label, student, teacher, wanted)
     shares = []
-    for one, other, mine, own in zip(student, teacher, right["recall"], right["teacher_recall"], strict=True):
-        near = [sorted(range(60), key=lambda n, q=q: -float(bank[n].double() @ q.double()))[:10] for q in (one, other)]
+    for one, other, mine, own in zip(
+        student, teacher, right["recall"], right["teacher_recall"], strict=True
+    ):
+        near = [
+            sorted(range(60), key=lambda n, q=q: -float(bank[n].double() @ q.double()))[
+                :10
+            ]
+            for q in (one, other)
+        ]
         shares.append(len(set(near[0]) & set(near[1])) / 10)
         i = len(shares) - 1
-        assert [any(label[n] == wanted[i] for n in each) for each in near] == [bool(mine), bool(own)]
+        assert [any(label[n] == wanted[i] for n in each) for each in near] == [
+            bool(mine),
+            bool(own),
+        ]
     assert found == pytest.approx(sum(shares) / 20)
     same, all_found = recalled(bank, label, teacher, teacher, wanted)
     assert all_found == 1.0
@@ -74,7 +119,8 @@ def test_a_search_in_the_teachers_index():
 
 
 @pytest.mark.parametrize(
-    ("p50", "p99", "cpu", "wanted"), [(2.0, 5.0, 0.4, False), (2.0, 6.5, 0.4, True), (39.5, 41.0, 0.42, True)]
+    ("p50", "p99", "cpu", "wanted"),
+    [(2.0, 5.0, 0.4, False), (2.0, 6.5, 0.4, True), (39.5, 41.0, 0.42, True)],
 )
 def test_times_that_other_work_disturbed(p50, p99, cpu, wanted):
     """Issue 49: before, the pick came out of such noise without a word."""
@@ -88,26 +134,41 @@ def test_the_rate_is_that_of_all_clients_together(clients, rate):
     assert found == Latency(500.0, 800.0, pytest.approx(rate), 99.0)
 
 
-def test_a_row_has_the_latency_of_one_client_and_the_rate_of_many(tmp_path, monkeypatch):
+def test_a_row_has_the_latency_of_one_client_and_the_rate_of_many(
+    tmp_path, monkeypatch
+):
     calls = []
 
     def ask(folder, names, file, threads, slots, seconds):
         calls.append((folder, tuple(names), threads, slots))
-        return {name: Latency(10.0 * threads, 12.0 * threads, 100.0 * slots, 50.0) for name in names}
+        return {
+            name: Latency(10.0 * threads, 12.0 * threads, 100.0 * slots, 50.0)
+            for name in names
+        }
 
     monkeypatch.setattr(bench, "ask", ask)
-    found = measure(tmp_path, {"a": 9.0, "b": 9.0}, np.zeros((3, 8, 8), np.uint8), (1, 4))
+    found = measure(
+        tmp_path, {"a": 9.0, "b": 9.0}, np.zeros((3, 8, 8), np.uint8), (1, 4)
+    )
     assert calls == [(tmp_path, ("a", "b"), *one) for one in ((1, 1), (4, 1), (4, 4))]
     for name in ("a", "b"):
         assert found[name][1] == Latency(10.0, 12.0, 100.0, 50.0)
-        assert found[name][4] == Latency(40.0, 48.0, 400.0, 50.0)  # p50 of one client, images/s of four
+        assert found[name][4] == Latency(
+            40.0, 48.0, 400.0, 50.0
+        )  # p50 of one client, images/s of four
 
 
 def test_the_interval_of_a_graphs_map_ends_at_100_percent():
     """The card of a small export said "-32.8 % to 70.4 %"."""
     logits = torch.tensor([[2.0, -1.0], [1.0, 1.0], [0.0, 0.0], [-1.0, 2.0]])
     truth = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]], dtype=torch.int8)
-    task, outputs = label_sets.build(label_sets.Options()), {EAGER: logits, "model.onnx": logits}
+    task, outputs = (
+        label_sets.build(label_sets.Options()),
+        {
+            EAGER: logits,
+            "model.onnx": logits,
+        },
+    )
     made = GraphOutputs(outputs, truth, (), {"model.onnx": 1.0})
     low, high = made.interval("model.onnx", task)
     assert low < 1 < high

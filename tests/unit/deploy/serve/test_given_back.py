@@ -1,4 +1,6 @@
-"""What a request leaves behind in the server: after every refusal all counters are as they were."""
+"""What a request leaves behind in the server: after every refusal all counters are as
+they were.
+"""
 
 import asyncio
 import base64
@@ -24,15 +26,33 @@ def service(exported):
     made.close()
 
 
-def request(pieces: int, header: tuple[bytes, bytes] = (b"transfer-encoding", b"chunked"), gone: bool = False):
-    """A POST whose body arrives in pieces; `gone`: the client hangs up after the last."""
-    last = {"type": "http.disconnect"} if gone else {"type": "http.request", "body": b"", "more_body": False}
-    messages = iter([*[{"type": "http.request", "body": PIECE, "more_body": True}] * pieces, last])
+def request(
+    pieces: int,
+    header: tuple[bytes, bytes] = (b"transfer-encoding", b"chunked"),
+    gone: bool = False,
+):
+    """A POST whose body arrives in pieces; `gone`: the client hangs up after
+    the last.
+    """
+    last = (
+        {"type": "http.disconnect"}
+        if gone
+        else {"type": "http.request", "body": b"", "more_body": False}
+    )
+    messages = iter(
+        [*[{"type": "http.request", "body": PIECE, "more_body": True}] * pieces, last]
+    )
 
     async def receive():
         return next(messages)
 
-    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": [header]}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/",
+        "query_string": b"",
+        "headers": [header],
+    }
     return Request(scope, receive)
 
 
@@ -50,7 +70,10 @@ def test_an_accepted_body_is_counted_while_it_is_used_and_given_back(service):
 @pytest.mark.parametrize(
     ("given", "status"),
     [
-        (lambda: request(6), 413),  # too large, told by counting: four pieces were kept before
+        (
+            lambda: request(6),
+            413,
+        ),  # too large, told by counting: four pieces were kept before
         (lambda: request(30), 413),  # read to the limit of what is discarded
         (lambda: request(3, gone=True), 400),
         (lambda: request(3, (b"content-length", b"three")), 400),
@@ -66,7 +89,9 @@ def test_a_refused_body_is_given_back(service, given, status, repeated):
 
 
 def test_a_body_beyond_the_memory_of_all_bodies_is_given_back(exported):
-    made = Service(describe(exported), Limits(max_body=4500, max_buffered=2500), slots=1, threads=1)
+    made = Service(
+        describe(exported), Limits(max_body=4500, max_buffered=2500), slots=1, threads=1
+    )
     made.load()
     try:
         with pytest.raises(Problem) as caught:
@@ -87,7 +112,16 @@ def test_a_body_that_does_not_arrive_is_given_back(exported):
         return await asyncio.sleep(60, {"type": "http.disconnect", "count": count})
 
     counted = iter(range(9))
-    late = Request({"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}, receive)
+    late = Request(
+        {
+            "type": "http",
+            "method": "POST",
+            "path": "/",
+            "query_string": b"",
+            "headers": [],
+        },
+        receive,
+    )
     try:
         with pytest.raises(Problem) as caught:
             asyncio.run(taken(late, made))
@@ -96,15 +130,26 @@ def test_a_body_that_does_not_arrive_is_given_back(exported):
         made.close()
 
 
-@pytest.mark.parametrize(("deadline", "stays", "status"), [(0.01, 60, 503), (60, 0, 400)], ids=["late", "hung up"])
-def test_a_request_given_up_counts_until_its_job_is_done_or_not_at_all(service, deadline, stays, status):
-    """The job of the first has begun, that of the second waits for the one thread and is taken back."""
+@pytest.mark.parametrize(
+    ("deadline", "stays", "status"),
+    [(0.01, 60, 503), (60, 0, 400)],
+    ids=["late", "hung up"],
+)
+def test_a_request_given_up_counts_until_its_job_is_done_or_not_at_all(
+    service, deadline, stays, status
+):
+    """The job of the first has begun, that of the second waits for the one thread and
+    is taken back.
+    """
     service.limits = Limits(deadline=deadline, max_in_flight=2)
     begun, end = threading.Event(), threading.Event()
 
     async def ask() -> tuple[int, int]:
         with pytest.raises(Problem) as caught:
-            await service.run(lambda _: begun.set() or end.wait(20), lambda: begun.wait(20) and asyncio.sleep(stays))
+            await service.run(
+                lambda _: begun.set() or end.wait(20),
+                lambda: begun.wait(20) and asyncio.sleep(stays),
+            )
         await asyncio.sleep(0.01)  # what the threads have sent arrives
         return caught.value.status, service.in_flight
 
@@ -129,7 +174,9 @@ def test_only_classified_images_are_counted(service, photos):
     data = next((photos / "val/fig").glob("*.jpg")).read_bytes()
 
     def classify(*files: bytes) -> None:
-        body = json.dumps({"images": [base64.b64encode(one).decode() for one in files]}).encode()
+        body = json.dumps(
+            {"images": [base64.b64encode(one).decode() for one in files]}
+        ).encode()
         service.classify(service.model, "application/json", "application/json", body)
 
     classify(data, data)

@@ -1,4 +1,6 @@
-"""manifest.json by a stranger: read once, checked once, refused in one line (issue 49)."""
+"""manifest.json by a stranger: read once, checked once, refused in one line
+(issue 49).
+"""
 
 import hashlib
 import json
@@ -45,54 +47,127 @@ B = f"{V}.numbers.brightness"
 CASES = [
     *[
         ("manifest.input.size", value)
-        for value in (0, -1, 1, 7, 100_000, 10**9, LARGE, 16.5, "16", None, True, NAN, [])
+        for value in (
+            0,
+            -1,
+            1,
+            7,
+            100_000,
+            10**9,
+            LARGE,
+            16.5,
+            "16",
+            None,
+            True,
+            NAN,
+            [],
+        )
     ],
-    *[("manifest.input.crop", value) for value in (0, -1, 1.5, 1e-9, NAN, float("inf"), "1", None)],
-    *[("manifest.name", value) for value in ("", "a\nb", "\ud800", "a\u2028b", 3, None, "x" * 10_000)],
+    *[
+        ("manifest.input.crop", value)
+        for value in (0, -1, 1.5, 1e-9, NAN, float("inf"), "1", None)
+    ],
+    *[
+        ("manifest.name", value)
+        for value in ("", "a\nb", "\ud800", "a\u2028b", 3, None, "x" * 10_000)
+    ],
     *[("manifest.version", value) for value in ("\r\nx: y", {}, "\x00")],
     *[("manifest.input", value) for value in (3, [], None)],
     *[
         ("manifest.output", value)
-        for value in ({}, {"name": "boxes"}, {"name": "embedding", "width": -1}, [], "logits")
+        for value in (
+            {},
+            {"name": "boxes"},
+            {"name": "embedding", "width": -1},
+            [],
+            "logits",
+        )
     ],
-    *[("manifest.self_check.model.onnx.allowed", value) for value in (NAN, -1, LARGE * 10, "1", None, True)],
-    *[("manifest.self_check.model.onnx.least", value) for value in ("1\n2", "", 1.2, None)],
+    *[
+        ("manifest.self_check.model.onnx.allowed", value)
+        for value in (NAN, -1, LARGE * 10, "1", None, True)
+    ],
+    *[
+        ("manifest.self_check.model.onnx.least", value)
+        for value in ("1\n2", "", 1.2, None)
+    ],
     *[("manifest.self_check.model.onnx", value) for value in ([1], "x", {})],
-    *[("manifest.environment.packages", value) for value in ({"pillow": "1\x1b[2J"}, {"pillow": 3}, [1], "x")],
+    *[
+        ("manifest.environment.packages", value)
+        for value in ({"pillow": "1\x1b[2J"}, {"pillow": 3}, [1], "x")
+    ],
     ("manifest.output", {"name": "embedding", "width": LARGE}),
-    *[("manifest.output.defer", {"threshold": value}) for value in (NAN, 1e9, "x", None, float("inf"))],
+    *[
+        ("manifest.output.defer", {"threshold": value})
+        for value in (NAN, 1e9, "x", None, float("inf"))
+    ],
     ("manifest.output.defer", {"labels": {"apple": {"low": 0, "high": 1}}}),
-    *[("manifest.output.thresholds", {"apple": {"threshold": value}}) for value in (NAN, 0.5)],  # 0.5: no others
-    *[("manifest.files", value) for value in ([], {"model.onnx": 3}, {"model.onnx": {}}, None)],
+    *[
+        ("manifest.output.thresholds", {"apple": {"threshold": value}})
+        for value in (NAN, 0.5)
+    ],  # 0.5: no others
+    *[
+        ("manifest.files", value)
+        for value in ([], {"model.onnx": 3}, {"model.onnx": {}}, None)
+    ],
     *[("manifest.pick", value) for value in (3, "../../etc/passwd", "\ud800")],
-    *[("config.label_names", value) for value in ("abc", [], ["a", "a", "b"], ["a", "b", "\ud800"], [1, 2, 3], 5)],
-    *[("config.label_names", ["a", "b", name]) for name in ("c\x1b[2J", "c\u2028d", "c\x85d", "c\td")],
+    *[
+        ("config.label_names", value)
+        for value in ("abc", [], ["a", "a", "b"], ["a", "b", "\ud800"], [1, 2, 3], 5)
+    ],
+    *[
+        ("config.label_names", ["a", "b", name])
+        for name in ("c\x1b[2J", "c\u2028d", "c\x85d", "c\td")
+    ],
     *[(V, value) for value in (3, [1], "x")],
     *[(f"{V}.images", value) for value in (-1, 41, LARGE, NAN, "x")],
     *[(f"{V}.confidence", value) for value in (-1, 1e9, NAN, float("inf"))],
     *[
         (f"{V}.labels", value)
-        for value in ({"quince": "0:1"}, {"fig": "7:1"}, {"fig": "0:-5"}, {"fig": f"0:{LARGE}"}, 1)
+        for value in (
+            {"quince": "0:1"},
+            {"fig": "7:1"},
+            {"fig": "0:-5"},
+            {"fig": f"0:{LARGE}"},
+            1,
+        )
     ],
     *[(f"{V}.numbers", value) for value in ({}, {"other": {}}, [])],
     *[(f"{B}.bounds", value) for value in ("1 2 3", "", "nan " * 15, "16 " * 15, 5)],
-    *[(f"{B}.counts", value) for value in ({}, {"fig": "99:1"}, {"fig": "-1:1"}, {"fig": "0"}, {"fig": "0:1 0:1"})],
+    *[
+        (f"{B}.counts", value)
+        for value in (
+            {},
+            {"fig": "99:1"},
+            {"fig": "-1:1"},
+            {"fig": "0"},
+            {"fig": "0:1 0:1"},
+        )
+    ],
 ]
 
 
-@pytest.mark.parametrize(("path", "value"), CASES, ids=[f"{i} {path}" for i, (path, _) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("path", "value"), CASES, ids=[f"{i} {path}" for i, (path, _) in enumerate(CASES)]
+)
 def test_one_line(plain, tmp_path, path, value):
     folder = Path(shutil.copytree(plain, tmp_path / "export"))
-    manifest, config = (json.loads((folder / name).read_text()) for name in ("manifest.json", "config.json"))
+    manifest, config = (
+        json.loads((folder / name).read_text())
+        for name in ("manifest.json", "config.json")
+    )
     put(path, value)(manifest, config)
     text = json.dumps(config)
     (folder / "config.json").write_text(text)
     manifest["files"] = (
         manifest["files"]
         if path == "manifest.files"
-        else manifest["files"] | {"config.json": {"sha256": hashlib.sha256(text.encode()).hexdigest()}}
+        else manifest["files"]
+        | {"config.json": {"sha256": hashlib.sha256(text.encode()).hexdigest()}}
     )
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
+    (folder / "manifest.json").write_text(
+        json.dumps({**manifest, "checksum": checksum(manifest)})
+    )
     with pytest.raises(ModelError) as caught:
         describe(folder)
     assert len(str(caught.value).splitlines()) == 1
@@ -100,7 +175,10 @@ def test_one_line(plain, tmp_path, path, value):
     str(caught.value).encode()  # a terminal can show it
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "\ud83d", "\xff", "null", "3", '"x"', "{}"])
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, "\ud83d", "\xff", "null", "3", '"x"', "{}"],
+)
 def test_invalid_manifests_are_refused(plain, tmp_path, text):
     folder = Path(shutil.copytree(plain, tmp_path / "export"))
     (folder / "manifest.json").write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -111,5 +189,7 @@ def test_invalid_manifests_are_refused(plain, tmp_path, text):
 def test_labels_with_wide_spaces_and_joiners_are_served(tmp_path):
     """They were trained and exported, and then nothing loaded them."""
     labels = ("ラーメン\u3000大", "pain\u00a0perdu", "می\u200cخوش")
-    folder = write(small_subject(tmp_path, classes=labels), tmp_path / "export", ExportOptions()).folder
+    folder = write(
+        small_subject(tmp_path, classes=labels), tmp_path / "export", ExportOptions()
+    ).folder
     assert describe(folder).labels == labels

@@ -31,15 +31,33 @@ def bomb(width: int, height: int) -> bytes:
     """A PNG of one colour: kilobytes that decode to gigabytes."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     row = zlib.compressobj()
-    rows = b"".join(row.compress(bytes(1 + min(width, 20_000) // 8)) for _ in range(min(height, 2000))) + row.flush()
+    rows = (
+        b"".join(
+            row.compress(bytes(1 + min(width, 20_000) // 8))
+            for _ in range(min(height, 2000))
+        )
+        + row.flush()
+    )
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", rows)
+        + chunk(b"IEND", b"")
+    )
 
 
-PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8))
+PHOTO = Image.fromarray(
+    np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -50,10 +68,21 @@ def test_the_formats_that_are_taken(kind):
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "PPM", "ICO", "EPS", "TGA"])
 def test_other_formats_are_refused(kind):
     status, detail = refused(saved(PHOTO, kind))
-    assert (status, detail) == (415, f"This is not an image in one of the formats {', '.join(NAMES)}.")
+    assert (status, detail) == (
+        415,
+        f"This is not an image in one of the formats {', '.join(NAMES)}.",
+    )
 
 
-@pytest.mark.parametrize("data", [b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"\0" * 100, b"GIF89a", b"%!PS-Adobe"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        b"\0" * 100,
+        b"GIF89a",
+        b"%!PS-Adobe",
+    ],
+)
 def test_bytes_that_are_no_image_are_refused(data):
     assert refused(data)[0] == 415
 
@@ -81,13 +110,19 @@ def test_bombs_are_refused_by_their_header(side):
 
 
 def test_the_limit_itself_is_allowed():
-    assert prepare(saved(PHOTO, "PNG"), 16, 1.0, Limits(max_pixels=2400)).pixels.shape == (3, 16, 16)
+    assert prepare(
+        saved(PHOTO, "PNG"), 16, 1.0, Limits(max_pixels=2400)
+    ).pixels.shape == (3, 16, 16)
     assert refused(saved(PHOTO, "PNG"), max_pixels=2399)[0] == 413
 
 
-@pytest.mark.parametrize(("kind", "most"), [("PNG", 2400), ("JPEG", 938)])  # 2,400 pixels, and 2,400 / 2.56
+@pytest.mark.parametrize(
+    ("kind", "most"), [("PNG", 2400), ("JPEG", 938)]
+)  # 2,400 pixels, and 2,400 / 2.56
 def test_the_pixels_of_all_images_together(kind, most):
-    """The limit is on CPU time: it counts what the header says, also where most of a JPEG is left out."""
+    """The limit is on CPU time: it counts what the header says, also where most of a
+    JPEG is left out.
+    """
     data = saved(PHOTO, kind)
 
     def together(count: int, **limits: int) -> None:
@@ -115,7 +150,9 @@ def test_too_long(size):
 
 @pytest.mark.parametrize("kind", ["JPEG", "MPO"])
 def test_a_jpeg_of_too_many_scans(kind):
-    """A crafted progressive file repeats a scan of a few bytes thousands of times; each is a pass over all pixels."""
+    """A crafted progressive file repeats a scan of a few bytes thousands of times; each
+    is a pass over all pixels.
+    """
     options = {"save_all": True, "append_images": [PHOTO] * 9} if kind == "MPO" else {}
     data = saved(PHOTO, kind, progressive=True, **options)
     first = data.index(b"\xff\xda")
@@ -127,7 +164,10 @@ def test_a_jpeg_of_too_many_scans(kind):
 
 
 def test_the_limit_of_the_process_stays_its_own():
-    code = "from PIL import Image; before = Image.MAX_IMAGE_PIXELS; import kd.deploy.serve.decoding as one; "
+    code = (
+        "from PIL import Image; before = Image.MAX_IMAGE_PIXELS; import"
+        " kd.deploy.serve.decoding as one; "
+    )
     code += "assert one.open_image and Image.MAX_IMAGE_PIXELS == before"
     subprocess.run([sys.executable, "-c", code], check=True)
 

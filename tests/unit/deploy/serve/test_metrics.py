@@ -1,4 +1,6 @@
-"""The page for Prometheus; log lines: a reader of stderr that stalls stops nobody, what is dropped is counted."""
+"""The page for Prometheus; log lines: a reader of stderr that stalls stops nobody, what
+is dropped is counted.
+"""
 
 import logging
 import os
@@ -19,17 +21,23 @@ def test_the_text_for_prometheus():
         metrics.request("invocations", 200, seconds)
     metrics.request("invocations", 415, 0.2)
     text = metrics.text().decode()
-    sample = re.compile(r'[a-z_]+(\{[a-z]+="(\\.|[^"\\])*"(,[a-z]+="(\\.|[^"\\])*")*\})? [0-9.e+-]+')
+    sample = re.compile(
+        r'[a-z_]+(\{[a-z]+="(\\.|[^"\\])*"(,[a-z]+="(\\.|[^"\\])*")*\})? [0-9.e+-]+'
+    )
     for line in text.splitlines():
         assert line.startswith(("# HELP ", "# TYPE ")) or sample.fullmatch(line), line
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    values = dict(
+        line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")
+    )
     assert float(values['kd_requests_total{route="invocations",status="200"}']) == 4
     assert float(values["kd_in_flight"]) == 3
     assert float(values["kd_buffered_bytes"]) == 4096
     buckets = [float(v) for k, v in values.items() if k.startswith("kd_seconds_bucket")]
     assert buckets == sorted(buckets)
     assert len(buckets) == len(BOUNDS) + 1
-    assert buckets[-1] == float(values['kd_seconds_count{stage="invocations total"}']) == 5
+    assert (
+        buckets[-1] == float(values['kd_seconds_count{stage="invocations total"}']) == 5
+    )
     assert float(values["process_resident_memory_bytes"]) > 1_000_000
 
 
@@ -40,7 +48,9 @@ def test_labels_beyond_the_most_frequent_are_counted_together():
     for count in (MOST_LABELS + 2, MOST_LABELS + 1, MOST_LABELS):
         labels = [{"label": name, "score": 0.8} for name in names[:count]]
         watch.add({"labels": labels, "top": labels}, (100.0, 5.0, 0.0, 0.0))
-    metrics = Metrics("name", "v1", SimpleNamespace(ready=True, in_progress=0, buffered=0))
+    metrics = Metrics(
+        "name", "v1", SimpleNamespace(ready=True, in_progress=0, buffered=0)
+    )
     metrics.watch_shift(watch)
     text = metrics.text().decode()
     assert text.count("\nkd_labels_total{") == MOST_LABELS
@@ -80,5 +90,7 @@ def test_a_bug_is_logged_with_its_line_and_no_value(caplog):
         line = error.__traceback__.tb_next.tb_lineno
         answer = _bug_response(error, "abc")
     assert answer.status_code == 500
-    assert [record.getMessage() for record in caplog.records] == [f"abc bug: ValueError at test_metrics.py:{line}"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"abc bug: ValueError at test_metrics.py:{line}"
+    ]
     assert b"secret" not in answer.body

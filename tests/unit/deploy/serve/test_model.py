@@ -1,4 +1,6 @@
-"""An export folder that is not what was exported is refused, in one line, before the socket opens or at the load."""
+"""An export folder that is not what was exported is refused, in one line, before the
+socket opens or at the load.
+"""
 
 import hashlib
 import json
@@ -35,12 +37,20 @@ def test_each_label_has_its_own_threshold_and_band():
     found = {
         "name": "logits",
         "thresholds": {"apple": {"threshold": 0.1}, "zebra": {"threshold": 0.9}},
-        "defer": {"labels": {"apple": {"low": 0.0, "high": 0.2}, "zebra": {"low": 0.7, "high": 1.0}}},
+        "defer": {
+            "labels": {
+                "apple": {"low": 0.0, "high": 0.2},
+                "zebra": {"low": 0.7, "high": 1.0},
+            }
+        },
     }
     labels, output = _output(found, {"label_names": ["zebra", "apple"]})
     assert (labels, output.thresholds) == (("zebra", "apple"), (0.9, 0.1))
     assert output.unsure == ((0.7, 1.0), (0.0, 0.2))
-    config = {"label_names": ["zebra", "apple"], "problem_type": "multi_label_classification"}
+    config = {
+        "label_names": ["zebra", "apple"],
+        "problem_type": "multi_label_classification",
+    }
     assert _output(found, config)[1] == output
     with pytest.raises(ValueError, match=r"output\.thresholds is missing"):
         _output({"name": "logits"}, config)
@@ -50,7 +60,10 @@ def test_each_label_has_its_own_threshold_and_band():
 def test_a_picture_without_a_known_range_is_named(exported, mode):
     """It was "damaged or cut short"."""
     model, picture = kd.load(exported), Image.new("L", (20, 24), 90)
-    with pytest.raises(BadImage, match=rf"^Image: The image has {mode} pixels, .*8 or 16 bits per channel\."):
+    with pytest.raises(
+        BadImage,
+        match=rf"^Image: The image has {mode} pixels, .*8 or 16 bits per channel\.",
+    ):
         model(picture.convert(mode))
     assert model(picture.convert(mode), on_error="none") is None
     sixteen = Image.fromarray(np.asarray(picture).astype(np.uint16) * 257)
@@ -58,18 +71,24 @@ def test_a_picture_without_a_known_range_is_named(exported, mode):
     assert model(sixteen) == model(picture)
 
 
-@pytest.mark.parametrize("file", ["model.onnx", pytest.param("model.int8.onnx", marks=needs_vnni)])
+@pytest.mark.parametrize(
+    "file", ["model.onnx", pytest.param("model.int8.onnx", marks=needs_vnni)]
+)
 def test_a_loaded_model_predicts(exported, file):
     model = load(describe(exported, file), 1, 1)
     model.warm_up()
     pixels = np.random.default_rng(0).integers(0, 256, (3, 3, 16, 16), np.uint8)
     together = model.engine(pixels)
     assert together.shape == (3, 3)
-    assert np.allclose(together, np.concatenate([model.engine(one[None]) for one in pixels]), atol=0.05)
+    assert np.allclose(
+        together, np.concatenate([model.engine(one[None]) for one in pixels]), atol=0.05
+    )
 
 
 def unsealed(folder: Path) -> dict:
-    """Return the manifest of an export as older builds wrote it: without a checksum of its own."""
+    """Return the manifest of an export as older builds wrote it: without a checksum of
+    its own.
+    """
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["checksum"]
     return manifest
@@ -77,9 +96,18 @@ def unsealed(folder: Path) -> dict:
 
 def test_no_value_of_the_manifest_can_change(copy):
     manifest = json.loads((copy / "manifest.json").read_text())
-    for key, value in {"version": "0", "name": "other", "input": {**manifest["input"], "size": 32}}.items():
+    for key, value in {
+        "version": "0",
+        "name": "other",
+        "input": {**manifest["input"], "size": 32},
+    }.items():
         (copy / "manifest.json").write_text(json.dumps({**manifest, key: value}))
-        with pytest.raises(ModelError, match=r"manifest\.json' has changed since the export \(its checksum differs"):
+        with pytest.raises(
+            ModelError,
+            match=(
+                r"manifest\.json' has changed since the export \(its checksum differs"
+            ),
+        ):
             describe(copy)
     (copy / "manifest.json").write_text(
         json.dumps({key: value for key, value in manifest.items() if key != "checksum"})
@@ -90,12 +118,20 @@ def test_no_value_of_the_manifest_can_change(copy):
 @pytest.mark.parametrize("name", ["config.json", "manifest.json"])
 def test_no_export(copy, name):
     (copy / name).unlink()
-    with pytest.raises(ModelError, match=rf"is not an export: it has no {name}\. Name the folder that `kd-export"):
+    with pytest.raises(
+        ModelError,
+        match=rf"is not an export: it has no {name}\. Name the folder that `kd-export",
+    ):
         describe(copy)
 
 
 def test_an_export_without_the_requested_graph_is_refused(copy):
-    with pytest.raises(ModelError, match=r"has no 'openvino.xml'.*There is model.int8.onnx, model.onnx.*--openvino"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"has no 'openvino.xml'.*There is model.int8.onnx, model.onnx.*--openvino"
+        ),
+    ):
         describe(copy, "openvino.xml")
     with pytest.raises(ModelError, match=r"has no '\.\./model\.onnx'"):
         describe(copy, "../model.onnx")
@@ -106,7 +142,9 @@ def test_a_changed_file(copy, name):
     content = bytearray((copy / name).read_bytes())
     content[len(content) // 2] ^= 1
     (copy / name).write_bytes(content)
-    with pytest.raises(ModelError, match=rf"{name}' (is not the file that was exported|is damaged)"):
+    with pytest.raises(
+        ModelError, match=rf"{name}' (is not the file that was exported|is damaged)"
+    ):
         load(describe(copy), 1, 1)
 
 
@@ -127,7 +165,9 @@ def test_labels_of_another_number(copy):
     manifest = unsealed(copy)
     manifest["files"]["config.json"]["sha256"] = hashlib.sha256(text).hexdigest()
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ModelError, match=r"returns \(1, 3\), but manifest\.json says 4 logits"):
+    with pytest.raises(
+        ModelError, match=r"returns \(1, 3\), but manifest\.json says 4 logits"
+    ):
         load(describe(copy), 1, 1).warm_up()
 
 
@@ -138,7 +178,9 @@ def test_openvino_predicts_like_onnxruntime(exported, tmp_path):
     registry.exporter("openvino.xml").write(folder / "openvino.xml", network)
     manifest = unsealed(folder)
     for name in ("openvino.xml", "openvino.bin"):
-        manifest["files"][name] = {"sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest()}
+        manifest["files"][name] = {
+            "sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        }
     del manifest["files"]["self_check.npz"]  # of the graphs that kd-export wrote
     (folder / "manifest.json").write_text(json.dumps(manifest))
     pixels = np.random.default_rng(0).integers(0, 256, (4, 3, 16, 16), np.uint8)
@@ -147,7 +189,9 @@ def test_openvino_predicts_like_onnxruntime(exported, tmp_path):
     found = engine(pixels)
     assert np.abs(found - expected).max() < 1e-4
     kept = found.copy()
-    engine(255 - pixels)  # the next call of the same thread leaves earlier outputs alone
+    engine(
+        255 - pixels
+    )  # the next call of the same thread leaves earlier outputs alone
     assert np.array_equal(found, kept)
 
 
@@ -156,5 +200,7 @@ def test_an_export_from_before_a_key_is_served_as_it_was(copy):
     manifest = json.loads((copy / "manifest.json").read_text())
     assert manifest["input"].pop("margin") > 0
     manifest.pop("checksum")
-    (copy / "manifest.json").write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
+    (copy / "manifest.json").write_text(
+        json.dumps({**manifest, "checksum": checksum(manifest)})
+    )
     assert describe(copy).margin == 0

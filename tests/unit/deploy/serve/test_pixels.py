@@ -1,4 +1,6 @@
-"""The endpoint sees what evaluation saw: the same bits as training's decoder, and nearly timm's transform."""
+"""The endpoint sees what evaluation saw: the same bits as training's decoder, and
+nearly timm's transform.
+"""
 
 import io
 import random
@@ -21,16 +23,26 @@ SIZES = [(16, 16), (20, 20), (21, 20), (37, 64), (300, 201), (97, 640), (1200, 9
 MODES = ["RGB", "L", "P", "RGBA", "LA", "1", "CMYK", "I;16"]
 
 
-def file_of(width: int, height: int, mode: str = "RGB", kind: str = "PNG", **options: object) -> bytes:
+def file_of(
+    width: int, height: int, mode: str = "RGB", kind: str = "PNG", **options: object
+) -> bytes:
     """Return an image file with structure at every scale."""
     generator = np.random.default_rng(width * 1000 + height)
-    coarse = Image.fromarray(generator.integers(0, 256, (7, 9, 3), np.uint8)).resize((width, height), 3)
-    pixels = np.asarray(coarse).astype(int) + generator.integers(-20, 21, (height, width, 3))
+    coarse = Image.fromarray(generator.integers(0, 256, (7, 9, 3), np.uint8)).resize(
+        (width, height), 3
+    )
+    pixels = np.asarray(coarse).astype(int) + generator.integers(
+        -20, 21, (height, width, 3)
+    )
     image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
     if mode == "I;16":
-        image = Image.fromarray(generator.integers(0, 65536, (height, width), np.uint16))
+        image = Image.fromarray(
+            generator.integers(0, 65536, (height, width), np.uint16)
+        )
     elif mode in ("RGBA", "LA"):
-        image.putalpha(Image.fromarray(generator.integers(0, 256, (height, width), np.uint8)))
+        image.putalpha(
+            Image.fromarray(generator.integers(0, 256, (height, width), np.uint8))
+        )
         image = image.convert(mode)
     elif mode != "RGB":
         image = image.convert(mode)
@@ -50,7 +62,9 @@ def evaluated(data: bytes, size: int, crop: float) -> np.ndarray:
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes(size, crop):
     data = file_of(*size)
-    assert np.array_equal(prepare(data, 32, crop, Limits()).pixels, evaluated(data, 32, crop))
+    assert np.array_equal(
+        prepare(data, 32, crop, Limits()).pixels, evaluated(data, 32, crop)
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -59,7 +73,9 @@ def test_modes(mode):
     data = file_of(50, 40, mode, kind)
     with Image.open(io.BytesIO(data)) as image:
         assert image.mode == mode
-    assert np.array_equal(prepare(data, 24, 1.0, Limits()).pixels, evaluated(data, 24, 1.0))
+    assert np.array_equal(
+        prepare(data, 24, 1.0, Limits()).pixels, evaluated(data, 24, 1.0)
+    )
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
@@ -69,18 +85,27 @@ def test_exif(turn):
     data = file_of(40, 30, kind="JPEG", exif=exif)
     found = prepare(data, 24, 1.0, Limits()).pixels
     assert np.array_equal(found, evaluated(data, 24, 1.0))
-    assert (turn == 1) == np.array_equal(found, evaluated(file_of(40, 30, kind="JPEG"), 24, 1.0))
+    assert (turn == 1) == np.array_equal(
+        found, evaluated(file_of(40, 30, kind="JPEG"), 24, 1.0)
+    )
 
 
 @pytest.mark.parametrize("turn", [1, 6])
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("options", [{}, {"progressive": True}], ids=["baseline", "progressive"])
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}], ids=["baseline", "progressive"]
+)
 def test_a_large_jpeg_is_reduced_as_it_is_decoded(mode, options, turn):
-    """The same pixels for evaluation and the endpoint, near to those of the whole picture, and the size before it."""
+    """The same pixels for evaluation and the endpoint, near to those of the whole
+    picture, and the size before it.
+    """
     exif = Image.Exif()
     exif[0x0112] = turn
     data = file_of(1201, 900, mode, "JPEG", exif=exif, quality=92, **options)
-    found, whole = prepare(data, 96, 0.875, Limits()), prepare(data, 96, 0.875, Limits(), margin=0)
+    found, whole = (
+        prepare(data, 96, 0.875, Limits()),
+        prepare(data, 96, 0.875, Limits(), margin=0),
+    )
     assert np.array_equal(found.pixels, evaluated(data, 96, 0.875))
     assert found.summary == whole.summary == f"1201x900 {mode} JPEG"
     apart = np.abs(found.pixels.astype(int) - whole.pixels.astype(int))
@@ -91,7 +116,8 @@ def test_a_large_jpeg_is_reduced_as_it_is_decoded(mode, options, turn):
 
 
 @pytest.mark.parametrize(
-    ("least", "side"), [(0.5, 1600), (0.34, 1600), (0.33, 800), (0.166, 400), (0.083, 200), (0.001, 200)]
+    ("least", "side"),
+    [(0.5, 1600), (0.34, 1600), (0.33, 800), (0.166, 400), (0.083, 200), (0.001, 200)],
 )
 def test_a_reduction_leaves_the_margin(least, side):
     data = file_of(1600, 40, "L", "JPEG")
@@ -103,11 +129,15 @@ def test_a_reduction_leaves_the_margin(least, side):
 def large() -> bytes:
     """Return a JPEG of 12 million pixels."""
     file = io.BytesIO()
-    Image.effect_noise((1000, 750), 40).resize((4000, 3000)).convert("RGB").save(file, "JPEG", quality=60)
+    Image.effect_noise((1000, 750), 40).resize((4000, 3000)).convert("RGB").save(
+        file, "JPEG", quality=60
+    )
     return file.getvalue()
 
 
-def with_header(data: bytes, height: int = 3000, width: int = 4000, bits: int = 8) -> bytes:
+def with_header(
+    data: bytes, height: int = 3000, width: int = 4000, bits: int = 8
+) -> bytes:
     """Return a JPEG whose header says something else."""
     start = data.index(b"\xff\xc0")
     frame = bytes([0xC0 if bits == 8 else 0xC1]) + data[start + 2 : start + 4]
@@ -117,31 +147,51 @@ def with_header(data: bytes, height: int = 3000, width: int = 4000, bits: int = 
 
 BAD: dict[str, tuple[Callable[[bytes], bytes], str, int]] = {
     **{
-        f"cut at {n} tenths": (lambda data, n=n: data[: len(data) * n // 10], "truncated|empty", 400) for n in range(10)
+        f"cut at {n} tenths": (
+            lambda data, n=n: data[: len(data) * n // 10],
+            "truncated|empty",
+            400,
+        )
+        for n in range(10)
     },
     "12 bits": (lambda data: with_header(data, bits=12), "damaged", 400),
-    "65,500 x 65,500": (lambda data: with_header(data, 65_500, 65_500), "beyond a limit", 413),
+    "65,500 x 65,500": (
+        lambda data: with_header(data, 65_500, 65_500),
+        "beyond a limit",
+        413,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_photograph_is_refused_in_one_line(case, large):
-    """Training has its own limit on pixels: in a process that imports the endpoint, Pillow has none."""
+    """Training has its own limit on pixels: in a process that imports the endpoint,
+    Pillow has none.
+    """
     make, words, status = BAD[case]
     with pytest.raises(CorruptImage, match=words) as refused:
         decode(make(large), "file 'a.jpg'", "data.root", EvalTransform(64, 1.0).least)
-    assert re.fullmatch(r"data\.root: file 'a\.jpg': .*\. Allowed: .*\. Replace or delete it.*", str(refused.value))
+    assert re.fullmatch(
+        r"data\.root: file 'a\.jpg': .*\. Allowed: .*\. Replace or delete it.*",
+        str(refused.value),
+    )
     with pytest.raises(Problem) as caught:
         prepare(make(large), 64, 1.0, Limits())
     assert caught.value.status == status
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("height", "width"), [(6000, 4000), (1500, 4000), (3000, 8000)])
-def test_a_header_that_lies_about_the_size_gives_the_same_pixels_everywhere(height, width, large):
+@pytest.mark.parametrize(
+    ("height", "width"), [(6000, 4000), (1500, 4000), (3000, 8000)]
+)
+def test_a_header_that_lies_about_the_size_gives_the_same_pixels_everywhere(
+    height, width, large
+):
     """libjpeg makes up what is missing, so that nothing tells."""
     lie = with_header(large, height, width)
-    assert np.array_equal(prepare(lie, 64, 1.0, Limits(max_pixels=10**8)).pixels, evaluated(lie, 64, 1.0))
+    assert np.array_equal(
+        prepare(lie, 64, 1.0, Limits(max_pixels=10**8)).pixels, evaluated(lie, 64, 1.0)
+    )
 
 
 def test_a_line_of_65000_pixels_is_an_image_for_training_and_none_for_the_endpoint():
@@ -152,10 +202,13 @@ def test_a_line_of_65000_pixels_is_an_image_for_training_and_none_for_the_endpoi
 
 
 @pytest.mark.parametrize(
-    ("kind", "side", "most"), [("JPEG", 64, 421_875), ("JPEG", 1200, 1_080_000), ("PNG", 64, 1_080_000)]
+    ("kind", "side", "most"),
+    [("JPEG", 64, 421_875), ("JPEG", 1200, 1_080_000), ("PNG", 64, 1_080_000)],
 )
 def test_the_limit_counts_what_is_held(kind, side, most):
-    """1,080,000 pixels; a JPEG that is reduced has one of 64 of them, and may have 2.56 times the limit."""
+    """1,080,000 pixels; a JPEG that is reduced has one of 64 of them, and may have 2.56
+    times the limit.
+    """
     data = file_of(1200, 900, "L", kind)
     prepare(data, side, 1.0, Limits(max_pixels=most))
     with pytest.raises(Problem, match="1200 x 900") as caught:
@@ -164,8 +217,13 @@ def test_the_limit_counts_what_is_held(kind, side, most):
 
 
 def test_the_coefficients_of_a_progressive_jpeg_are_held():
-    """libjpeg keeps 2 bytes of each pixel and channel until the last scan, whatever it reduces the picture to."""
-    plain, progressive = (file_of(1200, 900, kind="JPEG", progressive=several) for several in (False, True))
+    """libjpeg keeps 2 bytes of each pixel and channel until the last scan, whatever it
+    reduces the picture to.
+    """
+    plain, progressive = (
+        file_of(1200, 900, kind="JPEG", progressive=several)
+        for several in (False, True)
+    )
     whole, reduced = 1200 * 900, 150 * 113
     prepare(plain, 16, 1.0, Limits(max_pixels=421_875))
     prepare(progressive, 16, 1.0, Limits(max_pixels=421_875 + reduced))
@@ -176,12 +234,20 @@ def test_the_coefficients_of_a_progressive_jpeg_are_held():
 
 
 def apart(size: tuple[int, int], crop: float) -> torch.Tensor:
-    """Return the distance between our pixels and those of timm's transform, in levels of 0..255."""
+    """Return the distance between our pixels and those of timm's transform, in levels
+    of 0..255.
+    """
     from timm.data import create_transform
 
     data = file_of(*size, kind="JPEG", quality=90)
     ours = torch.from_numpy(prepare(data, 64, crop, Limits(), margin=0).pixels).float()
-    transform = create_transform((3, 64, 64), interpolation="bicubic", crop_pct=crop, mean=(0, 0, 0), std=(1, 1, 1))
+    transform = create_transform(
+        (3, 64, 64),
+        interpolation="bicubic",
+        crop_pct=crop,
+        mean=(0, 0, 0),
+        std=(1, 1, 1),
+    )
     return (ours - 255 * transform(Image.open(io.BytesIO(data)))).abs()
 
 
@@ -193,9 +259,11 @@ def test_timms_transform_where_nothing_is_rounded(size):
 @pytest.mark.parametrize("crop", [1.0, 0.875])
 @pytest.mark.parametrize("size", [(300, 201), (97, 640), (1200, 900), (224, 224)])
 def test_nearly_timms_transform_elsewhere(size, crop):
-    """timm resizes to whole pixels and then crops at whole pixels; we do both at once, up to half a pixel apart.
+    """timm resizes to whole pixels and then crops at whole pixels; we do both at once,
+    up to half a pixel apart.
 
-    The pictures are as steep as can be: colour fields of seven pixels. On them half a pixel is eight levels.
+    The pictures are as steep as can be: colour fields of seven pixels. On them half a
+    pixel is eight levels.
     """
     difference = apart(size, crop)
     assert difference.mean() < 8

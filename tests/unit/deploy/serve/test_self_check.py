@@ -1,4 +1,6 @@
-"""The self-check: planted faults are found, each by its line, and nothing honest is called wrong."""
+"""The self-check: planted faults are found, each by its line, and nothing honest is
+called wrong.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from kd.parts import registry
 Array = Callable[[np.ndarray], np.ndarray]
 
 
-def graph(change: Callable[[onnx.GraphProto], None], name: str = "model.onnx") -> Callable[[Liar], str]:
+def graph(
+    change: Callable[[onnx.GraphProto], None], name: str = "model.onnx"
+) -> Callable[[Liar], str]:
     """Return a fault that changes a graph."""
 
     def plant(liar: Liar) -> str:
@@ -47,12 +51,18 @@ def graph(change: Callable[[onnx.GraphProto], None], name: str = "model.onnx") -
     return plant
 
 
-def tensors(change: Array, wanted: Callable[[onnx.TensorProto], bool]) -> Callable[[onnx.GraphProto], None]:
+def tensors(
+    change: Array, wanted: Callable[[onnx.TensorProto], bool]
+) -> Callable[[onnx.GraphProto], None]:
     def changed(found: onnx.GraphProto) -> None:
         for one in found.initializer:
             if wanted(one):
                 values = numpy_helper.to_array(one)
-                one.CopyFrom(numpy_helper.from_array(change(values).astype(values.dtype), one.name))
+                one.CopyFrom(
+                    numpy_helper.from_array(
+                        change(values).astype(values.dtype), one.name
+                    )
+                )
 
     return changed
 
@@ -66,7 +76,11 @@ def named(text: str) -> Callable[[onnx.TensorProto], bool]:
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
-    return (values.view(np.uint32) + 0x8000 & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    return (
+        (values.view(np.uint32) + 0x8000 & 0xFFFF0000)
+        .astype(np.uint32)
+        .view(np.float32)
+    )
 
 
 def exchanged(found: onnx.GraphProto) -> None:
@@ -74,7 +88,9 @@ def exchanged(found: onnx.GraphProto) -> None:
     for node in found.node:
         node.input[:] = ["bgr" if one == "image" else one for one in node.input]
     found.initializer.append(numpy_helper.from_array(np.array([2, 1, 0]), "order"))
-    found.node.insert(0, helper.make_node("Gather", ["image", "order"], ["bgr"], axis=1))
+    found.node.insert(
+        0, helper.make_node("Gather", ["image", "order"], ["bgr"], axis=1)
+    )
 
 
 def added(number: float) -> Callable[[onnx.GraphProto], None]:
@@ -84,7 +100,9 @@ def added(number: float) -> Callable[[onnx.GraphProto], None]:
         name = found.output[0].name
         for node in found.node:
             node.output[:] = ["before" if one == name else one for one in node.output]
-        found.initializer.append(numpy_helper.from_array(np.array([number], np.float32), "bias"))
+        found.initializer.append(
+            numpy_helper.from_array(np.array([number], np.float32), "bias")
+        )
         found.node.append(helper.make_node("Add", ["before", "bias"], [name]))
 
     return changed
@@ -101,7 +119,9 @@ def attribute(kind: str, name: str, value: object) -> Callable[[onnx.GraphProto]
 
 
 def random(scale: float) -> Array:
-    return lambda values: values * (1 + scale * np.random.default_rng(1).standard_normal(values.shape))
+    return lambda values: (
+        values * (1 + scale * np.random.default_rng(1).standard_normal(values.shape))
+    )
 
 
 DIFFER = "differ from those at the export"
@@ -114,24 +134,36 @@ GRAPHS: dict[str, Callable[[Liar], str]] = {
     "bf16 for float32": graph(tensors(to_bf16, floats)),
     "float16 for float32": graph(tensors(lambda w: w.astype(np.float16), floats)),
     "no temperature": graph(tensors(lambda w: 1.02 * w, named("head.weight"))),
-    "classes exchanged": graph(tensors(lambda w: np.roll(w, 1, 0), named("head.weight"))),
+    "classes exchanged": graph(
+        tensors(lambda w: np.roll(w, 1, 0), named("head.weight"))
+    ),
     "another mean": graph(tensors(lambda s: s + 0.01, named("shift"))),
     "another epsilon": graph(attribute("LayerNormalization", "epsilon", 1e-3)),
     "no softmax": graph(attribute("Softmax", "axis", 1)),
     "positions rolled": graph(tensors(lambda p: np.roll(p, 1, 1), named("pos_embed"))),
-    "a weight that is no number": graph(tensors(lambda b: b + np.nan, named("norm1.bias"))),
+    "a weight that is no number": graph(
+        tensors(lambda b: b + np.nan, named("norm1.bias"))
+    ),
     "int8 scales halved": graph(tensors(lambda s: s / 2, named("_scale")), INT8),
-    "int8 weights saturated": graph(tensors(lambda w: w.clip(-48, 48), lambda one: "_quantized" in one.name), INT8),
+    "int8 weights saturated": graph(
+        tensors(lambda w: w.clip(-48, 48), lambda one: "_quantized" in one.name), INT8
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", GRAPHS)
-def test_a_fault_of_a_graph_is_found_though_its_hash_is_repaired(fault, honest, tmp_path):
+def test_a_fault_of_a_graph_is_found_though_its_hash_is_repaired(
+    fault, honest, tmp_path
+):
     liar = Liar(shutil.copytree(honest, tmp_path / "export"))
     file = GRAPHS[fault](liar)
     liar.reseal()
     with pytest.raises(
-        SelfCheckError, match=f"the outputs of {file} {DIFFER}: largest difference .* is allowed; onnxruntime"
+        SelfCheckError,
+        match=(
+            f"the outputs of {file} {DIFFER}: largest difference .* is allowed;"
+            " onnxruntime"
+        ),
     ):
         kd.load(liar.folder, file)
     kd.load(liar.folder, file, self_check=False)
@@ -139,10 +171,14 @@ def test_a_fault_of_a_graph_is_found_though_its_hash_is_repaired(fault, honest, 
 
 def resized(filter: Image.Resampling) -> Callable[..., Image.Image]:
     real = Image.Image.resize
-    return lambda self, size, _=None, *rest, **more: real(self, size, filter, *rest, **more)
+    return lambda self, size, _=None, *rest, **more: real(
+        self, size, filter, *rest, **more
+    )
 
 
-def blue_first(self: Image.Image, *rest, real=Image.Image.resize, **more) -> Image.Image:
+def blue_first(
+    self: Image.Image, *rest, real=Image.Image.resize, **more
+) -> Image.Image:
     return Image.fromarray(np.asarray(real(self, *rest, **more))[..., ::-1])
 
 
@@ -151,13 +187,17 @@ def brighter(self: Image.Image, *rest, real=Image.Image.resize, **more) -> Image
     return real(self, *rest, **more).point(lambda value: min(255, value + 1))
 
 
-def inverted(self: Image.Image, mode: str, *rest, real=Image.Image.convert, **more) -> Image.Image:
+def inverted(
+    self: Image.Image, mode: str, *rest, real=Image.Image.convert, **more
+) -> Image.Image:
     """Convert CMYK as if its inks were inverted."""
     inks = self.point(lambda value: 255 - value) if self.mode == "CMYK" else self
     return real(inks, mode, *rest, **more)
 
 
-def on_black(mode: str, size: tuple[int, int], color: object = 0, real=Image.new) -> Image.Image:
+def on_black(
+    mode: str, size: tuple[int, int], color: object = 0, real=Image.new
+) -> Image.Image:
     return real(mode, size, "black")
 
 
@@ -169,7 +209,11 @@ DECODERS = {
     "one level brighter": (Image.Image, "resize", brighter),
     "CMYK is inverted": (Image.Image, "convert", inverted),
     "transparent on black": (Image, "new", on_black),
-    "a JPEG is not reduced": (JpegImagePlugin.JpegImageFile, "draft", lambda self, mode, size: None),
+    "a JPEG is not reduced": (
+        JpegImagePlugin.JpegImageFile,
+        "draft",
+        lambda self, mode, size: None,
+    ),
 }
 
 
@@ -180,24 +224,38 @@ def test_another_decoder_is_found(fault, honest, monkeypatch):
         kd.load(honest)
 
 
-def no_decoder(mode: str, name: str, args: object, extra: object = (), real=Image._getdecoder) -> object:
+def no_decoder(
+    mode: str, name: str, args: object, extra: object = (), real=Image._getdecoder
+) -> object:
     if name == "jpeg":
         raise OSError("decoder jpeg not available")
     return real(mode, name, args, extra)
 
 
-def test_a_machine_that_cannot_decode_a_picture_is_named_and_not_the_export(honest, monkeypatch):
+def test_a_machine_that_cannot_decode_a_picture_is_named_and_not_the_export(
+    honest, monkeypatch
+):
     monkeypatch.setattr(Image, "_getdecoder", no_decoder)
-    with pytest.raises(SelfCheckError, match=r"picture 0 of the self-check cannot be decoded on this machine"):
+    with pytest.raises(
+        SelfCheckError,
+        match=r"picture 0 of the self-check cannot be decoded on this machine",
+    ):
         kd.load(honest)
     service = Service(describe(honest), Limits(), slots=1, threads=1)
     service.load()
     problem = service.admission_error()
     assert not service.ready
     assert problem is not None
-    assert "picture 0 of the self-check cannot be decoded on this machine" in problem.detail
+    assert (
+        "picture 0 of the self-check cannot be decoded on this machine"
+        in problem.detail
+    )
     service.close()
-    row = next(row for row in verify(VerifyOptions(export=honest)).rows if row.what == "self_check/model.onnx")
+    row = next(
+        row
+        for row in verify(VerifyOptions(export=honest)).rows
+        if row.what == "self_check/model.onnx"
+    )
     assert row.verdict == "WRONG"
 
 
@@ -216,37 +274,58 @@ def bomb() -> np.ndarray:
     return np.frombuffer(file.getvalue(), np.uint8)
 
 
-@pytest.mark.parametrize("picture", [np.frombuffer(b"no picture", np.uint8), bomb()], ids=["text", "160 megapixels"])
+@pytest.mark.parametrize(
+    "picture",
+    [np.frombuffer(b"no picture", np.uint8), bomb()],
+    ids=["text", "160 megapixels"],
+)
 def test_a_strangers_picture_is_a_wrong_row_of_kd_verify(picture, honest, tmp_path):
     folder = stored(shutil.copytree(honest, tmp_path / "export"), picture0=picture)
     rows = {row.what: row.verdict for row in verify(VerifyOptions(export=folder)).rows}
     assert rows["self_check/model.onnx"] == "WRONG"
-    with pytest.raises(SelfCheckError, match="picture 0 of the self-check cannot be decoded"):
+    with pytest.raises(
+        SelfCheckError, match="picture 0 of the self-check cannot be decoded"
+    ):
         kd.load(folder)
 
 
 def test_a_header_of_petabytes_is_refused(honest, tmp_path):
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (10**15,)})
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "|u1", "fortran_order": False, "shape": (10**15,)}
+    )
     folder = shutil.copytree(honest, tmp_path / "export")
-    with zipfile.ZipFile(honest / FILE) as old, zipfile.ZipFile(folder / FILE, "w") as new:
+    with (
+        zipfile.ZipFile(honest / FILE) as old,
+        zipfile.ZipFile(folder / FILE, "w") as new,
+    ):
         for name in old.namelist():
-            new.writestr(name, header.getvalue() if name == "pixels.npy" else old.read(name))
+            new.writestr(
+                name, header.getvalue() if name == "pixels.npy" else old.read(name)
+            )
     Liar(folder).reseal()
     with pytest.raises(ModelError, match="the self-check cannot be made"):
         kd.load(folder)
-    assert any(row.verdict == "WRONG" for row in verify(VerifyOptions(export=folder)).rows if FILE in row.what)
+    assert any(
+        row.verdict == "WRONG"
+        for row in verify(VerifyOptions(export=folder)).rows
+        if FILE in row.what
+    )
 
 
 @pytest.mark.parametrize("gone", ["self_check", "self_check/model.onnx"])
-def test_an_export_with_pictures_and_without_their_entry_is_damaged_and_not_old(gone, honest, tmp_path):
+def test_an_export_with_pictures_and_without_their_entry_is_damaged_and_not_old(
+    gone, honest, tmp_path
+):
     liar = Liar(shutil.copytree(honest, tmp_path / "export"))
     section, _, graph = gone.partition("/")
     del (liar.manifest[section] if graph else liar.manifest)[graph or section]
     liar.reseal()
     with pytest.raises(ModelError, match=r"it has no self_check of model.onnx"):
         kd.load(liar.folder)
-    assert any(row.verdict == "WRONG" for row in verify(VerifyOptions(export=liar.folder)).rows)
+    assert any(
+        row.verdict == "WRONG" for row in verify(VerifyOptions(export=liar.folder)).rows
+    )
 
 
 def test_another_crop_is_found_and_what_has_another_hash_is_not_read(honest, tmp_path):
@@ -269,7 +348,9 @@ def test_another_crop_is_found_and_what_has_another_hash_is_not_read(honest, tmp
 
 
 def test_the_oldest_runtime_that_reads_a_graph_is_compared(honest, tmp_path):
-    told = json.loads((honest / "manifest.json").read_text())["self_check"]["model.onnx"]
+    told = json.loads((honest / "manifest.json").read_text())["self_check"][
+        "model.onnx"
+    ]
     reader = registry.exporter("model.onnx").reader
     assert (told["opset"], told["least"]) == (20, reader(told["ir"], 20))
     assert reader(10, 22) == "1.21"
@@ -293,7 +374,9 @@ def test_the_endpoint_is_not_ready_and_says_why(honest, tmp_path, caplog):
         caplog.clear()
         with caplog.at_level(logging.INFO, "kd.serve"):
             folder = faulty(honest, tmp_path / str(checked))
-            service = Service(describe(folder, checked=checked), Limits(), slots=1, threads=1)
+            service = Service(
+                describe(folder, checked=checked), Limits(), slots=1, threads=1
+            )
             service.load()
         assert service.ready == ready
         text = service.metrics.text().decode()
@@ -316,18 +399,29 @@ def test_the_endpoint_is_not_ready_and_says_why(honest, tmp_path, caplog):
 def test_kd_predict_and_kd_verify_find_it(honest, tmp_path, command):
     folder = faulty(honest, tmp_path / "export")
     Image.new("RGB", (40, 30), "red").save(tmp_path / "red.png")
-    answer = command("predict", folder, tmp_path / "red.png", "--to", tmp_path / "o.csv")
+    answer = command(
+        "predict", folder, tmp_path / "red.png", "--to", tmp_path / "o.csv"
+    )
     assert (answer.code, (tmp_path / "o.csv").exists()) == (3, False)
     assert DIFFER in answer.err
-    settings = PredictOptions(export=folder, images=str(tmp_path / "red.png"), to=tmp_path / "o.csv", self_check=False)
+    settings = PredictOptions(
+        export=folder,
+        images=str(tmp_path / "red.png"),
+        to=tmp_path / "o.csv",
+        self_check=False,
+    )
     assert predict(settings, io.StringIO()).images == 1
     for export, verdict in ((honest, "right"), (folder, "WRONG")):
-        rows = {row.what: row.verdict for row in verify(VerifyOptions(export=export)).rows}
+        rows = {
+            row.what: row.verdict for row in verify(VerifyOptions(export=export)).rows
+        }
         assert rows["self_check/model.onnx/allowed"] == verdict
     liar = Liar(shutil.copytree(honest, tmp_path / "loose"))
     liar.set("self_check/model.onnx/allowed", 50.0)
     liar.reseal()
-    rows = {row.what: row.verdict for row in verify(VerifyOptions(export=liar.folder)).rows}
+    rows = {
+        row.what: row.verdict for row in verify(VerifyOptions(export=liar.folder)).rows
+    }
     assert rows["self_check/model.onnx/allowed"] == "WRONG"
 
 
@@ -347,7 +441,9 @@ def test_the_pictures(size):
     files = self_check.pictures(BRANCHES, size, 16)
     assert files == self_check.pictures(BRANCHES, size, 16)
     opened = [Image.open(io.BytesIO(file)) for file in files]
-    assert [(image.format, image.mode) for image in opened] == [branch[:2] for branch in BRANCHES[: len(files)]]
+    assert [(image.format, image.mode) for image in opened] == [
+        branch[:2] for branch in BRANCHES[: len(files)]
+    ]
     assert all(np.asarray(to_rgb(image)).std() > 15 for image in opened)
     assert sum(map(len, files[:4])) < 400_000
 
@@ -358,4 +454,7 @@ def test_the_bound_of_a_graph_is_twice_its_distance_from_float32(tmp_path):
 
     engines = {"model.onnx": returning(1.0), "model.int8.onnx": returning(1.5)}
     found = self_check.write(tmp_path, engines, ("a", "b", "c"), SIZE, 1.0, 16)
-    assert {name: one["allowed"] for name, one in found.items()} == {"model.onnx": 1e-4, "model.int8.onnx": 1.0}
+    assert {name: one["allowed"] for name, one in found.items()} == {
+        "model.onnx": 1e-4,
+        "model.int8.onnx": 1.0,
+    }

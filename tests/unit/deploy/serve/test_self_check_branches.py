@@ -1,4 +1,5 @@
-"""Faults of serving machines beside those of `test_self_check.py`: of branches of the decoder, of batches and labels.
+"""Faults of serving machines beside those of `test_self_check.py`: of branches of the
+decoder, of batches and labels.
 
 Each is planted in a library or in a file of the export, whose hashes are repaired.
 """
@@ -58,7 +59,9 @@ class Fault:
             result = real(image, *rest, **named)
             if applies:
                 inside.append(True)  # `wrong` calls the method too
-                wrong = self.wrong(result if isinstance(result, Image.Image) else image.copy())
+                wrong = self.wrong(
+                    result if isinstance(result, Image.Image) else image.copy()
+                )
                 inside.clear()
                 if isinstance(result, Image.Image):
                     return wrong
@@ -83,7 +86,9 @@ def of(mode: str, kind: str = "") -> Callable[..., bool]:
 
 
 def reduced(divisor: int) -> Callable[..., bool]:
-    return lambda image, *rest: image.decoderconfig[:1] == (divisor,) and bool(image.tile)
+    return lambda image, *rest: (
+        image.decoderconfig[:1] == (divisor,) and bool(image.tile)
+    )
 
 
 def enlarged(image: Image.Image, size: tuple[int, int], *rest: object) -> bool:
@@ -95,17 +100,32 @@ FAULTS = {
     "grey JPEG": Fault(Image.Image, "convert", of("L", "JPEG"), darker),
     "grey PNG": Fault(Image.Image, "convert", of("L", "PNG"), darker),
     "black and white": Fault(Image.Image, "convert", of("1"), ImageOps.invert),
-    "palette": Fault(Image.Image, "convert", lambda image, mode="": of("P")(image) and mode == "RGB", darker),
+    "palette": Fault(
+        Image.Image,
+        "convert",
+        lambda image, mode="": of("P")(image) and mode == "RGB",
+        darker,
+    ),
     "transparent palette": Fault(
-        Image.Image, "convert", lambda image, mode="": of("P")(image) and mode == "RGBA", darker
+        Image.Image,
+        "convert",
+        lambda image, mode="": of("P")(image) and mode == "RGBA",
+        darker,
     ),
     "grey with alpha": Fault(Image.Image, "convert", of("LA"), darker),
     "alpha of PNG": Fault(Image.Image, "convert", of("RGBA", "PNG"), darker),
     "alpha of WebP": Fault(Image.Image, "convert", of("RGBA", "WEBP"), darker),
     "WebP": Fault(WebPImagePlugin.WebPImageFile, "load", of("RGB"), darker),
-    "16 bits": Fault(PNG, "load", lambda image: of("I;16")(image) and bool(image.tile), darker),
+    "16 bits": Fault(
+        PNG, "load", lambda image: of("I;16")(image) and bool(image.tile), darker
+    ),
     "CMYK": Fault(Image.Image, "convert", of("CMYK"), darker),
-    "progressive JPEG": Fault(JPEG, "load", lambda image: "progressive" in image.info and bool(image.tile), darker),
+    "progressive JPEG": Fault(
+        JPEG,
+        "load",
+        lambda image: "progressive" in image.info and bool(image.tile),
+        darker,
+    ),
     "JPEG at 1/2": Fault(JPEG, "load", reduced(2), rolled),
     "JPEG at 1/4": Fault(JPEG, "load", reduced(4), rolled),
     "JPEG at 1/8": Fault(JPEG, "load", reduced(8), rolled),
@@ -125,7 +145,11 @@ def test_a_wrong_turn_is_noticed(orientation, honest, monkeypatch):
     real = ImageOps.exif_transpose
 
     def turned(image: Image.Image, *, in_place: bool = False) -> Image.Image | None:
-        return None if image.getexif().get(0x0112) == orientation else real(image, in_place=in_place)
+        return (
+            None
+            if image.getexif().get(0x0112) == orientation
+            else real(image, in_place=in_place)
+        )
 
     monkeypatch.setattr(ImageOps, "exif_transpose", turned)
     with pytest.raises(SelfCheckError, match="the pixels of self-check picture"):
@@ -137,7 +161,9 @@ def test_a_wrong_heic_is_noticed_and_named(honest, monkeypatch):
     pixels.load_heif()
     plugin = importlib.import_module("pillow_heif.as_plugin").HeifImageFile
     Fault(plugin, "load", of("RGB"), darker).plant(monkeypatch)
-    with pytest.raises(SelfCheckError, match=r"self-check picture \d+ \(45x36 RGB HEIF\)"):
+    with pytest.raises(
+        SelfCheckError, match=r"self-check picture \d+ \(45x36 RGB HEIF\)"
+    ):
         kd.load(honest)
 
 
@@ -152,9 +178,17 @@ print("HEIC" in NAMES, kd.load(sys.argv[1]).check_itself())
 
 @needs_heif
 def test_an_export_with_a_heic_starts_where_heic_is_not_installed(honest):
-    stored = [file.tobytes() for name, file in np.load(honest / FILE).items() if name.startswith("picture")]
+    stored = [
+        file.tobytes()
+        for name, file in np.load(honest / FILE).items()
+        if name.startswith("picture")
+    ]
     assert "HEIC" in map(pixels.format_of, stored)
-    done = subprocess.run([sys.executable, "-c", WITHOUT_HEIF, str(honest)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_HEIF, str(honest)],
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
@@ -165,7 +199,8 @@ def test_an_export_is_made_where_heic_is_not_installed(monkeypatch):
     assert "HEIC" not in map(pixels.format_of, files)
 
 
-# ------------------------------------------------------------------------------------------- every branch has a picture
+# --------------------------------------------------------------------------------
+# every branch has a picture
 
 
 def decoded(files: list[bytes], bits: int = 16) -> None:
@@ -173,8 +208,12 @@ def decoded(files: list[bytes], bits: int = 16) -> None:
         prepare(file, self_check.SIDE, 0.875, bits=bits)
 
 
-def lines_run(functions: list[Callable[..., Any]], run: Callable[[], None]) -> set[tuple[str, int]]:
-    """Return the lines of functions that a call runs, each as the function's name and a number from its `def`."""
+def lines_run(
+    functions: list[Callable[..., Any]], run: Callable[[], None]
+) -> set[tuple[str, int]]:
+    """Return the lines of functions that a call runs, each as the function's name and a
+    number from its `def`.
+    """
     codes = {function.__code__ for function in functions}
     seen = set()
 
@@ -194,23 +233,34 @@ def lines_run(functions: list[Callable[..., Any]], run: Callable[[], None]) -> s
 
 
 def test_each_line_of_the_decoder_that_makes_pixels_is_run_by_a_picture():
-    """Fails for a new branch without a picture: lines that neither raise nor follow an `except` must run."""
+    """Fails for a new branch without a picture: lines that neither raise nor follow an
+    `except` must run.
+    """
     functions = [pixels.load, pixels.to_rgb, pixels.reduce, pixels.centre_crop]
     files = self_check.pictures(BRANCHES, self_check.SIDE, 16)
     seen = lines_run(functions, lambda: decoded(files))
     source = Path(pixels.__file__).read_text().splitlines()
     missed = []
     for function in functions:
-        lines = {line for _, _, line in function.__code__.co_lines() if line} - {function.__code__.co_firstlineno}
-        for line in sorted(lines - {number for name, number in seen if name == function.__name__}):
+        lines = {line for _, _, line in function.__code__.co_lines() if line} - {
+            function.__code__.co_firstlineno
+        }
+        for line in sorted(
+            lines - {number for name, number in seen if name == function.__name__}
+        ):
             if not source[line - 1].strip().startswith(("raise", "except ", "pass")):
                 missed.append(source[line - 1].strip())
     conditions_of_errors = {
         'elif image.mode in ("I", "F"):',
-        "used = -8 - max(high for _, high in rgb.getextrema()).bit_length()  # type: ignore[union-attr]",
+        (
+            "used = -8 - max(high for _, high in rgb.getextrema()).bit_length()  #"
+            " type: ignore[union-attr]"
+        ),
         "if bits < 16:",
     }
-    assert set(missed) <= conditions_of_errors, "a branch of the decoder has no picture in BRANCHES"
+    assert set(missed) <= conditions_of_errors, (
+        "a branch of the decoder has no picture in BRANCHES"
+    )
 
 
 def test_each_format_mode_turn_and_scale_has_a_picture():
@@ -224,7 +274,12 @@ def test_each_format_mode_turn_and_scale_has_a_picture():
     assert {image.getexif().get(0x0112, 1) for image in opened} == {*range(1, 9)}
     divisors = set()
     for image in (image for image in opened if image.format == "JPEG"):
-        pixels.reduce(image, lambda width, height: pixels.least_of_centre(width, height, self_check.SIDE, 0.875))
+        pixels.reduce(
+            image,
+            lambda width, height: pixels.least_of_centre(
+                width, height, self_check.SIDE, 0.875
+            ),
+        )
         divisors.add(image.decoderconfig[0] if image.decoderconfig else 1)
     assert divisors == {1, 2, 4, 8}
     assert any(min(image.size) < self_check.SIDE for image in opened)
@@ -238,16 +293,26 @@ def test_a_grey_picture_fits_the_bits_of_the_data(bits):
     decoded(files, bits)
 
 
-# ------------------------------------------------------------------------------------------------- batches, two at once
+# --------------------------------------------------------------------------------
+# batches, two at once
 
 
 def wrong_in_batches(graph: onnx.GraphProto) -> None:
     """Add a hundredth of its number in the batch to each picture's logits."""
     name = graph.output[0].name
     for node in graph.node:
-        node.output[:] = ["before" if output == name else output for output in node.output]
-    constants = {"zero": np.array(0), "one": np.array(1), "last": np.array([1]), "part": np.array(0.01, np.float32)}
-    graph.initializer.extend(numpy_helper.from_array(value, key) for key, value in constants.items())
+        node.output[:] = [
+            "before" if output == name else output for output in node.output
+        ]
+    constants = {
+        "zero": np.array(0),
+        "one": np.array(1),
+        "last": np.array([1]),
+        "part": np.array(0.01, np.float32),
+    }
+    graph.initializer.extend(
+        numpy_helper.from_array(value, key) for key, value in constants.items()
+    )
     for kind, inputs, output, settings in (
         ("Shape", ["image"], "shape", {}),
         ("Gather", ["shape", "zero"], "count", {}),
@@ -260,7 +325,12 @@ def wrong_in_batches(graph: onnx.GraphProto) -> None:
         graph.node.append(helper.make_node(kind, inputs, [output], **settings))
 
 
-def changed(honest: Path, folder: Path, change: Callable[[onnx.GraphProto], None], name: str = "model.onnx") -> Path:
+def changed(
+    honest: Path,
+    folder: Path,
+    change: Callable[[onnx.GraphProto], None],
+    name: str = "model.onnx",
+) -> Path:
     liar = Liar(shutil.copytree(honest, folder))
     model = onnx.load(liar.folder / name)
     change(model.graph)
@@ -274,7 +344,9 @@ def test_a_graph_that_is_wrong_in_batches_alone_is_noticed(honest, tmp_path):
     image = np.random.default_rng(0).integers(0, 256, (1, 3, 16, 16), np.uint8)
     with pytest.raises(SelfCheckError, match=r"the outputs of model\.onnx differ"):
         kd.load(folder)
-    faulty, right = (kd.load(path, self_check=False).engine for path in (folder, honest))
+    faulty, right = (
+        kd.load(path, self_check=False).engine for path in (folder, honest)
+    )
     assert np.array_equal(faulty(image), right(image)), "one at a time it is right"
 
 
@@ -316,10 +388,15 @@ def test_the_endpoints_own_threads_run_the_check(honest, monkeypatch):
     service.close()
 
 
-# --------------------------------------------------------------------------------------------------------------- labels
+# --------------------------------------------------------------------------------
+# labels
 
 
-@pytest.mark.parametrize("order", [(1, 2, 0), (2, 1, 0), (1, 0, 2)], ids=["rotated", "reversed", "two exchanged"])
+@pytest.mark.parametrize(
+    "order",
+    [(1, 2, 0), (2, 1, 0), (1, 0, 2)],
+    ids=["rotated", "reversed", "two exchanged"],
+)
 def test_another_order_of_the_classes_is_noticed(order, honest, tmp_path):
     liar = Liar(shutil.copytree(honest, tmp_path / "export"))
     labels = json.loads((honest / "config.json").read_text())["label_names"]
@@ -329,7 +406,8 @@ def test_another_order_of_the_classes_is_noticed(order, honest, tmp_path):
         kd.load(liar.folder)
 
 
-# ----------------------------------------------------------------------------------------------------------------- int8
+# --------------------------------------------------------------------------------
+# int8
 
 
 def shifted(by: int) -> Callable[[onnx.GraphProto], None]:
@@ -338,29 +416,41 @@ def shifted(by: int) -> Callable[[onnx.GraphProto], None]:
         assert points
         for tensor in points:
             values = numpy_helper.to_array(tensor)
-            tensor.CopyFrom(numpy_helper.from_array((values + by).astype(values.dtype), tensor.name))
+            tensor.CopyFrom(
+                numpy_helper.from_array((values + by).astype(values.dtype), tensor.name)
+            )
 
     return change
 
 
 @needs_vnni
 def test_zero_points_shifted_by_one_are_noticed(honest, tmp_path):
-    """Shifted by -1 this small graph changes less than between honest machines: see `self_check.DRIFT`."""
+    """Shifted by -1 this small graph changes less than between honest machines: see
+    `self_check.DRIFT`.
+    """
     with pytest.raises(SelfCheckError, match=f"the outputs of {INT8} differ"):
         kd.load(changed(honest, tmp_path / "export", shifted(1), INT8), INT8)
 
 
-# -------------------------------------------------------------------------------------------------------- older exports
+# --------------------------------------------------------------------------------
+# older exports
 
 
 def as_before(honest: Path, folder: Path) -> Liar:
-    """Return an export as kd 0.3 wrote it: four pictures, whose logits were computed one at a time, no labels."""
+    """Return an export as kd 0.3 wrote it: four pictures, whose logits were computed
+    one at a time, no labels.
+    """
     liar = Liar(shutil.copytree(honest, folder))
     arrays = dict(np.load(folder / FILE))
-    older = {name: arrays[name] for name in ("picture0", "picture1", "picture2", "picture3", "pixels")}
+    older = {
+        name: arrays[name]
+        for name in ("picture0", "picture1", "picture2", "picture3", "pixels")
+    }
     for name in ("model.onnx", INT8):
         engine = kd.load(honest, name, self_check=False).engine
-        older[name] = np.concatenate([engine(picture[None]) for picture in arrays["pixels"]])
+        older[name] = np.concatenate(
+            [engine(picture[None]) for picture in arrays["pixels"]]
+        )
     np.savez_compressed(folder / FILE, **older)
     liar.reseal()
     return liar
@@ -387,7 +477,9 @@ def test_an_older_export_is_checked_as_before(name, honest, tmp_path):
 @pytest.mark.parametrize(
     "arrays",
     [
-        {"crops": np.zeros((31, 1, 1, 10**6), np.uint8)},  # resized to a million pixels a side it would fill the memory
+        {
+            "crops": np.zeros((31, 1, 1, 10**6), np.uint8)
+        },  # resized to a million pixels a side it would fill the memory
         {"crops": np.zeros(31, np.uint8)},
         {"pixels": np.zeros(4, np.uint8)},
     ],
@@ -397,12 +489,17 @@ def test_a_strangers_shapes_are_refused_in_one_line(arrays, honest, tmp_path):
     liar = Liar(shutil.copytree(honest, tmp_path / "export"))
     np.savez(liar.folder / FILE, **{**np.load(honest / FILE), **arrays})
     liar.reseal()
-    with pytest.raises(ModelError, match=r"the self-check cannot be made|picture \d .* cannot be decoded"):
+    with pytest.raises(
+        ModelError,
+        match=r"the self-check cannot be made|picture \d .* cannot be decoded",
+    ):
         kd.load(liar.folder)
 
 
 def test_each_picture_with_a_transparent_colour_shows_it():
-    """The palette's index was one that no pixel had: a machine that ignored transparency passed."""
+    """The palette's index was one that no pixel had: a machine that ignored
+    transparency passed.
+    """
     files = self_check.pictures(BRANCHES, self_check.SIDE, 16)
     branches = [branch for branch in BRANCHES if branch[0] != "HEIF" or HEIF]
     for (_, mode, _, options), content in zip(branches, files, strict=True):

@@ -1,4 +1,6 @@
-"""The end of a server's process, without HTTP: what a model that does not load leaves behind."""
+"""The end of a server's process, without HTTP: what a model that does not load leaves
+behind.
+"""
 
 import asyncio
 import socket
@@ -47,5 +49,8 @@ def test_a_free_address_has_numbers_alone(host):
 
 
 def test_a_port_that_is_taken():
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(KdError, match="--port: cannot listen"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(KdError, match="--port: cannot listen"),
+    ):
         server._free_address(*taken.getsockname())

@@ -1,4 +1,6 @@
-"""The profiler around a few steps of a loop of one's own: what it writes, and which names are in it."""
+"""The profiler around a few steps of a loop of one's own: what it writes, and which
+names are in it.
+"""
 
 import gzip
 import json
@@ -16,7 +18,9 @@ from kd.files.storage import read_rows
 def test_some_steps_are_traced(tmp_path):
     """The timeline calls it; its own time is no part of a step."""
     made = {}
-    with Timeline(path=tmp_path / "t", on_step=lambda step: made["profiler"].step(step)) as timeline:
+    with Timeline(
+        path=tmp_path / "t", on_step=lambda step: made["profiler"].step(step)
+    ) as timeline:
         made["profiler"] = Profiler([2, 3], tmp_path / "profile", False, timeline.span)
         for step in range(1, 6):
             with timeline.span("data"):
@@ -33,16 +37,24 @@ def test_some_steps_are_traced(tmp_path):
     assert {"data", "forward", "optimizer", "Step 2", "Step 3"} <= set(names)
     assert not {"Step 1", "Step 4"} & set(names)
     assert names.count("aten::mm") == 2
-    (row,) = [line for line in (folder / "operators.txt").read_text().splitlines() if "aten::mm" in line]
+    (row,) = [
+        line
+        for line in (folder / "operators.txt").read_text().splitlines()
+        if "aten::mm" in line
+    ]
     assert row.split()[-1] == "2"  # calls
     found = json.loads((folder / "operators.json").read_text())
     products = [one for one in found["operators"] if one["name"] == "aten::mm"]
     assert [(one["dtype"], one["calls"]) for one in products] == [("float32", 2)]
-    shown = float(row.split()[2].removesuffix("us").removesuffix("ms")) * (0.001 if "us" in row.split()[2] else 1)
+    shown = float(row.split()[2].removesuffix("us").removesuffix("ms")) * (
+        0.001 if "us" in row.split()[2] else 1
+    )
     assert products[0]["ms"] == pytest.approx(shown, rel=0.01)  # its own time
     assert found["steps"] == 2
     assert sum(one["ms"] for one in found["operators"]) <= found["wall_ms"]
-    assert not {"data", "forward", "optimizer", "Step 2"} & {one["name"] for one in found["operators"]}
+    assert not {"data", "forward", "optimizer", "Step 2"} & {
+        one["name"] for one in found["operators"]
+    }
     assert timeline.totals["profile"] > 0
     rows = read_rows(tmp_path / "t")
     assert rows[-1]["steps"] == 1
@@ -58,7 +70,9 @@ def test_a_run_that_ends_within_the_profiled_steps_keeps_them(tmp_path):
         profiler.close()
     written = {path.name for path in (tmp_path / "profile").iterdir()}
     assert written == {"trace.json.gz", "operators.txt", "operators.json"}
-    assert json.loads((tmp_path / "profile" / "operators.json").read_text())["steps"] == 1
+    assert (
+        json.loads((tmp_path / "profile" / "operators.json").read_text())["steps"] == 1
+    )
 
 
 def test_a_run_that_ends_before_the_profiled_steps_warns(tmp_path, caplog):
@@ -79,6 +93,8 @@ def test_steps_to_profile_are_within_the_run(settings):
 
 @pytest.mark.parametrize("steps", ["[1]", "[3, 2]", "[0, 2]", "[1, 2, 3]"])
 def test_steps_to_profile_are_two_rising_numbers(settings, steps):
-    with pytest.raises(kd.KdError, match=r"^profile\.steps: is .*first and the last step"):
+    with pytest.raises(
+        kd.KdError, match=r"^profile\.steps: is .*first and the last step"
+    ):
         kd.load_config(settings, [f"profile.steps={steps}"])
     assert kd.load_config(settings, ["profile.steps=[2, 2]"]).profile.steps == (2, 2)

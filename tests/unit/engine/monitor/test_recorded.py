@@ -1,7 +1,8 @@
-"""The rules on what runs have recorded: healthy ones, and runs slowed down on purpose in one way each.
+"""The rules on what runs have recorded: healthy ones, and runs slowed down on purpose
+in one way each.
 
-The records are those of `python benchmarks/rules.py --record FOLDER`, on two cores beside other programs. So the run
-without a worker is told that its cores are full.
+The records are those of `python benchmarks/rules.py --record FOLDER`, on two cores
+beside other programs. So the run without a worker is told that its cores are full.
 """
 
 import json
@@ -20,9 +21,16 @@ def test_a_recorded_run_is_diagnosed(path):
     """As what it is; a healthy one as nothing."""
     record = json.loads(path.read_text())
     timelines = {int(rank): rows for rank, rows in record["timelines"].items()}
-    findings = {one.rule: one for one in find(Evidence(timelines, record["samples"], Facts(**record["facts"])))}
+    findings = {
+        one.rule: one
+        for one in find(
+            Evidence(timelines, record["samples"], Facts(**record["facts"]))
+        )
+    }
     if path.stem.startswith("healthy"):
         assert findings == {}
     else:
         finding = findings[record["rule"]]
-        assert record["facts"].get(finding.key.removeprefix("data.")) != finding.value  # not what is set already
+        assert (
+            record["facts"].get(finding.key.removeprefix("data.")) != finding.value
+        )  # not what is set already

@@ -1,4 +1,6 @@
-"""The rules at their thresholds. Whole runs with a fault: `test_observer.py` and `benchmarks/rules.py`."""
+"""The rules at their thresholds. Whole runs with a fault: `test_observer.py` and
+`benchmarks/rules.py`.
+"""
 
 import json
 from dataclasses import asdict
@@ -17,40 +19,87 @@ AUGMENTS = {"busy": 1.0, "decoding": 0.08}
 
 def loading(seconds: float, shares: dict[str, float], steps: int = 40) -> dict:
     """What making the images of each of so many steps took, milliseconds."""
-    ms = {"seconds": seconds} | {name: share * seconds for name, share in shares.items()}
+    ms = {"seconds": seconds} | {
+        name: share * seconds for name, share in shares.items()
+    }
     return {name: steps * value for name, value in ms.items()}
 
 
 def steady(steps: int = 40, ms: dict[str, float] | None = None, **more) -> dict:
     """A row of steady steps, 20 ms each unless told otherwise, that ends at 1,000 s."""
-    each = ms or {"data": 0.5, "teacher": 8.0, "forward": 4.0, "backward": 6.0, "optimizer": 1.0, "other": 0.5}
+    each = ms or {
+        "data": 0.5,
+        "teacher": 8.0,
+        "forward": 4.0,
+        "backward": 6.0,
+        "optimizer": 1.0,
+        "other": 0.5,
+    }
     spans = {name: value * steps for name, value in each.items()}
-    row = {"time": 1000.0, "step": 100, "steps": steps, "kind": "steady", "clock": "host", "ms": spans}
-    row |= {"wall_ms": sum(spans.values()), "median_ms": sum(each.values()), "slowest": [90, 30.0, "data"]}
+    row = {
+        "time": 1000.0,
+        "step": 100,
+        "steps": steps,
+        "kind": "steady",
+        "clock": "host",
+        "ms": spans,
+    }
+    row |= {
+        "wall_ms": sum(spans.values()),
+        "median_ms": sum(each.values()),
+        "slowest": [90, 30.0, "data"],
+    }
     return row | {"loading_ms": loading(sum(each.values()), DECODES, steps)} | more
 
 
 def sample(i: int = 0, **more) -> dict:
     """What a quiet machine of two cores does during `steady`."""
-    row = {"time": 999.9 - 0.01 * i, "cpu": [60.0, 50.0], "process_mib": 500.0, "process_cpu": 90.0, "gpu": []}
+    row = {
+        "time": 999.9 - 0.01 * i,
+        "cpu": [60.0, 50.0],
+        "process_mib": 500.0,
+        "process_cpu": 90.0,
+        "gpu": [],
+    }
     return row | {"workers_cpu": 20.0} | more
 
 
-def ask(*rows: dict, samples: list[dict] | None = None, **facts) -> dict[str, rules.Finding]:
+def ask(
+    *rows: dict, samples: list[dict] | None = None, **facts
+) -> dict[str, rules.Finding]:
     """Return the findings on rank 0's rows, by rule."""
     samples = [sample(i) for i in range(30)] if samples is None else samples
     of_run = Facts(**{"cores": 2, "workers": 1, **facts})
-    return {finding.rule: finding for finding in find(Evidence({0: rows or [steady()]}, samples, of_run))}
+    return {
+        finding.rule: finding
+        for finding in find(Evidence({0: rows or [steady()]}, samples, of_run))
+    }
 
 
-STEP = {"data": 0.5, "teacher": 8.0, "forward": 4.0, "backward": 6.0, "optimizer": 1.0, "other": 0.5}
+STEP = {
+    "data": 0.5,
+    "teacher": 8.0,
+    "forward": 4.0,
+    "backward": 6.0,
+    "optimizer": 1.0,
+    "other": 0.5,
+}
 
 
 @pytest.mark.parametrize(
-    ("more", "share", "key", "value"),  # the parts of a step, 20 ms, and how often they are each 10 steps
+    (
+        "more",
+        "share",
+        "key",
+        "value",
+    ),  # the parts of a step, 20 ms, and how often they are each 10 steps
     [
-        pytest.param({"evaluation": 70.0}, "78 %", "run.every.evaluate", 250, id="evaluation"),
-        pytest.param({"checkpoint": 8.6}, "30 %", "run.every.checkpoint", 90, id="checkpoint"),
+        pytest.param(
+            {"evaluation": 70.0}, "78 %", "run.every.evaluate", 250, id="evaluation"
+        ),
+        pytest.param(
+            {"checkpoint": 8.6}, "30 %", "run.every.checkpoint", 90, id="checkpoint"
+        ),
         pytest.param({"evaluation": 6.0, "checkpoint": 1.0}, "", "", None, id="usual"),
     ],
 )
@@ -61,12 +110,16 @@ def test_shares_of_the_table(more, share, key, value):
     if found is not None:
         assert share in found.evidence
         assert (found.severity, found.key, found.value) == ("warning", key, value)
-    assert "TimeShare" not in ask(row | {"clock": "tracing"}, evaluate=10, checkpoint=10)
+    assert "TimeShare" not in ask(
+        row | {"clock": "tracing"}, evaluate=10, checkpoint=10
+    )
     assert "TimeShare" not in ask(row, evaluate=40, checkpoint=40)  # one, at the end
 
 
 def test_each_rule_says_what_to_set():
-    """Every finding of the tests below has this form, and its key is one of the configuration."""
+    """Every finding of the tests below has this form, and its key is one of the
+    configuration.
+    """
     reading = steady(ms=WAITING, loading_ms=loading(10.0, READS))
     found = ask(reading, workers=0) | ask(steady(ms=WAITING), workers=0, cores=4)
     assert found.keys() == {"IOBottleneck", "Dataloader"}
@@ -87,46 +140,84 @@ def test_a_healthy_run_has_no_finding():
 
 
 def test_the_finding_on_data_wait_names_its_cause():
-    """The same wait: decoding, where there is a core for it, and where there is none; reading; and just under it."""
+    """The same wait: decoding, where there is a core for it, and where there is none;
+    reading; and just under it.
+    """
     alone = steady(ms=WAITING, loading_ms=loading(10.0, DECODES))
     found = ask(alone, workers=0, cores=4)
-    assert (found.keys(), found["Dataloader"].key, found["Dataloader"].value) == ({"Dataloader"}, "data.workers", 1)
+    assert (found.keys(), found["Dataloader"].key, found["Dataloader"].value) == (
+        {"Dataloader"},
+        "data.workers",
+        1,
+    )
     assert found["Dataloader"].severity == "warning"
     assert "10.0 of 30.0 ms (33 %)" in found["Dataloader"].evidence
-    assert ask(alone, workers=0, cores=8)["Dataloader"].value == 1  # half of the compute hides it all
+    assert (
+        ask(alone, workers=0, cores=8)["Dataloader"].value == 1
+    )  # half of the compute hides it all
     slow = steady(ms=WAITING | {"data": 100.0}, loading_ms=loading(100.0, DECODES))
     assert ask(slow, workers=0, cores=8)["Dataloader"].value == 5
-    assert ask(slow, workers=0, cores=2).keys() == {"CPUBottleneck"}  # no core for a worker
+    assert ask(slow, workers=0, cores=2).keys() == {
+        "CPUBottleneck"
+    }  # no core for a worker
     full = [sample(i, cpu=[99.0, 97.0]) for i in range(9)]
-    assert ask(slow, workers=0, cores=8, samples=full).keys() == {"CPUBottleneck"}  # other programs have the cores
+    assert ask(slow, workers=0, cores=8, samples=full).keys() == {
+        "CPUBottleneck"
+    }  # other programs have the cores
 
     found = ask(steady(ms=WAITING))  # its one worker works all the time
-    assert (found.keys(), found["CPUBottleneck"].key) == ({"CPUBottleneck"}, "data.store")
+    assert (found.keys(), found["CPUBottleneck"].key) == (
+        {"CPUBottleneck"},
+        "data.store",
+    )
     assert ask(steady(ms=WAITING), cores=8).keys() == {"Dataloader"}
-    assert ask(steady(ms=WAITING), store="ram") == ask(steady(ms=WAITING), epochs=1) == {}
-    assert ask(steady(ms=WAITING), local_ranks=2, cores=4)["CPUBottleneck"].value == "disk"
+    assert (
+        ask(steady(ms=WAITING), store="ram") == ask(steady(ms=WAITING), epochs=1) == {}
+    )
+    assert (
+        ask(steady(ms=WAITING), local_ranks=2, cores=4)["CPUBottleneck"].value == "disk"
+    )
 
     found = ask(steady(ms=WAITING, loading_ms=loading(10.0, READS)), workers=0)
     assert (found.keys(), found["IOBottleneck"].value) == ({"IOBottleneck"}, "ram")
     reading = steady(ms=WAITING, loading_ms=loading(30.0, READS))
     assert ask(reading)["IOBottleneck"].value == "ram"
-    assert [ask(reading, **known)["IOBottleneck"].value for known in ({"store": "ram"}, {"epochs": 1})] == [2, 2]
+    assert [
+        ask(reading, **known)["IOBottleneck"].value
+        for known in ({"store": "ram"}, {"epochs": 1})
+    ] == [2, 2]
 
 
 def test_only_samples_during_the_steady_steps_count():
     """The first 0.8 s of steps end at 1,000 s, the last at 1,002 s."""
-    samples = [sample(time=time) for time in (200.0, 999.1, 999.3, 1000.5, 1001.9, 1002.1)]
+    samples = [
+        sample(time=time) for time in (200.0, 999.1, 999.3, 1000.5, 1001.9, 1002.1)
+    ]
     found = Evidence({0: [steady(), steady(time=1002.0)]}, samples).during()
-    assert [[one["time"] for one in start] for start in found] == [[999.3, 1000.5, 1001.9]]
+    assert [[one["time"] for one in start] for start in found] == [
+        [999.3, 1000.5, 1001.9]
+    ]
 
 
-STARTED = {"kind": "setup", "steps": 0, "step": 0, "wall_ms": 5000.0, "ms": {"setup": 5000.0}}
+STARTED = {
+    "kind": "setup",
+    "steps": 0,
+    "step": 0,
+    "wall_ms": 5000.0,
+    "ms": {"setup": 5000.0},
+}
 
 
 def test_the_set_up_between_two_starts_is_no_load():
-    """The cores are full in the steps, and idle in the minute in which the run was started again."""
+    """The cores are full in the steps, and idle in the minute in which the run was
+    started again.
+    """
     rows = [steady(), STARTED | {"time": 1059.0}, steady(time=1060.0)]
-    samples = [sample(time=end - 0.1 * i, cpu=[100.0, 100.0]) for end in (1000.0, 1060.0) for i in range(5)]
+    samples = [
+        sample(time=end - 0.1 * i, cpu=[100.0, 100.0])
+        for end in (1000.0, 1060.0)
+        for i in range(5)
+    ]
     samples += [sample(time=1002.0 + i, cpu=[0.0, 0.0]) for i in range(50)]
     assert Evidence({0: rows}, samples).load() == 100.0
 
@@ -134,14 +225,26 @@ def test_the_set_up_between_two_starts_is_no_load():
 def test_a_slow_loader_is_named_by_its_parts():
     parts = {"busy": 1.0, "decoding": 0.5, "resizing": 0.3}
     row = steady(ms=WAITING, loading_ms=loading(10.0, parts))
-    store = "50 % of the loading is decoding, 30 % resizing, the rest augmenting; a store would save 5.0 ms of a step"
+    store = (
+        "50 % of the loading is decoding, 30 % resizing, the rest augmenting; a store"
+        " would save 5.0 ms of a step"
+    )
     assert ask(row, workers=0)["CPUBottleneck"].evidence.endswith(store)
     assert ask(row, workers=0, cores=4)["Dataloader"].evidence.endswith(store)
-    assert ask(row, workers=0, cores=4, store="ram")["Dataloader"].evidence.endswith("the rest augmenting")
+    assert ask(row, workers=0, cores=4, store="ram")["Dataloader"].evidence.endswith(
+        "the rest augmenting"
+    )
     row = steady(ms=WAITING, loading_ms=loading(10.0, parts | {"whole": 0.4}))
-    assert "; 4.0 ms decode whole images" in ask(row, workers=0)["CPUBottleneck"].evidence
-    older = steady(ms=WAITING, loading_ms=loading(10.0, DECODES))  # of a run whose resizing was not counted
-    assert "80 % of the loading is decoding, the rest resizing and" in ask(older, workers=0)["CPUBottleneck"].evidence
+    assert (
+        "; 4.0 ms decode whole images" in ask(row, workers=0)["CPUBottleneck"].evidence
+    )
+    older = steady(
+        ms=WAITING, loading_ms=loading(10.0, DECODES)
+    )  # of a run whose resizing was not counted
+    assert (
+        "80 % of the loading is decoding, the rest resizing and"
+        in ask(older, workers=0)["CPUBottleneck"].evidence
+    )
 
 
 @pytest.mark.parametrize(("ms", "long"), [(2.2, False), (2.3, True)])
@@ -153,10 +256,17 @@ def test_a_wait_is_long_by_its_share_of_a_step(ms, long):
 
 def test_a_wait_that_nothing_helps_against_is_no_finding():
     assert ask(steady(ms=WAITING | {"data": 2.2}), workers=0) == {}  # a short one
-    assert ask(steady(ms=WAITING, loading_ms=loading(15.0, DECODES))) == {}  # the worker has time to spare
+    assert (
+        ask(steady(ms=WAITING, loading_ms=loading(15.0, DECODES))) == {}
+    )  # the worker has time to spare
     assert ask(steady(ms=WAITING, loading_ms={})) == {}  # other hosts load
-    assert ask(steady(ms=WAITING, loading_ms=loading(30.0, AUGMENTS))) == {}  # no store saves augmentation
-    assert ask(steady(ms=WAITING), samples=[sample(i) for i in range(MIN_SAMPLES - 1)]) == {}  # the cores are not known
+    assert (
+        ask(steady(ms=WAITING, loading_ms=loading(30.0, AUGMENTS))) == {}
+    )  # no store saves augmentation
+    assert (
+        ask(steady(ms=WAITING), samples=[sample(i) for i in range(MIN_SAMPLES - 1)])
+        == {}
+    )  # the cores are not known
 
 
 def test_more_workers_than_cores():
@@ -164,21 +274,43 @@ def test_more_workers_than_cores():
     found = ask(samples=full, workers=8)["CPUBottleneck"]
     assert (found.key, found.value, found.severity) == ("data.store", "ram", "warning")
     assert ask(samples=full, workers=8, store="ram")["CPUBottleneck"].value == 1
-    assert ask(steady(loading_ms=loading(60.0, AUGMENTS)), samples=full, workers=8)["CPUBottleneck"].value == 1
+    assert (
+        ask(steady(loading_ms=loading(60.0, AUGMENTS)), samples=full, workers=8)[
+            "CPUBottleneck"
+        ].value
+        == 1
+    )
     assert ask(samples=full, workers=2) == {}
     assert ask(samples=[one | {"workers_cpu": 5.0} for one in full], workers=8) == {}
-    assert ask(steady(loading_ms=loading(60.0, READS)), samples=full, workers=8) == {}  # they wait for bytes
+    assert (
+        ask(steady(loading_ms=loading(60.0, READS)), samples=full, workers=8) == {}
+    )  # they wait for bytes
     assert ask(samples=[sample(i) for i in range(9)], workers=8) == {}  # there is room
-    idle = ask(samples=[sample(i, workers_cpu=1.0) for i in range(9)], workers=9)["CPUBottleneck"]
-    assert (idle.key, idle.value, idle.severity) == ("data.workers", 1, "info")  # far too many, whatever they take
-    gpu = ask(samples=[sample(i, workers_cpu=1.0) for i in range(9)], workers=40, cores=8, device="cuda")
+    idle = ask(samples=[sample(i, workers_cpu=1.0) for i in range(9)], workers=9)[
+        "CPUBottleneck"
+    ]
+    assert (idle.key, idle.value, idle.severity) == (
+        "data.workers",
+        1,
+        "info",
+    )  # far too many, whatever they take
+    gpu = ask(
+        samples=[sample(i, workers_cpu=1.0) for i in range(9)],
+        workers=40,
+        cores=8,
+        device="cuda",
+    )
     assert gpu["CPUBottleneck"].value == 7
 
 
 def test_a_teacher_that_runs_in_every_epoch():
     """8 of 20 ms a step: of ten epochs eight are saved."""
     found = ask(live=True, epochs=10.0)["Teacher"]
-    assert (found.key, found.value, found.severity) == ("teacher.cache.views", 2, "warning")
+    assert (found.key, found.value, found.severity) == (
+        "teacher.cache.views",
+        2,
+        "warning",
+    )
     assert "40 % of a step" in found.evidence
     assert ask(live=True, epochs=4.0)["Teacher"].value == 2
     assert ask(epochs=10.0) == ask(live=True, epochs=2.0) == {}
@@ -188,14 +320,22 @@ def test_a_teacher_that_runs_in_every_epoch():
 
 def test_float32_where_bfloat16_has_units():
     found = ask(float32=lambda: True)["Precision"]  # 18 of 20 ms compute
-    assert (found.key, found.value, found.severity) == ("backend.precision", "bf16", "warning")
+    assert (found.key, found.value, found.severity) == (
+        "backend.precision",
+        "bf16",
+        "warning",
+    )
     assert "90 % of a step" in found.evidence
     assert ask() == {}
-    assert ask(steady(ms=WAITING | {"data": 90.0}), workers=0, float32=lambda: True).keys() == {"CPUBottleneck"}
+    assert ask(
+        steady(ms=WAITING | {"data": 90.0}), workers=0, float32=lambda: True
+    ).keys() == {"CPUBottleneck"}
 
 
 @pytest.mark.parametrize(
-    ("workers", "data", "key"), [(0, 10.0, "data.workers"), (4, 0.5, "student.compile")], ids=["starved", "host"]
+    ("workers", "data", "key"),
+    [(0, 10.0, "data.workers"), (4, 0.5, "student.compile")],
+    ids=["starved", "host"],
 )
 def test_an_idle_gpu(workers, data, key):
     """By rows of the device, as CUDA's events would give them. Never run on a GPU."""
@@ -208,18 +348,27 @@ def test_an_idle_gpu(workers, data, key):
     assert "45 % busy" in found["LowGPUUtilization"].evidence
     if workers == 0:  # one more than there are, where there are few cores
         slow = row | {"loading_ms": loading(30.0, DECODES)}
-        more = ask(slow, samples=samples, device="cuda", workers=1, cores=2)["LowGPUUtilization"]
+        more = ask(slow, samples=samples, device="cuda", workers=1, cores=2)[
+            "LowGPUUtilization"
+        ]
         assert (found["LowGPUUtilization"].value, more.value) == (7, 2)
     busy = [sample(i, gpu=[gpu[0] | {"utilization": 71.0}]) for i in range(9)]
-    assert "LowGPUUtilization" not in ask(row, samples=busy, device="cuda", workers=workers, cores=8)
+    assert "LowGPUUtilization" not in ask(
+        row, samples=busy, device="cuda", workers=workers, cores=8
+    )
 
 
 def test_gpus_that_the_run_does_not_use_say_nothing():
-    used, idle = ({"utilization": x, "memory_mib": 700 * x, "memory_total_mib": 80_000.0} for x in (99.0, 0.0))
+    used, idle = (
+        {"utilization": x, "memory_mib": 700 * x, "memory_total_mib": 80_000.0}
+        for x in (99.0, 0.0)
+    )
     samples = [sample(i, gpu=[idle, used, idle, idle]) for i in range(9)]
     row = steady(ms={"forward": 10.0, "backward": 10.0, "optimizer": 10.0})
     assert ask(row, samples=samples, device="cuda") == {}
-    assert ask(row, samples=samples, device="cuda", local_ranks=2).keys() == {"LowGPUUtilization"}
+    assert ask(row, samples=samples, device="cuda", local_ranks=2).keys() == {
+        "LowGPUUtilization"
+    }
     assert ask(samples=samples, device="cpu") == {}
 
 
@@ -229,7 +378,11 @@ def test_ranks_are_compared_by_their_own_work():
 
     def balance(*ranks: dict) -> list:
         rows = {rank: [steady(ms=ms)] for rank, ms in enumerate(ranks)}
-        return [one for one in find(Evidence(rows, [], Facts(workers=1))) if one.rule == "LoadBalancing"]
+        return [
+            one
+            for one in find(Evidence(rows, [], Facts(workers=1)))
+            if one.rule == "LoadBalancing"
+        ]
 
     (found,) = balance(waits, works, waits)
     assert "rank 1 works 30 ms per step and the others 20" in found.evidence

@@ -18,7 +18,9 @@ from kd.files.storage import read_rows
 
 
 def test_a_sample_measures_the_machine():
-    """Between the CPU time inside of the sample's interval and that around it, whatever the neighbours do."""
+    """Between the CPU time inside of the sample's interval and that around it, whatever
+    the neighbours do.
+    """
     outer, outer_cpu, before = time.perf_counter(), time.process_time(), time.time()
     sampler = Sampler()
     inner, inner_cpu = time.perf_counter(), time.process_time()
@@ -31,14 +33,25 @@ def test_a_sample_measures_the_machine():
     assert len(row["cpu"]) == cores()
     assert all(0 <= load <= 100 for load in row["cpu"])
     ticks = 100 * 4 * 0.01 / inner  # of user and system time, at both ends
-    assert 100 * inner_cpu / outer - ticks <= row["process_cpu"] <= 100 * outer_cpu / inner + ticks
+    assert (
+        100 * inner_cpu / outer - ticks
+        <= row["process_cpu"]
+        <= 100 * outer_cpu / inner + ticks
+    )
     assert row["memory_total_mib"] == pytest.approx(
         os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20, rel=0.01
     )
-    assert len(held) / 2**20 < row["process_mib"] < row["memory_mib"] < row["memory_total_mib"]
+    assert (
+        len(held) / 2**20
+        < row["process_mib"]
+        < row["memory_mib"]
+        < row["memory_total_mib"]
+    )
     assert before - 0.001 <= row["time"] <= time.time() + 0.001
     assert any(one["time"] % 1 for one in (row, sampler.sample()))  # to the millisecond
-    assert min(row["disk_read_mib_s"], row["disk_write_mib_s"], row["network_mib_s"]) >= 0
+    assert (
+        min(row["disk_read_mib_s"], row["disk_write_mib_s"], row["network_mib_s"]) >= 0
+    )
 
 
 def test_the_load_of_workers_is_that_since_the_last_sample():
@@ -52,7 +65,9 @@ def test_the_load_of_workers_is_that_since_the_last_sample():
                 time.sleep(0.05)
                 row = sampler.sample()
                 assert row["workers"] == others + 1
-                found = row["workers_cpu"] if sampler._count % CHILDREN_EVERY == 1 else 1
+                found = (
+                    row["workers_cpu"] if sampler._count % CHILDREN_EVERY == 1 else 1
+                )
                 assert found > 0
         finally:
             worker.kill()
@@ -73,17 +88,26 @@ def test_what_the_driver_says_of_a_gpu_in_units_of_a_row():
     nvml = SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=45),
-        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=3 * 2**30, total=80 * 2**30),
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(
+            used=3 * 2**30, total=80 * 2**30
+        ),
         nvmlDeviceGetPowerUsage=lambda _: 250_500,
     )
-    expected = {"utilization": 45.0, "memory_mib": 3072.0, "memory_total_mib": 81_920.0, "power_w": 250.5}
+    expected = {
+        "utilization": 45.0,
+        "memory_mib": 3072.0,
+        "memory_total_mib": 81_920.0,
+        "power_w": 250.5,
+    }
     assert Gpus._one(nvml, 0) == expected
 
     def fails(_: int) -> int:
         raise nvml.NVMLError
 
     nvml.nvmlDeviceGetPowerUsage = fails  # a virtual one
-    assert Gpus._one(nvml, 0) == {name: value for name, value in expected.items() if name != "power_w"}
+    assert Gpus._one(nvml, 0) == {
+        name: value for name, value in expected.items() if name != "power_w"
+    }
 
 
 def test_samples_are_taken_in_the_background(tmp_path):
@@ -108,6 +132,13 @@ def test_samples_are_taken_in_the_background(tmp_path):
 def test_a_monitor_that_fails_says_so_once(at, tmp_path, caplog, monkeypatch):
     if at == "its start":  # a container may hide /proc/diskstats
         monkeypatch.setattr(Sampler, "_counters", staticmethod(lambda: 1 / 0))
-    with caplog.at_level(logging.WARNING, "kd"), Monitor(tmp_path / "nowhere" / "m", interval=0.01):
-        wait_until(lambda: "kd-monitor" not in [thread.name for thread in threading.enumerate()])
+    with (
+        caplog.at_level(logging.WARNING, "kd"),
+        Monitor(tmp_path / "nowhere" / "m", interval=0.01),
+    ):
+        wait_until(
+            lambda: (
+                "kd-monitor" not in [thread.name for thread in threading.enumerate()]
+            )
+        )
     assert [record.message.split(":")[0] for record in caplog.records] == ["monitor"]

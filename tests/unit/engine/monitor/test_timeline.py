@@ -1,4 +1,6 @@
-"""The timeline against a clock of its own, on a device that is late, after a restart, and in a real run."""
+"""The timeline against a clock of its own, on a device that is late, after a restart,
+and in a real run.
+"""
 
 import logging
 import time
@@ -19,7 +21,9 @@ def made_clock(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(time, "time", lambda: 1e9 + now[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(
+        time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds)
+    )
 
 
 def work(timeline: Timeline, step: int, seconds: float = 0.001, **more: float) -> None:
@@ -31,7 +35,9 @@ def work(timeline: Timeline, step: int, seconds: float = 0.001, **more: float) -
 
 
 def test_the_parts_sum_to_an_independent_clock(tmp_path):
-    """What a busy machine puts between two readings of a clock lies outside the one bound or inside both."""
+    """What a busy machine puts between two readings of a clock lies outside the one
+    bound or inside both.
+    """
     begin = time.perf_counter()
     with Timeline(path=tmp_path / "timeline_0.jsonl") as timeline:
         inner = time.perf_counter()
@@ -44,7 +50,9 @@ def test_the_parts_sum_to_an_independent_clock(tmp_path):
     outer = 1000 * (time.perf_counter() - begin)
     rows = read_rows(tmp_path / "timeline_0.jsonl")
     assert inner - 0.1 <= sum(row["wall_ms"] for row in rows) <= outer + 0.1
-    assert sum(timeline.totals.values()) == pytest.approx(sum(row["wall_ms"] for row in rows), abs=0.1)
+    assert sum(timeline.totals.values()) == pytest.approx(
+        sum(row["wall_ms"] for row in rows), abs=0.1
+    )
     for row in rows:
         assert sum(row["ms"].values()) == pytest.approx(row["wall_ms"], abs=0.01)
     assert timeline.totals["backward"] >= 21
@@ -60,7 +68,9 @@ def test_first_step_warm_up_and_steady_steps_have_rows_of_their_own(tmp_path):
                     pass
             if step % 4 == 0:
                 timeline.window(State(step=step))
-    rows = [(row["kind"], row["step"], row["steps"]) for row in read_rows(tmp_path / "t")]
+    rows = [
+        (row["kind"], row["step"], row["steps"]) for row in read_rows(tmp_path / "t")
+    ]
     assert rows == [
         ("setup", 30, 0),
         ("first", 31, 1),
@@ -88,7 +98,9 @@ def test_a_span_inside_another_is_not_counted_twice():
 
 
 def test_a_row_has_what_loading_its_batches_took(tmp_path):
-    """Batches that arrive in a step's `data` count for that step, however long ago they were made."""
+    """Batches that arrive in a step's `data` count for that step, however long ago they
+    were made.
+    """
     loaded = Loading()
     with Timeline(path=tmp_path / "t") as timeline:
         timeline.loading = lambda: loaded
@@ -98,9 +110,13 @@ def test_a_row_has_what_loading_its_batches_took(tmp_path):
             with timeline.span("optimizer"):
                 pass
             timeline.window(State(step=step))
-    first, *rest = [row["loading_ms"] for row in read_rows(tmp_path / "t") if row["steps"]]
+    first, *rest = [
+        row["loading_ms"] for row in read_rows(tmp_path / "t") if row["steps"]
+    ]
     none = {"resizing": 0.0, "whole": 0.0}
-    assert first == pytest.approx({"seconds": 10.0, "busy": 4.0, "decoding": 6.0} | none)
+    assert first == pytest.approx(
+        {"seconds": 10.0, "busy": 4.0, "decoding": 6.0} | none
+    )
     assert [row["seconds"] for row in rest] == pytest.approx([20.0, 30.0])
 
 
@@ -115,19 +131,41 @@ def test_a_window_has_the_median_step_without_evaluation(tmp_path):
                 time.sleep(0.005)
         values = timeline.window(State(step=3))
     names = {name for name in values if name.startswith("ms_")}
-    assert names == {"ms_data", "ms_teacher", "ms_forward", "ms_backward", "ms_optimizer", "ms_other"}
+    assert names == {
+        "ms_data",
+        "ms_teacher",
+        "ms_forward",
+        "ms_backward",
+        "ms_optimizer",
+        "ms_other",
+    }
     assert values["step_ms"] == pytest.approx(5)
-    assert sum(values[name] for name in names) == pytest.approx((5 + 34 + 5) / 3)  # the mean, without the evaluations
+    assert sum(values[name] for name in names) == pytest.approx(
+        (5 + 34 + 5) / 3
+    )  # the mean, without the evaluations
     first, rest = [row for row in read_rows(tmp_path / "t") if row["steps"]]
-    assert (first["steps"], rest["steps"], rest["slowest"][0], rest["slowest"][2]) == (1, 2, 2, "teacher")
+    assert (first["steps"], rest["steps"], rest["slowest"][0], rest["slowest"][2]) == (
+        1,
+        2,
+        2,
+        "teacher",
+    )
 
 
-@pytest.mark.parametrize(("lengths", "median"), [([10] * 9 + [40], 10.0), ([50, 10], 30.0), ([10, 40, 40], 40.0)])
+@pytest.mark.parametrize(
+    ("lengths", "median"),
+    [([10] * 9 + [40], 10.0), ([50, 10], 30.0), ([10, 40, 40], 40.0)],
+)
 def test_the_slowest_step_names_what_took_the_time(lengths, median):
-    """The first of equal ones; by the span that exceeds its own median, not by the longest one."""
+    """The first of equal ones; by the span that exceeds its own median, not by the
+    longest one.
+    """
     steps = [{"forward": 100.0, "data": float(length)} for length in lengths]
     slowest = lengths.index(max(lengths))
-    expected = {"median_ms": 100 + median, "slowest": [7 + slowest, 100.0 + lengths[slowest], "data"]}
+    expected = {
+        "median_ms": 100 + median,
+        "slowest": [7 + slowest, 100.0 + lengths[slowest], "data"],
+    }
     assert describe(steps, first=7) == expected
 
 
@@ -145,7 +183,9 @@ def test_communication_is_taken_out_of_the_backward_pass(tmp_path):
 
 
 class Late:
-    """A device that finishes what it is given `behind` marks later; its clock counts 10 ms from mark to mark."""
+    """A device that finishes what it is given `behind` marks later; its clock counts 10
+    ms from mark to mark.
+    """
 
     def __init__(self, behind: int) -> None:
         self.behind, self.marks, self.made = behind, 0, 0
@@ -163,7 +203,10 @@ class Late:
                 return device.marks - self.at >= device.behind
 
             def elapsed_time(self, end):
-                assert end.query(), "an event that is not over must not be asked: that would wait for the device"
+                assert end.query(), (
+                    "an event that is not over must not be asked: that would wait for"
+                    " the device"
+                )
                 return 10.0 * (end.at - self.at)
 
         return Event()
@@ -172,7 +215,9 @@ class Late:
 @pytest.mark.usefixtures("made_clock")
 def test_a_device_is_timed_by_events_that_are_over(tmp_path):
     device = Late(behind=7)
-    with Timeline("device", tmp_path / "t", device=DeviceClock(device.event)) as timeline:
+    with Timeline(
+        "device", tmp_path / "t", device=DeviceClock(device.event)
+    ) as timeline:
         for step in range(1, 11):
             for name in PARTS:
                 with timeline.span(name):
@@ -210,7 +255,10 @@ def test_rows_of_steps_that_are_made_again_are_dropped(tmp_path):
 
 
 def test_a_timeline_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "kd"), Timeline(path=tmp_path / "nowhere" / "t") as timeline:
+    with (
+        caplog.at_level(logging.WARNING, "kd"),
+        Timeline(path=tmp_path / "nowhere" / "t") as timeline,
+    ):
         for step in (1, 2):
             work(timeline, step, 0.0)
     assert [record.message.split(":")[0] for record in caplog.records] == ["run.folder"]
@@ -226,8 +274,14 @@ def test_an_error_in_a_step_leaves_the_rows_before_it(tmp_path):
 
     with pytest.raises(ValueError, match="no image"):
         run()
-    rows = [(row["kind"], row["step"], row["steps"]) for row in read_rows(tmp_path / "t")]
-    assert rows == [("setup", 0, 0), ("first", 1, 1), ("warm-up", 1, 0)]  # its time is told, and that it made no step
+    rows = [
+        (row["kind"], row["step"], row["steps"]) for row in read_rows(tmp_path / "t")
+    ]
+    assert rows == [
+        ("setup", 0, 0),
+        ("first", 1, 1),
+        ("warm-up", 1, 0),
+    ]  # its time is told, and that it made no step
     assert not active
 
 

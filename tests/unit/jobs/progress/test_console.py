@@ -15,7 +15,14 @@ from kd.parts.tasks.embedding import SCORES as EMBEDDING
 from kd.parts.tasks.label_sets import SCORES as LABEL_SETS
 from kd.parts.tasks.single_label import SCORES as SINGLE_LABEL
 
-TRAIN = {"loss": 1.5, "kl": 1.25, "accuracy": 0.5, "lr": 1e-3, "images_per_second": 123.4, "grad_norm": 2.0}
+TRAIN = {
+    "loss": 1.5,
+    "kl": 1.25,
+    "accuracy": 0.5,
+    "lr": 1e-3,
+    "images_per_second": 123.4,
+    "grad_norm": 2.0,
+}
 VAL = {"accuracy": 0.934, "teacher_accuracy": 0.95, "agreement": 0.9}
 
 
@@ -23,11 +30,16 @@ def test_plain_lines_where_there_is_no_terminal(capsys):
     with Console("food", scores=SINGLE_LABEL) as console:
         for step in range(1, 5):
             console.step(State(step=step), step / 8)
-        console.log("train", State(step=4), {**TRAIN, "step_ms": 2000.0, "data_wait": 0.1})
+        console.log(
+            "train", State(step=4), {**TRAIN, "step_ms": 2000.0, "data_wait": 0.1}
+        )
         console.log("val", State(step=4), VAL)
         console.info("[/bold] and {brackets}")
     first, second, third = capsys.readouterr().out.splitlines()
-    assert first.startswith("food | step 4 (50 %, about 8 s left) | loss 1.500 kl 1.250 lr 0.001 123 images/s")
+    assert first.startswith(
+        "food | step 4 (50 %, about 8 s left) | loss 1.500 kl 1.250 lr 0.001 123"
+        " images/s"
+    )
     assert second.endswith("| val accuracy 93.4 % (teacher 95.0 %), agreement 90.0 %")
     assert third == "[/bold] and {brackets}"
 
@@ -44,7 +56,9 @@ def test_a_terminal_of_80_columns_shows_a_whole_bar_and_keeps_evaluations():
     text = io.StringIO()
     console = Console("food")
     console.scores = SINGLE_LABEL  # known after the set-up
-    console._console = RichConsole(file=text, force_terminal=True, width=80, color_system=None)
+    console._console = RichConsole(
+        file=text, force_terminal=True, width=80, color_system=None
+    )
     with console:
         console.log("train", State(step=13000), TRAIN)
         console.step(State(step=13000), 0.25)
@@ -52,7 +66,10 @@ def test_a_terminal_of_80_columns_shows_a_whole_bar_and_keeps_evaluations():
         console.info("a line")
     shown = text.getvalue()
     assert "a line\n" in shown
-    assert "food | step 13000 | val accuracy 93.4 % (teacher 95.0 %), agreement 90.0 %\n" in shown
+    assert (
+        "food | step 13000 | val accuracy 93.4 % (teacher 95.0 %), agreement 90.0 %\n"
+        in shown
+    )
     assert re.search("food .* 100 % step 13000, loss 1.500, 123 images/s", shown)
 
 
@@ -61,7 +78,9 @@ def test_a_bar_ends_at_100_percent_where_the_run_did(fails, end):
     """Also where it ended early."""
     text = io.StringIO()
     console = Console("food")
-    console._console = RichConsole(file=text, force_terminal=True, width=80, color_system=None)
+    console._console = RichConsole(
+        file=text, force_terminal=True, width=80, color_system=None
+    )
     with suppress(KeyError), console:
         console.step(State(step=1), 0.95)
         if fails:
@@ -72,7 +91,9 @@ def test_a_bar_ends_at_100_percent_where_the_run_did(fails, end):
 def test_a_name_with_brackets_is_shown_as_it_is():
     text = io.StringIO()
     console = Console("kl[fast] [/b]")
-    console._console = RichConsole(file=text, force_terminal=True, width=80, color_system=None)
+    console._console = RichConsole(
+        file=text, force_terminal=True, width=80, color_system=None
+    )
     with console:
         console.step(State(step=1), 0.5)
     assert "kl[fast] [/b]" in text.getvalue()
@@ -90,7 +111,11 @@ def test_a_notebook_gets_plain_lines(capsys, monkeypatch):
     ("scores", "row", "text"),
     [
         (SINGLE_LABEL, {"accuracy": 0.5}, "accuracy 50.0 %"),
-        (SINGLE_LABEL, {"agreement": 0.9, "kl": 0.25}, "agreement 90.0 %, KL 0.2500 nats"),
+        (
+            SINGLE_LABEL,
+            {"agreement": 0.9, "kl": 0.25},
+            "agreement 90.0 %, KL 0.2500 nats",
+        ),
         (
             LABEL_SETS,
             {"map": 0.5, "teacher_map": 0.75, "agreement": 0.25},
@@ -98,8 +123,17 @@ def test_a_notebook_gets_plain_lines(capsys, monkeypatch):
         ),
         (
             EMBEDDING,
-            {"agreement": 0.9, "knn": 0.5, "teacher_knn": 0.75, "teacher_probe": 0.5, "teacher_knn_2": 0.25},
-            "nearest neighbours 50.0 % (teacher 75.0 %, teacher 2 25.0 %), agreement 0.9000",
+            {
+                "agreement": 0.9,
+                "knn": 0.5,
+                "teacher_knn": 0.75,
+                "teacher_probe": 0.5,
+                "teacher_knn_2": 0.25,
+            },
+            (
+                "nearest neighbours 50.0 % (teacher 75.0 %, teacher 2 25.0 %),"
+                " agreement 0.9000"
+            ),
         ),
         (None, {"accuracy": 0.5, "steps": 3.0}, "accuracy 0.500 steps 3"),
     ],
@@ -110,7 +144,10 @@ def test_a_validation_row_in_one_line(capsys, scores, row, text):
 
 
 def test_the_table_is_aligned_markdown():
-    rows = [{"model": "teacher", "accuracy": "97.0 %"}, {"model": "student", "accuracy": "9.1 %"}]
+    rows = [
+        {"model": "teacher", "accuracy": "97.0 %"},
+        {"model": "student", "accuracy": "9.1 %"},
+    ]
     assert table(rows).splitlines() == [
         "| model   | accuracy |",
         "| ------- | -------: |",
@@ -119,47 +156,91 @@ def test_the_table_is_aligned_markdown():
     ]
 
 
-def told_left(capsys, lengths, cold_epochs, every, filled, cold=3.0, warm=0.5) -> dict[int, float]:
-    """Train epochs of so many steps, the first `cold_epochs` at `cold` seconds a step; return the seconds told to be
-    left by step, as rows of `every` steps tell them."""
-    console, taken, step, window = Console("food", scores=SINGLE_LABEL, filled=filled), 0.0, 0, []
+def told_left(
+    capsys, lengths, cold_epochs, every, filled, cold=3.0, warm=0.5
+) -> dict[int, float]:
+    """Train epochs of so many steps, the first `cold_epochs` at `cold` seconds a step;
+    return the seconds told to be left by step, as rows of `every` steps tell them.
+    """
+    console, taken, step, window = (
+        Console("food", scores=SINGLE_LABEL, filled=filled),
+        0.0,
+        0,
+        [],
+    )
     for epoch, length in enumerate(lengths):
         for number in range(length):
             seconds, step = cold if epoch < cold_epochs else warm, step + 1
             window.append(seconds)
             taken += seconds
             turn = number + 1 == length
-            state = State(step, epoch + turn, 0 if turn else number + 1, images=8 * step, seconds=taken)
+            state = State(
+                step,
+                epoch + turn,
+                0 if turn else number + 1,
+                images=8 * step,
+                seconds=taken,
+            )
             console.step(state, step / sum(lengths))
             if step % every == 0:
                 mean = sum(window) / len(window)
-                row = TRAIN | {"images_per_second": 8 / mean, "data_wait": 0.0, "ms_forward": 1000 * warm}
-                row |= {"step_ms": 1000 * statistics.median(window), "ms_teacher": 1000 * (mean - warm)}
+                row = TRAIN | {
+                    "images_per_second": 8 / mean,
+                    "data_wait": 0.0,
+                    "ms_forward": 1000 * warm,
+                }
+                row |= {
+                    "step_ms": 1000 * statistics.median(window),
+                    "ms_teacher": 1000 * (mean - warm),
+                }
                 console.log("train", state, row)
                 window = []
-    lines = re.findall(r"step (\d+) \(\d+ %, about (?:(\d+) min )?([\d.]+) s left\)", capsys.readouterr().out)
-    return {int(at): 60 * int(minutes or 0) + float(seconds) for at, minutes, seconds in lines}
+    lines = re.findall(
+        r"step (\d+) \(\d+ %, about (?:(\d+) min )?([\d.]+) s left\)",
+        capsys.readouterr().out,
+    )
+    return {
+        int(at): 60 * int(minutes or 0) + float(seconds)
+        for at, minutes, seconds in lines
+    }
 
 
 @pytest.mark.parametrize("every", [5, 15, 20, 30])
 def test_the_time_left_counts_cold_steps_as_cold_and_warm_ones_as_warm(capsys, every):
-    """A cache of two views is filled in the first two of ten epochs: 56 s were told where 21 s came, since the cold
-    steps stayed in the mean, above all in rows as long as an epoch or longer."""
+    """A cache of two views is filled in the first two of ten epochs: 56 s were told
+    where 21 s came, since the cold steps stayed in the mean, above all in rows as long
+    as an epoch or longer.
+    """
     left = told_left(capsys, [10] * 10, 2, every, {"teacher": 0.2})
-    assert left == {at: pytest.approx(3.0 * max(0, 20 - at) + 0.5 * (100 - max(20, at)), abs=0.5) for at in left}
+    assert left == {
+        at: pytest.approx(3.0 * max(0, 20 - at) + 0.5 * (100 - max(20, at)), abs=0.5)
+        for at in left
+    }
     assert list(left) == list(range(every, 100, every))
 
 
 def test_the_time_left_is_that_of_recent_steps_and_of_the_sifters_plan(capsys):
-    """Epochs of 10, 6, 6 and 10 steps. The teacher runs in the first one only, which the console does not know."""
+    """Epochs of 10, 6, 6 and 10 steps. The teacher runs in the first one only, which
+    the console does not know.
+    """
     left = told_left(capsys, (10, 6, 6, 10), 1, 2, {})
-    assert left == {at: pytest.approx((3.0 if at <= 10 else 0.5) * (32 - at), abs=0.5) for at in left}
+    assert left == {
+        at: pytest.approx((3.0 if at <= 10 else 0.5) * (32 - at), abs=0.5)
+        for at in left
+    }
 
 
 def test_a_resumed_run_counts_its_own_steps_alone(capsys):
     console = Console("food", scores=SINGLE_LABEL, filled={"teacher": 0.2})
     for step in range(71, 76):
-        console.step(State(step, 7, step - 70, images=8 * step, seconds=500.0 + step), step / 100)
-    row = TRAIN | {"images_per_second": 8.0, "step_ms": 1000.0, "data_wait": 0.0, "ms_forward": 1000.0}
+        console.step(
+            State(step, 7, step - 70, images=8 * step, seconds=500.0 + step), step / 100
+        )
+    row = TRAIN | {
+        "images_per_second": 8.0,
+        "step_ms": 1000.0,
+        "data_wait": 0.0,
+        "ms_forward": 1000.0,
+    }
     console.log("train", State(75, 7, 5, images=600, seconds=575.0), row)
     assert "(75 %, about 25 s left)" in capsys.readouterr().out

@@ -4,13 +4,17 @@ import pytest
 
 from kd.jobs.progress.trackers import Trackers
 
-accelerate = pytest.importorskip("accelerate", reason="the extra track is not installed")
+accelerate = pytest.importorskip(
+    "accelerate", reason="the extra track is not installed"
+)
 from accelerate import tracking  # noqa: E402
 
 
 @pytest.fixture
 def away(monkeypatch):
-    """Register trackers with accelerate; return what they were told, and set what fails."""
+    """Register trackers with accelerate; return what they were told, and set what
+    fails.
+    """
     told, failing = [], set()
 
     class Away(tracking.GeneralTracker):
@@ -62,4 +66,6 @@ def test_a_tracker_that_fails_is_left_out(away, tmp_path, caplog, what, left):
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     message = record.getMessage()
-    assert message.startswith("run.trackers: 'away' failed (ConnectionError: the server is away)")
+    assert message.startswith(
+        "run.trackers: 'away' failed (ConnectionError: the server is away)"
+    )

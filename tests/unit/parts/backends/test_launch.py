@@ -26,33 +26,67 @@ try:
 except BackendError as error:
     print(error)
 """
-ACCELERATE = ("accelerate", "launch", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+ACCELERATE = (
+    "accelerate",
+    "launch",
+    "--num_machines",
+    "1",
+    "--mixed_precision",
+    "no",
+    "--dynamo_backend",
+    "no",
+)
 ONE = "accelerate was to start several processes, and has started one"
 LAUNCHERS = {
     "torchrun": ("torchrun", "--standalone", "--nproc-per-node", "2"),
     "accelerate, as on GPUs": (*ACCELERATE, "--multi_gpu", "--num_processes", "2"),
-    "mpirun": ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable),
+    "mpirun": (
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        "2",
+        sys.executable,
+    ),
 }
 
 
 def launched(command: tuple[str, ...], folder: Path) -> str:
     """Return what the processes print that a launcher starts."""
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    path = os.pathsep.join(
+        (str(Path(sys.executable).parent), os.environ.get("PATH", ""))
+    )
     if shutil.which(command[0], path=path) is None:
         pytest.skip(f"{command[0]} is not installed")
     (folder / "join.py").write_text(JOIN)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"} if command[0] == "mpirun" else {}
-    paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[4]), os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "PYTHONPATH": paths, "PATH": path, "GLOO_SOCKET_IFNAME": "lo", **meeting}
+    meeting = (
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+        if command[0] == "mpirun"
+        else {}
+    )
+    paths = os.pathsep.join(
+        filter(None, (str(Path(__file__).parents[4]), os.environ.get("PYTHONPATH")))
+    )
+    env = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "PATH": path,
+        "GLOO_SOCKET_IFNAME": "lo",
+        **meeting,
+    }
     argv = [*command, str(folder / "join.py")]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=240, check=True, env=env).stdout
+    return subprocess.run(
+        argv, capture_output=True, text=True, timeout=240, check=True, env=env
+    ).stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_launcher_of_two_processes_makes_a_world_of_two(launcher, tmp_path):
     text = launched(LAUNCHERS[launcher], tmp_path)
-    assert text.count("<rank 0 local 0 of 2>") == text.count("<rank 1 local 1 of 2>") == 1
+    assert (
+        text.count("<rank 0 local 0 of 2>") == text.count("<rank 1 local 1 of 2>") == 1
+    )
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])

@@ -1,4 +1,6 @@
-"""Optimizers beyond their plain step: steps that are left out, states that are loaded, times that are given once."""
+"""Optimizers beyond their plain step: steps that are left out, states that are loaded,
+times that are given once.
+"""
 
 import math
 from functools import partial
@@ -27,14 +29,20 @@ def test_the_waits_of_a_window_are_averaged_and_given_once():
     backend._waits = [2.0, 6.0]  # of two timed steps, ms
     assert backend.communication_ms() == 4.0
     backend._waits.append(1.0)
-    assert backend.communication_ms() == 1.0  # the steps before belong to the window before
+    assert (
+        backend.communication_ms() == 1.0
+    )  # the steps before belong to the window before
     assert backend.communication_ms() == 0.0
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_a_loaded_state_goes_on_like_one_that_stayed_where_weights_keep_their_channels_last(kind, fused):
-    """A checkpoint holds rows in order; fused kernels read weight, gradient and state by address."""
+def test_a_loaded_state_goes_on_like_one_that_stayed_where_weights_keep_their_channels_last(
+    kind, fused
+):
+    """A checkpoint holds rows in order; fused kernels read weight, gradient and state
+    by address.
+    """
 
     def layer() -> torch.nn.Conv2d:
         torch.manual_seed(0)
@@ -42,10 +50,15 @@ def test_a_loaded_state_goes_on_like_one_that_stayed_where_weights_keep_their_ch
 
     def optimizer_of(made: torch.nn.Conv2d) -> torch.optim.Optimizer:
         options = {"lr": 0.001, "fused": fused}
-        both = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9)}
+        both = {
+            "adamw": torch.optim.AdamW,
+            "sgd": partial(torch.optim.SGD, momentum=0.9),
+        }
         return both[kind](made.parameters(), **options)
 
-    def step(made: torch.nn.Conv2d, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    def step(
+        made: torch.nn.Conv2d, optimizer: torch.optim.Optimizer, seed: int
+    ) -> None:
         image = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
         optimizer.zero_grad()
         made(image).square().mean().backward()
@@ -60,7 +73,10 @@ def test_a_loaded_state_goes_on_like_one_that_stayed_where_weights_keep_their_ch
     second = optimizer_of(resumed)
     saved = first.state_dict()
     rows = {
-        key: {name: value.clone(memory_format=torch.contiguous_format) for name, value in entries.items()}
+        key: {
+            name: value.clone(memory_format=torch.contiguous_format)
+            for name, value in entries.items()
+        }
         for key, entries in saved["state"].items()
     }
     load_state(second, {**saved, "state": rows})

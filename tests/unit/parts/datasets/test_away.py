@@ -26,8 +26,12 @@ def source(tmp_path) -> Listed:
     return build(Options(root=str(tmp_path / "root")), "train", None)
 
 
-@pytest.mark.parametrize("code", ["ESTALE", "EIO", "EACCES", "ENOENT", "ETIMEDOUT", "ENOTCONN", "EMFILE"])
-def test_a_failed_read_is_fatal_although_corrupt_images_are_skipped(source, monkeypatch, code):
+@pytest.mark.parametrize(
+    "code", ["ESTALE", "EIO", "EACCES", "ENOENT", "ETIMEDOUT", "ENOTCONN", "EMFILE"]
+)
+def test_a_failed_read_is_fatal_although_corrupt_images_are_skipped(
+    source, monkeypatch, code
+):
     number, tries, opened = getattr(errno, code), [], builtins.open
 
     def fail(path, *args, **more):
@@ -39,7 +43,10 @@ def test_a_failed_read_is_fatal_although_corrupt_images_are_skipped(source, monk
     monkeypatch.setattr(storage, "PAUSES", (0.0, 0.0))
     monkeypatch.setattr(builtins, "open", fail)
     views = Views(source, EvalTransform(4, 1.0), 4, 0, on_corrupt="skip")
-    with pytest.raises(DataError, match=r"data\.root: file 'train/apple/1\.png': .* the storage is away") as caught:
+    with pytest.raises(
+        DataError,
+        match=r"data\.root: file 'train/apple/1\.png': .* the storage is away",
+    ) as caught:
         views.load(0, 0)
     assert os.strerror(number) in str(caught.value)
     assert not isinstance(caught.value, CorruptImage)
@@ -48,8 +55,12 @@ def test_a_failed_read_is_fatal_although_corrupt_images_are_skipped(source, monk
 
 
 def test_a_file_of_many_gigabytes_is_refused_unread(source, tmp_path):
-    os.truncate(tmp_path / "root" / "train" / "apple" / "1.png", 40 * 10**9)  # zeros that take no space
-    with pytest.raises(CorruptImage, match=r"file 'train/apple/1\.png': it has 40000000000 bytes"):
+    os.truncate(
+        tmp_path / "root" / "train" / "apple" / "1.png", 40 * 10**9
+    )  # zeros that take no space
+    with pytest.raises(
+        CorruptImage, match=r"file 'train/apple/1\.png': it has 40000000000 bytes"
+    ):
         source.decode(0)
 
 

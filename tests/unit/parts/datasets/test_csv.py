@@ -1,4 +1,6 @@
-"""One label an image in a list: tables, text files of paths, and what is said of lists that do not fit."""
+"""One label an image in a list: tables, text files of paths, and what is said of lists
+that do not fit.
+"""
 
 import shutil
 from pathlib import Path
@@ -11,7 +13,14 @@ from kd.core.errors import DataError
 from kd.files.tables import table
 from kd.parts.datasets.csv import Options, build, facts
 
-IMAGES = ("apple_pie/1.jpg", "apple_pie/2.jpg", "apple_pie/3.jpg", "baklava/1.jpg", "baklava/2.jpg", "baklava/3.jpg")
+IMAGES = (
+    "apple_pie/1.jpg",
+    "apple_pie/2.jpg",
+    "apple_pie/3.jpg",
+    "baklava/1.jpg",
+    "baklava/2.jpg",
+    "baklava/3.jpg",
+)
 
 
 @pytest.fixture
@@ -22,19 +31,37 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def open_list(root: Path, content: str | bytes, name: str = "a.csv", labels: str = "all", **more):
-    (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    values = {"root": str(root), "train_list": name, "val_list": f"v{Path(name).suffix}", **more}
+def open_list(
+    root: Path, content: str | bytes, name: str = "a.csv", labels: str = "all", **more
+):
+    (root / name).write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
+    values = {
+        "root": str(root),
+        "train_list": name,
+        "val_list": f"v{Path(name).suffix}",
+        **more,
+    }
     return build(Options(**values), "train", None, labels)
 
 
 def pairs(source) -> dict[str, str]:
     """Return the class of each image by its path."""
     label = {id: source.label(id) for id in range(len(source))}
-    return {source.name(id): source.classes[label[id]] if label[id] >= 0 else "" for id in label}
+    return {
+        source.name(id): source.classes[label[id]] if label[id] >= 0 else ""
+        for id in label
+    }
 
 
-PIE, CAKE = {"apple_pie/1.jpg": "pie", "baklava/1.jpg": "cake"}, {"apple_pie/1.jpg": "3", "baklava/1.jpg": "12"}
+PIE, CAKE = (
+    {"apple_pie/1.jpg": "pie", "baklava/1.jpg": "cake"},
+    {
+        "apple_pie/1.jpg": "3",
+        "baklava/1.jpg": "12",
+    },
+)
 LINE = "apple_pie/1.jpg,pie\nbaklava/1.jpg,cake\n"
 
 
@@ -47,10 +74,30 @@ LINE = "apple_pie/1.jpg,pie\nbaklava/1.jpg,cake\n"
         ("a.csv", f"\ufeffpath,label\r\n{LINE}".replace("\n", "\r\n"), {}, PIE),
         ("a.csv", f" path , label \n{LINE}", {}, PIE),
         ("a.csv", f"path,label\n\n{LINE}\n\n", {}, PIE),
-        ("a.csv", "n,label,path\n1,pie,apple_pie/1.jpg\n2,cake,baklava/1.jpg\n", {}, PIE),
-        ("a.csv", f"file,dish\n{LINE}", {"image_key": "file", "label_key": "dish"}, PIE),
-        ("a.csv", "path,label\n./apple_pie/1.jpg, pie \napple_pie/../baklava/1,cake\n", {}, PIE),
-        ("a.csv", 'path,label\n"apple_pie/1.jpg","pie"\n"baklava/1.jpg",cake\n', {}, PIE),
+        (
+            "a.csv",
+            "n,label,path\n1,pie,apple_pie/1.jpg\n2,cake,baklava/1.jpg\n",
+            {},
+            PIE,
+        ),
+        (
+            "a.csv",
+            f"file,dish\n{LINE}",
+            {"image_key": "file", "label_key": "dish"},
+            PIE,
+        ),
+        (
+            "a.csv",
+            "path,label\n./apple_pie/1.jpg, pie \napple_pie/../baklava/1,cake\n",
+            {},
+            PIE,
+        ),
+        (
+            "a.csv",
+            'path,label\n"apple_pie/1.jpg","pie"\n"baklava/1.jpg",cake\n',
+            {},
+            PIE,
+        ),
         ("a.csv", "path,label\napple_pie/1,3\nbaklava/1,12\n", {}, CAKE),
         ("a.csv", f"path,label\n{LINE}".replace(",", ";"), {}, PIE),
         ("a.csv", f"path,label\n{LINE}".replace(",", "\t"), {}, PIE),
@@ -64,7 +111,11 @@ LINE = "apple_pie/1.jpg,pie\nbaklava/1.jpg,cake\n"
 )
 def test_forms_of_a_list(root, name, content, options, expected):
     found = open_list(root, content, name, **options)
-    folders = {"apple_pie/1.jpg": "apple_pie", "baklava/1.jpg": "baklava", "baklava/3.jpg": "baklava"}
+    folders = {
+        "apple_pie/1.jpg": "apple_pie",
+        "baklava/1.jpg": "baklava",
+        "baklava/3.jpg": "baklava",
+    }
     assert pairs(found) == (expected or folders)
     assert found.decode(0).image.getpixel((0, 0)) == (0, 0, 0)
     assert list(found.classes) == {"pie": ["cake", "pie"], "3": ["3", "12"]}.get(
@@ -81,32 +132,65 @@ def test_absolute_paths_below_the_root_and_links_to_it(root):
 
 def test_food101_as_distributed(root):
     (root.parent / "meta").mkdir()
-    (root.parent / "meta/train.txt").write_text("baklava/3\napple_pie/1\n\nbaklava/1.jpg\r\n")
+    (root.parent / "meta/train.txt").write_text(
+        "baklava/3\napple_pie/1\n\nbaklava/1.jpg\r\n"
+    )
     (root.parent / "meta/test.txt").write_text("apple_pie/2\nbaklava/2\n")
-    options = Options(root=str(root), train_list="../meta/train.txt", val_list="../meta/test.txt")
+    options = Options(
+        root=str(root), train_list="../meta/train.txt", val_list="../meta/test.txt"
+    )
     train = build(options, "train", None)
     val = build(options, "val", train.classes)
     assert [pairs(train), pairs(val)] == [
-        {"apple_pie/1.jpg": "apple_pie", "baklava/1.jpg": "baklava", "baklava/3.jpg": "baklava"},
+        {
+            "apple_pie/1.jpg": "apple_pie",
+            "baklava/1.jpg": "baklava",
+            "baklava/3.jpg": "baklava",
+        },
         {"apple_pie/2.jpg": "apple_pie", "baklava/2.jpg": "baklava"},
     ]
-    assert (train.notes, val.notes) == ((), ("1 images beside the listed ones are in no list",))
+    assert (train.notes, val.notes) == (
+        (),
+        ("1 images beside the listed ones are in no list",),
+    )
     (root.parent / "meta/test.txt").write_text("baklava/1\n")
-    with pytest.raises(DataError, match=r"data\.val_list: line 1: 'baklava/1' is also in data\.train_list, line 4"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"data\.val_list: line 1: 'baklava/1' is also in data\.train_list, line 4"
+        ),
+    ):
         build(options, "val", train.classes)
 
 
 def test_a_test_list_has_images_of_its_own(root):
-    for name, images in {"a": IMAGES[::3], "v": IMAGES[1::3], "t": IMAGES[2::3]}.items():
+    for name, images in {
+        "a": IMAGES[::3],
+        "v": IMAGES[1::3],
+        "t": IMAGES[2::3],
+    }.items():
         (root / f"{name}.txt").write_text("".join(f"{image}\n" for image in images))
     lists = {"root": str(root), "train_list": "a.txt", "test_list": "t.txt"}
     options = Options(**lists, val_list="v.txt")
     test = build(options, "test", ("apple_pie", "baklava"))
-    assert (sorted(pairs(test)), test.notes, facts(options).test) == ([*IMAGES[2::3]], (), "test_list")
-    assert build(options, "val", ("apple_pie", "baklava")).notes == ()  # the test images are in a list too
-    assert sorted(pairs(build(Options(**lists, val_fraction=0.5), "test", ("apple_pie", "baklava")))) == [*IMAGES[2::3]]
+    assert (sorted(pairs(test)), test.notes, facts(options).test) == (
+        [*IMAGES[2::3]],
+        (),
+        "test_list",
+    )
+    assert (
+        build(options, "val", ("apple_pie", "baklava")).notes == ()
+    )  # the test images are in a list too
+    assert sorted(
+        pairs(
+            build(Options(**lists, val_fraction=0.5), "test", ("apple_pie", "baklava"))
+        )
+    ) == [*IMAGES[2::3]]
     (root / "t.txt").write_text("baklava/2\n")
-    with pytest.raises(DataError, match=r"data\.test_list: line 1: 'baklava/2' is also in data\.val_list, line 2"):
+    with pytest.raises(
+        DataError,
+        match=r"data\.test_list: line 1: 'baklava/2' is also in data\.val_list, line 2",
+    ):
         build(options, "test", ("apple_pie", "baklava"))
 
 
@@ -121,21 +205,50 @@ def test_listed_images_may_have_any_ending_and_unlisted_files_are_not_looked_at(
 
 def test_images_without_a_label(root):
     content = "path,label\napple_pie/1.jpg,pie\nbaklava/1.jpg,cake\nbaklava/2.jpg,\n"
-    assert pairs(open_list(root, content, labels="some")) == {**PIE, "baklava/2.jpg": ""}
+    assert pairs(open_list(root, content, labels="some")) == {
+        **PIE,
+        "baklava/2.jpg": "",
+    }
     assert open_list(root, "path,n\nbaklava/2.jpg,1\n", labels="none").label(0) == -1
-    with pytest.raises(DataError, match=r"data\.train_list: line 4: 'baklava/2\.jpg' has no label"):
+    with pytest.raises(
+        DataError, match=r"data\.train_list: line 4: 'baklava/2\.jpg' has no label"
+    ):
         open_list(root, content)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "path,label\napple_pie/1,a\napple_pye/2,b\n", r"line 3: 'apple_pye/2' is no image .* 1 of 2 names"),
-        ("a.csv", "path,label\napple_pie/11.jpg,a\n", r"line 2: 'apple_pie/11\.jpg' is no image .* Did you mean"),
-        ("a.csv", "path,label\nbaklava/1,a\nbaklava/1.jpg,b\n", r"line 3: 'baklava/1\.jpg' is the image of line 2"),
-        ("a.csv", "path,label\n../../etc/passwd,a\n", r"line 2: '\.\./\.\./etc/passwd' does not lie in '.*images/'"),
-        ("a.csv", "path,label\n/etc/passwd,a\n", r"line 2: '/etc/passwd' does not lie in '.*Paths in data\.root"),
-        ("a.csv", "path,label\nbaklava/9,a\n", r"line 2: 'baklava/9' is more than one image: baklava/9\.jpg, bak"),
+        (
+            "a.csv",
+            "path,label\napple_pie/1,a\napple_pye/2,b\n",
+            r"line 3: 'apple_pye/2' is no image .* 1 of 2 names",
+        ),
+        (
+            "a.csv",
+            "path,label\napple_pie/11.jpg,a\n",
+            r"line 2: 'apple_pie/11\.jpg' is no image .* Did you mean",
+        ),
+        (
+            "a.csv",
+            "path,label\nbaklava/1,a\nbaklava/1.jpg,b\n",
+            r"line 3: 'baklava/1\.jpg' is the image of line 2",
+        ),
+        (
+            "a.csv",
+            "path,label\n../../etc/passwd,a\n",
+            r"line 2: '\.\./\.\./etc/passwd' does not lie in '.*images/'",
+        ),
+        (
+            "a.csv",
+            "path,label\n/etc/passwd,a\n",
+            r"line 2: '/etc/passwd' does not lie in '.*Paths in data\.root",
+        ),
+        (
+            "a.csv",
+            "path,label\nbaklava/9,a\n",
+            r"line 2: 'baklava/9' is more than one image: baklava/9\.jpg, bak",
+        ),
         ("a.csv", "path,label\nbaklava,a\n", r"line 2: 'baklava' is no image"),
         pytest.param(
             "a.csv",
@@ -145,14 +258,45 @@ def test_images_without_a_label(root):
         ),
         ("a.csv", "path,label\n", r"the split 'train' has no images"),
         ("a.csv", "", r"does not name two columns"),
-        ("a.csv", "path|label\n", r"does not name two columns or more: it is 'path|label'"),
-        ("a.csv", "path,label\nbaklava/1,0.5\nbaklava/2,1.0\nbaklava/3,2.25\n", r"data\.label_key: 2 labels are num"),
-        ("a.csv", "path;label\nbaklava/1;0,5\nbaklava/2;1\n", r"1 labels are numbers with a fraction, such as 0,5"),
-        ("a.csv", LINE, r"its first line is an image, 'apple_pie/1\.jpg'; it must name the columns"),
-        ("a.csv", "file,label\n", r"data\.image_key: '.*' has no column 'path'\. Columns: file, label"),
-        ("a.csv", "path,labels\n", r"data\.label_key: .* 'label'\. Columns: path, labels\. Did you mean 'labels'"),
+        (
+            "a.csv",
+            "path|label\n",
+            r"does not name two columns or more: it is 'path|label'",
+        ),
+        (
+            "a.csv",
+            "path,label\nbaklava/1,0.5\nbaklava/2,1.0\nbaklava/3,2.25\n",
+            r"data\.label_key: 2 labels are num",
+        ),
+        (
+            "a.csv",
+            "path;label\nbaklava/1;0,5\nbaklava/2;1\n",
+            r"1 labels are numbers with a fraction, such as 0,5",
+        ),
+        (
+            "a.csv",
+            LINE,
+            r"its first line is an image, 'apple_pie/1\.jpg'; it must name the columns",
+        ),
+        (
+            "a.csv",
+            "file,label\n",
+            r"data\.image_key: '.*' has no column 'path'\. Columns: file, label",
+        ),
+        (
+            "a.csv",
+            "path,labels\n",
+            (
+                r"data\.label_key: .* 'label'\. Columns: path, labels\. Did you mean"
+                r" 'labels'"
+            ),
+        ),
         ("a.csv", "path,label,label\n", r"its first line names 'label' twice"),
-        ("a.csv", "path,label\nbaklava/1.jpg\n", r"line 2 has 1 fields, the first line has 2"),
+        (
+            "a.csv",
+            "path,label\nbaklava/1.jpg\n",
+            r"line 2 has 1 fields, the first line has 2",
+        ),
         ("a.csv", "path,label\nbaklava/1.jpg,a\n", r"only one class, 'a'"),
         ("a.txt", "\n", r"the split 'train' has no images"),
         ("a.json", "[]", r"is '.*a\.json'\. A file that ends in \.csv, \.tsv, \.txt"),
@@ -162,16 +306,26 @@ def test_images_without_a_label(root):
             b"path,label\nbaklava/1.jpg,\xe9clair\n",
             r"line 2 is not UTF-8 \('baklava/1\.jpg,éclair' .*iconv -f",
         ),
-        ("a.csv", "path,label\r\n".encode("utf-16"), r"the split 'train' has no images"),
+        (
+            "a.csv",
+            "path,label\r\n".encode("utf-16"),
+            r"the split 'train' has no images",
+        ),
     ],
 )
 def test_a_list_that_does_not_fit_is_one_line(root, name, content, message):
     for other in ("baklava/9.jpg", "baklava/9.png", "baklava/7.heic"):
         (root / other).write_bytes(b"x")
     if content is not None:
-        (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (root / name).write_bytes(
+            content if isinstance(content, bytes) else content.encode()
+        )
     with pytest.raises(DataError, match=message) as caught:
-        build(Options(root=str(root), train_list=name, val_list=f"v{Path(name).suffix}"), "train", None)
+        build(
+            Options(root=str(root), train_list=name, val_list=f"v{Path(name).suffix}"),
+            "train",
+            None,
+        )
     assert str(caught.value).startswith("data.")
     assert len(str(caught.value).splitlines()) == 1
 
@@ -179,13 +333,19 @@ def test_a_list_that_does_not_fit_is_one_line(root, name, content, message):
 def test_a_repeated_line_counts_once_and_is_reported(root):
     found = open_list(root, f"path,label\n{LINE}{LINE}apple_pie/1,pie\n")
     assert pairs(found) == PIE
-    assert "3 lines of data.train_list repeat another with the same label, and count once" in found.notes
+    assert (
+        "3 lines of data.train_list repeat another with the same label, and count once"
+        in found.notes
+    )
 
 
 def test_a_name_missing_in_the_root_is_searched_beside_its_list(root):
     (root / "baklava" / "_list.csv").write_text("path,label\n1.jpg,cake\n2.jpg,pie\n")
     options = Options(root=str(root), train_list="baklava/_list.csv", val_list="v.csv")
-    assert pairs(build(options, "train", None)) == {"baklava/1.jpg": "cake", "baklava/2.jpg": "pie"}
+    assert pairs(build(options, "train", None)) == {
+        "baklava/1.jpg": "cake",
+        "baklava/2.jpg": "pie",
+    }
 
 
 def test_names_in_another_unicode_form(root):
@@ -195,7 +355,11 @@ def test_names_in_another_unicode_form(root):
     (root / two / "1.jpg").rename(root / two / f"{two}.jpg")
     content = f"path,label\n{one}/{one}.jpg,{one}\n{one}/2,{two}\nbaklava/1,cake\n"
     found = open_list(root, content)
-    assert pairs(found) == {f"{two}/{two}.jpg": one, f"{two}/2.jpg": one, "baklava/1.jpg": "cake"}
+    assert pairs(found) == {
+        f"{two}/{two}.jpg": one,
+        f"{two}/2.jpg": one,
+        "baklava/1.jpg": "cake",
+    }
 
 
 def test_the_line_of_an_open_quote_is_that_of_an_editor():
@@ -209,4 +373,7 @@ def test_the_line_of_an_open_quote_is_that_of_an_editor():
 @pytest.mark.parametrize("lists", [("a.txt", "v.csv", ""), ("a.csv", "v.tsv", "t.TXT")])
 def test_lists_are_of_one_kind(lists):
     with pytest.raises(ValueError, match="differ in kind"):
-        Options(root="images", **dict(zip(("train_list", "val_list", "test_list"), lists, strict=True)))
+        Options(
+            root="images",
+            **dict(zip(("train_list", "val_list", "test_list"), lists, strict=True)),
+        )

@@ -1,4 +1,6 @@
-"""Bytes to RGB: what images in the wild look like, and what is said of those that are none."""
+"""Bytes to RGB: what images in the wild look like, and what is said of those that are
+none.
+"""
 
 import io
 import struct
@@ -39,25 +41,46 @@ def read(data: bytes) -> Image.Image:
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return (
+        struct.pack(">I", len(data))
+        + kind
+        + data
+        + struct.pack(">I", zlib.crc32(kind + data))
+    )
 
 
-def png(width: int, height: int, depth: int, color: int, rows: bytes, *extra: bytes) -> bytes:
-    """Write a PNG by the specification: Pillow does not write every kind that it reads."""
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + b"".join(extra) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+def png(
+    width: int, height: int, depth: int, color: int, rows: bytes, *extra: bytes
+) -> bytes:
+    """Write a PNG by the specification: Pillow does not write every kind that
+    it reads.
+    """
+    header = chunk(
+        b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
+    )
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + header
+        + b"".join(extra)
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "WEBP"])
 def test_rgb_survives_bit_for_bit(kind):
     options = {"lossless": True} if kind == "WEBP" else {}
-    assert np.array_equal(np.asarray(read(stored(NOISE, kind, **options))), np.asarray(NOISE))
+    assert np.array_equal(
+        np.asarray(read(stored(NOISE, kind, **options))), np.asarray(NOISE)
+    )
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "P"])
 def test_modes_without_alpha_look_as_pillow_shows_them(mode):
     image = NOISE.convert(mode)
-    assert np.array_equal(np.asarray(read(stored(image))), np.asarray(image.convert("RGB")))
+    assert np.array_equal(
+        np.asarray(read(stored(image))), np.asarray(image.convert("RGB"))
+    )
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
@@ -82,13 +105,17 @@ def test_palette_with_transparency(transparency):
     image = Image.new("P", (2, 1), 0)
     image.putpalette([0, 0, 255, 255, 0, 0])
     image.putpixel((1, 0), 1)
-    assert np.asarray(read(stored(image, transparency=transparency))).tolist() == [[list(WHITE), list(RED)]]
+    assert np.asarray(read(stored(image, transparency=transparency))).tolist() == [
+        [list(WHITE), list(RED)]
+    ]
 
 
 def test_colour_key_of_an_rgb_png_is_transparent():
     image = Image.new("RGB", (2, 1), (0, 0, 255))
     image.putpixel((0, 0), RED)
-    assert np.asarray(read(stored(image, transparency=(0, 0, 255)))).tolist() == [[list(RED), list(WHITE)]]
+    assert np.asarray(read(stored(image, transparency=(0, 0, 255)))).tolist() == [
+        [list(RED), list(WHITE)]
+    ]
 
 
 def test_sixteen_bit_grey_is_scaled_and_not_clipped():
@@ -101,7 +128,9 @@ def test_sixteen_bit_grey_is_scaled_and_not_clipped():
 
 def test_sixteen_bit_rgb_keeps_the_upper_bits():
     row = b"\0" + struct.pack(">6H", 257 * 10, 257 * 20, 257 * 30, 65535, 0, 32768)
-    assert np.asarray(read(png(2, 1, 16, 2, row))).tolist() == [[[10, 20, 30], [255, 0, 128]]]
+    assert np.asarray(read(png(2, 1, 16, 2, row))).tolist() == [
+        [[10, 20, 30], [255, 0, 128]]
+    ]
 
 
 def test_sixteen_bit_colour_key_does_not_break_the_image():
@@ -111,18 +140,29 @@ def test_sixteen_bit_colour_key_does_not_break_the_image():
 
 
 def test_float_pixels_are_refused_with_the_reason():
-    with pytest.raises(DataError, match=r"it has F pixels, .*; convert it to 8 or 16 bits"):
+    with pytest.raises(
+        DataError, match=r"it has F pixels, .*; convert it to 8 or 16 bits"
+    ):
         read(stored(Image.new("F", (2, 2), 0.5), "TIFF"))
 
 
 def test_cmyk_jpeg_opens_with_the_right_colours():
     data = stored(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), "JPEG", quality=95)
-    assert b"Adobe" in data[:64]  # stored inverted, as Photoshop does: reading it plainly would give cyan
-    assert read(data).getpixel((8, 8)) == pytest.approx(RED, abs=4)  # JPEG loses a little
+    assert (
+        b"Adobe" in data[:64]
+    )  # stored inverted, as Photoshop does: reading it plainly would give cyan
+    assert read(data).getpixel((8, 8)) == pytest.approx(
+        RED, abs=4
+    )  # JPEG loses a little
 
 
 def test_cmyk_tiff_is_not_inverted():
-    assert read(stored(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), "TIFF")).getpixel((0, 0)) == RED
+    assert (
+        read(stored(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), "TIFF")).getpixel(
+            (0, 0)
+        )
+        == RED
+    )
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -157,7 +197,12 @@ def test_turning_an_image_does_not_write_its_exif_anew(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\x08\0\0\0\xff\xff\x12\x01", b"Exif\0\0MM\0*\0\0\xff\0"]
+    "exif",
+    [
+        b"Exif\0\0garbage",
+        b"Exif\0\0II*\0\x08\0\0\0\xff\xff\x12\x01",
+        b"Exif\0\0MM\0*\0\0\xff\0",
+    ],
 )
 def test_broken_exif_costs_neither_the_image_nor_a_warning(exif):
     assert read(stored(NOISE, "JPEG", exif=exif)).size == NOISE.size
@@ -167,14 +212,25 @@ def test_first_frame_of_an_animation():
     frames = [Image.new("RGB", (4, 4), color) for color in (RED, (0, 255, 0))]
     for kind in ("GIF", "WEBP", "PNG"):
         data = stored(
-            frames[0], kind, save_all=True, append_images=frames[1:], **({"lossless": True} if kind == "WEBP" else {})
+            frames[0],
+            kind,
+            save_all=True,
+            append_images=frames[1:],
+            **({"lossless": True} if kind == "WEBP" else {}),
         )
         assert read(data).getpixel((0, 0)) == RED
 
 
 def test_first_picture_of_a_phone_burst():
-    data = stored(Image.new("RGB", (16, 16), RED), "MPO", save_all=True, append_images=[Image.new("RGB", (16, 16))])
-    assert read(data).getpixel((0, 0)) == pytest.approx(RED, abs=4)  # JPEG loses a little
+    data = stored(
+        Image.new("RGB", (16, 16), RED),
+        "MPO",
+        save_all=True,
+        append_images=[Image.new("RGB", (16, 16))],
+    )
+    assert read(data).getpixel((0, 0)) == pytest.approx(
+        RED, abs=4
+    )  # JPEG loses a little
 
 
 def scans(jpeg: bytes, more: int) -> bytes:
@@ -185,9 +241,13 @@ def scans(jpeg: bytes, more: int) -> bytes:
 
 
 def test_many_scans_are_refused_for_every_jpeg_format_name():
-    """A second picture behind the first makes an MPO; its scans and those of a thumbnail are not decoded."""
+    """A second picture behind the first makes an MPO; its scans and those of a
+    thumbnail are not decoded.
+    """
     plain = stored(NOISE, "JPEG", progressive=True)
-    burst = stored(NOISE, "MPO", save_all=True, append_images=[NOISE] * 9, progressive=True)
+    burst = stored(
+        NOISE, "MPO", save_all=True, append_images=[NOISE] * 9, progressive=True
+    )
     own = count_scans(plain)
     assert own == plain.count(b"\xff\xda")
     assert count_scans(burst) == own
@@ -195,7 +255,9 @@ def test_many_scans_are_refused_for_every_jpeg_format_name():
     assert Image.open(io.BytesIO(burst)).format == "MPO"
     assert np.array_equal(np.asarray(read(burst)), np.asarray(read(plain)))
     thumbnail = b"\xff\xe1" + struct.pack(">H", 2 + 2000) + b"\xff\xda\0\2" * 500
-    assert np.array_equal(np.asarray(read(plain[:2] + thumbnail + plain[2:])), np.asarray(read(plain)))
+    assert np.array_equal(
+        np.asarray(read(plain[:2] + thumbnail + plain[2:])), np.asarray(read(plain))
+    )
     assert read(scans(burst, Most().scans - own)).size == NOISE.size
     for data in (plain, burst):
         assert count_scans(scans(data, 100)) == own + 100
@@ -206,7 +268,10 @@ def test_many_scans_are_refused_for_every_jpeg_format_name():
 def test_colour_profile_is_dropped_with_the_rest_of_the_metadata():
     """The pixels are those of the same file without a profile."""
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    with_profile, without = stored(NOISE, "JPEG", icc_profile=profile), stored(NOISE, "JPEG")
+    with_profile, without = (
+        stored(NOISE, "JPEG", icc_profile=profile),
+        stored(NOISE, "JPEG"),
+    )
     assert Image.open(io.BytesIO(with_profile)).info["icc_profile"] == profile
     image = read(with_profile)
     assert "icc_profile" not in image.info
@@ -218,7 +283,11 @@ def test_colour_profile_is_dropped_with_the_rest_of_the_metadata():
 def test_cut_short(kind, share):
     data = stored(NOISE.resize((200, 150)), kind)
     with pytest.raises(
-        DataError, match=r"^data\.root: file 'a/b\.jpg': (the image (is trunc|cannot be dec)|it is not)"
+        DataError,
+        match=(
+            r"^data\.root: file 'a/b\.jpg': (the image (is trunc|cannot be dec)|it is"
+            r" not)"
+        ),
     ):
         read(data[: int(len(data) * share)])
 
@@ -227,9 +296,18 @@ def test_cut_short(kind, share):
     ("data", "message"),
     [
         (b"", r"file 'a/b.jpg': it is empty \(0 bytes\)"),
-        (b"<!DOCTYPE html>\n", r"file 'a/b\.jpg': it is not an image .it begins with b'<!DOCTYPE html>"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n", "it is not an image"),
-        (stored(NOISE, "JPEG")[:3], "the image is truncated or damaged in its first bytes"),
+        (
+            b"<!DOCTYPE html>\n",
+            r"file 'a/b\.jpg': it is not an image .it begins with b'<!DOCTYPE html>",
+        ),
+        (
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n",
+            "it is not an image",
+        ),
+        (
+            stored(NOISE, "JPEG")[:3],
+            "the image is truncated or damaged in its first bytes",
+        ),
         (stored(NOISE, "JPEG")[:30], "the image is truncated"),
     ],
 )
@@ -239,8 +317,12 @@ def test_bytes_that_are_no_image(data, message):
         read(data)
 
 
-@pytest.mark.parametrize("pillow", [10_000, None], ids=["Pillow has a limit", "none, as in an endpoint"])
-@pytest.mark.parametrize("side", [90, 110, 300], ids=["within", "warned by Pillow", "refused by Pillow"])
+@pytest.mark.parametrize(
+    "pillow", [10_000, None], ids=["Pillow has a limit", "none, as in an endpoint"]
+)
+@pytest.mark.parametrize(
+    "side", [90, 110, 300], ids=["within", "warned by Pillow", "refused by Pillow"]
+)
 def test_decompression_bomb(side, pillow, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", pillow)
     monkeypatch.setattr(pixels, "MOST", Most(pixels=10_000))
@@ -248,21 +330,27 @@ def test_decompression_bomb(side, pillow, monkeypatch):
     if side == 90:
         assert read(data).size == (90, 90)
     else:
-        with pytest.raises(DataError, match=r"the image is beyond a limit: it has .*pixels"):
+        with pytest.raises(
+            DataError, match=r"the image is beyond a limit: it has .*pixels"
+        ):
             read(data)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP", "GIF", "BMP"])
 def test_damage_anywhere_gives_an_image_or_a_data_error(kind, seed, monkeypatch):
-    """Each other time in the first bytes: of a BMP, only damage to these can be noticed. A PNG has checksums."""
+    """Each other time in the first bytes: of a BMP, only damage to these can be
+    noticed. A PNG has checksums.
+    """
     monkeypatch.setattr(pixels, "MOST", Most(pixels=10_000))
     rng = np.random.default_rng(seed)
     data = np.frombuffer(stored(NOISE, kind), np.uint8)
     refused = 0
     for trial in range(60):
         damaged = data.copy()
-        damaged[rng.integers(0, len(data) if trial % 2 else 40, 4)] = rng.integers(0, 256, 4)
+        damaged[rng.integers(0, len(data) if trial % 2 else 40, 4)] = rng.integers(
+            0, 256, 4
+        )
         try:
             read(damaged.tobytes())
         except DataError:  # nothing else may come out
@@ -288,12 +376,17 @@ def test_labels_as_written():
 
     assert named("1", "003", "1") == (["1", "3", "1"], ["0", "1", "2", "3"])
     assert named("pear", "7up") == (["pear", "7up"], ["7up", "pear"])
-    assert named("1", "apple", names=("pear", "apple")) == (["apple", "apple"], ["pear", "apple"])
+    assert named("1", "apple", names=("pear", "apple")) == (
+        ["apple", "apple"],
+        ["pear", "apple"],
+    )
     assert named("9", "-1", names=("pear", "apple")) == (["9", "-1"], ["pear", "apple"])
 
 
 def test_only_a_box_of_a_file_type_names_a_brand():
-    assert [format_of(bytes(4) + kind + b"avif" + bytes(4)) for kind in (b"ftyp", b"moov")] == ["AVIF", ""]
+    assert [
+        format_of(bytes(4) + kind + b"avif" + bytes(4)) for kind in (b"ftyp", b"moov")
+    ] == ["AVIF", ""]
 
 
 def test_avif_is_read_where_pillow_reads_it():
@@ -309,7 +402,11 @@ def test_avif_is_read_where_pillow_reads_it():
 def test_heic_is_read_with_the_extra_and_names_it_without():
     if "HEIF" not in FORMATS:
         with pytest.raises(
-            DataError, match=r"its content is \.heic \(pillow-heif reads them: pip install 'PATH/kd\[heic\]'"
+            DataError,
+            match=(
+                r"its content is \.heic \(pillow-heif reads them: pip install"
+                r" 'PATH/kd\[heic\]'"
+            ),
         ):
             read(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
         pytest.skip("pillow-heif is not installed: no image was read")
@@ -320,7 +417,9 @@ def test_heic_is_read_with_the_extra_and_names_it_without():
         exif = Image.Exif()
         exif[0x0112] = turn
         data = stored(image, "HEIF", quality=95, exif=exif.tobytes())
-        expected = np.asarray(image if turn == 1 else image.transpose(Image.Transpose.ROTATE_270), int)
+        expected = np.asarray(
+            image if turn == 1 else image.transpose(Image.Transpose.ROTATE_270), int
+        )
         found = read(data)
         assert found.size == size
         assert abs(np.asarray(found, int) - expected).mean() < 6
@@ -335,16 +434,26 @@ def grey16(bits: int, size: int = 8) -> Image.Image:
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 def test_bits_of_16(kind):
-    """A camera's 12 bits in 16: the range is `data.bits` of them, for every image alike; larger values are no image."""
+    """A camera's 12 bits in 16: the range is `data.bits` of them, for every image
+    alike; larger values are no image.
+    """
     data = stored(grey16(12), kind)
     found = decode(data, "file", "data.root")
-    assert (found.used, max(np.asarray(found.image).ravel())) == (12, 63 * 64 >> 8)  # nearly black
+    assert (found.used, max(np.asarray(found.image).ravel())) == (
+        12,
+        63 * 64 >> 8,
+    )  # nearly black
     scaled = decode(data, "file", "data.root", bits=12).image
     assert np.array_equal(np.asarray(scaled)[..., 0], np.arange(64).reshape(8, 8) * 4)
-    with pytest.raises(DataError, match=r"values of 14 bits; at most 12, as data\.bits says"):
+    with pytest.raises(
+        DataError, match=r"values of 14 bits; at most 12, as data\.bits says"
+    ):
         decode(stored(grey16(14), kind), "file", "data.root", bits=12)
     plain = decode(stored(NOISE, kind), "file", "data.root", bits=12)
-    assert (plain.used, np.array_equal(np.asarray(plain.image), np.asarray(NOISE))) == (0, True)
+    assert (plain.used, np.array_equal(np.asarray(plain.image), np.asarray(NOISE))) == (
+        0,
+        True,
+    )
 
 
 def test_bits_of_16_in_colour():
@@ -352,5 +461,8 @@ def test_bits_of_16_in_colour():
     rows = b"".join(b"\0" + struct.pack(">6H", 4095, 0, 9, 1, 2, 3) for _ in range(2))
     data = png(2, 2, 16, 2, rows)
     assert decode(data, "file", "data.root").used == -12
-    with pytest.raises(DataError, match=r"16 bits a channel in colour; only grey images allow data\.bits=12"):
+    with pytest.raises(
+        DataError,
+        match=r"16 bits a channel in colour; only grey images allow data\.bits=12",
+    ):
         decode(data, "file", "data.root", bits=12)

@@ -1,4 +1,6 @@
-"""`data.group`: what belongs together is in one split, chosen by the hash of the group; without it nothing changes."""
+"""`data.group`: what belongs together is in one split, chosen by the hash of the group;
+without it nothing changes.
+"""
 
 import hashlib
 from collections import defaultdict
@@ -26,32 +28,51 @@ def clip_of(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory) -> Path:
-    """Folders `apple` and `fig` of frames `CLIP_0001.jpg`, and tables that name the clip of each frame."""
+    """Folders `apple` and `fig` of frames `CLIP_0001.jpg`, and tables that name the
+    clip of each frame.
+    """
     root, rows = tmp_path_factory.mktemp("clips"), ["path,label,clip"]
     for label, name in enumerate(CLASSES):
         (root / name).mkdir()
         for clip in range(CLIPS):
             for frame in range(FRAMES):
                 path = f"{name}/clip{label}{clip}_{frame:04d}.jpg"
-                Image.new("RGB", (8, 8), (clip * 20, frame * 20, label * 99)).save(root / path)
+                Image.new("RGB", (8, 8), (clip * 20, frame * 20, label * 99)).save(
+                    root / path
+                )
                 rows.append(f"{path},{name},clip{label}{clip}")
     (root / "all.csv").write_text("\n".join(rows))
-    (root / "sets.csv").write_text("\n".join(["file,labels", *(row.rpartition(",")[0] for row in rows[1:])]))
+    (root / "sets.csv").write_text(
+        "\n".join(["file,labels", *(row.rpartition(",")[0] for row in rows[1:])])
+    )
     return root
 
 
 def opened(root: Path, kind: str, **keys: object) -> Data:
     data = {"kind": kind, "root": str(root), "image_size": 8, "batch_size": 2, **keys}
-    section = {"run": {"name": "a"}, "data": data, "losses": [{"kind": "bce" if kind == "multilabel" else "ce"}]}
-    return open_sources(resolve(config.load({**section, "student": {"model": "vit_tiny_patch16_224"}})).data)
+    section = {
+        "run": {"name": "a"},
+        "data": data,
+        "losses": [{"kind": "bce" if kind == "multilabel" else "ce"}],
+    }
+    return open_sources(
+        resolve(
+            config.load({**section, "student": {"model": "vit_tiny_patch16_224"}})
+        ).data
+    )
 
 
 def expected(fraction: float) -> set[str]:
-    """Return the clips that are held out: of each class those whose names have the smallest hashes."""
+    """Return the clips that are held out: of each class those whose names have the
+    smallest hashes.
+    """
     found = set()
     for label in range(len(CLASSES)):
         every = [f"clip{label}{clip}" for clip in range(CLIPS)]
-        ranked = sorted(every, key=lambda clip: hashlib.blake2b(clip.encode(), digest_size=8).digest())
+        ranked = sorted(
+            every,
+            key=lambda clip: hashlib.blake2b(clip.encode(), digest_size=8).digest(),
+        )
         found |= {*ranked[: round(fraction * CLIPS)]}
     return found
 
@@ -66,28 +87,49 @@ def expected(fraction: float) -> set[str]:
 )
 def test_all_frames_of_a_clip_are_in_one_split(clips, kind, keys):
     data = opened(clips, kind, val_fraction=0.3, **keys)
-    train, val = ({clip_of(name) for name in names(source)} for source in (data.train, data.val))
+    train, val = (
+        {clip_of(name) for name in names(source)} for source in (data.train, data.val)
+    )
     assert val == expected(0.3)
-    assert train | val == {f"clip{label}{clip}" for label in range(2) for clip in range(CLIPS)}
+    assert train | val == {
+        f"clip{label}{clip}" for label in range(2) for clip in range(CLIPS)
+    }
     assert not train & val
     assert (len(data.train), len(data.val)) == (112, 48)
     assert not [note for note in data.notes if note.startswith("data.group")]
 
 
 def test_label_sets_and_a_parent(clips, tmp_path):
-    """Without classes the clips are ranked together; a file's folder may be its group."""
-    data = opened(clips, "multilabel", train_labels="sets.csv", val_fraction=0.25, group=r"([^/]*)_")
-    train, val = ({clip_of(name) for name in names(source)} for source in (data.train, data.val))
+    """Without classes the clips are ranked together; a file's folder may be
+    its group.
+    """
+    data = opened(
+        clips,
+        "multilabel",
+        train_labels="sets.csv",
+        val_fraction=0.25,
+        group=r"([^/]*)_",
+    )
+    train, val = (
+        {clip_of(name) for name in names(source)} for source in (data.train, data.val)
+    )
     assert (len(val), train & val) == (5, set())
     rows = ["path,label"]
     for plate in range(6):
         (tmp_path / f"plate{plate}").mkdir()
         for cell in range(4):
-            (tmp_path / f"plate{plate}" / f"{cell}.png").write_bytes(png(plate * 9 + cell))
+            (tmp_path / f"plate{plate}" / f"{cell}.png").write_bytes(
+                png(plate * 9 + cell)
+            )
             rows.append(f"plate{plate}/{cell}.png,{CLASSES[plate % 2]}")
     (tmp_path / "all.csv").write_text("\n".join(rows))
-    data = opened(tmp_path, "csv", train_list="all.csv", val_fraction=0.34, group="parent")
-    plates = [{name.partition("/")[0] for name in names(source)} for source in (data.train, data.val)]
+    data = opened(
+        tmp_path, "csv", train_list="all.csv", val_fraction=0.34, group="parent"
+    )
+    plates = [
+        {name.partition("/")[0] for name in names(source)}
+        for source in (data.train, data.val)
+    ]
     assert [len(one) for one in plates] == [4, 2]
     assert not plates[0] & plates[1]
 
@@ -100,7 +142,11 @@ def test_rows_of_a_table(tmp_path):
         "label": [id % 2 for id in range(count)],
         "patient": [id // 6 for id in range(count)],
     }
-    features = {"image": hub.Image(), "label": hub.ClassLabel(names=list(CLASSES)), "patient": hub.Value("int64")}
+    features = {
+        "image": hub.Image(),
+        "label": hub.ClassLabel(names=list(CLASSES)),
+        "patient": hub.Value("int64"),
+    }
     made = hub.Dataset.from_dict(columns, features=hub.Features(features))
     hub.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "t"))
     options = registry.options_type("datasets", "hf", "data")(
@@ -113,20 +159,36 @@ def test_rows_of_a_table(tmp_path):
     assert sorted(rows[0] + rows[1]) == list(range(count))
     assert not {row // 6 for row in rows[0]} & {row // 6 for row in rows[1]}
     assert len(val) == 18
-    absent = registry.options_type("datasets", "hf", "data")(path=str(tmp_path / "t"), val_fraction=0.3, group="clip")
+    absent = registry.options_type("datasets", "hf", "data")(
+        path=str(tmp_path / "t"), val_fraction=0.3, group="clip"
+    )
     with pytest.raises(DataError, match=r"data\.group: there is no column 'clip'"):
         module.build(absent, "train", None)
 
 
 def test_a_test_split_that_is_set_aside_has_whole_groups(clips):
-    data = opened(clips, "csv", train_list="all.csv", val_fraction=0.5, test_fraction=0.5, group="clip")
-    splits = [{clip_of(name) for name in names(source)} for source in data.splits.values()]
+    data = opened(
+        clips,
+        "csv",
+        train_list="all.csv",
+        val_fraction=0.5,
+        test_fraction=0.5,
+        group="clip",
+    )
+    splits = [
+        {clip_of(name) for name in names(source)} for source in data.splits.values()
+    ]
     assert len(splits) == 3
     assert all(splits)
     assert sum(map(len, splits)) == len(set().union(*splits)) == 2 * CLIPS
-    alone = opened(clips, "csv", train_list="all.csv", val_fraction=0.5, test_fraction=0.5)
-    assert len({clip_of(name) for source in alone.splits.values() for name in names(source)}) < sum(
-        len({clip_of(name) for name in names(source)}) for source in alone.splits.values()
+    alone = opened(
+        clips, "csv", train_list="all.csv", val_fraction=0.5, test_fraction=0.5
+    )
+    assert len(
+        {clip_of(name) for source in alone.splits.values() for name in names(source)}
+    ) < sum(
+        len({clip_of(name) for name in names(source)})
+        for source in alone.splits.values()
     )
 
 
@@ -134,32 +196,56 @@ def test_groups_in_two_given_splits_are_named(clips, tmp_path):
     rows = (clips / "all.csv").read_text().splitlines()
     for split, part in {"train": rows[1::2], "val": rows[2::2]}.items():
         (tmp_path / f"{split}.csv").write_text("\n".join([rows[0], *part]))
-    lists = {f"{split}_list": str(tmp_path / f"{split}.csv") for split in ("train", "val")}
+    lists = {
+        f"{split}_list": str(tmp_path / f"{split}.csv") for split in ("train", "val")
+    }
     data = opened(clips, "csv", **lists, group="clip")
-    assert data.notes == ["data.group: 'clip00' and 19 more are in training and in another split"]
+    assert data.notes == [
+        "data.group: 'clip00' and 19 more are in training and in another split"
+    ]
     assert opened(clips, "csv", **lists).notes == []
 
 
 @pytest.mark.parametrize(
-    ("kind", "group"), [("csv", "clpi"), ("csv", "(clip"), ("imagefolder", "(.*)"), ("imagefolder", r"no(thing)\d")]
+    ("kind", "group"),
+    [
+        ("csv", "clpi"),
+        ("csv", "(clip"),
+        ("imagefolder", "(.*)"),
+        ("imagefolder", r"no(thing)\d"),
+    ],
 )
 def test_a_rule_that_puts_nothing_together_is_refused(clips, kind, group):
     keys = {"train_list": "all.csv"} if kind == "csv" else {}
     with pytest.raises(
-        DataError, match=r"data\.group: .* puts no two training images into one group.*\. Allowed: `parent`"
+        DataError,
+        match=(
+            r"data\.group: .* puts no two training images into one group.*\. Allowed:"
+            r" `parent`"
+        ),
     ):
         opened(clips, kind, val_fraction=0.3, group=group, **keys)
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "csv"])
 def test_without_the_key_each_image_is_alone(clips, kind):
-    """As before the key existed: of each class the images with the smallest hashes of their paths."""
-    data = opened(clips, kind, val_fraction=0.1, **({"train_list": "all.csv"} if kind == "csv" else {}))
+    """As before the key existed: of each class the images with the smallest hashes of
+    their paths.
+    """
+    data = opened(
+        clips,
+        kind,
+        val_fraction=0.1,
+        **({"train_list": "all.csv"} if kind == "csv" else {}),
+    )
     of_class = defaultdict(list)
     for path in (*names(data.train), *names(data.val)):
         of_class[path.partition("/")[0]].append(path)
     held = set()
     for paths in of_class.values():
-        ranked = sorted(paths, key=lambda path: hashlib.blake2b(path.encode(), digest_size=8).digest())
+        ranked = sorted(
+            paths,
+            key=lambda path: hashlib.blake2b(path.encode(), digest_size=8).digest(),
+        )
         held |= {*ranked[: int(np.floor(0.1 * len(paths) + 0.5))]}
     assert {*names(data.val)} == held

@@ -1,4 +1,6 @@
-"""Hugging Face datasets: saved tables, local folders, columns found or named, the hub out of reach."""
+"""Hugging Face datasets: saved tables, local folders, columns found or named, the hub
+out of reach.
+"""
 
 import os
 import sys
@@ -22,8 +24,14 @@ def _offline(monkeypatch, tmp_path):
 
 
 def table(labels: list, label=None, **more):
-    features = {"image": hub.Image(), "label": label or hub.ClassLabel(names=["pear", "apple"])}
-    columns = {"image": [{"bytes": png(id), "path": None} for id in range(len(labels))], "label": labels}
+    features = {
+        "image": hub.Image(),
+        "label": label or hub.ClassLabel(names=["pear", "apple"]),
+    }
+    columns = {
+        "image": [{"bytes": png(id), "path": None} for id in range(len(labels))],
+        "label": labels,
+    }
     for name, (values, feature) in more.items():
         columns[name], features[name] = values, feature
     return hub.Dataset.from_dict(columns, features=hub.Features(features))
@@ -38,15 +46,25 @@ def test_test_split(tmp_path):
     save(tmp_path / "d", train=table([0, 1] * 5), exam=table([1, 0, 0]))
     chosen = Options(path=str(tmp_path / "d"), val_fraction=0.2, test_split="exam")
     test = build(chosen, "test", ("pear", "apple"))
-    assert (test.name(0), labels(test), facts(chosen).test) == ("exam[0]", [1, 0, 0], "test_split")
+    assert (test.name(0), labels(test), facts(chosen).test) == (
+        "exam[0]",
+        [1, 0, 0],
+        "test_split",
+    )
     with pytest.raises(DataError, match=r"data\.test_split: .* has no split 'exams'"):
-        build(Options(path=str(tmp_path / "d"), val_fraction=0.2, test_split="exams"), "test", ("pear", "apple"))
+        build(
+            Options(path=str(tmp_path / "d"), val_fraction=0.2, test_split="exams"),
+            "test",
+            ("pear", "apple"),
+        )
     with pytest.raises(ValueError, match="another split than train_split"):
         Options(path="d", val_fraction=0.2, test_split="train")
 
 
 def test_the_stamp_is_made_of_the_times_of_the_files(tmp_path):
-    """Of the table where it holds the images, of each image's own file where it names them."""
+    """Of the table where it holds the images, of each image's own file where it names
+    them.
+    """
     chosen = save(tmp_path / "d", train=table([0, 1, 1]))
     before = build(chosen, "train", None)
     for file in (tmp_path / "d" / "train").glob("*.arrow"):
@@ -72,17 +90,23 @@ def test_a_file_that_was_replaced_and_keeps_its_time_is_read_anew(tmp_path):
     before, times = build(chosen, "train", None), file.stat()
     rows = [png(9), png(8), png(7)]
     hub.Dataset.from_dict(
-        {"image": [{"bytes": row, "path": None} for row in rows], "label": [0, 1, 1]}, features=table([0]).features
+        {"image": [{"bytes": row, "path": None} for row in rows], "label": [0, 1, 1]},
+        features=table([0]).features,
     ).to_parquet(str(file))
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     after = build(chosen, "train", None)
-    read = [before.encoded(id) for id in range(len(before))], [after.encoded(id) for id in range(len(after))]
+    read = (
+        [before.encoded(id) for id in range(len(before))],
+        [after.encoded(id) for id in range(len(after))],
+    )
     assert {*read[0]} <= {png(0), png(1), png(2)}
     assert {*read[1]} <= {*rows}
     prepared = [one["filename"] for one in after.storage._table.cache_files]
     times = [os.stat(one).st_mtime_ns for one in prepared]
     again = build(chosen, "train", None)
-    assert [os.stat(one["filename"]).st_mtime_ns for one in again.storage._table.cache_files] == times  # copied once
+    assert [
+        os.stat(one["filename"]).st_mtime_ns for one in again.storage._table.cache_files
+    ] == times  # copied once
 
 
 def test_one_saved_table_is_the_training_split(tmp_path):
@@ -107,14 +131,23 @@ def test_local_folder_of_images(tmp_path):
     assert train.classes == ("apple", "pear")
     assert [train.decode(id).image.getpixel((0, 0))[0] for id in (0, 1)] == [0, 1]
     (tmp_path / "d/train/apple/1.png").unlink()
-    with pytest.raises(DataError, match=r"image 'train\[0\]' \(1\.png\): it cannot be read"):
+    with pytest.raises(
+        DataError, match=r"image 'train\[0\]' \(1\.png\): it cannot be read"
+    ):
         train.decode(0)
 
 
 def test_parquet_with_text_labels(tmp_path):
     (tmp_path / "d").mkdir()
-    table(["pear", "fig"], hub.Value("string")).to_parquet(str(tmp_path / "d/train.parquet"))
-    with pytest.raises(DataError, match=r"data\.label_key: no class-label column. Columns: image, label. Set data"):
+    table(["pear", "fig"], hub.Value("string")).to_parquet(
+        str(tmp_path / "d/train.parquet")
+    )
+    with pytest.raises(
+        DataError,
+        match=(
+            r"data\.label_key: no class-label column. Columns: image, label. Set data"
+        ),
+    ):
         build(Options(path=str(tmp_path / "d")), "train", None)
     source = build(Options(path=str(tmp_path / "d"), label_key="label"), "train", None)
     assert (source.classes, labels(source)) == (("fig", "pear"), [1, 0])
@@ -130,18 +163,26 @@ def test_val_with_its_classes_in_another_order_or_other_ones(tmp_path):
     other = hub.ClassLabel(names=["apple", "pear"])
     chosen = save(tmp_path / "d", train=table([0, 1]), validation=table([0, 1], other))
     assert labels(build(chosen, "val", ("pear", "apple"))) == [1, 0]
-    with pytest.raises(DataError, match="the split 'val' has the class 'apple', which is not among"):
+    with pytest.raises(
+        DataError, match="the split 'val' has the class 'apple', which is not among"
+    ):
         build(chosen, "val", ("pear", "fig"))
 
 
 def test_absent_split(tmp_path):
     chosen = save(tmp_path / "d", train=table([0, 1]), valid=table([1]))
     with pytest.raises(
-        DataError, match=r"data\.val_split: '.*' has no split 'validation'. Allowed: train, valid. Did you mean 'valid'"
+        DataError,
+        match=(
+            r"data\.val_split: '.*' has no split 'validation'. Allowed: train, valid."
+            r" Did you mean 'valid'"
+        ),
     ):
         build(chosen, "val", ("pear", "apple"))
     chosen = save(tmp_path / "e", train=table([0, 1]))
-    with pytest.raises(DataError, match=r"Allowed: train. Choose one, or set data\.val_fraction=0\.1"):
+    with pytest.raises(
+        DataError, match=r"Allowed: train. Choose one, or set data\.val_fraction=0\.1"
+    ):
         build(chosen, "val", ("pear", "apple"))
 
 
@@ -149,50 +190,93 @@ def test_columns(tmp_path):
     coarse = ([0, 0], hub.ClassLabel(names=["fruit"]))
     note = ([0.5, 1.5], hub.Value("float64"))
     path = save(tmp_path / "d", train=table([0, 1], coarse=coarse, note=note)).path
-    with pytest.raises(DataError, match=r"data\.label_key: several class-label columns: label, coarse"):
-        build(Options(path=path), "train", None)
-    assert build(Options(path=path, label_key="label", image_key="image"), "train", None).classes == ("pear", "apple")
     with pytest.raises(
-        DataError, match=r"data\.label_key: there is no column 'labl'. .* coarse, note. Did you mean 'label'"
+        DataError, match=r"data\.label_key: several class-label columns: label, coarse"
+    ):
+        build(Options(path=path), "train", None)
+    assert build(
+        Options(path=path, label_key="label", image_key="image"), "train", None
+    ).classes == ("pear", "apple")
+    with pytest.raises(
+        DataError,
+        match=(
+            r"data\.label_key: there is no column 'labl'. .* coarse, note. Did you mean"
+            r" 'label'"
+        ),
     ):
         build(Options(path=path, label_key="labl"), "train", None)
-    with pytest.raises(DataError, match=r"data\.label_key: 2 labels are numbers with a fraction, such as 0\.5"):
+    with pytest.raises(
+        DataError,
+        match=r"data\.label_key: 2 labels are numbers with a fraction, such as 0\.5",
+    ):
         build(Options(path=path, label_key="note"), "train", None)
-    with pytest.raises(DataError, match=r"data\.image_key: the column 'note' does not hold images. Allowed: image"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"data\.image_key: the column 'note' does not hold images. Allowed: image"
+        ),
+    ):
         build(Options(path=path, label_key="label", image_key="note"), "train", None)
 
 
 def test_bytes_column_as_images(tmp_path):
-    features = hub.Features({"data": hub.Value("binary"), "label": hub.ClassLabel(names=["a", "b"])})
-    path = save(tmp_path / "d", train=hub.Dataset.from_dict({"data": [png(7), png(8)], "label": [0, 1]}, features)).path
-    with pytest.raises(DataError, match=r"data\.image_key: no image column. Columns: data, label"):
+    features = hub.Features(
+        {"data": hub.Value("binary"), "label": hub.ClassLabel(names=["a", "b"])}
+    )
+    path = save(
+        tmp_path / "d",
+        train=hub.Dataset.from_dict(
+            {"data": [png(7), png(8)], "label": [0, 1]}, features
+        ),
+    ).path
+    with pytest.raises(
+        DataError, match=r"data\.image_key: no image column. Columns: data, label"
+    ):
         build(Options(path=path), "train", None)
-    assert build(Options(path=path, image_key="data"), "train", None).decode(1).image.getpixel((0, 0)) == (8, 0, 0)
+    assert build(Options(path=path, image_key="data"), "train", None).decode(
+        1
+    ).image.getpixel((0, 0)) == (8, 0, 0)
 
 
 def test_corrupt_and_absent_images(tmp_path):
     broken = table([0, 1, 0]).map(
-        lambda row, id: {"image": [{"bytes": b"text", "path": None}, None, {"bytes": png(1)[:50], "path": None}][id]},
+        lambda row, id: {
+            "image": [
+                {"bytes": b"text", "path": None},
+                None,
+                {"bytes": png(1)[:50], "path": None},
+            ][id]
+        },
         with_indices=True,
         features=table([0]).features,
     )
     source = build(save(tmp_path / "d", train=broken), "train", None)
-    for id, message in enumerate(("it is not an image", "the row holds no image", "the image is truncated")):
-        with pytest.raises(DataError, match=rf"^data\.path: image 'train\[{id}\]': {message}"):
+    for id, message in enumerate(
+        ("it is not an image", "the row holds no image", "the image is truncated")
+    ):
+        with pytest.raises(
+            DataError, match=rf"^data\.path: image 'train\[{id}\]': {message}"
+        ):
             source.decode(id)
 
 
 @pytest.mark.parametrize("value", [-1, None])
 def test_unlabelled_row(tmp_path, value):
     chosen = save(tmp_path / "d", train=table([0, 1, value]))
-    with pytest.raises(DataError, match=r"data\.label_key: row 2 has no label in the column 'label'"):
+    with pytest.raises(
+        DataError, match=r"data\.label_key: row 2 has no label in the column 'label'"
+    ):
         build(chosen, "train", None)
 
 
 def test_a_folder_that_is_not_there_and_a_hub_out_of_reach_are_one_line(tmp_path):
-    with pytest.raises(DataError, match=r"data\.path: the folder '.*nowhere' does not exist"):
+    with pytest.raises(
+        DataError, match=r"data\.path: the folder '.*nowhere' does not exist"
+    ):
         build(Options(path=str(tmp_path / "nowhere")), "train", None)
-    with pytest.raises(DataError, match=r"data\.path: 'nobody/nothing-here' cannot be loaded \(") as caught:
+    with pytest.raises(
+        DataError, match=r"data\.path: 'nobody/nothing-here' cannot be loaded \("
+    ) as caught:
         build(Options(path="nobody/nothing-here"), "train", None)
     assert "\n" not in str(caught.value)
     assert "the network" in str(caught.value)
@@ -200,12 +284,16 @@ def test_a_folder_that_is_not_there_and_a_hub_out_of_reach_are_one_line(tmp_path
 
 def test_missing_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtra, match=r"data\.kind: .*Run: pip install 'PATH/kd\[hf\]'"):
+    with pytest.raises(
+        MissingExtra, match=r"data\.kind: .*Run: pip install 'PATH/kd\[hf\]'"
+    ):
         build(Options(path="x"), "train", None)
 
 
 def test_a_package_that_it_needs_is_named(monkeypatch):
-    """The package itself is installed: to say that it is missing would send people the wrong way."""
+    """The package itself is installed: to say that it is missing would send people the
+    wrong way.
+    """
 
     def lacks(name):
         raise ModuleNotFoundError("No module named 'dill'", name="dill")
@@ -217,8 +305,16 @@ def test_a_package_that_it_needs_is_named(monkeypatch):
 
 def test_lists_of_labels_are_named_with_what_to_do(tmp_path):
     lists = ([[0], [0, 1], []], hub.Sequence(hub.ClassLabel(names=["pear", "apple"])))
-    chosen = save(tmp_path / "d", train=table([0, 1, -1], several=lists), validation=table([0, 1, 0], several=lists))
-    with pytest.raises(DataError, match=r"column 'several' holds lists of labels.* data\.label_keys"):
+    chosen = save(
+        tmp_path / "d",
+        train=table([0, 1, -1], several=lists),
+        validation=table([0, 1, 0], several=lists),
+    )
+    with pytest.raises(
+        DataError, match=r"column 'several' holds lists of labels.* data\.label_keys"
+    ):
         build(Options(path=chosen.path, label_key="several"), "train", None)
-    with pytest.raises(DataError, match=r"row 2 has no label in the column 'label' .*data\.labels=some"):
+    with pytest.raises(
+        DataError, match=r"row 2 has no label in the column 'label' .*data\.labels=some"
+    ):
         build(Options(path=chosen.path, label_key="label"), "train", None)

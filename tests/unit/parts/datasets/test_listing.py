@@ -1,4 +1,6 @@
-"""Listings as columns: names, labels, stamps, fingerprints and held-out images are those of plain lists."""
+"""Listings as columns: names, labels, stamps, fingerprints and held-out images are
+those of plain lists.
+"""
 
 import hashlib
 import os
@@ -15,24 +17,41 @@ from kd.parts import registry
 from kd.setup.data import Data
 from kd.setup.data_plan import DataPlan
 
-CLASSES = ("a", "a-b", "a.b", "a/b", "a/b-c", "ab", "Ä", "b")  # "-" and "." stand before "/", letters behind it
+CLASSES = (
+    "a",
+    "a-b",
+    "a.b",
+    "a/b",
+    "a/b-c",
+    "ab",
+    "Ä",
+    "b",
+)  # "-" and "." stand before "/", letters behind it
 COUNTS = (3, 5, 2, 140, 1, 4, 2, 6)  # more names than one block has
 
 
 def tree(root: Path) -> list[str]:
-    """Write files below `root` and return their paths, by their bytes; sizes differ, nothing is decoded."""
+    """Write files below `root` and return their paths, by their bytes; sizes differ,
+    nothing is decoded.
+    """
     names = []
     for number, (folder, count) in enumerate(zip(CLASSES, COUNTS, strict=True)):
         (root / folder).mkdir(parents=True, exist_ok=True)
         for image in range(count):
-            names.append(f"{folder}/{'b-' * (image % 2)}{image * 37 % 100 + 100 * (image > 99)}.jpg")
+            names.append(
+                f"{folder}/{'b-' * (image % 2)}{image * 37 % 100 + 100 * (image > 99)}.jpg"
+            )
             (root / names[-1]).write_bytes(b"x" * (10 * number + image + 1))
     assert len({*names}) == sum(COUNTS)
     return sorted(names, key=os.fsencode)
 
 
-def hashed(classes: Sequence[str], names: bytes, labels: Sequence[int], sizes: Sequence[int]) -> str:
-    """The fingerprint as it was written first: four byte strings, each after its length."""
+def hashed(
+    classes: Sequence[str], names: bytes, labels: Sequence[int], sizes: Sequence[int]
+) -> str:
+    """The fingerprint as it was written first: four byte strings, each after its
+    length.
+    """
     digest = hashlib.sha256()
     for part in (
         "\0".join(classes).encode(),
@@ -45,7 +64,9 @@ def hashed(classes: Sequence[str], names: bytes, labels: Sequence[int], sizes: S
 
 
 def held_out(keys: Sequence[str], labels: Sequence[int], fraction: float) -> set[str]:
-    """The rule in plain Python: of each class, those whose keys have the smallest hashes."""
+    """The rule in plain Python: of each class, those whose keys have the smallest
+    hashes.
+    """
     held = set()
     for label in {*labels}:
         own = [key for key, one in zip(keys, labels, strict=True) if one == label]
@@ -57,10 +78,18 @@ def held_out(keys: Sequence[str], labels: Sequence[int], fraction: float) -> set
 
 def built(kind: str, split: str, labels: str = "all", **options: object) -> Source:
     made = registry.options_type("datasets", kind, "data.kind")(**options)
-    return registry.build("datasets", kind, made, "data.kind", split=split, classes=None, labels=labels)
+    return registry.build(
+        "datasets", kind, made, "data.kind", split=split, classes=None, labels=labels
+    )
 
 
-def check(source: Source, root: Path, names: Sequence[str], labels: Sequence[int], classes: Sequence[str]) -> None:
+def check(
+    source: Source,
+    root: Path,
+    names: Sequence[str],
+    labels: Sequence[int],
+    classes: Sequence[str],
+) -> None:
     ids = range(len(names))
     assert [source.name(id) for id in ids] == [*names]
     assert [source.name(id) for id in reversed(ids)] == [*names][::-1]
@@ -68,9 +97,13 @@ def check(source: Source, root: Path, names: Sequence[str], labels: Sequence[int
     assert tuple(source.classes) == tuple(classes)
     assert isinstance(source, Stamped)
     status = [os.stat(root / name) for name in names]
-    assert [source.stamp(id) for id in ids] == [(s.st_mtime_ns + 3 * s.st_ctime_ns) % 2**64 for s in status]
+    assert [source.stamp(id) for id in ids] == [
+        (s.st_mtime_ns + 3 * s.st_ctime_ns) % 2**64 for s in status
+    ]
     joined = "\0".join(names).encode()
-    assert source.fingerprint == hashed(classes, joined, labels, [one.st_size for one in status])
+    assert source.fingerprint == hashed(
+        classes, joined, labels, [one.st_size for one in status]
+    )
     data = Data(DataPlan(kind="food_mini"), source, source)
     assert torch.equal(data.labels(), torch.tensor(labels))
     assert data.labels().dtype == torch.int64
@@ -87,41 +120,79 @@ def test_a_folder(tmp_path, labels, split):
     of = [-1 if folder in none else classes.index(folder) for folder in folders]
     held = held_out(names, of, 0.2)
     chosen = [id for id, name in enumerate(names) if (name in held) == (split == "val")]
-    source = built("imagefolder", split, labels, root=str(tmp_path), val_fraction=0.2, unlabelled=unlabelled)
-    check(source, tmp_path, [names[id] for id in chosen], [of[id] for id in chosen], classes)
+    source = built(
+        "imagefolder",
+        split,
+        labels,
+        root=str(tmp_path),
+        val_fraction=0.2,
+        unlabelled=unlabelled,
+    )
+    check(
+        source,
+        tmp_path,
+        [names[id] for id in chosen],
+        [of[id] for id in chosen],
+        classes,
+    )
 
 
 @pytest.mark.parametrize("kind", ["csv", "txt"])
 def test_a_list(tmp_path, kind):
     names = tree(tmp_path / "photos")
     folders = [name.rpartition("/")[0] for name in names]
-    lines = [f"{name},{folder}" if kind == "csv" else name for name, folder in zip(names, folders, strict=True)]
+    lines = [
+        f"{name},{folder}" if kind == "csv" else name
+        for name, folder in zip(names, folders, strict=True)
+    ]
     head = ["path,label"] if kind == "csv" else []
-    (tmp_path / f"list.{kind}").write_text("\n".join([*head, *lines[::-1]]), encoding="utf-8")
+    (tmp_path / f"list.{kind}").write_text(
+        "\n".join([*head, *lines[::-1]]), encoding="utf-8"
+    )
     classes = sorted({*folders})
     of = [classes.index(folder) for folder in folders]
     held = held_out(names, of, 0.3)
     for split in ("train", "val"):
-        chosen = [id for id, name in enumerate(names) if (name in held) == (split == "val")]
+        chosen = [
+            id for id, name in enumerate(names) if (name in held) == (split == "val")
+        ]
         root = tmp_path / "photos"
-        source = built("csv", split, root=str(root), train_list=f"../list.{kind}", val_fraction=0.3)
-        check(source, root, [names[id] for id in chosen], [of[id] for id in chosen], classes)
+        source = built(
+            "csv", split, root=str(root), train_list=f"../list.{kind}", val_fraction=0.3
+        )
+        check(
+            source,
+            root,
+            [names[id] for id in chosen],
+            [of[id] for id in chosen],
+            classes,
+        )
 
 
 def test_sets_of_labels(tmp_path):
     names = tree(tmp_path / "photos")
     rows = [["rice"] * (id % 2) + ["egg"] * (id % 3 == 0) for id in range(len(names))]
     lines = [f"{name},{'|'.join(row)}" for name, row in zip(names, rows, strict=True)]
-    (tmp_path / "list.csv").write_text("\n".join(["file,labels", *lines]), encoding="utf-8")
-    options = {"root": str(tmp_path / "photos"), "train_labels": "../list.csv", "val_fraction": 0.3}
+    (tmp_path / "list.csv").write_text(
+        "\n".join(["file,labels", *lines]), encoding="utf-8"
+    )
+    options = {
+        "root": str(tmp_path / "photos"),
+        "train_labels": "../list.csv",
+        "val_fraction": 0.3,
+    }
     source = built("multilabel", "train", **options)
     held = held_out(names, [0] * len(names), 0.3)
     chosen = [id for id, name in enumerate(names) if name not in held]
     sets = [[int(one in rows[id]) for one in ("egg", "rice")] for id in chosen]
-    assert [source.name(id) for id in range(len(source))] == [names[id] for id in chosen]
+    assert [source.name(id) for id in range(len(source))] == [
+        names[id] for id in chosen
+    ]
     sizes = [os.stat(tmp_path / "photos" / names[id]).st_size for id in chosen]
     joined = "\0".join(names[id] for id in chosen).encode()
-    assert source.fingerprint == hashed(("egg", "rice"), joined, [one for row in sets for one in row], sizes)
+    assert source.fingerprint == hashed(
+        ("egg", "rice"), joined, [one for row in sets for one in row], sizes
+    )
     labels = Data(DataPlan(kind="food_mini"), source, source).labels()
     assert labels.dtype == torch.int8
     assert labels.tolist() == sets
@@ -139,7 +210,10 @@ def test_shards(tmp_path, written):
             names.append(f"t-{shard}.tar/{number:04d}")
             of.append(classes.index(label))
             sizes.append(number + shard + 1)
-            members |= {f"{number:04d}.jpg": b"x" * sizes[-1], f"{number:04d}.cls": label.encode()}
+            members |= {
+                f"{number:04d}.jpg": b"x" * sizes[-1],
+                f"{number:04d}.cls": label.encode(),
+            }
         write_tar(tmp_path / f"t-{shard}.tar", members)
     pattern = str(tmp_path / "t-{0..2}.tar")
     source = built("webdataset", "train", train=pattern, val=pattern)
@@ -154,18 +228,31 @@ def test_rows_of_a_table(tmp_path):
     datasets = pytest.importorskip("datasets")
     labels = [f"class {id * 7 % 5}" for id in range(300)]
     cells = [{"bytes": b"x" * (id + 1), "path": None} for id in range(300)]
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
-    table = datasets.Dataset.from_dict({"image": cells, "label": labels}, features=features)
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.Value("string")}
+    )
+    table = datasets.Dataset.from_dict(
+        {"image": cells, "label": labels}, features=features
+    )
     datasets.DatasetDict({"train": table}).save_to_disk(str(tmp_path / "table"))
     classes = sorted({*labels})
     of = [classes.index(label) for label in labels]
     held = held_out([str(id) for id in range(300)], of, 0.2)
     for split in ("train", "val"):
         rows = [id for id in range(300) if (str(id) in held) == (split == "val")]
-        options = {"path": str(tmp_path / "table"), "label_key": "label", "val_fraction": 0.2}
+        options = {
+            "path": str(tmp_path / "table"),
+            "label_key": "label",
+            "val_fraction": 0.2,
+        }
         source = built("hf", split, **options)
-        assert [source.name(id) for id in range(len(source))] == [f"train[{row}]" for row in rows]
+        assert [source.name(id) for id in range(len(source))] == [
+            f"train[{row}]" for row in rows
+        ]
         expected = hashed(
-            classes, np.array(rows, "<i8").tobytes(), [of[row] for row in rows], [row + 1 for row in rows]
+            classes,
+            np.array(rows, "<i8").tobytes(),
+            [of[row] for row in rows],
+            [row + 1 for row in rows],
         )
         assert source.fingerprint == expected

@@ -1,4 +1,6 @@
-"""A folder of images with a file of label sets: CSV and JSON say the same, and what is wrong is one line."""
+"""A folder of images with a file of label sets: CSV and JSON say the same, and what is
+wrong is one line.
+"""
 
 import json
 from pathlib import Path
@@ -10,7 +12,12 @@ from PIL import Image
 from kd.core.errors import DataError
 from kd.parts.datasets.multilabel import Options, build, facts
 
-SETS = {"a.jpg": {"rice", "egg"}, "deep/b.jpg": set(), "c.jpg": {"egg"}, "d.jpg": {"soup"}}
+SETS = {
+    "a.jpg": {"rice", "egg"},
+    "deep/b.jpg": set(),
+    "c.jpg": {"egg"},
+    "d.jpg": {"soup"},
+}
 CLASSES = ("egg", "rice", "soup")
 
 
@@ -25,29 +32,48 @@ def root(tmp_path: Path) -> Path:
 def write(root: Path, form: str, names=SETS) -> str:
     """Write the sets in one of the forms and return the file's name."""
     if form == "json":
-        (root / "sets.json").write_text(json.dumps({name: sorted(SETS[name]) for name in names}))
+        (root / "sets.json").write_text(
+            json.dumps({name: sorted(SETS[name]) for name in names})
+        )
         return "sets.json"
-    lines = ["file,labels"] + [f"{name},{'|'.join(sorted(SETS[name]))}" for name in names]
+    lines = ["file,labels"] + [
+        f"{name},{'|'.join(sorted(SETS[name]))}" for name in names
+    ]
     if form == "columns":
         lines = [f"file,{','.join(CLASSES)}"]
-        lines += [f"{name},{','.join(str(int(one in SETS[name])) for one in CLASSES)}" for name in names]
+        lines += [
+            f"{name},{','.join(str(int(one in SETS[name])) for one in CLASSES)}"
+            for name in names
+        ]
     (root / f"{form}.csv").write_text("\n".join(lines) + "\n")
     return f"{form}.csv"
 
 
 def source(root: Path, file: str, **changes):
-    return build(Options(**{"root": str(root), "train_labels": file, "val_fraction": 0.5, **changes}), "train", None)
+    return build(
+        Options(
+            **{"root": str(root), "train_labels": file, "val_fraction": 0.5, **changes}
+        ),
+        "train",
+        None,
+    )
 
 
 def sets(source) -> dict[str, set[str]]:
-    found = {source.name(id): np.flatnonzero(source.label(id)) for id in range(len(source))}
-    return {name: {source.classes[one] for one in label} for name, label in found.items()}
+    found = {
+        source.name(id): np.flatnonzero(source.label(id)) for id in range(len(source))
+    }
+    return {
+        name: {source.classes[one] for one in label} for name, label in found.items()
+    }
 
 
 def test_all_forms_say_the_same_and_val_fraction_parts_them(root):
     prints = set()
     for form in ("json", "pairs", "columns"):
-        options = Options(root=str(root), train_labels=write(root, form), val_fraction=0.5)
+        options = Options(
+            root=str(root), train_labels=write(root, form), val_fraction=0.5
+        )
         train = build(options, "train", None)
         val = build(options, "val", train.classes)
         assert tuple(train.classes) == CLASSES
@@ -58,16 +84,23 @@ def test_all_forms_say_the_same_and_val_fraction_parts_them(root):
 
 
 def test_with_labels_some_an_image_without_an_entry_is_unlabelled(root):
-    (root / "some.json").write_text(json.dumps({"a.jpg": ["egg"], "c.jpg": None, "d.jpg": []}))
+    (root / "some.json").write_text(
+        json.dumps({"a.jpg": ["egg"], "c.jpg": None, "d.jpg": []})
+    )
     options = Options(root=str(root), train_labels="some.json", val_labels="val.json")
     some = build(options, "train", ("egg", "rice"), "some")
     assert [some.label(id).tolist() for id in range(3)] == [[1, 0], [-1, -1], [0, 0]]
-    assert [build(options, "train", None, "none").label(id) for id in range(3)] == [-1] * 3
+    assert [build(options, "train", None, "none").label(id) for id in range(3)] == [
+        -1
+    ] * 3
     with pytest.raises(DataError, match=r"data\.train_labels: 'c\.jpg' has no label"):
         build(options, "train", None)
     (root / "some.csv").write_text("file,labels\na.jpg,egg\nc.jpg,\n")
     options = Options(root=str(root), train_labels="some.csv", val_labels="val.json")
-    for labels, last in (("some", [-1, -1]), ("all", [0, 0])):  # a table of two columns cannot say both
+    for labels, last in (
+        ("some", [-1, -1]),
+        ("all", [0, 0]),
+    ):  # a table of two columns cannot say both
         found = build(options, "train", ("egg", "rice"), labels)
         assert [found.label(id).tolist() for id in range(2)] == [[1, 0], last]
 
@@ -76,12 +109,19 @@ def test_the_column_of_the_images_may_have_no_name(root):
     """As pandas writes an index; a hidden image is none that the first line names."""
     (root / ".hidden.jpg").write_bytes(b"")
     (root / "index.csv").write_text(",egg,rice\na.jpg,1,1\nc.jpg,1,0\n")
-    found = build(Options(root=str(root), train_labels="index.csv", val_labels="val.json"), "train", None)
+    found = build(
+        Options(root=str(root), train_labels="index.csv", val_labels="val.json"),
+        "train",
+        None,
+    )
     assert sets(found) == {"a.jpg": {"egg", "rice"}, "c.jpg": {"egg"}}
 
 
 FEW = {"a.jpg": {"rice", "egg"}, "c.jpg": {"egg"}}
-PAIRS, WIDE = "file,labels\na.jpg,rice|egg\nc.jpg,egg\n", "file,egg,rice\na.jpg,1,1\nc.jpg,1,0\n"
+PAIRS, WIDE = (
+    "file,labels\na.jpg,rice|egg\nc.jpg,egg\n",
+    "file,egg,rice\na.jpg,1,1\nc.jpg,1,0\n",
+)
 
 
 @pytest.mark.parametrize(
@@ -119,22 +159,57 @@ def test_forms_that_say_the_same(root, name, content, changes):
 )
 def test_classes_of_a_table(root, content, expected):
     (root / "a.csv").write_text(content)
-    assert set(source(root, "a.csv", val_fraction=0.0, val_labels="v.csv").classes) == expected
+    assert (
+        set(source(root, "a.csv", val_fraction=0.0, val_labels="v.csv").classes)
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.csv", "file,labels\na.jpg,egg\n./a.jpg,rice\n", "line 3: './a.jpg' is the image of line 2: 'a.jpg'"),
-        ("a.csv", "file,labels\na.jpg,egg\nROOT/a.jpg,rice\n", "is the image of line 2"),
+        (
+            "a.csv",
+            "file,labels\na.jpg,egg\n./a.jpg,rice\n",
+            "line 3: './a.jpg' is the image of line 2: 'a.jpg'",
+        ),
+        (
+            "a.csv",
+            "file,labels\na.jpg,egg\nROOT/a.jpg,rice\n",
+            "is the image of line 2",
+        ),
         ("a.csv", "a,rice|egg\nc,egg\n", "its first line is an image, 'a'"),
-        ("a.csv", "file,rice\na.jpg,1\nc.jpg,0\n", "'rice' holds 0 and 1 alone: a table of one class"),
+        (
+            "a.csv",
+            "file,rice\na.jpg,1\nc.jpg,0\n",
+            "'rice' holds 0 and 1 alone: a table of one class",
+        ),
         ("a.csv", "file,rice\na.jpg,1.0\nc.jpg,\n", "a table of one class"),
-        ("a.csv", "file,labels\na.jpg,rice;egg\nc.jpg,egg\n", "joined by ';' ('rice;egg'): set data.separator=';'"),
-        ("a.csv", 'file,labels\na.jpg,"rice,egg"\nc.jpg,egg\n', "set data.separator=','"),
-        ("a.csv", 'file,labels\na.jpg,"[""rice"", ""egg""]"\nc.jpg,egg\n', "is a list, not text: write a|b"),
-        ("a.csv", "file,labels\na.jpg,\"['rice']\"\nc.jpg,egg\n", "cell '['rice']' is a list"),
-        ("a.csv", 'file,labels\na.jpg,"{""choices"": [""rice""]}"\nc.jpg,egg\n', "is a list, not text"),
+        (
+            "a.csv",
+            "file,labels\na.jpg,rice;egg\nc.jpg,egg\n",
+            "joined by ';' ('rice;egg'): set data.separator=';'",
+        ),
+        (
+            "a.csv",
+            'file,labels\na.jpg,"rice,egg"\nc.jpg,egg\n',
+            "set data.separator=','",
+        ),
+        (
+            "a.csv",
+            'file,labels\na.jpg,"[""rice"", ""egg""]"\nc.jpg,egg\n',
+            "is a list, not text: write a|b",
+        ),
+        (
+            "a.csv",
+            "file,labels\na.jpg,\"['rice']\"\nc.jpg,egg\n",
+            "cell '['rice']' is a list",
+        ),
+        (
+            "a.csv",
+            'file,labels\na.jpg,"{""choices"": [""rice""]}"\nc.jpg,egg\n',
+            "is a list, not text",
+        ),
         ("a.csv", "file,egg, egg\na.jpg,1,1\n", "its first line names 'egg' twice"),
         ("a.csv", "file,\xe9,e\u0301\na.jpg,1,0\n", "its first line names"),
         ("a.csv", "file,egg,\na.jpg,1,1\n", "a column has no name"),
@@ -146,8 +221,16 @@ def test_classes_of_a_table(root, content, expected):
         ("a.json", "[1]", "it holds a list"),
         ("a.json", '{"a.jpg": "egg"}', "'a.jpg' has no list of names"),
         ("a.json", '{"a.jpg": [1]}', "'a.jpg' has no list of names"),
-        ("a.json", '{"a.jpg": ["egg"], "a.jpg": ["rice"]}', "'a.jpg' is the image of 'a.jpg'"),
-        ("a.json", '{"a.jpg": ["egg"], "./a.jpg": ["rice"]}', "'./a.jpg' is the image of 'a.jpg'"),
+        (
+            "a.json",
+            '{"a.jpg": ["egg"], "a.jpg": ["rice"]}',
+            "'a.jpg' is the image of 'a.jpg'",
+        ),
+        (
+            "a.json",
+            '{"a.jpg": ["egg"], "./a.jpg": ["rice"]}',
+            "'./a.jpg' is the image of 'a.jpg'",
+        ),
         ("a.json", '{"a.jpg": null}', "'a.jpg' has no label"),
         ("a.json", "{", "a.json"),
         ("a.json", "[" * 100_000, "recursion"),
@@ -171,14 +254,24 @@ def test_a_wrong_file_is_one_line(root, name, content, words):
     ("content", "message"),
     [
         ("file,egg\nc.jpg,1\n", "a table of one class"),
-        ("file,egg,rice\nc.jpg,1,0\n", "has no column 'soup', a class of training. Columns: egg, rice"),
-        ("file,egg,rice,soup,fig\nc.jpg,1,0,0,1\n", "'c.jpg' has the label 'fig', which no training image has"),
+        (
+            "file,egg,rice\nc.jpg,1,0\n",
+            "has no column 'soup', a class of training. Columns: egg, rice",
+        ),
+        (
+            "file,egg,rice,soup,fig\nc.jpg,1,0,0,1\n",
+            "'c.jpg' has the label 'fig', which no training image has",
+        ),
         ("file,labels\nc.jpg,eggs\n", "Did you mean 'egg'?"),
     ],
 )
 def test_validation_must_name_the_classes_of_training(root, content, message):
     (root / "v.csv").write_text(content)
-    options = Options(root=str(root), train_labels=write(root, "columns", ["a.jpg", "d.jpg"]), val_labels="v.csv")
+    options = Options(
+        root=str(root),
+        train_labels=write(root, "columns", ["a.jpg", "d.jpg"]),
+        val_labels="v.csv",
+    )
     with pytest.raises(DataError, match=r"^data\.val_labels: ") as caught:
         build(options, "val", CLASSES)
     assert message in str(caught.value)
@@ -186,18 +279,33 @@ def test_validation_must_name_the_classes_of_training(root, content, message):
 
 def test_columns_of_validation_may_stand_in_another_order(root):
     (root / "v.csv").write_text("file,soup,other,rice,egg\nc.jpg,0,0,0,1\n")
-    options = Options(root=str(root), train_labels=write(root, "columns", ["a.jpg", "d.jpg"]), val_labels="v.csv")
+    options = Options(
+        root=str(root),
+        train_labels=write(root, "columns", ["a.jpg", "d.jpg"]),
+        val_labels="v.csv",
+    )
     val = build(options, "val", CLASSES)
     assert (sets(val), val.classes) == ({"c.jpg": {"egg"}}, CLASSES)
-    assert val.notes == ("1 images beside the listed ones are in no list",)  # e.jpg; no file in deep/ is listed
+    assert val.notes == (
+        "1 images beside the listed ones are in no list",
+    )  # e.jpg; no file in deep/ is listed
 
 
 def test_validation_has_images_and_classes_of_its_own_or_is_refused(root):
-    options = Options(root=str(root), train_labels=write(root, "json", ["c.jpg"]), val_labels=write(root, "pairs"))
-    with pytest.raises(DataError, match=r"data\.val_labels: line 4: 'c\.jpg' is also in data\.train_labels"):
+    options = Options(
+        root=str(root),
+        train_labels=write(root, "json", ["c.jpg"]),
+        val_labels=write(root, "pairs"),
+    )
+    with pytest.raises(
+        DataError,
+        match=r"data\.val_labels: line 4: 'c\.jpg' is also in data\.train_labels",
+    ):
         build(options, "val", ("egg",))
     options = Options(
-        root=str(root), train_labels=write(root, "json", ["c.jpg"]), val_labels=write(root, "pairs", ["a.jpg"])
+        root=str(root),
+        train_labels=write(root, "json", ["c.jpg"]),
+        val_labels=write(root, "pairs", ["a.jpg"]),
     )
     with pytest.raises(DataError, match="'rice', which no training image has"):
         build(options, "val", ("egg",))
@@ -205,7 +313,9 @@ def test_validation_has_images_and_classes_of_its_own_or_is_refused(root):
 
 def test_test_labels(root):
     files = {f"{part}_labels": f"{part}.csv" for part in ("train", "val", "test")}
-    for file, name in zip(files.values(), ("a.jpg", "c.jpg", "deep/b.jpg"), strict=True):
+    for file, name in zip(
+        files.values(), ("a.jpg", "c.jpg", "deep/b.jpg"), strict=True
+    ):
         (root / file).write_text((root / write(root, "columns", [name])).read_text())
     options = Options(root=str(root), **files)
     assert sets(build(options, "test", CLASSES)) == {"deep/b.jpg": set()}

@@ -1,4 +1,6 @@
-"""The families of transformers with a classifier, made small from their own configuration classes; random weights."""
+"""The families of transformers with a classifier, made small from their own
+configuration classes; random weights.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,22 +10,50 @@ from PIL import Image
 
 CLASSES = ["apple", "fig", "pear"]
 SIDE = 64
-VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+VIT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 VIT |= {"image_size": SIDE, "patch_size": 16}
-TEXT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+TEXT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 TEXT |= {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-SWIN = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4, "image_size": SIDE, "patch_size": 4}
+SWIN = {
+    "embed_dim": 8,
+    "depths": [1, 1],
+    "num_heads": [1, 2],
+    "window_size": 4,
+    "image_size": SIDE,
+    "patch_size": 4,
+}
 STAGES = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
 NET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
-CVT = {"embed_dim": [8, 16, 16], "num_heads": [1, 2, 2], "depth": [1, 2, 3], "mlp_ratio": [2.0, 2.0, 2.0]}
-LEVIT = {"image_size": SIDE, "hidden_sizes": [16, 32, 48], "num_attention_heads": [1, 2, 2], "depths": [1, 1, 1]}
+CVT = {
+    "embed_dim": [8, 16, 16],
+    "num_heads": [1, 2, 2],
+    "depth": [1, 2, 3],
+    "mlp_ratio": [2.0, 2.0, 2.0],
+}
+LEVIT = {
+    "image_size": SIDE,
+    "hidden_sizes": [16, 32, 48],
+    "num_attention_heads": [1, 2, 2],
+    "depths": [1, 1, 1],
+}
 LEVIT |= {"key_dim": [8, 8, 8]}
 BOTH = {"vision_config": VIT, "text_config": TEXT}
 HEAD = "ForImageClassification"
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
-    # model_type: (prefix, its configuration, class of the head, class of the processor, keys of the processor)
+    # model_type: (prefix, its configuration, class of the head, class of the processor,
+    # keys of the processor)
     "beit": ("Beit", VIT, HEAD, "Beit", {}),
     "bit": ("Bit", {**NET, "num_groups": 4}, HEAD, "Bit", {}),
     "clip": ("CLIP", BOTH, HEAD, "CLIP", {}),
@@ -46,13 +76,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
         },
         HEAD,
         "EfficientNet",
-        {"image_mean": IMAGENET["image_mean"], "image_std": [0.47853944, 0.4732864, 0.47434163], "include_top": True},
+        {
+            "image_mean": IMAGENET["image_mean"],
+            "image_std": [0.47853944, 0.4732864, 0.47434163],
+            "include_top": True,
+        },
     ),
-    "focalnet": ("FocalNet", {**SWIN, "focal_levels": [1, 1], "focal_windows": [3, 3]}, HEAD, "Bit", IMAGENET),
+    "focalnet": (
+        "FocalNet",
+        {**SWIN, "focal_levels": [1, 1], "focal_windows": [3, 3]},
+        HEAD,
+        "Bit",
+        IMAGENET,
+    ),
     "hgnet_v2": ("HGNetV2", {}, HEAD, "ViT", IMAGENET),
     "hiera": (
         "Hiera",
-        {"embed_dim": 8, "depths": [1, 1, 1], "num_heads": [1, 2, 4], "num_query_pool": 2, "image_size": [SIDE, SIDE]},
+        {
+            "embed_dim": 8,
+            "depths": [1, 1, 1],
+            "num_heads": [1, 2, 4],
+            "num_query_pool": 2,
+            "image_size": [SIDE, SIDE],
+        },
         HEAD,
         "Bit",
         IMAGENET,
@@ -61,11 +107,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
     "levit": ("Levit", LEVIT, HEAD, "Levit", {}),
     "levit, distilled": ("Levit", LEVIT, f"{HEAD}WithTeacher", "Levit", {}),
     "metaclip_2": ("MetaClip2", BOTH, HEAD, "CLIP", {}),
-    "mobilenet_v1": ("MobileNetV1", {"depth_multiplier": 0.25, "image_size": SIDE}, HEAD, "MobileNetV1", {}),
-    "mobilenet_v2": ("MobileNetV2", {"depth_multiplier": 0.25, "image_size": SIDE}, HEAD, "MobileNetV2", {}),
+    "mobilenet_v1": (
+        "MobileNetV1",
+        {"depth_multiplier": 0.25, "image_size": SIDE},
+        HEAD,
+        "MobileNetV1",
+        {},
+    ),
+    "mobilenet_v2": (
+        "MobileNetV2",
+        {"depth_multiplier": 0.25, "image_size": SIDE},
+        HEAD,
+        "MobileNetV2",
+        {},
+    ),
     "mobilevit": (
         "MobileViT",
-        {"image_size": SIDE, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 24, 24, 32]},
+        {
+            "image_size": SIDE,
+            "hidden_sizes": [16, 24, 32],
+            "neck_hidden_sizes": [8, 8, 16, 16, 24, 24, 32],
+        },
         HEAD,
         "MobileViT",
         {"size": {"shortest_edge": 72}, "crop_size": {"height": SIDE, "width": SIDE}},
@@ -89,17 +151,44 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
         },
         f"{HEAD}Learned",
         "Perceiver",
-        {"size": {"height": SIDE, "width": SIDE}, "crop_size": {"height": 73, "width": 73}},
+        {
+            "size": {"height": SIDE, "width": SIDE},
+            "crop_size": {"height": 73, "width": 73},
+        },
     ),
     "poolformer": ("PoolFormer", STAGES, HEAD, "PoolFormer", {}),
     "pp_lcnet": ("PPLCNet", {"scale": 0.25}, HEAD, "PPLCNet", {}),
-    "pvt": ("Pvt", {**STAGES, "num_attention_heads": [1, 1, 2, 2], "image_size": SIDE}, HEAD, "Pvt", {}),
-    "pvt_v2": ("PvtV2", {**STAGES, "num_attention_heads": [1, 1, 2, 2], "image_size": SIDE}, HEAD, "Pvt", {}),
+    "pvt": (
+        "Pvt",
+        {**STAGES, "num_attention_heads": [1, 1, 2, 2], "image_size": SIDE},
+        HEAD,
+        "Pvt",
+        {},
+    ),
+    "pvt_v2": (
+        "PvtV2",
+        {**STAGES, "num_attention_heads": [1, 1, 2, 2], "image_size": SIDE},
+        HEAD,
+        "Pvt",
+        {},
+    ),
     "regnet": ("RegNet", {**NET, "groups_width": 8}, HEAD, "ConvNext", IMAGENET),
     "resnet": ("ResNet", NET, HEAD, "ConvNext", IMAGENET),
-    "segformer": ("Segformer", {**STAGES, "num_attention_heads": [1, 1, 2, 2]}, HEAD, "Segformer", {}),
+    "segformer": (
+        "Segformer",
+        {**STAGES, "num_attention_heads": [1, 1, 2, 2]},
+        HEAD,
+        "Segformer",
+        {},
+    ),
     "siglip": ("Siglip", BOTH, HEAD, "Siglip", {}),
-    "swiftformer": ("SwiftFormer", {"embed_dims": [8, 16, 16, 32], "depths": [1] * 4}, HEAD, "ViT", IMAGENET),
+    "swiftformer": (
+        "SwiftFormer",
+        {"embed_dims": [8, 16, 16, 32], "depths": [1] * 4},
+        HEAD,
+        "ViT",
+        IMAGENET,
+    ),
     "swin": ("Swin", SWIN, HEAD, "ViT", IMAGENET),
     "swinv2": ("Swinv2", SWIN, HEAD, "ViT", IMAGENET),
     "textnet": ("TextNet", {}, HEAD, "TextNet", {}),
@@ -107,20 +196,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
     "vit_msn": ("ViTMSN", VIT, HEAD, "ViT", IMAGENET),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
-    "donut-swin": ("DonutSwin", SWIN, HEAD, "Donut", {"size": {"height": 80, "width": 60}}),
+    "donut-swin": (
+        "DonutSwin",
+        SWIN,
+        HEAD,
+        "Donut",
+        {"size": {"height": 80, "width": 60}},
+    ),
     "imagegpt": (
         "ImageGPT",
         {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64},
         HEAD,
         "ImageGPT",
-        {"clusters": [[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]], "size": {"height": 8, "width": 8}},
+        {
+            "clusters": [[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]],
+            "size": {"height": 8, "width": 8},
+        },
     ),
-    "siglip2": ("Siglip2", {"vision_config": {**VIT, "num_patches": 16}, "text_config": TEXT}, HEAD, "Siglip2", {}),
+    "siglip2": (
+        "Siglip2",
+        {"vision_config": {**VIT, "num_patches": 16}, "text_config": TEXT},
+        HEAD,
+        "Siglip2",
+        {},
+    ),
 }
 
 
 def make(name: str, folder: Path) -> Path:
-    """Write a model of a family with its own processor, made small; return the folder."""
+    """Write a model of a family with its own processor, made small; return the
+    folder.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -133,22 +239,38 @@ def make(name: str, folder: Path) -> Path:
     model = getattr(transformers, prefix + head)(config)
     with torch.no_grad():  # as initialized, most answer every image alike
         for module in model.modules():
-            if isinstance(module, torch.nn.Linear | torch.nn.Conv2d) and module.weight.dim() > 1:
+            if (
+                isinstance(module, torch.nn.Linear | torch.nn.Conv2d)
+                and module.weight.dim() > 1
+            ):
                 torch.nn.init.orthogonal_(module.weight)
         if "batch_norm_eps" in sizes:  # its signal dies out without
-            model.train()(pixel_values=torch.nn.functional.interpolate(torch.randn(8, 3, 8, 8), SIDE, mode="bicubic"))
+            model.train()(
+                pixel_values=torch.nn.functional.interpolate(
+                    torch.randn(8, 3, 8, 8), SIDE, mode="bicubic"
+                )
+            )
     model.eval().save_pretrained(folder)
     cls = getattr(transformers, f"{processor}ImageProcessor")
     found = cls(**keys).to_dict()
     shown = found["crop_size"] if found.get("do_center_crop") else found.get("size", {})
-    factor = 1.0 if keys.keys() & {"size", "crop_size"} else SIDE / max(shown.values(), default=SIDE)
+    factor = (
+        1.0
+        if keys.keys() & {"size", "crop_size"}
+        else SIDE / max(shown.values(), default=SIDE)
+    )
     sizes = {key: found[key] for key in ("size", "crop_size") if key in found}
-    small = {key: {name: round(side * factor) for name, side in sides.items()} for key, sides in sizes.items()}
+    small = {
+        key: {name: round(side * factor) for name, side in sides.items()}
+        for key, sides in sizes.items()
+    }
     cls(**{**small, **keys}).save_pretrained(folder)
     return folder
 
 
-def prepared(folder: Path, images: list[Image.Image], **switches: bool) -> list[torch.Tensor]:
+def prepared(
+    folder: Path, images: list[Image.Image], **switches: bool
+) -> list[torch.Tensor]:
     """Return what the folder's own processor makes of each image."""
     from transformers import AutoImageProcessor
 
@@ -165,7 +287,12 @@ def answers(folder: Path, pixels: list[torch.Tensor]) -> torch.Tensor:
     model = AutoModelForImageClassification.from_pretrained(folder).eval()
     with torch.no_grad():
         said = [model(pixel_values=one) for one in pixels]
-    return torch.cat([one.logits if hasattr(one, "logits") else one.last_hidden_state for one in said])
+    return torch.cat(
+        [
+            one.logits if hasattr(one, "logits") else one.last_hidden_state
+            for one in said
+        ]
+    )
 
 
 FLAT = {"do_resize": False, "do_center_crop": False, "do_pad": False}
@@ -179,5 +306,11 @@ def load(folder: Path, features: tuple[str, ...] = ()) -> Any:
     spec = Spec("teacher", str(folder), {}, CLASSES, pretrained=True, exact_head=True)
     options = registry.default_options("networks", "transformers")
     return registry.build(
-        "networks", "transformers", options, "x", spec=spec, image_size=SIDE, features=features
+        "networks",
+        "transformers",
+        options,
+        "x",
+        spec=spec,
+        image_size=SIDE,
+        features=features,
     ).eval()

@@ -1,4 +1,6 @@
-"""Every family of transformers answers on the same pixels as in transformers; others are refused in one line."""
+"""Every family of transformers answers on the same pixels as in transformers; others
+are refused in one line.
+"""
 
 import json
 import shutil
@@ -30,18 +32,27 @@ def one_thread():
 def squares(count=3, side=SIDE):
     """Pictures that differ in their means, as noise does not."""
     rng = np.random.default_rng(0)
-    made = [rng.integers(60 * i, 60 * i + 120, (8, 8, 3), np.uint8) for i in range(count)]
-    return [Image.fromarray(one).resize((side, side), Image.Resampling.BICUBIC) for one in made]
+    made = [
+        rng.integers(60 * i, 60 * i + 120, (8, 8, 3), np.uint8) for i in range(count)
+    ]
+    return [
+        Image.fromarray(one).resize((side, side), Image.Resampling.BICUBIC)
+        for one in made
+    ]
 
 
 def tensor(images):
-    return torch.from_numpy(np.stack([np.asarray(one) for one in images]).transpose(0, 3, 1, 2).copy())
+    return torch.from_numpy(
+        np.stack([np.asarray(one) for one in images]).transpose(0, 3, 1, 2).copy()
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_familys_outputs_equal_its_own_librarys(family, tmp_path):
-    """Channel order, offsets, missing and left-over keys were ignored: logits off by 0.9 to 3.8 spreads, exit 0."""
+    """Channel order, offsets, missing and left-over keys were ignored: logits off by
+    0.9 to 3.8 spreads, exit 0.
+    """
     make(family, tmp_path)
     pixels = prepared(tmp_path, squares(), **FLAT)
     teacher, expected = load(tmp_path), answers(tmp_path, pixels)
@@ -49,25 +60,43 @@ def test_a_familys_outputs_equal_its_own_librarys(family, tmp_path):
     torch.testing.assert_close(ours, torch.cat(pixels), rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         assert expected.std() > 0
-        assert (teacher(tensor(squares())).logits - expected).abs().max() < 1e-4 * expected.std()
+        assert (
+            teacher(tensor(squares())).logits - expected
+        ).abs().max() < 1e-4 * expected.std()
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "family",
-    ["clip", "siglip", "deit, distilled", "levit", "dinov2", "swin", "segformer", "hgnet_v2", "pp_lcnet", "perceiver"],
+    [
+        "clip",
+        "siglip",
+        "deit, distilled",
+        "levit",
+        "dinov2",
+        "swin",
+        "segformer",
+        "hgnet_v2",
+        "pp_lcnet",
+        "perceiver",
+    ],
 )
 def test_a_family_has_features(family, tmp_path):
     """CLIP's and SigLIP's classifiers were a traceback."""
     teacher = load(make(family, tmp_path), ("pooled", "tokens"))
     if family == "perceiver":
-        with pytest.raises(ModelError, match=r"^losses: .*no vector of features before its classifier"):
+        with pytest.raises(
+            ModelError, match=r"^losses: .*no vector of features before its classifier"
+        ):
             teacher(tensor(squares()))
         return
     with torch.no_grad():
         found = teacher(tensor(squares()))
     torch.testing.assert_close(
-        found.logits, answers(tmp_path, prepared(tmp_path, squares(), **FLAT)), rtol=1e-4, atol=1e-4
+        found.logits,
+        answers(tmp_path, prepared(tmp_path, squares(), **FLAT)),
+        rtol=1e-4,
+        atol=1e-4,
     )
     assert found.features["pooled"].ndim == 2
     assert found.features["tokens"].ndim == 3
@@ -82,7 +111,9 @@ def test_a_family_has_features(family, tmp_path):
         ("donut-swin", "makes 60x80 pixels of a square image.*size"),
     ],
 )
-def test_a_processor_without_square_pixels_is_a_one_line_error(family, message, tmp_path):
+def test_a_processor_without_square_pixels_is_a_one_line_error(
+    family, message, tmp_path
+):
     assert family in REFUSED
     make(family, tmp_path)
     with pytest.raises(ModelError, match=rf"^teacher\.model: .*{message}"):
@@ -109,10 +140,16 @@ def vit(tmp_path_factory):
     ],
 )
 def test_an_odd_preprocessor_file_is_one_line(content, message, vit, tmp_path):
-    """Broken JSON was called absent, a number was a traceback, a deviation of 0 gave NaN."""
+    """Broken JSON was called absent, a number was a traceback, a deviation of 0 gave
+    NaN.
+    """
     folder = shutil.copytree(vit, tmp_path / "vit")
     file = folder / "preprocessor_config.json"
-    text = json.dumps({**json.loads(file.read_text()), **content}) if isinstance(content, dict) else content
+    text = (
+        json.dumps({**json.loads(file.read_text()), **content})
+        if isinstance(content, dict)
+        else content
+    )
     file.write_text(text)
     with pytest.raises(ModelError, match=rf"^teacher\.model: .*({message})") as caught:
         load(folder)
@@ -128,13 +165,19 @@ def test_a_missing_key_has_its_family_s_default(key, tmp_path):
     file.write_text(json.dumps(content))
     expected = answers(folder, prepared(folder, squares(), **FLAT))
     with torch.no_grad():
-        assert (load(folder)(tensor(squares())).logits - expected).abs().max() < 1e-4 * expected.std()
+        assert (
+            load(folder)(tensor(squares())).logits - expected
+        ).abs().max() < 1e-4 * expected.std()
 
 
 def test_a_crop_size_that_is_not_used_is_no_input_size(vit, tmp_path):
     folder = shutil.copytree(vit, tmp_path / "vit")
     file = folder / "preprocessor_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "crop_size": 32, "do_center_crop": False}))
+    file.write_text(
+        json.dumps(
+            {**json.loads(file.read_text()), "crop_size": 32, "do_center_crop": False}
+        )
+    )
     assert load(folder).input_size == SIDE
 
 
@@ -147,19 +190,36 @@ def test_a_model_that_masks_at_random_is_refused(tmp_path):
     ViTImageProcessor(size={"height": SIDE, "width": SIDE}).save_pretrained(tmp_path)
     spec = Spec("teacher", str(tmp_path), {}, (), pretrained=True)
     options = registry.default_options("networks", "transformers")
-    model = registry.build("networks", "transformers", options, "x", spec=spec, image_size=SIDE, features=("pooled",))
-    with pytest.raises(ModelError, match=r"^teacher\.model: .*different outputs for the same pixels.*ViTMAE"):
+    model = registry.build(
+        "networks",
+        "transformers",
+        options,
+        "x",
+        spec=spec,
+        image_size=SIDE,
+        features=("pooled",),
+    )
+    with pytest.raises(
+        ModelError,
+        match=r"^teacher\.model: .*different outputs for the same pixels.*ViTMAE",
+    ):
         examine(model, "teacher.model", noise(SIDE))
 
 
 def test_the_pooled_token_of_a_convnext_is_no_place(tmp_path):
-    """DINOv3's ConvNeXt puts its pooled vector before the places, and has no patches by which to tell."""
+    """DINOv3's ConvNeXt puts its pooled vector before the places, and has no patches by
+    which to tell.
+    """
     from transformers import AutoModel, DINOv3ViTImageProcessor
 
     transformers = pytest.importorskip("transformers")
-    config = transformers.DINOv3ConvNextConfig(hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1])
+    config = transformers.DINOv3ConvNextConfig(
+        hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1]
+    )
     AutoModel.from_config(config).save_pretrained(tmp_path)
-    DINOv3ViTImageProcessor(size={"height": SIDE, "width": SIDE}).save_pretrained(tmp_path)
+    DINOv3ViTImageProcessor(size={"height": SIDE, "width": SIDE}).save_pretrained(
+        tmp_path
+    )
     spec = Spec("teacher", str(tmp_path), {}, (), pretrained=True)
     options = registry.default_options("networks", "transformers")
     asked = {"spec": spec, "image_size": SIDE, "features": ("pooled", "tokens")}
@@ -167,17 +227,36 @@ def test_the_pooled_token_of_a_convnext_is_no_place(tmp_path):
     image = tensor(squares())
     with torch.no_grad():
         found = model(image).features
-        said = AutoModel.from_pretrained(tmp_path).eval()(model.normalize(image)).last_hidden_state
+        said = (
+            AutoModel.from_pretrained(tmp_path)
+            .eval()(model.normalize(image))
+            .last_hidden_state
+        )
     assert found["tokens"].shape == (3, 4, 16)
     torch.testing.assert_close(found["tokens"], said[:, 1:])
     torch.testing.assert_close(found["pooled"], said[:, 0])
 
 
-def test_a_network_of_timm_in_the_wrapper_of_transformers_is_refused_with_the_way_out(tmp_path):
+def test_a_network_of_timm_in_the_wrapper_of_transformers_is_refused_with_the_way_out(
+    tmp_path,
+):
     from transformers import TimmWrapperConfig, TimmWrapperForImageClassification
 
-    size = {"img_size": SIDE, "patch_size": 16, "embed_dim": 32, "depth": 1, "num_heads": 2}
-    config = TimmWrapperConfig(architecture="vit_tiny_patch16_224", num_labels=3, model_args=size)
+    size = {
+        "img_size": SIDE,
+        "patch_size": 16,
+        "embed_dim": 32,
+        "depth": 1,
+        "num_heads": 2,
+    }
+    config = TimmWrapperConfig(
+        architecture="vit_tiny_patch16_224", num_labels=3, model_args=size
+    )
     TimmWrapperForImageClassification(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"^teacher\.model: .*wraps a network of timm \(vit_tiny.*teacher\.kind=timm"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"^teacher\.model: .*wraps a network of timm \(vit_tiny.*teacher\.kind=timm"
+        ),
+    ):
         load(tmp_path)

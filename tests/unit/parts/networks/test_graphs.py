@@ -1,4 +1,6 @@
-"""Thirty shapes of ONNX files: each answers as the arithmetic that it holds, or is refused in one line."""
+"""Thirty shapes of ONNX files: each answers as the arithmetic that it holds, or is
+refused in one line.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +16,11 @@ from kd.parts import registry
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-FLOAT, HALF, DOUBLE = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE
+FLOAT, HALF, DOUBLE = (
+    onnx.TensorProto.FLOAT,
+    onnx.TensorProto.FLOAT16,
+    onnx.TensorProto.DOUBLE,
+)
 BYTE, INT = onnx.TensorProto.UINT8, onnx.TensorProto.INT64
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 CLASSES = ("apple", "fig", "pear", "plum")
@@ -22,7 +28,9 @@ CLASSES = ("apple", "fig", "pear", "plum")
 
 @dataclass(frozen=True)
 class Shape:
-    """A graph: mean of each channel over the places, times a matrix, with what differs."""
+    """A graph: mean of each channel over the places, times a matrix, with what
+    differs.
+    """
 
     size: tuple[Any, ...] = ("B", 3, 16, 16)
     type: int = FLOAT
@@ -53,37 +61,66 @@ def write(shape: Shape, path) -> None:
         tensors.append(onnx.numpy_helper.from_array(np.array(axes, np.int64), "axes"))
         nodes.append(make.make_node("ReduceMean", [name, "axes"], ["mean"], keepdims=0))
     else:
-        nodes.append(make.make_node("ReduceMean", [name], ["mean"], axes=axes, keepdims=0))
+        nodes.append(
+            make.make_node("ReduceMean", [name], ["mean"], axes=axes, keepdims=0)
+        )
     product = "product" if shape.softmax or shape.reshape else shape.ends[0]
     nodes.append(make.make_node("MatMul", ["mean", "weights"], [product]))
     if shape.softmax:
         nodes.append(make.make_node("Softmax", [product], [shape.ends[0]], axis=1))
     if shape.reshape:
-        tensors.append(onnx.numpy_helper.from_array(np.array(shape.reshape, np.int64), "sizes"))
+        tensors.append(
+            onnx.numpy_helper.from_array(np.array(shape.reshape, np.int64), "sizes")
+        )
         nodes.append(make.make_node("Reshape", [product, "sizes"], [shape.ends[0]]))
     nodes += [make.make_node("Identity", ["mean"], [other]) for other in shape.ends[1:]]
     ins = [make.make_tensor_value_info("image", shape.type, shape.size)]
-    ins += [make.make_tensor_value_info(f"more{i}", FLOAT, [1]) for i in range(shape.inputs - 1)]
+    ins += [
+        make.make_tensor_value_info(f"more{i}", FLOAT, [1])
+        for i in range(shape.inputs - 1)
+    ]
     outs = [make.make_tensor_value_info(end, FLOAT, None) for end in shape.ends]
     graph = make.make_graph(nodes, "g", ins, outs, tensors)
-    onnx.save(make.make_model(graph, opset_imports=[make.make_opsetid("", shape.opset)], ir_version=shape.ir), path)
+    onnx.save(
+        make.make_model(
+            graph,
+            opset_imports=[make.make_opsetid("", shape.opset)],
+            ir_version=shape.ir,
+        ),
+        path,
+    )
 
 
 def load(shape: Shape, path, features=(), task="single_label", size=16, **more):
     write(shape, path)
     values = {"mean": MEAN, "std": STD, **shape.options}
-    options = registry.default_options("networks", "onnx", **{k: v for k, v in values.items() if v is not None})
+    options = registry.default_options(
+        "networks", "onnx", **{k: v for k, v in values.items() if v is not None}
+    )
     classes = () if features else CLASSES[: shape.widths]
-    built = registry.build("tasks", task, registry.default_options("tasks", task), "task.kind")
+    built = registry.build(
+        "tasks", task, registry.default_options("tasks", task), "task.kind"
+    )
     spec = Spec("teacher", str(path), {}, classes, task=built, **more)
-    return registry.build("networks", "onnx", options, "teacher.kind", spec=spec, image_size=size, features=features)
+    return registry.build(
+        "networks",
+        "onnx",
+        options,
+        "teacher.kind",
+        spec=spec,
+        image_size=size,
+        features=features,
+    )
 
 
 def expected(shape: Shape, image: torch.Tensor) -> torch.Tensor:
     """Return the answer in float64."""
     pixels = image.double()
     if shape.type != BYTE:
-        mean, std = (torch.tensor(one, dtype=torch.float64).view(1, 3, 1, 1) for one in (MEAN, STD))
+        mean, std = (
+            torch.tensor(one, dtype=torch.float64).view(1, 3, 1, 1)
+            for one in (MEAN, STD)
+        )
         pixels = (pixels / 255 - mean) / std
     return pixels.mean((2, 3)) @ torch.from_numpy(weights(shape.widths)).double()
 
@@ -114,20 +151,39 @@ TOLERANCE = {HALF: 2e-3, FLOAT: 3e-6, BYTE: 2e-4}
 @pytest.mark.parametrize("name", ANSWERED)
 def test_a_graphs_output_equals_its_arithmetic(name, tmp_path):
     shape = ANSWERED[name]
-    image = torch.randint(256, (5, 3, 16, 16), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    image = torch.randint(
+        256, (5, 3, 16, 16), generator=torch.Generator().manual_seed(1)
+    ).to(torch.uint8)
     model = load(shape, tmp_path / "g.onnx")
     seen = resized(image, model.input_size)
     seen = seen.round() if shape.type == BYTE else seen
     torch.testing.assert_close(
-        model(image).logits.double(), expected(shape, seen), rtol=1e-3, atol=TOLERANCE[shape.type]
+        model(image).logits.double(),
+        expected(shape, seen),
+        rtol=1e-3,
+        atol=TOLERANCE[shape.type],
     )
 
 
 def test_two_numbers_of_threads_share_the_sessions_of_a_run(tmp_path, monkeypatch):
-    model, opened, threads = load(Shape(), tmp_path / "g.onnx"), [], torch.get_num_threads()
-    monkeypatch.setattr("kd.parts.networks.onnx.open_session", lambda *given: opened.append(given[1]) or given[1])
+    model, opened, threads = (
+        load(Shape(), tmp_path / "g.onnx"),
+        [],
+        torch.get_num_threads(),
+    )
+    monkeypatch.setattr(
+        "kd.parts.networks.onnx.open_session",
+        lambda *given: opened.append(given[1]) or given[1],
+    )
     try:
-        for number in (threads + 1, threads, threads, threads + 1, threads, threads + 2):
+        for number in (
+            threads + 1,
+            threads,
+            threads,
+            threads + 1,
+            threads,
+            threads + 2,
+        ):
             torch.set_num_threads(number)
             assert model.sessions() is not None
     finally:
@@ -139,24 +195,52 @@ def test_probabilities_and_features(tmp_path):
     image = torch.randint(256, (5, 3, 16, 16), dtype=torch.uint8)
     soft = Shape(softmax=True, options={"outputs": "probabilities"})
     found = load(soft, tmp_path / "a.onnx")(image).logits.softmax(1)
-    torch.testing.assert_close(found.double(), expected(soft, image).softmax(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found.double(), expected(soft, image).softmax(1), rtol=1e-4, atol=1e-5
+    )
     pooled = load(Shape(), tmp_path / "b.onnx", ("pooled",))(image).features["pooled"]
-    torch.testing.assert_close(pooled.double(), expected(Shape(), image), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        pooled.double(), expected(Shape(), image), rtol=1e-4, atol=1e-5
+    )
 
 
 REFUSED = {
     "float64": (Shape(type=DOUBLE), r"teacher\.model: .*takes image tensor\(double\)"),
     "int64": (Shape(type=INT), r"teacher\.model: .*takes image tensor\(int64\)"),
     "two inputs": (Shape(inputs=2), r"teacher\.model: .*takes image .*more0"),
-    "two outputs, none named": (Shape(ends=("a", "b")), r"teacher\.output: .*has the outputs a, b"),
-    "no such output": (Shape(options={"output": "none"}), r"teacher\.output: .*has the outputs logits"),
-    "four dimensions": (Shape(reshape=(0, -1, 1, 1)), r"teacher\.model: returns the shape 2x4x1x1"),
-    "probabilities called logits": (Shape(softmax=True), r"teacher\.outputs: is logits, but the outputs are prob"),
-    "sides that differ": (Shape(size=("B", 3, 8, 16)), r"teacher\.model: .*fails on images of 8x8 pixels"),
-    "one answer of two": (Shape(reshape=(1, -1)), r"teacher\.model: .*returns for two images the shape"),
-    "one class": (Shape(widths=1), r"teacher\.model: has 2 classes"),  # one logit is that of the second of two
+    "two outputs, none named": (
+        Shape(ends=("a", "b")),
+        r"teacher\.output: .*has the outputs a, b",
+    ),
+    "no such output": (
+        Shape(options={"output": "none"}),
+        r"teacher\.output: .*has the outputs logits",
+    ),
+    "four dimensions": (
+        Shape(reshape=(0, -1, 1, 1)),
+        r"teacher\.model: returns the shape 2x4x1x1",
+    ),
+    "probabilities called logits": (
+        Shape(softmax=True),
+        r"teacher\.outputs: is logits, but the outputs are prob",
+    ),
+    "sides that differ": (
+        Shape(size=("B", 3, 8, 16)),
+        r"teacher\.model: .*fails on images of 8x8 pixels",
+    ),
+    "one answer of two": (
+        Shape(reshape=(1, -1)),
+        r"teacher\.model: .*returns for two images the shape",
+    ),
+    "one class": (
+        Shape(widths=1),
+        r"teacher\.model: has 2 classes",
+    ),  # one logit is that of the second of two
     "no mean": (Shape(options=RAW), r"teacher\.mean: is missing"),
-    "mean of uint8": (Shape(type=BYTE), r"teacher\.mean: is set, but the graph takes uint8"),
+    "mean of uint8": (
+        Shape(type=BYTE),
+        r"teacher\.mean: is set, but the graph takes uint8",
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Each kind of teacher: the same student live, cached and resumed; its identity; each wrong combination in one line."""
+"""Each kind of teacher: the same student live, cached and resumed; its identity; each
+wrong combination in one line.
+"""
 
 import json
 import os
@@ -38,7 +40,9 @@ def made(photos, tmp_path_factory) -> dict[str, dict[str, Any]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return make(photos, tmp_path_factory.mktemp("teachers"), size=16, width=16, epochs=3)
+        return make(
+            photos, tmp_path_factory.mktemp("teachers"), size=16, width=16, epochs=3
+        )
     finally:
         torch.set_num_threads(threads)
         sys.path.remove(str(EXAMPLES))
@@ -51,8 +55,12 @@ def examples(monkeypatch) -> None:
 
 
 def load(settings, section, **asked):
-    """Load a teacher as a run does; `asked`: outputs that the losses read, in place of theirs."""
-    recipe = resolve(config.load(merged(settings, {"teacher": {**section, "min_accuracy": 0.0}})))
+    """Load a teacher as a run does; `asked`: outputs that the losses read, in place of
+    theirs.
+    """
+    recipe = resolve(
+        config.load(merged(settings, {"teacher": {**section, "min_accuracy": 0.0}}))
+    )
     object.__setattr__(recipe, "read", replace(recipe.read, **asked))
     return load_teachers(recipe, open_sources(recipe.data), {}).model
 
@@ -73,7 +81,13 @@ def student(run) -> dict[str, torch.Tensor]:
     return load_file(newest / "tensors.safetensors")
 
 
-@pytest.mark.parametrize("kind", [slow(one) if one in ("transformers", "zero_shot", "onnx") else one for one in KINDS])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        slow(one) if one in ("transformers", "zero_shot", "onnx") else one
+        for one in KINDS
+    ],
+)
 def test_live_and_resumed_are_one_run_and_cached_too(kind, made, bare):
     section = made[kind]
     whole = train(bare, section, "whole", "run.every.checkpoint=4")
@@ -83,10 +97,19 @@ def test_live_and_resumed_are_one_run_and_cached_too(kind, made, bare):
         shutil.rmtree(folder)
     resumed = train(bare, section, "again", "run.every.checkpoint=4")
     expected = student(whole)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in student(resumed).items())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in student(resumed).items()
+    )
     views = ("data.views=1", "run.epochs=1")
     live = train(bare, section, "live", *views)
-    cached = train(bare, section, "cached", *views, "teacher.cache.views=1", "teacher.cache.dtype=fp32")
+    cached = train(
+        bare,
+        section,
+        "cached",
+        *views,
+        "teacher.cache.views=1",
+        "teacher.cache.dtype=fp32",
+    )
     for name, tensor in student(cached).items():
         torch.testing.assert_close(tensor, student(live)[name], rtol=1e-3, atol=1e-4)
 
@@ -106,41 +129,68 @@ def test_every_kind_has_an_identity_of_its_own(made, bare, tmp_path):
 
 def test_several_kinds_are_averaged(made, bare):
     first, *others = made.values()
-    run = train(bare, {**first, "also": others}, "several", "run.epochs=1", "teacher.cache.views=1")
+    run = train(
+        bare,
+        {**first, "also": others},
+        "several",
+        "run.epochs=1",
+        "teacher.cache.views=1",
+    )
     assert run.metrics["teacher_accuracy"] == 1.0
     manifest = json.loads((run.folder / "manifest.json").read_text())
     assert manifest["modes"]["teacher"] == "fp32+unfused"
 
 
 def test_a_network_has_equal_outputs_in_torch_onnx_and_a_table(made, bare, photos):
-    models = {kind: load(bare, made[kind]).eval() for kind in ("torch", "onnx", "answers")}
-    source = models["answers"] and open_sources(resolve(config.load(merged(bare, {"teacher": made["torch"]}))).data).val
-    pixels = np.stack([np.asarray(source.decode(id).image.resize((16, 16))) for id in range(3)])
+    models = {
+        kind: load(bare, made[kind]).eval() for kind in ("torch", "onnx", "answers")
+    }
+    source = (
+        models["answers"]
+        and open_sources(
+            resolve(config.load(merged(bare, {"teacher": made["torch"]}))).data
+        ).val
+    )
+    pixels = np.stack(
+        [np.asarray(source.decode(id).image.resize((16, 16))) for id in range(3)]
+    )
     image, ids = torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), torch.arange(3)
     with torch.no_grad():
-        said = [models["torch"](image), models["onnx"](image), models["answers"].validation()(image, ids)]
+        said = [
+            models["torch"](image),
+            models["onnx"](image),
+            models["answers"].validation()(image, ids),
+        ]
     for one in said[1:]:
         torch.testing.assert_close(one.logits, said[0].logits, rtol=1e-4, atol=1e-4)
 
 
 def test_features_of_transformers(made, bare):
-    """Pooled is what the classifier takes; tokens are the patches', without the class token."""
+    """Pooled is what the classifier takes; tokens are the patches', without the class
+    token.
+    """
     from transformers import AutoModelForImageClassification, CLIPModel
 
     image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
     features = ("pooled", "tokens")
     model = load(bare, made["transformers"], features=features).eval()
-    alone = AutoModelForImageClassification.from_pretrained(made["transformers"]["model"]).eval()
+    alone = AutoModelForImageClassification.from_pretrained(
+        made["transformers"]["model"]
+    ).eval()
     clip = {"kind": "transformers", "model": made["zero_shot"]["model"]}
     tower = load(bare, clip, features=features, teacher_logits=False)
     other = CLIPModel.from_pretrained(clip["model"]).eval()
     with torch.no_grad():
         found, said = model(image), alone.vit(model.normalize(image)).last_hidden_state
-        torch.testing.assert_close(alone.classifier(found.features["pooled"]), found.logits)
+        torch.testing.assert_close(
+            alone.classifier(found.features["pooled"]), found.logits
+        )
         torch.testing.assert_close(found.features["tokens"], said[:, 1:])
         seen, pixels = tower.eval()(image), tower.normalize(image)
         expected = other.get_image_features(pixel_values=pixels)
-        torch.testing.assert_close(seen.features["pooled"], getattr(expected, "pooler_output", expected))
+        torch.testing.assert_close(
+            seen.features["pooled"], getattr(expected, "pooler_output", expected)
+        )
         expected = other.vision_model(pixel_values=pixels).last_hidden_state[:, 1:]
         torch.testing.assert_close(seen.features["tokens"], expected)
     assert seen.logits.shape == (2, 0)
@@ -156,16 +206,27 @@ def test_zero_shot_is_the_scaled_cosine(made, bare):
     with torch.no_grad():
         said = alone.get_image_features(pixel_values=model.normalize(image))
         features = getattr(said, "pooler_output", said).double()
-        cosine = torch.nn.functional.cosine_similarity(features[:, None], vectors[None], dim=-1)
+        cosine = torch.nn.functional.cosine_similarity(
+            features[:, None], vectors[None], dim=-1
+        )
         expected = alone.logit_scale.double().exp() * cosine
-        torch.testing.assert_close(model(image).logits.double(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model(image).logits.double(), expected, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_siglip_is_a_zero_shot_teacher_too(made, bare, tmp_path):
-    """The scale is the learned one, or the one that is given; then the image tower alone is loaded."""
+    """The scale is the learned one, or the one that is given; then the image tower
+    alone is loaded.
+    """
     from transformers import SiglipConfig, SiglipModel, ViTImageProcessor
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     config = SiglipConfig(
         text_config={**sizes, "vocab_size": 64, "max_position_embeddings": 16},
         vision_config={**sizes, "image_size": 16, "patch_size": 8},
@@ -173,13 +234,25 @@ def test_a_siglip_is_a_zero_shot_teacher_too(made, bare, tmp_path):
     both = SiglipModel(config)
     save_file({"vectors": torch.randn(3, 16)}, tmp_path / "vectors.safetensors")
     both.save_pretrained(tmp_path / "both")
-    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "both")
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(
+        tmp_path / "both"
+    )
     section = {"kind": "zero_shot", "vectors": str(tmp_path / "vectors.safetensors")}
     image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
     with torch.no_grad():
-        learned = load(bare, {**section, "model": str(tmp_path / "both")}).eval()(image).logits
-        named = load(bare, {**section, "model": str(tmp_path / "both"), "scale": 10.0}).eval()(image).logits
-    torch.testing.assert_close(named, learned / both.logit_scale.exp().item() * 10, rtol=1e-4, atol=1e-4)
+        learned = (
+            load(bare, {**section, "model": str(tmp_path / "both")})
+            .eval()(image)
+            .logits
+        )
+        named = (
+            load(bare, {**section, "model": str(tmp_path / "both"), "scale": 10.0})
+            .eval()(image)
+            .logits
+        )
+    torch.testing.assert_close(
+        named, learned / both.logit_scale.exp().item() * 10, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_class_vectors_from_the_text_tower(made, bare, tmp_path):
@@ -192,13 +265,35 @@ def test_class_vectors_from_the_text_tower(made, bare, tmp_path):
 
     folder = tmp_path / "clip"
     shutil.copytree(made["zero_shot"]["model"], folder)
-    words = ["[PAD]", "[BOS]", "[EOS]", "[UNK]", "a", "photo", "of", "apple", "fig", "pear", "ripe"]
-    tokenizer = Tokenizer(WordLevel({word: id for id, word in enumerate(words)}, unk_token="[UNK]"))
+    words = [
+        "[PAD]",
+        "[BOS]",
+        "[EOS]",
+        "[UNK]",
+        "a",
+        "photo",
+        "of",
+        "apple",
+        "fig",
+        "pear",
+        "ripe",
+    ]
+    tokenizer = Tokenizer(
+        WordLevel({word: id for id, word in enumerate(words)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = Whitespace()
     ends = [("[BOS]", 1), ("[EOS]", 2)]
-    tokenizer.post_processor = TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=ends)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]").save_pretrained(folder)
-    section = {"kind": "zero_shot", "model": str(folder), "prompts": ["a photo of a {}", "ripe {}"]}
+    tokenizer.post_processor = TemplateProcessing(
+        single="[BOS] $A [EOS]", special_tokens=ends
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]"
+    ).save_pretrained(folder)
+    section = {
+        "kind": "zero_shot",
+        "model": str(folder),
+        "prompts": ["a photo of a {}", "ripe {}"],
+    }
     found = load(bare, section).network.vectors
     alone = CLIPModel.from_pretrained(folder).eval()
     for label, name in enumerate(("apple", "fig", "pear")):
@@ -207,78 +302,186 @@ def test_class_vectors_from_the_text_tower(made, bare, tmp_path):
             ids = torch.tensor([[1, *(words.index(word) for word in text.split()), 2]])
             with torch.no_grad():
                 said = alone.get_text_features(input_ids=ids)
-            units.append(torch.nn.functional.normalize(getattr(said, "pooler_output", said), dim=1)[0])
+            units.append(
+                torch.nn.functional.normalize(
+                    getattr(said, "pooler_output", said), dim=1
+                )[0]
+            )
         expected = torch.nn.functional.normalize(torch.stack(units).mean(0), dim=0)
         torch.testing.assert_close(found[label], expected, rtol=1e-4, atol=1e-5)
 
 
 def changed(section, **values):
-    return {key: value for key, value in {**section, **values}.items() if value is not None}
+    return {
+        key: value for key, value in {**section, **values}.items() if value is not None
+    }
 
 
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        ("torch", {"model": "any_teacher"}, r"teacher\.model: is 'any_teacher'\. Allowed: module:function"),
-        ("torch", {"model": "any_teacher:netwerk"}, r"teacher\.model: .*no function 'netwerk'"),
-        ("torch", {"model": "any_teachers:network"}, r"teacher\.model: .*'any_teachers' cannot be imported"),
+        (
+            "torch",
+            {"model": "any_teacher"},
+            r"teacher\.model: is 'any_teacher'\. Allowed: module:function",
+        ),
+        (
+            "torch",
+            {"model": "any_teacher:netwerk"},
+            r"teacher\.model: .*no function 'netwerk'",
+        ),
+        (
+            "torch",
+            {"model": "any_teachers:network"},
+            r"teacher\.model: .*'any_teachers' cannot be imported",
+        ),
         ("torch", {"mean": None, "std": None}, r"teacher\.mean: is missing"),
         ("torch", {"args": {"colour": 1}}, r"teacher\.args: .*refuses them"),
-        ("torch", {"args": {"classes": 4}}, r"teacher\.checkpoint: the weights are not those of .*other shape"),
-        ("torch", {"args": {"classes": 4}, "checkpoint": ""}, r"teacher\.model: has 4 classes, the data has 3"),
-        ("torch", {"outputs": "probabilities"}, r"teacher\.outputs: is probabilities, but the outputs are no prob"),
-        ("torch", {"precision": "int8", "classes": "none.txt"}, r"teacher\.classes: 'none\.txt' cannot be read"),
+        (
+            "torch",
+            {"args": {"classes": 4}},
+            r"teacher\.checkpoint: the weights are not those of .*other shape",
+        ),
+        (
+            "torch",
+            {"args": {"classes": 4}, "checkpoint": ""},
+            r"teacher\.model: has 4 classes, the data has 3",
+        ),
+        (
+            "torch",
+            {"outputs": "probabilities"},
+            r"teacher\.outputs: is probabilities, but the outputs are no prob",
+        ),
+        (
+            "torch",
+            {"precision": "int8", "classes": "none.txt"},
+            r"teacher\.classes: 'none\.txt' cannot be read",
+        ),
         (
             "transformers",
             {"args": {"trust_remote_code": True}},
             r"teacher\.args: has trust_remote_code, which runs code",
         ),
-        ("zero_shot", {"args": {"trust_remote_code": False}}, r"teacher\.args: has trust_remote_code, which runs code"),
+        (
+            "zero_shot",
+            {"args": {"trust_remote_code": False}},
+            r"teacher\.args: has trust_remote_code, which runs code",
+        ),
         ("onnx", {"mean": None, "std": None}, r"teacher\.mean: is missing"),
         ("onnx", {"model": "none.onnx"}, r"teacher\.model: no file 'none\.onnx'"),
-        ("onnx", {"checkpoint": "a"}, r"teacher\.checkpoint: is set, but a graph holds its weights"),
+        (
+            "onnx",
+            {"checkpoint": "a"},
+            r"teacher\.checkpoint: is set, but a graph holds its weights",
+        ),
         ("onnx", {"output": "embedding"}, r"teacher\.output: .*has the outputs logits"),
-        ("onnx", {"precision": "bf16"}, r"teacher\.precision: is bf16, but teacher .* runs in onnxruntime"),
-        ("onnx", {"runtime": "openvino"}, r"teacher\.runtime: is openvino, but teacher .* runs in onnxruntime"),
-        ("answers", {"shard": True}, r"teacher\.shard: is set, but kd does not divide a teacher of kind 'answers'"),
-        ("transformers", {"pipeline": 2}, r"teacher\.pipeline: is set, but kd does not divide .*'transformers'"),
-        ("answers", {"outputs": "probabilities"}, r"teacher\.outputs: is probabilities"),
-        ("answers", {"model": "none.csv"}, r"teacher\.model: 'none\.csv' cannot be read as a table of outputs"),
-        ("answers", {"model": "none.txt"}, r"teacher\.model: is 'none\.txt'\. A file that ends in"),
-        ("transformers", {"model": "none/nowhere/at/all"}, r"teacher\.model: 'none/nowhere/at/all' cannot be loaded"),
-        ("transformers", {"checkpoint": "a"}, r"teacher\.checkpoint: is set, but the folder"),
-        ("zero_shot", {"vectors": "none.safetensors"}, r"teacher\.vectors: 'none\.safetensors' cannot be read"),
-        ("zero_shot", {"vectors": ""}, r"teacher\.model: .*tokenizer.*teacher\.vectors"),
+        (
+            "onnx",
+            {"precision": "bf16"},
+            r"teacher\.precision: is bf16, but teacher .* runs in onnxruntime",
+        ),
+        (
+            "onnx",
+            {"runtime": "openvino"},
+            r"teacher\.runtime: is openvino, but teacher .* runs in onnxruntime",
+        ),
+        (
+            "answers",
+            {"shard": True},
+            (
+                r"teacher\.shard: is set, but kd does not divide a teacher of kind"
+                r" 'answers'"
+            ),
+        ),
+        (
+            "transformers",
+            {"pipeline": 2},
+            r"teacher\.pipeline: is set, but kd does not divide .*'transformers'",
+        ),
+        (
+            "answers",
+            {"outputs": "probabilities"},
+            r"teacher\.outputs: is probabilities",
+        ),
+        (
+            "answers",
+            {"model": "none.csv"},
+            r"teacher\.model: 'none\.csv' cannot be read as a table of outputs",
+        ),
+        (
+            "answers",
+            {"model": "none.txt"},
+            r"teacher\.model: is 'none\.txt'\. A file that ends in",
+        ),
+        (
+            "transformers",
+            {"model": "none/nowhere/at/all"},
+            r"teacher\.model: 'none/nowhere/at/all' cannot be loaded",
+        ),
+        (
+            "transformers",
+            {"checkpoint": "a"},
+            r"teacher\.checkpoint: is set, but the folder",
+        ),
+        (
+            "zero_shot",
+            {"vectors": "none.safetensors"},
+            r"teacher\.vectors: 'none\.safetensors' cannot be read",
+        ),
+        (
+            "zero_shot",
+            {"vectors": ""},
+            r"teacher\.model: .*tokenizer.*teacher\.vectors",
+        ),
         ("zero_shot", {"prompts": ["a photo"]}, r"teacher\.prompts: are"),
-        ("transformers", {"fit": {"epochs": 2}}, r"teacher\.fit\.epochs: .*does not fit a teacher of kind 'transf"),
+        (
+            "transformers",
+            {"fit": {"epochs": 2}},
+            r"teacher\.fit\.epochs: .*does not fit a teacher of kind 'transf",
+        ),
     ],
 )
-def test_a_wrong_combination_is_one_line(kind, values, message, made, bare, tmp_path, monkeypatch):
+def test_a_wrong_combination_is_one_line(
+    kind, values, message, made, bare, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(KdError, match=f"^{message}") as caught:
         load(bare, changed(made[kind], **values))
     assert "\n" not in str(caught.value)
 
 
-def test_another_class_order_is_reordered_unless_the_model_names_its_own(made, bare, tmp_path):
+def test_another_class_order_is_reordered_unless_the_model_names_its_own(
+    made, bare, tmp_path
+):
     (tmp_path / "names.txt").write_text("apple\npear\nfig\n")
     image = torch.randint(256, (4, 3, 16, 16), dtype=torch.uint8)
     for kind in ("torch", "onnx", "zero_shot"):  # its vectors have no names
         section = made[kind]
-        models = [load(bare, one) for one in (section, {**section, "classes": str(tmp_path / "names.txt")})]
+        models = [
+            load(bare, one)
+            for one in (section, {**section, "classes": str(tmp_path / "names.txt")})
+        ]
         with torch.no_grad():
             plain, reordered = (one(image).logits for one in models)
         torch.testing.assert_close(reordered, plain[:, [0, 2, 1]])
         assert list(models[1].classes) == ["apple", "fig", "pear"]
     for kind in ("transformers", "answers"):
-        with pytest.raises(ModelError, match=r"^teacher\.classes: .* own class names in another order: apple, fig"):
+        with pytest.raises(
+            ModelError,
+            match=r"^teacher\.classes: .* own class names in another order: apple, fig",
+        ):
             load(bare, {**made[kind], "classes": str(tmp_path / "names.txt")})
 
 
 def test_a_model_without_classes_names_what_to_do(made, bare):
-    with pytest.raises(ModelError, match=r"^teacher\.model: .* is a CLIPModel, which has no classes.*zero_shot"):
+    with pytest.raises(
+        ModelError,
+        match=r"^teacher\.model: .* is a CLIPModel, which has no classes.*zero_shot",
+    ):
         load(bare, {"kind": "transformers", "model": made["zero_shot"]["model"]})
-    with pytest.raises(ModelError, match=r"^teacher\.model: .* is a vit\. One of: clip"):
+    with pytest.raises(
+        ModelError, match=r"^teacher\.model: .* is a vit\. One of: clip"
+    ):
         load(bare, {**made["zero_shot"], "model": made["transformers"]["model"]})
 
 
@@ -286,7 +489,9 @@ def test_weights_and_preprocessing_must_be_there(made, bare, tmp_path):
     folder = tmp_path / "vit"
     shutil.copytree(made["transformers"]["model"], folder)
     (folder / "preprocessor_config.json").rename(folder / "kept.json")
-    with pytest.raises(ModelError, match=r"^teacher\.model: .*no preprocessor_config\.json"):
+    with pytest.raises(
+        ModelError, match=r"^teacher\.model: .*no preprocessor_config\.json"
+    ):
         load(bare, {"kind": "transformers", "model": str(folder)})
     (folder / "kept.json").rename(folder / "preprocessor_config.json")
     tensors = load_file(folder / "model.safetensors")
@@ -295,7 +500,9 @@ def test_weights_and_preprocessing_must_be_there(made, bare, tmp_path):
         folder / "model.safetensors",
         {"format": "pt"},
     )
-    with pytest.raises(ModelError, match=r"^teacher\.model: .*lacks 2 weights .*classifier"):
+    with pytest.raises(
+        ModelError, match=r"^teacher\.model: .*lacks 2 weights .*classifier"
+    ):
         load(bare, {"kind": "transformers", "model": str(folder)})
 
 
@@ -305,7 +512,9 @@ def test_a_pickle_that_runs_code_is_refused(made, bare, tmp_path):
             return (Path.touch, (tmp_path / "touched",))
 
     torch.save({"state_dict": Evil()}, tmp_path / "evil.pth")
-    with pytest.raises(ModelError, match=r"^teacher\.checkpoint: .*cannot be read as weights"):
+    with pytest.raises(
+        ModelError, match=r"^teacher\.checkpoint: .*cannot be read as weights"
+    ):
         load(bare, {**made["torch"], "checkpoint": str(tmp_path / "evil.pth")})
     assert not (tmp_path / "touched").exists()
 
@@ -325,32 +534,69 @@ def test_a_pickle_that_runs_code_is_refused(made, bare, tmp_path):
         ("folder/\0", "outside its folder"),
     ],
 )
-def test_the_weights_of_a_graph_lie_in_its_folder(name, message, inside, bare, tmp_path):
-    """Nothing reads these tensors: onnxruntime opens no file of theirs, but the hash read /dev/zero for ever."""
+def test_the_weights_of_a_graph_lie_in_its_folder(
+    name, message, inside, bare, tmp_path
+):
+    """Nothing reads these tensors: onnxruntime opens no file of theirs, but the hash
+    read /dev/zero for ever.
+    """
     onnx = pytest.importorskip("onnx")
     make, kind = onnx.helper, onnx.TensorProto.FLOAT
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("/dev")
     os.mkfifo(tmp_path / "fifo")
-    unused = onnx.TensorProto(name="unused", data_type=kind, dims=[4], data_location=onnx.TensorProto.EXTERNAL)
+    unused = onnx.TensorProto(
+        name="unused", data_type=kind, dims=[4], data_location=onnx.TensorProto.EXTERNAL
+    )
     unused.external_data.add(key="location", value=name)
-    ends = [[make.make_tensor_value_info(name, kind, size)] for name, size in (("x", ["B", 3, 16, 16]), ("y", None))]
-    nodes, initializers = [make.make_node("ReduceMax", ["x"], ["y"], axes=[2, 3], keepdims=0)], [unused]
+    ends = [
+        [make.make_tensor_value_info(name, kind, size)]
+        for name, size in (("x", ["B", 3, 16, 16]), ("y", None))
+    ]
+    nodes, initializers = (
+        [make.make_node("ReduceMax", ["x"], ["y"], axes=[2, 3], keepdims=0)],
+        [unused],
+    )
     if inside == "attribute":
-        nodes, initializers = [*nodes, make.make_node("Constant", [], ["z"], value=unused)], []
+        nodes, initializers = (
+            [
+                *nodes,
+                make.make_node("Constant", [], ["z"], value=unused),
+            ],
+            [],
+        )
     graph = make.make_graph(nodes, "g", *ends, initializers)
     opset = [make.make_opsetid("", 13)]
-    onnx.save(make.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "g.onnx")
-    section = {"kind": "onnx", "model": str(tmp_path / "g.onnx"), "mean": [0, 0, 0], "std": [1, 1, 1]}
-    with pytest.raises(ModelError, match=rf"^teacher\.model: .*g\.onnx' has weights in .*, which is {message}"):
+    onnx.save(
+        make.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "g.onnx"
+    )
+    section = {
+        "kind": "onnx",
+        "model": str(tmp_path / "g.onnx"),
+        "mean": [0, 0, 0],
+        "std": [1, 1, 1],
+    }
+    with pytest.raises(
+        ModelError,
+        match=rf"^teacher\.model: .*g\.onnx' has weights in .*, which is {message}",
+    ):
         load(bare, section)
 
 
 def test_weights_beside_a_graph_count(made, bare, tmp_path):
     onnx = pytest.importorskip("onnx")
     graph = onnx.load(made["onnx"]["model"])
-    onnx.save(graph, tmp_path / "g.onnx", save_as_external_data=True, location="weights.bin", size_threshold=256)
-    beside, inside = (load(bare, {**made["onnx"], **more}) for more in ({"model": str(tmp_path / "g.onnx")}, {}))
+    onnx.save(
+        graph,
+        tmp_path / "g.onnx",
+        save_as_external_data=True,
+        location="weights.bin",
+        size_threshold=256,
+    )
+    beside, inside = (
+        load(bare, {**made["onnx"], **more})
+        for more in ({"model": str(tmp_path / "g.onnx")}, {})
+    )
     image = torch.randint(256, (4, 3, 16, 16), dtype=torch.uint8)
     torch.testing.assert_close(beside(image).main, inside(image).main)
     before = beside.identity()["teacher"]
@@ -362,9 +608,19 @@ def test_weights_beside_a_graph_count(made, bare, tmp_path):
 def test_a_table_is_the_same_in_every_format(made, bare, tmp_path):
     table = read(made["answers"]["model"], "teacher.model")
     values, names = table.values[0].double().numpy(), list(table.names)
-    np.savez(tmp_path / "a.npz", logits=values.astype(np.float32), names=np.array(names), classes=list(table.classes))
-    lines = [",".join([name, *(repr(float(x)) for x in row)]) for name, row in zip(names, values, strict=True)]
-    (tmp_path / "a.csv").write_text("\n".join([",".join(["name", *table.classes]), *lines]) + "\n")
+    np.savez(
+        tmp_path / "a.npz",
+        logits=values.astype(np.float32),
+        names=np.array(names),
+        classes=list(table.classes),
+    )
+    lines = [
+        ",".join([name, *(repr(float(x)) for x in row)])
+        for name, row in zip(names, values, strict=True)
+    ]
+    (tmp_path / "a.csv").write_text(
+        "\n".join([",".join(["name", *table.classes]), *lines]) + "\n"
+    )
     write(tmp_path / "a.safetensors", table)
     expected = load(bare, made["answers"]).identity()["teacher"]
     for ending in ("npz", "csv", "safetensors"):
@@ -376,14 +632,32 @@ def test_a_table_is_the_same_in_every_format(made, bare, tmp_path):
     ("change", "message"),
     [
         (lambda t: {"names": t.names[1:]}, "49 outputs and 48 names"),
-        (lambda t: {"names": t.names[1:], "values": t.values[:, 1:]}, "no output for 1 of 36 training images"),
-        (lambda t: {"names": t.names[:-1], "values": t.values[:, :-1]}, "no output for 1 of 13 validation"),
+        (
+            lambda t: {"names": t.names[1:], "values": t.values[:, 1:]},
+            "no output for 1 of 36 training images",
+        ),
+        (
+            lambda t: {"names": t.names[:-1], "values": t.values[:, :-1]},
+            "no output for 1 of 13 validation",
+        ),
         (lambda t: {"values": t.values * np.nan}, "has NaN or infinity"),
         (lambda t: {"values": t.values[..., :2]}, "2 numbers per image and 3 classes"),
-        (lambda t: {"values": t.values[..., :2], "classes": t.classes[:2]}, "has 2 classes, the data has 3"),
-        (lambda t: {"meaning": "embeddings", "classes": ()}, "holds embeddings, but the losses need logits"),
-        (lambda t: {"values": t.values.expand(2, -1, -1)}, "does not describe its views"),
-        (lambda t: {"made_for": {"views": 3}}, "views of another views \\(3\\); this run has 0"),
+        (
+            lambda t: {"values": t.values[..., :2], "classes": t.classes[:2]},
+            "has 2 classes, the data has 3",
+        ),
+        (
+            lambda t: {"meaning": "embeddings", "classes": ()},
+            "holds embeddings, but the losses need logits",
+        ),
+        (
+            lambda t: {"values": t.values.expand(2, -1, -1)},
+            "does not describe its views",
+        ),
+        (
+            lambda t: {"made_for": {"views": 3}},
+            "views of another views \\(3\\); this run has 0",
+        ),
     ],
 )
 def test_a_table_that_does_not_fit(change, message, made, bare, tmp_path):
@@ -403,63 +677,120 @@ def test_a_table_that_does_not_fit(change, message, made, bare, tmp_path):
     ],
 )
 def test_outputs_for_validation_images_are_checked_too(said, message, made, tmp_path):
-    """NaN became a class: the teacher's accuracy and the agreement were wrong, and nothing was said."""
+    """NaN became a class: the teacher's accuracy and the agreement were wrong, and
+    nothing was said.
+    """
     table = read(made["answers"]["model"], "teacher.model")
-    table = AnswerTable("logits", table.names, table.values, table.classes, ["a", "b"], said)
+    table = AnswerTable(
+        "logits", table.names, table.values, table.classes, ["a", "b"], said
+    )
     write(tmp_path / "c.safetensors", table)
     with pytest.raises(ModelError, match=message):
         read(str(tmp_path / "c.safetensors"), "teacher.model")
 
 
 def test_a_test_split_does_not_change_a_table(made, bare, photos, tmp_path):
-    """A finished run is scored on images that its table has answers for, and is the same run."""
-    root, file = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "more.safetensors"
+    """A finished run is scored on images that its table has answers for, and is the
+    same run.
+    """
+    root, file = (
+        shutil.copytree(photos, tmp_path / "photos"),
+        tmp_path / "more.safetensors",
+    )
     shutil.copytree(photos / "val", root / "test")
     table = read(made["answers"]["model"], "teacher.model")
     rows = [i for i, name in enumerate(table.names) if name.startswith("val/")]
     names = [*table.names, *(table.names[i].replace("val/", "test/") for i in rows)]
-    write(file, replace(table, names=names, values=torch.cat([table.values, table.values[:, rows]], 1)))
+    write(
+        file,
+        replace(
+            table,
+            names=names,
+            values=torch.cat([table.values, table.values[:, rows]], 1),
+        ),
+    )
     section, where = {**made["answers"], "model": str(file)}, f"data.root={root}"
     first = train(bare, section, "one", where)
     again = train(bare, section, "one", where, "data.test_split=test")
-    assert all(torch.equal(tensor, student(first)[name]) for name, tensor in student(again).items())
+    assert all(
+        torch.equal(tensor, student(first)[name])
+        for name, tensor in student(again).items()
+    )
 
 
 def test_a_table_does_not_go_with_mixed_images(made, bare):
     settings = merged(bare, {"data": {"augment": {"mixup": 0.5}}})
-    with pytest.raises(ModelError, match=r"^data\.augment: mixes images, but the table"):
+    with pytest.raises(
+        ModelError, match=r"^data\.augment: mixes images, but the table"
+    ):
         load(settings, made["answers"])
 
 
-def test_an_exported_cache_is_the_teacher_that_filled_it(made, bare, command, tmp_path, monkeypatch):
+def test_an_exported_cache_is_the_teacher_that_filled_it(
+    made, bare, command, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     views = ("data.views=2", "run.epochs=2", "data.augment.mixup=0.2")
     one = merged(bare, {"teacher": made["transformers"]})
     Path("one.yaml").write_text(config.dump(config.load(one)))
-    answer = command("cache", "one.yaml", *views, "teacher.cache.views=2", "--export", "said.safetensors")
+    answer = command(
+        "cache",
+        "one.yaml",
+        *views,
+        "teacher.cache.views=2",
+        "--export",
+        "said.safetensors",
+    )
     assert answer.code == 0, answer
     table = read("said.safetensors", "x")
     assert table.values.shape == (2, 36, 3)
     assert len(table.val_names) == 13
-    cached = train(bare, made["transformers"], "cached", *views, "teacher.cache.views=2")
-    shared = train(bare, {"kind": "answers", "model": "said.safetensors"}, "shared", *views)
+    cached = train(
+        bare, made["transformers"], "cached", *views, "teacher.cache.views=2"
+    )
+    shared = train(
+        bare, {"kind": "answers", "model": "said.safetensors"}, "shared", *views
+    )
     expected = student(cached)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in student(shared).items())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in student(shared).items()
+    )
     with pytest.raises(
-        ModelError, match=r"^teacher\.model: has outputs for views of another seed \(0\); this run has 1"
+        ModelError,
+        match=(
+            r"^teacher\.model: has outputs for views of another seed \(0\); this run"
+            r" has 1"
+        ),
     ):
-        train(bare, {"kind": "answers", "model": "said.safetensors"}, "other", *views, "run.seed=1")
+        train(
+            bare,
+            {"kind": "answers", "model": "said.safetensors"},
+            "other",
+            *views,
+            "run.seed=1",
+        )
 
 
-def test_an_exported_cache_has_outputs_for_test_images(made, bare, command, tmp_path, monkeypatch):
+def test_an_exported_cache_has_outputs_for_test_images(
+    made, bare, command, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    tested = merged(bare, {"teacher": made["transformers"], "data": {"test_fraction": 0.4}})
+    tested = merged(
+        bare, {"teacher": made["transformers"], "data": {"test_fraction": 0.4}}
+    )
     Path("one.yaml").write_text(config.dump(config.load(tested)))
-    answer = command("cache", "one.yaml", "teacher.cache.views=1", "--export", "answers.safetensors")
+    answer = command(
+        "cache", "one.yaml", "teacher.cache.views=1", "--export", "answers.safetensors"
+    )
     assert answer.code == 0, answer
     rows = [
         json.loads(
-            (train(bare, section, name, "data.views=1", "data.test_fraction=0.4").folder / "scored.json").read_text()
+            (
+                train(
+                    bare, section, name, "data.views=1", "data.test_fraction=0.4"
+                ).folder
+                / "scored.json"
+            ).read_text()
         )
         for name, section in (
             ("live", made["transformers"]),

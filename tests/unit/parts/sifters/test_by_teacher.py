@@ -1,4 +1,6 @@
-"""The sifter that reads the teacher's stored answers: scores, exact counts, equal ranks, resumable, nobody starves."""
+"""The sifter that reads the teacher's stored answers: scores, exact counts, equal
+ranks, resumable, nobody starves.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from kd.parts.sifters.teacher import ByAnswers, Options
 
 IMAGES, BATCH, VIEWS, CLASSES = 400, 20, 2, 4
 LABELS = torch.arange(IMAGES) % CLASSES
-LOGITS = 2 * torch.randn(VIEWS, IMAGES, CLASSES, generator=torch.Generator().manual_seed(0))
+LOGITS = 2 * torch.randn(
+    VIEWS, IMAGES, CLASSES, generator=torch.Generator().manual_seed(0)
+)
 CHOICES = ["hardest", "easiest", "middle", "drawn"]
 SCORES = ["loss", "entropy", "margin", "divergence", "learnable"]
 
@@ -19,17 +23,36 @@ class Stored:
     """Answers as a cache stores them; those of `missing` [V, N] are not there."""
 
     def __init__(self, missing: torch.Tensor | None = None) -> None:
-        self.missing = torch.zeros(VIEWS, IMAGES, dtype=torch.bool) if missing is None else missing
+        self.missing = (
+            torch.zeros(VIEWS, IMAGES, dtype=torch.bool) if missing is None else missing
+        )
 
     def __call__(self, view, ids):
-        return LOGITS[view, ids].where(~self.missing[view, ids, None], 0.0).half(), ~self.missing[view, ids]
+        return (
+            LOGITS[view, ids].where(~self.missing[view, ids, None], 0.0).half(),
+            ~self.missing[view, ids],
+        )
 
 
 def sifter_of(
-    options: Options, stored=None, rank: int = 0, ranks: int = 1, reduce_sum=lambda tensor: tensor
+    options: Options,
+    stored=None,
+    rank: int = 0,
+    ranks: int = 1,
+    reduce_sum=lambda tensor: tensor,
 ) -> ByAnswers:
     context = SiftContext(
-        IMAGES, BATCH, BATCH // ranks, rank, ranks, 0, lambda: LABELS, reduce_sum, VIEWS, 0.0, stored or Stored()
+        IMAGES,
+        BATCH,
+        BATCH // ranks,
+        rank,
+        ranks,
+        0,
+        lambda: LABELS,
+        reduce_sum,
+        VIEWS,
+        0.0,
+        stored or Stored(),
     )
     return teacher.build(options, context)
 
@@ -56,7 +79,9 @@ def hardness(score: str, view: int) -> torch.Tensor:
         "loss": own,
         "entropy": -(share * log).sum(-1)[view],
         "margin": top[:, 1] - top[:, 0],
-        "divergence": F.kl_div(share.mean(0).log(), share[view], reduction="none").sum(-1),
+        "divergence": (
+            F.kl_div(share.mean(0).log(), share[view], reduction="none").sum(-1)
+        ),
         "learnable": losses(torch.arange(IMAGES)) - own,
     }[score]
 
@@ -84,7 +109,9 @@ def test_easiest_and_middle():
 @pytest.mark.parametrize("keep", [0.05, 0.3, 0.6, 1.0])
 def test_a_sifted_epoch_has_exactly_the_share_and_no_image_twice(choose, keep):
     plan = warm(Options(choose=choose, keep=keep)).plan(1, 0.3)
-    assert len(plan.ids) == len(plan.ids.unique()) == round(keep * IMAGES / BATCH) * BATCH
+    assert (
+        len(plan.ids) == len(plan.ids.unique()) == round(keep * IMAGES / BATCH) * BATCH
+    )
 
 
 @pytest.mark.parametrize("choose", CHOICES)
@@ -100,7 +127,9 @@ def test_no_image_starves(choose, keep, refresh, longest):
 
 
 def test_images_without_a_stored_output_are_visited():
-    """No share is kept of an epoch that fills the cache; later ones skip only what is stored."""
+    """No share is kept of an epoch that fills the cache; later ones skip only what is
+    stored.
+    """
     stored = Stored(torch.ones(VIEWS, IMAGES, dtype=torch.bool))
     sifter = warm(Options(keep=0.5), stored)
     assert len(sifter.plan(1, 0.1).ids) == IMAGES
@@ -109,12 +138,23 @@ def test_images_without_a_stored_output_are_visited():
     assert torch.isin(torch.arange(30), plan.ids).all()
     assert len(plan.ids) == IMAGES / 2
     stored.missing[:, 30:300] = True
-    assert len(sifter.plan(4, 0.3).ids) == IMAGES / 2  # an answer that was read is not asked for again
+    assert (
+        len(sifter.plan(4, 0.3).ids) == IMAGES / 2
+    )  # an answer that was read is not asked for again
 
 
 def test_a_draw_favours_the_hard_and_its_weights_undo_that():
     drawn, total = torch.zeros(IMAGES), torch.zeros(IMAGES)
-    sifter = warm(Options(score="loss", choose="drawn", keep=0.5, reweight=True, refresh=10**6, anneal=0.0))
+    sifter = warm(
+        Options(
+            score="loss",
+            choose="drawn",
+            keep=0.5,
+            reweight=True,
+            refresh=10**6,
+            anneal=0.0,
+        )
+    )
     sifter.plan(1, 0.3)
     epochs = range(1, 2001, 2)  # of one view
     for epoch in epochs:
@@ -127,17 +167,27 @@ def test_a_draw_favours_the_hard_and_its_weights_undo_that():
     quarters = drawn[order].view(4, -1).mean(1) / len(epochs)
     assert (quarters.diff() > 0.1).all()
     assert drawn.min() > 0
-    assert total.std() / total.mean() < 0.15  # each image weighs as much in the long run
+    assert (
+        total.std() / total.mean() < 0.15
+    )  # each image weighs as much in the long run
 
 
 @pytest.mark.parametrize("score", ["loss", "divergence", "learnable"])
 def test_ranks_choose_the_same_images_and_read_each_output_once(score):
-    options, parts = Options(score=score, choose="drawn", keep=0.5), list[torch.Tensor]()
+    options, parts = (
+        Options(score=score, choose="drawn", keep=0.5),
+        list[torch.Tensor](),
+    )
     alone = warm(options)
     state, expected = alone.state_dict(), alone.plan(1, 0.3)
     nothing = torch.zeros(2, IMAGES)  # the losses of the first epoch are in the state
     for rank in (0, 1):
-        sifter = sifter_of(options, rank=rank, ranks=2, reduce_sum=lambda part: parts.append(part.clone()) or nothing)
+        sifter = sifter_of(
+            options,
+            rank=rank,
+            ranks=2,
+            reduce_sum=lambda part: parts.append(part.clone()) or nothing,
+        )
         sifter.load_state_dict(state)
         sifter.plan(1, 0.3)
     read = [part for part in parts if part.any()]
@@ -145,13 +195,17 @@ def test_ranks_choose_the_same_images_and_read_each_output_once(score):
     assert (read[0][1] + read[1][1] == 1).all()
     for rank in (0, 1):
         sums = iter([nothing, read[0] + read[1]])
-        sifter = sifter_of(options, rank=rank, ranks=2, reduce_sum=lambda _, sums=sums: next(sums))
+        sifter = sifter_of(
+            options, rank=rank, ranks=2, reduce_sum=lambda _, sums=sums: next(sums)
+        )
         sifter.load_state_dict(state)
         assert torch.equal(sifter.plan(1, 0.3).ids, expected.ids)
 
 
 def test_a_resumed_epoch_ignores_outputs_stored_meanwhile():
-    stored = Stored(torch.rand(VIEWS, IMAGES, generator=torch.Generator().manual_seed(2)) < 0.2)
+    stored = Stored(
+        torch.rand(VIEWS, IMAGES, generator=torch.Generator().manual_seed(2)) < 0.2
+    )
     alone = warm(Options(choose="drawn", keep=0.5), stored)
     plan = alone.plan(1, 0.3)
     state = alone.state_dict()
@@ -164,7 +218,9 @@ def test_a_resumed_epoch_ignores_outputs_stored_meanwhile():
 
 @pytest.mark.parametrize("score", ["entropy", "divergence"])
 def test_outputs_stored_after_the_checkpoint_are_not_known_to_the_resumed_run(score):
-    """A run killed while it was evaluated had stored the next epoch's view: that epoch was full, and then sifted."""
+    """A run killed while it was evaluated had stored the next epoch's view: that epoch
+    was full, and then sifted.
+    """
 
     def plans(sifter: ByAnswers, stored: Stored) -> list[torch.Tensor]:
         found = []
@@ -174,11 +230,19 @@ def test_outputs_stored_after_the_checkpoint_are_not_known_to_the_resumed_run(sc
             sifter.observe(found[-1], losses(found[-1]))
         return found
 
-    stored, options = Stored(torch.ones(VIEWS, IMAGES, dtype=torch.bool)), Options(score=score, keep=0.5)
+    stored, options = (
+        Stored(torch.ones(VIEWS, IMAGES, dtype=torch.bool)),
+        Options(score=score, keep=0.5),
+    )
     whole = warm(options, stored)
     state, stored.missing[0] = whole.state_dict(), False
     expected = plans(whole, stored)
-    assert [len(ids) for ids in expected] == [IMAGES, IMAGES / 2, IMAGES / 2, IMAGES / 2]
+    assert [len(ids) for ids in expected] == [
+        IMAGES,
+        IMAGES / 2,
+        IMAGES / 2,
+        IMAGES / 2,
+    ]
     resumed = sifter_of(options, Stored())
     resumed.load_state_dict(state)
     assert all(map(torch.equal, plans(resumed, Stored()), expected))
@@ -190,10 +254,14 @@ def test_weights_need_a_draw():
 
 
 def test_divergence_needs_every_view_of_an_image():
-    """Half of the images lack their other view: no mean over views is known of them, so they are visited."""
+    """Half of the images lack their other view: no mean over views is known of them, so
+    they are visited.
+    """
     missing = torch.zeros(VIEWS, IMAGES, dtype=torch.bool)
     missing[0, ::2] = True
-    sifter = warm(Options(score="divergence", choose="hardest", keep=0.5), Stored(missing))
+    sifter = warm(
+        Options(score="divergence", choose="hardest", keep=0.5), Stored(missing)
+    )
     plan = sifter.plan(1, 0.3)
     assert set(plan.ids.tolist()) == set(range(0, IMAGES, 2))
     assert not sifter.score_VN[1, ::2].isfinite().any()

@@ -1,4 +1,6 @@
-"""Sifters that decide in the plan: exact counts, unbiased, refreshed, equal on all ranks, resumable."""
+"""Sifters that decide in the plan: exact counts, unbiased, refreshed, equal on all
+ranks, resumable.
+"""
 
 import hashlib
 import itertools
@@ -14,8 +16,19 @@ IMAGES, BATCH = 400, 20
 LABELS = torch.arange(IMAGES) % 4
 
 
-def sift_context(seed: int = 0, rank: int = 0, world_size: int = 1, reduce_sum=lambda tensor: tensor) -> SiftContext:
-    return SiftContext(IMAGES, BATCH, BATCH // world_size, rank, world_size, seed, lambda: LABELS, reduce_sum)
+def sift_context(
+    seed: int = 0, rank: int = 0, world_size: int = 1, reduce_sum=lambda tensor: tensor
+) -> SiftContext:
+    return SiftContext(
+        IMAGES,
+        BATCH,
+        BATCH // world_size,
+        rank,
+        world_size,
+        seed,
+        lambda: LABELS,
+        reduce_sum,
+    )
 
 
 def losses(seed: int = 0) -> torch.Tensor:
@@ -23,7 +36,9 @@ def losses(seed: int = 0) -> torch.Tensor:
     return torch.rand(IMAGES, generator=torch.Generator().manual_seed(seed)) ** 3 * 4
 
 
-def warm(options: history.Options, seed: int = 0, values: torch.Tensor | None = None) -> history.History:
+def warm(
+    options: history.Options, seed: int = 0, values: torch.Tensor | None = None
+) -> history.History:
     """Return a sifter after a first epoch of all images."""
     sifter = history.build(options, sift_context(seed))
     plan = sifter.plan(0, 0.0)
@@ -45,16 +60,24 @@ def test_a_sifted_epoch_has_exactly_the_number_of_images_that_keep_sets(kind, ke
     assert abs(len(plan.ids) / IMAGES - keep) <= 0.5 * BATCH / IMAGES + 1e-9
     assert len(plan.ids) % BATCH == 0
     assert len(plan.ids.unique()) == len(plan.ids)
-    assert sifter.steps(1, 0.3) == len(plan.ids) // BATCH  # what the length and `--check` are computed from
+    assert (
+        sifter.steps(1, 0.3) == len(plan.ids) // BATCH
+    )  # what the length and `--check` are computed from
 
 
 @pytest.mark.parametrize("views", [2, 3, 30])
 def test_the_remainder_is_dropped_per_view(views):
     """410 images in batches of 20: each view drops a fixed set of ten images."""
-    context = SiftContext(410, BATCH, BATCH, 0, 1, 0, lambda: LABELS, lambda tensor: tensor, views)
-    plans = [none.Everything(context).plan(epoch, 0.0).ids for epoch in range(2 * views)]
+    context = SiftContext(
+        410, BATCH, BATCH, 0, 1, 0, lambda: LABELS, lambda tensor: tensor, views
+    )
+    plans = [
+        none.Everything(context).plan(epoch, 0.0).ids for epoch in range(2 * views)
+    ]
     seen = [set(ids.tolist()) for ids in plans]
-    assert all(len(ids) == len(found) == 400 for ids, found in zip(plans, seen, strict=True))
+    assert all(
+        len(ids) == len(found) == 400 for ids, found in zip(plans, seen, strict=True)
+    )
     assert seen[:views] == seen[views:]
     assert not torch.equal(plans[0], plans[views])  # in another order
     assert set.union(*seen[:2]) == set(range(410))
@@ -69,8 +92,12 @@ def test_the_remainder_is_dropped_per_view(views):
         (0.6, [140, 80, 20], ["1a7c876f0dfe", "198b89ad45e9"]),
     ],
 )
-def test_a_balanced_epoch_draws_classes_alike_as_far_as_they_go(share, expected, digests):
-    """Hashes of the ids of epochs 0 and 3: commit 17adf1c, sifter random with keep, balance, no warmup, no anneal."""
+def test_a_balanced_epoch_draws_classes_alike_as_far_as_they_go(
+    share, expected, digests
+):
+    """Hashes of the ids of epochs 0 and 3: commit 17adf1c, sifter random with keep,
+    balance, no warmup, no anneal.
+    """
     labels = torch.tensor([0] * 300 + [1] * 80 + [2] * 20)
     context = replace(SiftContext.alone(labels, batch_size=20), balance=share)
     plans = [none.build(none.Options(), context).plan(epoch, 0.3) for epoch in (0, 3)]
@@ -82,8 +109,13 @@ def test_a_balanced_epoch_draws_classes_alike_as_far_as_they_go(share, expected,
 
 
 def test_whole_epochs_at_the_start_and_at_the_end():
-    for sifter in (warm(history.Options(keep=0.5, warmup=2)), random.Random(random.Options(warmup=2), sift_context())):
-        sizes = [len(sifter.plan(epoch, epoch / 16).ids) / IMAGES for epoch in range(16)]
+    for sifter in (
+        warm(history.Options(keep=0.5, warmup=2)),
+        random.Random(random.Options(warmup=2), sift_context()),
+    ):
+        sizes = [
+            len(sifter.plan(epoch, epoch / 16).ids) / IMAGES for epoch in range(16)
+        ]
         assert sizes[:2] == [1.0, 1.0]
         assert sizes[14:] == [1.0, 1.0]  # they begin at 0.875 and 0.9375
         assert max(sizes[2:14]) < 0.7
@@ -99,7 +131,10 @@ def test_hard_images_are_kept_and_easy_ones_drawn():
 
 def test_exactly_the_images_below_the_mean_may_be_left_out():
     values = torch.tensor([0.0] * 100 + [1.0] * 200 + [2.0] * 100)  # their mean is 1
-    plans = [warm(history.Options(keep=0.9), seed, values).plan(1, 0.3).ids for seed in range(40)]
+    plans = [
+        warm(history.Options(keep=0.9), seed, values).plan(1, 0.3).ids
+        for seed in range(40)
+    ]
     left = {id for ids in plans for id in set(range(IMAGES)) - set(ids.tolist())}
     assert left == set(range(100))
 
@@ -107,22 +142,33 @@ def test_exactly_the_images_below_the_mean_may_be_left_out():
 @pytest.mark.parametrize("keep", [0.15, 0.2, 0.3])
 def test_no_easy_image_is_drawn_less_often_than_floor(keep):
     counts = sum(
-        torch.bincount(warm(history.Options(keep=keep), seed).plan(1, 0.3).ids, minlength=IMAGES) for seed in range(200)
+        torch.bincount(
+            warm(history.Options(keep=keep), seed).plan(1, 0.3).ids, minlength=IMAGES
+        )
+        for seed in range(200)
     )
-    assert counts.min() > 200 * 0.15 - 4 * (200 * 0.15 * 0.85) ** 0.5  # four standard errors
+    assert (
+        counts.min() > 200 * 0.15 - 4 * (200 * 0.15 * 0.85) ** 0.5
+    )  # four standard errors
 
 
 def test_constant_losses_are_drawn_without_preference():
     counts = torch.zeros(IMAGES)
     for seed in range(200):
-        counts[warm(history.Options(keep=0.5), seed, torch.ones(IMAGES)).plan(1, 0.3).ids] += 1
+        counts[
+            warm(history.Options(keep=0.5), seed, torch.ones(IMAGES)).plan(1, 0.3).ids
+        ] += 1
     assert counts.sum() == 200 * IMAGES / 2
-    assert (counts - 100).abs().max() < 5 * 50**0.5  # binomial: 200 draws with probability 1/2
+    assert (
+        counts - 100
+    ).abs().max() < 5 * 50**0.5  # binomial: 200 draws with probability 1/2
 
 
 @pytest.mark.parametrize(("keep", "refresh", "longest"), [(0.3, 3, 4), (0.15, 1, 7)])
 def test_no_image_is_left_out_for_longer_than_refresh(keep, refresh, longest):
-    """Where overdue ones do not fit, 60 of 400 an epoch, each is seen in every seventh."""
+    """Where overdue ones do not fit, 60 of 400 an epoch, each is seen in every
+    seventh.
+    """
     sifter = warm(history.Options(keep=keep, refresh=refresh, floor=0.15, anneal=0.0))
     last = torch.zeros(IMAGES, dtype=torch.int64)
     for epoch in range(1, 40):
@@ -133,7 +179,9 @@ def test_no_image_is_left_out_for_longer_than_refresh(keep, refresh, longest):
 
 
 def test_the_state_resumes_in_the_middle_of_an_epoch_and_in_another_world():
-    """After a checkpoint, two ranks with half of an epoch each have the table of one rank with all of it."""
+    """After a checkpoint, two ranks with half of an epoch each have the table of one
+    rank with all of it.
+    """
     alone = warm(history.Options(keep=0.5))
     plan = alone.plan(1, 0.2)
     half = len(plan.ids) // 2
@@ -146,7 +194,10 @@ def test_the_state_resumes_in_the_middle_of_an_epoch_and_in_another_world():
 
     totals: list[torch.Tensor] = []
     ranks = [
-        history.build(history.Options(keep=0.5), sift_context(0, rank, 2, lambda t: totals[0] if totals else t))
+        history.build(
+            history.Options(keep=0.5),
+            sift_context(0, rank, 2, lambda t: totals[0] if totals else t),
+        )
         for rank in (0, 1)
     ]
     for sifter in ranks:
@@ -169,10 +220,15 @@ def test_the_state_resumes_in_the_middle_of_an_epoch_and_in_another_world():
 
 def test_plans_differ_between_epochs_and_seeds_and_are_functions_of_them():
     for kind, options in ((none, none.Options()), (random, random.Options())):
-        one, other = kind.build(options, sift_context()), kind.build(options, sift_context())
+        one, other = (
+            kind.build(options, sift_context()),
+            kind.build(options, sift_context()),
+        )
         assert torch.equal(one.plan(3, 0.3).ids, other.plan(3, 0.3).ids)
         assert not torch.equal(one.plan(3, 0.3).ids, one.plan(4, 0.4).ids)
-        assert not torch.equal(one.plan(3, 0.3).ids, kind.build(options, sift_context(1)).plan(3, 0.3).ids)
+        assert not torch.equal(
+            one.plan(3, 0.3).ids, kind.build(options, sift_context(1)).plan(3, 0.3).ids
+        )
 
 
 @pytest.mark.parametrize("keep", [0.15, 0.5, 0.9])
@@ -181,12 +237,16 @@ def test_an_image_whose_loss_is_nan_is_kept(keep):
     values[[3, 77, 301]] = torch.nan
     for seed in range(20):
         assert torch.isin(
-            torch.tensor([3, 77, 301]), warm(history.Options(keep=keep), seed, values).plan(1, 0.3).ids
+            torch.tensor([3, 77, 301]),
+            warm(history.Options(keep=keep), seed, values).plan(1, 0.3).ids,
         ).all()
 
 
 def test_the_table_holds_the_last_loss():
-    sifter, given = warm(history.Options(warmup=4), values=losses(0)), [losses(seed) for seed in range(3)]
+    sifter, given = (
+        warm(history.Options(warmup=4), values=losses(0)),
+        [losses(seed) for seed in range(3)],
+    )
     for epoch in (1, 2):
         ids = sifter.plan(epoch, 0.0).ids
         sifter.observe(ids, given[epoch][ids])
@@ -206,20 +266,34 @@ def test_the_easy_images_of_two_epochs_are_drawn_anew():
     assert len(set(epochs)) == 3
 
 
-@pytest.mark.parametrize("sizes", [(200, 40, 7, 0, 3), (10, 10, 10, 10), (250,), (1, 249)])
+@pytest.mark.parametrize(
+    "sizes", [(200, 40, 7, 0, 3), (10, 10, 10, 10), (250,), (1, 249)]
+)
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_a_balanced_epoch_takes_as_many_of_each_class_as_it_can(sizes, share):
-    """As water fills a vessel: no class has two images more than another one that has some left."""
+    """As water fills a vessel: no class has two images more than another one that has
+    some left.
+    """
     labels = torch.cat([torch.full((size,), label) for label, size in enumerate(sizes)])
-    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))]
+    labels = labels[
+        torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
+    ]
     context = replace(SiftContext.alone(labels, batch_size=10), balance=share)
     seen = torch.zeros(len(labels))
     for epoch in range(30):
         ids = none.Everything(context).plan(epoch, 0.0).ids
-        assert len(ids) == len(ids.unique()) == max(10, round(share * len(labels) / 10) * 10)
+        assert (
+            len(ids)
+            == len(ids.unique())
+            == max(10, round(share * len(labels) / 10) * 10)
+        )
         taken = torch.bincount(labels[ids], minlength=len(sizes))
         rest = torch.tensor(sizes) - taken
-        assert (taken[rest > 0].min() if (rest > 0).any() else taken.max()) >= taken.max() - 1
+        assert (
+            taken[rest > 0].min() if (rest > 0).any() else taken.max()
+        ) >= taken.max() - 1
         seen[ids] += 1
     assert seen.max() > seen.min() or share > 0.8  # other images each epoch,
-    assert (seen > 0).float().mean() > share  # so that more of them are seen than one epoch has
+    assert (
+        seen > 0
+    ).float().mean() > share  # so that more of them are seen than one epoch has

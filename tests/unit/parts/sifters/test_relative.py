@@ -1,4 +1,6 @@
-"""Relative sifting in the loop: exact counts, equal ranks, teacher outputs reused, resuming with pending images."""
+"""Relative sifting in the loop: exact counts, equal ranks, teacher outputs reused,
+resuming with pending images.
+"""
 
 from collections.abc import Iterator
 
@@ -14,9 +16,22 @@ LOSSES = torch.rand(IMAGES, generator=torch.Generator().manual_seed(0))
 
 
 def sift_context(
-    rank: int = 0, world_size: int = 1, images: int = IMAGES, seed: int = 0, micro: int = MICRO
+    rank: int = 0,
+    world_size: int = 1,
+    images: int = IMAGES,
+    seed: int = 0,
+    micro: int = MICRO,
 ) -> SiftContext:
-    return SiftContext(images, 2 * micro, micro, rank, world_size, seed, lambda: torch.zeros(images), lambda t: t)
+    return SiftContext(
+        images,
+        2 * micro,
+        micro,
+        rank,
+        world_size,
+        seed,
+        lambda: torch.zeros(images),
+        lambda t: t,
+    )
 
 
 class Scores:
@@ -29,7 +44,10 @@ class Scores:
         batch = 2 * len(batches[0].ids)
         ids = self.plan.ids[(self.at - 1) * batch : self.at * batch]
         scored = [
-            Batch(**fields(batch), teacher_outputs=TeacherOutputs(Outputs(batch.ids[:, None].float())))
+            Batch(
+                **fields(batch),
+                teacher_outputs=TeacherOutputs(Outputs(batch.ids[:, None].float())),
+            )
             for batch in batches
         ]
         return self.losses[ids], scored
@@ -38,26 +56,39 @@ class Scores:
         pass
 
     def loaded(self, place: SiftContext, first: int) -> Iterator[Batch]:
-        """Yield this rank's chunks; `at` counts the candidate steps that were started."""
+        """Yield this rank's chunks; `at` counts the candidate steps that were
+        started.
+        """
         micro = place.micro_batch
         for step in range(first, len(self.plan.ids) // (2 * micro)):
             self.at = step + 1
             for i in range(2 // place.world_size):
                 begin = (2 * step + i * place.world_size + place.rank) * micro
                 ids = self.plan.ids[begin : begin + micro]
-                yield Batch.of(torch.zeros(micro, 3, 1, 1), torch.zeros(micro, dtype=torch.int64), ids)
+                yield Batch.of(
+                    torch.zeros(micro, 3, 1, 1),
+                    torch.zeros(micro, dtype=torch.int64),
+                    ids,
+                )
 
 
 def fields(batch: Batch) -> dict:
-    return {name: getattr(batch, name) for name in ("ids", "image", "label", "partner_label", "lam", "weight")}
+    return {
+        name: getattr(batch, name)
+        for name in ("ids", "image", "label", "partner_label", "lam", "weight")
+    }
 
 
 def made(beta: float = 1.0, delay: int = 0, **changes) -> relative.Relative:
-    options = relative.Options(beta_value=beta, sift_delay=delay, loss_history_length=64)
+    options = relative.Options(
+        beta_value=beta, sift_delay=delay, loss_history_length=64
+    )
     return relative.build(options, sift_context(**changes))
 
 
-def epoch(sifter, number: int = 0, start: int = 0, losses: torch.Tensor = LOSSES) -> list[Batch]:
+def epoch(
+    sifter, number: int = 0, start: int = 0, losses: torch.Tensor = LOSSES
+) -> list[Batch]:
     plan = sifter.plan(number, 0.0)
     first = sifter.first(start)
     scores = Scores(plan, losses)
@@ -66,12 +97,20 @@ def epoch(sifter, number: int = 0, start: int = 0, losses: torch.Tensor = LOSSES
 
 @pytest.mark.parametrize(
     ("beta", "kind"),
-    [*((beta, "spread") for beta in (0.1, 0.5, 3.0, 9.0)), (9.0, "constant"), (0.1, "two values")]
+    [
+        *((beta, "spread") for beta in (0.1, 0.5, 3.0, 9.0)),
+        (9.0, "constant"),
+        (0.1, "two values"),
+    ]
     + [slow(beta, kind) for beta in (0.5, 3.0) for kind in ("constant", "two values")],
 )
 def test_keep_is_exact_for_any_losses(beta, kind):
     images = 12000
-    losses = {"spread": torch.rand(images), "constant": torch.ones(images), "two values": torch.arange(images) % 2.0}
+    losses = {
+        "spread": torch.rand(images),
+        "constant": torch.ones(images),
+        "two values": torch.arange(images) % 2.0,
+    }
     sifter = made(beta, images=images, micro=6)
     batches = epoch(sifter, losses=losses[kind].float())
     trained = sum(len(batch.ids) for batch in batches)
@@ -93,13 +132,20 @@ def test_an_epoch_keeps_at_least_one_step():
     assert [delayed.plan(number, 0.0).steps for number in range(3)] == [4, 1, 1]
 
 
-@pytest.mark.parametrize(("beta", "steps"), [(0.5, [11, 11, 12, 11, 11, 12]), (1.0, [8, 9, 8, 9, 8, 9])])
+@pytest.mark.parametrize(
+    ("beta", "steps"), [(0.5, [11, 11, 12, 11, 11, 12]), (1.0, [8, 9, 8, 9, 8, 9])]
+)
 def test_a_fraction_of_a_step_is_carried_to_the_next_epoch(beta, steps):
-    """17 candidate steps: without it 11 of 17 are 64.7 %, where 1 / (1 + 0.5) is 66.7 %."""
+    """17 candidate steps: without it 11 of 17 are 64.7 %, where 1 / (1 + 0.5) is 66.7
+    %.
+    """
     sifter = made(beta, images=17 * 2 * MICRO + 5)
     assert [sifter.plan(number, 0.0).steps for number in range(6)] == steps
     losses = torch.rand(17 * 2 * MICRO + 5, generator=torch.Generator().manual_seed(1))
-    sizes = [sum(len(batch.ids) for batch in epoch(sifter, number, losses=losses)) for number in range(6)]
+    sizes = [
+        sum(len(batch.ids) for batch in epoch(sifter, number, losses=losses))
+        for number in range(6)
+    ]
     assert sizes == [2 * MICRO * count for count in steps]
     assert sum(sizes) / (6 * 17 * 2 * MICRO) == pytest.approx(1 / (1 + beta))
 
@@ -136,19 +182,28 @@ def test_a_resumed_epoch_continues_with_the_pending_images(beta):
         resumed = made(beta)
         resumed.load_state_dict(before.state_dict())
         rest = epoch(resumed, start=stop)
-        assert [b.ids.tolist() for b in rest] == [b.ids.tolist() for b in batches[2 * stop :]], stop
-        assert torch.equal(*(sifter.state_dict()["window.losses"] for sifter in (resumed, whole)))
+        assert [b.ids.tolist() for b in rest] == [
+            b.ids.tolist() for b in batches[2 * stop :]
+        ], stop
+        assert torch.equal(
+            *(sifter.state_dict()["window.losses"] for sifter in (resumed, whole))
+        )
 
 
 def test_the_delay_sees_everything_once_or_in_each_epoch():
     once = made(1.0, delay=4)
     assert [once.plan(e, 0.0).steps for e in range(3)] == [4 + 3, 5, 5]
-    each = relative.build(relative.Options(beta_value=1.0, sift_delay=4, repeat_delay_per_epoch=True), sift_context())
+    each = relative.build(
+        relative.Options(beta_value=1.0, sift_delay=4, repeat_delay_per_epoch=True),
+        sift_context(),
+    )
     assert [each.plan(e, 0.0).steps for e in range(3)] == [7, 7, 7]
     long = made(1.0, delay=15)
     assert [long.plan(e, 0.0).steps for e in range(3)] == [10, 5 + 2, 5]
     batches = epoch(made(1.0, delay=4))
-    assert [batch.teacher_outputs is None for batch in batches] == [True] * 8 + [False] * 6
+    assert [batch.teacher_outputs is None for batch in batches] == [True] * 8 + [
+        False
+    ] * 6
 
 
 def test_each_epoch_draws_anew():
@@ -157,7 +212,12 @@ def test_each_epoch_draws_anew():
     for number in (0, 1):
         plan = sifter.plan(number, 0.0)
         scores = Scores(plan, torch.ones(IMAGES))
-        ids = torch.cat([batch.ids for batch in sifter.stream(scores.loaded(sifter.context, 0), scores, 0)])
+        ids = torch.cat(
+            [
+                batch.ids
+                for batch in sifter.stream(scores.loaded(sifter.context, 0), scores, 0)
+            ]
+        )
         places = plan.ids.argsort()[ids]
         kept.append(sorted(places.tolist()))
     assert kept[0] != kept[1]

@@ -1,4 +1,6 @@
-"""Images that come twice in a batch or an epoch: one entry in the table, the mean of their losses."""
+"""Images that come twice in a batch or an epoch: one entry in the table, the mean of
+their losses.
+"""
 
 import torch
 
@@ -7,7 +9,16 @@ from kd.parts.sifters.history import Options, build
 
 
 def context(count: int) -> SiftContext:
-    return SiftContext(count, 4, 4, 0, 1, 0, lambda: torch.zeros(count, dtype=torch.int64), lambda sums: sums)
+    return SiftContext(
+        count,
+        4,
+        4,
+        0,
+        1,
+        0,
+        lambda: torch.zeros(count, dtype=torch.int64),
+        lambda sums: sums,
+    )
 
 
 def test_the_loss_of_an_image_that_came_twice_is_their_mean():

@@ -1,4 +1,6 @@
-"""An embedding student: a teacher without classes, live and cached, one and several; neighbours and the probe."""
+"""An embedding student: a teacher without classes, live and cached, one and several;
+neighbours and the probe.
+"""
 
 import math
 from dataclasses import replace
@@ -38,12 +40,16 @@ def losses_of(made) -> list[float]:
 
 def taught(made) -> float:
     """Return how many training images the teacher was asked for."""
-    return sum(row["teacher_images"] for row in made.store.rows if row["kind"] == "train")
+    return sum(
+        row["teacher_images"] for row in made.store.rows if row["kind"] == "train"
+    )
 
 
 @torch.no_grad()
 def mean_cosine(run) -> float:
-    """Return the mean cosine of the projected student with its teacher on the validation images."""
+    """Return the mean cosine of the projected student with its teacher on the
+    validation images.
+    """
     student, val, cosines = run.distillation.student.eval(), run.evaluator.val, []
     criterion = run.distillation.criterion
     project = criterion.terms[criterion.names.index("cosine")].project
@@ -67,12 +73,16 @@ def test_a_student_learns_the_vectors_of_a_teacher_without_classes(make):
     assert row["agreement"] > before["agreement"] + 0.1
     assert row["teacher_knn"] == before["teacher_knn"] > 0.6
     assert made.run.evaluator.selection_metric == "knn"
-    assert state.best == max(row["knn"] for row in made.store.rows if row["kind"] == "val")
+    assert state.best == max(
+        row["knn"] for row in made.store.rows if row["kind"] == "val"
+    )
     assert "accuracy" not in made.store.rows[0]
     assert row["agreement"] == pytest.approx(mean_cosine(made.run), abs=1e-5)
 
 
-def test_a_cached_teacher_gives_what_the_live_one_gives_up_to_the_rounding(make, tmp_path):
+def test_a_cached_teacher_gives_what_the_live_one_gives_up_to_the_rounding(
+    make, tmp_path
+):
     live = make(LOSSES, LOG, "data.views=2")
     exact = make(LOSSES, LOG, *cached(tmp_path / "exact", "teacher.cache.dtype=fp32"))
     rounded = make(LOSSES, LOG, *cached(tmp_path / "rounded"))
@@ -92,18 +102,32 @@ def test_without_labels_agreement_decides(make):
     made = make(LOSSES, "data.labels=none", "run.steps=4", "run.every.evaluate=2")
     state = train(made.run)
     rows = [row for row in made.store.rows if row["kind"] == "val"]
-    assert [sorted(row.keys() - {"kind", "step", "epoch", "images", "seconds"}) for row in rows] == [["agreement"]] * 2
+    assert [
+        sorted(row.keys() - {"kind", "step", "epoch", "images", "seconds"})
+        for row in rows
+    ] == [["agreement"]] * 2
     assert made.run.evaluator.selection_metric == "agreement"
     assert state.best == max(row["agreement"] for row in rows)
 
 
 def test_each_of_several_teachers_has_its_own_projector(make, teacher, tmp_path):
-    args = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2}
+    args = {
+        "img_size": 16,
+        "patch_size": 4,
+        "embed_dim": 32,
+        "depth": 1,
+        "num_heads": 2,
+    }
     torch.manual_seed(1)
-    network = timm.create_model("vit_tiny_patch16_224", **args, num_classes=7)  # its 7 classes play no part
+    network = timm.create_model(
+        "vit_tiny_patch16_224", **args, num_classes=7
+    )  # its 7 classes play no part
     save_file(network.state_dict(), tmp_path / "other.safetensors")
     given = ", ".join(f"{key}: {value}" for key, value in args.items())
-    other = f"model: vit_tiny_patch16_224, args: {{{given}}}, checkpoint: {tmp_path}/other.safetensors, weight: 3"
+    other = (
+        f"model: vit_tiny_patch16_224, args: {{{given}}}, checkpoint:"
+        f" {tmp_path}/other.safetensors, weight: 3"
+    )
     keys = ("losses=[{kind: cosine}, {kind: tokens}]", f"teacher.also=[{{{other}}}]")
     made = make(*keys, LOG, *cached(tmp_path / "cache"))
     criterion = made.run.distillation.criterion
@@ -129,7 +153,10 @@ def test_a_classifier_may_learn_from_the_features_of_a_teacher_without_classes(m
 
 
 def test_a_cache_that_would_be_too_large_is_refused_before_it_is_begun(make, tmp_path):
-    with pytest.raises(ConfigError, match=r"^teacher\.cache\.max_gb: the cache would take .* MB .*tokens \[4, 48\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^teacher\.cache\.max_gb: the cache would take .* MB .*tokens \[4, 48\]",
+    ):
         make(LOSSES, *cached(tmp_path / "cache", "teacher.cache.max_gb=0.00001"))
     assert not (tmp_path / "cache").exists()
 
@@ -142,18 +169,25 @@ def test_records_of_another_teacher_are_refused(make, tmp_path):
     pooled, tokens = store.parts(0, ids)[0]
     assert len(ids) == 32
     store.write(0, ids, [pooled.numpy(), tokens.numpy() + 1], [0] * len(ids))
-    with pytest.raises(ModelError, match=r"^teacher\.cache\.path: .*value of 'tokens' differs by"):
+    with pytest.raises(
+        ModelError, match=r"^teacher\.cache\.path: .*value of 'tokens' differs by"
+    ):
         make(LOSSES, *cached(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["run.baseline=true"], r"run\.baseline: is true, but the losses train an embedding model"),
+        (
+            ["run.baseline=true"],
+            r"run\.baseline: is true, but the losses train an embedding model",
+        ),
         (["teacher.pipeline=2"], r"teacher\.pipeline: passes logits"),
     ],
 )
-def test_options_incompatible_with_an_embedding_model_are_refused(make, overrides, message):
+def test_options_incompatible_with_an_embedding_model_are_refused(
+    make, overrides, message
+):
     with pytest.raises(ConfigError, match=message):
         make(LOSSES, *overrides)
 
@@ -162,20 +196,42 @@ def test_a_record_holds_named_arrays():
     codec = Codec(3, "fp16", 0, {"pooled": (5,), "tokens": (2, 4), "pooled.1": (6,)})
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(7, *shape, generator=generator)  # noqa: E731
-    outputs = Outputs(draw(3), {"pooled": draw(5), "tokens": draw(2, 4), "pooled.1": draw(6)})
+    outputs = Outputs(
+        draw(3), {"pooled": draw(5), "tokens": draw(2, 4), "pooled.1": draw(6)}
+    )
     found = codec.unpack(codec.pack(outputs))
     assert found.features.keys() == outputs.features.keys()
-    assert torch.equal(found.of(1).features["pooled"], outputs.features["pooled.1"].half())
-    assert torch.equal(found.of(0).features["tokens"], outputs.features["tokens"].half())
-    assert max(difference for difference, _ in codec.differences(codec.pack(outputs), outputs).values()) < 2e-3
+    assert torch.equal(
+        found.of(1).features["pooled"], outputs.features["pooled.1"].half()
+    )
+    assert torch.equal(
+        found.of(0).features["tokens"], outputs.features["tokens"].half()
+    )
+    assert (
+        max(
+            difference
+            for difference, _ in codec.differences(
+                codec.pack(outputs), outputs
+            ).values()
+        )
+        < 2e-3
+    )
     assert codec.record.itemsize == 2 * (3 + 5 + 8 + 6) + 4
 
 
-def clusters(count: int, width: int = 8, classes: int = 3, spread: float = 0.6) -> tuple[Tensor, Tensor]:
+def clusters(
+    count: int, width: int = 8, classes: int = 3, spread: float = 0.6
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(count)
     centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(0))
     label = torch.arange(count) % classes
-    return F.normalize(centres[label] + spread * torch.randn(count, width, generator=generator), dim=1), label
+    return (
+        F.normalize(
+            centres[label] + spread * torch.randn(count, width, generator=generator),
+            dim=1,
+        ),
+        label,
+    )
 
 
 @pytest.mark.parametrize("count", [9, 60])
@@ -184,10 +240,15 @@ def test_neighbours_vote_as_the_formula_says(count):
     asking, _ = clusters(7)
     expected = torch.zeros(7, 3, dtype=torch.float64)
     for i, query in enumerate(asking.double()):
-        cosines = [(float(query @ one), int(of)) for one, of in zip(bank.double(), label, strict=True)]
+        cosines = [
+            (float(query @ one), int(of))
+            for one, of in zip(bank.double(), label, strict=True)
+        ]
         for cosine, of in sorted(cosines, reverse=True)[:20]:
             expected[i, of] += math.exp(cosine / 0.07)
-    torch.testing.assert_close(nearest(bank, label, asking, 3).double(), expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        nearest(bank, label, asking, 3).double(), expected, rtol=1e-4, atol=0
+    )
 
 
 def test_the_probe_is_the_ridge_that_predicts_best_what_it_has_not_seen():
@@ -215,7 +276,12 @@ def test_the_probe_is_the_ridge_that_predicts_best_what_it_has_not_seen():
     best = min(STRENGTHS, key=left_out)
     weights, bias = fit(x, y, best)
     assert best not in (STRENGTHS[0], STRENGTHS[-1])
-    torch.testing.assert_close(ridge(bank, label, asking, 3), asking.double() @ weights + bias, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(
+        ridge(bank, label, asking, 3),
+        asking.double() @ weights + bias,
+        rtol=1e-6,
+        atol=1e-8,
+    )
 
 
 class Embeds(nn.Module):
@@ -226,7 +292,10 @@ class Embeds(nn.Module):
         self.linear = nn.Linear(12, width)
 
     def forward(self, image: Tensor) -> Outputs:
-        return Outputs(torch.zeros(len(image), 0), {"pooled": self.linear(image.flatten(1).float())})
+        return Outputs(
+            torch.zeros(len(image), 0),
+            {"pooled": self.linear(image.flatten(1).float())},
+        )
 
 
 class Counted(Uncached):
@@ -243,47 +312,78 @@ class Counted(Uncached):
 def test_an_evaluation_equals_whole_splits_and_queries_the_teacher_once():
     generator = torch.Generator().manual_seed(0)
     bank, val = (
-        [(torch.randn(3, 2, 2, generator=generator) + i % 3, i % 3) for i in range(count)] for count in (50, 23)
+        [
+            (torch.randn(3, 2, 2, generator=generator) + i % 3, i % 3)
+            for i in range(count)
+        ]
+        for count in (50, 23)
     )
     torch.manual_seed(0)
     student, teacher = Embeds(5), Counted(Embeds(7))
     criterion = Criterion([loss_term("cosine", dims=Dims(0, 5, 7))])
     asked, searched = (
-        Split(LocalLoader(MapDataset(data, 0), Share(8, 1, 0, 1), 0), evaluation_plan(len(data), 8))
+        Split(
+            LocalLoader(MapDataset(data, 0), Share(8, 1, 0, 1), 0),
+            evaluation_plan(len(data), 8),
+        )
         for data in (val, bank)
     )
     setting = Evaluation(
-        CPU("fp32", 60, 1), asked, teacher, 3, bank=lambda: searched, agreement=criterion.agreement, members=1
+        CPU("fp32", 60, 1),
+        asked,
+        teacher,
+        3,
+        bank=lambda: searched,
+        agreement=criterion.agreement,
+        members=1,
     )
     evaluator = embedding.build(embedding.Options()).evaluator(setting)
     found = evaluator(student)
     assert evaluator(student) == found
     assert teacher.batches == 10  # 3 of the validation split, 7 of the bank
     other = Counted(Embeds(7))
-    anew = embedding.build(embedding.Options()).evaluator(replace(setting, teacher=other))
+    anew = embedding.build(embedding.Options()).evaluator(
+        replace(setting, teacher=other)
+    )
     assert evaluator.of(other)(student) == anew(student)  # in an index of its own
     with torch.no_grad():
         (bank_image, bank_label), (image, label) = (
-            (torch.stack([image for image, _ in data]), torch.tensor([label for _, label in data]))
+            (
+                torch.stack([image for image, _ in data]),
+                torch.tensor([label for _, label in data]),
+            )
             for data in (bank, val)
         )
         for prefix, model in (("", student), ("teacher_", teacher.model)):
-            known, new = (F.normalize(model(one).features["pooled"], dim=1) for one in (bank_image, image))
+            known, new = (
+                F.normalize(model(one).features["pooled"], dim=1)
+                for one in (bank_image, image)
+            )
             for kind, classify in (("knn", nearest), ("probe", ridge)):
                 right = classify(known, bank_label, new, 3).argmax(1) == label
-                assert found[prefix + kind] == pytest.approx(right.double().mean().item(), abs=1e-6)
-        agreement = criterion.agreement(student(image), teacher.model(image)).mean().item()
+                assert found[prefix + kind] == pytest.approx(
+                    right.double().mean().item(), abs=1e-6
+                )
+        agreement = (
+            criterion.agreement(student(image), teacher.model(image)).mean().item()
+        )
     assert found["agreement"] == pytest.approx(agreement, abs=1e-6)
-    assert found["knn"] == pytest.approx(evaluator.samples()["knn"].right.mean(), abs=1e-6)
+    assert found["knn"] == pytest.approx(
+        evaluator.samples()["knn"].right.mean(), abs=1e-6
+    )
     assert len(evaluator.samples()["teacher_probe"].right) == 23
 
 
 @pytest.mark.parametrize(
-    ("bank", "val", "words"), [(-1, 1, "none of the 9 training images"), (1, -1, "no image of the")]
+    ("bank", "val", "words"),
+    [(-1, 1, "none of the 9 training images"), (1, -1, "no image of the")],
 )
 def test_unlabelled_images_cannot_be_scored(bank, val, words):
     images = [[(torch.randn(3, 2, 2), label)] * 9 for label in (val, bank)]
-    shown = (LocalLoader(MapDataset(data, 0, labels="some"), Share(8, 1, 0, 1), 0) for data in images)
+    shown = (
+        LocalLoader(MapDataset(data, 0, labels="some"), Share(8, 1, 0, 1), 0)
+        for data in images
+    )
     asked, searched = (Split(loader, evaluation_plan(9, 8)) for loader in shown)
     criterion = Criterion([loss_term("cosine", dims=Dims(0, 5, 7))])
     more = {"bank": lambda: searched, "agreement": criterion.agreement, "members": 1}

@@ -55,12 +55,20 @@ class Ids:
 
     def load(self, id: int, view: int) -> Sample:
         label = int(self.labels[id])
-        return Sample(torch.full((3, 1, 1), id, dtype=torch.uint8), label, label, 1.0, id not in self.broken)
+        return Sample(
+            torch.full((3, 1, 1), id, dtype=torch.uint8),
+            label,
+            label,
+            1.0,
+            id not in self.broken,
+        )
 
 
 def draw(images: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(images * classes)
-    student, teacher = (3 * torch.randn(images, classes, generator=generator) for _ in range(2))
+    student, teacher = (
+        3 * torch.randn(images, classes, generator=generator) for _ in range(2)
+    )
     label = torch.where(
         torch.rand(images, generator=generator) < 0.6,
         student.argmax(1),
@@ -69,11 +77,15 @@ def draw(images: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
     return student, teacher, label
 
 
-def evaluator(teacher, labels, batch, classes, broken=frozenset(), labelled=True) -> Evaluator:
+def evaluator(
+    teacher, labels, batch, classes, broken=frozenset(), labelled=True
+) -> Evaluator:
     loader = LocalLoader(Ids(labels, broken), Share(batch, 1, 0, 1), workers=0)
     plan = evaluation_plan(len(labels), batch)
     live = Answers(teacher) if teacher is not None else None
-    return build(Options()).evaluator(Evaluation(CPU("fp32", 60, 1), Split(loader, plan), live, classes, labelled))
+    return build(Options()).evaluator(
+        Evaluation(CPU("fp32", 60, 1), Split(loader, plan), live, classes, labelled)
+    )
 
 
 def log_softmax(logits: Tensor) -> np.ndarray:
@@ -90,7 +102,9 @@ def expected_of(logits: Tensor, label: Tensor, prefix: str = "") -> dict[str, fl
     for bin in range(NUM_BINS):  # arXiv:1706.04599, equation 3
         inside = np.minimum((confidence * NUM_BINS).astype(int), NUM_BINS - 1) == bin
         if inside.any():
-            error += inside.mean() * abs(correct[inside].mean() - confidence[inside].mean())
+            error += inside.mean() * abs(
+                correct[inside].mean() - confidence[inside].mean()
+            )
     return {
         f"{prefix}accuracy": correct.mean(),
         f"{prefix}top5": (order[:, :5] == y[:, None]).any(1).mean(),
@@ -101,7 +115,10 @@ def expected_of(logits: Tensor, label: Tensor, prefix: str = "") -> dict[str, fl
 
 def expected_together(student: Tensor, teacher: Tensor) -> dict[str, float]:
     s, t = log_softmax(student), log_softmax(teacher)
-    return {"kl": (np.exp(t) * (t - s)).sum(1).mean(), "agreement": (s.argmax(1) == t.argmax(1)).mean()}
+    return {
+        "kl": (np.exp(t) * (t - s)).sum(1).mean(),
+        "agreement": (s.argmax(1) == t.argmax(1)).mean(),
+    }
 
 
 @pytest.mark.parametrize(("images", "classes"), [(29, 2), (30, 3), (64, 7), (200, 101)])
@@ -110,12 +127,16 @@ def test_all_numbers(images, classes, batch):
     student, teacher, label = draw(images, classes)
     found = evaluator(teacher, label, batch, classes)(Table(student))
     expected = expected_of(student, label) | expected_of(teacher, label, "teacher_")
-    assert found == pytest.approx(expected | expected_together(student, teacher), rel=1e-5, abs=1e-7)
+    assert found == pytest.approx(
+        expected | expected_together(student, teacher), rel=1e-5, abs=1e-7
+    )
 
 
 def test_without_a_teacher():
     student, _, label = draw(30, 3)
-    assert evaluator(None, label, 8, 3)(Table(student)) == pytest.approx(expected_of(student, label), rel=1e-5)
+    assert evaluator(None, label, 8, 3)(Table(student)) == pytest.approx(
+        expected_of(student, label), rel=1e-5
+    )
 
 
 def test_without_labels_the_teacher_is_what_is_right():
@@ -124,7 +145,10 @@ def test_without_labels_the_teacher_is_what_is_right():
     right = expected_of(student, teacher.argmax(1))
     expected = expected_together(student, teacher) | {"agreement_ece": right["ece"]}
     assert made(Table(student)) == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert (made.selection_metric, expected["agreement"]) == ("agreement", pytest.approx(right["accuracy"]))
+    assert (made.selection_metric, expected["agreement"]) == (
+        "agreement",
+        pytest.approx(right["accuracy"]),
+    )
 
 
 def test_another_teacher_is_scored_by_its_own_outputs():
@@ -141,13 +165,19 @@ def test_unreadable_images_do_not_count():
     student, teacher, label = draw(30, 7)
     kept = torch.tensor([id not in (4, 17) for id in range(30)])
     found = evaluator(teacher, label, 8, 7, frozenset({4, 17}))(Table(student))
-    expected = expected_of(student[kept], label[kept]) | expected_of(teacher[kept], label[kept], "teacher_")
-    assert found == pytest.approx(expected | expected_together(student[kept], teacher[kept]), rel=1e-5, abs=1e-7)
+    expected = expected_of(student[kept], label[kept]) | expected_of(
+        teacher[kept], label[kept], "teacher_"
+    )
+    assert found == pytest.approx(
+        expected | expected_together(student[kept], teacher[kept]), rel=1e-5, abs=1e-7
+    )
 
 
 @pytest.mark.parametrize(("labelled", "images"), [(True, 25), (False, 28)])
 def test_the_standard_error_is_that_of_the_images_that_are_scored(labelled, images):
-    """Of a share p: sqrt(p (1 - p) / images). Of 30 three have no label, and two cannot be decoded."""
+    """Of a share p: sqrt(p (1 - p) / images). Of 30 three have no label, and two cannot
+    be decoded.
+    """
     student, teacher, label = draw(30, 7)
     label[[3, 11, 29]] = -1
     made = evaluator(teacher, label, 8, 7, frozenset({4, 17}), labelled)
@@ -157,7 +187,9 @@ def test_the_standard_error_is_that_of_the_images_that_are_scored(labelled, imag
 
 def test_an_evaluation_without_a_readable_image_is_an_error():
     student, teacher, label = draw(30, 7)
-    with pytest.raises(DataError, match=r"^data: no image of the validation split could be decoded"):
+    with pytest.raises(
+        DataError, match=r"^data: no image of the validation split could be decoded"
+    ):
         evaluator(teacher, label, 8, 7, frozenset(range(30)))(Table(student))
 
 
@@ -165,10 +197,20 @@ def test_an_evaluation_without_a_readable_image_is_an_error():
 def test_a_test_split_is_named_in_its_errors(labels, monkeypatch):
     """It was called the validation split, after a whole training."""
     student, _, label = draw(8, 7)
-    made = evaluator(None, torch.full_like(label, labels), 8, 7, frozenset(range(8)) if not labels else frozenset())
-    setting = SimpleNamespace(data=SimpleNamespace(test=label), recipe=SimpleNamespace(task=build(Options())))
+    made = evaluator(
+        None,
+        torch.full_like(label, labels),
+        8,
+        7,
+        frozenset(range(8)) if not labels else frozenset(),
+    )
+    setting = SimpleNamespace(
+        data=SimpleNamespace(test=label), recipe=SimpleNamespace(task=build(Options()))
+    )
     monkeypatch.setattr(setup, "shown_split", lambda *_: made.val)
-    of_test = setup.test_evaluator(setting, Evaluation(made.backend, made.val, None, 7), NoTeacher())
+    of_test = setup.test_evaluator(
+        setting, Evaluation(made.backend, made.val, None, 7), NoTeacher()
+    )
     with pytest.raises(DataError, match=r"no image of the test split"):
         of_test(Table(student))
 
@@ -210,7 +252,9 @@ def test_certain_and_wrong_is_the_worst_calibration():
 
 
 def test_samples_say_which_images_are_right():
-    """Without those that could not be decoded, or have no label; in the order of the ids."""
+    """Without those that could not be decoded, or have no label; in the order of the
+    ids.
+    """
     student, teacher, label = draw(30, 7)
     label[[3, 11]] = -1
     broken = frozenset({4, 17})
@@ -221,12 +265,25 @@ def test_samples_say_which_images_are_right():
     found = made.samples()
     for key, logits in (("accuracy", student), ("teacher_accuracy", teacher)):
         assert found[key].right.tolist() == (logits.argmax(1) == label)[kept].tolist()
-    assert found["agreement"].right.tolist() == (student.argmax(1) == teacher.argmax(1))[seen].tolist()
-    assert {key: one.value for key, one in found.items()} == pytest.approx({key: row[key] for key in found})
-    assert {*found} == {"accuracy", "top5", "teacher_accuracy", "teacher_top5", "agreement"}
+    assert (
+        found["agreement"].right.tolist()
+        == (student.argmax(1) == teacher.argmax(1))[seen].tolist()
+    )
+    assert {key: one.value for key, one in found.items()} == pytest.approx(
+        {key: row[key] for key in found}
+    )
+    assert {*found} == {
+        "accuracy",
+        "top5",
+        "teacher_accuracy",
+        "teacher_top5",
+        "agreement",
+    }
     other = made.of(Answers(student))
     other(Table(student))
-    assert other.samples()["accuracy"].minus(other.samples()["teacher_accuracy"])[0] == 0
+    assert (
+        other.samples()["accuracy"].minus(other.samples()["teacher_accuracy"])[0] == 0
+    )
 
 
 def test_samples_are_those_of_the_last_evaluation():

@@ -1,4 +1,6 @@
-"""`kd-evaluate RUN --audit`: labels that the teacher doubts, and repeats that its answers find."""
+"""`kd-evaluate RUN --audit`: labels that the teacher doubts, and repeats that its
+answers find.
+"""
 
 import csv
 import json
@@ -26,7 +28,9 @@ from kd.study.report.report import read
 
 
 def test_labels_are_doubted_by_their_share_of_the_predicted_probability():
-    """By hand: of the labels that the teacher does not predict, the last has the smallest ratio."""
+    """By hand: of the labels that the teacher does not predict, the last has the
+    smallest ratio.
+    """
     label = np.array([0, 0, 1, 1, 1, 0, 1])
     prediction = np.array([0, 0, 1, 1, 0, 1, 0])
     confidence = np.array([0.9, 0.9, 0.7, 0.6, 0.75, 0.55, 0.4])
@@ -34,7 +38,10 @@ def test_labels_are_doubted_by_their_share_of_the_predicted_probability():
     ratio = {4: 0.2 / 0.75, 5: 0.4 / 0.55, 6: 0.1 / 0.4}
     listed = doubted(label, prediction, confidence, label_probability).tolist()
     assert listed == sorted(ratio, key=ratio.__getitem__) == [6, 4, 5]
-    assert doubted(*(np.zeros(0, kind) for kind in (int, int, float, float))).tolist() == []
+    assert (
+        doubted(*(np.zeros(0, kind) for kind in (int, int, float, float))).tolist()
+        == []
+    )
 
 
 def test_stored_outputs_are_averaged_over_the_views_that_are_there(photos, tmp_path):
@@ -46,7 +53,9 @@ def test_stored_outputs_are_averaged_over_the_views_that_are_there(photos, tmp_p
         parts = [part.numpy() for part in codec.pack(Outputs(logits=logits[ids]))]
         store.write(view, ids, parts, [0] * len(ids))
     options = registry.default_options("datasets", "imagefolder", root=str(photos))
-    source = registry.build("datasets", "imagefolder", options, "data.kind", split="train", classes=None)
+    source = registry.build(
+        "datasets", "imagefolder", options, "data.kind", split="train", classes=None
+    )
     found = _stored(store, 2, source)
     assert found.id.tolist() == [0, 1]
     assert found.prediction.tolist() == [0, 1]
@@ -57,7 +66,11 @@ def test_nearest_vectors_are_those_of_the_largest_cosine():
     rng = np.random.default_rng(0)
     one, other = rng.normal(size=(50, 12)), rng.normal(size=(7, 12))
     rows, near = neighbours(narrow(one), narrow(other))
-    cosine = (other @ one.T) / np.linalg.norm(other, axis=1)[:, None] / np.linalg.norm(one, axis=1)
+    cosine = (
+        (other @ one.T)
+        / np.linalg.norm(other, axis=1)[:, None]
+        / np.linalg.norm(one, axis=1)
+    )
     for row in range(7):
         assert {*near[rows == row].tolist()} == {*np.argsort(-cosine[row])[:5].tolist()}
     wide = narrow(rng.normal(size=(3, 500)))
@@ -67,27 +80,48 @@ def test_nearest_vectors_are_those_of_the_largest_cosine():
 
 @pytest.fixture
 def torn(photos: Path, tmp_path: Path) -> Path:
-    """The photos with two wrong labels, and a mirrored and small crop of a training image in validation."""
+    """The photos with two wrong labels, and a mirrored and small crop of a training
+    image in validation.
+    """
     root = tmp_path / "torn"
     shutil.copytree(photos, root)
     shutil.move(root / "train/fig/03.jpg", root / "train/apple/was_fig.jpg")
     shutil.move(root / "val/pear/01.jpg", root / "val/fig/was_pear.jpg")
-    smooth = Image.fromarray(np.random.default_rng(3).integers(0, 120, (6, 6, 3), np.uint8)).resize((120, 120), 3)
+    smooth = Image.fromarray(
+        np.random.default_rng(3).integers(0, 120, (6, 6, 3), np.uint8)
+    ).resize((120, 120), 3)
     pixels = np.asarray(smooth) + np.array([100, 0, 0], np.uint8)
     Image.fromarray(pixels).save(root / "train/apple/large.jpg", quality=95)
-    Image.fromarray(pixels[24:120, 12:108]).save(root / "val/apple/part.jpg", quality=95)
+    Image.fromarray(pixels[24:120, 12:108]).save(
+        root / "val/apple/part.jpg", quality=95
+    )
     return root
 
 
 def test_the_lists_recall_is_measured_with_this_teacher():
-    """Issue 62: 70 % of another study were said of each teacher; here a teacher with which it was 47 %."""
+    """Issue 62: 70 % of another study were said of each teacher; here a teacher with
+    which it was 47 %.
+    """
     draw = np.random.default_rng(3)
     label = draw.integers(0, 4, 400)
     shares = draw.dirichlet(np.ones(4), 400) + 0.8 * np.eye(4)[label]
     shares /= shares.sum(1, keepdims=True)
-    wrong, row, none = (label + draw.integers(1, 4, 400)) % 4, np.arange(400), np.zeros((400, 1))
+    wrong, row, none = (
+        (label + draw.integers(1, 4, 400)) % 4,
+        np.arange(400),
+        np.zeros((400, 1)),
+    )
     told = planted(
-        TeacherAnswers(row, label, shares.argmax(1), shares.max(1), shares[row, label], wrong, shares[row, wrong], none)
+        TeacherAnswers(
+            row,
+            label,
+            shares.argmax(1),
+            shares.max(1),
+            shares[row, label],
+            wrong,
+            shares[row, wrong],
+            none,
+        )
     )
     changed = label.copy()
     rows = np.random.default_rng(0).permutation(400)[:40]
@@ -100,18 +134,37 @@ def test_the_lists_recall_is_measured_with_this_teacher():
     found = len({i for _, i in sorted(doubts)[:40]} & set(rows.tolist()))
     assert 5 < found < 40
     assert told.startswith(
-        f"Of 40 validation labels that were changed at random for a trial {found} were among the first 40"
+        f"Of 40 validation labels that were changed at random for a trial {found} were"
+        " among the first 40"
     )
     few = TeacherAnswers(
-        *(part[:20] for part in (row, label, label, shares[:, 0], shares[:, 0], wrong, shares[:, 0], none))
+        *(
+            part[:20]
+            for part in (
+                row,
+                label,
+                label,
+                shares[:, 0],
+                shares[:, 0],
+                wrong,
+                shares[:, 0],
+                none,
+            )
+        )
     )
     assert "not measured" in planted(few)
 
 
 @pytest.mark.parametrize("views", [0, 2])
-def test_wrong_labels_and_a_far_crop_are_listed(written, command, torn: Path, inside: Path, views: int):
+def test_wrong_labels_and_a_far_crop_are_listed(
+    written, command, torn: Path, inside: Path, views: int
+):
     teacher = {"cache": {"views": views}}
-    path = written(data={"root": str(torn)}, run={"folder": "runs", "name": "torn", "epochs": 2}, teacher=teacher)
+    path = written(
+        data={"root": str(torn)},
+        run={"folder": "runs", "name": "torn", "epochs": 2},
+        teacher=teacher,
+    )
     assert command("train", path).code == 0
     (inside / "runs/torn/audit").mkdir()
     (inside / "runs/torn/audit/duplicates.csv").write_text(
@@ -124,24 +177,40 @@ def test_wrong_labels_and_a_far_crop_are_listed(written, command, torn: Path, in
     assert "labels    doubted by the teacher: " in answer.out
     with (inside / "runs/torn/audit/labels.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if "was_" in row["name"]]
-    found = {(row["split"], row["name"], row["label"], row["prediction"]) for row in rows}
+    found = {
+        (row["split"], row["name"], row["label"], row["prediction"]) for row in rows
+    }
     assert found == {
         ("train", "train/apple/was_fig.jpg", "apple", "fig"),
         ("val", "val/fig/was_pear.jpg", "fig", "pear"),
     }
-    named = {(pair.first.name, pair.second.name) for pair in read_repeats(inside / "runs/torn/audit")}
-    far = ("train/apple/large.jpg", "val/apple/part.jpg")  # answers to crops of it may be nearer to other images
-    assert named | ({far} if views else set()) == {far, ("train/fig/00.jpg", "val/fig/00.jpg")}
+    named = {
+        (pair.first.name, pair.second.name)
+        for pair in read_repeats(inside / "runs/torn/audit")
+    }
+    far = (
+        "train/apple/large.jpg",
+        "val/apple/part.jpg",
+    )  # answers to crops of it may be nearer to other images
+    assert named | ({far} if views else set()) == {
+        far,
+        ("train/fig/00.jpg", "val/fig/00.jpg"),
+    }
     page = (inside / "runs/torn/audit/labels.html").read_text()
     assert page.count("base64,") >= 2
     assert "misses classes that are exchanged for each other" in page
     report = command("report", "runs/torn")
-    assert f"{len(named)} of 14 validation images are also in another split (audit/duplicates.csv)" in report.out
+    assert (
+        f"{len(named)} of 14 validation images are also in another split"
+        " (audit/duplicates.csv)" in report.out
+    )
     stored = yaml.safe_load((inside / "runs/torn/config.yaml").read_text())
     assert stored["teacher"]["cache"]["views"] == views
 
 
-def test_the_teacher_does_not_run_on_unlabelled_images(settings, photos: Path, tmp_path: Path):
+def test_the_teacher_does_not_run_on_unlabelled_images(
+    settings, photos: Path, tmp_path: Path
+):
     shutil.copytree(photos, tmp_path / "some")
     (tmp_path / "some/train/fig").rename(tmp_path / "some/train/unlabelled")
     shutil.rmtree(tmp_path / "some/val/fig")
@@ -155,9 +224,15 @@ def test_the_teacher_does_not_run_on_unlabelled_images(settings, photos: Path, t
             seen.extend(batch.ids.tolist())
             return Outputs(torch.zeros(len(batch.ids), 2))
 
-    answers = answers_to(Teacher(), data.shown(data.train, "skip"), range(len(data.train)))
+    answers = answers_to(
+        Teacher(), data.shown(data.train, "skip"), range(len(data.train))
+    )
     assert len(data.train) == 36
-    assert seen == answers.id.tolist() == [id for id in range(36) if data.train.label(id) >= 0]
+    assert (
+        seen
+        == answers.id.tolist()
+        == [id for id in range(36) if data.train.label(id) >= 0]
+    )
     for share in (answers.confidence, answers.label_probability):
         assert ((share >= 0) & (share <= 1)).all()
     right = answers.prediction == answers.label
@@ -174,24 +249,49 @@ def test_a_run_without_a_teacher_is_refused(written, command, refused, inside: P
 
 
 def test_only_an_image_of_another_split_is_a_leak(distilled, tmp_path):
-    """Two validation images with two labels are a doubt about a label; their accuracy is not flattered by training."""
+    """Two validation images with two labels are a doubt about a label; their accuracy
+    is not flattered by training.
+    """
     folder = shutil.copytree(distilled, tmp_path / "run")
     val = [f"val/{name}/{i:02d}.jpg" for name in CLASSES for i in range(4)]
     known = read(folder, 0).answers
     assert known is not None
     assert known.without_leaks() == ""
     pairs = [
-        Repeat("same picture", 0.99, Seen("train", "train/fig/00.jpg", "fig"), Seen("val", val[5], "fig")),
-        Repeat("same picture", 0.98, Seen("val", val[0], "apple"), Seen("val", val[9], "pear")),
+        Repeat(
+            "same picture",
+            0.99,
+            Seen("train", "train/fig/00.jpg", "fig"),
+            Seen("val", val[5], "fig"),
+        ),
+        Repeat(
+            "same picture",
+            0.98,
+            Seen("val", val[0], "apple"),
+            Seen("val", val[9], "pear"),
+        ),
     ]
-    head = [("kind", "score", "split", "name", "label", "other split", "other name", "other label")]
+    head = [
+        (
+            "kind",
+            "score",
+            "split",
+            "name",
+            "label",
+            "other split",
+            "other name",
+            "other label",
+        )
+    ]
     rows = [(one.kind, one.score, *one.first[:3], *one.second[:3]) for one in pairs]
     write_table(folder / "audit" / "duplicates.csv", [*head, *rows])
     found = read(folder, 0).answers
     assert found is not None
     assert len(found.leaked) == 1
     assert "1 of 13 validation images" in found.without_leaks()
-    right = [one == label for one, label in zip(found.student, found.label, strict=True)]
+    right = [
+        one == label for one, label in zip(found.student, found.label, strict=True)
+    ]
     rest = [value for i, value in enumerate(right) if i not in found.leaked]
     assert f"{100 * sum(right) / 13:.1f} %" in found.without_leaks()
     assert f"{100 * sum(rest) / 12:.1f} %" in found.without_leaks()
@@ -200,6 +300,8 @@ def test_only_an_image_of_another_split_is_a_leak(distilled, tmp_path):
         some = read(folder, images).answers
         ids = json.loads((folder / "answers.json").read_text())["ids"]
         assert some is not None
-        assert [ids[i] for i in some.leaked] == [id for id in ids if id == found.leaked[0]]
+        assert [ids[i] for i in some.leaked] == [
+            id for id in ids if id == found.leaked[0]
+        ]
         seen += [i for i in some.leaked if i != found.leaked[0]]
     assert seen

@@ -1,4 +1,6 @@
-"""Which pairs of images are found to show one photograph, compared with formulas in float64."""
+"""Which pairs of images are found to show one photograph, compared with formulas in
+float64.
+"""
 
 import io
 
@@ -8,15 +10,28 @@ from PIL import Image, ImageOps
 
 from kd.core.types import Decoded
 from kd.study.audit import copies
-from kd.study.audit.copies import MIRRORED, SPANS, Album, frequencies, hashes, inside, spectra
+from kd.study.audit.copies import (
+    MIRRORED,
+    SPANS,
+    Album,
+    frequencies,
+    hashes,
+    inside,
+    spectra,
+)
 
 
 def photograph(seed: int, size: int = 96) -> Image.Image:
     """Return smooth shapes with some detail: no two are alike."""
     rng = np.random.default_rng(seed)
     layers = [rng.normal(size=(n, n)) * 3 / n**0.5 for n in (3, 6, 12, 24)]
-    grown = [np.asarray(Image.fromarray(one.astype(np.float32)).resize((size, size), 3)) for one in layers]
-    return Image.fromarray((128 + 30 * sum(grown)).clip(0, 255).astype(np.uint8)).convert("RGB")
+    grown = [
+        np.asarray(Image.fromarray(one.astype(np.float32)).resize((size, size), 3))
+        for one in layers
+    ]
+    return Image.fromarray(
+        (128 + 30 * sum(grown)).clip(0, 255).astype(np.uint8)
+    ).convert("RGB")
 
 
 def encoded(image: Image.Image, quality: int) -> Image.Image:
@@ -36,10 +51,15 @@ def found(images: list[Image.Image]) -> set[tuple[int, int]]:
     pairs = copies.copies(album(images))
     assert len({*zip(pairs.first, pairs.second, strict=True)}) == len(pairs.first)
     assert (np.diff(pairs.score) <= 0).all()
-    return {(int(min(pair)), int(max(pair))) for pair in zip(pairs.first, pairs.second, strict=True)}
+    return {
+        (int(min(pair)), int(max(pair)))
+        for pair in zip(pairs.first, pairs.second, strict=True)
+    }
 
 
-@pytest.mark.parametrize("change", ["same", "encoded", "cropped", "mirrored", "mirrored crop", "black bars"])
+@pytest.mark.parametrize(
+    "change", ["same", "encoded", "cropped", "mirrored", "mirrored crop", "black bars"]
+)
 def test_a_changed_copy_is_found_among_others_and_nothing_else(change: str):
     images, rng = [photograph(seed) for seed in range(300)], np.random.default_rng(7)
     changed = []
@@ -53,7 +73,12 @@ def test_a_changed_copy_is_found_among_others_and_nothing_else(change: str):
                 "cropped": encoded(crop, 90),
                 "mirrored": ImageOps.mirror(image),
                 "mirrored crop": encoded(ImageOps.mirror(crop), 90),
-                "black bars": encoded(ImageOps.expand(image, (0, 4 + round(x)) if id % 2 else (4 + round(x), 0)), 90),
+                "black bars": encoded(
+                    ImageOps.expand(
+                        image, (0, 4 + round(x)) if id % 2 else (4 + round(x), 0)
+                    ),
+                    90,
+                ),
             }[change]
         )
     expected = {(id, 300 + id) for id in range(40)}
@@ -62,7 +87,9 @@ def test_a_changed_copy_is_found_among_others_and_nothing_else(change: str):
     assert pairs <= expected
 
 
-def test_many_equal_images_and_empty_ones_are_paired_without_all_their_pairs(monkeypatch):
+def test_many_equal_images_and_empty_ones_are_paired_without_all_their_pairs(
+    monkeypatch,
+):
     monkeypatch.setattr(copies, "WINDOW", 4)
     monkeypatch.setattr(copies, "TABLES", 4)
     same, plain = [photograph(1)] * 400, [Image.new("RGB", (40, 40), "white")] * 3
@@ -74,7 +101,10 @@ def test_many_equal_images_and_empty_ones_are_paired_without_all_their_pairs(mon
 
 def test_a_dark_picture_is_not_cut_for_bars():
     """Without what is darker than a bar nothing of it would be left to compare."""
-    dark, lamp = Image.new("RGB", (200, 100), (10, 10, 10)), Image.new("RGB", (20, 10), "white")
+    dark, lamp = (
+        Image.new("RGB", (200, 100), (10, 10, 10)),
+        Image.new("RGB", (20, 10), "white"),
+    )
     assert inside(dark) == (0, 0, 200, 100)
     dark.paste(lamp, (90, 45))
     assert inside(dark) == (0, 0, 200, 100)
@@ -94,7 +124,9 @@ def test_spectra_are_a_cosine_transform_of_each_part():
         points = (points[1:] + points[:-1]) / 2
         waves = np.cos(np.pi * np.arange(8)[:, None] * (points - low) / (high - low))
         pixels = np.minimum((points * 24).astype(int), 23)
-        expected = np.stack([np.bincount(pixels, wave, 24) for wave in waves]) / len(points)
+        expected = np.stack([np.bincount(pixels, wave, 24) for wave in waves]) / len(
+            points
+        )
         np.testing.assert_allclose(frequencies(low, high), expected, atol=2e-5)
     basis = frequencies(0.0, 1.0).astype(np.float64)
     waves = (basis @ luma[0] @ basis.T).ravel()[1:]
@@ -107,20 +139,33 @@ def test_spectra_are_a_cosine_transform_of_each_part():
 
 
 def test_a_score_is_the_mean_of_two_correlations():
-    """Of the pictures in 12 x 12 cells and of what a blur of 3 x 3 takes away from them, as NumPy correlates them."""
+    """Of the pictures in 12 x 12 cells and of what a blur of 3 x 3 takes away from
+    them, as NumPy correlates them.
+    """
     images = [photograph(5), photograph(6)]
     pictures = album(images)
-    one, other = (luma.astype(np.float64).reshape(12, 2, 12, 2).mean((1, 3)) for luma in pictures.luma)
+    one, other = (
+        luma.astype(np.float64).reshape(12, 2, 12, 2).mean((1, 3))
+        for luma in pictures.luma
+    )
 
     def detail(cells: np.ndarray) -> np.ndarray:
         blurred = np.empty_like(cells)
         for y in range(12):
             for x in range(12):
-                blurred[y, x] = cells[max(0, y - 1) : y + 2, max(0, x - 1) : x + 2].mean()
+                blurred[y, x] = cells[
+                    max(0, y - 1) : y + 2, max(0, x - 1) : x + 2
+                ].mean()
         return cells - blurred
 
-    expected = [np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in ((one, other), (detail(one), detail(other)))]
+    expected = [
+        np.corrcoef(a.ravel(), b.ravel())[0, 1]
+        for a, b in ((one, other), (detail(one), detail(other)))
+    ]
     whole = copies.cells(0.0, 1.0)
-    parts = [copies._standard(whole @ luma[None].astype(np.float32) @ whole.T) for luma in pictures.luma]
+    parts = [
+        copies._standard(whole @ luma[None].astype(np.float32) @ whole.T)
+        for luma in pictures.luma
+    ]
     measured = [(a * b).sum() for a, b in zip(*parts, strict=True)]
     assert measured == pytest.approx(expected, abs=0.03)  # what is flat counts as less

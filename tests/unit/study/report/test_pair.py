@@ -12,7 +12,9 @@ CLASSES = ("apple", "fig", "pear")
 
 
 def answers(images: int, seed: int) -> Predictions:
-    """A teacher right on 0.9 of the images, and a student that is as right as it is sure, in steps of 0.01."""
+    """A teacher right on 0.9 of the images, and a student that is as right as it is
+    sure, in steps of 0.01.
+    """
     rng = np.random.default_rng(seed)
     label = rng.integers(0, 3, images)
     sure = np.round(1 - 0.5 * rng.random(images) ** 2, 2)
@@ -20,15 +22,21 @@ def answers(images: int, seed: int) -> Predictions:
     teacher = np.where(rng.random(images) < 0.9, label, (label + 2) % 3)
     lists = (label.tolist(), student.tolist(), teacher.tolist())
     cost = {"student": 2.0, "teacher": 10.0}
-    return Predictions(CLASSES, *lists, of=images, student_sure=sure.tolist(), cpu_ms=cost)
+    return Predictions(
+        CLASSES, *lists, of=images, student_sure=sure.tolist(), cpu_ms=cost
+    )
 
 
 def test_a_worse_student_passes_all_on_and_an_equal_one_no_image():
     one = answers(400, 2)
-    wrong = replace(one, student=[(label + 1) % 3 for label in one.label], teacher=one.label)
+    wrong = replace(
+        one, student=[(label + 1) % 3 for label in one.label], teacher=one.label
+    )
     assert Half.of(wrong, 0).threshold() == float("inf")
     assert "Where every image is passed on" in pair(wrong)[1].hints[0]
-    assert Half.of(replace(one, student=one.label), 0).threshold() == pytest.approx(min(one.student_sure[::2]))
+    assert Half.of(replace(one, student=one.label), 0).threshold() == pytest.approx(
+        min(one.student_sure[::2])
+    )
 
 
 def test_nothing_is_shown_without_a_teacher():

@@ -8,7 +8,9 @@ from kd.setup.recipe import resolve
 from kd.study.report.predictions import _pictures
 
 
-def test_pictures_are_those_on_which_the_models_differ_those_of_a_right_and_sure_teacher_first(photos, tmp_path):
+def test_pictures_are_those_on_which_the_models_differ_those_of_a_right_and_sure_teacher_first(
+    photos, tmp_path
+):
     data = open_sources(resolve(config.load(base(photos, tmp_path))).data)
     data.val.prepare()
     shown, classes = data.shown(data.val, on_corrupt="skip"), list(data.classes)
@@ -25,5 +27,9 @@ def test_pictures_are_those_on_which_the_models_differ_those_of_a_right_and_sure
         (classes[0], classes[0], classes[1]),
         (classes[0], classes[1], classes[0]),
     ]
-    assert [(one.teacher_share, one.student_share) for one in found] == [(0.8, 0.8), (0.6, 0.5), (0.99, 0.7)]
+    assert [(one.teacher_share, one.student_share) for one in found] == [
+        (0.8, 0.8),
+        (0.6, 0.5),
+        (0.99, 0.7),
+    ]
     assert _pictures(stored, shown, classes) == []

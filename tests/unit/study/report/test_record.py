@@ -1,4 +1,6 @@
-"""Prices, differences and the summary of runs, against values worked out by hand and published ones."""
+"""Prices, differences and the summary of runs, against values worked out by hand and
+published ones.
+"""
 
 from dataclasses import replace
 
@@ -25,12 +27,34 @@ from kd.study.report.record import (
 from kd.study.report.report import summary
 
 TRAIN = [
-    {"step": step, "epoch": step // 10, "images": 32 * step, "seconds": 2.0 * step, "loss": 3 / step}
+    {
+        "step": step,
+        "epoch": step // 10,
+        "images": 32 * step,
+        "seconds": 2.0 * step,
+        "loss": 3 / step,
+    }
     for step in (5, 10, 20)
 ]
 VAL = [
-    {"step": 10, "accuracy": 0.8, "teacher_accuracy": 0.9, "agreement": 0.7, "kl": 0.1, "ece": 0.05, "top5": 1.0},
-    {"step": 20, "accuracy": 0.75, "teacher_accuracy": 0.9, "agreement": 0.72, "kl": 0.1, "ece": 0.05, "top5": 1.0},
+    {
+        "step": 10,
+        "accuracy": 0.8,
+        "teacher_accuracy": 0.9,
+        "agreement": 0.7,
+        "kl": 0.1,
+        "ece": 0.05,
+        "top5": 1.0,
+    },
+    {
+        "step": 20,
+        "accuracy": 0.75,
+        "teacher_accuracy": 0.9,
+        "agreement": 0.72,
+        "kl": 0.1,
+        "ece": 0.05,
+        "top5": 1.0,
+    },
 ]
 EPOCHS = [{"trained": 320.0}, {"trained": 320.0}]
 
@@ -40,12 +64,16 @@ def run(name="one", manifest=None, **keys):
 
 
 def test_the_cost_of_a_run_by_hand():
-    rented = run(manifest={"billable_seconds": 7200.0, "machines": 2}, **{"price.per_hour": 3.0})
+    rented = run(
+        manifest={"billable_seconds": 7200.0, "machines": 2}, **{"price.per_hour": 3.0}
+    )
     assert rented.cost == pytest.approx(2 * 3.0 * 2)
     cheaper = run("two", {"billable_seconds": 3600.0}, **{"price.per_hour": 4.5})
     rows = price_rows([rented, cheaper, run("free")])
     assert rows[0]["USD"] == "12.00"
-    own = 2 * 3.0 * 40 / 3600  # issue 62: an epoch cost 6.00, with the teacher's fit and the baseline in it
+    own = (
+        2 * 3.0 * 40 / 3600
+    )  # issue 62: an epoch cost 6.00, with the teacher's fit and the baseline in it
     assert rows[0]["USD an epoch"] == money(own / 2)
     assert rows[0]["USD a point"] == money(12 / 80)
     assert [row["saving"] for row in rows] == ["-", f"{100 * (1 - 4.5 / 6):.1f} %", "-"]
@@ -54,20 +82,39 @@ def test_the_cost_of_a_run_by_hand():
 
 def test_the_list_price_is_taken_unless_another_is_given():
     listed = run(**{"price.instance": "ml.g5.xlarge", "price.per_hour": 0.0})
-    assert listed.per_hour == run(**{"price.instance": "g5.xlarge", "price.per_hour": 0.0}).per_hour == 1.41
-    assert run(**{"price.instance": "ml.g5.xlarge", "price.per_hour": 0.5}).per_hour == 0.5
-    assert listed.cost == pytest.approx(1.41 * 40 / 3600)  # nothing billed is recorded: the training time
+    assert (
+        listed.per_hour
+        == run(**{"price.instance": "g5.xlarge", "price.per_hour": 0.0}).per_hour
+        == 1.41
+    )
+    assert (
+        run(**{"price.instance": "ml.g5.xlarge", "price.per_hour": 0.5}).per_hour == 0.5
+    )
+    assert listed.cost == pytest.approx(
+        1.41 * 40 / 3600
+    )  # nothing billed is recorded: the training time
 
 
 def test_best_is_the_first_of_the_highest_score():
     assert run().best["step"] == 10
-    assert replace(run(), scored=Scored("val", 20, "", 40, 2, VAL[1], {})).best["step"] == 20, "of the one that is used"
+    assert (
+        replace(run(), scored=Scored("val", 20, "", 40, 2, VAL[1], {})).best["step"]
+        == 20
+    ), "of the one that is used"
     assert replace(run(), chosen=20).best["step"] == 20, "the run has not ended"
-    rows = [{"step": 1, "agreement": 0.5, "knn": 0.2}, {"step": 2, "agreement": 0.4, "knn": 0.3}]
+    rows = [
+        {"step": 1, "agreement": 0.5, "knn": 0.2},
+        {"step": 2, "agreement": 0.4, "knn": 0.3},
+    ]
     embedded = replace(run(), val=rows, scores=EMBEDDING)
     assert (embedded.selection_metric.key, embedded.best["step"]) == ("knn", 2)
-    unlabelled = replace(embedded, val=[{"step": 1, "agreement": -0.5}, {"step": 2, "agreement": -0.25}])
-    assert (unlabelled.selection_metric.key, unlabelled.best["step"]) == ("agreement", 2)
+    unlabelled = replace(
+        embedded, val=[{"step": 1, "agreement": -0.5}, {"step": 2, "agreement": -0.25}]
+    )
+    assert (unlabelled.selection_metric.key, unlabelled.best["step"]) == (
+        "agreement",
+        2,
+    )
     assert replace(run(), val=[]).best == {}
 
 
@@ -84,7 +131,9 @@ def test_best_is_the_first_of_the_highest_score():
 def test_where_a_run_stands(keys, unfinished):
     assert run(**keys).unfinished == unfinished
     if keys and not unfinished:
-        assert replace(run(**keys), val=VAL[:1]).unfinished.startswith("step 20")  # killed before the last evaluation
+        assert replace(run(**keys), val=VAL[:1]).unfinished.startswith(
+            "step 20"
+        )  # killed before the last evaluation
         assert replace(run(**keys), train=[]).unfinished.startswith("step 0")
 
 
@@ -100,18 +149,29 @@ def test_different_keys_are_listed():
 
 
 def seeded(seed: int, accuracy: float, **keys) -> RunRecord:
-    row = {"step": 1, "accuracy": accuracy, "teacher_accuracy": 0.221 + seed / 1000, "agreement": 0.5}
+    row = {
+        "step": 1,
+        "accuracy": accuracy,
+        "teacher_accuracy": 0.221 + seed / 1000,
+        "agreement": 0.5,
+    }
     keys = {"run.seed": seed, "run.name": f"s{seed}", "losses": ["kl"], **keys}
-    return RunRecord(f"s{seed}", keys, {"teacher": "one"}, TRAIN, [row], [], SINGLE_LABEL)
+    return RunRecord(
+        f"s{seed}", keys, {"teacher": "one"}, TRAIN, [row], [], SINGLE_LABEL
+    )
 
 
 def test_runs_that_differ_in_the_seed_alone():
     group = [seeded(seed, accuracy) for seed, accuracy in enumerate((0.70, 0.72, 0.74))]
     other = seeded(3, 0.9, **{"optimizer.lr": 1.0})
-    assert [[run.name for run in one] for one in repeats([*group, other])] == [["s0", "s1", "s2"]]
+    assert [[run.name for run in one] for one in repeats([*group, other])] == [
+        ["s0", "s1", "s2"]
+    ]
     assert repeats([group[0], group[0]]) == []  # the same run twice is no second seed
     tested = replace(group[0], scored=Scored("test", 1, "a", 9, 1, group[0].val[0], {}))
-    assert [[run.name for run in one] for one in repeats([tested, *group[1:]])] == [["s1", "s2"]]
+    assert [[run.name for run in one] for one in repeats([tested, *group[1:]])] == [
+        ["s1", "s2"]
+    ]
     # t = 4.303, standard deviation 2 points: 4.303 * 2 / sqrt(3)
     assert mean_cells(group)["accuracy"] == "72.0 ± 5.0 %"
     assert "accuracy 72.0 ± 5.0 %" in summary([*group, other])
@@ -119,7 +179,9 @@ def test_runs_that_differ_in_the_seed_alone():
 
 
 def test_a_seed_counts_once_in_the_mean_of_seeds():
-    """A run made again, and a folder named twice, made the interval shorter: 12.706 x 2 / sqrt(2) / sqrt(2)."""
+    """A run made again, and a folder named twice, made the interval shorter: 12.706 x 2
+    / sqrt(2) / sqrt(2).
+    """
     zero, one = seeded(0, 0.70), seeded(1, 0.72)
     again = replace(seeded(0, 0.90), name="again")
     (group,) = repeats([zero, again, zero, one])
@@ -131,7 +193,12 @@ def test_a_seed_counts_once_in_the_mean_of_seeds():
 
 
 def test_a_strangers_findings_and_names_leave_the_terminal_alone():
-    finding = {"rule": "X\x1b]0;owned\x07", "severity": "info", "evidence": "\x1b[2Jall\nfine", "advice": "a\u3000b"}
+    finding = {
+        "rule": "X\x1b]0;owned\x07",
+        "severity": "info",
+        "evidence": "\x1b[2Jall\nfine",
+        "advice": "a\u3000b",
+    }
     shown = replace(run("n\x1b[31m"), findings=[{**finding, "key": "k", "value": 1}])
     text = summary([shown])
     assert "- **X?]0;owned?** (info): ?[2Jall?fine. a\u3000b" in text
@@ -151,56 +218,128 @@ def test_a_teacher_that_runs_share_is_shown_once():
 
 
 def test_names_are_cut_at_what_they_share():
-    milk = [f"Packages/Milk/Arla-{kind}-Milk" for kind in ("Standard", "Ecological", "Lactose-Free-Medium-Fat")]
-    assert short_names(milk) == ["Arla-Standard-Milk", "Arla-Ecological-Milk", "Arla-Lact…edium-Fat-Milk"]
+    milk = [
+        f"Packages/Milk/Arla-{kind}-Milk"
+        for kind in ("Standard", "Ecological", "Lactose-Free-Medium-Fat")
+    ]
+    assert short_names(milk) == [
+        "Arla-Standard-Milk",
+        "Arla-Ecological-Milk",
+        "Arla-Lact…edium-Fat-Milk",
+    ]
     assert short_names(["a/Milk", "b/Milk", "Juice"]) == ["a/Milk", "b/Milk", "Juice"]
-    many = [f"{'a very long beginning ' * 3}{i:03d}{' and an end' * 3}" for i in range(300)]
+    many = [
+        f"{'a very long beginning ' * 3}{i:03d}{' and an end' * 3}" for i in range(300)
+    ]
     flat = [f"{'a very long beginning ' * 3}{i:03d}" for i in range(300)]
     assert len(set(short_names(flat))) == 300
     assert all(len(name) <= 24 for name in short_names([*flat, *many, *milk]))
 
 
 def test_the_first_screen():
-    made = run(manifest={"parameters": {"student": 5.5e6, "teacher": 86.6e6}, "date": "2026-11-22", "images": 36})
-    graph = {"parity": {"model.onnx": {"cpu_ms": 1.25}}, "files": {"model.onnx": {"bytes": 2**21}}}
+    made = run(
+        manifest={
+            "parameters": {"student": 5.5e6, "teacher": 86.6e6},
+            "date": "2026-11-22",
+            "images": 36,
+        }
+    )
+    graph = {
+        "parity": {"model.onnx": {"cpu_ms": 1.25}},
+        "files": {"model.onnx": {"bytes": 2**21}},
+    }
     page = render([replace(made, exported=graph)]).partition("<section")[0]
-    for text in ("2026-11-22", "36 training images", "chosen from 2 evaluations", "5.5 M", "86.6 M"):
+    for text in (
+        "2026-11-22",
+        "36 training images",
+        "chosen from 2 evaluations",
+        "5.5 M",
+        "86.6 M",
+    ):
         assert text in page
     assert "1.25 ms" in page
     assert "per image on the CPU, model.onnx" in page
 
 
 def test_the_size_of_a_graph_counts_its_weights():
-    """Of openvino.xml the page once showed 0.095 MiB: its weights lie in openvino.bin."""
-    sizes = {"openvino.xml": 99_615, "openvino.bin": 2_437_939, "model.onnx": 2**21, "later.graph": 2**20}
+    """Of openvino.xml the page once showed 0.095 MiB: its weights lie in
+    openvino.bin.
+    """
+    sizes = {
+        "openvino.xml": 99_615,
+        "openvino.bin": 2_437_939,
+        "model.onnx": 2**21,
+        "later.graph": 2**20,
+    }
     parity = {name: {"cpu_ms": 1.25} for name in sizes if name != "openvino.bin"}
     files = {name: {"bytes": size} for name, size in sizes.items()}
-    page = render([replace(run(), exported={"pick": "openvino.xml", "parity": parity, "files": files})])
+    page = render(
+        [
+            replace(
+                run(),
+                exported={"pick": "openvino.xml", "parity": parity, "files": files},
+            )
+        ]
+    )
     assert "per image on the CPU, openvino.xml</span><small>2.42 MiB<" in page
     for name, size in {"model.onnx": "2 MiB", "later.graph": "1 MiB"}.items():
-        assert f'per image on the CPU, {name}</td><td>1.25 ms</td><td class="text">{size}<' in page
+        assert (
+            f'per image on the CPU, {name}</td><td>1.25 ms</td><td class="text">{size}<'
+            in page
+        )
 
 
 def test_predictions_by_class():
-    answers = Predictions(("fig", "pear", "plum"), [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1], of=4)
+    answers = Predictions(
+        ("fig", "pear", "plum"), [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1], of=4
+    )
     assert answers.accuracy(answers.student)[:2] == [0.5, 1.0]
-    assert answers.accuracy(answers.student)[2] != answers.accuracy(answers.student)[2]  # nan: no image
+    assert (
+        answers.accuracy(answers.student)[2] != answers.accuracy(answers.student)[2]
+    )  # nan: no image
     assert answers.confusion() == [[1, 1, 0], [0, 2, 0], [0, 0, 0]]
 
 
 def test_where_the_time_went_sums_to_the_whole():
-    rows = [{"step": 10, "steps": 10, "wall_ms": 100.0, "kind": "steady", "ms": {"data": 25.0, "teacher": 75.0}}] * 2
+    rows = [
+        {
+            "step": 10,
+            "steps": 10,
+            "wall_ms": 100.0,
+            "kind": "steady",
+            "ms": {"data": 25.0, "teacher": 75.0},
+        }
+    ] * 2
     timed = replace(run(), timeline={0: rows})
     page = render([timed])
     assert "teacher 0.15 s (75.0 %)" in page
     assert "data 0.05 s (25.0 %)" in page
 
 
-def last(right: int, teacher: int = 0, data: str = "images", images: int = 200) -> Scored:
-    """Return the last score of a model with so many right answers, the first ones, beside its teacher's."""
-    models = {"accuracy": right, "teacher_accuracy": teacher} if teacher else {"accuracy": right}
-    samples = {key: Samples(count / images, right=np.arange(images) < count) for key, count in models.items()}
-    return Scored("test", 20, data, images, 2, {key: one.value for key, one in samples.items()}, samples)
+def last(
+    right: int, teacher: int = 0, data: str = "images", images: int = 200
+) -> Scored:
+    """Return the last score of a model with so many right answers, the first ones,
+    beside its teacher's.
+    """
+    models = (
+        {"accuracy": right, "teacher_accuracy": teacher}
+        if teacher
+        else {"accuracy": right}
+    )
+    samples = {
+        key: Samples(count / images, right=np.arange(images) < count)
+        for key, count in models.items()
+    }
+    return Scored(
+        "test",
+        20,
+        data,
+        images,
+        2,
+        {key: one.value for key, one in samples.items()},
+        samples,
+    )
 
 
 def test_the_conclusion_has_the_interval_of_each_model_and_of_their_difference():
@@ -208,19 +347,35 @@ def test_the_conclusion_has_the_interval_of_each_model_and_of_their_difference()
     said = SINGLE_LABEL.conclusion(scored)
     for sample in scored.samples.values():
         low, high = sample.interval()
-        assert f"{100 * sample.value:.1f} % ({100 * low:.1f} to {100 * high:.1f})" in said
-    assert "the student against it -1.0 points (-2.9 to +0.9): no difference shown" in said
-    two = {"accuracy": 0.7, "teacher_accuracy": 0.8, "teacher_accuracy_2": 0.9, "agreement": 0.6}
+        assert (
+            f"{100 * sample.value:.1f} % ({100 * low:.1f} to {100 * high:.1f})" in said
+        )
+    assert (
+        "the student against it -1.0 points (-2.9 to +0.9): no difference shown" in said
+    )
+    two = {
+        "accuracy": 0.7,
+        "teacher_accuracy": 0.8,
+        "teacher_accuracy_2": 0.9,
+        "agreement": 0.6,
+    }
     expected = "accuracy 70.0 % (teacher 80.0 %, teacher 2 90.0 %), agreement 60.0 %"
     assert SINGLE_LABEL.text(two) == expected
 
 
 def test_better_requires_a_paired_interval_above_zero():
     one = replace(run("one"), scored=last(140, 142))
-    assert verdicts([one]) == ["one against teacher: accuracy -1.0 points (-2.9 to +0.9): no difference shown"]
+    assert verdicts([one]) == [
+        "one against teacher: accuracy -1.0 points (-2.9 to +0.9): no difference shown"
+    ]
     better = replace(run("more"), scored=last(150))
-    assert "more against one: accuracy +5.0 points (+1.7 to +8.2): better" in verdicts([one, better])
-    two, elsewhere = replace(run("two"), scored=last(120)), replace(run("far"), scored=last(120, data="others"))
+    assert "more against one: accuracy +5.0 points (+1.7 to +8.2): better" in verdicts(
+        [one, better]
+    )
+    two, elsewhere = (
+        replace(run("two"), scored=last(120)),
+        replace(run("far"), scored=last(120, data="others")),
+    )
     assert verdicts([one, two, elsewhere, run("old")])[1:] == [
         "two against one: accuracy -10.0 points (-14.2 to -5.6): worse"
     ]
@@ -231,11 +386,16 @@ def test_classes_of_few_images_are_marked_and_absent_ones_named():
     answers = Predictions(["often", "seldom", "never"], labels, labels, [], 35)
     page = render([replace(run(), answers=answers)])
     assert ">seldom *</span>" in page
-    assert ">5 of 5</span>" in page, "a percentage of five images says more than is known"
+    assert ">5 of 5</span>" in page, (
+        "a percentage of five images says more than is known"
+    )
     assert ">often</span>" in page
     assert ">100.0 %</span>" in page
     assert "* 1 of 3 classes have fewer than 20 images" in page
-    assert "1 of 3 classes have no image among the 35 images used, so nothing is known about them: never." in page
+    assert (
+        "1 of 3 classes have no image among the 35 images used, so nothing is known"
+        " about them: never." in page
+    )
 
 
 def test_two_evaluations_make_no_curve():
@@ -259,8 +419,22 @@ def test_curves_mark_where_images_took_their_size():
 
 
 def test_the_page_has_the_table_of_graphs():
-    speed = {"1": {"p50_ms": 3.0, "p99_ms": 4.0, "images_per_second": 300.0, "memory_mb": 90.0}}
-    one = {"title": "accuracy", "unit": "%", "score": 0.9, "interval": [0.85, 0.93], "agreement": 1.0, "bytes": 9}
+    speed = {
+        "1": {
+            "p50_ms": 3.0,
+            "p99_ms": 4.0,
+            "images_per_second": 300.0,
+            "memory_mb": 90.0,
+        }
+    }
+    one = {
+        "title": "accuracy",
+        "unit": "%",
+        "score": 0.9,
+        "interval": [0.85, 0.93],
+        "agreement": 1.0,
+        "bytes": 9,
+    }
     facts = {"variants": {"model.onnx": {**one, "speed": speed}}, "pick": "model.onnx"}
     assert "model.onnx (accepted)" in render([replace(run(), exported=facts)])
     assert "Which file to ship" not in render([run()])

@@ -10,16 +10,41 @@ from kd.study.report.record import RunRecord, price_rows
 from kd.study.report.report import summary as text
 
 DEPTH = Scores(
-    own=(Column("delta1", "within a quarter"), Column("mae", "mean absolute error", "")),
-    pair=(Column("gap", "gap", "m", "mean distance from the teacher"), Column("bias", "bias", "m")),
+    own=(
+        Column("delta1", "within a quarter"),
+        Column("mae", "mean absolute error", ""),
+    ),
+    pair=(
+        Column("gap", "gap", "m", "mean distance from the teacher"),
+        Column("bias", "bias", "m"),
+    ),
     note="Depths of pixels, in metres.",
 )
 VAL = [
-    {"step": 5, "delta1": 0.75, "mae": 0.375, "teacher_delta1": 0.875, "teacher_mae": 0.125, "gap": 0.5, "bias": 0.25},
-    {"step": 9, "delta1": 0.5, "mae": 0.625, "teacher_delta1": 0.875, "teacher_mae": 0.125, "gap": 0.75, "bias": 0.0},
+    {
+        "step": 5,
+        "delta1": 0.75,
+        "mae": 0.375,
+        "teacher_delta1": 0.875,
+        "teacher_mae": 0.125,
+        "gap": 0.5,
+        "bias": 0.25,
+    },
+    {
+        "step": 9,
+        "delta1": 0.5,
+        "mae": 0.625,
+        "teacher_delta1": 0.875,
+        "teacher_mae": 0.125,
+        "gap": 0.75,
+        "bias": 0.0,
+    },
 ]
 ALONE = [{"step": 9, "delta1": 0.25, "mae": 0.8125}]
-TRAIN = [{"step": step, "epoch": 0, "images": 8 * step, "seconds": step, "loss": 1 / step} for step in (5, 9)]
+TRAIN = [
+    {"step": step, "epoch": 0, "images": 8 * step, "seconds": step, "loss": 1 / step}
+    for step in (5, 9)
+]
 
 
 def words(text: str) -> str:
@@ -28,11 +53,21 @@ def words(text: str) -> str:
 
 def record(name: str = "depth", **changes) -> RunRecord:
     alone = RunRecord("alone", {}, {}, TRAIN, ALONE, [], DEPTH)
-    return replace(RunRecord(name, {"price.per_hour": 1.0}, {}, TRAIN, VAL, [], DEPTH, baseline=alone), **changes)
+    return replace(
+        RunRecord(
+            name, {"price.per_hour": 1.0}, {}, TRAIN, VAL, [], DEPTH, baseline=alone
+        ),
+        **changes,
+    )
 
 
 def test_the_machine_of_a_run_that_went_on_with_other_gpus_or_hides_its_cores():
-    begun = {"time": 1.0, "cpu": [], "memory_mib": 9.0, "gpu": [{"utilization": 50.0}, {"utilization": 70.0}]}
+    begun = {
+        "time": 1.0,
+        "cpu": [],
+        "memory_mib": 9.0,
+        "gpu": [{"utilization": 50.0}, {"utilization": 70.0}],
+    }
     rows = [begun, begun | {"time": 2.0, "gpu": [{"utilization": 90.0}]}]
     page = render([record(monitor={"host_0": rows})])
     assert "GPU 0" in page
@@ -65,8 +100,19 @@ def test_text_without_labels_and_without_a_teacher():
 
 def test_text_of_several_teachers():
     row = {**VAL[0], "teacher_delta1_2": 1.0, "teacher_mae_2": 0.0}
-    found = words(text([record(val=[row], manifest={"parameters": {"student": 1, "teacher": 8_000_000}})]))
-    assert "| teacher | 87.5 % | 0.1250 | - |" in found  # the parameters are of both together
+    found = words(
+        text(
+            [
+                record(
+                    val=[row],
+                    manifest={"parameters": {"student": 1, "teacher": 8_000_000}},
+                )
+            ]
+        )
+    )
+    assert (
+        "| teacher | 87.5 % | 0.1250 | - |" in found
+    )  # the parameters are of both together
     assert "| teacher 2 | 100.0 % | 0.0000 | - |" in found
 
 
@@ -75,12 +121,17 @@ def test_prices():
     assert row["score"] == "within a quarter 75.0 %"
     assert row["USD a point"] != "-"
     (unlabelled,) = price_rows([record(val=[{"step": 5, "gap": 0.5}])])
-    assert (unlabelled["score"], unlabelled["USD a point"]) == ("gap 0.5000 m", "-")  # metres are no points
+    assert (unlabelled["score"], unlabelled["USD a point"]) == (
+        "gap 0.5000 m",
+        "-",
+    )  # metres are no points
 
 
 def test_page():
     page = render([record()])
-    tiles = re.findall(r'<div class="tile"><b>(.*?)</b><span>(.*?)</span><small>(.*?)</small>', page)
+    tiles = re.findall(
+        r'<div class="tile"><b>(.*?)</b><span>(.*?)</span><small>(.*?)</small>', page
+    )
     assert [tile[:2] for tile in tiles[:4]] == [
         ("75.0 %", "validation within a quarter"),
         ("87.5 %", "validation within a quarter, teacher"),
@@ -90,7 +141,11 @@ def test_page():
     assert len(tiles) <= 6
     for what, value, note in (
         ("validation mean absolute error, teacher", "0.1250", ""),
-        ("validation within a quarter, chosen from 2 evaluations", "75.0 %", "on this split, which flatters it"),
+        (
+            "validation within a quarter, chosen from 2 evaluations",
+            "75.0 %",
+            "on this split, which flatters it",
+        ),
         ("bias", "0.2500 m", ""),
     ):
         assert f'<td>{what}</td><td>{value}</td><td class="text">{note}</td>' in page
@@ -112,7 +167,9 @@ def test_a_page_of_two_tasks():
 
 
 def test_all_models_are_compared_on_the_images_of_the_last_score():
-    """The baseline's best validation score and its test score differ; beside a test score stands a test score."""
+    """The baseline's best validation score and its test score differ; beside a test
+    score stands a test score.
+    """
 
     def scored(value: float, **more: float) -> Scored:
         return Scored("test", 9, "d", 400, 2, {"delta1": value, "mae": 0.5, **more}, {})
@@ -121,10 +178,23 @@ def test_all_models_are_compared_on_the_images_of_the_last_score():
     assert base.baseline is not None
     alone = replace(base.baseline, scored=scored(0.11))
     found = words(
-        text([record(scored=scored(0.66, teacher_delta1=0.77, teacher_mae=0.5, gap=0.5, bias=0.0), baseline=alone)])
+        text(
+            [
+                record(
+                    scored=scored(
+                        0.66, teacher_delta1=0.77, teacher_mae=0.5, gap=0.5, bias=0.0
+                    ),
+                    baseline=alone,
+                )
+            ]
+        )
     )
     assert "On 400 test images" in found
-    for line in ("| teacher | 77.0 %", "| student, distilled | 66.0 %", "| student, labels only | 11.0 %"):
+    for line in (
+        "| teacher | 77.0 %",
+        "| student, distilled | 66.0 %",
+        "| student, labels only | 11.0 %",
+    ):
         assert line in found
     for value in ("25.0 %", "75.0 %", "87.5 %"):  # of the validation images
         assert f"| {value}" not in found

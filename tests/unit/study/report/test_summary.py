@@ -25,11 +25,26 @@ def run(right, cpu_seconds, steps=100, **changes):
     row |= {} if cpu_seconds is None else {"cpu_seconds": cpu_seconds}
     samples = of(right)
     scored = Scored("test", 1, "", 100, 1, {"accuracy": right / 100}, samples)
-    made = RunRecord("one", {}, {"device": "cpu"}, [row], [{"step": steps, "accuracy": right / 100}], [], SCORES)
+    made = RunRecord(
+        "one",
+        {},
+        {"device": "cpu"},
+        [row],
+        [{"step": steps, "accuracy": right / 100}],
+        [],
+        SCORES,
+    )
     return replace(made, scored=scored, **changes)
 
 
-def line(distilled, alone, cost: float | None = 60.0, had: float | None = 60.0, steps=100, **changes):
+def line(
+    distilled,
+    alone,
+    cost: float | None = 60.0,
+    had: float | None = 60.0,
+    steps=100,
+    **changes,
+):
     return verdict(run(distilled, cost, baseline=run(alone, had, steps), **changes))
 
 
@@ -45,15 +60,22 @@ def test_a_verdict_is_cautious_where_the_interval_holds_0(distilled, alone, expe
     low, high = paired(max(0, distilled - alone), max(0, alone - distilled), 100)
     said = line(distilled, alone, had=57.0)
     assert said.startswith(
-        f"{expected}: accuracy {distilled - alone:+}.0 points ({100 * low:+.1f} to {100 * high:+.1f})"
+        f"{expected}: accuracy {distilled - alone:+}.0 points ({100 * low:+.1f} to"
+        f" {100 * high:+.1f})"
     )
     assert "for 1 min 00 s of CPU time against 57 s" in said
     assert verdict(run(80, 60.0)) == ""
 
 
-@pytest.mark.parametrize(("keys", "named"), [({"losses.1.hard": True}, True), ({"losses.0.hard": False}, False)])
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [({"losses.1.hard": True}, True), ({"losses.0.hard": False}, False)],
+)
 def test_a_verdict_names_what_was_learned_where_it_was_the_class_alone(keys, named):
-    assert ("from the teacher's class (hard) against labels alone" in line(80, 60, keys=keys)) == named
+    assert (
+        "from the teacher's class (hard) against labels alone"
+        in line(80, 60, keys=keys)
+    ) == named
     assert ("hard" in line(80, 60, keys=keys)) == named
 
 
@@ -62,12 +84,28 @@ def test_a_verdict_names_what_was_learned_where_it_was_the_class_alone(keys, nam
     [
         ({}, 60),
         ({"fitting_spent": 90.0}, 150),  # a fitted teacher costs its fit
-        ({"manifest": {"device": "cpu", "at_hand": {"outputs": 9, "cpu_seconds": 30.0}}}, 90),  # stored earlier
-        ({"fitting_spent": 30.0, "manifest": {"at_hand": {"outputs": 9, "cpu_seconds": 30.0}}}, 120),
+        (
+            {
+                "manifest": {
+                    "device": "cpu",
+                    "at_hand": {"outputs": 9, "cpu_seconds": 30.0},
+                }
+            },
+            90,
+        ),  # stored earlier
+        (
+            {
+                "fitting_spent": 30.0,
+                "manifest": {"at_hand": {"outputs": 9, "cpu_seconds": 30.0}},
+            },
+            120,
+        ),
     ],
 )
 def test_a_cheaper_baseline_gives_no_verdict_but_a_key(changes, cost):
-    assert line(80, 60, had=0.91 * cost, **changes).startswith(f"Pays from {clock(cost)}")
+    assert line(80, 60, had=0.91 * cost, **changes).startswith(
+        f"Pays from {clock(cost)}"
+    )
     said = line(80, 60, had=0.5 * cost, steps=300, **changes)
     assert said.startswith("No verdict")
     assert "ays" not in said
@@ -75,13 +113,23 @@ def test_a_cheaper_baseline_gives_no_verdict_but_a_key(changes, cost):
 
 
 def test_each_part_has_its_cost_and_the_time_on_the_wall_where_one_passed():
-    said = line(80, 60, had=200.0, manifest={"device": "cpu", "at_hand": {"outputs": 9, "cpu_seconds": 30.0}})
-    own, alone = "the student with new outputs 1 min 00 s (7 s)", "labels alone 3 min 20 s (7 s)."
+    said = line(
+        80,
+        60,
+        had=200.0,
+        manifest={"device": "cpu", "at_hand": {"outputs": 9, "cpu_seconds": 30.0}},
+    )
+    own, alone = (
+        "the student with new outputs 1 min 00 s (7 s)",
+        "labels alone 3 min 20 s (7 s).",
+    )
     assert said.endswith(f": outputs at hand 30 s, {own}, {alone}")
 
 
 def test_unrecorded_costs_give_no_verdict():
-    """Rows of an older kd; a fit that is gone; outputs of an accelerator, which no clock of the CPU timed."""
+    """Rows of an older kd; a fit that is gone; outputs of an accelerator, which no
+    clock of the CPU timed.
+    """
     assert line(80, 60, cost=None).startswith("No verdict")
     assert line(80, 60, had=None).startswith("No verdict")
     assert line(80, 60, fitting_spent=None).startswith("No verdict")
@@ -91,18 +139,40 @@ def test_unrecorded_costs_give_no_verdict():
 
 def test_beside_an_accelerator_its_time_counts():
     alone = run(60, 1.0, manifest={"device": "cuda", "world_size": 2})
-    said = verdict(run(80, 500.0, baseline=alone, manifest={"device": "cuda", "world_size": 2}))
+    said = verdict(
+        run(80, 500.0, baseline=alone, manifest={"device": "cuda", "world_size": 2})
+    )
     assert said.startswith("Pays from 14 s of device time on")
     assert "for 14 s of device time against 14 s" in said
 
 
 def graded(scores, each=2.0, **changes):
-    """A run of 100 steps with these validation scores, evenly spaced; a step takes `each` CPU seconds."""
+    """A run of 100 steps with these validation scores, evenly spaced; a step takes
+    `each` CPU seconds.
+    """
     steps = [round(100 * (i + 1) / len(scores)) for i in range(len(scores))]
-    train = [{"step": step, "epoch": 1, "images": step, "seconds": 1.0, "cpu_seconds": each * step} for step in steps]
-    val = [{"step": step, "accuracy": score} for step, score in zip(steps, scores, strict=True)]
+    train = [
+        {
+            "step": step,
+            "epoch": 1,
+            "images": step,
+            "seconds": 1.0,
+            "cpu_seconds": each * step,
+        }
+        for step in steps
+    ]
+    val = [
+        {"step": step, "accuracy": score}
+        for step, score in zip(steps, scores, strict=True)
+    ]
     manifest = {"device": "cpu", "validation_images": 10_000}
-    return replace(run(round(100 * scores[-1]), 0.0), train=train, val=val, manifest=manifest, **changes)
+    return replace(
+        run(round(100 * scores[-1]), 0.0),
+        train=train,
+        val=val,
+        manifest=manifest,
+        **changes,
+    )
 
 
 RISING, FLAT = [i / 20 for i in range(20)], [0.2, *[0.5] * 19]
@@ -111,33 +181,73 @@ RISING, FLAT = [i / 20 for i in range(20)], [0.2, *[0.5] * 19]
 @pytest.mark.parametrize(
     ("distilled", "alone", "form"),
     [
-        (RISING, FLAT, "Pays from 2 min 50 s of CPU time on"),  # 50 s of fit; 0.55 first beats 0.5, after 60 steps
+        (
+            RISING,
+            FLAT,
+            "Pays from 2 min 50 s of CPU time on",
+        ),  # 50 s of fit; 0.55 first beats 0.5, after 60 steps
         (FLAT, RISING, "Does not pay: the student has stopped"),
         ([score - 0.01 for score in FLAT], FLAT, "Not shown to pay: both have stopped"),
-        ([score / 2 for score in RISING], FLAT, "Not within this run: the student is still learning"),
+        (
+            [score / 2 for score in RISING],
+            FLAT,
+            "Not within this run: the student is still learning",
+        ),
         ([score / 2 for score in FLAT], FLAT, "Does not pay: both have stopped"),
     ],
 )
 def test_the_form_of_a_verdict(distilled, alone, form):
-    """Labels alone that have stopped are held level: no verdict needs a longer run of them."""
-    said = verdict(graded(distilled, fitting_spent=50.0, baseline=graded(alone, each=2.4)))
+    """Labels alone that have stopped are held level: no verdict needs a longer run of
+    them.
+    """
+    said = verdict(
+        graded(distilled, fitting_spent=50.0, baseline=graded(alone, each=2.4))
+    )
     assert said.startswith(f"{form}: accuracy ")
     assert "for 4 min 10 s of CPU time against 4 min 00 s" in said
-    said = verdict(graded(distilled, fitting_spent=50.0, baseline=graded(alone, each=1.0)))
+    said = verdict(
+        graded(distilled, fitting_spent=50.0, baseline=graded(alone, each=1.0))
+    )
     assert said.startswith("No verdict" if alone is RISING else f"{form}: accuracy ")
 
 
 def test_a_report_has_both_curves_as_a_table_and_says_whether_the_student_had_stopped():
-    one = graded(RISING, fitting_spent=50.0, baseline=graded(FLAT), keys={"teacher.cache.views": 4})
+    one = graded(
+        RISING,
+        fitting_spent=50.0,
+        baseline=graded(FLAT),
+        keys={"teacher.cache.views": 4},
+    )
     lines = described(one)
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in "\n".join(lines).splitlines() if "|" in line]
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in "\n".join(lines).splitlines()
+        if "|" in line
+    ]
     curves = cells[[row[0] for row in cells].index("total CPU time") + 2 :]
     # 250 s in six rows; the student's first point is at 50 + 10 s
-    assert [row[0] for row in curves] == ["42 s", "1 min 23 s", "2 min 05 s", "2 min 47 s", "3 min 28 s", "4 min 10 s"]
-    assert [row[1] for row in curves] == ["-", "10.0 %", "30.0 %", "50.0 %", "70.0 %", "95.0 %"]
+    assert [row[0] for row in curves] == [
+        "42 s",
+        "1 min 23 s",
+        "2 min 05 s",
+        "2 min 47 s",
+        "3 min 28 s",
+        "4 min 10 s",
+    ]
+    assert [row[1] for row in curves] == [
+        "-",
+        "10.0 %",
+        "30.0 %",
+        "50.0 %",
+        "70.0 %",
+        "95.0 %",
+    ]
     assert [row[2] for row in curves] == ["50.0 %"] * 6
     assert "The student was still learning" in lines[-2]
-    assert "`run.epochs=3x` takes about 10 min 00 s of CPU time, with the stored outputs" in lines[-2]
+    assert (
+        "`run.epochs=3x` takes about 10 min 00 s of CPU time, with the stored outputs"
+        in lines[-2]
+    )
     page = render([one])
     assert "<h2>Does it pay</h2>" in page
     assert "still learning" in page
@@ -145,7 +255,9 @@ def test_a_report_has_both_curves_as_a_table_and_says_whether_the_student_had_st
     assert list(drawn)[1:] == ["distilled", "labels alone", "labels alone, best"]
     assert "CPU time" in next(iter(drawn))
     steps = zip(next(iter(drawn.values())), drawn["distilled"], strict=True)
-    assert [x for x, score in steps if score is not None] == [50.0 + 10 * i for i in range(1, 21)]
+    assert [x for x, score in steps if score is not None] == [
+        50.0 + 10 * i for i in range(1, 21)
+    ]
     assert {*drawn["labels alone, best"]} == {0.5}
     assert "`run.steps=3x`" in described(graded(RISING, keys={"run.steps": 100}))[-2]
     assert "had stopped learning" in described(graded(FLAT))[-2]
@@ -154,7 +266,10 @@ def test_a_report_has_both_curves_as_a_table_and_says_whether_the_student_had_st
 
 def test_a_cell_has_an_interval_where_samples_are_known():
     row, (low, high) = {"accuracy": 0.7, "agreement": 0.9}, wilson(0.7, 100)
-    expected = {"accuracy": f"70.0 % ({100 * low:.1f} to {100 * high:.1f})", "agreement": "90.0 %"}
+    expected = {
+        "accuracy": f"70.0 % ({100 * low:.1f} to {100 * high:.1f})",
+        "agreement": "90.0 %",
+    }
     assert SCORES.cells(row, of(70)) == expected
     assert SCORES.cells(row) == expected | {"accuracy": "70.0 %"}
 
@@ -163,15 +278,26 @@ def test_the_chain_of_an_export_names_each_part_and_what_it_was_compared_with():
     scores = {"columns": SCORES.record(), "pair": {"agreement": 0.9}, "split": "test"}
     facts = {
         "chain": {
-            "teacher": {"members": {"teacher": {"name": "vit", "source": "timm"}}, "weights": "a" * 64},
+            "teacher": {
+                "members": {"teacher": {"name": "vit", "source": "timm"}},
+                "weights": "a" * 64,
+            },
             "answers": {"count": 120, "cache": "b" * 64},
-            "student": {"is": "student", "run": "food", "step": 90, "weights": "c" * 64, "exported": "d" * 64},
+            "student": {
+                "is": "student",
+                "run": "food",
+                "step": 90,
+                "weights": "c" * 64,
+                "exported": "d" * 64,
+            },
             "graphs": {"model.onnx": "e" * 64},
         },
         "licences": {"teacher": "mit"},
         "scores": scores,
         "calibration": {"temperature": 1.25},
-        "parity": {"model.onnx": {"same_top1": 63, "images": 64, "max_difference": 2e-6}},
+        "parity": {
+            "model.onnx": {"same_top1": 63, "images": 64, "max_difference": 2e-6}
+        },
     }
     lines = chain_lines(facts)
     assert [line.split()[0] for line in lines if not line.startswith("  | ")] == [

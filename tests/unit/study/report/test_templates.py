@@ -1,4 +1,6 @@
-"""Names of strangers stay text on every page: no markup, no template, no line of their own."""
+"""Names of strangers stay text on every page: no markup, no template, no line of their
+own.
+"""
 
 import re
 
@@ -29,12 +31,43 @@ MARKUP = ("<script", "<img src=x", "</title><b>", ">49<")
 def run(name: str) -> RunRecord:
     """A run in which each name of a stranger is `name`."""
     classes = [name, "pear"]
-    picture = Picture(name, name, name, 0.9, "pear", 0.6, "data:image/gif;base64,R0lGODlh")
-    answers = Predictions(classes, [0, 1] * 20, [0] * 40, [0, 1] * 20, 40, [picture], student_sure=[0.5] * 40)
-    train = [{"step": step, "epoch": 0, "images": step, "seconds": 1.0, "loss": 1.0 / step} for step in (1, 2, 3)]
-    val = [{"step": step, "accuracy": 0.1 * step, "teacher_accuracy": 0.9} for step in (1, 2, 3)]
-    finding = {"rule": name, "severity": name, "evidence": name, "threshold": name, "key": name, "value": name}
-    timeline = [{"step": 3, "steps": 3, "wall_ms": 9.0, "kind": "steady", "ms": {"data": 1.0, name: 2.0}}]
+    picture = Picture(
+        name, name, name, 0.9, "pear", 0.6, "data:image/gif;base64,R0lGODlh"
+    )
+    answers = Predictions(
+        classes,
+        [0, 1] * 20,
+        [0] * 40,
+        [0, 1] * 20,
+        40,
+        [picture],
+        student_sure=[0.5] * 40,
+    )
+    train = [
+        {"step": step, "epoch": 0, "images": step, "seconds": 1.0, "loss": 1.0 / step}
+        for step in (1, 2, 3)
+    ]
+    val = [
+        {"step": step, "accuracy": 0.1 * step, "teacher_accuracy": 0.9}
+        for step in (1, 2, 3)
+    ]
+    finding = {
+        "rule": name,
+        "severity": name,
+        "evidence": name,
+        "threshold": name,
+        "key": name,
+        "value": name,
+    }
+    timeline = [
+        {
+            "step": 3,
+            "steps": 3,
+            "wall_ms": 9.0,
+            "kind": "steady",
+            "ms": {"data": 1.0, name: 2.0},
+        }
+    ]
     return RunRecord(
         name,
         {"run.name": name, f"data.{name}": name},
@@ -53,9 +86,15 @@ def run(name: str) -> RunRecord:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_report_shows_a_strangers_name_and_runs_nothing_of_it(name):
     plain_page, plain_pair = render([run("x")]), render([run("x"), run("y")])
-    for text, usual in ((render([run(name)]), plain_page), (render([run(name), run("y")]), plain_pair)):
+    for text, usual in (
+        (render([run(name)]), plain_page),
+        (render([run(name), run("y")]), plain_pair),
+    ):
         assert not [markup for markup in MARKUP if markup in text]
-        tags = [re.sub(r'(id|class)="[^"]*"', "", tag) for tag in re.findall(r"<[a-z]+", text)]
+        tags = [
+            re.sub(r'(id|class)="[^"]*"', "", tag)
+            for tag in re.findall(r"<[a-z]+", text)
+        ]
         assert set(tags) == set(re.findall(r"<[a-z]+", usual))
         assert text.count("<title>") == 1
         assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:\"" in text

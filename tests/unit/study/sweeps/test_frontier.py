@@ -1,4 +1,6 @@
-"""How small a student may be: the frontier, its picture, what the clock says, and which trials are compared."""
+"""How small a student may be: the frontier, its picture, what the clock says, and which
+trials are compared.
+"""
 
 import json
 import random
@@ -38,7 +40,9 @@ def rows_of(seed: int, count: int, smaller: bool = False) -> list[dict]:
     draw = random.Random(seed)
     costs = sorted(0.3 * 1.37 ** (i + draw.random() / 2) for i in range(count))
     scores = [draw.randint(10, 90) / 100 for _ in costs]
-    holds = front(list(zip(costs, scores, strict=True)), [SMALLER, SMALLER if smaller else LARGER])
+    holds = front(
+        list(zip(costs, scores, strict=True)), [SMALLER, SMALLER if smaller else LARGER]
+    )
     return [
         {
             "trial": f"t{i}",
@@ -59,7 +63,9 @@ def rows_of(seed: int, count: int, smaller: bool = False) -> list[dict]:
 @pytest.mark.parametrize("seed", range(30))
 def test_the_frontier_is_what_its_definition_gives(seed, smaller):
     draw = random.Random(seed)
-    points = [(draw.randint(1, 6), draw.randint(1, 6)) for _ in range(draw.randint(1, 12))]
+    points = [
+        (draw.randint(1, 6), draw.randint(1, 6)) for _ in range(draw.randint(1, 12))
+    ]
 
     def better(one: float, other: float) -> bool:
         return one < other if smaller else one > other
@@ -83,14 +89,21 @@ def at(element: ElementTree.Element) -> tuple[float, float]:
 
 def marks_of(root: ElementTree.Element, kind: str) -> list[ElementTree.Element]:
     """Return the marks of a kind, such as `mark-symbol role-mark`."""
-    return [mark for group in root.iter(f"{SVG}g") if group.get("class", "").startswith(kind) for mark in group]
+    return [
+        mark
+        for group in root.iter(f"{SVG}g")
+        if group.get("class", "").startswith(kind)
+        for mark in group
+    ]
 
 
 def place_of(root: ElementTree.Element, axis: int) -> list[tuple[float, float]]:
     """Return position and number of each label of the x axis (0) or the y axis (1)."""
     labels = [one for one in marks_of(root, "mark-text role-axis-label") if one.text]
     middle = [one for one in labels if (one.get("text-anchor") == "end") == bool(axis)]
-    return [(at(one)[axis] - 3 * axis, float(one.text.removesuffix(" %"))) for one in middle]
+    return [
+        (at(one)[axis] - 3 * axis, float(one.text.removesuffix(" %"))) for one in middle
+    ]
 
 
 def read_off(marks: list[tuple[float, float]], place: float) -> float:
@@ -103,23 +116,41 @@ def read_off(marks: list[tuple[float, float]], place: float) -> float:
 def test_the_points_of_the_picture_are_the_numbers_of_the_rows(seed):
     rows, teacher = rows_of(seed, 8), {"score": 0.95, "ms": 30.0}
     rows[3]["labels_only"] = 0.07
-    root = ElementTree.fromstring(picture([*rows, {"trial": "gone"}], teacher, ACCURACY))
-    x_marks = [(place, torch.tensor(value).log10().item()) for place, value in place_of(root, 0)]
+    root = ElementTree.fromstring(
+        picture([*rows, {"trial": "gone"}], teacher, ACCURACY)
+    )
+    x_marks = [
+        (place, torch.tensor(value).log10().item())
+        for place, value in place_of(root, 0)
+    ]
     y_marks = place_of(root, 1)
     drawn = [
-        (10 ** read_off(x_marks, at(one)[0]), read_off(y_marks, at(one)[1]) / 100, one.get("fill"))
+        (
+            10 ** read_off(x_marks, at(one)[0]),
+            read_off(y_marks, at(one)[1]) / 100,
+            one.get("fill"),
+        )
         for one in marks_of(root, "mark-symbol role-mark")
     ]
-    expected = [(row["ms"], row["score"], "frontier" if row["frontier"] else "others") for row in rows]
+    expected = [
+        (row["ms"], row["score"], "frontier" if row["frontier"] else "others")
+        for row in rows
+    ]
     expected += [(rows[3]["ms"], 0.07, "labels only"), (30.0, 0.95, "teacher")]
     assert len(drawn) == len(expected)
     for (ms, score, color), one in zip(sorted(drawn), sorted(expected), strict=True):
         assert ms == pytest.approx(one[0], rel=0.01)
         assert score == pytest.approx(one[1], abs=0.005)
         assert COLORS[one[2]] == color
-    texts = ["".join(one.itertext()) for kind in ("text", "tspan") for one in root.iter(f"{SVG}{kind}")]
+    texts = [
+        "".join(one.itertext())
+        for kind in ("text", "tspan")
+        for one in root.iter(f"{SVG}{kind}")
+    ]
     for row in rows:
-        line = next(text for text in texts if text.startswith(f"{row['number']}  a<b width="))
+        line = next(
+            text for text in texts if text.startswith(f"{row['number']}  a<b width=")
+        )
         assert f"{row['ms']:.3g} ms, {100 * row['score']:.1f} %" in line
 
 
@@ -145,17 +176,26 @@ def test_the_table_shows_what_was_measured_and_nothing_where_nothing_was(tmp_pat
 
 def test_a_student_is_named_by_its_model_and_arguments():
     text = (
-        '{"kind": "torch", "model": "mine:net", "args": {"width": 8, "depths": [1, 2]}, "mean": [0, 0, 0], "init": "a"}'
+        '{"kind": "torch", "model": "mine:net", "args": {"width": 8, "depths": [1, 2]},'
+        ' "mean": [0, 0, 0], "init": "a"}'
     )
     values = {"student": text, "optimizer.lr": "1e-3"}
-    assert named(values) == {"student": "mine:net width=8 depths=[1, 2] init=a", "optimizer.lr": "1e-3"}
+    assert named(values) == {
+        "student": "mine:net width=8 depths=[1, 2] init=a",
+        "optimizer.lr": "1e-3",
+    }
     assert named({"student.model": "vit"}) == {"student.model": "vit"}
     assert values["student"] == text
 
 
 def linear(features: int) -> Classifier:
     """Return a network whose cost is that of a product with so many features."""
-    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, features), nn.ReLU(), nn.Linear(features, 3))
+    network = nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(3 * 16 * 16, features),
+        nn.ReLU(),
+        nn.Linear(features, 3),
+    )
     return Classifier(network, 3, 16)
 
 
@@ -166,7 +206,12 @@ def test_models_are_timed_as_the_graphs_that_are_exported():
     def gone() -> Classifier:
         raise ModelError("student", "is gone")
 
-    loads = {"small": lambda: small, "large": lambda: large, "none": lambda: Classifier(Asks(), 3, 16), "gone": gone}
+    loads = {
+        "small": lambda: small,
+        "large": lambda: large,
+        "none": lambda: Classifier(Asks(), 3, 16),
+        "gone": gone,
+    }
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -177,7 +222,9 @@ def test_models_are_timed_as_the_graphs_that_are_exported():
     assert costs["gone"] == {"untimed": "student: is gone."}
     assert "cannot express" in costs["none"]["untimed"]
     for name, model in (("small", small), ("large", large)):
-        assert costs[name]["parameters"] == sum(one.numel() for one in model.parameters())
+        assert costs[name]["parameters"] == sum(
+            one.numel() for one in model.parameters()
+        )
         assert costs[name]["mb"] == len(runtimes.exported(model, 16)) / 1e6
     assert 0 < costs["small"]["ms"] < costs["large"]["ms"]  # 512 times the arithmetic
 
@@ -188,11 +235,15 @@ def test_damaged_files_of_a_sweep(text, settings, tmp_path):
     folder = tmp_path / "tiny_sweep"
     folder.mkdir()
     (folder / "sweep.json").write_text(text)
-    with pytest.raises(RunError, match=r"^run\.folder: '.*sweep\.json' is damaged .* Remove the file\."):
+    with pytest.raises(
+        RunError, match=r"^run\.folder: '.*sweep\.json' is damaged .* Remove the file\."
+    ):
         sweep(settings, "student.args.depth=1,2")
     (folder / "sweep.json").unlink()
     (folder / "journal.log").write_text("{}\n" + (text or "no") + "\n")
-    with pytest.raises(RunError, match=r"^run\.folder: '.*journal\.log' is damaged .* Remove it"):
+    with pytest.raises(
+        RunError, match=r"^run\.folder: '.*journal\.log' is damaged .* Remove it"
+    ):
         sweep(settings, "student.args.depth=1,2")
 
 
@@ -204,14 +255,18 @@ def test_damaged_files_of_a_sweep(text, settings, tmp_path):
         ("accuracy", ("accuracy", "mb"), [True, False, True]),
     ],
 )
-def test_the_frontier_of_a_sweep_is_that_of_its_objectives(key, objectives, holds, settings, tmp_path):
+def test_the_frontier_of_a_sweep_is_that_of_its_objectives(
+    key, objectives, holds, settings, tmp_path
+):
     """Here the costs of three trials are known already."""
     tried = tried_of(settings, ["student.args.depth=1,2,3"], tmp_path, key)
     both = zip(tried.space.combinations(), (0.3, 0.1, 0.2), strict=True)
     names = [end(tried, values, score) for values, score in both]
     tried.goal = replace(tried.goal, objectives=objectives)
     known = {"of": {"trials": sorted(names), "processor": processor()}}
-    known["costs"] = {name: {"ms": 1.0 + i, "mb": 3.0 - i} for i, name in enumerate(names)}
+    known["costs"] = {
+        name: {"ms": 1.0 + i, "mb": 3.0 - i} for i, name in enumerate(names)
+    }
     tried.study.set_user_attr("costs", known)
     rows, teacher = frontier.measured(tried, tried.rows())
     marks = {row["number"]: row["frontier"] for row in rows}
@@ -219,11 +274,23 @@ def test_the_frontier_of_a_sweep_is_that_of_its_objectives(key, objectives, hold
     assert teacher == {}
 
 
-def test_costs_are_measured_again_where_the_machine_changed(settings, tmp_path, monkeypatch):
+def test_costs_are_measured_again_where_the_machine_changed(
+    settings, tmp_path, monkeypatch
+):
     tried = tried_of(settings, ["student.args.depth=1,2"], tmp_path)
     name = end(tried, tried.space.combinations()[0], 0.5)
-    tried.study.set_user_attr("costs", {"of": {"trials": [name], "processor": "another"}, "costs": {name: {"ms": 9.0}}})
-    monkeypatch.setattr(frontier, "_costs", lambda folder, ended: {trial: {"untimed": "again"} for trial in ended})
+    tried.study.set_user_attr(
+        "costs",
+        {
+            "of": {"trials": [name], "processor": "another"},
+            "costs": {name: {"ms": 9.0}},
+        },
+    )
+    monkeypatch.setattr(
+        frontier,
+        "_costs",
+        lambda folder, ended: {trial: {"untimed": "again"} for trial in ended},
+    )
     (row,), _ = frontier.measured(tried, tried.rows())
     assert row["untimed"] == "again"
     assert tried.study.user_attrs["costs"]["of"]["processor"] == processor()
@@ -245,25 +312,47 @@ def test_a_mapping_is_merged_and_no_argument_of_another_network_stays(settings):
     own = settings["student"]["args"]
     for depth, values in enumerate(space.combinations(), 1):
         assert space.load(values).student.args == {**own, "depth": depth}
-        assert space.load(values) == config.load(settings, [f"student={values['student']}"]), "as kd-train reads it"
+        assert space.load(values) == config.load(
+            settings, [f"student={values['student']}"]
+        ), "as kd-train reads it"
 
 
 def test_contents_keep_references_and_the_name_of_the_file(tmp_path, monkeypatch):
     file = tmp_path / "mine.yaml"
     file.write_text("data: {root: '${oc.env:PHOTOS}'}\nstudent: {model: a}\n")
-    assert plain(file) == {"data": {"root": "${oc.env:PHOTOS}"}, "student": {"model": "a"}, "run": {"name": "mine"}}
-    assert plain({"run": {"name": "own", "seed": 1}})["run"] == {"name": "own", "seed": 1}
+    assert plain(file) == {
+        "data": {"root": "${oc.env:PHOTOS}"},
+        "student": {"model": "a"},
+        "run": {"name": "mine"},
+    }
+    assert plain({"run": {"name": "own", "seed": 1}})["run"] == {
+        "name": "own",
+        "seed": 1,
+    }
     file.write_text("run: {name: other}\n")
     assert plain(file)["run"]["name"] == "other"
     assert plain({"run": 5})["run"] == 5
 
 
 def test_students_that_cost_the_same_are_alike(settings):
-    space = Space.read(settings, ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2", "run.baseline=true"])
+    space = Space.read(
+        settings,
+        ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2", "run.baseline=true"],
+    )
     trials = [space.trial(values, "tiny_sweep", []) for values in space.combinations()]
     for (i, one), (j, other) in product(enumerate(trials), repeat=2):
         assert (student_alike(one) == student_alike(other)) == (i % 2 == j % 2)
     assert not any(trial.config.run.baseline for trial in trials)
-    assert space.trial(trials[0].values, "tiny_sweep", [], baseline=True).config.run.baseline
+    assert space.trial(
+        trials[0].values, "tiny_sweep", [], baseline=True
+    ).config.run.baseline
     other = Space.read(settings, ["data.image_size=16,32"])
-    assert len({student_alike(other.trial(values, "", [])) for values in other.combinations()}) == 2
+    assert (
+        len(
+            {
+                student_alike(other.trial(values, "", []))
+                for values in other.combinations()
+            }
+        )
+        == 2
+    )

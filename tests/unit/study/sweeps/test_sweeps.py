@@ -1,4 +1,6 @@
-"""What a sweep tries, what is recorded, and what it refuses; tests/e2e/test_sweep.py runs one."""
+"""What a sweep tries, what is recorded, and what it refuses; tests/e2e/test_sweep.py
+runs one.
+"""
 
 import json
 import os
@@ -32,16 +34,29 @@ from kd.study.sweeps.sweep import sweep
 from kd.study.sweeps.trials import Trials
 
 
-def tried_of(settings: dict, overrides: list[str], folder: Path, by: str = "", pruner: str = "none") -> Trials:
+def tried_of(
+    settings: dict,
+    overrides: list[str],
+    folder: Path,
+    by: str = "",
+    pruner: str = "none",
+) -> Trials:
     """Return the trials of a sweep whose study is a journal in a folder."""
     space = Space.read(settings, overrides)
     first = space.load(space.probes()[0])
     goal = Goal.read(build_task(first.task).scores, by, "")
     study = opened("one", "", folder, goal, optuna.pruners.NopPruner())
-    return Trials(folder, study, space, goal, partial(space.trial, name="tiny_sweep", shared=[]))
+    return Trials(
+        folder, study, space, goal, partial(space.trial, name="tiny_sweep", shared=[])
+    )
 
 
-def end(tried: Trials, values: dict[str, str], score: float, state: TrialState = TrialState.COMPLETE) -> str:
+def end(
+    tried: Trials,
+    values: dict[str, str],
+    score: float,
+    state: TrialState = TrialState.COMPLETE,
+) -> str:
     """Record a trial as if it had been trained; return the name of its run."""
     trial = tried.trial_of(values)
     facts = {"trial": trial.name, "key": tried.goal.by or "accuracy", "score": score}
@@ -59,20 +74,36 @@ def end(tried: Trials, values: dict[str, str], score: float, state: TrialState =
 
 
 def test_all_combinations_in_the_order_of_the_command(settings):
-    space = Space.read(settings, ["losses=[{kind: kl}],[{kind: dkd}]", "run.epochs=3", "optimizer.lr=1e-3,0.01"])
+    space = Space.read(
+        settings,
+        ["losses=[{kind: kl}],[{kind: dkd}]", "run.epochs=3", "optimizer.lr=1e-3,0.01"],
+    )
     assert space.fixed == ["run.epochs=3"]
     loaded = [space.load(values) for values in space.combinations()]
     found = [(one.losses[0].kind, one.optimizer.lr, one.run.epochs) for one in loaded]
-    assert found == [("kl", 1e-3, 3), ("kl", 1e-2, 3), ("dkd", 1e-3, 3), ("dkd", 1e-2, 3)]
+    assert found == [
+        ("kl", 1e-3, 3),
+        ("kl", 1e-2, 3),
+        ("dkd", 1e-3, 3),
+        ("dkd", 1e-2, 3),
+    ]
 
 
 def test_a_list_behind_a_value_is_what_counts(settings):
     space = Space.read(settings, ["optimizer.lr=5e-3", "optimizer.lr=1e-3,1e-2"])
-    assert [space.load(values).optimizer.lr for values in space.combinations()] == [1e-3, 1e-2]
+    assert [space.load(values).optimizer.lr for values in space.combinations()] == [
+        1e-3,
+        1e-2,
+    ]
 
 
 @pytest.mark.parametrize(
-    "override", ["optimizer.betas=[0.9,0.99]", "data.root=${oc.env:HOME,nowhere}", "student.args={a: 1, b: 2}"]
+    "override",
+    [
+        "optimizer.betas=[0.9,0.99]",
+        "data.root=${oc.env:HOME,nowhere}",
+        "student.args={a: 1, b: 2}",
+    ],
 )
 def test_commas_inside_a_value_separate_nothing(override):
     assert Space.read({}, [override, "run.seed=0,1"]).fixed == [override]
@@ -82,16 +113,32 @@ def test_trials_share_teacher_cache_and_store(settings):
     settings["data"]["store"], settings["backend"]["threads"] = "ram", 0
     space = Space.read(settings, ["optimizer.lr=1e-3,1e-2"])
     shared = sharing(space.load({}), 3)
-    assert shared == ["backend.threads=3", "data.store=disk", "teacher.cache.views=2"]  # two epochs
-    one, other = [space.trial(values, "tiny_sweep", shared) for values in space.combinations()]
+    assert shared == [
+        "backend.threads=3",
+        "data.store=disk",
+        "teacher.cache.views=2",
+    ]  # two epochs
+    one, other = [
+        space.trial(values, "tiny_sweep", shared) for values in space.combinations()
+    ]
     assert one.name != other.name
     assert prepared_alike(one) == prepared_alike(other)
-    assert resolve(one.config).record.path.relative_to(one.config.run.folder).as_posix() == f"tiny_sweep/{one.name}"
+    assert (
+        resolve(one.config).record.path.relative_to(one.config.run.folder).as_posix()
+        == f"tiny_sweep/{one.name}"
+    )
     assert one.config.run.folder == settings["run"]["folder"]
     more = space.trial(one.values, "tiny_sweep", sharing(space.load({}), 1))
-    assert more.name == one.name, "--jobs changes threads, and makes no other trial of it"
-    assert space.trial(one.values, "tiny_sweep", [*shared, "run.epochs=1"]).name != one.name
-    assert prepared_alike(space.trial(one.values, "tiny_sweep", [*shared, "run.seed=1"])) != prepared_alike(one)
+    assert more.name == one.name, (
+        "--jobs changes threads, and makes no other trial of it"
+    )
+    assert (
+        space.trial(one.values, "tiny_sweep", [*shared, "run.epochs=1"]).name
+        != one.name
+    )
+    assert prepared_alike(
+        space.trial(one.values, "tiny_sweep", [*shared, "run.seed=1"])
+    ) != prepared_alike(one)
 
 
 def test_a_cache_that_was_chosen_stays(settings):
@@ -101,35 +148,69 @@ def test_a_cache_that_was_chosen_stays(settings):
 
 
 def test_the_luck_of_the_best_is_that_of_its_seed_and_nothing_more_is_claimed():
-    """The last lines said "flatters by": the fresh seeds are scored on the images that chose."""
-    rows, fresh = [{"score": 0.8}, {"score": 0.7}, {"score": 0.6}], [{"score": 0.75}, {"score": 0.65}]
+    """The last lines said "flatters by": the fresh seeds are scored on the images that
+    chose.
+    """
+    rows, fresh = (
+        [{"score": 0.8}, {"score": 0.7}, {"score": 0.6}],
+        [
+            {"score": 0.75},
+            {"score": 0.65},
+        ],
+    )
     accuracy = Column("accuracy", "accuracy")
     text = luck(rows, fresh, {}, accuracy)
     assert "best of 3 trials has accuracy 80.0 %" in text
     assert "the seed's part of the best score is +10.0 points" in text
     assert "images' part is not known" in text
     assert "flatters" not in text
-    kl = luck([{"score": 0.5}, {"score": 0.6}], [{"score": 0.75}], {}, Column("kl", "KL", "nats", smaller=True))
+    kl = luck(
+        [{"score": 0.5}, {"score": 0.6}],
+        [{"score": 0.75}],
+        {},
+        Column("kl", "KL", "nats", smaller=True),
+    )
     assert "the seed's part of the best score is +0.2500 nats" in kl
     fresh = [{**row, "test": {"score": 0.7}} for row in fresh]
     tested = luck(rows, fresh, {"score": 0.72, "interval": [0.6, 0.8]}, accuracy)
-    assert "On test images, which chose nothing, the best has 72.0 % (60.0 to 80.0), the others 70.0 % and" in tested
+    assert (
+        "On test images, which chose nothing, the best has 72.0 % (60.0 to 80.0), the"
+        " others 70.0 % and" in tested
+    )
     assert "not known" not in tested
 
 
-def test_rows_are_those_that_ended_best_first_then_those_that_were_pruned(settings, tmp_path):
-    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2"], tmp_path)
+def test_rows_are_those_that_ended_best_first_then_those_that_were_pruned(
+    settings, tmp_path
+):
+    tried = tried_of(
+        settings, ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2"], tmp_path
+    )
     combinations = tried.space.combinations()
     end(tried, combinations[3], 0.5)
     end(tried, combinations[0], 0.9, TrialState.PRUNED)
     end(tried, combinations[2], 0.5)
     best = end(tried, combinations[1], 0.6)
     rows = tried.rows()
-    assert rows[0] == {"trial": best, "key": "accuracy", "score": 0.6, "values": combinations[1]}
-    assert [row["values"] for row in rows] == [combinations[i] for i in (1, 2, 3, 0)], "equal ones by the command"
+    assert rows[0] == {
+        "trial": best,
+        "key": "accuracy",
+        "score": 0.6,
+        "values": combinations[1],
+    }
+    assert [row["values"] for row in rows] == [combinations[i] for i in (1, 2, 3, 0)], (
+        "equal ones by the command"
+    )
     assert [row.get("pruned") for row in rows] == [None, None, None, 2]
-    assert tried_of(settings, ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2"], tmp_path).rows() == rows
-    assert "pruned at evaluation 2" in table_of(rows, tried, Column("accuracy", "accuracy"), {})
+    assert (
+        tried_of(
+            settings, ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2"], tmp_path
+        ).rows()
+        == rows
+    )
+    assert "pruned at evaluation 2" in table_of(
+        rows, tried, Column("accuracy", "accuracy"), {}
+    )
 
 
 def test_of_errors_the_smallest_is_the_best(settings, tmp_path):
@@ -143,7 +224,9 @@ def test_of_errors_the_smallest_is_the_best(settings, tmp_path):
 def test_a_trial_that_failed_is_tried_again_and_shown_until_then(settings, tmp_path):
     tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
     values = tried.space.combinations()[1]
-    record = create_trial(state=TrialState.FAIL, params=values, distributions=tried.space.axes)
+    record = create_trial(
+        state=TrialState.FAIL, params=values, distributions=tried.space.axes
+    )
     tried.study.add_trial(record)
     assert tried.failed() == [(values, "was interrupted")]
     tried._begin(grid=False)
@@ -208,25 +291,40 @@ def test_what_a_sampler_draws_depends_on_the_seed_and_the_number_alone(settings)
 
 def test_ranges_become_values_of_a_run(settings):
     space = Space.read(
-        settings, ["optimizer.lr=loguniform(1e-4,1e-2)", "student.args.depth=integers(1,3)", "run.seed=4,5"]
+        settings,
+        [
+            "optimizer.lr=loguniform(1e-4,1e-2)",
+            "student.args.depth=integers(1,3)",
+            "run.seed=4,5",
+        ],
     )
     assert space.ranges == ["optimizer.lr", "student.args.depth"]
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
     trials = [study.ask(dict(space.axes)) for _ in range(20)]
-    loaded = [space.load({key: str(value) for key, value in trial.params.items()}) for trial in trials]
+    loaded = [
+        space.load({key: str(value) for key, value in trial.params.items()})
+        for trial in trials
+    ]
     assert {one.student.args["depth"] for one in loaded} == {1, 2, 3}, "both ends"
     assert {one.run.seed for one in loaded} == {4, 5}
-    assert [one.optimizer.lr for one in loaded] == [trial.params["optimizer.lr"] for trial in trials]
+    assert [one.optimizer.lr for one in loaded] == [
+        trial.params["optimizer.lr"] for trial in trials
+    ]
     assert len(space.probes()) == 1 + 2 + 1 + 1
     rates = sorted({one.optimizer.lr for one in map(space.load, space.probes())})
-    assert rates == pytest.approx([1e-4, 0.0034, 1e-2]), "its ends, and one between them"
+    assert rates == pytest.approx([1e-4, 0.0034, 1e-2]), (
+        "its ends, and one between them"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "read"),
     [
         ("median", ("median", [], {})),
-        ("percentile(25, n_startup_trials=2)", ("percentile", [25], {"n_startup_trials": 2})),
+        (
+            "percentile(25, n_startup_trials=2)",
+            ("percentile", [25], {"n_startup_trials": 2}),
+        ),
         ("uniform(-1,2.5)", ("uniform", [-1, 2.5], {})),
         ("a,b", ("", [], {})),
         ("f(x)", ("", [], {})),
@@ -239,7 +337,9 @@ def test_calls_are_read_and_nothing_is_run(text, read):
     assert call_of(text) == read
 
 
-@pytest.mark.parametrize("name", ["tpe", "random", "TPE(multivariate=True)", "nsga2", "nsga3", "qmc"])
+@pytest.mark.parametrize(
+    "name", ["tpe", "random", "TPE(multivariate=True)", "nsga2", "nsga3", "qmc"]
+)
 def test_a_sampler_is_named_as_in_the_field(settings, name):
     space = Space.read(settings, ["optimizer.lr=1e-3,1e-2"])
     assert planned(space, 3, name, "none", "", "").sampler is not None
@@ -265,29 +365,39 @@ def test_a_pruner_is_named_as_in_the_field(settings, name, kind):
 
 def test_a_package_that_a_sampler_needs_is_named(settings, monkeypatch):
     monkeypatch.setitem(sys.modules, "cmaes", None)
-    space = Space.read(settings, ["optimizer.lr=uniform(1e-3,1e-2)", "optimizer.weight_decay=uniform(0.01,0.1)"])
-    with pytest.raises(MissingExtra, match=r"^--sampler: .* not installed .* pip install cmaes\."):
+    space = Space.read(
+        settings,
+        ["optimizer.lr=uniform(1e-3,1e-2)", "optimizer.weight_decay=uniform(0.01,0.1)"],
+    )
+    with pytest.raises(
+        MissingExtra, match=r"^--sampler: .* not installed .* pip install cmaes\."
+    ):
         planned(space, 3, "cmaes", "none", "", "")
 
 
 def test_without_optuna_the_line_names_the_extra(settings, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(MissingExtra, match=r"^kd-sweep: .* optuna is not installed\. pip install 'PATH/kd\[sweep\]'"):
+    with pytest.raises(
+        MissingExtra,
+        match=r"^kd-sweep: .* optuna is not installed\. pip install 'PATH/kd\[sweep\]'",
+    ):
         sweep(settings, "optimizer.lr=1e-3,1e-2")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel's parent-death signal is Linux's"
+)
 def test_processes_of_a_killed_sweep_end(tmp_path):
     """It went on training for nobody."""
     code = (
-        "import pathlib, sys, time\n"
-        "from kd.study.sweeps.processes import Processes\n"
-        "with Processes() as processes:\n"
-        "    processes.start('served', ['serve', sys.argv[1]], pathlib.Path(sys.argv[1], 'log'))\n"
-        "    print(processes.running['served'][0].pid, flush=True)\n"
-        "    time.sleep(600)\n"
+        "import pathlib, sys, time\nfrom kd.study.sweeps.processes import"
+        " Processes\nwith Processes() as processes:\n    processes.start('served',"
+        " ['serve', sys.argv[1]], pathlib.Path(sys.argv[1], 'log'))\n   "
+        " print(processes.running['served'][0].pid, flush=True)\n    time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as sweeping:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as sweeping:
         assert sweeping.stdout is not None
         started = int(sweeping.stdout.readline())
         sweeping.kill()
@@ -295,7 +405,9 @@ def test_processes_of_a_killed_sweep_end(tmp_path):
 
 
 def is_running(process: int) -> bool:
-    """Return whether a process exists that has not ended; one without a parent may wait to be collected."""
+    """Return whether a process exists that has not ended; one without a parent may wait
+    to be collected.
+    """
     file = Path(f"/proc/{process}/stat")
     return file.exists() and file.read_text().rpartition(")")[2].split()[0] != "Z"
 
@@ -313,36 +425,130 @@ def is_running(process: int) -> bool:
         (["run.name=one,two"], "run.name", "changes no weight"),
         (["run.folder=one,two"], "run.folder", "changes no weight"),
         (["optimizer.lr=1e-3,1e-2", "--by", "speed"], "--by", "agreement"),
-        (["optimizer.lr=1e-3,1e-2", "--sampler", "gird"], "--sampler", "Did you mean 'grid'"),
+        (
+            ["optimizer.lr=1e-3,1e-2", "--sampler", "gird"],
+            "--sampler",
+            "Did you mean 'grid'",
+        ),
         (["optimizer.lr=1e-3,1e-2", "--sampler", "tpe"], "--trials", "missing"),
-        (["optimizer.lr=1e-3,1e-2", "--sampler", "grid", "--trials", "3"], "--sampler", "grid"),
-        (["optimizer.lr=1e-3,1e-2", "--sampler", "tpe(x=1)", "--trials", "3"], "--sampler", "refused"),
-        (["optimizer.lr=1e-3,1e-2", "--pruner", "mean"], "--pruner", "successive_halving"),
-        (["optimizer.lr=1e-3,1e-2", "--pruner", "percentile"], "--pruner", "percentile"),
-        (["optimizer.lr=1e-3,1e-2", "--pruner", "percentile(101)"], "--pruner", "refused"),
+        (
+            ["optimizer.lr=1e-3,1e-2", "--sampler", "grid", "--trials", "3"],
+            "--sampler",
+            "grid",
+        ),
+        (
+            ["optimizer.lr=1e-3,1e-2", "--sampler", "tpe(x=1)", "--trials", "3"],
+            "--sampler",
+            "refused",
+        ),
+        (
+            ["optimizer.lr=1e-3,1e-2", "--pruner", "mean"],
+            "--pruner",
+            "successive_halving",
+        ),
+        (
+            ["optimizer.lr=1e-3,1e-2", "--pruner", "percentile"],
+            "--pruner",
+            "percentile",
+        ),
+        (
+            ["optimizer.lr=1e-3,1e-2", "--pruner", "percentile(101)"],
+            "--pruner",
+            "refused",
+        ),
         (["optimizer.lr=uniform(1e-3,1e-2)"], "--trials", "missing"),
-        (["optimizer.lr=uniform(1e-3,1e-2)", "--sampler", "grid"], "--sampler", "range"),
-        (["optimizer.lr=uniform(1e-2,1e-3)", "--trials", "3"], "optimizer.lr", "LOW is below HIGH"),
-        (["optimizer.lr=uniform(1e-2)", "--trials", "3"], "optimizer.lr", "is no range"),
-        (["optimizer.lr=uniform(a,b)", "--trials", "3"], "optimizer.lr", "'uniform(a,b)' is no range"),
-        (["optimizer.lr=uniform(0.1,0.2", "--trials", "3"], "optimizer.lr", "is no range"),
-        (["data.batch_size=uniform(8,16)", "--trials", "3"], "data.batch_size", "whole number"),
-        (["optimizer.lr=uniform(1e-3,1e-2)", "--trials", "3", "--pruner", "percentile(x)"], "--pruner", "arguments"),
-        (["optimizer.lr=uniform(1,2,3)", "--trials", "3"], "optimizer.lr", "loguniform(LOW,HIGH)"),
-        (["optimizer.lr=normal(1,2)", "--trials", "3"], "optimizer.lr", "loguniform(LOW,HIGH)"),
+        (
+            ["optimizer.lr=uniform(1e-3,1e-2)", "--sampler", "grid"],
+            "--sampler",
+            "range",
+        ),
+        (
+            ["optimizer.lr=uniform(1e-2,1e-3)", "--trials", "3"],
+            "optimizer.lr",
+            "LOW is below HIGH",
+        ),
+        (
+            ["optimizer.lr=uniform(1e-2)", "--trials", "3"],
+            "optimizer.lr",
+            "is no range",
+        ),
+        (
+            ["optimizer.lr=uniform(a,b)", "--trials", "3"],
+            "optimizer.lr",
+            "'uniform(a,b)' is no range",
+        ),
+        (
+            ["optimizer.lr=uniform(0.1,0.2", "--trials", "3"],
+            "optimizer.lr",
+            "is no range",
+        ),
+        (
+            ["data.batch_size=uniform(8,16)", "--trials", "3"],
+            "data.batch_size",
+            "whole number",
+        ),
+        (
+            [
+                "optimizer.lr=uniform(1e-3,1e-2)",
+                "--trials",
+                "3",
+                "--pruner",
+                "percentile(x)",
+            ],
+            "--pruner",
+            "arguments",
+        ),
+        (
+            ["optimizer.lr=uniform(1,2,3)", "--trials", "3"],
+            "optimizer.lr",
+            "loguniform(LOW,HIGH)",
+        ),
+        (
+            ["optimizer.lr=normal(1,2)", "--trials", "3"],
+            "optimizer.lr",
+            "loguniform(LOW,HIGH)",
+        ),
         (["optimizer.lr=loguniform(0,2)", "--trials", "3"], "optimizer.lr", "refused"),
-        (["run.epochs=integers(1.5,3)", "--trials", "3"], "run.epochs", "whole numbers"),
+        (
+            ["run.epochs=integers(1.5,3)", "--trials", "3"],
+            "run.epochs",
+            "whole numbers",
+        ),
         (["optimizer.lr=uniform(-1,1)", "--trials", "3"], "optimizer.lr", "is -1"),
         (["optimizer.lr=1e-3,1e-2", "--objectives", "accuracy"], "--objectives", "Two"),
-        (["optimizer.lr=1e-3,1e-2", "--objectives", "accuracy,mss"], "--objectives", "Did you mean 'ms'"),
-        (["optimizer.lr=1e-3,1e-2", "--objectives", "accuracy,ms", "--pruner", "median"], "--pruner", "objectives"),
-        (["optimizer.lr=1e-3,1e-2", "optimizer.lr=1e-4,1e-1"], "optimizer.lr", "stands again"),
-        (["losses.0.weight=1,2", "losses[0].weight=3"], "losses.0.weight", "stands again"),
+        (
+            ["optimizer.lr=1e-3,1e-2", "--objectives", "accuracy,mss"],
+            "--objectives",
+            "Did you mean 'ms'",
+        ),
+        (
+            [
+                "optimizer.lr=1e-3,1e-2",
+                "--objectives",
+                "accuracy,ms",
+                "--pruner",
+                "median",
+            ],
+            "--pruner",
+            "objectives",
+        ),
+        (
+            ["optimizer.lr=1e-3,1e-2", "optimizer.lr=1e-4,1e-1"],
+            "optimizer.lr",
+            "stands again",
+        ),
+        (
+            ["losses.0.weight=1,2", "losses[0].weight=3"],
+            "losses.0.weight",
+            "stands again",
+        ),
         (["optimizer.lr=1,1.0"], "optimizer.lr", "'1' and '1.0' make the same run"),
         (["run.baseline=true,false"], "run.baseline", "changes no weight of a student"),
     ],
 )
-def test_wrong_sweeps_are_one_line_and_write_nothing(overrides, where, words, written, refused, tmp_path):
+def test_wrong_sweeps_are_one_line_and_write_nothing(
+    overrides, where, words, written, refused, tmp_path
+):
     line = refused("sweep", written(), *overrides)
     assert line.startswith(f"{where}: ")
     assert words in line
@@ -357,7 +563,9 @@ def test_a_wrong_storage_is_one_line(written, refused):
 
 @pytest.mark.parametrize("wrong", [{"jobs": 0}, {"jobs": "2"}, {"trials": -1}])
 def test_a_wrong_number_is_named(wrong):
-    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: is .* A whole number >= "):
+    with pytest.raises(
+        ConfigError, match=f"^{next(iter(wrong))}: is .* A whole number >= "
+    ):
         sweep({}, "optimizer.lr=1,2", **wrong)
 
 
@@ -380,23 +588,44 @@ def test_a_score_that_the_runs_do_not_have_is_refused(settings, tmp_path):
     tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path, "agreement_ece")
     trial = tried.trial_of(tried.space.combinations()[0])
     folder = tmp_path / trial.name
-    write(folder / "checkpoints" / "step_00000006", State(step=6, best=0.5), {}, {}, best=True)
+    write(
+        folder / "checkpoints" / "step_00000006",
+        State(step=6, best=0.5),
+        {},
+        {},
+        best=True,
+    )
     row = {"kind": "val", "step": 6, "epoch": 1, "accuracy": 0.5, "agreement": 0.4}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(ConfigError, match=r"^--by: is 'agreement_ece', .* Allowed: accuracy, agreement\. "):
+    with pytest.raises(
+        ConfigError,
+        match=r"^--by: is 'agreement_ece', .* Allowed: accuracy, agreement\. ",
+    ):
         tried._facts(trial)
 
 
 @pytest.mark.parametrize("split", ["test", "val", ""])
 def test_the_row_of_a_run_has_scores_of_validation_images(settings, tmp_path, split):
-    """Beside those of other trials; the run may have a score on test images, or on validation images again."""
+    """Beside those of other trials; the run may have a score on test images, or on
+    validation images again.
+    """
     folder = tmp_path / "labels_only"
-    write(folder / "checkpoints" / "step_00000006", State(step=6, best=0.5), {}, {}, best=True)
+    write(
+        folder / "checkpoints" / "step_00000006",
+        State(step=6, best=0.5),
+        {},
+        {},
+        best=True,
+    )
     row = {"kind": "val", "step": 6, "epoch": 1, "accuracy": 0.5}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     if split:
-        RunDir(folder).write_scored(Scored(split, 6, "of-these", 9, 1, {"accuracy": 0.75}, {}))
-    found = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path).last_row("labels_only")
+        RunDir(folder).write_scored(
+            Scored(split, 6, "of-these", 9, 1, {"accuracy": 0.75}, {})
+        )
+    found = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path).last_row(
+        "labels_only"
+    )
     assert found["accuracy"] == (0.75 if split == "val" else 0.5)
 
 
@@ -410,7 +639,11 @@ def test_a_failed_process_is_reported_by_its_last_line(tmp_path):
             time.sleep(0.05)
     assert found["good"] == ""
     assert found["bad"].startswith("kd: no command 'trian'.")
-    assert str(failure(found["bad"])) == found["bad"] == (tmp_path / "bad.log").read_text().strip()
+    assert (
+        str(failure(found["bad"]))
+        == found["bad"]
+        == (tmp_path / "bad.log").read_text().strip()
+    )
     assert failure("Killed").exit_code == 2
 
 
@@ -430,28 +663,53 @@ def test_an_override_without_a_value_is_refused_as_elsewhere(settings):
 
 def test_a_command_that_ends_with_a_traceback_names_the_file_that_has_it(tmp_path):
     output = tmp_path / "one.log"
-    words = "import sys; print('this is a bug in kd; please report it with the lines above'); sys.exit(1)"
+    words = (
+        "import sys; print('this is a bug in kd; please report it with the lines"
+        " above'); sys.exit(1)"
+    )
     with Processes() as processes, output.open("wb") as file:
-        processes.running["one"] = subprocess.Popen([sys.executable, "-c", words], stdout=file), output
+        processes.running["one"] = (
+            subprocess.Popen([sys.executable, "-c", words], stdout=file),
+            output,
+        )
         while not (ended := processes.ended()):
             time.sleep(0.01)
-    assert str(failure(ended["one"])) == f"kd-sweep: ended with a traceback, which '{output}' has."
+    assert (
+        str(failure(ended["one"]))
+        == f"kd-sweep: ended with a traceback, which '{output}' has."
+    )
 
 
 @pytest.mark.parametrize("kind", ["relative", "none"])
 def test_trials_that_sift_have_their_work_in_the_table(settings, tmp_path, kind):
     tried = tried_of(settings, [f"sifter.kind={kind}", "run.seed=0,1"], tmp_path)
-    for values, trained in zip([{"run.seed": "0"}, {"run.seed": "1"}], (40.0, 20.0), strict=True):
+    for values, trained in zip(
+        [{"run.seed": "0"}, {"run.seed": "1"}], (40.0, 20.0), strict=True
+    ):
         folder = tmp_path / end(tried, values, trained / 80)
         folder.mkdir()
-        epoch = {"kind": "epoch", "step": 2, "trained": trained, "candidates": 40.0, "effective": 9.0}
+        epoch = {
+            "kind": "epoch",
+            "step": 2,
+            "trained": trained,
+            "candidates": 40.0,
+            "effective": 9.0,
+        }
         metrics = [{"kind": "train", "step": 2, "cpu_seconds": trained / 2}, epoch]
-        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in metrics))
+        (folder / "metrics.jsonl").write_text(
+            "".join(f"{json.dumps(row)}\n" for row in metrics)
+        )
         (folder / "manifest.json").write_text(json.dumps({"images": 40}))
     text = table_of(tried.rows(), tried, Column("accuracy", "accuracy"), {})
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()
+    ]
     work = [row[2:4] for row in (cells[0], *cells[2:])]
     if kind == "relative":
-        assert work == [["images trained", "training, CPU s"], ["100.0 %", "20"], ["50.0 %", "10"]]
+        assert work == [
+            ["images trained", "training, CPU s"],
+            ["100.0 %", "20"],
+            ["50.0 %", "10"],
+        ]
     else:
         assert "images trained" not in text

@@ -1,11 +1,14 @@
-"""A STAND-IN for SageMaker's library in tests: the name `smddp` over gloo, without what the real one does not support.
+"""A STAND-IN for SageMaker's library in tests: the name `smddp` over gloo, without what
+the real one does not support.
 
-It tests the import, the name, the set of calls and the single process group. It does not test CUDA tensors, EFA, speed
-or the real wheel, which was not available. Refused, as documented or reported for the real library: a second group,
-reductions other than SUM, barrier with device_ids. With SMDDP_REFUSES_ALLGATHER=1 also `_allgather_base`: AWS documents
-AllGather, and one release was reported to refuse it.
+It tests the import, the name, the set of calls and the single process group. It does
+not test CUDA tensors, EFA, speed or the real wheel, which was not available. Refused,
+as documented or reported for the real library: a second group, reductions other than
+SUM, barrier with device_ids. With SMDDP_REFUSES_ALLGATHER=1 also `_allgather_base`: AWS
+documents AllGather, and one release was reported to refuse it.
 
-It derives from ProcessGroup, because C++ calls its methods too, but not those of a subclass of ProcessGroupGloo.
+It derives from ProcessGroup, because C++ calls its methods too, but not those of a
+subclass of ProcessGroupGloo.
 """
 
 import os
@@ -36,7 +39,11 @@ class StandIn(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
         OPERATIONS["allreduce"] += 1
-        options = options if isinstance(options, dist.AllreduceOptions) else dist.AllreduceOptions()
+        options = (
+            options
+            if isinstance(options, dist.AllreduceOptions)
+            else dist.AllreduceOptions()
+        )
         if options.reduceOp != dist.ReduceOp.SUM:
             raise RuntimeError("SMDDP does not support: ReduceOp")
         return self.inner.allreduce(tensors, options)
