@@ -343,12 +343,12 @@ def hostile(folder: Path, seconds: float) -> Rows:
     message, minute = request(server.url, picture(), "image/jpeg"), min(60.0, seconds)
     while time.perf_counter() - start < seconds:
         row = asyncio.run(_mixed(server.url, message, clients, RATE, minute))
-        where = {
+        serving = {
             "part": "hostile",
             "second": time.perf_counter() - start,
             "resident_mb": server.resident_mb(),
         }
-        rows.append({**where, **row})
+        rows.append({**serving, **row})
         told("hostile", rows[-1])
     with urllib.request.urlopen(
         server.url.replace("/invocations", "/metrics"), timeout=30

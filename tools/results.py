@@ -71,13 +71,15 @@ class Claim(NamedTuple):
     number: Number
 
 
-def chosen(rows: Rows, where: dict[str, str]) -> Rows:
+def chosen(rows: Rows, config_path: dict[str, str]) -> Rows:
     """Return the rows with these values; there must be one."""
     found = [
-        row for row in rows if all(row[key] == value for key, value in where.items())
+        row
+        for row in rows
+        if all(row[key] == value for key, value in config_path.items())
     ]
     if not found:
-        raise SystemExit(f"tools/results.py: no row has {where}")
+        raise SystemExit(f"tools/results.py: no row has {config_path}")
     return found
 
 
@@ -92,12 +94,14 @@ def spread(values: list[float], unit: str, sign: str = "") -> str:
     return f"{text} {unit}"
 
 
-def level(column: str, times: float = 1, unit: str = "%", **where: str) -> Number:
+def level(column: str, times: float = 1, unit: str = "%", **config_path: str) -> Number:
     """Return the mean over seeds; empty cells do not count."""
 
     def number(rows: Rows) -> tuple[str, str]:
         values = [
-            times * float(row[column]) for row in chosen(rows, where) if row[column]
+            times * float(row[column])
+            for row in chosen(rows, config_path)
+            if row[column]
         ]
         return spread(values, unit), str(len(values))
 
@@ -110,7 +114,7 @@ def gain(
     key: str = "arm",
     column: str = "accuracy",
     times: float = 1,
-    **where: str,
+    **config_path: str,
 ) -> Number:
     """Return the paired difference over the seeds that both ways have."""
 
@@ -118,7 +122,7 @@ def gain(
         mine, other = (
             {
                 row["seed"]: times * float(row[column])
-                for row in chosen(rows, {key: name, **where})
+                for row in chosen(rows, {key: name, **config_path})
             }
             for name in (arm, over)
         )
@@ -140,14 +144,14 @@ def gain_of(column: str, over: str) -> Number:
     )
 
 
-def ratio(key: str, of: str, to: str, column: str, **where: str) -> Number:
+def ratio(key: str, of: str, to: str, column: str, **config_path: str) -> Number:
     """Return how large one way is relative to another's: the medians of rounds, the
     means of up to three seeds.
     """
 
     def number(rows: Rows) -> tuple[str, str]:
         values = [
-            [float(row[column]) for row in chosen(rows, {key: name, **where})]
+            [float(row[column]) for row in chosen(rows, {key: name, **config_path})]
             for name in (of, to)
         ]
         above, below = map(
@@ -158,18 +162,18 @@ def ratio(key: str, of: str, to: str, column: str, **where: str) -> Number:
     return number
 
 
-def one(form: str, **where: str) -> Number:
+def one(form: str, **config_path: str) -> Number:
     """Return the columns of a single row, as `form` names them."""
     return lambda rows: (
-        form.format(**{k: number(v) for k, v in chosen(rows, where)[0].items()}),
+        form.format(**{k: number(v) for k, v in chosen(rows, config_path)[0].items()}),
         "1",
     )
 
 
-def total(form: str, column: str, **where: str) -> Number:
+def total(form: str, column: str, **config_path: str) -> Number:
     """Return the sum of a column."""
     return lambda rows: (
-        form.format(sum(float(row[column]) for row in chosen(rows, where))),
+        form.format(sum(float(row[column]) for row in chosen(rows, config_path))),
         "1",
     )
 

@@ -224,7 +224,7 @@ def write_archive(export: Path) -> Path:
     """Write `<export>-sagemaker/model.tar.gz` and return its path."""
     folder = export.parent / f"{export.name}-sagemaker"
     refuse_unlisted(folder, ["model.tar.gz"], "--sagemaker")
-    with atomic_folder(folder, where="--sagemaker") as draft:
+    with atomic_folder(folder, config_path="--sagemaker") as draft:
         (draft / "model.tar.gz").write_bytes(archive(export))
     return folder / "model.tar.gz"
 

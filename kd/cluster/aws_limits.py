@@ -30,17 +30,17 @@ def _training(request: Mapping[str, Any]) -> Iterator[ConfigError]:
     resources, stop = request["ResourceConfig"], request["StoppingCondition"]
     run, wait = stop["MaxRuntimeInSeconds"], stop.get("MaxWaitTimeInSeconds")
     spot = request.get("EnableManagedSpotTraining", False)
-    where = "StoppingCondition.MaxWaitTimeInSeconds"
+    config_path = "StoppingCondition.MaxWaitTimeInSeconds"
     if spot and (wait is None or wait < run):  # API_StoppingCondition
         yield ConfigError(
-            where,
+            config_path,
             f"is {wait}, below the run time",
             f"At least {run}",
             "Raise it in --extra",
         )
     if wait is not None and not spot:
         yield ConfigError(
-            where,
+            config_path,
             "is given, but the job is no spot job",
             "Only with --spot",
             "Add --spot, or drop it",
@@ -49,21 +49,26 @@ def _training(request: Mapping[str, Any]) -> Iterator[ConfigError]:
         "ProfilingIntervalInMilliseconds", INTERVALS_MS[0]
     )
     if interval not in INTERVALS_MS:  # API_ProfilerConfig
-        where, allowed = (
+        config_path, allowed = (
             "ProfilerConfig.ProfilingIntervalInMilliseconds",
             f"One of {', '.join(map(str, INTERVALS_MS))}",
         )
-        yield ConfigError(where, f"is {interval}", allowed, "Correct it in --extra")
+        yield ConfigError(
+            config_path, f"is {interval}", allowed, "Correct it in --extra"
+        )
     if resources.get("KeepAlivePeriodInSeconds"):  # train-warm-pools, "Considerations"
         for wrong, found in (
             ("a spot job", spot),
             ("instance groups", "InstanceGroups" in resources),
         ):
             if found:
-                where = "ResourceConfig.KeepAlivePeriodInSeconds"
+                config_path = "ResourceConfig.KeepAlivePeriodInSeconds"
                 allowed = "A warm pool has on-demand instances of one type"
                 yield ConfigError(
-                    where, f"does not go with {wrong}", allowed, "Drop one of them"
+                    config_path,
+                    f"does not go with {wrong}",
+                    allowed,
+                    "Drop one of them",
                 )
 
 

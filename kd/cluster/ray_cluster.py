@@ -16,7 +16,7 @@ from kd.core.errors import RunError, in_short
 from kd.core.host import versions
 
 
-def connect(where: str) -> None:
+def connect(config_path: str) -> None:
     """Connect this process to the cluster, once."""
     if ray.is_initialized():
         return
@@ -31,7 +31,7 @@ def connect(where: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
         reason = in_short(error)
         raise RunError(
-            where,
+            config_path,
             f"there is no Ray cluster at RAY_ADDRESS={address} ({reason})",
             "",
             remedy,
@@ -71,7 +71,7 @@ def decoding_versions(*packages: str) -> dict[str, str]:
 
 
 def check_versions(
-    where: str, address: str, theirs: Mapping[str, str], ours: Mapping[str, str]
+    config_path: str, address: str, theirs: Mapping[str, str], ours: Mapping[str, str]
 ) -> None:
     """Refuse a host with other versions than this one."""
     if other := [
@@ -81,5 +81,8 @@ def check_versions(
     ]:
         remedy = "Install the same packages on all hosts, or use one image for all"
         raise RunError(
-            where, f"the host {address} decodes with {', '.join(other)}", "", remedy
+            config_path,
+            f"the host {address} decodes with {', '.join(other)}",
+            "",
+            remedy,
         )

@@ -58,11 +58,11 @@ def sections(image: str, output: str) -> dict[str, Any]:
         "RuleEvaluatorImage": rules,
         "RuleParameters": {"rule_to_invoke": name},
     }
-    where = {
+    metrics = {
         "S3OutputPath": f"{output}/profiler",
         "ProfilingIntervalInMilliseconds": INTERVAL_MS,
     }
     return {
-        "ProfilerConfig": where,
+        "ProfilerConfig": metrics,
         "ProfilerRuleConfigurations": [rule | {"S3OutputPath": f"{output}/profiler"}],
     }

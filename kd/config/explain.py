@@ -41,9 +41,9 @@ def explain(prefix: str = "") -> list[tuple[str, str, str, str]]:
     ]
 
 
-def _explain(cls: type, where: str) -> Iterator[tuple[str, str, str, str]]:
+def _explain(cls: type, config_path: str) -> Iterator[tuple[str, str, str, str]]:
     for name, field in keys_of(cls).items():
-        key = f"{where}.{name}".lstrip(".")
+        key = f"{config_path}.{name}".lstrip(".")
         section = section_of(field.annotation)
         if section and is_list(field.annotation):
             yield from _explain(section, key + "[]")
@@ -58,7 +58,7 @@ def _explain(cls: type, where: str) -> Iterator[tuple[str, str, str, str]]:
             )
             yield from _explain(section, key) if section else ()
         for kind, options in options_by_kind(field):
-            for *row, meaning in _explain(options, where):
+            for *row, meaning in _explain(options, config_path):
                 yield *row, f"[kind: {kind}] {meaning}"  # type: ignore[misc]
 
 

@@ -69,23 +69,26 @@ def alternatives(override: str) -> list[str]:
     return texts if len(texts) > 1 else [text]
 
 
-def file_keys(section: Any, where: str = "") -> Iterator[FileKey]:
+def file_keys(section: Any, config_path: str = "") -> Iterator[FileKey]:
     """Yield the keys below a section whose values name files that the run reads (see
     `kd.core.keys.file_key`).
     """
     for name, field in fields_of(type(section)).items():
         value, key, declared = (
             getattr(section, name),
-            f"{where}.{name}".lstrip("."),
+            f"{config_path}.{name}".lstrip("."),
             extra(field),
         )
         if "files" in declared and value:
             folder = declared["files"]
             yield FileKey(
-                key, written(value), folder and f"{where}.{folder}", declared["or_name"]
+                key,
+                written(value),
+                folder and f"{config_path}.{folder}",
+                declared["or_name"],
             )
         elif is_dataclass(value):
-            yield from file_keys(value, where if name == "options" else key)
+            yield from file_keys(value, config_path if name == "options" else key)
         elif isinstance(value, tuple):
             items = [
                 (number, item)
@@ -99,13 +102,15 @@ def file_keys(section: Any, where: str = "") -> Iterator[FileKey]:
             )
 
 
-def _leaves(value: Any, where: str) -> Iterator[tuple[str, str]]:
+def _leaves(value: Any, config_path: str) -> Iterator[tuple[str, str]]:
     """Yield the key and the text of each value. A list is one value."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from _leaves(inner, f"{where}.{key}" if where else str(key))
+            yield from _leaves(
+                inner, f"{config_path}.{key}" if config_path else str(key)
+            )
     else:
-        yield where, _text(value)
+        yield config_path, _text(value)
 
 
 def _text(value: Any) -> str:

@@ -68,8 +68,8 @@ def price_per_hour(name: str) -> float:
     return found[1].usd if found else 0.0
 
 
-def required(name: str, where: str) -> tuple[str, Instance]:
-    """Return name and entry of the machine given by option `where`; ConfigError: it is
+def required(name: str, config_path: str) -> tuple[str, Instance]:
+    """Return name and entry of the machine given by option `config_path`; ConfigError: it is
     not in the table.
     """
     if (found := find(name)) is None:
@@ -79,7 +79,7 @@ def required(name: str, where: str) -> tuple[str, Instance]:
                 None, (did_you_mean(name, TABLE), "Without --view-ms any type is taken")
             )
         )
-        raise ConfigError(where, wrong, f"One of {', '.join(TABLE)}", remedy)
+        raise ConfigError(config_path, wrong, f"One of {', '.join(TABLE)}", remedy)
     return found
 
 

@@ -24,9 +24,9 @@ def node_of(values: dict[str, Any]) -> Any:
     try:
         return OmegaConf.create(values)
     except OmegaConfBaseException as error:
-        where = str(getattr(error, "full_key", None) or "configuration")
+        config_path = str(getattr(error, "full_key", None) or "configuration")
         raise ConfigError(
-            where, f"cannot be read: {str(error).splitlines()[0]}"
+            config_path, f"cannot be read: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -43,30 +43,30 @@ def resolve(raw: Any, errors: list[KdError], here: bool = True) -> Any:
 
 
 class _Resolver:
-    """Walks over a configuration. `where` is the path of a node, for messages."""
+    """Walks over a configuration. `config_path` is the path of a node, for messages."""
 
     def __init__(self, root: Any, errors: list[KdError], here: bool) -> None:
         self.root, self.errors, self.here = root, errors, here
 
-    def container(self, node: Any, texts: Any, where: str) -> Any:
+    def container(self, node: Any, texts: Any, config_path: str) -> Any:
         keys = range(len(node)) if OmegaConf.is_list(node) else list(node)
         values = {}
         for key in keys:
             path = (
-                f"{where}[{key}]"
+                f"{config_path}[{key}]"
                 if OmegaConf.is_list(node)
-                else f"{where}.{key}"
-                if where
+                else f"{config_path}.{key}"
+                if config_path
                 else str(key)
             )
             values[key] = self.value(node, key, texts[key], path)
         return list(values.values()) if OmegaConf.is_list(node) else values
 
-    def value(self, node: Any, key: Any, text: Any, where: str) -> Any:
+    def value(self, node: Any, key: Any, text: Any, config_path: str) -> Any:
         if text == "???":  # OmegaConf's word for a missing value
             self.errors.append(
                 ConfigError(
-                    where,
+                    config_path,
                     "is ???, which stands for a missing value",
                     "",
                     "Write the value",
@@ -74,21 +74,21 @@ class _Resolver:
             )
         if not OmegaConf.is_interpolation(node, key):
             plain = not isinstance(text, (dict, list))
-            return text if plain else self.container(node[key], text, where)
+            return text if plain else self.container(node[key], text, config_path)
         try:
             value, reference = node[key], _expand(text, self.root)
         except (OmegaConfBaseException, RecursionError) as error:
             if self.here:
-                self.errors.append(_dangling(where, text, error))
+                self.errors.append(_dangling(config_path, text, error))
             return Referenced(text, text)
         section = isinstance(value, (dict, list)) or OmegaConf.is_config(value)
         if section and "${" in reference:
             wrong = f"'{text}' stands for a whole section"
             allowed = "A reference to the environment stands for one value"
-            self.errors.append(ConfigError(where, wrong, allowed, "Write it"))
+            self.errors.append(ConfigError(config_path, wrong, allowed, "Write it"))
         elif section:
             return self.container(
-                value, OmegaConf.to_container(value, resolve=False), where
+                value, OmegaConf.to_container(value, resolve=False), config_path
             )
         return (
             Referenced(value, reference)
@@ -97,22 +97,25 @@ class _Resolver:
         )
 
 
-def _dangling(where: str, text: str, error: Exception) -> ConfigError:
+def _dangling(config_path: str, text: str, error: Exception) -> ConfigError:
     """Return the error of a reference that leads nowhere."""
     if isinstance(error, RecursionError):
-        return ConfigError(where, f"is {text!r}, which refers to itself")
+        return ConfigError(config_path, f"is {text!r}, which refers to itself")
     absent = next((key for key in _KEY.findall(text) if f"'{key}'" in str(error)), "")
     if isinstance(error, InterpolationKeyError) and absent:
         wrong = f"is {text!r}, but this configuration does not set {absent}"
         return ConfigError(
-            where, wrong, "Keys that it sets, and ${oc.env:NAME}", f"Write {absent} too"
+            config_path,
+            wrong,
+            "Keys that it sets, and ${oc.env:NAME}",
+            f"Write {absent} too",
         )
     reason = (
         str(error).splitlines()[0].partition("resolving interpolation: ")
     )  # the exception of `oc.env` is quoted
     reason = (reason[2] or reason[0]).strip('"')
     return ConfigError(
-        where,
+        config_path,
         f"is {text!r}: {reason}",
         "Keys that the configuration sets, and ${oc.env:NAME}",
     )

@@ -55,9 +55,9 @@ def load(
         config = CHECK.validate_python(raw)
     except ConfigErrors as error:
         told = {
-            known.where for known in errors
+            known.config_path for known in errors
         }  # such as a reference that leads nowhere
-        errors.extend(other for other in error.errors if other.where not in told)
+        errors.extend(other for other in error.errors if other.config_path not in told)
     if not errors:
         stem = "run" if isinstance(path, dict) else Path(path).stem
         run = (

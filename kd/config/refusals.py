@@ -17,7 +17,7 @@ from kd.core.keys import Refused, fields_of
 class Place(NamedTuple):
     """A key of a configuration, and what stands there."""
 
-    where: str  # "losses[0].weight"
+    config_path: str  # "losses[0].weight"
     owner: type  # the section's class
     known: dict[str, FieldInfo]  # the keys of that section
     field: FieldInfo | None  # None: no such key, or a section of a list
@@ -37,7 +37,7 @@ def refusals(error: ValidationError, cls: type, raw: Any) -> list[KdError]:
             one.get("ctx", {}).get("error"),
         )
         found.setdefault(
-            (told.where, told.wrong), told
+            (told.config_path, told.wrong), told
         )  # a union tells once for each of its types
     return list(found.values())
 
@@ -51,7 +51,7 @@ def _place(cls: type, raw: Any, steps: Sequence[int | str]) -> Place:
         if isinstance(step, int):
             value = place.value[step]
             place = Place(
-                f"{place.where}[{step}]",
+                f"{place.config_path}[{step}]",
                 place.owner,
                 keys_of(place.owner, value),
                 None,
@@ -62,41 +62,41 @@ def _place(cls: type, raw: Any, steps: Sequence[int | str]) -> Place:
             place.known.get(step),
             (place.value.get(step) if isinstance(place.value, Mapping) else None),
         )
-        where = f"{place.where}.{step}".lstrip(".")
+        config_path = f"{place.config_path}.{step}".lstrip(".")
         section = section_of(field.annotation) if field else None
         if section is None:
-            return Place(where, place.owner, place.known, field, value)
-        place = Place(where, section, keys_of(section, value), field, value)
+            return Place(config_path, place.owner, place.known, field, value)
+        place = Place(config_path, section, keys_of(section, value), field, value)
     return place
 
 
 def _told(root: type, place: Place, kind: str, cause: Any) -> KdError:
-    where, value, field = place.where, place.value, place.field
+    config_path, value, field = place.config_path, place.value, place.field
     if isinstance(cause, Refused):
         error = cause.error
-        path = f"{where}.{error.where}".strip(".")
+        path = f"{config_path}.{error.config_path}".strip(".")
         return type(error)(path, error.wrong, error.allowed, error.remedy)
     if kind in ("unexpected_keyword_argument", "invalid_key"):
         return ConfigError(
-            where,
+            config_path,
             "no such key",
             f"Allowed: {', '.join(sorted(place.known))}",
             _remedy(root, place),
         )
     if kind == "missing" and field and value is None:  # else an item of it is missing
-        return ConfigError(where, "is missing", allowed(field))
+        return ConfigError(config_path, "is missing", allowed(field))
     if field is not None and is_list(field.annotation) and section_of(field.annotation):
         return ConfigError(
-            where,
+            config_path,
             f"is {value!r}",
             "A list of sections is expected",
-            f"Start each with '- ', or write {where}=[{{...}}]",
+            f"Start each with '- ', or write {config_path}=[{{...}}]",
         )
     if field is None or section_of(field.annotation):
         if cause is not None:
             return _rule(place, str(cause))
         return ConfigError(
-            where,
+            config_path,
             f"is {value!r}",
             f"A section with keys is expected: {', '.join(place.known)}",
         )
@@ -104,11 +104,13 @@ def _told(root: type, place: Place, kind: str, cause: Any) -> KdError:
         kind = "a boolean" if isinstance(value, bool) else "a number"
         wrong = f"is {value!r}, because YAML reads it as {kind} without quotes"
         return ConfigError(
-            where, wrong, "Text", f"Quote it; in a shell '{where}=\"...\"'"
+            config_path, wrong, "Text", f"Quote it; in a shell '{config_path}=\"...\"'"
         )
     if isinstance(value, str) and "\0" in value:
-        return ConfigError(where, f"is {value!r}, with a zero byte", "Text without one")
-    return ConfigError(where, f"is {value!r}", allowed(field))
+        return ConfigError(
+            config_path, f"is {value!r}, with a zero byte", "Text without one"
+        )
+    return ConfigError(config_path, f"is {value!r}", allowed(field))
 
 
 def _rule(place: Place, text: str) -> KdError:
@@ -118,18 +120,18 @@ def _rule(place: Place, text: str) -> KdError:
     text = " ".join(text.split()) or "breaks a rule of its part"
     key, _, wrong = text.partition(" ")
     if key in place.known and wrong.startswith(("is ", "are ", "needs ", "must ")):
-        return ConfigError(f"{place.where}.{key}", wrong)
-    return ConfigError(place.where, text)
+        return ConfigError(f"{place.config_path}.{key}", wrong)
+    return ConfigError(place.config_path, text)
 
 
 def _remedy(root: type, place: Place) -> str:
     """Name the kinds that have the key, or the key that is meant: below this section, a
     similar one, elsewhere.
     """
-    section, _, key = place.where.rpartition(".")
+    section, _, key = place.config_path.rpartition(".")
     if having := [kind for kind, known in _kinds(place.known) if key in known]:
         return f"Kinds with this key: {', '.join(having)}"
-    if place.where in _paths(root, ""):  # `every.log` in the section `run`
+    if place.config_path in _paths(root, ""):  # `every.log` in the section `run`
         return "Dots join keys at the top of a file alone"
     for name, field in place.known.items():
         if key in get_args(field.annotation):

@@ -36,8 +36,10 @@ def renamed_key(key: str, say: bool = False) -> str:
     return _changed(key, new, f"{key} is now {new}", say)
 
 
-def renamed(value: Any, where: str, errors: list[KdError], say: bool = False) -> Any:
-    """Return plain values with all names replaced by present ones. `where`: the dotted
+def renamed(
+    value: Any, config_path: str, errors: list[KdError], say: bool = False
+) -> Any:
+    """Return plain values with all names replaced by present ones. `config_path`: the dotted
     key of `value`; "" for the root.
 
     A section with both names of a key adds an error. `say`: log one line for each old
@@ -45,23 +47,24 @@ def renamed(value: Any, where: str, errors: list[KdError], say: bool = False) ->
     """
     if isinstance(value, list):
         return [
-            renamed(item, f"{where}.{i}", errors, say) for i, item in enumerate(value)
+            renamed(item, f"{config_path}.{i}", errors, say)
+            for i, item in enumerate(value)
         ]
     if isinstance(value, str):
-        parts = re.fullmatch(r"(\w+)[.\[]\d+\]?\.kind", where)
+        parts = re.fullmatch(r"(\w+)[.\[]\d+\]?\.kind", config_path)
         new = KINDS.get(parts[1], {}).get(value, value) if parts else value
         new = re.sub(
             r"\$\{([\w.]+)\}", lambda found: f"${{{renamed_key(found[1])}}}", new
         )
-        return _changed(value, new, f"{where}: {value} is now {new}", say)
-    if not isinstance(value, dict) or where.endswith(
+        return _changed(value, new, f"{config_path}: {value} is now {new}", say)
+    if not isinstance(value, dict) or config_path.endswith(
         ".args"
     ):  # a network's arguments have names of its own
         return value
     made: dict[Any, Any] = {}
     for key, item in value.items():
-        path = f"{where}.{key}" if where else str(key)
-        new = renamed_key(path, say)[len(where) + 1 if where else 0 :]
+        path = f"{config_path}.{key}" if config_path else str(key)
+        new = renamed_key(path, say)[len(config_path) + 1 if config_path else 0 :]
         if new != str(key) and new in value:
             wrong = f"is the old name of {new}, which is set too"
             errors.append(ConfigError(path, wrong, "Use one name", f"Remove {key}"))

@@ -388,12 +388,12 @@ class Config(Keys):
             checked = check(values)
         except ValidationError as error:
             known = {
-                error.where for error in errors
+                error.config_path for error in errors
             }  # such as a reference that leads nowhere
             errors += [
                 other
                 for other in refusals(error, cls, values)
-                if other.where not in known
+                if other.config_path not in known
             ]
         if errors:
             raise ConfigErrors(errors)

@@ -152,7 +152,7 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
 
 def _progressive(data: DataSection, features: Sequence[str]) -> Iterator[KdError]:
     """Yield options that are incompatible with data.progressive."""
-    where, size, until = (
+    config_path, size, until = (
         "data.progressive",
         data.progressive.size,
         data.progressive.until,
@@ -162,25 +162,31 @@ def _progressive(data: DataSection, features: Sequence[str]) -> Iterator[KdError
     if not 8 <= size < data.image_size:
         wrong, remedy = (
             f"is {size}, but data.image_size is {data.image_size}",
-            f"Change it, or leave {where} out",
+            f"Change it, or leave {config_path} out",
         )
         yield ConfigError(
-            f"{where}.size", wrong, f">= 8 and < {data.image_size}", remedy
+            f"{config_path}.size", wrong, f">= 8 and < {data.image_size}", remedy
         )
     if not until:
-        wrong, remedy = f"is 0, but {where}.size is {size}", f"Set {where}.until=0.6"
-        yield ConfigError(f"{where}.until", wrong, "> 0 and <= 1", remedy)
+        wrong, remedy = (
+            f"is 0, but {config_path}.size is {size}",
+            f"Set {config_path}.until=0.6",
+        )
+        yield ConfigError(f"{config_path}.until", wrong, "> 0 and <= 1", remedy)
     if data.loader == "ray":
         wrong = (
             f"is {size}, but data.loader is ray, whose decoders make images of one size"
         )
         yield ConfigError(
-            f"{where}.size", wrong, "0, or data.loader: local", "Set data.loader=local"
+            f"{config_path}.size",
+            wrong,
+            "0, or data.loader: local",
+            "Set data.loader=local",
         )
     if "tokens" in features:
         wrong = f"is {size}, but a loss compares the tokens of all patches"
         yield ConfigError(
-            f"{where}.size", wrong, "0, or other losses", "Leave one of them out"
+            f"{config_path}.size", wrong, "0, or other losses", "Leave one of them out"
         )
 
 
@@ -348,17 +354,17 @@ def _by_class(
 
 
 def _of_one_section(config: Config) -> Iterator[KdError]:
-    for where, tuning in (
+    for config_path, tuning in (
         ("student.tuning", config.student.tuning),
         ("teacher.fit.tuning", config.teacher.fit.tuning),
     ):
         if tuning.freeze_epochs and not tuning.freeze:
-            wrong = f"is {tuning.freeze_epochs}, but {where}.freeze names nothing"
+            wrong = f"is {tuning.freeze_epochs}, but {config_path}.freeze names nothing"
             yield ConfigError(
-                f"{where}.freeze_epochs",
+                f"{config_path}.freeze_epochs",
                 wrong,
                 "Patterns in freeze",
-                f"Set {where}.freeze, or 0",
+                f"Set {config_path}.freeze, or 0",
             )
     steps, price = list(config.profile.steps), config.price
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
@@ -435,7 +441,7 @@ def _unlabelled(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError
 
 def _by_order(config: Config) -> Iterator[KdError]:
     also = {f"teacher.also[{i}]": one for i, one in enumerate(config.teacher.also)}
-    for where, model in {
+    for config_path, model in {
         "teacher": config.teacher,
         "student": config.student,
         **also,
@@ -448,10 +454,10 @@ def _by_order(config: Config) -> Iterator[KdError]:
                 f" '{model.checkpoint}'"
             )
             yield ConfigError(
-                f"{where}.weights",
+                f"{config_path}.weights",
                 wrong,
                 "Kind timm with a checkpoint",
-                f"Leave {where}.weights out",
+                f"Leave {config_path}.weights out",
             )
 
 
@@ -522,7 +528,7 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
         (teacher.kind, teacher.model, teacher.args, teacher.checkpoint, teacher.options)
     ]
     for i, member in enumerate(teacher.also):
-        where = f"teacher.also[{i}]"
+        config_path = f"teacher.also[{i}]"
         key = (
             member.kind,
             member.model,
@@ -532,7 +538,7 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
         )
         if not member.model:
             yield ConfigError(
-                f"{where}.model",
+                f"{config_path}.model",
                 "is missing",
                 "A timm model name, a folder or a hub id",
                 "Add it",
@@ -545,7 +551,7 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
                 " another seed"
             )
             yield ConfigError(
-                where, "repeats an earlier teacher", allowed, "Change its weight"
+                config_path, "repeats an earlier teacher", allowed, "Change its weight"
             )
         seen.append(key)
 
@@ -644,11 +650,11 @@ def _execution(
     here: bool,
 ) -> Iterator[KdError]:
     """Yield compilers, runtimes and precisions that the backend lacks."""
-    for section, where in ((teacher, "teacher"), (student, "student")):
+    for section, config_path in ((teacher, "teacher"), (student, "student")):
         if section.compile == "on" and facts.compiles:
             wrong = f"is on, but backend '{kind}' compiles by itself"
             yield ConfigError(
-                f"{where}.compile", wrong, "off", f"Set {where}.compile=off"
+                f"{config_path}.compile", wrong, "off", f"Set {config_path}.compile=off"
             )
     if teacher.model and (
         teacher.runtime in RUNTIMES or teacher.precision in QUANTIZED
@@ -660,7 +666,7 @@ def _exported(
     teacher: TeacherSection, kind: str, facts: BackendFacts, features: bool, here: bool
 ) -> Iterator[KdError]:
     key = "runtime" if teacher.runtime in RUNTIMES else "precision"
-    where, value = f"teacher.{key}", getattr(teacher, key)
+    config_path, value = f"teacher.{key}", getattr(teacher, key)
     runtime = teacher.exported(cpu=True)
     if not facts.cpu:
         allowed = (
@@ -668,15 +674,15 @@ def _exported(
             " onnxruntime"
         )
         yield ConfigError(
-            where,
+            config_path,
             f"is {value}, but the backend is '{kind}'",
             allowed,
-            f"Set {where}=auto",
+            f"Set {config_path}=auto",
         )
     if not runtime:
         allowed = "On a CPU, int8 runs as a graph of onnxruntime"
         yield ConfigError(
-            where,
+            config_path,
             f"is {value}, but teacher.runtime is torch",
             allowed,
             "Set teacher.runtime=auto",
@@ -688,12 +694,15 @@ def _exported(
             " graph returns logits alone"
         )
         yield ConfigError(
-            where, wrong, "torch, or losses on logits", f"Set {where}=auto"
+            config_path, wrong, "torch, or losses on logits", f"Set {config_path}=auto"
         )
     if teacher.compile == "on":
         wrong = f"is {value}, but teacher.compile is on, and torch.compile is torch's"
         yield ConfigError(
-            where, wrong, EXCLUSIVE, f"Set teacher.compile=off or {where}=auto"
+            config_path,
+            wrong,
+            EXCLUSIVE,
+            f"Set teacher.compile=off or {config_path}=auto",
         )
     precisions = ("auto", "fp32", "int8" if runtime == "onnxruntime" else "bf16")
     if teacher.precision not in precisions:
@@ -704,7 +713,7 @@ def _exported(
         )
     if here and not installed(runtime):
         extra = "PATH/kd[openvino]" if runtime == "openvino" else runtime
-        remedy = f"pip install '{extra}', or set {where}=auto"
+        remedy = f"pip install '{extra}', or set {config_path}=auto"
         needed = "which" if value == runtime else f"for which {runtime}"
         wrong = f"is {value}, {needed} is not installed"
-        yield MissingExtra(where, wrong, "", remedy)
+        yield MissingExtra(config_path, wrong, "", remedy)

@@ -59,9 +59,9 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
     try:
         raw = OmegaConf.load(io.StringIO(as_written(file.read_text(encoding="utf-8"))))
     except OmegaConfBaseException as error:
-        where = str(getattr(error, "full_key", None) or path)
+        config_path = str(getattr(error, "full_key", None) or path)
         raise ConfigError(
-            where, f"cannot be read: {in_short(str(error).splitlines()[0])}"
+            config_path, f"cannot be read: {in_short(str(error).splitlines()[0])}"
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(

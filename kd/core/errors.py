@@ -23,10 +23,10 @@ class KdError(Exception):
     exit_code = 2
 
     def __init__(
-        self, where: str, wrong: str, allowed: str = "", remedy: str = ""
+        self, config_path: str, wrong: str, allowed: str = "", remedy: str = ""
     ) -> None:
-        self.where, self.wrong, self.allowed, self.remedy = (
-            where,
+        self.config_path, self.wrong, self.allowed, self.remedy = (
+            config_path,
             wrong,
             allowed,
             remedy,
@@ -37,12 +37,12 @@ class KdError(Exception):
         sentences = [
             _sentence(part) for part in (wrong, stated, remedy) if part.strip()
         ]
-        place = where if where.isprintable() else repr(where)[1:-1]
+        place = config_path if config_path.isprintable() else repr(config_path)[1:-1]
         super().__init__(f"{place}: {' '.join(sentences)}")
 
     def __reduce__(self):
         # The data loader's workers pickle exceptions; the four fields must survive it.
-        return type(self), (self.where, self.wrong, self.allowed, self.remedy)
+        return type(self), (self.config_path, self.wrong, self.allowed, self.remedy)
 
 
 def _sentence(text: str) -> str:
@@ -60,7 +60,7 @@ class ConfigErrors(ConfigError):
     def __init__(self, errors: Iterable[KdError]) -> None:
         self.errors = list(errors)
         first = self.errors[0]
-        super().__init__(first.where, first.wrong, first.allowed, first.remedy)
+        super().__init__(first.config_path, first.wrong, first.allowed, first.remedy)
         self.args = ("\n".join(str(error) for error in self.errors),)
 
     def __reduce__(self):
@@ -152,14 +152,14 @@ def named(error: BaseException, most: int = 200) -> str:
     return f"{type(error).__name__}: {in_short(error, most)}"
 
 
-def needed(package: str, where: str, wrong: str, remedy: str) -> Any:
+def needed(package: str, config_path: str, wrong: str, remedy: str) -> Any:
     """Import an optional package; MissingExtra: it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
         if error.name and error.name.partition(".")[0] != package.partition(".")[0]:
             raise  # it is installed; something that it needs is not
-        raise MissingExtra(where, wrong, "", remedy) from error
+        raise MissingExtra(config_path, wrong, "", remedy) from error
 
 
 def own_line(error: BaseException) -> str:

@@ -54,7 +54,7 @@ def build(
 class Labels:
     """Reads and checks the labels of a dataset's items."""
 
-    where: str  # the data's name for messages, such as "train"
+    config_path: str  # the data's name for messages, such as "train"
     # "all", "some" (-1: none), "sets" (0 or 1 for each class) or "none" (not read)
     kind: str
     num_classes: int  # labels must be smaller; 0: not known yet
@@ -70,7 +70,7 @@ class Labels:
             wrong = f"{subject} is not (image, label): it is {type(item).__name__}"
             allowed = "Pairs; images alone go with labels='none'"
             raise DataError(
-                self.where, wrong, allowed, "Return pairs, or pass labels='none'"
+                self.config_path, wrong, allowed, "Return pairs, or pass labels='none'"
             )
         return parts[0], parts[1]
 
@@ -78,13 +78,13 @@ class Labels:
         """Return labels as classes int64 [B], or -1 where some are missing, or as sets
         of classes int8 [B, C].
         """
-        where, classes = self.where, self.num_classes
+        config_path, classes = self.config_path, self.num_classes
         try:
             labels_B = torch.as_tensor(found)
         except (TypeError, ValueError, RuntimeError) as error:
             wrong = f"{subject} is not (image, label): {error}"
             raise DataError(
-                where, wrong, "A label is a number", "Return pairs"
+                config_path, wrong, "A label is a number", "Return pairs"
             ) from error
         if self.kind == "sets":
             shape = labels_B.shape[1:]
@@ -97,7 +97,7 @@ class Labels:
                     " 0 and 1"
                 )
                 raise DataError(
-                    where,
+                    config_path,
                     wrong,
                     f"{classes or 'As many'} numbers, 1 for each class in the image",
                     "",
@@ -106,7 +106,7 @@ class Labels:
         if labels_B.numel() != len(labels_B):
             wrong = f"{subject} has a label of shape {list(labels_B.shape[1:])}"
             raise DataError(
-                where,
+                config_path,
                 wrong,
                 "A class number; sets of labels go with labels='sets'",
                 "Pass class numbers",
@@ -130,7 +130,7 @@ class Labels:
                 else "Correct the labels"
             )
             raise DataError(
-                where, f"{subject} has the label {value:g}", allowed, remedy
+                config_path, f"{subject} has the label {value:g}", allowed, remedy
             )
         return labels_B.flatten().long()
 
@@ -148,14 +148,14 @@ class MapDataset:
         self,
         items: Any,
         seed: int,
-        where: str = "train",
+        config_path: str = "train",
         labels: str = "all",
         num_classes: int = 0,
     ) -> None:
         self.items, self.seed, self.labels = (
             items,
             seed,
-            Labels(where, labels, num_classes),
+            Labels(config_path, labels, num_classes),
         )
         names = getattr(items, "classes", ())  # some datasets store a number there
         self.classes: Sequence[str] = (
@@ -180,12 +180,15 @@ class MapDataset:
             random.setstate(states[0])
             np.random.set_state(states[1])
             torch.set_rng_state(states[2])
-        where, subject = self.labels.where, f"item {id}"
+        config_path, subject = self.labels.config_path, f"item {id}"
         image, label = self.labels.split(item, subject)
         if not isinstance(image, torch.Tensor):
             wrong = f"image {id} is {type(image).__name__}"
             raise DataError(
-                where, wrong, "A tensor is expected", "End the transform in a tensor"
+                config_path,
+                wrong,
+                "A tensor is expected",
+                "End the transform in a tensor",
             )
         self._shape = self._shape or image.shape
         if image.shape != self._shape:
@@ -194,7 +197,7 @@ class MapDataset:
                 f" {list(self._shape)}"
             )
             raise DataError(
-                where,
+                config_path,
                 wrong,
                 "Images of one shape",
                 "Resize or crop them in the transform",
@@ -248,14 +251,14 @@ class BatchLoader:
         self,
         batches: Iterable[Any],
         batch_size: int,
-        where: str = "train",
+        config_path: str = "train",
         labels: str = "all",
         num_classes: int = 0,
     ) -> None:
         self.batches, self.batch_size, self.labels = (
             batches,
             batch_size,
-            Labels(where, labels, num_classes),
+            Labels(config_path, labels, num_classes),
         )
         self.unreadable: set[int] = set()
         self._empty = 0  # epochs in a row without a batch
@@ -285,7 +288,7 @@ class BatchLoader:
                 f" {len(plan.ids) // self.batch_size}"
             )
             raise DataError(
-                self.labels.where,
+                self.labels.config_path,
                 wrong,
                 "Whole batches",
                 "Give its sampler a length, or pass the dataset",

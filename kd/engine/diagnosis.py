@@ -31,7 +31,7 @@ def locate_nonfinite(run: Run, error: Diverged, micros: list[Batch]) -> Diverged
         if first
         else f"{error.wrong}; not in this rank's images"
     )
-    return type(error)(error.where, text, error.allowed, error.remedy)
+    return type(error)(error.config_path, text, error.allowed, error.remedy)
 
 
 def _first(run: Run, micros: list[Batch]) -> str:

@@ -192,8 +192,8 @@ def diverged(
     text = f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
     if 1 < len(steps) == steps[-1] - steps[0] + 1:
         text = f"steps {steps[0]} to {steps[-1]}"
-    where = "losses" if terms != ["grad_norm"] else "optimizer"
+    config_path = "losses" if terms != ["grad_norm"] else "optimizer"
     wrong = f"{', '.join(terms)} became NaN or infinite in {text}{more}"
-    error = Diverged(where, wrong, "All terms must stay finite", AFTER_DIVERGING)
+    error = Diverged(config_path, wrong, "All terms must stay finite", AFTER_DIVERGING)
     error.at = at
     return error

@@ -62,7 +62,7 @@ def printable(name: bytes) -> str:
 
 
 def entries_of(
-    path: bytes, where: str
+    path: bytes, config_path: str
 ) -> tuple[list[os.DirEntry[bytes]], os.stat_result]:
     """Return a folder's content without hidden names, and the folder's metadata before
     listing.
@@ -77,7 +77,8 @@ def entries_of(
             ]  # macOS ._* too
     except OSError as error:
         raise DataError(
-            where, f"the folder '{printable(path)}' cannot be listed ({error.strerror})"
+            config_path,
+            f"the folder '{printable(path)}' cannot be listed ({error.strerror})",
         ) from error
     return entries, status
 
@@ -142,12 +143,12 @@ class Walk:
     """
 
     def __init__(
-        self, root: str, folder: bytes, where: str, accept: IsImage = is_image
+        self, root: str, folder: bytes, config_path: str, accept: IsImage = is_image
     ) -> None:
-        self.root, self.folder, self.where, self.accept = (
+        self.root, self.folder, self.config_path, self.accept = (
             os.fsencode(root),
             folder,
-            where,
+            config_path,
             accept,
         )
         self.folders = list[bytes]()  # all that were listed
@@ -170,12 +171,12 @@ class Walk:
 
     def _open(self, relative: bytes, above: frozenset[tuple[int, int]]) -> Folder:
         path = os.path.join(self.root, relative) if relative else self.root
-        entries, status = entries_of(path, self.where)
+        entries, status = entries_of(path, self.config_path)
         self.folders.append(relative)
         identity = status.st_dev, status.st_ino
         if identity in above:
             wrong = f"the folder '{printable(path)}' is a link to a folder above it"
-            raise DataError(self.where, wrong, "", "Remove the link")
+            raise DataError(self.config_path, wrong, "", "Remove the link")
         content: list[tuple[bytes, os.DirEntry[bytes] | None]] = []
         for entry in entries:
             if is_folder(entry):

@@ -32,7 +32,7 @@ def object_of(content: Any) -> Any:
 
 def read_json(
     file: Path,
-    where: str,
+    config_path: str,
     remedy: str,
     build: Callable[[Any], Value] = object_of,
     kind: type[KdError] = RunError,
@@ -42,19 +42,19 @@ def read_json(
     cannot be read.
 
     If the file is damaged (`build` raises one of `DAMAGE`), or `required` and cannot be
-    read, raise `kind` at the config path `where`.
+    read, raise `kind` at the config path `config_path`.
     """
     try:
         content = file.read_bytes()
     except OSError as error:
         if required:
             raise kind(
-                where, f"'{file}' cannot be read ({error.strerror})", "", remedy
+                config_path, f"'{file}' cannot be read ({error.strerror})", "", remedy
             ) from error
         raise
     try:
         return build(json.loads(content))
     except DAMAGE as error:
         raise kind(
-            where, f"'{file}' is damaged ({named(error)})", "", remedy
+            config_path, f"'{file}' is damaged ({named(error)})", "", remedy
         ) from error

@@ -32,12 +32,12 @@ def join(url: str, name: str) -> str:
     return f"{url.rstrip('/')}/{name}"
 
 
-def versions(url: str, where: str) -> dict[str, tuple[int, str]]:
+def versions(url: str, config_path: str) -> dict[str, tuple[int, str]]:
     """Return size and `version` of all files at or below a URL, or matching its
     wildcards; sorted, without folders.
     """
-    with _one_line(url, where):
-        files, path = _open(url, where)
+    with _one_line(url, config_path):
+        files, path = _open(url, config_path)
         infos = {}
         if re.search(r"[*?\[]", path):
             infos = {
@@ -61,12 +61,12 @@ def versions(url: str, where: str) -> dict[str, tuple[int, str]]:
         }
 
 
-def version(url: str, where: str) -> str:
+def version(url: str, config_path: str) -> str:
     """Return a hash of a file's size, ETag and times in the store; it changes with the
     content.
     """
-    with _one_line(url, where):
-        files, path = _open(url, where)
+    with _one_line(url, config_path):
+        files, path = _open(url, config_path)
         return _version(url, files.info(path))
 
 
@@ -78,13 +78,13 @@ def _version(url: str, info: Any) -> str:
     return hashlib.sha256("\0".join([url, *marks]).encode()).hexdigest()[:12]
 
 
-def read(url: str, where: str) -> bytes:
+def read(url: str, config_path: str) -> bytes:
     """Read a whole file; FileNotFoundError and PermissionError are raised as for a
     local file.
     """
     try:
-        with _one_line(url, where, (FileNotFoundError, PermissionError)):
-            files, path = _open(url, where)
+        with _one_line(url, config_path, (FileNotFoundError, PermissionError)):
+            files, path = _open(url, config_path)
             return files.cat_file(path)
     except (FileNotFoundError, PermissionError) as error:
         raise type(error)(
@@ -92,14 +92,17 @@ def read(url: str, where: str) -> bytes:
         ) from error
 
 
-def copy_here(url: str, target: Path, where: str) -> None:
+def copy_here(url: str, target: Path, config_path: str) -> None:
     """Copy a file to this machine, atomically."""
-    with atomic_file(target, where) as draft, _one_line(url, where, disk=True):
-        files, path = _open(url, where)
+    with (
+        atomic_file(target, config_path) as draft,
+        _one_line(url, config_path, disk=True),
+    ):
+        files, path = _open(url, config_path)
         files.get_file(path, str(draft))
 
 
-def _open(url: str, where: str) -> tuple[Any, str]:
+def _open(url: str, config_path: str) -> tuple[Any, str]:
     protocol = url.partition("://")[0]
     try:
         files = _store(protocol, os.getpid())
@@ -110,7 +113,7 @@ def _open(url: str, where: str) -> tuple[Any, str]:
         remedy = EXTRAS.get(protocol, "Install the package for fsspec that brings it")
         reason = in_short(error)
         raise MissingExtra(
-            where,
+            config_path,
             f"'{url}' needs a package that is not installed ({reason})",
             "",
             remedy,
@@ -130,7 +133,10 @@ def _store(protocol: str, process: int) -> Any:
 
 @contextmanager
 def _one_line(
-    url: str, where: str, passed: tuple[type[Exception], ...] = (), disk: bool = False
+    url: str,
+    config_path: str,
+    passed: tuple[type[Exception], ...] = (),
+    disk: bool = False,
 ) -> Iterator[None]:
     """Convert a store's exceptions of many unrelated types to a DataError; `passed` are
     raised unchanged.
@@ -147,5 +153,5 @@ def _one_line(
             "Check the name, credentials and network, then run the same command again"
         )
         raise DataError(
-            where, f"'{url}': the store reports: {reason[:200]}", "", remedy
+            config_path, f"'{url}': the store reports: {reason[:200]}", "", remedy
         ) from error

@@ -34,23 +34,23 @@ class Shard:
     origin: str  # its path, or the URL that it was copied from
 
 
-def find(pattern: str, where: str, copies: str) -> list[Shard]:
+def find(pattern: str, config_path: str, copies: str) -> list[Shard]:
     """Return the shards of a pattern in its order; new or changed remote shards are
     copied first.
     """
-    names = origins(pattern, where)
+    names = origins(pattern, config_path)
     if not object_store.is_url(pattern):
         return [Shard(name, name) for name in names]
-    return _copied(names, Path(os.path.expanduser(copies)), where)
+    return _copied(names, Path(os.path.expanduser(copies)), config_path)
 
 
-def origins(pattern: str, where: str) -> list[str]:
+def origins(pattern: str, config_path: str) -> list[str]:
     """Return the paths or URLs of a pattern's shards in its order; nothing is
     copied.
     """
     if pattern.startswith("pipe:"):
         raise DataError(
-            where,
+            config_path,
             f"'{pattern}' is a pipe",
             "Paths or URLs of .tar files",
             "Name the shards' URL",
@@ -61,7 +61,7 @@ def origins(pattern: str, where: str) -> list[str]:
     for path in _expand_braces(pattern if remote else os.path.expanduser(pattern)):
         if remote:
             matches = (
-                list(object_store.versions(path, where))
+                list(object_store.versions(path, config_path))
                 if glob.has_magic(path)
                 else [path]
             )
@@ -74,12 +74,12 @@ def origins(pattern: str, where: str) -> list[str]:
         names.update(dict.fromkeys(matches))
         missing.extend([] if matches else [path])
     if missing:
-        raise _no_shard(missing, where, remote)
+        raise _no_shard(missing, config_path, remote)
     return list(names)
 
 
 def members(
-    file: BinaryIO, shard: str, where: str, named: Collection[str] = ()
+    file: BinaryIO, shard: str, config_path: str, named: Collection[str] = ()
 ) -> dict[str, dict[str, tuple[int, int]]]:
     """Return offset and size of the members of an open shard, by key and ending:
     {"dir/0001": {"jpg": (512, 99)}}.
@@ -103,11 +103,11 @@ def members(
             key, ending = f"{folder}/{key}" if folder else key, ending.lower()
             if not member.isreg() or member.sparse is not None:
                 wrong = f"'{member.name}' in the shard '{shard}' is a link"
-                raise DataError(where, wrong, "Plain files", "Write it anew")
+                raise DataError(config_path, wrong, "Plain files", "Write it anew")
             sample = samples.setdefault(key, {})
             if ending in sample:
                 raise DataError(
-                    where,
+                    config_path,
                     f"the shard '{shard}' has '{member.name}' twice",
                     "",
                     "Write it anew",
@@ -118,7 +118,7 @@ def members(
     if read(file, end, BLOCK) != bytes(BLOCK):
         wrong = f"the shard '{shard}' is cut short or damaged at byte {end}"
         raise DataError(
-            where,
+            config_path,
             wrong,
             "Whole .tar files, which end with empty blocks",
             "Copy or write it again",
@@ -163,7 +163,7 @@ def read(file: BinaryIO, offset: int, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _no_shard(missing: Sequence[str], where: str, remote: bool) -> DataError:
+def _no_shard(missing: Sequence[str], config_path: str, remote: bool) -> DataError:
     folder = os.path.dirname(missing[0]) or "."
     files = os.listdir(folder) if os.path.isdir(folder) and not remote else []
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -172,32 +172,34 @@ def _no_shard(missing: Sequence[str], where: str, remote: bool) -> DataError:
         or "Check the path and the range in the braces"
     )
     return DataError(
-        where,
+        config_path,
         f"no shard '{missing[0]}'{more}",
         "A path with braces or wildcards",
         remedy,
     )
 
 
-def _copied(urls: Sequence[str], folder: Path, where: str) -> list[Shard]:
+def _copied(urls: Sequence[str], folder: Path, config_path: str) -> list[Shard]:
     """Copy missing shards to this machine. One process copies; the others wait for its
     lock.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        versions = list(pool.map(lambda url: object_store.version(url, where), urls))
+        versions = list(
+            pool.map(lambda url: object_store.version(url, config_path), urls)
+        )
         shards = [
             Shard(str(folder / version / url.rpartition("/")[2]), url)
             for version, url in zip(versions, urls, strict=True)
         ]
-        with on_disk(folder, where):
+        with on_disk(folder, config_path):
             folder.mkdir(parents=True, exist_ok=True)
-            while (locked := lock(folder / ".lock", where)) is None:
+            while (locked := lock(folder / ".lock", config_path)) is None:
                 time.sleep(0.5)
         with locked:
             missing = [shard for shard in shards if not os.path.isfile(shard.path)]
             if missing:
                 log.info(
-                    f"{where}: copying {len(missing)} of {len(shards)} shards to"
+                    f"{config_path}: copying {len(missing)} of {len(shards)} shards to"
                     f" '{folder}'"
                 )
             for shard in missing:
@@ -205,7 +207,7 @@ def _copied(urls: Sequence[str], folder: Path, where: str) -> list[Shard]:
             list(
                 pool.map(
                     lambda shard: object_store.copy_here(
-                        shard.origin, Path(shard.path), where
+                        shard.origin, Path(shard.path), config_path
                     ),
                     missing,
                 )

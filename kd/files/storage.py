@@ -41,7 +41,7 @@ log = logging.getLogger("kd")
 
 
 @contextmanager
-def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
+def atomic_folder(path: Path, config_path: str = "run.folder") -> Iterator[Path]:
     """Yield a draft that replaces the folder `path` if the block succeeds. `recover`
     repairs after a kill.
     """
@@ -65,28 +65,28 @@ def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
                 except OSError:
                     os.replace(old, path)
                     raise
-                _delete(old, where)
+                _delete(old, config_path)
             else:
                 os.replace(draft, path)
         flush(path.parent)
     except OSError as error:
-        raise disk_error(error, path, where) from error
+        raise disk_error(error, path, config_path) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def refuse_unlisted(folder: Path, names: Collection[str], where: str) -> None:
+def refuse_unlisted(folder: Path, names: Collection[str], config_path: str) -> None:
     """Refuse to replace a folder that holds files with other names."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         wrong = (
             f"'{folder}' exists and is a {'link' if folder.is_symlink() else 'file'}"
         )
-        raise RunError(where, wrong, REPLACED, "Choose another folder")
+        raise RunError(config_path, wrong, REPLACED, "Choose another folder")
     for path in sorted(folder.rglob("*")):
         holds_files = path.is_dir() and not path.is_symlink() and any(path.iterdir())
         if path.relative_to(folder).as_posix() not in names and not holds_files:
             raise RunError(
-                where,
+                config_path,
                 f"'{path}' belongs to no export",
                 REPLACED,
                 "Move it away, or choose another folder",
@@ -127,13 +127,13 @@ def remove_folder(path: Path) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path, where: str = "run.folder") -> Iterator[Path]:
+def atomic_file(path: Path, config_path: str = "run.folder") -> Iterator[Path]:
     """Yield the path of a draft that becomes `path` if the block succeeds, else is
     removed.
     """
     draft = _beside(path)
     try:
-        with on_disk(path, where):
+        with on_disk(path, config_path):
             path.parent.mkdir(parents=True, exist_ok=True)
             yield draft
             flush(draft)
@@ -144,18 +144,21 @@ def atomic_file(path: Path, where: str = "run.folder") -> Iterator[Path]:
             draft.unlink()
 
 
-def write_text(path: Path, text: str, where: str = "run.folder") -> None:
+def write_text(path: Path, text: str, config_path: str = "run.folder") -> None:
     """Write a text file atomically."""
-    with atomic_file(path, where) as draft, draft.open("x", encoding="utf-8") as file:
+    with (
+        atomic_file(path, config_path) as draft,
+        draft.open("x", encoding="utf-8") as file,
+    ):
         file.write(text)
 
 
-def write_json(path: Path, content: Any, where: str = "run.folder") -> None:
+def write_json(path: Path, content: Any, config_path: str = "run.folder") -> None:
     """Write JSON atomically."""
-    write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n", where)
+    write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n", config_path)
 
 
-def disk_error(error: OSError, path: Path, where: str) -> RunError:
+def disk_error(error: OSError, path: Path, config_path: str) -> RunError:
     """Turn an OSError into one line with a remedy."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     wrong = (
@@ -168,16 +171,16 @@ def disk_error(error: OSError, path: Path, where: str) -> RunError:
         if full
         else "Choose a folder that you may write"
     )
-    return RunError(where, wrong, "", remedy)
+    return RunError(config_path, wrong, "", remedy)
 
 
 @contextmanager
-def on_disk(path: Path, where: str) -> Iterator[None]:
+def on_disk(path: Path, config_path: str) -> Iterator[None]:
     """Convert an OSError in this block to one line about a path: see `disk_error`."""
     try:
         yield
     except OSError as error:
-        raise disk_error(error, path, where) from error
+        raise disk_error(error, path, config_path) from error
 
 
 def flush(path: Path) -> None:
@@ -211,12 +214,12 @@ def _beside(path: Path) -> Path:
     return path.parent / f".{path.name}.{uuid4().hex[:12]}.tmp"
 
 
-def _delete(path: Path, where: str) -> None:
+def _delete(path: Path, config_path: str) -> None:
     try:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     except OSError as error:
         log.warning(
-            f"{where}: cannot remove '{path}' ({error.strerror or error}). It is not"
+            f"{config_path}: cannot remove '{path}' ({error.strerror or error}). It is not"
             " needed any more."
         )
 
@@ -285,13 +288,13 @@ def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict)]
 
 
-def lock(path: Path, where: str) -> IO[str] | None:
+def lock(path: Path, config_path: str) -> IO[str] | None:
     """Take the exclusive lock of a file until the result is closed; None if another
     process holds it.
     """
     file, owned = path.open("a"), False
     try:
-        owned = take_lock(file, path, where)
+        owned = take_lock(file, path, config_path)
     finally:
         if not owned:
             file.close()
@@ -312,7 +315,7 @@ def _lock(file: IO[Any] | int) -> None:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def take_lock(file: IO[Any], path: Path, where: str) -> bool:
+def take_lock(file: IO[Any], path: Path, config_path: str) -> bool:
     """Take the exclusive lock of an open file until it is closed. Return False if
     another process holds it.
     """
@@ -326,7 +329,7 @@ def take_lock(file: IO[Any], path: Path, where: str) -> bool:
             f" ({error.strerror or error})"
         )
         raise RunError(
-            where,
+            config_path,
             wrong,
             "One writer at a time",
             "Choose a folder on another file system",
@@ -345,7 +348,7 @@ def hashed_folder(parent: Path, name: str, identity: dict[str, Any]) -> Path:
 
 
 def open_folder(
-    folder: Path, identity: dict[str, Any], where: str, writable: bool = True
+    folder: Path, identity: dict[str, Any], config_path: str, writable: bool = True
 ) -> None:
     """Open or create a folder made from `identity` (JSON values). Any number of
     processes may call it.
@@ -354,14 +357,14 @@ def open_folder(
     if writable:
         recover(folder, MANIFEST)
         if not file.is_file():
-            write_json(file, identity, where)
+            write_json(file, identity, config_path)
     remedy = (
         f"Remove the folder '{folder}', which is then filled again, or use another one"
     )
-    with on_disk(file, where):
+    with on_disk(file, config_path):
         while not file.is_file() and time.monotonic() < deadline:
             time.sleep(0.05)
-        stored = read_json(file, where, remedy)
+        stored = read_json(file, config_path, remedy)
     for name in identity | stored:
         if stored.get(name) != identity.get(name):
             old, new = (str(each.get(name))[:60] for each in (stored, identity))
@@ -369,7 +372,7 @@ def open_folder(
                 f"'{folder}' was made with another {name} ({old}; this run has {new})"
             )
             raise RunError(
-                where, wrong, "A folder holds the data of one identity", remedy
+                config_path, wrong, "A folder holds the data of one identity", remedy
             )
 
 
@@ -385,7 +388,7 @@ Result = TypeVar("Result")
 def retried(
     read: Callable[[], Result],
     subject: str,
-    where: str,
+    config_path: str,
     *,
     allowed: str = "",
     remedy: str = REMEDY,
@@ -407,5 +410,5 @@ def retried(
                     f"{subject}: it cannot be read {reason}: the storage is away, or"
                     " the file is"
                 )
-                raise DataError(where, wrong, allowed, remedy) from error
+                raise DataError(config_path, wrong, allowed, remedy) from error
             time.sleep(pauses.pop(0))

@@ -67,8 +67,8 @@ def check(recipe: Recipe) -> Checked:
     split = split_batch(section, ranks, len(data.train))
     folders = fit_folders(recipe, data.fingerprint).items()
     fits = {
-        f"the fit of {where}": fit
-        for where, (fit, target) in folders
+        f"the fit of {config_path}": fit
+        for config_path, (fit, target) in folders
         if not is_fitted(target)
     }
     alone = [
@@ -120,7 +120,7 @@ def check(recipe: Recipe) -> Checked:
 class Compared:
     """Findings on one teacher from validation images."""
 
-    where: str  # config path of its section
+    config_path: str  # config path of its section
     text: str
     values: dict[str, float]
     """`images`. If it has native preprocessing: `of_std`, the largest difference from
@@ -146,20 +146,20 @@ def compare(
     members = zip(recipe.members, teachers.members, strict=False)
     shown = teachers.data.shown(teachers.data.val, on_corrupt="error")
     found = [
-        _compared(where, one, recipe, shown, device)
-        for where, one in members
-        if where not in recipe.fits
+        _compared(config_path, one, recipe, shown, device)
+        for config_path, one in members
+        if config_path not in recipe.fits
     ]
     return [one for one in found if one.values]
 
 
 @torch.inference_mode()
 def _compared(
-    where: str, member: Any, recipe: Recipe, shown: Views, device: torch.device
+    config_path: str, member: Any, recipe: Recipe, shown: Views, device: torch.device
 ) -> Compared:
     own: Preprocessing | None = getattr(member, "preprocessing", None)
     if own is None and not any(isinstance(one, Pick) for one in member.modules()):
-        return Compared(where, "", {})
+        return Compared(config_path, "", {})
     pictures, ids = readable(shown.source)
     model: Any = (
         LiveTeacher(member, device).validation().model
@@ -187,7 +187,10 @@ def _compared(
         )
         texts.append(text if fewer else REORDERED)
     if own is not None:
-        ours_BC, home_BC = _vectors(ours), _at_home(where, model, own, pictures, device)
+        ours_BC, home_BC = (
+            _vectors(ours),
+            _at_home(config_path, model, own, pictures, device),
+        )
         spread = home_BC.std(correction=0).clamp_min(1e-12)
         values["of_std"] = ((ours_BC - home_BC).abs().max() / spread).item()
         said = (
@@ -206,12 +209,14 @@ def _compared(
                 " teacher.min_accuracy=0 it is "
             )
             allowed = f"The same on {LEAST_EQUAL:.0%} or more. It has {own.keys}"
-            raise ModelError(f"{where}.model", said, allowed, f"{remedy}taken as it is")
-    return Compared(where, "; ".join(texts), values)
+            raise ModelError(
+                f"{config_path}.model", said, allowed, f"{remedy}taken as it is"
+            )
+    return Compared(config_path, "; ".join(texts), values)
 
 
 def _at_home(
-    where: str,
+    config_path: str,
     model: Any,
     own: Preprocessing,
     pictures: Sequence[Image.Image],
@@ -229,7 +234,7 @@ def _at_home(
                 f" ({own.keys}): {error}"
             )
             raise ModelError(
-                f"{where}.model", wrong, "", "Correct its preprocessing"
+                f"{config_path}.model", wrong, "", "Correct its preprocessing"
             ) from error
     return torch.cat(found)
 

@@ -76,8 +76,8 @@ def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], floa
             f" {student.input_size} px, init {recipe.student.init}"
         ),
         *(
-            _teacher(recipe, where, model)
-            for where, model in zip(recipe.members, teachers.members, strict=True)
+            _teacher(recipe, config_path, model)
+            for config_path, model in zip(recipe.members, teachers.members, strict=True)
         ),
         *(_augmented(recipe.teacher.fit, section.augment) if recipe.fits else ()),
         *(f"          {note}" for note in teachers.notes),
@@ -176,9 +176,9 @@ def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
     ]
 
 
-def _teacher(recipe: Recipe, where: str, model: TeacherModel) -> str:
-    section = recipe.members[where]
-    if where in recipe.fits:
+def _teacher(recipe: Recipe, config_path: str, model: TeacherModel) -> str:
+    section = recipe.members[config_path]
+    if config_path in recipe.fits:
         return (
             f"teacher   {section.model}: {_millions(model)}, fitted for"
             f" {section.fit.length} if not found"

@@ -113,10 +113,10 @@ def begin(setting: Setting, folder: RunDir, console: Console, title: str) -> Bui
     if "teacher_home" not in known:
         compared = compare(setting.recipe, setting.teachers, setting.backend)
         for one in compared:
-            console.info(f"{one.where}: {one.text}")
+            console.info(f"{one.config_path}: {one.text}")
         folder.record(
             teacher_home={
-                one.where: {**one.values, "text": one.text} for one in compared
+                one.config_path: {**one.values, "text": one.text} for one in compared
             }
         )
     built = build_run(setting, folder, console)
@@ -225,7 +225,7 @@ def check_before(setting: Setting, run: Run, console: Console) -> dict[str, floa
         isinstance(teachers.model, Ensemble) and recipe.task.logits,
     )
     found = zip(recipe.members, scores.of_teachers(row).values(), strict=False)
-    alone = {where: values[column.key] for where, values in found}
+    alone = {config_path: values[column.key] for config_path, values in found}
     reached = (
         f"{column.text(alone['teacher'])} on the validation"
         f" split{', averaged' if several else ''}"
@@ -236,23 +236,23 @@ def check_before(setting: Setting, run: Run, console: Console) -> dict[str, floa
     if several:
         require_teacher("teacher", alone["teacher"], recipe, run)
         # one may have its own order of classes
-        for where, member in zip(recipe.members, teachers.members, strict=True):
+        for config_path, member in zip(recipe.members, teachers.members, strict=True):
             live = LiveTeacher(
                 member, run.backend.device, inference=run.backend.facts.inference
             ).validation()
-            alone[where] = run.evaluator.of(live)(run.distillation.student)[
+            alone[config_path] = run.evaluator.of(live)(run.distillation.student)[
                 f"teacher_{run.evaluator.selection_metric}"
             ]
-    for where, value in alone.items():
+    for config_path, value in alone.items():
         if len(alone) > 1:
             console.info(
-                f"{where}: '{recipe.members[where].model}' alone {column.text(value)}"
+                f"{config_path}: '{recipe.members[config_path].model}' alone {column.text(value)}"
             )
-        require_teacher(where, value, recipe, run)
+        require_teacher(config_path, value, recipe, run)
     return row
 
 
-def require_teacher(where: str, reached: float, recipe: Recipe, run: Run) -> None:
+def require_teacher(config_path: str, reached: float, recipe: Recipe, run: Run) -> None:
     """Require a teacher to be better than chance."""
     chance, column, given = (
         run.evaluator.chance,
@@ -282,7 +282,7 @@ def require_teacher(where: str, reached: float, recipe: Recipe, run: Run) -> Non
             f"{'At least' if chosen else 'More than'} {column.text(least)}"
             " (teacher.min_accuracy)"
         )
-        raise ModelError(where, wrong, allowed, remedy)
+        raise ModelError(config_path, wrong, allowed, remedy)
 
 
 def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None:

@@ -61,8 +61,8 @@ class Bench:
             data.required_classes is not None
         )  # else only its weights have the number of classes
         random = {
-            where: RANDOM
-            for where, one in recipe.members.items()
+            config_path: RANDOM
+            for config_path, one in recipe.members.items()
             if one.kind == "timm" and named
         }
         teachers = load_teachers(recipe, data, random)

@@ -123,13 +123,13 @@ def _fill(
 
 
 def _require_writable(store: Store) -> None:
-    where = "teacher.cache.path"
+    config_path = "teacher.cache.path"
     if not store.writable:
         wrong = (
             f"'{store.folder}' is being written by another run, or may not be written"
         )
         raise RunError(
-            where,
+            config_path,
             wrong,
             "One writer at a time",
             "Wait until that run ends, or train: a run reads it",
@@ -137,7 +137,10 @@ def _require_writable(store: Store) -> None:
     if store.stopped:
         remedy = "Free space and run the same command again: it goes on"
         raise RunError(
-            where, f"'{store.folder}' cannot be written ({store.stopped})", "", remedy
+            config_path,
+            f"'{store.folder}' cannot be written ({store.stopped})",
+            "",
+            remedy,
         )
 
 

@@ -136,7 +136,7 @@ def _label_weight(recipe: Recipe, data: Data) -> list[str]:
 
 def _fit(recipe: Recipe, data: Data) -> list[str]:
     lines = []
-    for where, fit in recipe.fits.items():
+    for config_path, fit in recipe.fits.items():
         if fit.student.init != "pretrained":
             continue
         labelled = len(data.with_labels().train)
@@ -146,7 +146,7 @@ def _fit(recipe: Recipe, data: Data) -> list[str]:
             steps = math.ceil(better / fit.data.batch_size)
             line = (
                 f"{visits:,} image visits fit the teacher, recommended"
-                f" {where}.fit.steps={steps}"
+                f" {config_path}.fit.steps={steps}"
             )
             lines.append(f"{line}: {recommended.FITTED}")
     return lines
@@ -155,12 +155,12 @@ def _fit(recipe: Recipe, data: Data) -> list[str]:
 def _teacher_size(recipe: Recipe, teachers: Teachers) -> list[str]:
     """Compare the input size of a fitted, pretrained teacher."""
     lines, fits = [], recipe.fits
-    for where, member in zip(recipe.members, teachers.members, strict=False):
+    for config_path, member in zip(recipe.members, teachers.members, strict=False):
         side = getattr(member, "input_size", 0)
-        fitted = where in fits and fits[where].student.init == "pretrained"
+        fitted = config_path in fits and fits[config_path].student.init == "pretrained"
         if fitted and 0 < side < recommended.TEACHER_SIDE:
             line = (
-                f"{where} sees images of {side} px, recommended"
+                f"{config_path} sees images of {side} px, recommended"
                 f" {recommended.TEACHER_SIDE}"
             )
             lines.append(f"{line}: {recommended.ENLARGED}")

@@ -166,7 +166,7 @@ def _damaged(
             f"{len(names)} images among {of} are damaged: {listed}. The first:"
             f" {first.wrong}"
         )
-        raise CorruptImage(first.where, wrong, first.allowed, remedy)
+        raise CorruptImage(first.config_path, wrong, first.allowed, remedy)
     for split, source in splits.items():
         count = sum(name.startswith(f"{split}:") for name in names)
         most = most_skipped(max_skipped, len(source))

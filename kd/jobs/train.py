@@ -240,8 +240,8 @@ def obtain_teachers(recipe: Recipe, data: Data, backend: Backend) -> Teachers:
     if divided.shard or divided.pipeline:
         backend.check_divided(divided.pipeline)  # refuse before minutes of fitting
     weights: dict[str, str | Path] = {}
-    for where, (fit, target) in fit_folders(recipe, data.fingerprint).items():
-        weights[where] = fit_teacher(fit, target, data, backend)
+    for config_path, (fit, target) in fit_folders(recipe, data.fingerprint).items():
+        weights[config_path] = fit_teacher(fit, target, data, backend)
     if divided.shard and backend.rank != 0:
         weights = dict.fromkeys(recipe.members, META)
     teachers = load_teachers(recipe, data, weights)

@@ -69,7 +69,7 @@ class AnswerTable:
     )
 
 
-def read(path: str, where: str) -> AnswerTable:
+def read(path: str, config_path: str) -> AnswerTable:
     """Read a table."""
     file = Path(path).expanduser()
     ending = file.suffix.lower()
@@ -81,7 +81,10 @@ def read(path: str, where: str) -> AnswerTable:
                 " classes=...)"
             )
         raise ModelError(
-            where, f"is '{path}'", f"A file that ends in {', '.join(ENDINGS)}", remedy
+            config_path,
+            f"is '{path}'",
+            f"A file that ends in {', '.join(ENDINGS)}",
+            remedy,
         )
     try:
         found = (_csv if ending in (".csv", ".tsv") else _binary)(file)
@@ -89,7 +92,7 @@ def read(path: str, where: str) -> AnswerTable:
         reason = in_short(error)
         allowed = "logits or embeddings, with names; see docs/weights.md"
         raise ModelError(
-            where,
+            config_path,
             f"'{path}' cannot be read as a table of outputs ({reason})",
             allowed,
             "Write it anew",
@@ -99,7 +102,7 @@ def read(path: str, where: str) -> AnswerTable:
         for each in (found.names, found.val_names)
     )
     found = replace(found, names=names, val_names=val_names)
-    _check(found, path, where)
+    _check(found, path, config_path)
     return found
 
 
@@ -119,7 +122,7 @@ def below(names: Sequence[str], example: str) -> list[str]:
     return [name.removeprefix(folder) for name in names]
 
 
-def _check(found: AnswerTable, path: str, where: str) -> None:
+def _check(found: AnswerTable, path: str, config_path: str) -> None:
     tables = [
         found.values,
         *([] if found.val_values is None else [found.val_values[None]]),
@@ -157,7 +160,7 @@ def _check(found: AnswerTable, path: str, where: str) -> None:
         )
     if problem:
         raise ModelError(
-            where,
+            config_path,
             f"'{path}': {problem}",
             "One finite output for each name",
             "Correct the table",
@@ -277,7 +280,7 @@ def _csv(file: Path) -> AnswerTable:
     return AnswerTable("logits", names, torch.from_numpy(table)[None], header[1:])
 
 
-def read_vectors(path: str, where: str) -> tuple[list[str], Tensor]:
+def read_vectors(path: str, config_path: str) -> tuple[list[str], Tensor]:
     """Return class names (empty: the file has none) and vectors [C, D] of a
     .safetensors or .npz file.
     """
@@ -289,7 +292,10 @@ def read_vectors(path: str, where: str) -> tuple[list[str], Tensor]:
         reason = in_short(error)
         allowed = "A .safetensors or .npz file with `vectors` [classes, width]"
         raise ModelError(
-            where, f"'{path}' cannot be read ({reason})", allowed, "Check the path"
+            config_path,
+            f"'{path}' cannot be read ({reason})",
+            allowed,
+            "Check the path",
         ) from error
     if (
         vectors.ndim != 2
@@ -298,9 +304,11 @@ def read_vectors(path: str, where: str) -> tuple[list[str], Tensor]:
     ):
         wrong = f"'{path}' holds `vectors` of shape {list(vectors.shape)}"
         raise ModelError(
-            where, wrong, "Finite numbers [classes, width]", "Write it anew"
+            config_path, wrong, "Finite numbers [classes, width]", "Write it anew"
         )
     if names and len(names) != len(vectors):
         wrong = f"'{path}' names {len(names)} classes and holds {len(vectors)} vectors"
-        raise ModelError(where, wrong, "One vector for each class", "Write it anew")
+        raise ModelError(
+            config_path, wrong, "One vector for each class", "Write it anew"
+        )
     return names, vectors

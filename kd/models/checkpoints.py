@@ -50,7 +50,7 @@ _RENAMED += [
 class Weights:
     """Content of a file."""
 
-    where: str  # config path for messages
+    config_path: str  # config path for messages
     file: Path
     sets: Mapping[
         str, Tensors
@@ -65,7 +65,7 @@ class Weights:
     @property
     def section(self) -> str:
         """The config path of its model."""
-        return self.where.removesuffix(".checkpoint").lstrip("-")
+        return self.config_path.removesuffix(".checkpoint").lstrip("-")
 
     @property
     def architecture(self) -> str:
@@ -128,13 +128,13 @@ def letters_of(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower())
 
 
-def located(where: str, place: str) -> list[Path]:
+def located(config_path: str, place: str) -> list[Path]:
     """Return the file of weights in a configuration, or all of its parts if it is
     split.
     """
-    path = Path(packages.fetched(where, place))
+    path = Path(packages.fetched(config_path, place))
     path = path.parent if path.name.endswith(".index.json") else path
-    require_no_adapter(where, path)
+    require_no_adapter(config_path, path)
     parts = PART.sub(r"-*-of-\1", path.name)
     if path.is_dir():
         files = next(
@@ -147,7 +147,7 @@ def located(where: str, place: str) -> list[Path]:
         for names, remedy in KNOWN["divided"].items():
             if any(path.glob(names)):
                 raise ModelError(
-                    where,
+                    config_path,
                     f"'{path}' has the weights in parts",
                     "One file",
                     remedy.format(folder=path),
@@ -156,17 +156,17 @@ def located(where: str, place: str) -> list[Path]:
             "A .safetensors or .pth file, or a folder with one; `kd-teach` fits a"
             " teacher"
         )
-        raise ModelError(where, f"no file '{path}'", allowed, "Check the path")
+        raise ModelError(config_path, f"no file '{path}'", allowed, "Check the path")
     if (part := PART.search(files[0].name)) and len(files) != int(part[1]):
         wrong = (
             f"'{files[0]}' is one of {int(part[1])} parts, of which {len(files)} are in"
             " its folder"
         )
-        raise ModelError(where, wrong, "All of them", "Copy the others beside it")
+        raise ModelError(config_path, wrong, "All of them", "Copy the others beside it")
     return files
 
 
-def require_no_adapter(where: str, folder: Path) -> None:
+def require_no_adapter(config_path: str, folder: Path) -> None:
     """Refuse a folder whose weights are those of a network only together with an
     adapter.
     """
@@ -179,16 +179,16 @@ def require_no_adapter(where: str, folder: Path) -> None:
             "Merge it, `model.merge_and_unload().save_pretrained('merged')`, and name"
             " that folder"
         )
-        raise ModelError(where, wrong, "Weights with the adapter merged", remedy)
+        raise ModelError(config_path, wrong, "Weights with the adapter merged", remedy)
 
 
-def read(where: str, place: str) -> Weights:
+def read(config_path: str, place: str) -> Weights:
     """Read a file of weights by its content, not its ending, without running
     its code.
     """
-    files, content = located(where, place), dict[Any, Any]()
+    files, content = located(config_path, place), dict[Any, Any]()
     for file in files:
-        one = READERS[_kind(where, file)](where, file)
+        one = READERS[_kind(config_path, file)](config_path, file)
         content |= one if isinstance(one, dict) else {}
     nested = dict(_nested(content))
     named = {
@@ -201,11 +201,11 @@ def read(where: str, place: str) -> Weights:
         for place, tensors in named.items()
         if any(tensor.ndim for tensor in tensors.values())
     }
-    _require_few(where, files[0], max(map(len, sets.values()), default=0))
+    _require_few(config_path, files[0], max(map(len, sets.values()), default=0))
     if not sets:
         allowed = "A state_dict, alone or in a dictionary"
         raise ModelError(
-            where,
+            config_path,
             f"'{files[0]}' holds no tensors by name",
             allowed,
             "Save model.state_dict()",
@@ -217,25 +217,25 @@ def read(where: str, place: str) -> Weights:
         if CLASSES(str(key))
     ]
     classes = next(filter(None, recorded), None) or folder_classes(
-        files[0].parent, where
+        files[0].parent, config_path
     )
     wrote = {"model": content.get("arch"), **nested.get("args", {})}
     trainer = {key: wrote[key] for key in KNOWN["recorded"] if wrote.get(key)}
-    return Weights(where, files[0], sets, classes, trainer)
+    return Weights(config_path, files[0], sets, classes, trainer)
 
 
-def _require_few(where: str, file: Path, count: int) -> None:
+def _require_few(config_path: str, file: Path, count: int) -> None:
     if count > LARGEST:
         allowed = f"At most {LARGEST:,}; networks have some thousands"
         raise ModelError(
-            where,
+            config_path,
             f"'{file}' holds {count:,} tensors",
             allowed,
             "Save model.state_dict() of one network",
         )
 
 
-def _kind(where: str, file: Path) -> str:
+def _kind(config_path: str, file: Path) -> str:
     """Return the name of the reader for a file."""
     with file.open("rb") as opened:
         first = opened.read(512)
@@ -244,36 +244,36 @@ def _kind(where: str, file: Path) -> str:
             if kind in READERS:
                 return kind
             raise ModelError(
-                where,
+                config_path,
                 f"'{file}' is no file of weights but {kind}",
                 "",
                 remedy.format(file=file),
             )
     wrong = "its first bytes are of no format that is known" if first else "it is empty"
     raise ModelError(
-        where,
+        config_path,
         f"'{file}' cannot be read as weights ({wrong})",
         "A .safetensors file, or what torch.save wrote",
         "Write it anew",
     )
 
 
-def _safetensors(where: str, file: Path) -> Tensors:
+def _safetensors(config_path: str, file: Path) -> Tensors:
     try:
         with safe_open(file, "pt") as opened:
             names = opened.keys()
-            _require_few(where, file, len(names))
+            _require_few(config_path, file, len(names))
             return {name: opened.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise ModelError(
-            where,
+            config_path,
             f"'{file}' is not whole safetensors ({in_short(error)})",
             "",
             "Write the file anew",
         ) from error
 
 
-def _pickle(where: str, file: Path) -> Any:
+def _pickle(config_path: str, file: Path) -> Any:
     """Read tensors and plain values from torch.save. The error names other objects and
     how to rewrite the file.
     """
@@ -321,7 +321,7 @@ def _pickle(where: str, file: Path) -> Any:
         f" ({'a TorchScript archive, which is code' if script else reason})"
     )
     raise ModelError(
-        where,
+        config_path,
         wrong,
         "Tensors by name, with numbers, texts and paths beside them",
         remedy,

@@ -181,7 +181,7 @@ def resized(image: Tensor, size: int) -> Tensor:
     ).clamp_(0, 255)
 
 
-def main_output(answer: Any, where: str) -> Tensor:
+def main_output(answer: Any, config_path: str) -> Tensor:
     """Return the tensor in a module's output: the output, a tuple's first item,
     `.logits` or `.pooler_output`.
     """
@@ -198,7 +198,7 @@ def main_output(answer: Any, where: str) -> Tensor:
         return found
     wrong = f"the model returns {type(answer).__name__}"
     raise ModelError(
-        where,
+        config_path,
         wrong,
         "A tensor, a tuple that begins with one, or an object with .logits",
         "Wrap it",
@@ -275,9 +275,9 @@ class LogitsModel(nn.Module):
     notes: Sequence[str] = ()
     runtime, reads_ids = "torch", False
 
-    def __init__(self, network: nn.Module, where: str = "model") -> None:
+    def __init__(self, network: nn.Module, config_path: str = "model") -> None:
         super().__init__()
-        self.network, self.where = network, where
+        self.network, self.config_path = network, config_path
 
     def forward(self, image: Tensor) -> Outputs:
         weight = next(
@@ -288,7 +288,7 @@ class LogitsModel(nn.Module):
         pixels = image.to(
             weight.dtype if image.is_floating_point() else image.dtype, copy=True
         )
-        return Outputs(main_output(self.network(pixels), self.where).float())
+        return Outputs(main_output(self.network(pixels), self.config_path).float())
 
     def identity(self) -> dict[str, Any]:
         return {"teacher": digest(self.network)}

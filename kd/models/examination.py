@@ -124,10 +124,10 @@ def _depends_on_one_image_alone(network: Examined) -> Fault | None:
             for name, tensor in network.model.named_buffers()
             if not torch.equal(tensor, before[name])
         ]
-        where = f" (its buffer '{buffers[0]}' changes)" if buffers else ""
+        config_path = f" (its buffer '{buffers[0]}' changes)" if buffers else ""
         wrong = (
             f"returns other outputs when it gets the same images again, by {change:.2g}"
-            f" of the largest{where}"
+            f" of the largest{config_path}"
         )
         allowed = "In evaluation nothing is kept from earlier batches"
         return Fault(
@@ -278,20 +278,22 @@ QUESTIONS: Sequence[Callable[[Examined], Fault | None]] = (
 )
 
 
-def fails(where: str, name: str, size: int, error: Exception) -> ModelError:
+def fails(config_path: str, name: str, size: int, error: Exception) -> ModelError:
     """Return the error for a model whose forward fails."""
     remedy = (
-        f"Set data.image_size, {where}.input_size or {where}.args where it has them, or"
+        f"Set data.image_size, {config_path}.input_size or {config_path}.args where it has them, or"
         " correct its preprocessing"
     )
     wrong = f"'{name}' fails on images of {size}x{size} pixels ({named(error)})"
-    return ModelError(f"{where}.model", wrong, "A model from square RGB images", remedy)
+    return ModelError(
+        f"{config_path}.model", wrong, "A model from square RGB images", remedy
+    )
 
 
 @torch.no_grad()
 def examine(
     model: nn.Module,
-    where: str,
+    config_path: str,
     images: Tensor,
     logits: bool = True,
     micro_batch: int = 0,
@@ -302,7 +304,7 @@ def examine(
     Args:
         model: from images to `Outputs`; weights, buffers, modes and torch's random
             state are restored.
-        where: config path or argument of its errors.
+        config_path: config path or argument of its errors.
         images: [N, ...] as it will get them, N at least 1; the first two are used, the
             second as its negative.
         logits: its first output is for a softmax or sigmoid.
@@ -323,7 +325,7 @@ def examine(
     )
     network = Examined(model, pair.to("meta") if meta else pair, logits, micro_batch)
     if (fault := _weights_are_usable(network)) is not None:
-        raise ModelError(where, *fault)
+        raise ModelError(config_path, *fault)
     try:
         with restored(model, parameters=micro_batch > 0), full_precision():
             model.eval()
@@ -331,7 +333,7 @@ def examine(
                 add_noise(model, RAISED, 0, below=SMALL)
             for question in QUESTIONS:
                 if (fault := question(network)) is not None:
-                    raise ModelError(where, *fault)
+                    raise ModelError(config_path, *fault)
             return network.together
     except KdError:
         raise
@@ -361,7 +363,7 @@ def unused_parameters(module: nn.Module, loss: Callable[[], Tensor]) -> tuple[st
 
 
 def require_apart(
-    student: nn.Module, teachers: Mapping[str, nn.Module], where: str
+    student: nn.Module, teachers: Mapping[str, nn.Module], config_path: str
 ) -> None:
     """Require that no parameter or buffer of a student lies in a teacher's memory:
     training would change both.
@@ -381,7 +383,7 @@ def require_apart(
                 f" training it would change {name}"
             )
             raise ModelError(
-                where,
+                config_path,
                 wrong,
                 "The student has tensors of its own",
                 "Pass a copy: copy.deepcopy(module)",

@@ -46,7 +46,9 @@ class Lookalike(NamedTuple):
             f"'{weights.file}' holds {self.content}, which '{model}' does not take"
             f" ({_listed(differences)})"
         )
-        return ModelError(weights.where, wrong, "Weights of that network", self.remedy)
+        return ModelError(
+            weights.config_path, wrong, "Weights of that network", self.remedy
+        )
 
 
 class SeveralNetworks(ModelError):
@@ -96,13 +98,13 @@ def take(
             raise (
                 known.refusal(weights, model, differences)
                 if known
-                else ModelError(weights.where, wrong, "", remedy)
+                else ModelError(weights.config_path, wrong, "", remedy)
             )
     names = [name for name in fitting if is_averaged(name)] or [*fitting]
     if len(names) > 1:
         wrong = f"'{weights.file}' holds several networks that fit: {names}"
         remedy = f"Set {weights.section}.weights to its name, in a configuration"
-        raise SeveralNetworks(weights.where, wrong, "One of them", remedy)
+        raise SeveralNetworks(weights.config_path, wrong, "One of them", remedy)
     taken = fitting[names[0]]
     others = [name for name in fitting if name not in names]
     chosen = f"the set '{taken.name}'" if taken.name else ""
@@ -441,7 +443,9 @@ def origin(
             )
             return Lookalike(
                 what,
-                remedy.format(where=weights.section, file=weights.file, likely=likely),
+                remedy.format(
+                    config_path=weights.section, file=weights.file, likely=likely
+                ),
             )
     return None
 

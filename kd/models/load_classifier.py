@@ -42,7 +42,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     """
     source = _source(spec)
     weights = (
-        checkpoints.read(f"{spec.where}.checkpoint", spec.checkpoint)
+        checkpoints.read(f"{spec.config_path}.checkpoint", spec.checkpoint)
         if spec.checkpoint
         else None
     )
@@ -162,10 +162,10 @@ def _preprocessing(config: dict[str, Any]) -> Preprocessing:
 
 
 def built_bare(
-    where: str, model: str, args: Mapping[str, Any]
+    config_path: str, model: str, args: Mapping[str, Any]
 ) -> tuple[nn.Module, list[str]]:
     """Return a timm network without weights, and the names of its classifier."""
-    spec = Spec(where, model, {**args}, None)
+    spec = Spec(config_path, model, {**args}, None)
     network, _ = _create(spec, _source(spec), False, 0, 0)
     return network, _head_names(network)
 
@@ -188,7 +188,7 @@ def _source(spec: Spec) -> str:
                 "Point at a folder written by `kd-export` or timm.models.save_for_hf"
             )
             raise ModelError(
-                f"{spec.where}.model", f"no config.json in '{folder}'", "", remedy
+                f"{spec.config_path}.model", f"no config.json in '{folder}'", "", remedy
             )
         return f"local-dir:{folder}"
     try:
@@ -203,7 +203,9 @@ def _source(spec: Spec) -> str:
             near
             or "List names with `python -c 'import timm; print(timm.list_models())'`"
         )
-        raise ModelError(f"{spec.where}.model", f"no model '{name}'", allowed, remedy)
+        raise ModelError(
+            f"{spec.config_path}.model", f"no model '{name}'", allowed, remedy
+        )
     return name
 
 
@@ -212,7 +214,7 @@ def require_weights(spec: Spec) -> None:
     downloaded.
     """
     if spec.checkpoint:
-        checkpoints.located(f"{spec.where}.checkpoint", spec.checkpoint)
+        checkpoints.located(f"{spec.config_path}.checkpoint", spec.checkpoint)
     else:
         _require_source(spec, _source(spec), spec.pretrained)
 
@@ -233,14 +235,14 @@ def _require_source(spec: Spec, source: str, pretrained: bool) -> None:
                     " safe_serialization=True)"
                 )
                 raise ModelError(
-                    f"{spec.where}.model",
+                    f"{spec.config_path}.model",
                     f"no model.safetensors in '{folder}'",
                     allowed,
                     remedy,
                 )
     elif pretrained or ":" in source:
         wanted = timm_folder.WEIGHTS if pretrained else timm_folder.ARCHITECTURE
-        timm_folder.require_fetched(f"{spec.where}.model", source, wanted)
+        timm_folder.require_fetched(f"{spec.config_path}.model", source, wanted)
 
 
 def _architecture(spec: Spec, source: str) -> dict[str, Any]:
@@ -250,7 +252,7 @@ def _architecture(spec: Spec, source: str) -> dict[str, Any]:
     if not source.startswith("local-dir:"):
         return {"model": source, "args": spec.args}
     content = timm_folder.folder_config(
-        Path(source.removeprefix("local-dir:")), f"{spec.where}.model"
+        Path(source.removeprefix("local-dir:")), f"{spec.config_path}.model"
     )
     return {
         "model": content.get("architecture"),
@@ -282,7 +284,7 @@ def _own_classes(
         )
         allowed = "A checkpoint in a folder with label_names, as kd-export writes it"
         remedy = "Choose such a teacher, or take losses on features"
-        raise ModelError(f"{spec.where}.checkpoint", wrong, allowed, remedy)
+        raise ModelError(f"{spec.config_path}.checkpoint", wrong, allowed, remedy)
     with torch.device(
         "meta"
     ):  # the classifier's name comes from the network, its number of rows from the file
@@ -340,8 +342,8 @@ def _create(
     reason = " ".join(str(last).split())[:300]
     allowed = f"Arguments given: {json.dumps(spec.args)}" if spec.args else ""
     wrong = f"'{spec.model}' cannot be built ({type(last).__name__}: {reason})"
-    remedy = f"Correct {spec.where}.model or {spec.where}.args"
-    raise ModelError(f"{spec.where}.model", wrong, allowed, remedy) from last
+    remedy = f"Correct {spec.config_path}.model or {spec.config_path}.args"
+    raise ModelError(f"{spec.config_path}.model", wrong, allowed, remedy) from last
 
 
 @contextmanager
@@ -364,7 +366,7 @@ def _settle_pretrained_head(spec: Spec, network: nn.Module) -> tuple[str, ...]:
     names = config.get("label_names") or (
         timm_folder.folder_classes(folder) if folder.is_dir() else None
     )
-    rows = _rows(f"{spec.where}.model", spec, config.get("num_classes"), names)
+    rows = _rows(f"{spec.config_path}.model", spec, config.get("num_classes"), names)
     for name, tensor in network.state_dict().items():
         if name in _head_names(network):
             tensor.copy_(tensor[rows] if rows else torch.zeros_like(tensor))
@@ -372,7 +374,7 @@ def _settle_pretrained_head(spec: Spec, network: nn.Module) -> tuple[str, ...]:
 
 
 def _rows(
-    where: str, spec: Spec, count: int | None, names: Sequence[str] | None
+    config_path: str, spec: Spec, count: int | None, names: Sequence[str] | None
 ) -> list[int]:
     """Return the rows of a classifier for the data's classes; none if a student's has
     others and begins with zeros.
@@ -381,16 +383,18 @@ def _rows(
     classes = [*map(nfc, spec.classes or ())]
     own = [*map(nfc, names or classes)]
     if spec.exact_head:
-        _check_count(where, count, classes)
-        check_classes(where, sorted(own), sorted(classes))
+        _check_count(config_path, count, classes)
+        check_classes(config_path, sorted(own), sorted(classes))
     elif own != classes or count not in (None, len(classes)):
         return []
     return [own.index(name) for name in classes]
 
 
-def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> None:
+def check_classes(
+    config_path: str, names: Sequence[str], classes: Sequence[str]
+) -> None:
     """Require the model's class names to equal the data's, in the same order."""
-    _check_count(where, len(names), classes)
+    _check_count(config_path, len(names), classes)
     names, classes = [*map(nfc, names)], [*map(nfc, classes)]
     for i, (name, expected) in enumerate(zip(names, classes, strict=True)):
         if name != expected:
@@ -400,22 +404,22 @@ def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> N
             )
             remedy = (
                 "Correct the names in the file"
-                if where.endswith(".classes")
+                if config_path.endswith(".classes")
                 else FITTED
             )
-            raise ModelError(where, wrong, "The data's classes", remedy)
+            raise ModelError(config_path, wrong, "The data's classes", remedy)
 
 
-def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
+def _check_count(config_path: str, count: int | None, classes: Sequence[str]) -> None:
     if count is not None and count != len(classes):
         wrong = f"has {count} classes, the data has {len(classes)}"
         own = (
-            f"Set the number in {where.partition('.')[0]}.args, or take a model of"
+            f"Set the number in {config_path.partition('.')[0]}.args, or take a model of"
             " these classes"
         )
-        remedy = own if where.startswith("student") else FITTED
+        remedy = own if config_path.startswith("student") else FITTED
         raise ModelError(
-            where, wrong, "Both must be equal: a new head would be random", remedy
+            config_path, wrong, "Both must be equal: a new head would be random", remedy
         )
 
 
@@ -435,7 +439,10 @@ def _load_weights(
     if spec.exact_head and head is None and heads[0] in own:
         wrong = "; ".join([f"'{weights.file}' has no classifier", *steps])
         raise ModelError(
-            weights.where, wrong, "Weights with one for losses on logits", f"Fit {FIT}"
+            weights.config_path,
+            wrong,
+            "Weights with one for losses on logits",
+            f"Fit {FIT}",
         )
     count = len(tensors[head]) if head is not None else 0
     if spec.exact_head and count == 1 and spec.softmax and len(own[heads[0]]) == 2:
@@ -448,7 +455,7 @@ def _load_weights(
         names = [*(spec.classes or weights.classes or ()), "class_1", "class_1"]
         steps = (*steps, f"its one logit z became [0, z]: '{names[1]}' has z")
     if spec.classes and (head is not None or not spec.exact_head):
-        rows = _rows(weights.where, spec, count, weights.classes)
+        rows = _rows(weights.config_path, spec, count, weights.classes)
         tensors |= {
             n: tensors[n][rows] if rows else torch.zeros_like(own[n])
             for n in heads
@@ -474,7 +481,7 @@ def _see_grey(spec: Spec, network: nn.Module, config: dict[str, Any]) -> str:
             " of one channel"
         )
         raise ModelError(
-            f"{spec.where}.args",
+            f"{spec.config_path}.args",
             wrong,
             "A network that begins with one",
             "Leave in_chans out",

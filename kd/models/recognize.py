@@ -21,13 +21,13 @@ class Recognized(NamedTuple):
     why: str  # content of the file, and how it was recognized
 
 
-def identify(where: str, file: Path, model: str = "") -> Recognized:
+def identify(config_path: str, file: Path, model: str = "") -> Recognized:
     """Return the timm network of a file of weights: `model` if given, else one that its
     trainer or its name says.
     """
     import timm
 
-    weights = read(where, str(file))
+    weights = read(config_path, str(file))
     tried = [model] if model else weights.named_among(timm.list_models())
     refusals = list[ModelError]()
     for by_order in (False, True):
@@ -65,7 +65,7 @@ def identify(where: str, file: Path, model: str = "") -> Recognized:
         wrong += f"; it holds {known.content}"
         remedy += f". If timm lacks the network: {known.remedy}"
     raise ModelError(
-        where, wrong, "NAME=FILE with the network that was trained", remedy
+        config_path, wrong, "NAME=FILE with the network that was trained", remedy
     )
 
 

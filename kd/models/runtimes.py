@@ -208,10 +208,10 @@ def onnx_runner(
 
 
 def open_session(
-    source: Path | bytes, threads: int, where: str, spin: bool = False
+    source: Path | bytes, threads: int, config_path: str, spin: bool = False
 ) -> Any:
     """Open a graph on the CPU."""
-    runtime = require("onnxruntime", where)
+    runtime = require("onnxruntime", config_path)
     options = runtime.SessionOptions()
     (
         options.intra_op_num_threads,
@@ -226,13 +226,13 @@ def open_session(
             model, options, providers=["CPUExecutionProvider"]
         )
     except Exception as error:  # onnxruntime has one exception type per kind of damage
-        raise _no_graph(where, source, error) from error
+        raise _no_graph(config_path, source, error) from error
 
 
-def _no_graph(where: str, source: Path | bytes, error: Exception) -> ModelError:
+def _no_graph(config_path: str, source: Path | bytes, error: Exception) -> ModelError:
     reason, name = in_short(error), "it" if isinstance(source, bytes) else f"'{source}'"
     return ModelError(
-        where,
+        config_path,
         f"{name} is no graph that onnxruntime can run ({reason})",
         "",
         "Export it anew",
@@ -259,9 +259,9 @@ class Sessions:
         return self.open[threads]
 
 
-def graph_files(path: Path, where: str) -> list[Path]:
+def graph_files(path: Path, config_path: str) -> list[Path]:
     """Return an ONNX file and its external weight files."""
-    onnx = require("onnx", where)
+    onnx = require("onnx", config_path)
     try:
         model = onnx.load(str(path), load_external_data=False)
         names = sorted(
@@ -275,7 +275,7 @@ def graph_files(path: Path, where: str) -> list[Path]:
     except (
         Exception
     ) as error:  # protobuf and onnx have one exception type per kind of damage
-        raise _no_graph(where, path, error) from error
+        raise _no_graph(config_path, path, error) from error
     home, files = path.parent.resolve(), [path]
     for name in names:
         file = path.parent / name
@@ -291,7 +291,9 @@ def graph_files(path: Path, where: str) -> list[Path]:
                 "Regular files in the folder of the graph, by relative names, without"
                 " links that leave it"
             )
-            raise ModelError(where, wrong, allowed, "Put them there, or export it anew")
+            raise ModelError(
+                config_path, wrong, allowed, "Put them there, or export it anew"
+            )
         files.append(file)
     return files
 

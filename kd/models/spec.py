@@ -32,7 +32,7 @@ class DatasetSpec:
 class Spec:
     """Model, weights and classes."""
 
-    where: str  # config path of the section, `student` or `teacher`, for messages
+    config_path: str  # config path of the section, `student` or `teacher`, for messages
     model: str
     args: dict[str, Any]
     classes: Sequence[str] | None
@@ -74,7 +74,10 @@ class Spec:
         for key in ("checkpoint", "args"):
             if getattr(self, key):
                 raise ModelError(
-                    f"{self.where}.{key}", f"is set, but {why}", "", f"Leave {key} out"
+                    f"{self.config_path}.{key}",
+                    f"is set, but {why}",
+                    "",
+                    f"Leave {key} out",
                 )
 
     def require_meaning(self, problem_type: str) -> None:
@@ -95,7 +98,7 @@ class Spec:
                 f" the losses are for {wanted}"
             )
             raise ModelError(
-                f"{self.where}.model",
+                f"{self.config_path}.model",
                 wrong,
                 "The same for both",
                 "Take another teacher, or other losses",

@@ -31,7 +31,7 @@ CONFIG = {
 }  # evaluation's, not that of the pretrained weights
 
 
-def folder_config(folder: Path, where: str = "model") -> dict[str, Any]:
+def folder_config(folder: Path, config_path: str = "model") -> dict[str, Any]:
     """Return the config.json of a folder; {} if it has none."""
     config = folder / "config.json"
     if not config.is_file():
@@ -43,12 +43,12 @@ def folder_config(folder: Path, where: str = "model") -> dict[str, Any]:
         )  # AttributeError: not JSON objects
         return content
 
-    return read_json(config, where, "Write the folder anew", build, ModelError)
+    return read_json(config, config_path, "Write the folder anew", build, ModelError)
 
 
-def folder_classes(folder: Path, where: str = "model") -> list[str] | None:
+def folder_classes(folder: Path, config_path: str = "model") -> list[str] | None:
     """Return the class names that an exported folder records, or None."""
-    content = folder_config(folder, where)
+    content = folder_config(folder, config_path)
     names = content.get("label_names") or content.get("pretrained_cfg", {}).get(
         "label_names"
     )
@@ -165,7 +165,7 @@ WEIGHTS, ARCHITECTURE = (
 
 
 def require_fetched(
-    where: str, source: str, endings: tuple[str, ...] = WEIGHTS
+    config_path: str, source: str, endings: tuple[str, ...] = WEIGHTS
 ) -> None:
     """Require that `timm.create_model` could fetch the weights; nothing is
     downloaded.
@@ -182,7 +182,7 @@ def require_fetched(
                 f"timm has no pretrained weights of '{source}'",
                 "Take another model, or start from scratch",
             )
-            raise ModelError(where, wrong, "", remedy)
+            raise ModelError(config_path, wrong, "", remedy)
         repository = "" if config.file else config.hf_hub_id or ""
     cache = Path(
         constants.HF_HUB_CACHE,
@@ -199,7 +199,10 @@ def require_fetched(
         )
         allowed = f"In {cache}, or from a hub that responds within {HUB_SECONDS:g} s"
         raise ModelError(
-            where, wrong, allowed, "Start once where the network is, or copy that cache"
+            config_path,
+            wrong,
+            allowed,
+            "Start once where the network is, or copy that cache",
         )
 
 
@@ -270,7 +273,9 @@ def input_keys(name: str, side: int) -> dict[str, Any]:
 LARGEST = 4096  # network arguments that weights do not show, such as the image size
 
 
-def require_fitting(folder: Path, tensors: Mapping[str, Tensor], where: str) -> None:
+def require_fitting(
+    folder: Path, tensors: Mapping[str, Tensor], config_path: str
+) -> None:
     """Refuse a folder whose arguments name layers missing in its weights, before the
     network is built.
     """
@@ -278,13 +283,13 @@ def require_fitting(folder: Path, tensors: Mapping[str, Tensor], where: str) -> 
 
     sides = [side for one in tensors.values() for side in one.shape]
     numbers = re.findall(
-        r"\d+", json.dumps(folder_config(folder, where).get("model_args", {}))
+        r"\d+", json.dumps(folder_config(folder, config_path).get("model_args", {}))
     )
     if (asked := max(map(int, numbers), default=0)) > max(
         [LARGEST, len(tensors), *sides]
     ):
         raise ModelError(
-            where, f"has the argument {asked}; the weights have no such size"
+            config_path, f"has the argument {asked}; the weights have no such size"
         )
     count = 0
     with (
@@ -296,7 +301,7 @@ def require_fitting(folder: Path, tensors: Mapping[str, Tensor], where: str) -> 
         )
     if count > sum(one.numel() for one in tensors.values()):
         raise ModelError(
-            where,
+            config_path,
             f"names a network of {count:,} parameters, which the weights do not have",
         )
 

@@ -54,7 +54,7 @@ def names(folder: str) -> list[str]:
     )
 
 
-def find(folder: str, kind: str, where: str) -> ModuleType:
+def find(folder: str, kind: str, config_path: str) -> ModuleType:
     """Import the module of a part; `kind` is its file name without the suffix, or a
     dotted path outside kd.
     """
@@ -63,13 +63,15 @@ def find(folder: str, kind: str, where: str) -> ModuleType:
     if "." not in kind and kind not in known:
         remedy = did_you_mean(kind, known) or "Run `kd-parts` to list them"
         raise PartNotFound(
-            where,
+            config_path,
             f"no part named {kind!r} in {folder}",
             f"Allowed: {', '.join(known)}",
             remedy,
         )
     module = (
-        _imported(path, where, known) if path not in sys.modules else sys.modules[path]
+        _imported(path, config_path, known)
+        if path not in sys.modules
+        else sys.modules[path]
     )
     options = getattr(module, "Options", None)
     if not (
@@ -77,7 +79,9 @@ def find(folder: str, kind: str, where: str) -> ModuleType:
     ):
         allowed = "A part has a frozen dataclass `Options` and a function `build`"
         remedy = f"Add them, or choose one of: {', '.join(known)}"
-        raise PartNotFound(where, f"the module {kind!r} is not a part", allowed, remedy)
+        raise PartNotFound(
+            config_path, f"the module {kind!r} is not a part", allowed, remedy
+        )
     return module
 
 
@@ -96,7 +100,7 @@ def named_module(path: str) -> ModuleType:
             sys.path.remove(folder)
 
 
-def _imported(path: str, where: str, known: list[str]) -> ModuleType:
+def _imported(path: str, config_path: str, known: list[str]) -> ModuleType:
     try:
         if not all(piece.isidentifier() for piece in path.split(".")):
             raise ModuleNotFoundError(name=path)
@@ -110,20 +114,20 @@ def _imported(path: str, where: str, known: list[str]) -> ModuleType:
             )
             wrong = f"the module {path!r} cannot be imported"
             raise PartNotFound(
-                where, wrong, allowed, "Check the spelling and PYTHONPATH"
+                config_path, wrong, allowed, "Check the spelling and PYTHONPATH"
             ) from error
         if path.startswith("kd."):
             raise  # the part exists, but a package that it imports does not
         wrong = f"importing {path!r} raises {raised(error)}"
-        raise PartNotFound(where, wrong, "", "Correct the module") from error
+        raise PartNotFound(config_path, wrong, "", "Correct the module") from error
     if not path.startswith("kd."):
         FOREIGN.add(str(module.__file__))
     return module
 
 
-def options_type(folder: str, kind: str, where: str) -> type[Any]:
+def options_type(folder: str, kind: str, config_path: str) -> type[Any]:
     """Return the Options dataclass of a part."""
-    return find(folder, kind, where).Options
+    return find(folder, kind, config_path).Options
 
 
 def default_options(folder: str, kind: str, /, **changes: Any) -> Any:
@@ -133,15 +137,17 @@ def default_options(folder: str, kind: str, /, **changes: Any) -> Any:
     return checked(options_type(folder, kind, folder), changes)
 
 
-def build(folder: str, kind: str, options: Any, where: str, **context: Any) -> Any:
+def build(
+    folder: str, kind: str, options: Any, config_path: str, **context: Any
+) -> Any:
     """Build a part from checked options and the arguments of its contract."""
-    made = find(folder, kind, where).build
+    made = find(folder, kind, config_path).build
     try:
         inspect.signature(made).bind(options, **context)
     except TypeError as error:
         wrong = f"the function build of '{kind}' cannot be called ({error})"
         raise PartNotFound(
-            where,
+            config_path,
             wrong,
             f"build(options, {', '.join(context)})",
             "Correct its arguments",
@@ -149,13 +155,13 @@ def build(folder: str, kind: str, options: Any, where: str, **context: Any) -> A
     return made(options, **context)
 
 
-def facts(folder: str, kind: str, options: Any, where: str) -> Any:
+def facts(folder: str, kind: str, options: Any, config_path: str) -> Any:
     """Return the facts of a part with these options: its `facts`, or the result of
     `facts(options)`.
     """
     cls = FACTS[folder]
     value = getattr(
-        find(folder, kind, where), "facts", None if cls is LossFacts else cls()
+        find(folder, kind, config_path), "facts", None if cls is LossFacts else cls()
     )
     value = value(options) if callable(value) else value
     if not isinstance(value, cls):
@@ -169,7 +175,7 @@ def facts(folder: str, kind: str, options: Any, where: str) -> Any:
             " or one as `facts`"
         )
         raise PartNotFound(
-            where, wrong, allowed, "Add it; CONTRIBUTING.md has an example"
+            config_path, wrong, allowed, "Add it; CONTRIBUTING.md has an example"
         )
     return value
 

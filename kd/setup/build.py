@@ -318,13 +318,13 @@ def sifter_of(recipe: Recipe, context: SiftContext) -> tuple[Sifter, str]:
     section, length, line = recipe.config.sifter, recipe.length, ""
     facts = registry.facts("sifters", section.kind, section.options, "sifter.kind")
     in_epoch, delay = context.num_images // length.batch_size, facts.delay
-    steps, where = length.steps or length.epochs * in_epoch, "the run"
+    steps, config_path = length.steps or length.epochs * in_epoch, "the run"
     if facts.each_epoch and in_epoch < steps:
-        steps, where = in_epoch, "an epoch"
+        steps, config_path = in_epoch, "an epoch"
     kind, options = section.kind, section.options
     if steps <= delay:
         line = (
-            f"sifter '{kind}' waits for {delay} steps and {where} has {steps}:"
+            f"sifter '{kind}' waits for {delay} steps and {config_path} has {steps}:"
             " everything is visited"
         )
         line += ". Lower sifter.sift_delay"

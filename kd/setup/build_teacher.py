@@ -111,8 +111,10 @@ def load_teachers(
     export folder of a fitted one.
     """
     models: list[TeacherModel] = []
-    for where, section in recipe.members.items():
-        models.append(_load(where, section, recipe, data, weights.get(where, REAL)))
+    for config_path, section in recipe.members.items():
+        models.append(
+            _load(config_path, section, recipe, data, weights.get(config_path, REAL))
+        )
         if not data.labelled:
             data = replace(
                 data, teacher_classes=tuple(models[0].classes)
@@ -126,11 +128,11 @@ def load_teachers(
 def load_fitted(recipe: Recipe, data: Data) -> Teachers:
     """Load the teachers of a finished run, which are not fitted again."""
     weights: dict[str, str | Path] = {}
-    for where, (_, target) in fit_folders(recipe, data.fingerprint).items():
-        weights[where] = target
+    for config_path, (_, target) in fit_folders(recipe, data.fingerprint).items():
+        weights[config_path] = target
         if not is_fitted(target):
             raise RunError(
-                where,
+                config_path,
                 f"the fitted teacher is not at '{target}'",
                 "",
                 "Run in the folder of kd-train",
@@ -139,11 +141,15 @@ def load_fitted(recipe: Recipe, data: Data) -> Teachers:
 
 
 def _load(
-    where: str, section: TeacherSection, recipe: Recipe, data: Data, weights: str | Path
+    config_path: str,
+    section: TeacherSection,
+    recipe: Recipe,
+    data: Data,
+    weights: str | Path,
 ) -> TeacherModel:
     classes = data.required_classes if recipe.read.teacher_logits else ()
     spec = Spec(
-        where=where,
+        config_path=config_path,
         model=section.model,
         args=section.args,
         classes=classes,
@@ -165,7 +171,7 @@ def _load(
         )
         spec = replace(spec, **found, pretrained=True, weights="by_name")
     elif weights != REAL:
-        free = where in recipe.fits and not section.pretrained
+        free = config_path in recipe.fits and not section.pretrained
         spec = replace(
             spec, checkpoint="", pretrained=False, exact_head=False, free_size=free
         )
@@ -176,16 +182,16 @@ def _load(
     }
     with torch.device("meta") if weights == META else torch.device("cpu"):
         model = registry.build(
-            "networks", section.kind, section.options, f"{where}.kind", **made
+            "networks", section.kind, section.options, f"{config_path}.kind", **made
         )
     if weights == REAL:
-        _check_execution(section, model, where)
+        _check_execution(section, model, config_path)
         if not model.reads_ids:
             size = getattr(model, "input_size", 0) or data.plan.image_size
-            explain = partial(fails, where, section.model, size)
+            explain = partial(fails, config_path, section.model, size)
             examine(
                 model,
-                f"{where}.model",
+                f"{config_path}.model",
                 sample(data),
                 recipe.read.teacher_logits,
                 explain=explain,
@@ -193,7 +199,9 @@ def _load(
     return model
 
 
-def _check_execution(section: TeacherSection, model: TeacherModel, where: str) -> None:
+def _check_execution(
+    section: TeacherSection, model: TeacherModel, config_path: str
+) -> None:
     """Refuse execution options for a model that does not run in torch."""
     if model.runtime == "torch":
         return
@@ -206,7 +214,7 @@ def _check_execution(section: TeacherSection, model: TeacherModel, where: str) -
     for key, on in refused.items():
         if on:
             wrong = (
-                f"is {getattr(section, key)}, but {where} is of kind '{section.kind}'"
+                f"is {getattr(section, key)}, but {config_path} is of kind '{section.kind}'"
                 f" and runs in {model.runtime}"
             )
             remedy = f"Leave teacher.{key} out"

@@ -361,9 +361,9 @@ def open_data(
 
 
 def train_transform(
-    size: int, augment: Augment, where: str = "data.augment"
+    size: int, augment: Augment, config_path: str = "data.augment"
 ) -> TrainTransform:
-    """Build the transform of training images; `where`: the config path of its
+    """Build the transform of training images; `config_path`: the config path of its
     section.
     """
     if augment.policy:
@@ -372,7 +372,7 @@ def train_transform(
         except ValueError as error:
             remedy = "Try rand-m9-mstd0.5, or leave it empty"
             raise ConfigError(
-                f"{where}.policy", str(error), "A timm policy", remedy
+                f"{config_path}.policy", str(error), "A timm policy", remedy
             ) from error
     return TrainTransform(
         size,

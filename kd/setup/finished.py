@@ -108,18 +108,22 @@ class Trust:
         overrides.
         """
         keys = ("data", "data.kind", "data.labels", "data.exclude")
-        where = {*keys, *(f"data.{field.name}" for field in fields(data.options))}
+        trusted = {*keys, *(f"data.{field.name}" for field in fields(data.options))}
         return cls(
-            trust, trust or any(text.partition("=")[0] in where for text in overrides)
+            trust,
+            trust or any(text.partition("=")[0] in trusted for text in overrides),
         )
 
     def check_models(self, sections: Mapping[str, Any]) -> None:
         """Refuse to build models, by their config paths, that are code."""
-        for where, one in sections.items():
-            facts = registry.facts("networks", one.kind, one.options, f"{where}.kind")
+        for config_path, one in sections.items():
+            facts = registry.facts(
+                "networks", one.kind, one.options, f"{config_path}.kind"
+            )
             if facts.runs_code and not self.code:
                 raise untrusted(
-                    f"{where}.kind", f"is '{one.kind}', so that '{one.model}' would run"
+                    f"{config_path}.kind",
+                    f"is '{one.kind}', so that '{one.model}' would run",
                 )
 
     def check_folder(self, plan: DataPlan) -> None:
@@ -147,23 +151,23 @@ class Trust:
             )
 
 
-def untrusted(where: str, wrong: str) -> RunError:
+def untrusted(config_path: str, wrong: str) -> RunError:
     """Return the error for an action that needs `--trust`."""
     return RunError(
-        where,
+        config_path,
         wrong,
         "Without --trust: kd's own parts, and the images in the run's own folder",
         REMEDY,
     )
 
 
-def named_module(values: Any, where: str = "") -> tuple[str, str]:
+def named_module(values: Any, config_path: str = "") -> tuple[str, str]:
     """Return the first key of an interpolated configuration whose part is not kd's, and
     that module; or ("", "").
     """
     kind = values.get("kind") if isinstance(values, dict) else None
     if isinstance(kind, str) and "." in kind and not kind.startswith("kd."):
-        return f"{where}.kind", kind
+        return f"{config_path}.kind", kind
     pairs = (
         values.items()
         if isinstance(values, dict)
@@ -172,7 +176,7 @@ def named_module(values: Any, where: str = "") -> tuple[str, str]:
         else ()
     )
     found = (
-        named_module(value, f"{where}.{key}" if where else str(key))
+        named_module(value, f"{config_path}.{key}" if config_path else str(key))
         for key, value in pairs
     )
     return next((one for one in found if one[1]), ("", ""))

@@ -120,7 +120,7 @@ def torch_mode(
     return ExecutionMode(precision, attention, compiled)
 
 
-def require(work: Work, where: str, mode: ExecutionMode) -> None:
+def require(work: Work, config_path: str, mode: ExecutionMode) -> None:
     """Try a requested mode once; if compiling fails, try again without earlier
     libraries.
     """
@@ -128,7 +128,7 @@ def require(work: Work, where: str, mode: ExecutionMode) -> None:
         f"'{mode}' is requested",
         "A mode that this machine and this model support",
     )
-    remedy = f"Set {where}={'off' if mode.compiled else 'auto'} in a new run"
+    remedy = f"Set {config_path}={'off' if mode.compiled else 'auto'} in a new run"
     try:
         try:
             work().sum().item()
@@ -142,20 +142,20 @@ def require(work: Work, where: str, mode: ExecutionMode) -> None:
             )  # only where a compiler is used
 
             log.warning(
-                f"{where}: {in_short(error)}. The compiled library is removed and"
+                f"{config_path}: {in_short(error)}. The compiled library is removed and"
                 " compiled again."
             )
             clear_libraries()
             work().sum().item()
     except KdError as error:
-        if error.where.startswith("teacher."):
+        if error.config_path.startswith("teacher."):
             raise
         raise type(error)(
-            where, f"{wrong}, but {error.wrong}", allowed, remedy
+            config_path, f"{wrong}, but {error.wrong}", allowed, remedy
         ) from error
     except Exception as error:  # compilers and runtimes raise many types
         raise ModelError(
-            where, f"{wrong}, but {in_short(error)}", allowed, remedy
+            config_path, f"{wrong}, but {in_short(error)}", allowed, remedy
         ) from error
 
 

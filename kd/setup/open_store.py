@@ -131,19 +131,19 @@ def _require_room(
             else ""
         )
         already = f", {_size(there)} already stored" if there and not ram else ""
-        where = "of memory are left here" if ram else f"are free at '{folder}'"
+        config_path = "of memory are left here" if ram else f"are free at '{folder}'"
         wrong = (
             f"is {'ram' if ram else 'disk'}, and the decoded images take about"
             f" {_size(total)}{copies}{already}; "
         )
-        wrong += f"{_size(left)} {where}"
+        wrong += f"{_size(left)} {config_path}"
         remedy = (
             "Set data.store=disk" if ram else "Free space, choose another run.folder"
         )
         remedy += ", or a data.store_size near data.image_size, or data.store=none"
         raise RunError("data.store", wrong, "One of none, ram and disk", remedy)
     if backend.rank == 0:
-        where = (
+        config_path = (
             "in memory" + (" of each rank" if ranks > 1 else "")
             if ram
             else f"below '{folder}/stores'"
@@ -151,7 +151,7 @@ def _require_room(
         log.info(
             "store: about %s of decoded images %s, %s already stored",
             _size(total),
-            where,
+            config_path,
             _size(there),
         )
 

@@ -29,9 +29,9 @@ def chain_lines(manifest: Mapping[str, Any]) -> list[str]:
 def _teacher_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
     chain = manifest["chain"]
     members = [
-        f"{where}  {member['name']} ({member['source']}), licence"
-        f" {manifest['licences'].get(where, 'unknown')}"
-        for where, member in chain["teacher"]["members"].items()
+        f"{config_path}  {member['name']} ({member['source']}), licence"
+        f" {manifest['licences'].get(config_path, 'unknown')}"
+        for config_path, member in chain["teacher"]["members"].items()
     ]
     members[-1] += f", weights {_short(chain['teacher']['weights'])}"
     members[-1] += " of all" if len(members) > 1 else ""

@@ -67,7 +67,7 @@ class Recipe:
     config: Config
     path: Path  # the run folder
     # config path of the trained network's section, for messages; in a fit the teacher's
-    where: str = "student"
+    config_path: str = "student"
 
     @property
     def teacher(self) -> TeacherSection:
@@ -114,8 +114,8 @@ class Recipe:
     def fits(self) -> Mapping[str, Config]:
         """The runs that fit teachers without a checkpoint, by the same path."""
         return {
-            where: teacher_fit(self.config, one)
-            for where, one in self.members.items()
+            config_path: teacher_fit(self.config, one)
+            for config_path, one in self.members.items()
             if one.fitted
         }
 
@@ -280,7 +280,7 @@ def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
     """Return each teacher by its config path; a repeated entry gets another seed."""
     found: dict[str, TeacherSection] = {}
     for i, one in enumerate([section, *section.also] if section.model else []):
-        where = f"teacher.also[{i - 1}]" if i else "teacher"
+        config_path = f"teacher.also[{i - 1}]" if i else "teacher"
         own = {
             key: getattr(one, key)
             for key in ("kind", "model", "args", "checkpoint", "weights", "options")
@@ -290,7 +290,9 @@ def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
             for other in found.values()
         )
         fit = replace(section.fit, seed=section.fit.seed + alike)
-        found[where] = replace(section, **own, also=(), fit=fit, license=one.license)
+        found[config_path] = replace(
+            section, **own, also=(), fit=fit, license=one.license
+        )
     return found
 
 
@@ -356,7 +358,7 @@ def fit_folders(recipe: Recipe, fingerprint: str) -> dict[str, tuple[Recipe, Pat
     folder.
     """
     found = {}
-    for where, fit in recipe.fits.items():
+    for config_path, fit in recipe.fits.items():
         # The evaluation interval is included, because it decides which weights are kept
         # as the best.
         keys = flatten(configuration.to_dict(fit, values=True))
@@ -375,9 +377,10 @@ def fit_folders(recipe: Recipe, fingerprint: str) -> dict[str, tuple[Recipe, Pat
         key = hashlib.sha256(content.encode()).hexdigest()[:12]
         name = f"{Path(fit.student.model).name.replace(':', '_')}-{key}"
         own = replace(
-            resolve(replace(fit, run=replace(fit.run, name=name))), where=where
+            resolve(replace(fit, run=replace(fit.run, name=name))),
+            config_path=config_path,
         )
-        found[where] = own, own.path / "export"
+        found[config_path] = own, own.path / "export"
     return found
 
 

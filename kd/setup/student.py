@@ -69,7 +69,7 @@ def student_spec(recipe: Recipe, classes: Sequence[str]) -> Spec:
     """Return a student's specification: model and weights."""
     section, task = recipe.student, recipe.task
     return Spec(
-        where=recipe.where,
+        config_path=recipe.config_path,
         model=section.model,
         args=section.args,
         classes=classes if task.logits else (),
@@ -173,7 +173,7 @@ def build_distillation(
     """Build student and criterion as one nn.Module; `meta`: the student without values,
     except a file's.
     """
-    data, size, where = teachers.data, recipe.data.image_size, recipe.where
+    data, size, config_path = teachers.data, recipe.data.image_size, recipe.config_path
     with torch.device("meta") if meta else nullcontext():
         weights = not meta or bool(
             recipe.student.checkpoint
@@ -188,11 +188,11 @@ def build_distillation(
             else sample(data)
         )
         explain = partial(
-            fails, where, recipe.student.model, student.input_size or size
+            fails, config_path, recipe.student.model, student.input_size or size
         )
         examine(
             student,
-            f"{where}.model",
+            f"{config_path}.model",
             images,
             bool(recipe.task.logits),
             micro_batch,
@@ -349,11 +349,11 @@ def tune(recipe: Recipe, student: nn.Module) -> Frozen | None:
         recipe.student.model,
         trained_network(student),
     )
-    where = (
-        "student.tuning" if recipe.where == "student" else "teacher.fit.tuning"
+    config_path = (
+        "student.tuning" if recipe.config_path == "student" else "teacher.fit.tuning"
     )  # all fits have a `tuning` section
     if tuning.layer_decay < 1:
-        key, wrong = f"{where}.layer_decay", "does not declare its layers"
+        key, wrong = f"{config_path}.layer_decay", "does not declare its layers"
         if hasattr(network, "group_matcher"):
             with _asked(key, model, "group_matcher"):
                 rates = {
@@ -366,7 +366,7 @@ def tune(recipe: Recipe, student: nn.Module) -> Frozen | None:
             wrong = f"is {tuning.layer_decay:g}, but '{model}' {wrong}"
             raise ModelError(key, wrong, allowed, f"Set {key}=1")
     if tuning.head_lr_scale != 1:
-        key = f"{where}.head_lr_scale"
+        key = f"{config_path}.head_lr_scale"
         with _asked(key, model, "get_classifier"):
             head = head_parameters(network)
         if not head:
@@ -388,7 +388,7 @@ def tune(recipe: Recipe, student: nn.Module) -> Frozen | None:
             shown = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
             wrong = f"'{pattern}' is the name of no parameter of '{model}'"
             raise ModelError(
-                f"{where}.freeze",
+                f"{config_path}.freeze",
                 wrong,
                 f"Names begin with {shown}",
                 "Correct the pattern",
@@ -402,7 +402,10 @@ def tune(recipe: Recipe, student: nn.Module) -> Frozen | None:
     }:
         wrong = f"freezes all parameters of '{model}'"
         raise ModelError(
-            f"{where}.freeze", wrong, "Something must learn", "Leave the classifier out"
+            f"{config_path}.freeze",
+            wrong,
+            "Something must learn",
+            "Leave the classifier out",
         )
     return frozen
 

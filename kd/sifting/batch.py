@@ -140,7 +140,7 @@ def take_rows(rows: Any, index: Tensor) -> Any:
     return like(rows, [rows[i] for i in index.tolist()])
 
 
-def join_rows(parts: list[Any], where: str) -> Any:
+def join_rows(parts: list[Any], config_path: str) -> Any:
     """Concatenate the rows of all parts; UnsupportedDataFormatException: tensors of
     different shapes.
     """
@@ -160,7 +160,7 @@ def join_rows(parts: list[Any], where: str) -> Any:
             " SiftingBatchTransform (batch_transforms)"
         )
         raise UnsupportedDataFormatException(
-            where, wrong, "All samples must have one shape", remedy
+            config_path, wrong, "All samples must have one shape", remedy
         )
     return torch.cat(parts) if isinstance(first, Tensor) else np.concatenate(parts)
 

@@ -115,16 +115,16 @@ Config = TypeVar(
 )
 
 
-def from_dict(kind: type[Config], value: object, where: str) -> Config:
+def from_dict(kind: type[Config], value: object, config_path: str) -> Config:
     """Return `value` if it has that class already, or build it from a dict."""
-    require(where, value, valid=True, allowed="")  # refuses a missing one
+    require(config_path, value, valid=True, allowed="")  # refuses a missing one
     if isinstance(value, kind):
         return value
     names = [field.name for field in dataclasses.fields(kind)]
     if not isinstance(value, Mapping):
         allowed = f"Allowed: a {kind.__name__} or a dict with {', '.join(names)}"
         raise SiftConfigValidationException(
-            where, f"is a {type(value).__name__}", allowed
+            config_path, f"is a {type(value).__name__}", allowed
         )
     for key in value:
         if key not in names:
@@ -133,24 +133,24 @@ def from_dict(kind: type[Config], value: object, where: str) -> Config:
                 did_you_mean(str(key), names),
             )
             raise SiftConfigValidationException(
-                where, f"has an unknown key {key!r}", allowed, remedy
+                config_path, f"has an unknown key {key!r}", allowed, remedy
             )
     return kind(**value)
 
 
-def require(where: str, value: object, valid: bool, allowed: str) -> None:
+def require(config_path: str, value: object, valid: bool, allowed: str) -> None:
     """Raise SiftConfigValidationException if a value is missing or not valid."""
     if value is _REQUIRED:
         raise SiftConfigValidationException(
-            where, "is missing", "It has no default", "Give it a value"
+            config_path, "is missing", "It has no default", "Give it a value"
         )
     if not valid:
         short = isinstance(value, (str, int, float, type(None)))
         wrong = f"is {value!r}" if short else f"is a {type(value).__name__}"
-        raise SiftConfigValidationException(where, wrong, f"Allowed: {allowed}")
+        raise SiftConfigValidationException(config_path, wrong, f"Allowed: {allowed}")
 
 
-def require_integer(where: str, value: object, least: int) -> None:
+def require_integer(config_path: str, value: object, least: int) -> None:
     """Raise SiftConfigValidationException if a value is missing, no integer, or below
     `least`.
     """
@@ -159,4 +159,4 @@ def require_integer(where: str, value: object, least: int) -> None:
         and not isinstance(value, bool)
         and int(value) >= least
     )
-    require(where, value, valid, f"a whole number >= {least}")
+    require(config_path, value, valid, f"a whole number >= {least}")

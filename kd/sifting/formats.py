@@ -134,20 +134,21 @@ def _dimensions(batch: Any) -> tuple[int, int | None]:
     return len(batch), lengths.pop() if len(lengths) == 1 else None
 
 
-def _form(value: Any, size: int, where: str) -> Any:
+def _form(value: Any, size: int, config_path: str) -> Any:
     """Return which leaves of `value` have `size` rows."""
     if _is_constant(value):
         return CONSTANT
     if isinstance(value, Mapping):
         return {
-            key: _form(item, size, f"{where}[{key!r}]") for key, item in value.items()
+            key: _form(item, size, f"{config_path}[{key!r}]")
+            for key, item in value.items()
         }
     if isinstance(value, (Tensor, np.ndarray)):
         if len(value) != size:
-            raise _mismatch(where, size, f"its shape is {list(value.shape)}")
+            raise _mismatch(config_path, size, f"its shape is {list(value.shape)}")
         return ROWS
     if not isinstance(value, (list, tuple)):
-        raise _unable(value, where)
+        raise _unable(value, config_path)
     columns = [_length(item) == size for item in value]
     if len(value) == size > 1 and all(columns):
         wrong = f"holds {size} samples, or {size} features of {size} samples"
@@ -156,13 +157,15 @@ def _form(value: Any, size: int, where: str) -> Any:
             " your own SiftingBatchTransform"
         )
         raise UnsupportedDataFormatException(
-            where, wrong, "A list that can be read in one way", remedy
+            config_path, wrong, "A list that can be read in one way", remedy
         )
     if len(value) == size and not all(columns):
         return ROWS
     if not any(columns):
-        raise _mismatch(where, size, f"it is a {type(value).__name__} of {len(value)}")
-    return [_form(item, size, f"{where}[{i}]") for i, item in enumerate(value)]
+        raise _mismatch(
+            config_path, size, f"it is a {type(value).__name__} of {len(value)}"
+        )
+    return [_form(item, size, f"{config_path}[{i}]") for i, item in enumerate(value)]
 
 
 def _is_constant(value: Any) -> bool:
@@ -182,18 +185,20 @@ def _length(value: Any) -> int | None:
     return len(value) if hasattr(value, "__len__") and not _is_constant(value) else None
 
 
-def _unable(value: Any, where: str) -> UnsupportedDataFormatException:
+def _unable(value: Any, config_path: str) -> UnsupportedDataFormatException:
     return UnsupportedDataFormatException(
-        where, f"Unable to index the batch of type {type(value)}", "", REMEDY
+        config_path, f"Unable to index the batch of type {type(value)}", "", REMEDY
     )
 
 
-def _mismatch(where: str, size: Any, sizes: str) -> UnsupportedDataFormatException:
+def _mismatch(
+    config_path: str, size: Any, sizes: str
+) -> UnsupportedDataFormatException:
     wrong = (
         f"Batch size {size} does not match dimension 0 or dimension 1 sizes: {sizes}"
     )
     return UnsupportedDataFormatException(
-        where, wrong, "One of them must be the sample dimension", REMEDY
+        config_path, wrong, "One of them must be the sample dimension", REMEDY
     )
 
 
@@ -219,14 +224,18 @@ class TreeBatch(SiftingBatch):
         return iter(self.data)
 
     def take(self, index: Tensor) -> TreeBatch:
-        def leaf(kind: str, parts: list[Any], where: str) -> Any:
+        def leaf(kind: str, parts: list[Any], config_path: str) -> Any:
             return take_rows(parts[0], index) if kind == ROWS else parts[0]
 
         return TreeBatch(_map(leaf, self.form, [self.data]), self.form)
 
     def join(self, others: Sequence[TreeBatch]) -> TreeBatch:
-        def leaf(kind: str, parts: list[Any], where: str) -> Any:
-            return join_rows(parts, where) if kind == ROWS else _one(parts, where)
+        def leaf(kind: str, parts: list[Any], config_path: str) -> Any:
+            return (
+                join_rows(parts, config_path)
+                if kind == ROWS
+                else _one(parts, config_path)
+            )
 
         return TreeBatch(
             _map(leaf, self.form, [self.data, *(batch.data for batch in others)]),
@@ -251,20 +260,23 @@ def _map(
     function: Callable[[str, list[Any], str], Any],
     form: Any,
     trees: list[Any],
-    where: str = "batch",
+    config_path: str = "batch",
 ) -> Any:
     """Return trees of one form as one tree, with `function(kind, leaves, where)` at
     each leaf.
     """
     if isinstance(form, str):
-        return function(form, trees, where)
+        return function(form, trees, config_path)
     keys = _keys(form)
     if any(_keys(tree) != keys for tree in trees):
         wrong = "has another structure than in the first batch"
-        raise UnsupportedDataFormatException(where, wrong, "All must be equal")
+        raise UnsupportedDataFormatException(config_path, wrong, "All must be equal")
     values = {
         key: _map(
-            function, form[key], [tree[key] for tree in trees], f"{where}[{key!r}]"
+            function,
+            form[key],
+            [tree[key] for tree in trees],
+            f"{config_path}[{key!r}]",
         )
         for key in keys
     }
@@ -292,7 +304,7 @@ def _with_values(mapping: Any, values: dict[Any, Any]) -> Any:
     return result
 
 
-def _one(parts: list[Any], where: str) -> Any:
+def _one(parts: list[Any], config_path: str) -> Any:
     first = parts[0]
     for part in parts[1:]:
         equal = (
@@ -310,5 +322,5 @@ def _one(parts: list[Any], where: str) -> Any:
                 "Give it per sample, drop it, or use your own SiftingBatchTransform"
                 " (batch_transforms)"
             )
-            raise UnsupportedDataFormatException(where, wrong, allowed, remedy)
+            raise UnsupportedDataFormatException(config_path, wrong, allowed, remedy)
     return first

@@ -264,7 +264,7 @@ def test_broken_image_is_a_data_error_with_its_name(built):
         with pytest.raises(DataError, match="it is not an image") as caught:
             built.train.decode(id)
         assert built.train.name(id) in str(caught.value)
-        assert caught.value.where.startswith("data.")
+        assert caught.value.config_path.startswith("data.")
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(
             caught.value
         )  # out of a worker

@@ -69,13 +69,13 @@ def section(monkeypatch):
 
 
 @pytest.mark.parametrize("loader", [False, True], ids=["dataset", "loader"])
-@pytest.mark.parametrize("where", ["teacher", "student"])
+@pytest.mark.parametrize("config_path", ["teacher", "student"])
 @pytest.mark.parametrize("name", FAULTS)
-def test_distill_refuses(name, where, loader):
-    if where == "teacher" and "behind" in name:
+def test_distill_refuses(name, config_path, loader):
+    if config_path == "teacher" and "behind" in name:
         return  # its final weights hide nothing
-    models = {"teacher": Changed(), "student": Changed(), where: build(name)}
-    with pytest.raises(ModelError, match=rf"^{where}: .*{FAULTS[name][1]}"):
+    models = {"teacher": Changed(), "student": Changed(), config_path: build(name)}
+    with pytest.raises(ModelError, match=rf"^{config_path}: .*{FAULTS[name][1]}"):
         distill(
             models["teacher"],
             models["student"],

@@ -456,7 +456,7 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
-def rows(name: str, **where: str) -> list[dict[str, str]]:
+def rows(name: str, **config_path: str) -> list[dict[str, str]]:
     """Return the rows of a result file that have these values."""
     (file,) = (
         path
@@ -467,7 +467,7 @@ def rows(name: str, **where: str) -> list[dict[str, str]]:
     return [
         row
         for row in csv.DictReader(lines)
-        if all(row[key] == value for key, value in where.items())
+        if all(row[key] == value for key, value in config_path.items())
     ]
 
 

@@ -83,14 +83,12 @@ def test_the_licence_of_each_stands_in_card_chain_and_report(
         tuple(cell.strip() for cell in line.strip("|").split("|"))
         for line in card.splitlines()
     }
-    for where, licence in (
+    for config_path, licence in (
         ("teacher", "none: random weights"),
         ("teacher.also[0]", "mit"),
     ):
-        assert (where.replace("[", r"\[").replace("]", r"\]"), licence) in cells
-        line = (
-            f"{where}  vit_tiny_patch16_224 (fitted on the labels), licence {licence}"
-        )
+        assert (config_path.replace("[", r"\[").replace("]", r"\]"), licence) in cells
+        line = f"{config_path}  vit_tiny_patch16_224 (fitted on the labels), licence {licence}"
         for text in (card, reported, (run / "report.html").read_text()):
             assert line in text
     assert (

@@ -121,8 +121,8 @@ def hub(tmp_path, monkeypatch) -> None:
     from huggingface_hub import constants
 
     datasets = pytest.importorskip("datasets", reason="the extra hf is not installed")
-    for where in (datasets.config, constants):
-        monkeypatch.setattr(where, "HF_HUB_OFFLINE", True)
+    for config_path in (datasets.config, constants):
+        monkeypatch.setattr(config_path, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 

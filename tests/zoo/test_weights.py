@@ -55,7 +55,7 @@ def teacher(
     keys: Keys,
     size: int = 16,
     classes: tuple[str, ...] = CLASSES,
-    where: str = "teacher",
+    config_path: str = "teacher",
 ) -> Any:
     """Return the teacher of a section."""
     task = single_label(registry.default_options("tasks", "single_label"))
@@ -77,10 +77,10 @@ def teacher(
         },
     )
     spec = Spec(
-        where,
+        config_path,
         section.pop("model"),
         classes=classes,
-        exact_head=where == "teacher",
+        exact_head=config_path == "teacher",
         task=task,
         **section,
     )
@@ -88,7 +88,7 @@ def teacher(
         "networks",
         kind,
         registry.default_options("networks", kind, **options),
-        f"{where}.kind",
+        f"{config_path}.kind",
         spec=spec,
         image_size=size,
         features=(),
@@ -238,7 +238,7 @@ def test_names_in_the_file_of_a_network_of_ones_own(tmp_path):
 def test_a_student_of_classes_in_another_order_begins_with_zeros(tmp_path):
     torch.save({"model": network().state_dict(), "classes": TURNED}, tmp_path / "a.pth")
     keys = {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}
-    assert not teacher(keys, where="student").network.head.weight.any()
+    assert not teacher(keys, config_path="student").network.head.weight.any()
 
 
 # ------------------------------------------------------------- twins: equal shapes in
@@ -592,7 +592,7 @@ def test_a_student_keeps_the_size_of_the_data(tmp_path):
     )
     made = teacher(
         {"model": NAME, "args": args, "checkpoint": str(tmp_path / "a.pth")},
-        where="student",
+        config_path="student",
     )
     assert made.input_size == 16
     torch.testing.assert_close(

@@ -39,7 +39,7 @@ class Rule:
     share: float = 0.0  # share of unsure images. Both 0: no threshold.
 
     @property
-    def where(self) -> str:
+    def config_path(self) -> str:
         return "--defer-share" if self.share else "--defer"
 
     def check(self, task: Task, images: bool) -> None:
@@ -57,15 +57,20 @@ class Rule:
             )
         if not 0 < (self.wrong or self.share) < 1:
             allowed = "A share between 0 and 1, such as 0.02"
-            raise ConfigError(self.where, f"is {self.wrong or self.share:g}", allowed)
+            raise ConfigError(
+                self.config_path, f"is {self.wrong or self.share:g}", allowed
+            )
         if not task.logits:
             wrong = "needs confidences, but an embedding model returns vectors"
             raise ConfigError(
-                self.where, wrong, "A student with labels", f"Leave {self.where} out"
+                self.config_path,
+                wrong,
+                "A student with labels",
+                f"Leave {self.config_path} out",
             )
         if not images:
             wrong = "is chosen on validation images, and with --no-onnx none is read"
-            raise ConfigError(self.where, wrong, "", "Leave out --no-onnx")
+            raise ConfigError(self.config_path, wrong, "", "Leave out --no-onnx")
 
     def lowest(
         self, confidence_N: np.ndarray, right_N: np.ndarray
@@ -108,10 +113,10 @@ def choose(
     if int(known.sum()) < 2:
         wrong = f"{int(known.sum())} of {len(labels)} validation images have a label"
         raise ModelError(
-            rule.where,
+            rule.config_path,
             wrong,
             "Labels are needed to count wrong predictions",
-            f"Leave {rule.where} out",
+            f"Leave {rule.config_path} out",
         )
     judge = _Labels(thresholds, classes) if thresholds else _Label()
     answered = {
@@ -281,7 +286,7 @@ def _unreached(rule: Rule, least: float, images: int, whom: str) -> ModelError:
         " choose it can say"
     )
     return ModelError(
-        rule.where,
+        rule.config_path,
         wrong,
         "",
         "Allow more, take all images (--images 0), or --defer-share 0.1",

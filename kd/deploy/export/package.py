@@ -22,7 +22,7 @@ def new_export(folder: Path) -> Iterator[Path]:
     replacing an older export.
     """
     refuse_other(folder)
-    with atomic_folder(folder, where="export") as draft:
+    with atomic_folder(folder, config_path="export") as draft:
         yield draft
         refuse_other(folder)  # checked again: the export took minutes
 

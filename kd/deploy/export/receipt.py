@@ -57,11 +57,11 @@ def plain_name(text: str) -> str:
 def licences(recipe: Recipe) -> dict[str, str]:
     """Return the licences of a run's data and weights; `UNKNOWN` if undeclared."""
     teachers, student, found = recipe.members, recipe.student, dict[str, str]()
-    for where, one in teachers.items():
-        fitted = where in recipe.fits
+    for config_path, one in teachers.items():
+        fitted = config_path in recipe.fits
         own = licence_of(one.model, one.checkpoint, one.pretrained or not fitted)
         scratch = NONE if fitted and not one.pretrained else ""
-        found[where] = own or one.license or scratch or UNKNOWN
+        found[config_path] = own or one.license or scratch or UNKNOWN
     first = (
         licence_of(student.model, student.checkpoint, True) or UNKNOWN
         if student.init == "pretrained"
@@ -175,22 +175,22 @@ def chain_of(subject: Subject) -> ChainClaims:
     chain: ChainClaims = {"student": student}
     if recipe.members and recipe.losses:
         members = {
-            where: {
+            config_path: {
                 "name": plain_name(written(one.model)),
-                "source": _source(recipe, where),
+                "source": _source(recipe, config_path),
             }
-            for where, one in recipe.members.items()
+            for config_path, one in recipe.members.items()
         }
         chain["teacher"] = {"members": members, "weights": found.get("teacher") or ""}
         chain["answers"] = found.get("answers") or {}
     return chain
 
 
-def _source(recipe: Recipe, where: str) -> str:
-    one = recipe.members[where]
+def _source(recipe: Recipe, config_path: str) -> str:
+    one = recipe.members[config_path]
     if recipe.data.kind == MAP_DATASET:
         return "a module that was passed to kd.distill"
-    if where in recipe.fits:
+    if config_path in recipe.fits:
         return "fitted on the labels" + (
             " from pretrained weights" if one.pretrained else ""
         )

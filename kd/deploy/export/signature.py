@@ -58,11 +58,11 @@ def require_signature(folder: Path, public_key: Path) -> None:
         ) from error
 
 
-def _library(module: str, where: str) -> Any:
+def _library(module: str, config_path: str) -> Any:
     remedy = "pip install 'PATH/kd[sign]'"
     return needed(
         f"model_signing.{module}",
-        where,
+        config_path,
         "the package model-signing is not installed",
         remedy,
     )

@@ -360,7 +360,7 @@ class LoadedGraph(Description):
         except (Problem, OSError) as error:
             if skip:
                 return None
-            where = (
+            config_path = (
                 str(picture)
                 if isinstance(picture, str | os.PathLike)
                 else type(picture).__name__
@@ -371,7 +371,7 @@ class LoadedGraph(Description):
                 else error.strerror or type(error).__name__
             )
             raise BadImage(
-                where, detail, "", "Leave it out, or set on_error='none'"
+                config_path, detail, "", "Leave it out, or set on_error='none'"
             ) from error
         return Answer.of(row)
 

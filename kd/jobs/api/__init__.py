@@ -201,9 +201,9 @@ def distill(
     data = (
         sink.manifest()["data"] if isinstance(sink, RunDir) and world.rank == 0 else ""
     )
-    where = Path(folder) if folder is not None else None
+    config_path = Path(folder) if folder is not None else None
     return Distilled(
-        student, metrics, rows, state, where, arguments, recipe, classes, data
+        student, metrics, rows, state, config_path, arguments, recipe, classes, data
     )
 
 

@@ -62,7 +62,9 @@ def _renamed(error: KdError) -> KdError:
     if isinstance(error, ConfigErrors):
         return ConfigErrors([_renamed(one) for one in error.errors])
     return type(error)(
-        *map(in_own_words, (error.where, error.wrong, error.allowed, error.remedy))
+        *map(
+            in_own_words, (error.config_path, error.wrong, error.allowed, error.remedy)
+        )
     )
 
 
@@ -94,11 +96,11 @@ class Arguments:
             )
         if not isinstance(self.workers, int) or self.workers < 0:
             raise ConfigError("workers", f"is {self.workers!r}", "A whole number >= 0")
-        for where, model in self.models.items():
+        for config_path, model in self.models.items():
             if not isinstance(model, nn.Module):
                 wrong = f"is {type(model).__name__}"
                 raise ConfigError(
-                    where,
+                    config_path,
                     wrong,
                     "An nn.Module",
                     "Build the model first; kd.train takes its name",
@@ -204,9 +206,11 @@ class Arguments:
             (
                 f"loader {len(items.dataset)}"  # type: ignore[arg-type]
                 if isinstance(items, DataLoader)
-                else MapDataset(items, self.seed, where, self.labels).fingerprint()
+                else MapDataset(
+                    items, self.seed, config_path, self.labels
+                ).fingerprint()
             )
-            for where, items in (("train", self.train), ("val", self.val))
+            for config_path, items in (("train", self.train), ("val", self.val))
         ]
         digest = hashlib.sha256(" ".join(hashes).encode()).hexdigest()
         require_equal(
@@ -217,12 +221,14 @@ class Arguments:
         return digest
 
     def loader(
-        self, where: str, batch_size: int, num_classes: int, world: Backend
+        self, config_path: str, batch_size: int, num_classes: int, world: Backend
     ) -> tuple[Loader, int]:
         """Return the loader of a split and its number of images."""
-        items = getattr(self, where)
+        items = getattr(self, config_path)
         if not isinstance(items, DataLoader):
-            dataset = MapDataset(items, self.seed, where, self.labels, num_classes)
+            dataset = MapDataset(
+                items, self.seed, config_path, self.labels, num_classes
+            )
             share = Share(batch_size, 1, world.rank, world.world_size)
             return LocalLoader(
                 dataset, share, getattr(items, "workers", self.workers)
@@ -230,14 +236,14 @@ class Arguments:
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
             raise ConfigError(
-                where,
+                config_path,
                 "a DataLoader does not know the ranks",
                 "A map-style dataset",
                 remedy,
             )
         num_images = drawn(items) // batch_size * batch_size
         return (
-            BatchLoader(items, batch_size, where, self.labels, num_classes),
+            BatchLoader(items, batch_size, config_path, self.labels, num_classes),
             num_images,
         )
 
@@ -327,9 +333,9 @@ class Drawn:
         )
 
 
-def map_style(where: str, items: Any) -> Any:
+def map_style(config_path: str, items: Any) -> Any:
     """Return a dataset, or the images of a DataLoader as one; refuse anything else."""
-    _require_items(where, items)
+    _require_items(config_path, items)
     return Drawn(items) if isinstance(items, DataLoader) else items
 
 
@@ -351,7 +357,10 @@ def examined(
     """Examine all models on images [N, ...]; return them, the student first, and their
     number of classes.
     """
-    models = [LogitsModel(module, where) for where, module in arguments.models.items()]
+    models = [
+        LogitsModel(module, config_path)
+        for config_path, module in arguments.models.items()
+    ]
     student, *teachers = models
     counts: dict[str, int] = {}
     for model in models:
@@ -359,24 +368,26 @@ def examined(
         trained = micro_batch if model is student else 0
         outputs = examine(
             model,
-            model.where,
+            model.config_path,
             images,
             True,
             trained,
-            partial(_fails, model.where, images),
+            partial(_fails, model.config_path, images),
         )
-        counts[model.where] = outputs["logits"].shape[1]
+        counts[model.config_path] = outputs["logits"].shape[1]
     others = {
-        model.where: model for model in teachers if model.network is not student.network
+        model.config_path: model
+        for model in teachers
+        if model.network is not student.network
     }
     require_apart(
         student, others, "student"
     )  # the student itself as the teacher is its caller's choice
-    for where, count in counts.items():
+    for config_path, count in counts.items():
         if count != counts["student"]:
             wrong = f"returns {count} classes, the student {counts['student']}"
             raise ConfigError(
-                where,
+                config_path,
                 wrong,
                 "Both must be equal, in the same order",
                 "Change the last layer of one",
@@ -384,14 +395,14 @@ def examined(
     return models, counts["student"]
 
 
-def _fails(where: str, images: Tensor, error: Exception) -> ModelError:
+def _fails(config_path: str, images: Tensor, error: Exception) -> ModelError:
     pixels = f"{str(images.dtype).removeprefix('torch.')} {list(images.shape[1:])}"
     remedy = "Resize in the transform, or in the module"
     if not images.is_floating_point():
         remedy = "End the transform in float pixels: image.float() / 255"
     wrong = f"fails on images of train, {pixels}: {named(error)}"
     return ModelError(
-        where, wrong, "Both models take the images of train as they are", remedy
+        config_path, wrong, "Both models take the images of train as they are", remedy
     )
 
 
@@ -436,22 +447,26 @@ def _require_unlabelled(losses: Criterion) -> None:
             )
 
 
-def _require_items(where: str, items: Any) -> None:
+def _require_items(config_path: str, items: Any) -> None:
     source = items.dataset if isinstance(items, DataLoader) else items
     allowed = "A map-style dataset (len and [i]), or a DataLoader of one"
     if isinstance(source, IterableDataset) or not all(
         hasattr(source, name) for name in ("__len__", "__getitem__")
     ):
         wrong = f"is {type(source).__name__}, which has no length or no items by number"
-        raise DataError(where, wrong, allowed, "Wrap it, or put its items into a list")
+        raise DataError(
+            config_path, wrong, allowed, "Wrap it, or put its items into a list"
+        )
     if not len(source):  # type: ignore[arg-type]
-        raise DataError(where, "is empty", allowed, "Check where its items come from")
+        raise DataError(
+            config_path, "is empty", allowed, "Check where its items come from"
+        )
     if isinstance(items, DataLoader):
         size, images = batch_of(items, 0), drawn(items)
-        if not size or (where == "train" and images < size):
+        if not size or (config_path == "train" and images < size):
             wrong = f"has {images} images, and a batch {size or 'no fixed size'}"
             raise ConfigError(
-                where,
+                config_path,
                 wrong,
                 "One full batch or more",
                 "Pass another batch_size to the DataLoader",

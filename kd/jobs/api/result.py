@@ -203,8 +203,8 @@ class Distilled:
             for name, value in self.metrics.items()
             if isinstance(value, float)
         )
-        where = f"'{self.folder}'" if self.folder is not None else None
-        return f"Distilled(folder={where}, steps={self.state.step}, metrics: {scores})"
+        config_path = f"'{self.folder}'" if self.folder is not None else None
+        return f"Distilled(folder={config_path}, steps={self.state.step}, metrics: {scores})"
 
     def _repr_html_(self) -> str:
         scores = self.recipe.task.scores

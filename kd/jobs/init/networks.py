@@ -128,7 +128,7 @@ def _fitted(keys: dict[str, Any], why: str, classes: Sequence[str]) -> Teacher:
     )
 
 
-def named(where: str, text: str) -> tuple[dict[str, Any], str]:
+def named(config_path: str, text: str) -> tuple[dict[str, Any], str]:
     """Return the keys of the pretrained weights NAME, FILE or NAME=FILE, and the facts
     in a file.
     """
@@ -139,9 +139,9 @@ def named(where: str, text: str) -> tuple[dict[str, Any], str]:
         and not Path(file).is_file()
     )
     if is_name:
-        require_weights(Spec(where, text, {}, (), pretrained=True))
+        require_weights(Spec(config_path, text, {}, (), pretrained=True))
         return {"model": text}, ""
-    model, by_order, why = identify(where, Path(file), model)
+    model, by_order, why = identify(config_path, Path(file), model)
     log.info("%s: %s", file, why)
     return {
         "model": model,

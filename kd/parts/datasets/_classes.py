@@ -20,7 +20,7 @@ WHOLE, BROKEN = (
 )  # numbers with a fraction
 
 
-def as_classes(raw: Repeated, where: str) -> Repeated:
+def as_classes(raw: Repeated, config_path: str) -> Repeated:
     """Return labels as written (1.0 as 1 if all are numbers); refuse fractions, which
     are measurements.
     """
@@ -41,7 +41,9 @@ def as_classes(raw: Repeated, where: str) -> Repeated:
             "Choose the column of the classes, or write a name for each range of"
             " numbers, such as low and high"
         )
-        raise DataError(where, wrong, "Names of classes, or whole numbers", remedy)
+        raise DataError(
+            config_path, wrong, "Names of classes, or whole numbers", remedy
+        )
     return raw._replace(texts=[WHOLE.sub(r"\1", text) for text in raw.texts])
 
 
@@ -85,7 +87,9 @@ def name_labels(raw: Repeated, names: Sequence[str]) -> tuple[Repeated, list[str
     return raw._replace(texts=[name_of.get(text, text) for text in raw.texts]), order
 
 
-def require_labels(column: Repeated, where: str, subject: Callable[[int], str]) -> None:
+def require_labels(
+    column: Repeated, config_path: str, subject: Callable[[int], str]
+) -> None:
     """Refuse an image without a label; `subject` names the image of a row."""
     for place, value in enumerate(column.texts):
         if value is None or value == "":
@@ -97,7 +101,7 @@ def require_labels(column: Repeated, where: str, subject: Callable[[int], str]) 
             )
             remedy = "Add it, or set data.labels=some"
             raise DataError(
-                where,
+                config_path,
                 f"{subject(row)} has no label{empty}",
                 "A label for each image",
                 remedy,
@@ -108,7 +112,7 @@ def number_classes(
     column: Repeated,
     own: Sequence[str] | None,
     classes: Sequence[str] | None,
-    where: str,
+    config_path: str,
     split: str,
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the class order and the label of each image, int32 [N]; -1: unlabelled.
@@ -121,7 +125,7 @@ def number_classes(
     if not labelled:
         remedy = "Label some, or set data.labels=none"
         raise DataError(
-            where,
+            config_path,
             f"the split '{split}' has no labelled image",
             "data.labels=some",
             remedy,
@@ -131,7 +135,9 @@ def number_classes(
     if len(order) < 2:
         wrong = f"the split '{split}' has only one class, '{next(iter(order), '')}'"
         remedy = "Point it at the folder or table that holds all classes"
-        raise DataError(where, wrong, "A classifier needs at least two classes", remedy)
+        raise DataError(
+            config_path, wrong, "A classifier needs at least two classes", remedy
+        )
     position = {name: i for i, name in enumerate(order)}
     unknown = sorted(labelled - set(position))
     if unknown:
@@ -142,7 +148,9 @@ def number_classes(
             f" among the {len(order)} classes "
         )
         remedy = did_you_mean(unknown[0], order) or "Rename or remove it"
-        raise DataError(where, wrong + whose, f"Allowed: {first_few(order)}", remedy)
+        raise DataError(
+            config_path, wrong + whose, f"Allowed: {first_few(order)}", remedy
+        )
     return (
         order,
         np.array([position.get(name, -1) for name in column.texts], np.int32)[
@@ -155,7 +163,7 @@ def number_sets(
     column: Repeated,
     own: Sequence[str] | None,
     classes: Sequence[str] | None,
-    where: str,
+    config_path: str,
     subject: Callable[[int], str],
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the class order and the sets, int8 [N, C] of 0 and 1; -1: an image without
@@ -184,7 +192,7 @@ def number_sets(
                 " image has"
             )
             remedy = did_you_mean(unknown[0], order) or "Rename it"
-            raise DataError(where, wrong, f"Allowed: {first_few(order)}", remedy)
+            raise DataError(config_path, wrong, f"Allowed: {first_few(order)}", remedy)
         sets[place] = -(names is None)
         sets[place, [position[name] for name in names or ()]] = 1
     return order, sets[column.of]

@@ -18,35 +18,41 @@ from kd.files.storage import REMEDY, retried
 
 
 def read(
-    content: Callable[[], bytes], subject: str, where: str, remedy: str = REMEDY
+    content: Callable[[], bytes], subject: str, config_path: str, remedy: str = REMEDY
 ) -> bytes:
     """Read an image file, with retries if the storage fails."""
     allowed = (
         "Every listed file can be read; data.on_corrupt=skip is for damaged images only"
     )
-    return retried(content, subject, where, allowed=allowed, remedy=remedy)
+    return retried(content, subject, config_path, allowed=allowed, remedy=remedy)
 
 
-def read_file(path: str | bytes, subject: str, where: str) -> bytes:
+def read_file(path: str | bytes, subject: str, config_path: str) -> bytes:
     """Read an image file; `subject` is its name in errors."""
 
     def content() -> bytes:
         with open(path, "rb") as file:
-            check_bytes(os.fstat(file.fileno()).st_size, subject, where)
+            check_bytes(os.fstat(file.fileno()).st_size, subject, config_path)
             return file.read()
 
-    return read(content, subject, where)
+    return read(content, subject, config_path)
 
 
-def check_bytes(size: int, subject: str, where: str) -> None:
+def check_bytes(size: int, subject: str, config_path: str) -> None:
     if size > MAX_BYTES:
         raise refuse(
-            subject, where, f"it has {size} bytes, more than the limit of {MAX_BYTES}"
+            subject,
+            config_path,
+            f"it has {size} bytes, more than the limit of {MAX_BYTES}",
         )
 
 
 def decode(
-    data: bytes, subject: str, where: str, least: Least | None = None, bits: int = 16
+    data: bytes,
+    subject: str,
+    config_path: str,
+    least: Least | None = None,
+    bits: int = 16,
 ) -> Decoded:
     """Decode an image file to upright RGB, 8 bits per channel; also return the CRC-32
     of its bytes.
@@ -55,7 +61,7 @@ def decode(
     # JPEG decodable. `subject`: the file's name in messages, "file 'apple/1.jpg'";
     # `least`, `bits`: see `kd.files.pixels.load`.
     if not data:
-        raise refuse(subject, where, "it is empty (0 bytes)")
+        raise refuse(subject, config_path, "it is empty (0 bytes)")
     try:
         # Pillow warns about broken EXIF and odd palettes of fine images. catch_warnings
         # changes a global and is not thread-safe: two threads here may leave the filter
@@ -73,19 +79,21 @@ def decode(
             ending = ".avif" if kind == "AVIF" else ".heic"
             raise refuse(
                 subject,
-                where,
+                config_path,
                 f"its content is {ending} ({READ_BY[ending]}), or damaged",
             ) from error
         if kind:
             raise refuse(
-                subject, where, "the image is truncated or damaged in its first bytes"
+                subject,
+                config_path,
+                "the image is truncated or damaged in its first bytes",
             ) from error
         raise refuse(
-            subject, where, f"it is not an image (it begins with {data[:16]!r})"
+            subject, config_path, f"it is not an image (it begins with {data[:16]!r})"
         ) from error
     except pixels.Beyond as error:
         raise refuse(
-            subject, where, f"the image is beyond a limit: it {error}"
+            subject, config_path, f"the image is beyond a limit: it {error}"
         ) from error
     except MemoryError:
         raise  # an error of the machine, not of the image
@@ -98,15 +106,15 @@ def decode(
             if "truncated" in detail.lower() or isinstance(error, EOFError)
             else "cannot be decoded"
         )
-        raise refuse(subject, where, f"the image {verb} ({detail})") from error
+        raise refuse(subject, config_path, f"the image {verb} ({detail})") from error
 
 
-def refuse(subject: str, where: str, wrong: str) -> CorruptImage:
+def refuse(subject: str, config_path: str, wrong: str) -> CorruptImage:
     allowed = (
         f"Allowed: whole images in {', '.join(FORMATS[:-1])} or {FORMATS[-1]} format"
     )
     return CorruptImage(
-        where,
+        config_path,
         f"{subject}: {wrong}",
         allowed,
         "Replace or delete it, or set data.on_corrupt=skip",

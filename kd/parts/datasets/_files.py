@@ -44,8 +44,8 @@ class Files(Storage):
         ):  # one that vanishes later means missing storage
             target = os.readlink(path) if os.path.islink(path) else b"?"
             wrong = f"it is a link to '{printable(target)}', where no file is"
-            raise refuse(self.subject(row), self.where, wrong)
-        return read_file(path, self.subject(row), self.where)
+            raise refuse(self.subject(row), self.config_path, wrong)
+        return read_file(path, self.subject(row), self.config_path)
 
 
 def size_and_stamp(path: bytes) -> tuple[int, int]:
@@ -56,7 +56,7 @@ def size_and_stamp(path: bytes) -> tuple[int, int]:
         if os.path.islink(path):
             return -1, 0
         status = retried(
-            lambda: os.stat(path), f"file '{printable(path)}'", Files.where
+            lambda: os.stat(path), f"file '{printable(path)}'", Files.config_path
         )
     return status.st_size, stamp(status)
 
@@ -69,7 +69,7 @@ def find_root(root: str) -> str:
     if os.path.exists(root):
         wrong = f"'{root}' is a file"
         raise DataError(
-            Files.where,
+            Files.config_path,
             wrong,
             "A folder of images",
             "Unpack the archive and give its folder",
@@ -78,5 +78,5 @@ def find_root(root: str) -> str:
     near = did_you_mean(os.path.basename(path), folders(os.path.dirname(path)))
     wrong = f"the folder '{root}' does not exist"
     raise DataError(
-        Files.where, wrong, near, "Check the path, or fetch the images first"
+        Files.config_path, wrong, near, "Check the path, or fetch the images first"
     )

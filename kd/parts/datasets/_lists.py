@@ -22,7 +22,7 @@ from kd.files.folders import (
 from kd.parts.datasets._files import Files, size_and_stamp
 from kd.parts.datasets._source import LabelColumn, Listed, SplitRequest, source
 
-WHERE = Files.where
+WHERE = Files.config_path
 
 SLOW = 10_000  # folder size from which no similar name is proposed for a missing one
 
@@ -166,14 +166,18 @@ class Lists:
 
 
 def content(
-    path: str, where: str, endings: Sequence[str], form: str, read: Callable[[str], Any]
+    path: str,
+    config_path: str,
+    endings: Sequence[str],
+    form: str,
+    read: Callable[[str], Any],
 ) -> Any:
     """Read a text file with one of these endings by `read`; a ValueError means that its
     content is not `form`.
     """
     if not path.lower().endswith(tuple(endings)):
         raise DataError(
-            where,
+            config_path,
             f"is '{path}'",
             f"A file that ends in {', '.join(endings)}",
             "Write it as one of them",
@@ -185,10 +189,10 @@ def content(
             f"'{path}' cannot be read ({error.strerror})",
             "A path, absolute or relative to data.root",
         )
-        raise DataError(where, wrong, allowed, "Check the path") from error
+        raise DataError(config_path, wrong, allowed, "Check the path") from error
     except (ValueError, RecursionError, csv.Error) as error:
         raise DataError(
-            where, f"'{path}': {error}", form, "Correct the file"
+            config_path, f"'{path}': {error}", form, "Correct the file"
         ) from error
 
 
@@ -261,7 +265,7 @@ class _Finder:
         ]
 
     def locate(
-        self, entries: Iterable[Entry], where: str, table: str
+        self, entries: Iterable[Entry], config_path: str, table: str
     ) -> tuple[dict[bytes, Located], int]:
         """Return entries by the paths of their files in `root`, sorted, and the number
         of repeated ones.
@@ -272,7 +276,7 @@ class _Finder:
         found: dict[bytes, Located] = {}
         missing, merged = list[Entry](), 0
         for entry in entries:
-            path = self._path(entry, where, table)
+            path = self._path(entry, config_path, table)
             if path is None:
                 missing.append(entry)
             elif path not in found:
@@ -285,15 +289,15 @@ class _Finder:
                 first = found[path].entry
                 wrong = f"{entry} is the image of {first}, with another label"
                 raise DataError(
-                    where, wrong, "One label for each image", "Remove one of them"
+                    config_path, wrong, "One label for each image", "Remove one of them"
                 )
         if missing:
-            raise self._missing(missing, len(found), where)
+            raise self._missing(missing, len(found), config_path)
         return {
             path: found[path] for path in sorted(found)
         }, merged  # by bytes: the same in every locale
 
-    def _path(self, entry: Entry, where: str, table: str) -> bytes | None:
+    def _path(self, entry: Entry, config_path: str, table: str) -> bytes | None:
         written = [
             entry.name,
             *[entry.name.replace("\\", "/")] * ("\\" in entry.name),
@@ -308,7 +312,7 @@ class _Finder:
         ]
         for way in ways:
             folder, base = posixpath.split(
-                _relative(self.roots, entry._replace(name=way), where)
+                _relative(self.roots, entry._replace(name=way), config_path)
             )
             folder = self._folder(folder)
             matches = self.folders[folder].named(base)
@@ -317,7 +321,7 @@ class _Finder:
                     printable(posixpath.join(folder, one)) for one in sorted(matches)
                 )
                 raise DataError(
-                    where,
+                    config_path,
                     f"{entry} is more than one image: {both}",
                     "",
                     "Write the ending",
@@ -327,7 +331,10 @@ class _Finder:
                 if matches[0] not in self.folders[folder].images and ending in READ_BY:
                     remedy = "Convert it, or install that"
                     raise DataError(
-                        where, f"{entry} cannot be read here", READ_BY[ending], remedy
+                        config_path,
+                        f"{entry} cannot be read here",
+                        READ_BY[ending],
+                        remedy,
                     )
                 return posixpath.join(folder, matches[0])
         return None
@@ -352,8 +359,10 @@ class _Finder:
         self.folders[folder] = _Beside(path)
         return folder
 
-    def _missing(self, missing: Sequence[Entry], found: int, where: str) -> DataError:
-        name = _relative(self.roots, missing[0], where)
+    def _missing(
+        self, missing: Sequence[Entry], found: int, config_path: str
+    ) -> DataError:
+        name = _relative(self.roots, missing[0], config_path)
         beside = self.folders[self._folder(posixpath.dirname(name))]
         names = [*beside.stems, *beside.images]
         near = (
@@ -366,14 +375,14 @@ class _Finder:
             f" {found + len(missing)} names are missing"
         )
         return DataError(
-            where,
+            config_path,
             wrong,
             "Paths of images in data.root, ending optional",
             near or "Correct the names",
         )
 
 
-def _relative(roots: Sequence[str], entry: Entry, where: str) -> bytes:
+def _relative(roots: Sequence[str], entry: Entry, config_path: str) -> bytes:
     """Return an entry's normalized path in the root; `roots` are spellings of that
     folder.
     """
@@ -388,6 +397,6 @@ def _relative(roots: Sequence[str], entry: Entry, where: str) -> bytes:
             "Set data.root to a folder that holds all images",
         )
         raise DataError(
-            where, wrong, "Paths in data.root, relative or absolute", remedy
+            config_path, wrong, "Paths in data.root, relative or absolute", remedy
         )
     return os.fsencode(name)

@@ -33,7 +33,7 @@ class Storage:
     workers.
     """
 
-    where = "data.root"  # config path for errors
+    config_path = "data.root"  # config path for errors
     noun = "image"  # an image in errors
     notes: Sequence[str] = ()  # what the listing left out, in lines for the user
 
@@ -100,7 +100,7 @@ class SplitRequest(NamedTuple):
     split: str
     classes: Sequence[str] | None
     labels: str  # `data.labels`
-    where: str  # config path of the split, for errors
+    config_path: str  # config path of the split, for errors
     fraction: float = (
         0.0  # share of the list of training images that is held out for validation
     )
@@ -126,7 +126,7 @@ def source(
         DataError: no image, no label, a class that training does not have, a group that
             groups nothing.
     """
-    split, classes, wanted, where, fraction, group = request
+    split, classes, wanted, config_path, fraction, group = request
     column, order, subject = (
         labels.column,
         labels.order,
@@ -134,9 +134,9 @@ def source(
     )
     if not len(storage.sizes):
         wrong = f"the split '{split}' has no images"
-        raise DataError(where, wrong, "At least one image", "Check the path")
+        raise DataError(config_path, wrong, "At least one image", "Check the path")
     if wanted == "all" and isinstance(column, Repeated):
-        require_labels(column, where, subject)
+        require_labels(column, config_path, subject)
     if wanted == "none":
         order, label = (), np.full(len(storage.sizes), -1, np.int32)
     elif isinstance(column, np.ndarray):
@@ -150,9 +150,9 @@ def source(
                 f" {[*label.shape]}"
             )
     elif labels.sets:
-        order, label = number_sets(column, order, classes, where, subject)
+        order, label = number_sets(column, order, classes, config_path, subject)
     else:
-        order, label = number_classes(column, order, classes, where, split)
+        order, label = number_classes(column, order, classes, config_path, split)
     texts = groups or map(printable, storage.names)
     alike = label if label.ndim == 1 else np.zeros(len(label), np.int64)
     rows, group_of = part(
@@ -222,7 +222,7 @@ class Listed:
         return decode(
             self.encoded(id),
             self.storage.subject(id),
-            self.storage.where,
+            self.storage.config_path,
             least,
             self.bits,
         )

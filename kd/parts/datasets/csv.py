@@ -94,7 +94,7 @@ def build(
     )
 
 
-def _read(path: str, where: str, options: Options, labels: str) -> list[Entry]:
+def _read(path: str, config_path: str, options: Options, labels: str) -> list[Entry]:
     def read(content: str) -> list[Entry]:
         if path.lower().endswith(".txt"):
             lines = enumerate(content.splitlines(), 1)
@@ -115,14 +115,14 @@ def _read(path: str, where: str, options: Options, labels: str) -> list[Entry]:
             )
         return entries
 
-    return content(path, where, [*DELIMITERS, ".txt"], FORM, read)
+    return content(path, config_path, [*DELIMITERS, ".txt"], FORM, read)
 
 
-def _column(header: Sequence[str], name: str, where: str, path: str) -> int:
+def _column(header: Sequence[str], name: str, config_path: str, path: str) -> int:
     if name not in header:
         near = did_you_mean(name, header)
         raise DataError(
-            where,
+            config_path,
             f"'{path}' has no column '{name}'",
             f"Columns: {', '.join(header)}",
             near or "Set it",

@@ -93,7 +93,7 @@ class TableRows(Storage):
     handled as in other datasets.
     """
 
-    where = WHERE
+    config_path = WHERE
 
     def __init__(self, table: Any, split: str, image_key: str) -> None:
         super().__init__(Names(()), *_files(table, image_key))

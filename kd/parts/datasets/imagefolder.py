@@ -24,7 +24,7 @@ from kd.parts.datasets._source import (
 )
 from kd.parts.datasets._splits import check_splits
 
-WHERE = Files.where
+WHERE = Files.config_path
 facts = partial(facts_of, test="test_split")
 
 
@@ -132,11 +132,13 @@ def build(
             (printable(name[start:]) for name in files.names),
         )
     except DataError as error:
-        if error.where != WHERE:
+        if error.config_path != WHERE:
             raise
         # a class may be missing because its files are unreadable
         wrong = "; ".join([error.wrong, *files.notes])
-        raise DataError(error.where, wrong, error.allowed, error.remedy) from error
+        raise DataError(
+            error.config_path, wrong, error.allowed, error.remedy
+        ) from error
 
 
 def _without_images(walk: Walk, holding: Repeated) -> list[str]:

@@ -73,12 +73,12 @@ def build(
 ) -> Listed:
     """List the images of a split."""
     lists, root = Lists(options, "labels"), find_root(options.root)
-    where, columns = lists.key(split), dict[str, list[str]]()
+    config_path, columns = lists.key(split), dict[str, list[str]]()
     listed, notes = lists.open(
         split,
         partial(_read, options=options, root=root, columns=columns, labels=labels),
     )
-    declared = columns.get(where) or None
+    declared = columns.get(config_path) or None
     if (
         declared
         and labels != "none"
@@ -87,13 +87,13 @@ def build(
         wrong = f"has no column '{absent[0]}', a class of training"
         wrong += f", and lacks {len(absent) - 1} more" if len(absent) > 1 else ""
         raise DataError(
-            where,
+            config_path,
             wrong,
             f"Columns: {first_few(declared)}",
             "Add it, of 0 where no image shows it",
         )
     column = Repeated.of_each(image.entry.label for image in listed.values())
-    request = SplitRequest(split, classes, labels, where)
+    request = SplitRequest(split, classes, labels, config_path)
     return lists.source(
         root, listed, LabelColumn(column, declared, sets=True), request, notes
     )
@@ -101,7 +101,7 @@ def build(
 
 def _read(
     path: str,
-    where: str,
+    config_path: str,
     options: Options,
     root: str,
     columns: dict[str, list[str]],
@@ -118,7 +118,9 @@ def _read(
             _table, path=path, root=root, separator=options.separator, labels=labels
         )
     )
-    columns[where], entries = content(path, where, [*DELIMITERS, ".json"], FORM, read)
+    columns[config_path], entries = content(
+        path, config_path, [*DELIMITERS, ".json"], FORM, read
+    )
     return entries
 
 

@@ -191,12 +191,12 @@ class _Index:
 class Members(Storage):
     """Images at known offsets in tar files."""
 
-    def __init__(self, index: _Index, where: str) -> None:
+    def __init__(self, index: _Index, config_path: str) -> None:
         stamps = np.array([stamp(os.stat(path)) for path in index.shards], np.uint64)[
             index.shard_of
         ]
         super().__init__(index.names, index.sizes, stamps)
-        self.where, self.notes = where, index.notes
+        self.config_path, self.notes = config_path, index.notes
         self._shards, self._shard_of, self._offsets = (
             index.shards,
             index.shard_of,
@@ -209,9 +209,9 @@ class Members(Storage):
             int(self._offsets[row]),
             int(self.sizes[row]),
         )
-        check_bytes(size, self.subject(row), self.where)
+        check_bytes(size, self.subject(row), self.config_path)
         return read_retried(
-            lambda: content(shard, offset, size), self.subject(row), self.where
+            lambda: content(shard, offset, size), self.subject(row), self.config_path
         )
 
 
@@ -221,18 +221,20 @@ def build(
     """Index the shards of a split."""
     # Reads every header at each start, ten seconds for 100,000 images, mostly tarfile's
     # parsing. An index file beside the shards would save this but could be stale.
-    where = f"data.{split}"
-    shards = find(getattr(options, split), where, options.copies)
+    config_path = f"data.{split}"
+    shards = find(getattr(options, split), config_path, options.copies)
     _check_disjoint(options, split, shards)
-    index = _Index(shards, partial(_index, options=options, where=where, labels=labels))
+    index = _Index(
+        shards, partial(_index, options=options, config_path=config_path, labels=labels)
+    )
     if not len(index.names):
         allowed = f"Members ending in {', '.join(_endings(options.image_keys))}"
         wrong = "; ".join([f"no images in {len(shards)} shards", *index.notes])
-        raise DataError(where, wrong, allowed, "Set data.image_keys")
+        raise DataError(config_path, wrong, allowed, "Set data.image_keys")
     return source(
-        Members(index, where),
+        Members(index, config_path),
         _labels(index.labels, options),
-        SplitRequest(split, classes, labels, where),
+        SplitRequest(split, classes, labels, config_path),
     )
 
 
@@ -283,11 +285,11 @@ def _check_disjoint(options: Options, split: str, shards: Sequence[Shard]) -> No
 
 
 def _index(
-    shard: str, options: Options, where: str, labels: str
+    shard: str, options: Options, config_path: str, labels: str
 ) -> tuple[list[_Image], Counter[str]]:
     try:
         with open(shard, "rb", buffering=0) as file:
-            return _images(file, shard, options, where, labels)
+            return _images(file, shard, options, config_path, labels)
     except (OSError, tarfile.TarError) as error:
         remedy = (
             "Unpack it first"
@@ -296,19 +298,19 @@ def _index(
         )
         wrong = f"the shard '{shard}' cannot be read ({error})"
         raise DataError(
-            where, wrong, "Whole, uncompressed .tar files", remedy
+            config_path, wrong, "Whole, uncompressed .tar files", remedy
         ) from error
 
 
 def _images(
-    file: BinaryIO, shard: str, options: Options, where: str, labels: str
+    file: BinaryIO, shard: str, options: Options, config_path: str, labels: str
 ) -> tuple[list[_Image], Counter[str]]:
     """Return the images of a shard, and the endings of members that belong to
     no image.
     """
     endings, found, other = _endings(options.image_keys), list[_Image](), Counter[str]()
     wanted = {*endings, options.label_key.lower()}
-    for key, sample in members(file, shard, where, wanted).items():
+    for key, sample in members(file, shard, config_path, wanted).items():
         image = next((sample[ending] for ending in endings if ending in sample), None)
         label = sample.get(options.label_key.lower()) if labels != "none" else None
         whole = image is not None or label is not None
@@ -332,11 +334,11 @@ def _images(
                 f" {', '.join(sorted(sample))}"
             )
             allowed = f"Image: {', '.join(endings)}. Label: {options.label_key}"
-            raise DataError(where, wrong, allowed, f"Set data.{remedy}")
+            raise DataError(config_path, wrong, allowed, f"Set data.{remedy}")
         if label[1] > MAX_LABEL:
             wrong = f"the label of '{shard}/{key}' has {label[1]} bytes"
             raise DataError(
-                where,
+                config_path,
                 wrong,
                 f"At most {MAX_LABEL}",
                 "Repair the shard, or set data.label_key",
@@ -345,7 +347,7 @@ def _images(
             _Image(
                 key,
                 *image,
-                _label(read(file, *label), f"{shard}/{key}", options, where),
+                _label(read(file, *label), f"{shard}/{key}", options, config_path),
             )
         )
     return found, other
@@ -363,7 +365,7 @@ def _hidden(ending: str, sample: Collection[str], wanted: Collection[str]) -> bo
     )
 
 
-def _label(data: bytes, name: str, options: Options, where: str) -> str:
+def _label(data: bytes, name: str, options: Options, config_path: str) -> str:
     try:
         parsed = options.label_field or options.label_sets
         value: Any = (
@@ -389,7 +391,7 @@ def _label(data: bytes, name: str, options: Options, where: str) -> str:
         )
         wrong = f"the label of '{name}' is {data[:60]!r}"
         raise DataError(
-            where, wrong, f"Allowed: {wanted}", "Set data.label_field"
+            config_path, wrong, f"Allowed: {wanted}", "Set data.label_field"
         ) from error
     if (
         value == ""
@@ -407,7 +409,9 @@ def _label(data: bytes, name: str, options: Options, where: str) -> str:
             if isinstance(value, list)
             else "Repair the shard"
         )
-        raise DataError(where, f"the label of '{name}' is {value!r}", allowed, remedy)
+        raise DataError(
+            config_path, f"the label of '{name}' is {value!r}", allowed, remedy
+        )
     return str(value)
 
 
@@ -440,7 +444,7 @@ def _places(texts: Collection[str], names: Sequence[str]) -> dict[str, str]:
 
 
 def _class_names(path: str) -> list[str]:
-    where = "data.class_names"
+    config_path = "data.class_names"
     try:
         with open(os.path.expanduser(path), encoding="utf-8-sig") as file:
             text = file.read()
@@ -451,14 +455,14 @@ def _class_names(path: str) -> list[str]:
         )
     except (OSError, ValueError) as error:
         raise DataError(
-            where,
+            config_path,
             f"'{path}' cannot be read ({error})",
             "Text or a JSON list",
             "Check the path",
         ) from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DataError(
-            where,
+            config_path,
             f"'{path}' is no list of names",
             "One name a line, or a JSON list of strings",
         )
@@ -466,7 +470,7 @@ def _class_names(path: str) -> list[str]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or not names:
         raise DataError(
-            where,
+            config_path,
             f"'{path}' has '{twice[0]}' twice" if twice else f"'{path}' is empty",
             "Each class once",
         )

@@ -153,9 +153,9 @@ class OpenVINO(Exporter):
         )
 
 
-def _import(where: str) -> Any:
+def _import(config_path: str) -> Any:
     remedy = "pip install 'PATH/kd[openvino]', or choose --file model.onnx"
-    return needed("openvino", where, "openvino is not installed", remedy)
+    return needed("openvino", config_path, "openvino is not installed", remedy)
 
 
 def post_training(source: Path, path: Path, views: Any) -> None:

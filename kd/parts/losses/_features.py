@@ -3,9 +3,11 @@
 from kd.core.errors import ModelError
 
 
-def require_features(where: str, student: int, teacher: int) -> None:
+def require_features(config_path: str, student: int, teacher: int) -> None:
     for model, width in (("student", student), ("teacher", teacher)):
         if width < 1:
             allowed = "Both models must give the features that a loss needs"
             remedy = "Choose a model that has them, or a loss on logits, such as kl"
-            raise ModelError(where, f"the {model} has no features", allowed, remedy)
+            raise ModelError(
+                config_path, f"the {model} has no features", allowed, remedy
+            )

@@ -65,7 +65,7 @@ def read_processor(spec: Spec, hub: Any) -> Any:
             "Write it there:"
             " AutoImageProcessor.from_pretrained(...).save_pretrained(folder)"
         )
-        raise ModelError(f"{spec.where}.model", wrong, "", remedy) from error
+        raise ModelError(f"{spec.config_path}.model", wrong, "", remedy) from error
 
 
 def measure(spec: Spec, processor: Any) -> Preparation:
@@ -78,7 +78,7 @@ def measure(spec: Spec, processor: Any) -> Preparation:
             )
             allowed = "Square images (size, do_pad in preprocessor_config.json)"
             raise ModelError(
-                f"{spec.where}.model", wrong, allowed, "Choose another model"
+                f"{spec.config_path}.model", wrong, allowed, "Choose another model"
             )
         size = (
             0
@@ -125,7 +125,7 @@ def _prepared(spec: Spec, processor: Any, image: Image.Image) -> torch.Tensor:
             ("image_mean", "image_std", "rescale_factor", "size", "crop_size"),
         )
         raise ModelError(
-            f"{spec.where}.model", wrong, f"Its keys are {numbers}"
+            f"{spec.config_path}.model", wrong, f"Its keys are {numbers}"
         ) from error
     if (
         not isinstance(found, torch.Tensor)
@@ -142,7 +142,7 @@ def _prepared(spec: Spec, processor: Any, image: Image.Image) -> torch.Tensor:
             " or colour clusters"
         )
         raise ModelError(
-            f"{spec.where}.model",
+            f"{spec.config_path}.model",
             wrong,
             allowed,
             "Choose another model, such as one of a fixed size",
@@ -229,7 +229,7 @@ def _crooked(spec: Spec, flat: Any) -> ModelError:
         ]
     allowed = "A straight line of each channel, with deviations above 0"
     return ModelError(
-        f"{spec.where}.model",
+        f"{spec.config_path}.model",
         f"{wrong}: {', '.join(guilty)}",
         allowed,
         "Correct these keys",

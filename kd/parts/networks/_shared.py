@@ -61,7 +61,7 @@ class Options(Keys):
             raise ValueError(f"{wrong}; {allowed}")
 
 
-def require_normalization(where: str, mean: Sequence[float]) -> None:
+def require_normalization(config_path: str, mean: Sequence[float]) -> None:
     """Require `mean` and `std` for a model with float input: another normalization
     gives other outputs.
     """
@@ -75,19 +75,19 @@ def require_normalization(where: str, mean: Sequence[float]) -> None:
             " itself"
         )
         raise ModelError(
-            f"{where}.mean",
+            f"{config_path}.mean",
             wrong,
             "mean and std, three numbers each, for pixels in 0..1",
             remedy,
         )
 
 
-def read_names(path: str, where: str) -> list[str]:
+def read_names(path: str, config_path: str) -> list[str]:
     try:
         names = Path(path).expanduser().read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(
-            where,
+            config_path,
             f"'{path}' cannot be read ({error})",
             "A text file, one class a line",
             "",
@@ -105,7 +105,7 @@ def read_names(path: str, where: str) -> list[str]:
             else f"'{path}' has the class '{twice}' twice, or an empty line"
         )
         raise ModelError(
-            where, wrong, "Each class once, one a line", "Correct the file"
+            config_path, wrong, "Each class once, one a line", "Correct the file"
         )
     return names
 
@@ -129,37 +129,37 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> Named:
     # `own`: the model's own names, if any. `file`: the option `classes`: new names for
     # all `count` logits, or the names in `own` that stand for the data's classes. For
     # unlabelled data the teacher's names are used.
-    where = f"{spec.where}.classes" if file else f"{spec.where}.model"
-    if count == 1 and not own and spec.where != "student" and spec.softmax:
+    config_path = f"{spec.config_path}.classes" if file else f"{spec.config_path}.model"
+    if count == 1 and not own and spec.config_path != "student" and spec.softmax:
         names, pick = named(spec, 2, own, file)
         return names, nn.Sequential(Binary(), pick)
     if (
-        spec.where == "student"
+        spec.config_path == "student"
         and spec.classes is not None
         and count != len(spec.classes)
     ):
         wrong = f"has {count} classes, the data has {len(spec.classes)}"
         raise ModelError(
-            where,
+            config_path,
             wrong,
             "Both must be equal: all are trained",
             "Set their number in student.args",
         )
     own = [nfc(name) for name in own]
-    names = read_names(file, where) if file else own
+    names = read_names(file, config_path) if file else own
     if file and _reordered(own, names) and len(own) == len(names):
         wrong = (
             f"'{file}' has the model's own class names in another order:"
             f" {', '.join(own[:6])}"
         )
         raise ModelError(
-            where,
+            config_path,
             wrong,
             "The order of the model",
             "Leave it out: kd reorders the outputs by their names",
         )
     if file and len(names) != count and set(names) <= set(own):
-        return _chosen(where, names, own, spec.classes)
+        return _chosen(config_path, names, own, spec.classes)
     if names and len(names) != count:
         wrong = (
             f"names {len(names)} classes, but the model returns {count} numbers per"
@@ -168,7 +168,7 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> Named:
         unknown = [name for name in names if own and name not in own]
         wrong += f"; '{unknown[0]}' is not one of its own" if unknown else ""
         raise ModelError(
-            where,
+            config_path,
             wrong,
             "One name for each number, or some of the model's own",
             "Correct the names",
@@ -179,8 +179,8 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> Named:
             nn.Identity(),
         )
     enough = count == len(spec.classes) or (file and count > len(spec.classes))
-    if enough and spec.where != "student" and _reordered(names, spec.classes):
-        return _chosen(where, spec.classes, names, spec.classes)
+    if enough and spec.config_path != "student" and _reordered(names, spec.classes):
+        return _chosen(config_path, spec.classes, names, spec.classes)
     if count != len(spec.classes):
         wrong = f"has {count} classes, the data has {len(spec.classes)}"
         remedy = (
@@ -188,13 +188,16 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> Named:
             " teacher's names of them: "
         )
         remedy += (
-            f"{spec.where}.classes=FILE (without names of its own, all {count}); or use"
+            f"{spec.config_path}.classes=FILE (without names of its own, all {count}); or use"
             " one fitted on this data"
         )
         raise ModelError(
-            where, wrong, "Both must be equal, or the teacher's must be more", remedy
+            config_path,
+            wrong,
+            "Both must be equal, or the teacher's must be more",
+            remedy,
         )
-    check_classes(where, names or spec.classes, spec.classes)
+    check_classes(config_path, names or spec.classes, spec.classes)
     return tuple(spec.classes), nn.Identity()
 
 
@@ -204,7 +207,10 @@ def _reordered(names: Sequence[str], classes: Sequence[str]) -> bool:
 
 
 def _chosen(
-    where: str, names: Sequence[str], own: Sequence[str], classes: Sequence[str] | None
+    config_path: str,
+    names: Sequence[str],
+    own: Sequence[str],
+    classes: Sequence[str] | None,
 ) -> Named:
     """Return the data's classes, and the module that selects the logits of `names`
     among `own`.
@@ -212,7 +218,7 @@ def _chosen(
     counts, position = Counter(own), {name: i for i, name in enumerate(own)}
     if twice := [name for name in names if counts[name] > 1]:
         wrong = f"'{twice[0]}' is the name of two of the model's classes"
-        raise ModelError(where, wrong, "A name that it has once", "")
+        raise ModelError(config_path, wrong, "A name that it has once", "")
     if classes is not None and set(names) == set(classes):
         names = classes
     elif classes is not None:
@@ -220,7 +226,7 @@ def _chosen(
             name if name in classes else own
             for name, own in zip(names, classes, strict=False)
         ]
-        check_classes(where, [*believed, *names[len(believed) :]], classes)
+        check_classes(config_path, [*believed, *names[len(believed) :]], classes)
     return tuple(names if classes is None else classes), Pick(
         [position[name] for name in names]
     )
@@ -239,7 +245,7 @@ def require_one_output(spec: Spec, features: Collection[str], kind: str) -> None
         needed = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
         wrong = f"is {kind}, which has one output, but the losses need {needed}"
         raise ModelError(
-            f"{spec.where}.kind",
+            f"{spec.config_path}.kind",
             wrong,
             "Losses on logits, or losses on pooled features",
             "Take others",
@@ -247,27 +253,30 @@ def require_one_output(spec: Spec, features: Collection[str], kind: str) -> None
 
 
 def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
-    where = f"{spec.where}.model"
+    config_path = f"{spec.config_path}.model"
     if answer_BC.ndim != 2 or answer_BC.shape[1] < (
-        1 if spec.softmax and spec.where != "student" else 2
+        1 if spec.softmax and spec.config_path != "student" else 2
     ):
         shape = "x".join(str(size) for size in answer_BC.shape)
         allowed = (
             "Logits [images, classes], two classes or more; of a teacher also one, of"
             " the second of two classes"
         )
-        raise ModelError(where, f"returns the shape {shape}", allowed, "")
+        raise ModelError(config_path, f"returns the shape {shape}", allowed, "")
     if answer_BC.is_meta:  # only its shape is known
         return
     if not answer_BC.isfinite().all():
         raise ModelError(
-            where, "returns NaN or infinity", "Finite numbers", "Check the weights"
+            config_path,
+            "returns NaN or infinity",
+            "Finite numbers",
+            "Check the weights",
         )
     assert spec.task is not None
     if answer_BC.shape[1] == 1:  # a single logit may have any value
         if meaning == "probabilities" and ((answer_BC < 0) | (answer_BC > 1)).any():
             raise ModelError(
-                f"{spec.where}.outputs",
+                f"{spec.config_path}.outputs",
                 "is probabilities, but some are outside of 0..1",
                 "",
                 "Set logits",
@@ -275,13 +284,13 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
         return
     if wrong := spec.task.refuse(answer_BC):
         raise ModelError(
-            where,
+            config_path,
             wrong,
             "Outputs of the losses' task",
             "Take another teacher, or losses",
         )
     shares = spec.task.are_probabilities(answer_BC)
-    if shares and spec.where == "student":
+    if shares and spec.config_path == "student":
         return  # random logits may lie in 0..1: its examination tries other weights
     if shares != (meaning == "probabilities"):
         wrong = (
@@ -289,7 +298,7 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
             f" {'probabilities' if shares else 'no probabilities'}"
         )
         raise ModelError(
-            f"{spec.where}.outputs",
+            f"{spec.config_path}.outputs",
             wrong,
             "",
             f"Set it to {'probabilities' if shares else 'logits'}",
@@ -315,10 +324,15 @@ def to_logits(spec: Spec, meaning: str) -> Callable[[Tensor], Tensor]:
 
 
 def found_function(spec: Spec) -> Any:
-    where, (module, colon, name) = f"{spec.where}.model", spec.model.partition(":")
+    config_path, (module, colon, name) = (
+        f"{spec.config_path}.model",
+        spec.model.partition(":"),
+    )
     if not colon or not all(part.isidentifier() for part in [*module.split("."), name]):
         raise ModelError(
-            where, f"is '{spec.model}'", "module:function, such as mylab.models:teacher"
+            config_path,
+            f"is '{spec.model}'",
+            "module:function, such as mylab.models:teacher",
         )
     try:
         function = getattr(named_module(module), name, None)
@@ -329,11 +343,14 @@ def found_function(spec: Spec) -> Any:
             raise
         wrong = f"the module '{module}' cannot be imported"
         raise ModelError(
-            where, wrong, "An importable module", "Check the spelling and PYTHONPATH"
+            config_path,
+            wrong,
+            "An importable module",
+            "Check the spelling and PYTHONPATH",
         ) from error
     if not callable(function):
         raise ModelError(
-            where,
+            config_path,
             f"the module '{module}' has no function '{name}'",
             "",
             "Check the spelling",

@@ -24,12 +24,12 @@ CLASSIFIER = "ForImageClassification"  # part of the name of a class with a clas
 HEADS = ("classifier", "head", "fc")  # endings of the names of their last layers
 
 
-def library(where: str) -> Any:
+def library(config_path: str) -> Any:
     wrong, remedy = (
         "needs the package transformers, which is not installed",
         "pip install 'PATH/kd[transformers]'",
     )
-    return needed("transformers", f"{where}.kind", wrong, remedy)
+    return needed("transformers", f"{config_path}.kind", wrong, remedy)
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def refused(spec: Spec, error: Exception) -> ModelError:
         " safetensors"
     )
     return ModelError(
-        f"{spec.where}.model",
+        f"{spec.config_path}.model",
         wrong,
         allowed,
         "Check the name; an id on the hub needs the network",
@@ -68,14 +68,14 @@ def read_config(spec: Spec, hub: Any) -> Any:
             "is set, but the folder or the hub id brings its weights",
             "Leave checkpoint out",
         )
-        raise ModelError(f"{spec.where}.checkpoint", wrong, "", remedy)
+        raise ModelError(f"{spec.config_path}.checkpoint", wrong, "", remedy)
     if "trust_remote_code" in spec.args:
         wrong = "has trust_remote_code, which runs code of the model's folder"
         remedy = "Leave it out; teacher.kind=torch runs a function of your own"
         raise ModelError(
-            f"{spec.where}.args", wrong, "A model that transformers knows", remedy
+            f"{spec.config_path}.args", wrong, "A model that transformers knows", remedy
         )
-    require_no_adapter(f"{spec.where}.model", Path(spec.model))
+    require_no_adapter(f"{spec.config_path}.model", Path(spec.model))
     try:
         with quiet(hub):
             config = hub.AutoConfig.from_pretrained(spec.model, **spec.args)
@@ -90,10 +90,10 @@ def read_config(spec: Spec, hub: Any) -> Any:
         )
         remedy = (
             "Save its `model.timm_model` with timm.models.save_for_hf, and set"
-            f" {spec.where}.kind=timm"
+            f" {spec.config_path}.kind=timm"
         )
         raise ModelError(
-            f"{spec.where}.model",
+            f"{spec.config_path}.model",
             wrong,
             "A network that transformers itself implements",
             remedy,
@@ -161,7 +161,7 @@ def loaded(spec: Spec, hub: Any, auto: str, config: Any) -> nn.Module:
             f" {type(model).__name__} ({names})"
         )
         raise ModelError(
-            f"{spec.where}.model",
+            f"{spec.config_path}.model",
             wrong,
             "They would be random",
             "Choose a model with these weights",

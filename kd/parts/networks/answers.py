@@ -112,21 +112,24 @@ def build(
     options: Options, spec: Spec, image_size: int, features: Collection[str]
 ) -> TableTeacher:
     """Read the table and find the row of each image."""
-    where = f"{spec.where}.model"
+    config_path = f"{spec.config_path}.model"
     spec.require_bare("a table has none")
     if spec.images is None:
         raise ModelError(
-            f"{spec.where}.kind", "is answers, which needs images with names", "", ""
+            f"{spec.config_path}.kind",
+            "is answers, which needs images with names",
+            "",
+            "",
         )
-    table = read(spec.model, where)
-    _check_views(spec.where, table, spec.images)
+    table = read(spec.model, config_path)
+    _check_views(spec.config_path, table, spec.images)
     if spec.logits == (table.meaning == "embeddings") or set(features) - (
         set() if spec.logits else {"pooled"}
     ):
         needed = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
         wrong = f"'{spec.model}' holds {table.meaning}, but the losses need {needed}"
         raise ModelError(
-            where,
+            config_path,
             wrong,
             "A table of the outputs that the losses read",
             "Take other losses, or another table",
@@ -148,7 +151,7 @@ def build(
     splits = {"training": images.train, "validation": images.val, "test": images.test}
     shown = {name: source for name, source in splits.items() if source is not None}
     found = [
-        _rows(where, rows if name == "training" else val_rows, one, name)
+        _rows(config_path, rows if name == "training" else val_rows, one, name)
         for name, one in shown.items()
     ]
     if spec.logits:
@@ -186,7 +189,7 @@ def _require_logits(
             ]
             id = first + next(iter(other), 0)
             raise ModelError(
-                error.where,
+                error.config_path,
                 f"{error.wrong}: '{source.name(id)}'",
                 error.allowed,
                 error.remedy,
@@ -209,7 +212,9 @@ def _unseen(table: AnswerTable, images: DatasetSpec) -> tuple[str, ...]:
     )
 
 
-def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Tensor:
+def _rows(
+    config_path: str, rows: Mapping[str, int], source: Source, split: str
+) -> Tensor:
     found = [
         rows.get(source.name(id), rows.get(nfc(source.name(id)), -1))
         for id in range(len(source))
@@ -224,7 +229,7 @@ def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Te
         )
         allowed = f"Names as kd lists them; the table's first is '{there}'"
         raise ModelError(
-            where,
+            config_path,
             wrong,
             allowed,
             "Name its rows so, or drop those images from the data",
@@ -232,7 +237,7 @@ def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Te
     return torch.tensor(found)
 
 
-def _check_views(where: str, table: AnswerTable, images: DatasetSpec) -> None:
+def _check_views(config_path: str, table: AnswerTable, images: DatasetSpec) -> None:
     shown = json.loads(json.dumps(images.shown()))
     if not table.made_for:
         mixes = (shown["transform"]["mixup"] or shown["transform"]["cutmix"]) and shown[
@@ -252,7 +257,7 @@ def _check_views(where: str, table: AnswerTable, images: DatasetSpec) -> None:
                 " views"
             )
             raise ModelError(
-                f"{where}.model", wrong, "", "Export it with kd-cache --export"
+                f"{config_path}.model", wrong, "", "Export it with kd-cache --export"
             )
         return
     for name, value in shown.items():
@@ -262,7 +267,7 @@ def _check_views(where: str, table: AnswerTable, images: DatasetSpec) -> None:
                 f" this run has {value}"
             )
             raise ModelError(
-                f"{where}.model",
+                f"{config_path}.model",
                 wrong,
                 "The views for which it was exported",
                 "Set the same, or export",

@@ -50,18 +50,18 @@ class GraphTeacher(nn.Module):
     classes: Sequence[str]
 
     def __init__(
-        self, path: Path, options: Options, where: str, image_size: int
+        self, path: Path, options: Options, config_path: str, image_size: int
     ) -> None:
         super().__init__()
-        self.path, self.options, self.where = path, options, where
+        self.path, self.options, self.config_path = path, options, config_path
         self.network = nn.Module()
         self.classes, self.num_classes = (), 0
         self.to_logits: Callable[[Tensor], Tensor] = Tensor.float
         self.pick: nn.Module = nn.Identity()
         self.sessions = Sessions(
-            lambda threads: open_session(path, threads, f"{where}.model")
+            lambda threads: open_session(path, threads, f"{config_path}.model")
         )
-        self.files = graph_files(path, f"{where}.model")
+        self.files = graph_files(path, f"{config_path}.model")
         session = self.sessions()
         inputs, outputs = (
             session.get_inputs(),
@@ -75,7 +75,10 @@ class GraphTeacher(nn.Module):
             found = ", ".join(f"{one.name} {one.type} {one.shape}" for one in inputs)
             allowed = "One image input of rank 4: uint8, float32 or float16"
             raise ModelError(
-                f"{where}.model", f"'{path}' takes {found}", allowed, "Export it anew"
+                f"{config_path}.model",
+                f"'{path}' takes {found}",
+                allowed,
+                "Export it anew",
             )
         self.input, self.shape, self.dtype = (
             inputs[0].name,
@@ -90,7 +93,10 @@ class GraphTeacher(nn.Module):
         ):
             wrong = f"'{path}' has the outputs {', '.join(outputs)}"
             raise ModelError(
-                f"{where}.output", wrong, "One of them", f"Set {where}.output"
+                f"{config_path}.output",
+                wrong,
+                "One of them",
+                f"Set {config_path}.output",
             )
         self.last = self.shape[3] == 3 and self.shape[1] != 3
         side = self.shape[2]
@@ -104,9 +110,9 @@ class GraphTeacher(nn.Module):
         )
         if self.dtype == np.uint8 and options.mean:
             wrong = "is set, but the graph takes uint8 and normalizes by itself"
-            raise ModelError(f"{where}.mean", wrong, "", "Leave mean and std out")
+            raise ModelError(f"{config_path}.mean", wrong, "", "Leave mean and std out")
         if self.dtype != np.uint8:
-            shared.require_normalization(where, options.mean)
+            shared.require_normalization(config_path, options.mean)
 
     def identity(self) -> dict[str, Any]:
         digest = hashlib.sha256()
@@ -175,21 +181,24 @@ def build(
     path = Path(spec.model).expanduser()
     if not path.is_file():
         raise ModelError(
-            f"{spec.where}.model", f"no file '{path}'", "An ONNX file", "Check the path"
+            f"{spec.config_path}.model",
+            f"no file '{path}'",
+            "An ONNX file",
+            "Check the path",
         )
     spec.require_bare("a graph holds its weights")
-    made = GraphTeacher(path, options, spec.where, image_size)
+    made = GraphTeacher(path, options, spec.config_path, image_size)
     noise = torch.randint(
         256, (2, 3, image_size, image_size), generator=torch.Generator().manual_seed(0)
     )
     try:
         first = made.answer(noise.to(torch.uint8))
     except Exception as error:  # onnxruntime has its own, unrelated error types
-        raise fails(spec.where, str(path), made.input_size, error) from error
+        raise fails(spec.config_path, str(path), made.input_size, error) from error
     if len(first) != 2:
         wrong = f"'{path}' returns for two images the shape {tuple(first.shape)}"
         raise ModelError(
-            f"{spec.where}.model",
+            f"{spec.config_path}.model",
             wrong,
             "One row of outputs per image",
             "Export it anew",

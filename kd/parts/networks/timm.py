@@ -36,10 +36,13 @@ def build(
     """Load the classifier, keeping only the rows of its last layer for the data's
     classes.
     """
-    where = f"{spec.where}.classes"
-    if options.classes and spec.where == "student":
+    config_path = f"{spec.config_path}.classes"
+    if options.classes and spec.config_path == "student":
         raise ModelError(
-            where, "is set, but a student has the data's classes", "", "Leave it out"
+            config_path,
+            "is set, but a student has the data's classes",
+            "",
+            "Leave it out",
         )
     if not (options.classes and spec.logits and spec.exact_head):
         return load(spec, image_size, features)
@@ -55,7 +58,7 @@ def build(
     head = made.network.get_classifier()  # type: ignore[operator]
     if not isinstance(head, nn.Linear):
         raise ModelError(
-            where,
+            config_path,
             f"is set, but '{spec.model}' does not end in a linear layer",
             "",
             "Fit it",

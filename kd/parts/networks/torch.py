@@ -45,12 +45,12 @@ def build(
     """Build the module, load its weights, and run it once."""
     shared.require_one_output(spec, features, "torch")
     function = shared.found_function(spec)
-    shared.require_normalization(spec.where, options.mean)
+    shared.require_normalization(spec.config_path, options.mean)
     try:
         inner = function(**spec.args)
     except TypeError as error:
         raise ModelError(
-            f"{spec.where}.args",
+            f"{spec.config_path}.args",
             f"'{spec.model}' refuses them ({in_short(error)})",
             "",
             "Correct them",
@@ -58,13 +58,13 @@ def build(
     if not isinstance(inner, nn.Module):
         wrong = f"'{spec.model}' returns {type(inner).__name__}"
         raise ModelError(
-            f"{spec.where}.model", wrong, "A function that returns an nn.Module"
+            f"{spec.config_path}.model", wrong, "A function that returns an nn.Module"
         )
     own: list[str] = []
     if (
         spec.checkpoint
     ):  # weights must match exactly; a .pth is read without running code
-        weights = read(f"{spec.where}.checkpoint", spec.checkpoint)
+        weights = read(f"{spec.config_path}.checkpoint", spec.checkpoint)
         own = weights.classes or [] if spec.exact_head else []
         taken = take(weights, inner, spec.model, spec.weights)
         with without_meta_warnings():
@@ -99,9 +99,11 @@ def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
     noise = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
     weight = next(inner.parameters(), noise)
     try:
-        return main_output(inner(noise.to(weight.dtype)), f"{spec.where}.model").float()
+        return main_output(
+            inner(noise.to(weight.dtype)), f"{spec.config_path}.model"
+        ).float()
     except FAILURES as error:
-        raise fails(spec.where, spec.model, size, error) from error
+        raise fails(spec.config_path, spec.model, size, error) from error
 
 
 def _source(function: Any) -> str:

@@ -29,7 +29,7 @@ def build(
     options: Options, spec: Spec, image_size: int, features: Collection[str]
 ) -> towers.TowerTeacher:
     """Load the model with its own normalization and input size."""
-    hub = towers.library(spec.where)
+    hub = towers.library(spec.config_path)
     config = towers.read_config(spec, hub)
     shown, own = towers.preprocessing(spec, hub, config, image_size)
     vision = towers.vision_config(config)
@@ -75,7 +75,7 @@ def _own_classes(spec: Spec, config: Any) -> list[str]:
             " teacher.kind=zero_shot"
         )
         raise ModelError(
-            f"{spec.where}.model",
+            f"{spec.config_path}.model",
             wrong,
             f"A model ...{towers.CLASSIFIER} for losses on logits",
             remedy,

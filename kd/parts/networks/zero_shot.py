@@ -86,12 +86,12 @@ def build(
     options: Options, spec: Spec, image_size: int, features: Collection[str]
 ) -> Classifier:
     """Load the image tower, and compute or read the class vectors."""
-    hub = library(spec.where)
+    hub = library(spec.config_path)
     config = read_config(spec, hub)
     if config.model_type not in TOWERS:
         wrong = f"'{spec.model}' is a {config.model_type}"
         raise ModelError(
-            f"{spec.where}.model",
+            f"{spec.config_path}.model",
             wrong,
             f"One of: {', '.join(TOWERS)}",
             "Choose a model with texts",
@@ -99,7 +99,7 @@ def build(
     if features or not spec.logits:
         remedy = "Set teacher.kind=transformers for its features"
         raise ModelError(
-            f"{spec.where}.kind",
+            f"{spec.config_path}.kind",
             "is zero_shot, which returns logits",
             "Losses on logits",
             remedy,
@@ -110,7 +110,7 @@ def build(
     shown, own = preprocessing(spec, hub, config, image_size)
     both, alone = TOWERS[config.model_type]
     file = (
-        read_names(options.classes, f"{spec.where}.classes")
+        read_names(options.classes, f"{spec.config_path}.classes")
         if options.classes
         else None
     )
@@ -127,7 +127,7 @@ def build(
         if not both:
             wrong = f"'{spec.model}' has no text tower"
             raise ModelError(
-                f"{spec.where}.model",
+                f"{spec.config_path}.model",
                 wrong,
                 "A model with both towers, or vectors",
                 "Set vectors",
@@ -136,7 +136,7 @@ def build(
         if not names:
             wrong = "is missing: neither the data nor the model names classes"
             raise ModelError(
-                f"{spec.where}.classes",
+                f"{spec.config_path}.classes",
                 wrong,
                 "A text file, one class a line",
                 "Add it",
@@ -156,7 +156,7 @@ def build(
             f" have {width}"
         )
         raise ModelError(
-            f"{spec.where}.vectors",
+            f"{spec.config_path}.vectors",
             wrong,
             "Vectors from the text tower of the same model",
             "",
@@ -185,8 +185,8 @@ def chosen_vectors(
     """Return class names and their vectors [C, D], matched by name if the file has
     names.
     """
-    where = f"{spec.where}.vectors"
-    names, vectors_CD = read_vectors(path, where)
+    config_path = f"{spec.config_path}.vectors"
+    names, vectors_CD = read_vectors(path, config_path)
     position = {name: i for i, name in enumerate(names)}
     missing = [name for name in wanted if name not in position] if names else []
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -196,7 +196,7 @@ def chosen_vectors(
             f" '{[*missing, *twice][0]}'"
         )
         raise ModelError(
-            where,
+            config_path,
             wrong,
             f"It names {', '.join(names[:5])}",
             "One vector for each class",
@@ -205,7 +205,9 @@ def chosen_vectors(
         names, vectors_CD = wanted, vectors_CD[[position[name] for name in wanted]]
     if zeros := (vectors_CD == 0).all(1).nonzero()[:, 0].tolist():
         wrong = f"'{path}' has zeros as the vector of class {zeros[0]}"
-        raise ModelError(where, wrong, "A direction for each class", "Write it anew")
+        raise ModelError(
+            config_path, wrong, "A direction for each class", "Write it anew"
+        )
     return names or wanted, vectors_CD
 
 
@@ -225,8 +227,8 @@ def text_vectors(
             f" ({in_short(error, 150)})"
         )
         allowed = "Its tokenizer beside the model, or a file of vectors"
-        remedy = f"Add it to the folder, or set {spec.where}.vectors"
-        raise ModelError(f"{spec.where}.model", wrong, allowed, remedy) from error
+        remedy = f"Add it to the folder, or set {spec.config_path}.vectors"
+        raise ModelError(f"{spec.config_path}.model", wrong, allowed, remedy) from error
     _require_words(spec, tokenizer, names, model.config.text_config.vocab_size)
     siglip = "siglip" in model.config.model_type  # trained on padded texts
     most = model.config.text_config.max_position_embeddings
@@ -255,9 +257,11 @@ def _require_words(spec: Spec, tokenizer: Any, names: Sequence[str], size: int) 
         if not known or max(ids) >= size or other != name:
             wrong = f"the tokenizer of '{spec.model}' does not know the class '{name}'"
             wrong += f" from '{other}'" if other != name else ""
-            remedy = f"Add its tokenizer to the folder, or set {spec.where}.vectors"
+            remedy = (
+                f"Add its tokenizer to the folder, or set {spec.config_path}.vectors"
+            )
             raise ModelError(
-                f"{spec.where}.model",
+                f"{spec.config_path}.model",
                 wrong,
                 "The tokenizer that the model was trained with",
                 remedy,
@@ -271,6 +275,9 @@ def _learned(spec: Spec, model: Any) -> float:
             " none"
         )
         raise ModelError(
-            f"{spec.where}.scale", wrong, "A number above 0; CLIP's is 100", "Set it"
+            f"{spec.config_path}.scale",
+            wrong,
+            "A number above 0; CLIP's is 100",
+            "Set it",
         )
     return float(model.logit_scale.detach().exp())

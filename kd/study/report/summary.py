@@ -60,8 +60,8 @@ def described(run: RunRecord) -> list[str]:
             else []
         )
     lines += [
-        f"{where[0].upper()}{where[1:]}: {one['text']}.\n"
-        for where, one in run.manifest.get("teacher_home", {}).items()
+        f"{config_path[0].upper()}{config_path[1:]}: {one['text']}.\n"
+        for config_path, one in run.manifest.get("teacher_home", {}).items()
     ]
     lines += [text] if (text := sifted(run.epochs, run.train, run.manifest)) else []
     lines += [scored.note, ""] if scored is not None else []

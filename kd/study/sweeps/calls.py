@@ -35,7 +35,7 @@ def call_of(text: str) -> tuple[str, list[Any], dict[str, Any]]:
         return "", [], {}
 
 
-def constructed(where: str, text: str, build: Callable[[], Built]) -> Built:
+def constructed(config_path: str, text: str, build: Callable[[], Built]) -> Built:
     """Return `build()`, which calls Optuna; turn what it refuses, or lacks a package
     for, into one line.
     """
@@ -48,14 +48,14 @@ def constructed(where: str, text: str, build: Callable[[], Built]) -> Built:
     except ImportError as error:
         package = error.name or "what Optuna names"
         wrong = f"'{text}' needs a package that is not installed ({in_short(error)})"
-        raise MissingExtra(where, wrong, "", f"pip install {package}") from error
+        raise MissingExtra(config_path, wrong, "", f"pip install {package}") from error
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ConfigError(
-            where, f"'{text}' is refused by Optuna ({in_short(error)})"
+            config_path, f"'{text}' is refused by Optuna ({in_short(error)})"
         ) from error
 
 
-def named(classes: Mapping[str, type], where: str, text: str, **more: Any) -> Any:
+def named(classes: Mapping[str, type], config_path: str, text: str, **more: Any) -> Any:
     """Build one of several classes by its name in `classes` and the arguments in the
     text.
     """
@@ -63,7 +63,7 @@ def named(classes: Mapping[str, type], where: str, text: str, **more: Any) -> An
     if not name and "(" in text:
         wrong = f"is '{text}', whose arguments cannot be read"
         raise ConfigError(
-            where,
+            config_path,
             wrong,
             "NAME or NAME(ARGUMENT=VALUE), where a text has quotes",
             "Correct them",
@@ -71,9 +71,11 @@ def named(classes: Mapping[str, type], where: str, text: str, **more: Any) -> An
     known = {_plain(key): cls for key, cls in classes.items()}
     if _plain(name) not in known:
         near = did_you_mean(text, classes) or "Choose one of them"
-        raise ConfigError(where, f"is '{text}'", f"Allowed: {', '.join(classes)}", near)
+        raise ConfigError(
+            config_path, f"is '{text}'", f"Allowed: {', '.join(classes)}", near
+        )
     return constructed(
-        where, text, lambda: known[_plain(name)](*arguments, **options, **more)
+        config_path, text, lambda: known[_plain(name)](*arguments, **options, **more)
     )
 
 

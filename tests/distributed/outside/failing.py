@@ -42,8 +42,8 @@ class Failing:
         self.rows = Path(rows)
         if (self.kind, split) == ("flaky", "train"):
             check = _decode.check_bytes  # called at each try to read a file
-            _decode.check_bytes = lambda size, subject, where: self.flaky(
-                check, size, subject, where
+            _decode.check_bytes = lambda size, subject, config_path: self.flaky(
+                check, size, subject, config_path
             )
 
     def __len__(self) -> int:
@@ -60,12 +60,12 @@ class Failing:
     def begun(self) -> bool:
         return self.rows.is_file() and self.rows.read_text().count('"train"') >= 6
 
-    def flaky(self, check, size, subject, where):
+    def flaky(self, check, size, subject, config_path):
         if self.begun():
             self.reads += 1
             if self.reads % 3 == 0:
                 raise OSError(errno.EIO, os.strerror(errno.EIO), subject)
-        check(size, subject, where)
+        check(size, subject, config_path)
 
     def harm(self) -> None:
         """Do it; another worker or rank may be faster."""

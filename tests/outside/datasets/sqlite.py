@@ -35,7 +35,7 @@ class Options(Keys):
 
 
 class Pictures(Storage):
-    where = "data.file"
+    config_path = "data.file"
 
     def __init__(self, file, paths, sizes):
         super().__init__(

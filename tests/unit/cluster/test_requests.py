@@ -482,7 +482,7 @@ def test_shards_and_weights_become_channels(food):
 
 
 @pytest.mark.parametrize(
-    ("options", "where", "words"),
+    ("options", "config_path", "words"),
     [
         (("--instance", "ml.p4d.24xlrge"), "InstanceType", "ml.p4d.24xlarge"),
         (("data.root=photos", "--instance", "ml.g5.xlarge"), "data.root", "s3://"),
@@ -570,10 +570,10 @@ def test_shards_and_weights_become_channels(food):
     ],
 )
 def test_a_wrong_request_is_one_line_and_is_not_sent(
-    options, where, words, food, refused
+    options, config_path, words, food, refused
 ):
     line = refused("launch", food, *GIVEN, *options)
-    assert where in line.partition(" ")[0] or where in line
+    assert config_path in line.partition(" ")[0] or config_path in line
     assert words in line
 
 
@@ -581,7 +581,7 @@ WARM = {"KeepAlivePeriodInSeconds": 600}
 
 
 @pytest.mark.parametrize(
-    ("options", "extra", "where", "words"),
+    ("options", "extra", "config_path", "words"),
     [
         (
             ("--spot",),
@@ -611,18 +611,18 @@ WARM = {"KeepAlivePeriodInSeconds": 600}
     ],
 )
 def test_requests_against_aws_limits_are_not_sent(
-    options, extra, where, words, food, tmp_path, refused
+    options, extra, config_path, words, food, tmp_path, refused
 ):
     file = tmp_path / "extra.json"
     file.write_text(json.dumps(extra))
     given = (food, "--instance", "ml.g5.xlarge", "--extra", str(file), *options, *GIVEN)
     line = refused("launch", *given, "--dry-run")
-    assert where in line
+    assert config_path in line
     assert words in line
 
 
 @pytest.mark.parametrize(
-    ("argv", "where", "words"),
+    ("argv", "config_path", "words"),
     [
         (("deploy", "--instance", "ml.inf2.xlarge"), "--instance", "accelerator"),
         (("deploy", "--instance", "ml.g5.xlarge"), "--instance", "ml.c7i.xlarge"),
@@ -663,10 +663,10 @@ def test_requests_against_aws_limits_are_not_sent(
     ],
 )
 def test_requests_that_waste_a_host_or_reread_outputs_are_not_sent(
-    argv, where, words, exported, refused
+    argv, config_path, words, exported, refused
 ):
     line = refused("launch", argv[0], exported, *argv[1:], *GIVEN, "--dry-run")
-    assert line.startswith(f"{where}: ")
+    assert line.startswith(f"{config_path}: ")
     assert words in line
 
 
@@ -745,9 +745,9 @@ def test_every_key_whose_text_speaks_of_files_is_declared_as_one_or_known_not_to
         ):
             texts[key + (f" [{kind[1]}]" if kind else "")] = meaning
     declared = set()
-    for cls, where in _sections():
+    for cls, config_path in _sections():
         declared |= {
-            f"{where}{name}"
+            f"{config_path}{name}"
             for name, field in fields_of(cls).items()
             if "files" in extra(field)
         }

@@ -45,7 +45,7 @@ def errors_of(raw, *overrides) -> dict[str, str]:
     assert str(caught.value).splitlines() == [
         str(error) for error in caught.value.errors
     ]
-    return {error.where: str(error) for error in caught.value.errors}
+    return {error.config_path: str(error) for error in caught.value.errors}
 
 
 def test_everything_wrong_is_in_one_report():
@@ -178,8 +178,8 @@ def test_wrong_values_are_one_line_that_names_the_key(key, value):
     place[last] = value
     found = errors_of(raw)
     assert len(found) == 1, found
-    where, message = found.popitem()
-    assert where.startswith(key)
+    config_path, message = found.popitem()
+    assert config_path.startswith(key)
     assert "\n" not in message
 
 
@@ -240,7 +240,7 @@ THAWED = (
 
 
 @pytest.mark.parametrize(
-    ("overrides", "where", "words"),
+    ("overrides", "config_path", "words"),
     [
         (("backend.kind=cpu", "backend.threads=-1"), "backend.threads", "number >= 0"),
         (("sifter.kind=history", "sifter.keep=0.1"), "sifter", "floor=0.15"),
@@ -331,11 +331,11 @@ THAWED = (
         ),
     ],
 )
-def test_contradictions_between_keys(overrides, where, words):
+def test_contradictions_between_keys(overrides, config_path, words):
     assert (
         words
         in errors_of(minimal(teacher={"model": "vit_tiny_patch16_224"}), *overrides)[
-            where
+            config_path
         ]
     )
 

@@ -406,7 +406,7 @@ def plain(change: Any) -> dict[str, Any]:
     ids=[row[0] for row in MISTAKES],
 )
 def test_a_mistake_is_one_line_that_says_what_is_allowed(change, expected):
-    errors = {error.where: str(error) for error in told(plain(change))}
+    errors = {error.config_path: str(error) for error in told(plain(change))}
     assert errors.keys() == {key for key, _ in expected}
     for key, words in expected:
         assert errors[key].startswith(f"{key}: ")
@@ -505,7 +505,7 @@ def test_a_key_of_the_section_is_no_key_of_a_part(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     (error,) = told({**RIGHT, "losses": [{"kind": "shadows.part"}]})
-    assert error.where == "losses[0].kind"
+    assert error.config_path == "losses[0].kind"
     assert "weight" in error.wrong
 
 

@@ -42,7 +42,7 @@ def test_errors_survive_pickling(cls):
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is cls
     assert str(again) == str(error)
-    fields = (again.where, again.wrong, again.allowed, again.remedy)
+    fields = (again.config_path, again.wrong, again.allowed, again.remedy)
     assert fields == ("data.root", "is empty", "At least one image", "Check the path")
     assert cls.exit_code == 2
 

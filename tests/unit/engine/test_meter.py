@@ -155,4 +155,4 @@ def test_steps_that_diverged_are_named(steps, text):
         ["kl", "ce"], steps, (State(), Plan(torch.arange(3), torch.ones(3)))
     )
     assert f"kl, ce became NaN or infinite {text}." in str(error)
-    assert error.where == "losses"
+    assert error.config_path == "losses"

@@ -71,18 +71,18 @@ def test_term_step_and_layer_are_named(make, workers):
     )
 
 
-@pytest.mark.parametrize("where", ["head", "blocks.0.attn.qkv"])
-def test_a_layer_whose_output_overflows_is_named(make, where):
+@pytest.mark.parametrize("config_path", ["head", "blocks.0.attn.qkv"])
+def test_a_layer_whose_output_overflows_is_named(make, config_path):
     """Its weights are finite; the network has a parameter that it does not use."""
     made = make("run.epochs=1", "run.every.log=2")
     made.run.distillation.student.network.unused = nn.Parameter(torch.zeros(1))
-    layer = made.run.distillation.student.network.get_submodule(where)
+    layer = made.run.distillation.student.network.get_submodule(config_path)
     with torch.no_grad():
         layer.weight.fill_(3e38)
         layer.bias.fill_(3e38)
     with pytest.raises(
         Diverged,
-        match=rf"in steps 1 to 2; first in the output of layer 'network.{where}'",
+        match=rf"in steps 1 to 2; first in the output of layer 'network.{config_path}'",
     ):
         train(made.run)
 

@@ -286,12 +286,12 @@ def test_a_fit_is_augmented_without_the_students_mixing_and_strong_crop(settings
     assert "the student's" not in describe(
         resolve(config.load(settings, ["teacher.fit.epochs=1"]))
     )
-    for wrong, where in (
+    for wrong, config_path in (
         ("{crp: 1}", "augment.crp"),
         ("3", "augment"),
         ("{crop: 2}", "augment.crop_scale"),
     ):
-        with pytest.raises(ConfigErrors, match=rf"teacher\.fit\.{where}: "):
+        with pytest.raises(ConfigErrors, match=rf"teacher\.fit\.{config_path}: "):
             fit(f"teacher.fit.augment={wrong}")
     with pytest.raises(ConfigError, match=r"^teacher\.fit\.augment\.policy: "):
         lines(settings, "teacher.fit={epochs: 1, augment: {policy: rand-x9}}")

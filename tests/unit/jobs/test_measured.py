@@ -29,12 +29,12 @@ def committed(theme: str) -> list[dict[str, str]]:
     return results.read(files[-1])[1]
 
 
-def gains(theme: str, arm: str, over: str, **where: str) -> list[float]:
+def gains(theme: str, arm: str, over: str, **config_path: str) -> list[float]:
     """Return the differences of the runs of each seed, points."""
     rows = [
         row
         for row in committed(theme)
-        if all(row[key] == value for key, value in where.items())
+        if all(row[key] == value for key, value in config_path.items())
     ]
     mine, other = (
         {row["seed"]: float(row["accuracy"]) for row in rows if row["arm"] == each}

@@ -64,11 +64,17 @@ def taken(
     model=NAME,
     args=ARGS,
     size=16,
-    where="teacher",
+    config_path="teacher",
     **more: Any,
 ):
     spec = Spec(
-        where, model, args, classes, str(path), exact_head=where == "teacher", **more
+        config_path,
+        model,
+        args,
+        classes,
+        str(path),
+        exact_head=config_path == "teacher",
+        **more,
     )
     return load(spec, size).eval()
 
@@ -642,7 +648,7 @@ def test_a_file_without_a_classifier(file):
         assert way in text
     assert "teacher.classes" not in text  # names of outputs that it does not have
     assert "has no classifier" in refusal(file(tensors), classes=None)
-    assert not taken(file(tensors), where="student").network.head.weight.any()
+    assert not taken(file(tensors), config_path="student").network.head.weight.any()
     spec = Spec("teacher", NAME, ARGS, (), str(file(tensors)))
     assert load(spec, 16, ("pooled",)).num_classes == 0
 
@@ -1002,7 +1008,7 @@ def test_a_student_starts_from_files_of_other_libraries(file):
             "model_ema": averaged.state_dict(),
         }
     )
-    made = taken(path, ("a", "b"), where="student")
+    made = taken(path, ("a", "b"), config_path="student")
     assert torch.equal(
         made.network.blocks[0].attn.qkv.weight, averaged.blocks[0].attn.qkv.weight
     )

@@ -39,20 +39,20 @@ def foreign(tmp_path):
     return tmp_path / "foreign.pth", network.eval()
 
 
-def build(path, classes, where="teacher", names="", **more):
+def build(path, classes, config_path="teacher", names="", **more):
     options = registry.default_options("networks", "timm", classes=str(names))
     spec = Spec(
-        where,
+        config_path,
         NAME,
         ARGS,
         classes,
         str(path),
         weights="by_order",
-        exact_head=where == "teacher",
+        exact_head=config_path == "teacher",
         **more,
     )
     return registry.build(
-        "networks", "timm", options, where, spec=spec, image_size=16, features=()
+        "networks", "timm", options, config_path, spec=spec, image_size=16, features=()
     ).eval()
 
 

@@ -26,8 +26,10 @@ TINY = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
 CLASSES = ("apple", "fig", "pear")
 
 
-def build(model=NAME, classes=CLASSES, where="teacher", args=TINY, size=16, **more):
-    return load(Spec(where, str(model), args, classes, **more), size)
+def build(
+    model=NAME, classes=CLASSES, config_path="teacher", args=TINY, size=16, **more
+):
+    return load(Spec(config_path, str(model), args, classes, **more), size)
 
 
 def exact(model, classes=CLASSES, **more):
@@ -87,9 +89,11 @@ def test_a_folder_without_safetensors_is_refused_before_timm_reads_it(
     monkeypatch.setattr(
         timm, "create_model", lambda *args, **kwargs: asked.append(args)
     )
-    for where in ("teacher", "student"):
-        text = refusal(form.format(stored), args={}, pretrained=True, where=where)
-        assert text.startswith(f"{where}.model: no model.safetensors in ")
+    for config_path in ("teacher", "student"):
+        text = refusal(
+            form.format(stored), args={}, pretrained=True, config_path=config_path
+        )
+        assert text.startswith(f"{config_path}.model: no model.safetensors in ")
     assert not asked
     assert not mark.exists()
 
@@ -291,7 +295,7 @@ def test_a_student_from_weights_of_another_class_count_gets_a_head_of_zeros(
     stored, classes
 ):
     started = build(
-        where="student", classes=classes, checkpoint=str(stored)
+        config_path="student", classes=classes, checkpoint=str(stored)
     ).network.state_dict()
     given = load_file(stored / "model.safetensors")
     for name, tensor in started.items():
@@ -324,7 +328,7 @@ def test_a_student_may_start_from_a_folder_with_another_head(stored):
 def test_a_student_keeps_a_head_of_the_same_classes_only(stored, classes, how):
     given = load_file(stored / "model.safetensors")
     if how == "checkpoint":
-        started = build(where="student", classes=classes, checkpoint=str(stored))
+        started = build(config_path="student", classes=classes, checkpoint=str(stored))
     else:
         started = build(stored, classes, "student", args={}, pretrained=True)
     held = {
@@ -352,7 +356,7 @@ def test_a_name_may_be_decomposed(tmp_path, how):
         ),
     )
     if how == "checkpoint":
-        started = build(where="student", classes=classes, checkpoint=str(folder))
+        started = build(config_path="student", classes=classes, checkpoint=str(folder))
     else:
         started = build(folder, classes, "student", args={}, pretrained=True)
     assert torch.equal(started.network.head.weight, given["head.weight"])
@@ -440,8 +444,8 @@ def test_a_config_json_in_the_working_folder_is_ignored(monkeypatch, tmp_path):
     assert build(exact_head=True).num_classes == 3
 
 
-@pytest.mark.parametrize("where", ["model", "checkpoint"])
-def test_weights_that_are_only_compared_raise_no_warnings(tmp_path, where):
+@pytest.mark.parametrize("config_path", ["model", "checkpoint"])
+def test_weights_that_are_only_compared_raise_no_warnings(tmp_path, config_path):
     """On the meta device, as in `--check`: 590 lines of a ViT-B. What does not fit is
     refused there too.
     """
@@ -456,7 +460,9 @@ def test_weights_that_are_only_compared_raise_no_warnings(tmp_path, where):
     timm.models.save_for_hf(
         network, tmp_path, model_config={"num_classes": 2}, safe_serialization=True
     )
-    named = {"model": str(tmp_path), "pretrained": True} if where == "model" else {}
+    named = (
+        {"model": str(tmp_path), "pretrained": True} if config_path == "model" else {}
+    )
     named = named or {"model": "vit_tiny_patch16_224", "checkpoint": str(tmp_path)}
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("error")

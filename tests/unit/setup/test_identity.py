@@ -41,7 +41,10 @@ def folders_of(recipe: Recipe) -> dict[str, str]:
     assert all(
         recipe.record.path in export.parents for recipe, export in found.values()
     )
-    return {where: recipe.record.path.name for where, (recipe, _) in found.items()}
+    return {
+        config_path: recipe.record.path.name
+        for config_path, (recipe, _) in found.items()
+    }
 
 
 def loaded(classes=("apple", "fig"), **args):
@@ -480,7 +483,7 @@ def test_a_key_changes_the_identities_of_what_depends_on_it_and_no_other(
 
 def test_a_store_has_the_same_pixels_in_memory_and_on_a_disk_for_a_cache_and_for_a_teacher():
     disk, ram, none = (
-        found(f"data.store={where}") for where in ("disk", "ram", "none")
+        found(f"data.store={config_path}") for config_path in ("disk", "ram", "none")
     )
     assert disk["C"] == ram["C"] != none["C"]
     assert disk["F"] == ram["F"] != none["F"]
@@ -490,7 +493,7 @@ def test_each_of_several_teachers_has_a_licence_of_its_own():
     also = [{"model": "vit_small_patch16_224", "license": "mit"}]
     teacher = {"model": "vit_tiny_patch16_224", "license": "apache-2.0", "also": also}
     found = split_teachers(config.load({**SETTINGS, "teacher": teacher}).teacher)
-    assert {where: one.license for where, one in found.items()} == {
+    assert {config_path: one.license for config_path, one in found.items()} == {
         "teacher": "apache-2.0",
         "teacher.also[0]": "mit",
     }

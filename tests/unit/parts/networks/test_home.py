@@ -189,7 +189,7 @@ def test_a_teacher_s_own_names_decide_the_order():
     with pytest.raises(
         ModelError, match=r"^student\.model: class 0 is 'fig'.* in another order"
     ):
-        named(replace(spec(), where="student"), 3, ["fig", "pear", "apple"], "")
+        named(replace(spec(), config_path="student"), 3, ["fig", "pear", "apple"], "")
 
 
 @pytest.mark.parametrize(

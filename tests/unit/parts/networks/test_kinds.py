@@ -709,9 +709,10 @@ def test_a_test_split_does_not_change_a_table(made, bare, photos, tmp_path):
             values=torch.cat([table.values, table.values[:, rows]], 1),
         ),
     )
-    section, where = {**made["answers"], "model": str(file)}, f"data.root={root}"
-    first = train(bare, section, "one", where)
-    again = train(bare, section, "one", where, "data.test_split=test")
+    section = {**made["answers"], "model": str(file)}
+    data = f"data.root={root}"
+    first = train(bare, section, "one", data)
+    again = train(bare, section, "one", data, "data.test_split=test")
     assert all(
         torch.equal(tensor, student(first)[name])
         for name, tensor in student(again).items()

@@ -413,7 +413,7 @@ def is_running(process: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "where", "words"),
+    ("overrides", "config_path", "words"),
     [
         (["optimizer.lrr=1e-3,1e-2"], "optimizer.lrr", "no such key"),
         (["optimizer.lr=,"], "optimizer.lr", "a value is missing"),
@@ -547,10 +547,10 @@ def is_running(process: int) -> bool:
     ],
 )
 def test_wrong_sweeps_are_one_line_and_write_nothing(
-    overrides, where, words, written, refused, tmp_path
+    overrides, config_path, words, written, refused, tmp_path
 ):
     line = refused("sweep", written(), *overrides)
-    assert line.startswith(f"{where}: ")
+    assert line.startswith(f"{config_path}: ")
     assert words in line
     assert not list(tmp_path.rglob("*_sweep"))
 
