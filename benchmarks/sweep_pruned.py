@@ -192,7 +192,7 @@ def two(folder: Path) -> dict[str, Any]:
     codes = [process.wait() for process in processes]
     texts = [(folder / f"{name}.txt").read_text() for name in ("first", "second")]
     counts = [
-        len(re.findall(r"^sweep: optimizer\.lr=[^,]*: accuracy", text, re.MULTILINE))
+        len(re.findall(r"^sweep: optimizer\.lr=[^,\n]*: accuracy", text, re.MULTILINE))
         for text in texts
     ]
     same = texts[0].partition("\n| ")[2] == texts[1].partition("\n| ")[2] and codes == [

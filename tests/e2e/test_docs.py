@@ -546,7 +546,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
     )
     for words in (
         (
-            f"on all pictures: {over_seeds(first)}, against {over_seeds(alone_first)}"
+            f"on all images: {over_seeds(first)}, against {over_seeds(alone_first)}"
             " on the labels alone"
         ),
         f"with at least as much CPU time, {against(first, alone_first)}",
@@ -554,7 +554,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
             f"reaches {mean(alone_whole):.1f} % alone and {mean(whole_first):.1f} %"
             " distilled"
         ),
-        f"pictures {mean(whole_first) - mean(alone_whole):.0f} points",
+        f"images {mean(whole_first) - mean(alone_whole):.0f} points",
         f"learns the labels ({over_seeds(first, 'teacher_accuracy')})",
         (
             f"reaches {mean(many[0]):.1f} % against {mean(many[1]):.1f} % on the labels"
@@ -566,7 +566,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         ),
         (
             f"not one label, the student reaches {mean(few):.1f} %. On the labels of"
-            f" all 2,500 pictures it reaches {mean(few_alone):.1f} %, which is no"
+            f" all 2,500 images it reaches {mean(few_alone):.1f} %, which is no"
             f" significant difference ({against(few, few_alone)}), and on the teacher's"
             f" top class {mean(few_hard):.1f} %: here the probabilities add"
             f" {against(few, few_hard)}. "
@@ -742,7 +742,7 @@ def test_the_numbers_of_the_pages_are_those_of_the_files():
             f" {against(wrong, wrong_alone).removesuffix(' points')} |"
         ),
         (
-            "10 pictures,"
+            "10 images,"
             f" {against(few, few_hard).removeprefix('+').removesuffix(' points')} more"
         ),
         (
