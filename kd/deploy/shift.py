@@ -61,7 +61,7 @@ ALARM = 6.0
 
 
 def measure(pixels: np.ndarray) -> Measures:
-    """Return brightness, detail, red - green and blue - green of uint8 pixels [3, S, S].
+    """Return brightness, detail, red - green, blue - green of uint8 pixels [3, S, S].
 
     They are the mean of the green channel (0 to 255), the mean difference of neighbours
     in a row, and the means of red and blue minus that of green. Only some 128 rows are
