@@ -96,14 +96,14 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
     reference = first.reference
     tally = reference.empty() if reference else None
 
-    def count(row: Row) -> None:
+    def count_row(row: Row) -> None:
         if reference and tally and MEASURES in row:
             reference.count(tally, row.get(ASKED, row), row[MEASURES])
 
     started = time.monotonic()
     with (
         warnings.catch_warnings(),
-        open_journal(settings.to, identity, images, count) as journal,
+        open_journal(settings.to, identity, images, count_row) as journal,
     ):
         warnings.filterwarnings("ignore", module=r"PIL\.")
         resumed = journal.done

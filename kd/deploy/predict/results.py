@@ -41,11 +41,11 @@ class Journal:
     """The rows so far. Created by `open_journal`."""
 
     def __init__(
-        self, path: Path, file: IO[bytes], count: Callable[[Row], None]
+        self, path: Path, file: IO[bytes], on_row: Callable[[Row], None]
     ) -> None:
         self.path = path
         self._file = file
-        self._count = count
+        self._on_row = on_row
         self.done = 0
         self.num_unreadable = 0
         self.passed_on = 0
@@ -59,7 +59,7 @@ class Journal:
         A new journal begins with `identity`.
         """
         end = 0
-        for row, size in _read_rows(self._file):
+        for row, size in _journal_rows(self._file):
             if end:
                 if self.done == len(images.names):
                     break
@@ -74,7 +74,7 @@ class Journal:
                 if (row.get("image"), row.get(STAMP)) != (name, stamp):
                     self.changed = name
                     break
-                self._add(row)
+                self._count_row(row)
             elif row != identity:
                 keys = [key for key in identity if row.get(key) != identity[key]]
                 wrong = f"'{self.path}' was begun with other values of: "
@@ -90,16 +90,16 @@ class Journal:
 
     def add(self, row: Row) -> None:
         self._write(row)
-        self._add(row)
+        self._count_row(row)
 
     def _write(self, row: Row) -> None:
         with on_disk(self.path, WHERE):
             self._file.write(_line(row))
 
-    def _add(self, row: Row) -> None:
+    def _count_row(self, row: Row) -> None:
         self.done += 1
         self.passed_on += row.get(MODEL) == SECOND
-        self._count(row)
+        self._on_row(row)
         if "error" in row:
             self.num_unreadable += 1
             if len(self.unreadable) < MAX_LISTED:
@@ -124,7 +124,7 @@ class Journal:
         """
         self.flush()
         self._file.seek(0)
-        rows = _read_rows(self._file)
+        rows = _journal_rows(self._file)
         next(rows)
         with atomic_file(target, WHERE) as draft:
             result = (_result_row(row) for row, _ in rows)
@@ -151,11 +151,11 @@ def open_journal(
     target: Path,
     identity: Row,
     images: ImageList,
-    count: Callable[[Row], None],
+    on_row: Callable[[Row], None],
 ) -> Iterator[Journal]:
     """Open or create the journal of a result, `<target>.part`.
 
-    `count` is called with each row, including an earlier start's.
+    `on_row` is called with each row, including an earlier start's.
     """
     path = _journal_path(target)
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
@@ -177,7 +177,7 @@ def open_journal(
         # Drafts of a killed process, since this process has the lock.
         recover(path.parent, target.name, alone=True)
         file.seek(0)
-        journal = Journal(path, file, count)
+        journal = Journal(path, file, on_row)
         journal.resume(identity, images)
         if target.exists() and journal.done < len(images.names):
             raise _target_exists(target)
@@ -199,7 +199,7 @@ def _target_exists(target: Path) -> RunError:
     return RunError(WHERE, f"'{target}' exists", "A file that does not exist", remedy)
 
 
-def _read_rows(file: IO[bytes]) -> Iterator[tuple[Row, int]]:
+def _journal_rows(file: IO[bytes]) -> Iterator[tuple[Row, int]]:
     """Yield each row and its bytes, up to the first truncated one."""
     for line in file:
         try:

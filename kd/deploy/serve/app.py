@@ -175,7 +175,9 @@ def recording(service: Service, route: str, handler: Handler) -> Handler:
         if route not in QUIET or response.status_code not in (200, 503):
             seconds = time.perf_counter() - start
             summary = request.state.summary
-            _record(service, route, request_id, response.status_code, seconds, summary)
+            _log_request(
+                service, route, request_id, response.status_code, seconds, summary
+            )
         response.headers["x-request-id"] = request_id
         if service.draining:
             response.headers["connection"] = "close"
@@ -184,7 +186,7 @@ def recording(service: Service, route: str, handler: Handler) -> Handler:
     return handle
 
 
-def _record(
+def _log_request(
     service: Service,
     route: str,
     request_id: str,

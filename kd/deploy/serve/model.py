@@ -88,10 +88,10 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
     `checked`: whether its self-check will run.
     """
     folder = _export_folder(folder)
-    manifest = _read_json(folder, MANIFEST)
-    config = _read_json(folder, CONFIG)
+    manifest = _read_export_json(folder, MANIFEST)
+    config = _read_export_json(folder, CONFIG)
     try:
-        description, least = _parse(folder, file, manifest, config)
+        description, least = _parse_manifest(folder, file, manifest, config)
     except KeyError as error:
         wrong = f"'{folder}' lacks {error} in manifest.json or config.json"
         raise invalid_export(wrong) from error
@@ -128,7 +128,7 @@ def _export_folder(folder: Path) -> Path:
     return below[0] if below else folder
 
 
-def _parse(
+def _parse_manifest(
     folder: Path, file: str, manifest: dict[str, Any], config: dict[str, Any]
 ) -> tuple[Description, str]:
     """Return the description, and the least version of the graph's runtime.
@@ -283,7 +283,7 @@ def _number(value: Any, low: float, high: float, key: str) -> float:
     return float(value)
 
 
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
+def _read_export_json(folder: Path, name: str) -> dict[str, Any]:
     if not (folder / name).exists():
         wrong = f"'{folder}' is not an export: it has no {name}"
         remedy = "Name the folder that `kd-export RUN` wrote: runs/NAME/export"

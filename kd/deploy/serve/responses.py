@@ -77,14 +77,14 @@ def negotiate(accept: str) -> str:
             ranges = ["*/*", f"{kind.partition('/')[0]}/*", kind]
             if pattern in ranges and ranges.index(pattern) > closest:
                 specificity[kind] = ranges.index(pattern)
-                quality[kind] = _quality(parameters)
+                quality[kind] = _quality_value(parameters)
     best = max(quality, key=quality.__getitem__)
     if quality[best] <= 0:
         raise Problem(406, f"The response can be {JSON} or {CSV}.")
     return best
 
 
-def _quality(parameters: Sequence[str]) -> float:
+def _quality_value(parameters: Sequence[str]) -> float:
     for parameter in parameters:
         if parameter.startswith("q="):
             try:

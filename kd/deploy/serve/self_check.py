@@ -86,9 +86,9 @@ def pictures(branches: Sequence[tuple], side: int, bits: int) -> list[bytes]:
         if kind == "HEIF" and not load_heif():
             continue
         height = int(scale * side)
-        image = _paint(5 * height // 4, height, draw)
+        image = _paint_noise(5 * height // 4, height, draw)
         if "A" in mode:
-            image.putalpha(_paint(*image.size, draw).convert("L"))
+            image.putalpha(_paint_noise(*image.size, draw).convert("L"))
         if mode == "I;16":
             grey = np.asarray(image.convert("L"), np.uint16)
             image = Image.fromarray(grey << (bits - 8))
@@ -108,7 +108,7 @@ def large_and_small(size: int, bits: int) -> tuple[list[bytes], list[bytes]]:
     return large, pictures(BRANCHES, SIDE, bits)
 
 
-def _paint(width: int, height: int, draw: np.random.Generator) -> Image.Image:
+def _paint_noise(width: int, height: int, draw: np.random.Generator) -> Image.Image:
     layers = []
     for side in (3, 9, 40):
         noise = Image.fromarray(draw.integers(0, 256, (side, side, 3), np.uint8))
@@ -262,13 +262,13 @@ def require(
     `packages`: the versions at the export.
     """
     images = f"the pixels of self-check picture {differences.picture}"
-    _require("Pillow", images, differences.pixels, LEVELS, packages)
+    _require_within("Pillow", images, differences.pixels, LEVELS, packages)
     runtime = registry.graphs()[file].runtime
     values = f"the outputs of {file}"
-    _require(runtime, values, differences.logits, allowed, packages)
+    _require_within(runtime, values, differences.logits, allowed, packages)
 
 
-def _require(
+def _require_within(
     title: str, values: str, difference: float, limit: float, packages: Mapping
 ) -> None:
     if difference <= limit:

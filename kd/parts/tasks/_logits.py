@@ -116,11 +116,11 @@ def _logits_of(teacher: Teacher | None) -> Callable[[Batch], Outputs]:
 
     # Not a method: a reference cycle would keep the workers of its loader alive after
     # the run.
-    def predict(batch: Batch) -> Outputs:
+    def logits_only(batch: Batch) -> Outputs:
         assert teacher is not None
         return Outputs(teacher(batch).logits.float())
 
-    return predict
+    return logits_only
 
 
 def gather_images(
@@ -130,13 +130,15 @@ def gather_images(
 
     Each row has `ids` and `seen`, both [B]. 0: there is no value.
     """
-    ids, seen = (torch.cat([row[name] for row in rows]) for name in ("ids", "seen"))
+    ids, has_value = (
+        torch.cat([row[name] for row in rows]) for name in ("ids", "seen")
+    )
     split_ids_N = split.plan.ids[split.plan.weights > 0].to(ids.device)
     position = torch.searchsorted(split_ids_N, ids)
     values = {}
     for name in rows[0]:
         local = torch.cat([row[name] for row in rows])
-        local = torch.where(seen[:, None], local.view(len(local), -1).float(), 0.0)
+        local = torch.where(has_value[:, None], local.view(len(local), -1).float(), 0.0)
         full = torch.zeros(len(split_ids_N), local.shape[1], device=local.device)
         full.index_add_(0, position, local)
         values[name] = backend.reduce_sum(full).cpu()

@@ -154,7 +154,7 @@ class EmbeddingEvaluator(Evaluator):
         was_training = student.training
         student.eval()
         try:
-            values = self._score(student, stop)
+            values = self._scores(student, stop)
         finally:
             student.train(was_training)
         if not values:
@@ -177,7 +177,7 @@ class EmbeddingEvaluator(Evaluator):
             for key, right_M in self._right.items()
         }
 
-    def _score(self, student: nn.Module, stop: Callable[[], bool]) -> dict[str, float]:
+    def _scores(self, student: nn.Module, stop: Callable[[], bool]) -> dict[str, float]:
         backend = self.backend
         queries: list[dict[str, Tensor]] = []
         sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
@@ -204,10 +204,12 @@ class EmbeddingEvaluator(Evaluator):
         agreement = {"agreement": total / images}
         if self.bank is None:
             return agreement
-        scores = self._search(student, self.bank, self._gather(queries, self.val), stop)
+        scores = self._search(
+            student, self.bank, self._gather_vectors(queries, self.val), stop
+        )
         return agreement | scores if scores else {}
 
-    def _gather(
+    def _gather_vectors(
         self, rows: list[dict[str, Tensor]], split: Split
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the vectors [N, D] by model, and the labels [N] (-1: unlabelled)."""
@@ -239,7 +241,7 @@ class EmbeddingEvaluator(Evaluator):
                 vectors |= self._pooled(self.bank_teacher(batch))
             rows.append(batch_row(batch, vectors))
             backend.end_step()
-        bank, label_N = self._gather(rows, split)
+        bank, label_N = self._gather_vectors(rows, split)
         student_ND = bank.pop("")
         self._bank_vectors = self._bank_vectors or bank
         labelled_N = label_N >= 0

@@ -160,14 +160,14 @@ class LabelSetsEvaluator(LogitsEvaluator):
 
     def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
         gathered = gather_images(rows, self.val, self.backend)
-        seen = gathered["seen"][:, 0] > 0
-        models = {"": gathered["student"][seen].double()}
+        decoded = gathered["seen"][:, 0] > 0
+        models = {"": gathered["student"][decoded].double()}
         if self.teacher is not None:
-            models["teacher_"] = gathered["teacher"][seen].double()
+            models["teacher_"] = gathered["teacher"][decoded].double()
         values: dict[str, float] = {}
         self._labelled = ()
         if self.labelled:
-            label_NC = gathered["label"][seen]
+            label_NC = gathered["label"][decoded]
             labelled = (label_NC >= 0).all(1)
             require_images(self.val, len(label_NC), int(labelled.sum()))
             truth_NC = label_NC[labelled] > 0
@@ -178,7 +178,7 @@ class LabelSetsEvaluator(LogitsEvaluator):
                 for name, value in score(logits_NC, truth_NC).items():
                     values[prefix + name] = value
         else:
-            require_images(self.val, int(seen.sum()))
+            require_images(self.val, int(decoded.sum()))
         if self.teacher is not None:
             student_NC, teacher_NC = models.values()
             values["kl"] = divergence(teacher_NC, student_NC)

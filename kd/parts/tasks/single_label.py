@@ -160,11 +160,11 @@ class SingleLabelEvaluator(LogitsEvaluator):
         gathered = gather_images(self._last, self.val, self.backend)
         del gathered["ids"]
         right = {name: value[:, 0].numpy() > 0 for name, value in gathered.items()}
-        seen = right.pop("seen")
-        labelled = seen & right.pop("labelled")
+        decoded = right.pop("seen")
+        labelled = decoded & right.pop("labelled")
         samples = {}
         for key, right_N in right.items():
-            right_N = right_N[seen if key == "agreement" else labelled]
+            right_N = right_N[decoded if key == "agreement" else labelled]
             samples[key] = Samples(float(right_N.mean()), right=right_N)
         return samples
 
