@@ -139,17 +139,13 @@ def _stamp(path: str) -> str:
 
 
 def _below_url(prefix: str) -> ImageList:
-    urls: list[str] = []
-    sizes: list[int] = []
-    stamps: list[str] = []
-    for url, (size, stamp) in object_store.versions(prefix, WHERE).items():
-        if _is_image(url):
-            urls.append(url)
-            sizes.append(size)
-            stamps.append(stamp)
+    versions = object_store.versions(prefix, WHERE)
+    urls = [url for url in versions if _is_image(url)]
+    stamps = [versions[url][1] for url in urls]
 
     def read(id: int) -> bytes:
-        check_bytes(sizes[id])
+        size, _ = versions[urls[id]]
+        check_bytes(size)
         return object_store.read(urls[id], WHERE)
 
     return ImageList(urls, read, stamps, lambda id: "", remote=True)

@@ -40,7 +40,7 @@ class Latency:
 def ask(
     folder: Path,
     files: Sequence[str],
-    picture: bytes,
+    jpeg: bytes,
     threads: int,
     slots: int,
     seconds: float,
@@ -65,7 +65,7 @@ def ask(
         ):
             turns += 1
             for file, address in servers.items():
-                jobs = [pool.submit(turn, *address, picture) for _ in range(clients)]
+                jobs = [pool.submit(turn, *address, jpeg) for _ in range(clients)]
                 for job in jobs:
                     latencies[file] += job.result()
         memory = {file: _memory_mb(*address) for file, address in servers.items()}
@@ -116,7 +116,7 @@ def server(
         process.communicate()
 
 
-def turn(host: str, port: int, picture: bytes) -> list[float]:
+def turn(host: str, port: int, jpeg: bytes) -> list[float]:
     """Return the latencies of one client's turn, seconds, without the cold ones."""
     connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
     seconds: list[float] = []
@@ -125,7 +125,7 @@ def turn(host: str, port: int, picture: bytes) -> list[float]:
     try:
         while len(seconds) < COLD + FEWEST or time.perf_counter() - begin < TURN:
             start = time.perf_counter()
-            connection.request("POST", "/invocations", picture, headers)
+            connection.request("POST", "/invocations", jpeg, headers)
             response = connection.getresponse()
             response.read()
             seconds.append(time.perf_counter() - start)

@@ -40,10 +40,10 @@ class Cascade(LoadedGraph):
         _, arguments = LoadedGraph.__reduce__(self)
         return open_exports, (*arguments, self.second.folder)
 
-    def open(self, picture: Any, limits: Limits) -> OpenedImage:
+    def open(self, image: Any, limits: Limits) -> OpenedImage:
         """Open an image for the model that needs more pixels: `LoadedGraph.open`."""
         larger = max(self, self.second, key=_pixels_needed)
-        return LoadedGraph.open(larger, picture, limits)
+        return LoadedGraph.open(larger, image, limits)
 
     def predict_decoded(self, rgb: Image.Image, top: int, started: float) -> Prediction:
         """Predict an image with the first model and, if it is unsure, with the second.

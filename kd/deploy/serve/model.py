@@ -377,28 +377,28 @@ class LoadedGraph(Description):
             raise BadImage(config_path, detail, "", remedy) from error
         return Answer.of(row)
 
-    def open(self, picture: Any, limits: Limits) -> OpenedImage:
+    def open(self, image: Any, limits: Limits) -> OpenedImage:
         """Open an image, see `__call__`, without decoding it.
 
         Raises a Problem unless it is an image within `limits`.
         """
-        if isinstance(picture, str | os.PathLike):
-            picture = read_file(picture)
-        if isinstance(picture, bytes | bytearray | memoryview):
-            return open_image(bytes(picture), self.size, self.crop, limits, self.margin)
-        if isinstance(picture, np.ndarray):
-            shape = picture.shape
-            is_rgb = len(shape) == 3 and shape[2] == 3 and picture.size > 0
-            if picture.dtype != np.uint8 or not is_rgb:
-                wrong = f"It is an array {picture.dtype} {list(shape)}."
+        if isinstance(image, str | os.PathLike):
+            image = read_file(image)
+        if isinstance(image, bytes | bytearray | memoryview):
+            return open_image(bytes(image), self.size, self.crop, limits, self.margin)
+        if isinstance(image, np.ndarray):
+            shape = image.shape
+            is_rgb = len(shape) == 3 and shape[2] == 3 and image.size > 0
+            if image.dtype != np.uint8 or not is_rgb:
+                wrong = f"It is an array {image.dtype} {list(shape)}."
                 raise Problem(400, f"{wrong} Allowed is uint8 [H, W, 3].")
-            picture = Image.fromarray(picture)
-        if not isinstance(picture, Image.Image):
+            image = Image.fromarray(image)
+        if not isinstance(image, Image.Image):
             raise TypeError(
                 "a picture is a path, bytes, a PIL image or a uint8 array, not"
-                f" {type(picture).__name__}"
+                f" {type(image).__name__}"
             )
-        return OpenedImage(picture.copy(), "", 0.0)
+        return OpenedImage(image.copy(), "", 0.0)
 
     def predict(self, opened: OpenedImage, top: int) -> Prediction:
         """Decode an opened image and predict it, with `top` labels (0: all).

@@ -146,7 +146,7 @@ def gather_images(
 
 
 def require_images(split: Split, images: int, labelled: int | None = None) -> None:
-    """Require an image, and a label unless `labelled` is None (labels are not read)."""
+    """Require at least one image, and at least one label if `labelled` is given."""
     if images == 0:
         wrong = f"no image of the {split.name} split could be decoded"
         remedy = f"Check the {split.name} images; see data.on_corrupt"
