@@ -54,7 +54,7 @@ class OpenedImage:
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of an image file; raise OSError, or a Problem for a folder or pipe."""
+    """Return the bytes of a regular file; raise OSError, or a Problem for others."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
         detail = "This is a folder, a pipe, a socket or a device, not a regular file."

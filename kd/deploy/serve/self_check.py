@@ -245,7 +245,8 @@ def differences(
     if len(crops) and graph.precision == "int8" and not graph.integer:
         mean = (logits - arrays[file]).mean(0)
         largest = max(largest, DRIFT * float(np.sqrt(np.square(mean).mean())))
-    return Differences(*max(pixel_differences), largest)
+    level, image = max(pixel_differences)
+    return Differences(level, image, largest)
 
 
 def _largest(logits: np.ndarray, expected: np.ndarray) -> float:
