@@ -277,7 +277,7 @@ class EmbeddingEvaluator(Evaluator):
         return scores
 
     def _pooled(self, teacher: Outputs) -> dict[str, Tensor]:
-        """Return each teacher's vectors by name: "teacher", "teacher_2", ..."""
+        """Return each teacher's vectors [B, D] as "teacher", "teacher_2" and so on."""
         return {
             f"{TEACHER}_{i + 1}" if i else TEACHER: teacher.of(i).features["pooled"]
             for i in range(self.members)

@@ -86,7 +86,8 @@ class SingleLabel(Task):
         title = AS_TRAINED
         if labelled:
             facts["correct"] = int((answer_N == label).sum())
-            facts["accuracy"] = value = facts["correct"] / labelled
+            value = facts["correct"] / labelled
+            facts["accuracy"] = value
             title = "accuracy"
         summary = f"same top-1 on {same} of {images} validation images"
         return GraphScores(
