@@ -1,5 +1,4 @@
-"""Detect input shift: compare counts of predictions with those of the export's
-validation images.
+"""Detect input shift by comparing counts of predictions with those on validation.
 
 Five numbers per image are counted under its predicted label: its confidence,
 brightness, detail and two colour differences (see `measure`). No image is kept. Images
@@ -9,8 +8,7 @@ the other four numbers.
 Two questions are tested apart, because they have different remedies:
 
 - appearance: do images of the same predicted label have the same numbers? Labels are
-  strata, so a change of label
-frequencies has no effect.
+  strata, so a change of label frequencies has no effect.
 - labels: are the labels as frequent as in validation?
 
 Both are two-sample tests, valid for any number of validation images. Under the null
@@ -33,74 +31,29 @@ from typing import Any
 
 import numpy as np
 
+# bin ends of channel differences: dense around grey, where photographs are
 COLOUR = (
-    -96.0,
-    -64.0,
-    -48.0,
-    -32.0,
-    -24.0,
-    -16.0,
-    -8.0,
-    0.0,
-    8.0,
-    16.0,
-    24.0,
-    32.0,
-    48.0,
-    64.0,
-    96.0,
-)
-"""Bin ends of channel differences: dense around grey, where photographs are."""
+    -96.0, -64.0, -48.0, -32.0, -24.0, -16.0, -8.0, 0.0, 8.0, 16.0, 24.0, 32.0, 48.0,
+    64.0, 96.0
+)  # fmt: skip
 Measures = tuple[float, float, float, float]  # numbers per image: see `measure`
-BOUNDS: dict[
-    str, tuple[float, ...]
-] = {  # upper ends of each number's bins; the last bin is open
-    "confidence": (
-        0.1,
-        0.2,
-        0.3,
-        0.4,
-        0.5,
-        0.6,
-        0.7,
-        0.8,
-        0.9,
-        0.95,
-        0.98,
-        0.99,
-        0.995,
-        0.999,
-        0.9999,
+CONFIDENCE = "confidence"
+# upper ends of each number's bins; the last bin is open
+BOUNDS: dict[str, tuple[float, ...]] = {
+    CONFIDENCE: (
+        0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999,
+        0.9999
     ),
     "brightness": tuple(float(16 * i) for i in range(1, 16)),
     "detail": (
-        0.5,
-        1.0,
-        1.5,
-        2.0,
-        3.0,
-        4.0,
-        6.0,
-        8.0,
-        10.0,
-        12.0,
-        16.0,
-        20.0,
-        24.0,
-        32.0,
-        48.0,
+        0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0, 48.0
     ),
     "red - green": COLOUR,
     "blue - green": COLOUR,
-}
-CONFIDENCE = "confidence"
+}  # fmt: skip
 WINDOW = 250  # images between two tests of a stream (a window)
-SPANS = (
-    1,
-    2,
-    4,
-    8,
-)  # numbers of latest windows tested together: detecting a small change takes more images
+# numbers of latest windows tested together: detecting a small change takes more images
+SPANS = (1, 2, 4, 8)
 MOST_IMAGES = 10**8  # largest count in a manifest: sums stay within an int32
 # -log10 of the p-value from which images count as different: by chance in one of a
 # million windows
@@ -108,17 +61,16 @@ ALARM = 6.0
 
 
 def measure(pixels: np.ndarray) -> Measures:
-    """Return brightness, detail, red - green and blue - green of the network's uint8
-    pixels [3, S, S].
+    """Return brightness, detail, red - green, blue - green of uint8 pixels [3, S, S].
 
     They are the mean of the green channel (0 to 255), the mean difference of neighbours
     in a row, and the means of red and blue minus that of green. Only some 128 rows are
     read: their mean is as good, and every prediction pays for it.
     """
-    some = pixels[:, :: max(1, pixels.shape[1] // 64)]
-    red, green, blue = (int(channel.sum()) / channel.size for channel in some)
-    rows = some[1].astype(np.int16)
-    steps = rows[:, 1:] - rows[:, :-1]
+    rows = pixels[:, :: max(1, pixels.shape[1] // 64)]
+    red, green, blue = (int(channel.sum()) / channel.size for channel in rows)
+    green_rows = rows[1].astype(np.int16)
+    steps = green_rows[:, 1:] - green_rows[:, :-1]
     detail = int(np.abs(steps, out=steps).sum()) / steps.size
     return (
         round(green, 3),
@@ -132,17 +84,16 @@ class Tally:
     """Counts of images by label, and for each label by the bins of their numbers."""
 
     def __init__(self, labels: int, numbers: int) -> None:
-        self.labels = np.zeros(
-            (2, labels), np.int64
-        )  # images [2, C]: odd and even ones
+        # images [2, C]: odd and even ones
+        self.labels = np.zeros((2, labels), np.int64)
         self.bins = np.zeros((numbers, labels, 16), np.int32)  # images [Q, C, T + 1]
         self.images = 0
         self.confidence = 0.0  # sum
 
     def add(self, label: int, bins: Sequence[int], confidence: float) -> None:
         self.labels[self.images & 1, label] += 1
-        for number, one in enumerate(bins):
-            self.bins[number, label, one] += 1
+        for number, index in enumerate(bins):
+            self.bins[number, label, index] += 1
         self.images += 1
         self.confidence += confidence
 
@@ -150,7 +101,7 @@ class Tally:
     def joined(tallies: Sequence[Tally]) -> Tally:
         total = Tally(0, 0)
         for name in ("labels", "bins", "images", "confidence"):
-            setattr(total, name, sum(getattr(one, name) for one in tallies))
+            setattr(total, name, sum(getattr(tally, name) for tally in tallies))
         return total
 
 
@@ -173,21 +124,16 @@ class ShiftResult:
     @property
     def lines(self) -> list[str]:
         """The differences as text; empty without differences."""
-        found = []
+        lines = []
+        note = "the photographs of a label look as in validation"
         if self.alarms["appearance"]:
-            found.append(
-                f"these photographs are not like those of validation: {self.difference}"
-            )
+            line = "these photographs are not like those of validation"
+            lines.append(f"{line}: {self.difference}")
+            note = "which may follow from that"
         if self.alarms["labels"]:
-            also = (
-                "which may follow from that"
-                if found
-                else "the photographs of a label look as in validation"
-            )
-            found.append(
-                f"the mix of labels is not that of validation: {self.mix}; {also}"
-            )
-        return found
+            line = "the mix of labels is not that of validation"
+            lines.append(f"{line}: {self.mix}; {note}")
+        return lines
 
 
 @dataclass(slots=True)
@@ -212,26 +158,26 @@ class Reference:
         answers: Iterable[tuple[int, Sequence[float]]],
         calibrated: bool,
     ) -> Reference:
-        """Count predictions, given each image's label number (0 without `names`) and
-        its numbers.
+        """Count predictions, given each image's label and numbers.
+
+        The label is 0 without `names`.
         """
-        bounds = (
-            BOUNDS
-            if names
-            else {key: value for key, value in BOUNDS.items() if key != CONFIDENCE}
-        )
-        made = Reference(
-            names or ("",), bounds, Tally(len(names) or 1, len(bounds)), calibrated
-        )
+        bounds = dict(BOUNDS)
+        if not names:
+            del bounds[CONFIDENCE]
+            names = ("",)
+        tally = Tally(len(names), len(bounds))
+        reference = Reference(names, bounds, tally, calibrated)
         for label, numbers in answers:
-            made._add(made.tally, label, numbers)
-        return made
+            reference._add(tally, label, numbers)
+        return reference
 
     def count(
         self, tally: Tally, answer: Mapping[str, Any], measures: Sequence[float]
     ) -> None:
-        """Count an image under its most probable label, given its prediction
-        (`serve.answers`) and `measure`.
+        """Count an image under its most probable label.
+
+        `answer`: its prediction (`LoadedGraph.answers`); `measures`: see `measure`.
         """
         if "top" in answer:
             best = answer["top"][0]
@@ -251,210 +197,192 @@ class Reference:
         return Tally(len(self.names), len(self.bounds))
 
     def record(self) -> dict[str, Any]:
-        """Return JSON values for manifest.json: "BIN:IMAGES ..." per label that has
-        images.
-        """
-        values = {
-            name: {
-                "bounds": " ".join(f"{bound:g}" for bound in bounds),
-                "counts": {
-                    label: text
-                    for label, row in zip(self.names, rows, strict=True)
-                    if (text := _sparse(row))
-                },
-            }
-            for (name, bounds), rows in zip(
-                self.bounds.items(), self.tally.bins, strict=True
-            )
-        }
-        halves = {
-            name: _sparse(row)
-            for name, row in zip(self.names, self.tally.labels.T, strict=True)
-            if row.any()
-        }
-        facts = {
+        """Return JSON values for manifest.json, with "BIN:IMAGES ..." per label."""
+        record: dict[str, Any] = {
             "images": self.tally.images,
             "calibrated": self.calibrated,
             "confidence": self.tally.confidence,
         }
-        right = {"right": self.right} if self.right >= 0 else {}
-        return {**facts, **right, "labels": halves, "numbers": values}
+        if self.right >= 0:
+            record["right"] = self.right
+        record["labels"] = self._sparse(self.tally.labels.T)
+        record["numbers"] = {
+            name: {
+                "bounds": " ".join(f"{bound:g}" for bound in bounds),
+                "counts": self._sparse(counts),
+            }
+            for (name, bounds), counts in zip(
+                self.bounds.items(), self.tally.bins, strict=True
+            )
+        }
+        return record
+
+    def _sparse(self, counts: np.ndarray) -> dict[str, str]:
+        """Return counts [C, N] as text, for labels with images."""
+        return {
+            label: " ".join(f"{i}:{count}" for i, count in enumerate(row) if count)
+            for label, row in zip(self.names, counts.tolist(), strict=True)
+            if any(row)
+        }
 
     @staticmethod
     def read(record: Mapping[str, Any], names: Sequence[str]) -> Reference:
-        """Read what `record` returned, for an export with these labels.
+        """Read the values of `record`, for an export with these labels.
 
-        Raises one of `kd.files.json_file.DAMAGE` for anything else.
+        Raises one of `kd.files.json_file.DAMAGE` for any other values.
         """
-        made = Reference.of(names, (), bool(record["calibrated"]))
+        reference = Reference.of(names, (), bool(record["calibrated"]))
+        tally = reference.tally
         numbers = record["numbers"]
-        if numbers.keys() != made.bounds.keys():
-            raise ValueError(
-                f"validation has the numbers {', '.join(map(str, numbers))[:60]}"
-            )
-        made.tally.images, made.tally.confidence = (
-            int(record["images"]),
-            float(record["confidence"]),
-        )
+        if numbers.keys() != reference.bounds.keys():
+            names_read = ", ".join(map(str, numbers))[:60]
+            raise ValueError(f"validation has the numbers {names_read}")
+        tally.images = int(record["images"])
+        tally.confidence = float(record["confidence"])
         for label, text in record["labels"].items():
-            _fill(made.tally.labels[:, made.index[label]], text)
-        for (name, bounds), row in zip(
-            made.bounds.items(), made.tally.bins, strict=True
+            _fill(tally.labels[:, reference.index[label]], text)
+        for (name, bounds), counts in zip(
+            reference.bounds.items(), tally.bins, strict=True
         ):
             if tuple(map(float, numbers[name]["bounds"].split())) != tuple(bounds):
                 raise ValueError(f"validation has other bounds of {name}")
             for label, text in numbers[name]["counts"].items():
-                _fill(row[made.index[label]], text)
-            if (row.sum(1) != made.tally.labels.sum(0)).any():
+                _fill(counts[reference.index[label]], text)
+            if (counts.sum(1) != tally.labels.sum(0)).any():
                 raise ValueError(
                     f"validation has other counts of {name} than of labels"
                 )
         if (
-            made.tally.images != made.tally.labels.sum()
-            or not 0 <= made.tally.confidence <= made.tally.images
+            tally.images != tally.labels.sum()
+            or not 0 <= tally.confidence <= tally.images
         ):
-            raise ValueError(
-                f"validation has {made.tally.images} images, other counts, or a sum of"
-                " confidences beyond"
-            )
-        made.right = int(record.get("right", -1))
-        if not -1 <= made.right <= made.tally.images:
-            raise ValueError(
-                f"validation has {made.right} right predictions of {made.tally.images}"
-            )
-        return made
+            wrong = "images, other counts, or a sum of confidences beyond"
+            raise ValueError(f"validation has {tally.images} {wrong}")
+        right = int(record.get("right", -1))
+        if not -1 <= right <= tally.images:
+            wrong = f"{right} right predictions of {tally.images}"
+            raise ValueError(f"validation has {wrong}")
+        reference.right = right
+        return reference
 
     def compare(self, tally: Tally) -> ShiftResult:
         appearance, difference = self._appearance(tally)
         labels, mix = self._labels(tally)
-        mean = (
-            tally.confidence / max(tally.images, 1)
-            if CONFIDENCE in self.bounds
-            else math.nan
-        )
+        mean = math.nan
+        if CONFIDENCE in self.bounds:
+            mean = tally.confidence / max(tally.images, 1)
         return ShiftResult(
             tally.images, max(0.0, appearance), max(0.0, labels), difference, mix, mean
         )
 
     def notes(self, tally: Tally) -> tuple[str, ...]:
-        """Return lines: the expected accuracy of new images, a bound where they look
-        different, and the differences.
+        """Return lines about new images: their expected accuracy and differences.
+
+        The accuracy is a bound where images look different.
         """
-        found = self.compare(tally)
-        lines = list(found.lines)
-        if self.calibrated and tally.images:
-            usual = self.tally.confidence / self.tally.images
-            text = f"mean confidence {found.confidence:.1%}, {usual:.1%} on validation"
-            if self.replaced:
-                text = (
-                    "expected accuracy unknown with a second model; of the first,"
-                    f" {text}"
-                )
-            elif self.right >= 0:
-                measured = (
-                    f"{self.right / self.tally.images:.1%} of {self.tally.images}"
-                    " validation images"
-                )
-                measured += " were right, and they chose the checkpoint"
-                bound = "at most " if found.alarms["appearance"] else ""
-                text = (
-                    f"expected accuracy {bound}{self.expected(found.confidence):.1%}:"
-                    f" {measured}; {text}"
-                )
-            lines.insert(0, text)
-        return tuple(lines)
+        result = self.compare(tally)
+        if not (self.calibrated and tally.images):
+            return tuple(result.lines)
+        images = self.tally.images
+        usual = self.tally.confidence / images
+        line = f"mean confidence {result.confidence:.1%}, {usual:.1%} on validation"
+        if self.replaced:
+            line = (
+                f"expected accuracy unknown with a second model; of the first, {line}"
+            )
+        elif self.right >= 0:
+            bound = "at most " if result.alarms["appearance"] else ""
+            line = (
+                f"expected accuracy {bound}{self.expected(result.confidence):.1%}:"
+                f" {self.right / images:.1%} of {images} validation images were right,"
+                f" and they chose the checkpoint; {line}"
+            )
+        return line, *result.lines
 
     def expected(self, confidence: float) -> float:
-        """Return the validation accuracy plus the difference of mean confidences
-        (arXiv:2107.03315).
+        """Return the validation accuracy plus the change of the mean confidence.
+
+        arXiv:2107.03315, clipped to 0 to 1.
         """
-        return min(
-            1.0,
-            max(
-                0.0,
-                (self.right - self.tally.confidence) / self.tally.images + confidence,
-            ),
-        )
+        difference = (self.right - self.tally.confidence) / self.tally.images
+        return min(1.0, max(0.0, difference + confidence))
 
     def _appearance(self, tally: Tally) -> tuple[float, str]:
-        came, ours = tally.labels.sum(0), self.tally.labels.sum(0)
-        in_both = np.flatnonzero(
-            (came > 0) & (ours > 0)
-        )  # a window has few of 20,000 labels
+        new_C = tally.labels.sum(0)
+        usual_C = self.tally.labels.sum(0)
+        # A window has few of 20,000 labels.
+        in_both = np.flatnonzero((new_C > 0) & (usual_C > 0))
         ends = [
             (name, bound) for name, bounds in self.bounds.items() for bound in bounds
         ]
-        below = (
-            one.bins[:, in_both].cumsum(2)[:, :, :-1].transpose(1, 0, 2)
-            for one in (tally, self.tally)
+        x, y = (
+            counts.bins[:, in_both]
+            .cumsum(2)[:, :, :-1]
+            .transpose(1, 0, 2)
+            .reshape(len(in_both), len(ends))
+            for counts in (tally, self.tally)
         )
-        x, y = (counts.reshape(len(in_both), len(ends)) for counts in below)
         evidence, share, expected = _evidence(
-            x, came[in_both, None], y, ours[in_both, None]
+            x, new_C[in_both, None], y, usual_C[in_both, None]
         )
         values = _log10(evidence, 2 * len(ends))
-        best = values.reshape(len(self.bounds), -1).argmax(1) + np.arange(
-            0, len(ends), len(ends) // len(self.bounds)
-        )
-        texts = [
+        best = values.reshape(len(self.bounds), -1).argmax(1)
+        best += np.arange(0, len(ends), len(ends) // len(self.bounds))
+        lines = [
             f"{ends[i][0]} at most {ends[i][1]:g} in {share[i]:.0%} of {tally.images}"
             f" images, {expected[i]:.0%} in validation"
             for i in best
             if values[i] >= ALARM
         ]
-        return float(values.max()), "; ".join(texts)
+        return float(values.max()), "; ".join(lines)
 
     def _labels(self, tally: Tally) -> tuple[float, str]:
-        """Test each label's frequency, and jointly the labels that are too frequent in
-        one half, on the other half.
+        """Test each label's frequency, and frequent labels of one half on the other.
 
-        The first test detects one label, the second small changes of many. Halves,
-        because the images that choose labels cannot also test them.
+        The first test detects one label, the second small changes of many, jointly.
+        Halves, because the images that choose labels cannot also test them.
         """
-        came, ours = tally.labels.sum(0), self.tally.labels.sum(0)
-        if len(ours) < 2:
+        new_C = tally.labels.sum(0)
+        usual_C = self.tally.labels.sum(0)
+        if len(usual_C) < 2:
             return 0.0, ""
-        found = [
-            _log10(_shares(came, came.sum(), ours, ours.sum()), 2 * 2 * len(came)).max()
-        ]
+        evidence = _share_evidence(new_C, new_C.sum(), usual_C, usual_C.sum())
+        values = [_log10(evidence, 2 * 2 * len(new_C)).max()]
         for half in (0, 1):
-            (seen, x), (usual, y) = (
-                (one.labels[half], one.labels[1 - half]) for one in (tally, self.tally)
+            new_half_C, x = tally.labels[[half, 1 - half]]
+            usual_half_C, y = self.tally.labels[[half, 1 - half]]
+            chosen_C = new_half_C * usual_half_C.sum() > usual_half_C * new_half_C.sum()
+            evidence = _share_evidence(
+                x[chosen_C].sum()[None], x.sum(), y[chosen_C].sum()[None], y.sum()
             )
-            more = seen * usual.sum() > usual * seen.sum()
-            found.append(
-                _log10(
-                    _shares(x[more].sum()[None], x.sum(), y[more].sum()[None], y.sum()),
-                    2 * 2 * 2,
-                ).max()
-            )
-        share, expected = came / max(1, came.sum()), ours / max(1, ours.sum())
+            values.append(_log10(evidence, 2 * 2 * 2).max())
+        share = new_C / max(1, new_C.sum())
+        expected = usual_C / max(1, usual_C.sum())
         i = int(abs(share - expected).argmax())
-        text = (
+        mix = (
             f"{self.names[i]!r} in {share[i]:.0%} of {tally.images} predictions,"
             f" {expected[i]:.0%} in validation"
         )
-        return float(max(found)), text
+        return float(max(values)), mix
 
 
 class ShiftWatch:
-    """Watches a stream of predictions, with a test every `WINDOW` images. Not
-    thread-safe.
+    """Watches a stream of predictions, with a test every `WINDOW` images.
+
+    Not thread-safe.
     """
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
-        self.answered: Counter[str] = (
-            Counter()
-        )  # an image may have several labels, or none
-        self.found = ShiftResult(
-            0, 0.0, 0.0, "", "", math.nan
-        )  # result of the last test: the worst span
-        self.alarms = dict.fromkeys(
-            self.found.alarms, 0
-        )  # number of windows that raised each alarm
+        # predictions by label; an image may have several labels, or none
+        self.label_counts: Counter[str] = Counter()
+        # of the last test: the worst span
+        self.result = ShiftResult(0, 0.0, 0.0, "", "", math.nan)
+        # number of windows that raised each alarm
+        self.alarms = dict.fromkeys(self.result.alarms, 0)
         self._windows: deque[Tally] = deque(maxlen=max(SPANS))
-        self._open, self._tested = reference.empty(), reference.empty()
+        self._open = reference.empty()
+        self._tested = reference.empty()
 
     @property
     def all(self) -> Tally:
@@ -463,78 +391,75 @@ class ShiftWatch:
     def add(
         self, answer: Mapping[str, Any], measures: Sequence[float], returned: Any = None
     ) -> list[str]:
-        """Count an image, and the labels of `returned` (default: `answer`); return
-        lines if the findings change.
+        """Count an image, and return lines if the alarms change.
+
+        `returned`: the prediction whose labels are counted (default: `answer`).
         """
         returned = returned or answer
-        self.answered.update(
-            one["label"] for one in returned.get("labels", returned.get("top", ())[:1])
-        )
+        labels = returned.get("labels", returned.get("top", ())[:1])
+        self.label_counts.update(label["label"] for label in labels)
         self.reference.count(self._open, answer, measures)
         if self._open.images < WINDOW:
             return []
-        before, self.found = self.found, self._test()
-        if before.alarms == self.found.alarms:
+        before = self.result.alarms
+        self.result = self._test()
+        if before == self.result.alarms:
             return []
-        return self.found.lines or [
+        return self.result.lines or [
             "the photographs are like those of validation again"
         ]
 
     def _test(self) -> ShiftResult:
         self._windows.append(self._open)
-        self._tested, self._open = self.all, self.reference.empty()
+        self._tested = self.all
+        self._open = self.reference.empty()
         windows = list(self._windows)
-        found = [
+        results = [
             self.reference.compare(Tally.joined(windows[-span:]))
             for span in SPANS
             if span <= len(windows)
         ]
-        appearance, labels = (
-            max(found, key=lambda one: one.appearance),
-            max(found, key=lambda one: one.labels),
-        )
-        joined = math.log10(len(SPANS))
-        made = replace(
-            appearance,
+        by_appearance = max(results, key=lambda result: result.appearance)
+        by_labels = max(results, key=lambda result: result.labels)
+        correction = math.log10(len(SPANS))
+        result = replace(
+            by_appearance,
             images=WINDOW,
-            appearance=max(0.0, appearance.appearance - joined),
-            labels=max(0.0, labels.labels - joined),
-            mix=labels.mix,
-            confidence=found[0].confidence,
+            appearance=max(0.0, by_appearance.appearance - correction),
+            labels=max(0.0, by_labels.labels - correction),
+            mix=by_labels.mix,
+            confidence=results[0].confidence,
         )
-        self.alarms = {
-            name: count + made.alarms[name] for name, count in self.alarms.items()
-        }
-        return made
+        for name, alarm in result.alarms.items():
+            self.alarms[name] += alarm
+        return result
 
 
 def _evidence(
     x: np.ndarray, n: np.ndarray, y: np.ndarray, m: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return -log of the p-value [T] of x of n images against y of m in C strata, and
-    both shares.
+    """Return -log of the p-value of x of n images against y of m in C strata, [T].
 
     `x` and `y` are integers [C, T], `n` and `m` [C, 1]; `y` and `m` are of validation.
-    The shares [T] are that of x over all strata, and its expectation from the shares of
-    y.
+    Also return the shares [T] of x over all strata, and their expectation from the
+    shares of y.
     """
-    there = ((n > 0) & (m > 0))[:, 0]
-    x, n, y, m = (one[there].astype(np.float64) for one in (x, n, y, m))
+    in_both = ((n > 0) & (m > 0))[:, 0]
+    x, n, y, m = (array[in_both].astype(np.float64) for array in (x, n, y, m))
     if not len(n):
-        return np.zeros(x.shape[1]), np.zeros(x.shape[1]), np.zeros(x.shape[1])
-    pooled, bounds = (x + y) / (n + m), []
-    for part, size in (
-        (x, n),
-        (y, m),
-    ):  # both are samples of the pool: take the tighter bound
-        total = size.sum()
-        bounds.append(
-            total * _divergence(part.sum(0) / total, (size * pooled).sum(0) / total)
-        )
+        zero = np.zeros(x.shape[1])
+        return zero, zero, zero
+    pooled = (x + y) / (n + m)
+    bounds = []
+    # Both are samples of the pool: take the tighter bound.
+    for counts, images in ((x, n), (y, m)):
+        total = images.sum()
+        expected = (images * pooled).sum(0) / total
+        bounds.append(total * _divergence(counts.sum(0) / total, expected))
     return np.maximum(*bounds), x.sum(0) / n.sum(), (n * y / m).sum(0) / n.sum()
 
 
-def _shares(x: np.ndarray, n: int, y: np.ndarray, m: int) -> np.ndarray:
+def _share_evidence(x: np.ndarray, n: int, y: np.ndarray, m: int) -> np.ndarray:
     """Return -log of the p-value [T] of x [T] of n images against y [T] of m."""
     return _evidence(x[None], np.array([[n]]), y[None], np.array([[m]]))[0]
 
@@ -542,10 +467,8 @@ def _shares(x: np.ndarray, n: int, y: np.ndarray, m: int) -> np.ndarray:
 def _divergence(q: np.ndarray, p: np.ndarray) -> np.ndarray:
     """Return KL(q || p) of shares, nats; 0 if both are 0 or 1."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        yes, no = (
-            np.where(q > 0, q * np.log(q / p), 0.0),
-            np.where(q < 1, (1 - q) * np.log((1 - q) / (1 - p)), 0.0),
-        )
+        yes = np.where(q > 0, q * np.log(q / p), 0.0)
+        no = np.where(q < 1, (1 - q) * np.log((1 - q) / (1 - p)), 0.0)
     return np.maximum(yes + no, 0.0)
 
 
@@ -554,15 +477,12 @@ def _log10(evidence: np.ndarray, tests: int) -> np.ndarray:
     return (evidence - math.log(tests)) / math.log(10)
 
 
-def _sparse(row: np.ndarray) -> str:
-    return " ".join(f"{i}:{count}" for i, count in enumerate(row.tolist()) if count)
-
-
 def _fill(row: np.ndarray, text: str) -> None:
-    """Read the text of `_sparse`; ValueError: anything else."""
+    """Read the text of `Reference._sparse`; raise ValueError for any other text."""
     before = -1
     for pair in text.split():
         i, count = map(int, pair.split(":"))
         if not before < i < len(row) or not 0 < count <= MOST_IMAGES:
             raise ValueError(f"validation has the count {pair[:40]!r}")
-        row[i], before = count, i
+        row[i] = count
+        before = i

@@ -1,5 +1,7 @@
-"""The images that `kd-predict` classifies: a folder, a list, one image, tar shards, a
-prefix of an object store.
+"""List the images that `kd-predict` classifies.
+
+They are in a folder, a list, one file, tar shards, or below a prefix of an object
+store.
 """
 
 import hashlib
@@ -20,12 +22,8 @@ from kd.files.storage import retried
 
 WHERE = "kd-predict"
 STDIN = "-"
-LISTED = (
-    *ENDINGS,
-    "heic",
-    "heif",
-    "avif",
-)  # the last three give rows with an error: kd-serve does not decode them
+# the last three give rows with an error: kd-serve does not decode them
+LISTED = (*ENDINGS, "heic", "heif", "avif")
 GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors of one image, unless the image existed at listing and is gone now. That, and
 any other OSError, may affect all later images and ends the command after some tries.
@@ -34,20 +32,16 @@ any other OSError, may affect all later images and ends the command after some t
 
 @dataclass(frozen=True, slots=True)
 class ImageList:
-    """A list of images in a fixed order. Files that kd-serve does not decode are listed
-    as unreadable.
-    """
+    """A list of images in a fixed order, with files that kd-serve does not decode."""
 
     names: Sequence[str]
-    read: Callable[
-        [int], bytes
-    ]  # (id) -> the bytes of an image; raises `GONE`, OSError or Problem. Thread-safe.
-    stamps: Sequence[
-        str
-    ]  # size and time of each image at listing; "": missing, or a URL in a list
+    # (id) -> the bytes of an image; raises `GONE`, OSError or Problem. Thread-safe.
+    read: Callable[[int], bytes]
+    # size and time of each image at listing; "": missing, or a URL in a list
+    stamps: Sequence[str]
     path: Callable[[int], str]  # (id) -> the local file of an image; "": it has none
     remote: bool = False  # reading uses a network
-    notes: Sequence[str] = ()  # what the listing left out, in lines for the user
+    notes: Sequence[str] = ()  # lines about files that the listing left out
 
     @property
     def fingerprint(self) -> str:
@@ -57,8 +51,9 @@ class ImageList:
         return digest.hexdigest()
 
     def content(self, id: int) -> bytes:
-        """Return the bytes of one image; retry if the storage fails. `GONE` concerns
-        only this image.
+        """Return the bytes of an image; retry if the storage fails.
+
+        Errors of `GONE` concern only this image.
         """
 
         def read() -> bytes:
@@ -66,16 +61,15 @@ class ImageList:
                 return self.read(id)
             except GONE as error:
                 if self.stamps[id] and self.path(id) and not _stamp(self.path(id)):
-                    raise OSError(
-                        f"{error.strerror}, although it existed at listing"
-                    ) from error
+                    wrong = f"{error.strerror}, although it existed at listing"
+                    raise OSError(wrong) from error
                 raise
 
         return retried(read, f"'{self.names[id]}'", WHERE, final=GONE)
 
 
 def find(source: str, copies: Path) -> ImageList:
-    """List images.
+    """List the images of a source, in the order of their rows.
 
     `source`: a folder (all images below it), tar shards by path or URL
     (`train-{000..009}.tar`), an image, a list of paths and URLs (one per line, or
@@ -86,23 +80,7 @@ def find(source: str, copies: Path) -> ImageList:
     if source.endswith(".tar"):
         images = _shards(source, copies)
     elif object_store.is_url(source):
-        found = {
-            url: each
-            for url, each in object_store.versions(source, WHERE).items()
-            if _is_image(url)
-        }
-        urls, sizes, stamps = (
-            list(found),
-            [size for size, _ in found.values()],
-            [each for _, each in found.values()],
-        )
-        images = ImageList(
-            urls,
-            lambda id: _url(urls[id], sizes[id]),
-            stamps,
-            lambda id: "",
-            remote=True,
-        )
+        images = _below_url(source)
     elif os.path.isdir(source):
         images = _folder(source)
     elif source == STDIN or os.path.exists(source):
@@ -114,12 +92,8 @@ def find(source: str, copies: Path) -> ImageList:
         )
         raise DataError(WHERE, f"'{source}' does not exist", allowed, "Check the path")
     if not images.names:
-        raise DataError(
-            WHERE,
-            f"no images in '{source}'",
-            f"Files ending in {', '.join(ENDINGS)}",
-            "Check the path",
-        )
+        allowed = f"Files ending in {', '.join(ENDINGS)}"
+        raise DataError(WHERE, f"no images in '{source}'", allowed, "Check the path")
     return images
 
 
@@ -147,7 +121,7 @@ def _files(folder: str, names: Sequence[str]) -> ImageList:
     def content(id: int) -> bytes:
         return read_file(path(id)) if path(id) else object_store.read(names[id], WHERE)
 
-    stamps = [_stamp(path(id)) if path(id) else "" for id in range(len(names))]
+    stamps = [_stamp(path(id)) for id in range(len(names))]
     remote = any(map(object_store.is_url, names))
     if names and not any(stamps) and not remote:
         wrong = f"none of the {len(names)} images is there, from '{names[0]}' on"
@@ -164,14 +138,17 @@ def _stamp(path: str) -> str:
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
-def _url(url: str, size: int) -> bytes:
-    check_bytes(size)
-    return object_store.read(url, WHERE)
+def _below_url(prefix: str) -> ImageList:
+    versions = object_store.versions(prefix, WHERE)
+    urls = [url for url in versions if _is_image(url)]
+    stamps = [versions[url][1] for url in urls]
 
+    def read(id: int) -> bytes:
+        size, _ = versions[urls[id]]
+        check_bytes(size)
+        return object_store.read(urls[id], WHERE)
 
-def _member(path: str, offset: int, size: int) -> bytes:
-    check_bytes(size)
-    return shards.content(path, offset, size)
+    return ImageList(urls, read, stamps, lambda id: "", remote=True)
 
 
 def _file(source: str) -> ImageList:
@@ -181,20 +158,19 @@ def _file(source: str) -> ImageList:
         data = sys.stdin.buffer.read() if source == STDIN else Path(source).read_bytes()
     except OSError as error:
         wrong = f"'{source}' cannot be read ({error.strerror})"
-        raise DataError(
-            WHERE, wrong, "Text with a path a line, or an image", "Check the file"
-        ) from error
+        allowed = "Text with a path a line, or an image"
+        raise DataError(WHERE, wrong, allowed, "Check the file") from error
     if begins_as_image(data):
         name = "stdin" if source == STDIN else source
-        return ImageList(
-            [name], lambda id: data, [hashlib.sha256(data).hexdigest()], lambda id: ""
-        )
-    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\0" if b"\0" in data else b"\n")
-    names = [os.fsdecode(line if b"\0" in data else line.strip()) for line in lines]
-    return _files(
-        "" if source == STDIN else os.path.dirname(source),
-        [name for name in names if name],
-    )
+        stamp = hashlib.sha256(data).hexdigest()
+        return ImageList([name], lambda id: data, [stamp], lambda id: "")
+    data = data.removeprefix(b"\xef\xbb\xbf")
+    if b"\0" in data:
+        lines = data.split(b"\0")
+    else:
+        lines = [line.strip() for line in data.split(b"\n")]
+    folder = "" if source == STDIN else os.path.dirname(source)
+    return _files(folder, [os.fsdecode(line) for line in lines if line])
 
 
 def _shards(pattern: str, copies: Path) -> ImageList:
@@ -207,14 +183,12 @@ def _shards(pattern: str, copies: Path) -> ImageList:
                 samples = shards.members(file, shard.path, WHERE)
         except (OSError, tarfile.TarError) as error:
             wrong = f"the shard '{shard.origin}' cannot be read ({error})"
-            raise DataError(
-                WHERE, wrong, "Whole, uncompressed .tar files", "Copy or write it again"
-            ) from error
-        stamp = (
-            _stamp(shard.path)
-            if shard.path == shard.origin
-            else Path(shard.path).parent.name
-        )  # URL's version
+            allowed = "Whole, uncompressed .tar files"
+            raise DataError(WHERE, wrong, allowed, "Copy or write it again") from error
+        if shard.path == shard.origin:
+            stamp = _stamp(shard.path)
+        else:
+            stamp = Path(shard.path).parent.name  # the URL's version
         title = re.split(r"[/\\]", shard.origin)[-1]
         for key, endings in samples.items():
             for ending in ENDINGS:
@@ -222,6 +196,10 @@ def _shards(pattern: str, copies: Path) -> ImageList:
                     names.append(f"{title}/{key}.{ending}")
                     members.append((shard.path, *endings[ending]))
                     stamps.append(stamp)
-    return ImageList(
-        names, lambda id: _member(*members[id]), stamps, lambda id: members[id][0]
-    )
+
+    def read(id: int) -> bytes:
+        path, offset, size = members[id]
+        check_bytes(size)
+        return shards.content(path, offset, size)
+
+    return ImageList(names, read, stamps, lambda id: members[id][0])

@@ -16,15 +16,14 @@ from kd.core.errors import RunError
 from kd.core.host import cores as usable_cores
 from kd.core.options import option, pixels, whole_number
 from kd.deploy.predict.image_list import ImageList, find
-from kd.deploy.predict.results import WHERE, check_format, opened
+from kd.deploy.predict.results import WHERE, Journal, check_format, open_journal
 from kd.deploy.predict.rows import ASKED, MEASURES, Predictor, Row, in_order
 from kd.deploy.serve.cascade import describe_pair, load_pair
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import Description
 from kd.deploy.serve.responses import MODEL
 
-# images per job, so that the main thread, which writes rows, does not wake for each
-# image
+# images per job: the main thread, which writes rows, does not wake for each image
 CHUNK = 8
 AHEAD = 3  # running, waiting and unwritten jobs per thread
 READERS = 32  # threads for network reads
@@ -69,126 +68,128 @@ class Summary:
     num_unreadable: int
     seconds: float
     passed_on: int  # images predicted by the second model
-    notes: tuple[
-        str, ...
-    ]  # expected accuracy and differences from the validation images
+    notes: tuple[str, ...]  # expected accuracy, and differences from validation
 
 
 def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
     """Classify or embed images and write one row each, in the order of their names."""
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.deploy.serve.server
     check_format(settings.to)
-    described, second = describe_pair(
+    first, second = describe_pair(
         settings.export, settings.file, settings.second, settings.self_check
     )
-    if described.output.embeds and settings.to.suffix != ".jsonl":
+    if first.output.embeds and settings.to.suffix != ".jsonl":
         wrong = f"'{settings.to}' has no place for the vectors of an embedding model"
-        raise RunError(
-            WHERE, wrong, "A file that ends in .jsonl", "Choose --to vectors.jsonl"
-        )
+        allowed = "A file that ends in .jsonl"
+        raise RunError(WHERE, wrong, allowed, "Choose --to vectors.jsonl")
     copies = settings.to.with_name(settings.to.name + ".shards")
     images = find(settings.images, copies)
-    top = min(
-        settings.top or len(described.labels), len(described.labels)
-    )  # beside the labels above a threshold
-    identity = _identity(settings, described, second, images, top)
+    num_labels = len(first.labels)
+    top = min(settings.top or num_labels, num_labels)  # beside labels above a threshold
+    identity = _identity(settings, first, second, images, top)
     cores = settings.cores or usable_cores()
-    model = load_pair(described, second, threads=1, slots=cores)
+    model = load_pair(first, second, threads=1, slots=cores)
     model.warm_up(1)
     model.check_itself()
     predictor = Predictor(images, model, Limits(max_pixels=settings.max_pixels), top)
-    reference = (
-        described.reference
-    )  # only the first model's predictions are counted: the reference has no others
+    # Only the first model's predictions are counted: the reference has no others.
+    reference = first.reference
     tally = reference.empty() if reference else None
 
-    def seen(row: Row) -> None:
+    def count_row(row: Row) -> None:
         if reference and tally and MEASURES in row:
             reference.count(tally, row.get(ASKED, row), row[MEASURES])
 
     started = time.monotonic()
     with (
         warnings.catch_warnings(),
-        opened(settings.to, identity, images, seen) as journal,
+        open_journal(settings.to, identity, images, count_row) as journal,
     ):
         warnings.filterwarnings("ignore", module=r"PIL\.")
-        resumed, printed = journal.done, started
+        resumed = journal.done
         if journal.changed:
             note = (
                 f"'{journal.changed}' has changed since its row was written; rows from"
                 " there on are made again"
             )
             print(note, file=sys.stderr)
-        for row in chain.from_iterable(_by_threads(predictor, resumed, cores)):
-            journal.add(row)
-            if (now := time.monotonic()) - printed > PROGRESS_SECONDS:
-                printed = now
-                journal.flush()
-                speed = (journal.done - resumed) / (now - started)
-                seconds_left = (len(images.names) - journal.done) / speed
-                line = (
-                    f"{journal.done} of {len(images.names)} images, {speed:.1f}"
-                    f" images/s, {seconds_left:.0f} s left"
-                )
-                print(line, file=out, flush=True)
+        _write_rows(journal, predictor, cores, started, out)
         seconds = time.monotonic() - started
-        several = bool(described.output.thresholds)
-        scored = described.labels if several and top == len(described.labels) else ()
-        more = [
-            *(["sure"] if described.output.unsure else []),
-            *([MODEL] if second else []),
-        ]
-        journal.finish(settings.to, 0 if several else top, scored, more)
+        several = bool(first.output.thresholds)
+        scored = first.labels if several and top == num_labels else ()
+        columns = ["sure"] if first.output.unsure else []
+        columns += [MODEL] if second else []
+        journal.finish(settings.to, 0 if several else top, scored, columns)
     shutil.rmtree(copies, ignore_errors=True)
-    unreadable = tuple(journal.unreadable)
-    notes = (*images.notes, *(reference.notes(tally) if reference and tally else ()))
-    counted = (journal.num_unreadable, seconds, journal.passed_on)
-    return Summary(len(images.names), resumed, unreadable, *counted, notes)
+    return Summary(
+        images=len(images.names),
+        resumed=resumed,
+        unreadable=tuple(journal.unreadable),
+        num_unreadable=journal.num_unreadable,
+        seconds=seconds,
+        passed_on=journal.passed_on,
+        notes=(*images.notes, *(reference.notes(tally) if reference and tally else ())),
+    )
+
+
+def _write_rows(
+    journal: Journal, predictor: Predictor, cores: int, started: float, out: IO[str]
+) -> None:
+    """Classify the images without a row, and print the progress."""
+    total = len(predictor.images.names)
+    resumed = journal.done
+    printed = started
+    for row in chain.from_iterable(_by_threads(predictor, resumed, cores)):
+        journal.add(row)
+        now = time.monotonic()
+        if now - printed > PROGRESS_SECONDS:
+            printed = now
+            journal.flush()
+            speed = (journal.done - resumed) / (now - started)
+            seconds_left = (total - journal.done) / speed
+            progress = f"{journal.done} of {total} images, {speed:.1f} images/s"
+            print(f"{progress}, {seconds_left:.0f} s left", file=out, flush=True)
 
 
 def _identity(
     settings: PredictOptions,
-    described: Description,
+    first: Description,
     second: Description | None,
     images: ImageList,
     top: int,
 ) -> Row:
-    """Return everything that rows depend on: a journal with another identity is not
-    resumed.
-    """
-    return {
-        "model": described.name,
-        "version": described.version,
+    """Return all that rows depend on; only a journal with the same is resumed."""
+    identity: Row = {
+        "model": first.name,
+        "version": first.version,
         "top": top,
         "images": len(images.names),
         "names": images.fingerprint,
         "max_pixels": settings.max_pixels,
-        **({"unsure": _bands(described)} if described.output.unsure else {}),
-        **(
-            {"thresholds": list(described.output.thresholds)}
-            if described.output.thresholds
-            else {}
-        ),
-        **({"second": _bands(second)} if second else {}),
     }
+    if first.output.unsure:
+        identity["unsure"] = _bands(first)
+    if first.output.thresholds:
+        identity["thresholds"] = list(first.output.thresholds)
+    if second:
+        identity["second"] = _bands(second)
+    return identity
 
 
-def _bands(described: Description) -> list[list[float]]:
-    return [list(band) for band in described.output.unsure]
+def _bands(description: Description) -> list[list[float]]:
+    return [list(band) for band in description.output.unsure]
 
 
 def _by_threads(predictor: Predictor, start: int, cores: int) -> Iterator[list[Row]]:
     """Yield the rows of all images from `start` on, in order, computed in chunks."""
-    images, workers, readers = (
-        predictor.images,
-        ThreadPoolExecutor(cores),
-        ThreadPoolExecutor(READERS),
-    )
+    images = predictor.images
+    workers = ThreadPoolExecutor(cores)
+    readers = ThreadPoolExecutor(READERS)
 
     def submit(ids: range) -> Future[list[Row]]:
-        contents = (
-            [readers.submit(images.content, id) for id in ids] if images.remote else []
-        )
+        contents = []
+        if images.remote:
+            contents = [readers.submit(images.content, id) for id in ids]
         return workers.submit(predictor.rows, ids, contents)
 
     ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)

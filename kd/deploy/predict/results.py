@@ -1,4 +1,4 @@
-"""Rows on disk: a journal from which a killed command resumes, and the final file.
+"""Write rows to a journal, from which a killed command resumes, then to the result.
 
 The journal is JSON lines: first the identity of the predictions, then one row per image
 in order, with the image's name and stamp. The first row that is incomplete, or does not
@@ -12,8 +12,9 @@ import filecmp
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,32 +33,38 @@ from kd.files.storage import (
 )
 
 WHERE = "--to"
-SHOWN = 10  # most unreadable images in a message
+MAX_LISTED = 10  # most unreadable images in a message
 ROWS = 65_536  # rows per Parquet row group
 
 
 class Journal:
-    """The rows so far. Created by `opened`."""
+    """The rows so far. Created by `open_journal`."""
 
     def __init__(
-        self, path: Path, file: IO[bytes], seen: Callable[[Row], None]
+        self, path: Path, file: IO[bytes], on_row: Callable[[Row], None]
     ) -> None:
-        self.path, self._file, self._seen = path, file, seen
-        self.done = self.num_unreadable = self.passed_on = 0
+        self.path = path
+        self._file = file
+        self._on_row = on_row
+        self.done = 0
+        self.num_unreadable = 0
+        self.passed_on = 0
         self.unreadable: list[str] = []  # name and error of the first few
         # name of the first image that differs from its row; "": none differs
         self.changed = ""
 
     def resume(self, identity: Row, images: ImageList) -> None:
-        """Count the valid rows and cut off the rest. A new journal begins with
-        `identity`.
+        """Count the valid rows and cut off all others.
+
+        A new journal begins with `identity`.
         """
         end = 0
-        for row, size in _rows(self._file):
+        for row, size in _journal_rows(self._file):
             if end:
                 if self.done == len(images.names):
                     break
-                name, stamp = images.names[self.done], images.stamps[self.done]
+                name = images.names[self.done]
+                stamp = images.stamps[self.done]
                 if row.get("image") == name and row.get(STAMP) and not stamp:
                     wrong = (
                         f"'{name}' has a row and cannot be found any more: the storage"
@@ -67,18 +74,13 @@ class Journal:
                 if (row.get("image"), row.get(STAMP)) != (name, stamp):
                     self.changed = name
                     break
-                self._count(row)
+                self._count_row(row)
             elif row != identity:
-                changed = ", ".join(
-                    key for key in identity if row.get(key) != identity[key]
-                )
-                wrong = f"'{self.path}' was begun with other values of: {changed}"
-                raise RunError(
-                    WHERE,
-                    wrong,
-                    "A result has one model and one list of images",
-                    "Remove it, or set --to",
-                )
+                keys = [key for key in identity if row.get(key) != identity[key]]
+                wrong = f"'{self.path}' was begun with other values of: "
+                allowed = "A result has one model and one list of images"
+                remedy = "Remove it, or set --to"
+                raise RunError(WHERE, wrong + ", ".join(keys), allowed, remedy)
             end += size
         self._file.truncate(end)
         self._file.seek(0, os.SEEK_END)
@@ -88,26 +90,23 @@ class Journal:
 
     def add(self, row: Row) -> None:
         self._write(row)
-        self._count(row)
+        self._count_row(row)
 
     def _write(self, row: Row) -> None:
         with on_disk(self.path, WHERE):
             self._file.write(_line(row))
 
-    def _count(self, row: Row) -> None:
+    def _count_row(self, row: Row) -> None:
         self.done += 1
         self.passed_on += row.get(MODEL) == SECOND
-        self._seen(row)
+        self._on_row(row)
         if "error" in row:
             self.num_unreadable += 1
-            self.unreadable = [*self.unreadable, f"{row['image']}: {row['error']}"][
-                :SHOWN
-            ]
+            if len(self.unreadable) < MAX_LISTED:
+                self.unreadable.append(f"{row['image']}: {row['error']}")
 
     def flush(self) -> None:
-        """Flush the rows to the system, so that they survive the end of this
-        process.
-        """
+        """Flush the rows to the system: they survive the end of this process."""
         with on_disk(self.path, WHERE):
             self._file.flush()
 
@@ -116,77 +115,72 @@ class Journal:
         target: Path,
         top: int,
         scored: Sequence[str] = (),
-        more: Sequence[str] = (),
+        columns: Sequence[str] = (),
     ) -> None:
-        """Write all rows to `target`, in the format of its ending, and remove the
-        journal.
+        """Write all rows to `target`, in its format, and remove the journal.
 
         If the file exists, it has these rows: an earlier start was killed here. `top`,
-        `scored` and `more`: see `_csv`.
+        `scored` and `columns`: see `_csv`.
         """
         self.flush()
         self._file.seek(0)
-        rows = (
-            {**row, "image": _printed(row.get("image", ""))}
-            for row, _ in _rows(self._file)
-        )
-        rows = (
-            {
-                key: value
-                for key, value in row.items()
-                if key not in (STAMP, MEASURES, ASKED)
-            }
-            for row in rows
-        )
+        rows = _journal_rows(self._file)
         next(rows)
         with atomic_file(target, WHERE) as draft:
-            FORMATS[target.suffix](draft, rows, top, scored, more)
+            result = (_result_row(row) for row, _ in rows)
+            FORMATS[target.suffix](draft, result, top, scored, columns)
             if target.exists() and not filecmp.cmp(draft, target, shallow=False):
-                raise _exists(target)
+                raise _target_exists(target)
         self.path.unlink()
 
 
-@contextmanager
-def opened(
-    target: Path,
-    identity: Mapping[str, Any],
-    images: ImageList,
-    seen: Callable[[Row], None],
-) -> Iterator[Journal]:
-    """Open or create the journal of a result, `<target>.part`. `seen` gets every row,
-    including an earlier start's.
+def _result_row(row: Row) -> Row:
+    """Return a journal's row without the keys that only a journal has.
+
+    The name becomes valid UTF-8; other bytes become a backslash, x and two digits.
     """
-    path = _journal(target)
+    result = {
+        key: value for key, value in row.items() if key not in (STAMP, MEASURES, ASKED)
+    }
+    name = row["image"].encode("utf-8", "surrogateescape")
+    return {**result, "image": name.decode("utf-8", "backslashreplace")}
+
+
+@contextmanager
+def open_journal(
+    target: Path,
+    identity: Row,
+    images: ImageList,
+    on_row: Callable[[Row], None],
+) -> Iterator[Journal]:
+    """Open or create the journal of a result, `<target>.part`.
+
+    `on_row` is called with each row, including an earlier start's.
+    """
+    path = _journal_path(target)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another user with access to the folder could place a link of this name, and
         # its target would be overwritten.
-        file = os.fdopen(
-            os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666),
-            "a+b",
-        )
+        file = os.fdopen(os.open(path, flags, 0o666), "a+b")
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise RunError(
-                WHERE,
-                f"'{path}' is a link",
-                "A file that kd-predict makes itself",
-                "Remove it",
-            ) from error
+            allowed = "A file that kd-predict makes itself"
+            wrong = f"'{path}' is a link"
+            raise RunError(WHERE, wrong, allowed, "Remove it") from error
         raise disk_error(error, path, WHERE) from error
     try:
         if not take_lock(file, path, WHERE):
-            raise FolderInUse(
-                WHERE, f"another process is writing '{path}'", "", "Wait for it"
-            )
-        recover(
-            path.parent, target.name, alone=True
-        )  # drafts of a killed process, since this process has the lock
+            wrong = f"another process is writing '{path}'"
+            raise FolderInUse(WHERE, wrong, "", "Wait for it")
+        # Drafts of a killed process, since this process has the lock.
+        recover(path.parent, target.name, alone=True)
         file.seek(0)
-        journal = Journal(path, file, seen)
-        journal.resume(dict(identity), images)
+        journal = Journal(path, file, on_row)
+        journal.resume(identity, images)
         if target.exists() and journal.done < len(images.names):
-            raise _exists(target)
+            raise _target_exists(target)
         try:
             yield journal
         finally:
@@ -196,20 +190,16 @@ def opened(
             file.close()
 
 
-def _journal(target: Path) -> Path:
+def _journal_path(target: Path) -> Path:
     return target.with_name(target.name + ".part")
 
 
-def _exists(target: Path) -> RunError:
-    return RunError(
-        WHERE,
-        f"'{target}' exists",
-        "A file that does not exist",
-        "Remove it, or choose another --to",
-    )
+def _target_exists(target: Path) -> RunError:
+    remedy = "Remove it, or choose another --to"
+    return RunError(WHERE, f"'{target}' exists", "A file that does not exist", remedy)
 
 
-def _rows(file: IO[bytes]) -> Iterator[tuple[Row, int]]:
+def _journal_rows(file: IO[bytes]) -> Iterator[tuple[Row, int]]:
     """Yield each row and its bytes, up to the first truncated one."""
     for line in file:
         try:
@@ -225,75 +215,49 @@ def _line(row: Row) -> bytes:
     return json.dumps(row).encode() + b"\n"
 
 
-def _printed(name: str) -> str:
-    """Return a name as valid UTF-8; other bytes become a backslash, x and two
-    digits.
-    """
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
 def _csv(
     draft: Path,
     rows: Iterator[Row],
     top: int,
     scored: Sequence[str],
-    more: Sequence[str],
+    columns: Sequence[str],
 ) -> None:
-    """Write image, label, score, label_2, score_2, ..., error, the keys `more`, and the
-    score of each of `scored`.
+    """Write image, label, score, label_2, score_2, ..., error, and further columns.
 
-    `top` 0: all labels in one cell, joined by "|", as `data.kind: multilabel` reads
-    them. A name that a spreadsheet would run as a formula becomes ./NAME, the same
-    file, and a label 'LABEL.
+    These are the row's keys `columns`, and the score of each of `scored`. `top` 0: all
+    labels in one cell, joined by "|", as `data.kind: multilabel` reads them. A name
+    that a spreadsheet would run as a formula becomes ./NAME, the same file, and a label
+    'LABEL.
     """
-    suffixes = ["", *(f"_{i}" for i in range(2, top + 1))]
-    names = (
-        [f"{name}{suffix}" for suffix in suffixes for name in ("label", "score")]
-        if top
-        else ["labels", "scores"]
-    )
+    titles = ["labels", "scores"]
+    if top:
+        suffixes = ["", *(f"_{i}" for i in range(2, top + 1))]
+        titles = [f"{key}{suffix}" for suffix in suffixes for key in ("label", "score")]
+    score_titles = (f"score:{label}" for label in scored)
     with draft.open("w", newline="", encoding="utf-8") as file:
-        columns = [
-            "image",
-            *names,
-            "error",
-            *more,
-            *(f"score:{label}" for label in scored),
-        ]
-        csv.writer(file, lineterminator="\n").writerow(columns)
+        header = ["image", *titles, "error", *columns, *score_titles]
+        csv.writer(file, lineterminator="\n").writerow(header)
         for row in rows:
-            pairs = (
-                (table_cell(answer["label"]), answer["score"])
-                for answer in row.get("top", [])[:top]
-            )
-            values = [value for pair in pairs for value in pair]
+            answers = row.get("top", [])
+            values = []
+            for answer in answers[:top]:
+                values += [table_cell(answer["label"]), answer["score"]]
             if "labels" in row:
-                joined = (
-                    "|".join(str(answer[key]) for answer in row["labels"])
+                values = [
+                    table_cell("|".join(str(answer[key]) for answer in row["labels"]))
                     for key in ("label", "score")
-                )
-                values = [*map(table_cell, joined)]
-            scores = {answer["label"]: answer["score"] for answer in row.get("top", [])}
-            cells = [
-                (
-                    f"./{row['image']}"
-                    if row["image"].startswith(FORMULA)
-                    else row["image"]
-                )
-            ]
-            cells += [
-                *(values or [""] * len(names)),
-                row.get("error", ""),
-                *(_cell(row.get(key)) for key in more),
-            ]
-            cells += [scores.get(one, "") for one in scored]
+                ]
+            image = row["image"]
+            cells = [f"./{image}" if image.startswith(FORMULA) else image]
+            cells += values or [""] * len(titles)
+            cells += [row.get("error", ""), *(_cell(row.get(key)) for key in columns)]
+            scores = {answer["label"]: answer["score"] for answer in answers}
+            cells += [scores.get(label, "") for label in scored]
             # The csv module does not quote "\r", which readers treat as the end of a
             # row.
-            quoting = (
-                csv.QUOTE_ALL
-                if any("\r" in str(cell) for cell in cells)
-                else csv.QUOTE_MINIMAL
-            )
+            quoting = csv.QUOTE_MINIMAL
+            if any("\r" in str(cell) for cell in cells):
+                quoting = csv.QUOTE_ALL
             csv.writer(file, lineterminator="\n", quoting=quoting).writerow(cells)
 
 
@@ -306,7 +270,7 @@ def _jsonl(
     rows: Iterator[Row],
     top: int,
     scored: Sequence[str],
-    more: Sequence[str],
+    columns: Sequence[str],
 ) -> None:
     with draft.open("wb") as file:
         file.writelines(map(_line, rows))
@@ -317,33 +281,23 @@ def _parquet(
     rows: Iterator[Row],
     top: int,
     scored: Sequence[str],
-    more: Sequence[str],
+    columns: Sequence[str],
 ) -> None:
     pyarrow, parquet = _pyarrow()
-    text, answer = (
-        pyarrow.string(),
-        {
-            "label": pyarrow.string(),
-            "score": pyarrow.float64(),
-        },
-    )
-    added = {key: text if key == MODEL else pyarrow.bool_() for key in more}
-    own = {
-        key: kind for key, kind in added.items() if not top and key != MODEL
-    }  # with several labels each has its own
-    answers = pyarrow.list_(pyarrow.struct([*answer.items(), *own.items()]))
-    main = answer if top else {"labels": answers}
+    string = pyarrow.string()
+    label = {"label": string, "score": pyarrow.float64()}
+    types = {key: string if key == MODEL else pyarrow.bool_() for key in columns}
+    # With several labels each has its own `sure`.
+    label_types = dict(label)
+    if not top and "sure" in types:
+        label_types["sure"] = types["sure"]
+    answers = pyarrow.list_(pyarrow.struct([*label_types.items()]))
+    main = label if top else {"labels": answers}
     schema = pyarrow.schema(
-        {"image": text, **main, "top": answers, "error": text, **added}
+        {"image": string, **main, "top": answers, "error": string, **types}
     )
     with parquet.ParquetWriter(draft, schema) as writer:
-        group: list[Row] = []
-        for row in rows:
-            group.append(row)
-            if len(group) == ROWS:
-                writer.write_table(pyarrow.Table.from_pylist(group, schema))
-                group.clear()
-        if group:
+        while group := list(islice(rows, ROWS)):
             writer.write_table(pyarrow.Table.from_pylist(group, schema))
 
 
@@ -353,14 +307,10 @@ FORMATS = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
 def check_format(target: Path) -> None:
     """Refuse a target that could not be written at the end."""
     if target.suffix not in FORMATS:
-        raise RunError(
-            WHERE,
-            f"'{target}' has no known ending",
-            f"One of {', '.join(FORMATS)}",
-            "Choose one",
-        )
-    if target.exists() and not _journal(target).exists():
-        raise _exists(target)
+        wrong = f"'{target}' has no known ending"
+        raise RunError(WHERE, wrong, f"One of {', '.join(FORMATS)}", "Choose one")
+    if target.exists() and not _journal_path(target).exists():
+        raise _target_exists(target)
     if target.suffix == ".parquet":
         _pyarrow()
 

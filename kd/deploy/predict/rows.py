@@ -11,11 +11,10 @@ from kd.deploy.serve.limits import Limits, Problem
 from kd.deploy.serve.model import LoadedGraph
 from kd.deploy.serve.responses import MODEL, SECOND
 
-STAMP, MEASURES, ASKED = "stamp", "measures", "asked"
-"""Keys that only the journal's rows have: the image's stamp, the result of
-`kd.deploy.shift.measure`, and the first model's prediction if the second model replaced
-it.
-"""
+# Keys that only the journal's rows have.
+STAMP = "stamp"  # the image's stamp
+MEASURES = "measures"  # the result of `kd.deploy.shift.measure`
+ASKED = "asked"  # the first model's prediction if the second model replaced it
 Row = dict[str, Any]
 Result = TypeVar("Result")
 
@@ -32,19 +31,18 @@ class Predictor:
     def rows(
         self, ids: Sequence[int], contents: Sequence[Future[bytes]] = ()
     ) -> list[Row]:
-        """Return one row per image, with `error` if it cannot be read; `contents`:
-        futures of remote images' bytes.
+        """Return one row per image, with `error` if it cannot be read.
+
+        `contents`: futures of remote images' bytes.
         """
-        made: list[Row] = [
-            {"image": self.images.names[id], STAMP: self.images.stamps[id]}
-            for id in ids
-        ]
-        for i, (id, row) in enumerate(zip(ids, made, strict=True)):
+        rows = []
+        for i, id in enumerate(ids):
+            row: Row = {"image": self.images.names[id], STAMP: self.images.stamps[id]}
+            rows.append(row)
             try:
                 data = contents[i].result() if contents else self.images.content(id)
-                prediction = self.model.predict(
-                    self.model.open(data, self.limits), self.top
-                )
+                opened = self.model.open(data, self.limits)
+                prediction = self.model.predict(opened, self.top)
             except GONE as error:
                 row["error"] = error.strerror or type(error).__name__
             except Problem as problem:
@@ -54,15 +52,13 @@ class Predictor:
                 row[MEASURES] = prediction.measures
                 if row.get(MODEL) == SECOND:
                     row[ASKED] = {"top": prediction.counted["top"][:1]}
-        return made
+        return rows
 
 
 def in_order(
     ids: range, chunk: int, submit: Callable[[range], Future[Result]], ahead: int
 ) -> Iterator[Result]:
-    """Submit ids in chunks and yield the results in order; `ahead` chunks are in
-    flight.
-    """
+    """Submit ids in chunks and yield the results in order, `ahead` chunks in flight."""
     window: deque[Future[Result]] = deque()
     for first in range(0, len(ids), chunk):
         window.append(submit(ids[first : first + chunk]))

@@ -1,5 +1,6 @@
-"""The routes: SageMaker's contract, Prometheus, and the page. Bodies have limits of
-size and time.
+"""Serve the routes: SageMaker's contract, Prometheus' metrics, and the page.
+
+Bodies have limits of size and time.
 """
 
 import asyncio
@@ -22,24 +23,20 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from kd.deploy.serve import responses
-from kd.deploy.serve.bodies import is_gzip, media_type, top_of
-from kd.deploy.serve.limits import PROBLEM, Problem, busy, hung_up, no_memory
+from kd.deploy.serve.bodies import is_gzip, media_type, parse_top
+from kd.deploy.serve.limits import MIB, PROBLEM, Problem, busy, hung_up, no_memory
 from kd.deploy.serve.metrics import MEDIA_TYPE
 from kd.deploy.serve.service import Service
 
 log = logging.getLogger("kd.serve")
 Handler = Callable[[Request], Awaitable[Response]]
-QUIET = (
-    "ping",
-    "metrics",
-)  # routes polled every few seconds: their usual responses are not logged
-DISCARD_FACTOR = (
-    4  # an oversized body is read and discarded up to this many times `max_body`
-)
+# routes polled every few seconds: their usual responses are not logged
+QUIET = ("ping", "metrics")
+# an oversized body is read and discarded up to this many times `max_body`
+DISCARD_FACTOR = 4
 MAX_QUERY = 256  # bytes of a query; chosen: several times the longest meaningful one
-REQUEST_ID = (  # allowed request ids of clients: they are logged and sent back
-    "[0-9A-Za-z_.:-]{1,64}"
-)
+# allowed request ids of clients: they are logged and sent back
+REQUEST_ID = "[0-9A-Za-z_.:-]{1,64}"
 
 
 def build(service: Service, ui: bool = True) -> Starlette:
@@ -49,37 +46,38 @@ def build(service: Service, ui: bool = True) -> Starlette:
     async def ping(request: Request) -> Response:
         if service.ready:
             return Response(status_code=200)
-        return _answer(
-            busy("The server is ending." if service.draining else service.reason)
-        )
+        reason = "The server is ending." if service.draining else service.reason
+        return _problem_response(busy(reason))
 
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.text(), media_type=MEDIA_TYPE)
 
     invocations = _invocations(service)
-    found: dict[str, tuple[str, Handler]] = {
-        "/ping": ("GET", ping), "/metrics": ("GET", metrics), "/invocations": ("POST", invocations),
-    }  # fmt: skip
+    handlers: dict[str, tuple[str, Handler]] = {
+        "/ping": ("GET", ping),
+        "/metrics": ("GET", metrics),
+        "/invocations": ("POST", invocations),
+    }
     if ui and not model.output.embeds:  # the page shows labels
-        found["/"] = ("GET", _page(service))
+        handlers["/"] = ("GET", _page(service))
     routes = []
-    for path, (method, handler) in found.items():
-        watched = observed(service, path.strip("/") or "page", handler)
+    for path, (method, handler) in handlers.items():
+        recorded = recording(service, path.strip("/") or "page", handler)
         routes += [
-            Route(each, watched, methods=[method])
-            for each in {path, path.rstrip("/") + "/"}
+            Route(spelling, recorded, methods=[method])
+            for spelling in {path, path.rstrip("/") + "/"}
         ]
     # AWS's clients with `endpoint_url` use SageMaker's public path, not the
     # container's.
     routes.append(
         Route(
             "/endpoints/{name}/invocations",
-            observed(service, "invocations", invocations),
+            recording(service, "invocations", invocations),
             methods=["POST"],
         )
     )
     application = Starlette(
-        routes=routes, exception_handlers={HTTPException: _refuser(service)}
+        routes=routes, exception_handlers={HTTPException: _no_route(service)}
     )
     application.router.redirect_slashes = False
     return application
@@ -122,9 +120,7 @@ def _invocations(service: Service) -> Handler:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Content types, codings and `top` of a request for predictions, from its headers
-    and query.
-    """
+    """The headers and the query of a request for predictions."""
 
     content_type: str
     kind: str  # media type of the body, normalized
@@ -134,59 +130,55 @@ class RequestOptions:
 
     @staticmethod
     def of(request: Request) -> "RequestOptions":
-        """Read a request; a Problem if it is not supported."""
+        """Read a request; raise a Problem if it is not supported."""
         content_type = request.headers.get("content-type", "")
         return RequestOptions(
             content_type,
             media_type(content_type),
-            is_gzip(_list(request, "content-encoding")),
-            responses.negotiate(_list(request, "accept")),
-            _tops(request),
+            is_gzip(_list_header(request, "content-encoding")),
+            responses.negotiate(_list_header(request, "accept")),
+            _top_values(request),
         )
 
 
-def _list(request: Request, name: str) -> str:
+def _list_header(request: Request, name: str) -> str:
     """Return a list header, whose lines are joined (RFC 9110 5.3)."""
     return ", ".join(line for line in request.headers.getlist(name) if line.strip())
 
 
-def _tops(request: Request) -> list[str]:
+def _top_values(request: Request) -> list[str]:
     if len(request.url.query) > MAX_QUERY:
         raise Problem(400, f"The query is longer than {MAX_QUERY} characters.")
     tops = request.query_params.getlist("top")
-    top_of(tops)  # before the body is read
+    parse_top(tops)  # before the body is read
     return tops
 
 
-def observed(service: Service, route: str, handler: Handler) -> Handler:
-    """Wrap a handler: count and log its requests with sizes, times and status. The
-    content is never logged.
-    """
+def recording(service: Service, route: str, handler: Handler) -> Handler:
+    """Return a handler that also counts and logs its requests, never their content."""
 
     async def handle(request: Request) -> Response:
-        start, identity = time.perf_counter(), request.headers.get("x-request-id", "")
-        if not re.fullmatch(REQUEST_ID, identity):
-            identity = uuid.uuid4().hex[:16]
+        start = time.perf_counter()
+        request_id = request.headers.get("x-request-id", "")
+        if not re.fullmatch(REQUEST_ID, request_id):
+            request_id = uuid.uuid4().hex[:16]
         request.state.summary = ""
         try:
             response = await handler(request)
         except Problem as problem:
-            response = _answer(problem)
+            response = _problem_response(problem)
             request.state.summary = problem.detail
         except MemoryError:
-            response = _answer(no_memory())
+            response = _problem_response(no_memory())
         except Exception as error:
-            response = _bug_response(error, identity)
+            response = _bug_response(error, request_id)
         if route not in QUIET or response.status_code not in (200, 503):
-            record(
-                service,
-                route,
-                identity,
-                response.status_code,
-                time.perf_counter() - start,
-                request.state.summary,
+            seconds = time.perf_counter() - start
+            summary = request.state.summary
+            _log_request(
+                service, route, request_id, response.status_code, seconds, summary
             )
-        response.headers["x-request-id"] = identity
+        response.headers["x-request-id"] = request_id
         if service.draining:
             response.headers["connection"] = "close"
         return response
@@ -194,10 +186,10 @@ def observed(service: Service, route: str, handler: Handler) -> Handler:
     return handle
 
 
-def record(
+def _log_request(
     service: Service,
     route: str,
-    identity: str,
+    request_id: str,
     status: int,
     seconds: float,
     summary: str,
@@ -205,24 +197,16 @@ def record(
     """Count a request and write its line of the log."""
     service.metrics.request(route, status, seconds)
     ms = round(1000 * seconds, 1)
-    fields = {"request": identity, "route": route, "status": status, "ms": ms}
-    log.info(
-        "%s %s %d %.1fms %s",
-        identity,
-        route,
-        status,
-        ms,
-        summary,
-        extra={"fields": fields},
-    )
+    fields = {"request": request_id, "route": route, "status": status, "ms": ms}
+    line = "%s %s %d %.1fms %s"
+    log.info(line, *fields.values(), summary, extra={"fields": fields})
 
 
 @asynccontextmanager
 async def request_body(
     request: Request, service: Service, refusal: Problem | None = None
 ) -> AsyncIterator[bytes]:
-    """Yield the body of a request, counted in `service.buffered` until the `async with`
-    block ends.
+    """Yield the body of a request, counted in `service.buffered` while it is used.
 
     Raises `refusal`, if given, or the Problem of a body that is refused. That body is
     also read to its end and discarded: a client that is still writing when the
@@ -249,14 +233,13 @@ async def _receive(
         # With `Expect: 100-continue` the client waits for permission and has sent no
         # body yet.
         if not (refusal and "expect" in request.headers):
-            refusal = await asyncio.wait_for(
-                _read(request, service, body, refusal), seconds
-            )
+            reading = _read_stream(request, service, body, refusal)
+            refusal = await asyncio.wait_for(reading, seconds)
     except asyncio.TimeoutError as error:
-        late = f"The body did not arrive within {seconds:g} seconds."
-        raise (
-            refusal.copy() if refusal else Problem(408, late, {"connection": "close"})
-        ) from error
+        if refusal is None:
+            detail = f"The body did not arrive within {seconds:g} seconds."
+            refusal = Problem(408, detail, {"connection": "close"})
+        raise refusal.copy() from error
     except ClientDisconnect as error:
         raise hung_up() from error
     if refusal:
@@ -264,13 +247,12 @@ async def _receive(
     return bytes(body)
 
 
-async def _read(
+async def _read_stream(
     request: Request, service: Service, body: bytearray, refusal: Problem | None
 ) -> Problem | None:
-    """Read the stream into `body`, or discard it after a refusal; return the
-    refusal.
-    """
-    limits, size = service.limits, 0
+    """Read the stream into `body`, or discard it, and return why it was refused."""
+    limits = service.limits
+    size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > limits.max_body:  # counted, because a chunked body declares no length
@@ -305,67 +287,62 @@ def _too_large(max_body: int) -> Problem:
     )
 
 
-def _answer(problem: Problem) -> Response:
+def _problem_response(problem: Problem) -> Response:
     return Response(problem.body, problem.status, problem.headers, PROBLEM)
 
 
-def _refuser(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
+def _no_route(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
     """Return the handler of requests without a route."""
 
-    async def answer(request: Request, error: Exception) -> Response:
+    async def handle(request: Request, error: Exception) -> Response:
         async def refuse(request: Request) -> Response:
             assert isinstance(error, HTTPException)
             if request.scope["path"] == "*":  # of the whole server (RFC 9110 9.3.7)
                 return Response(status_code=204, headers={"allow": "GET, HEAD, POST"})
-            nothing = (
-                "There is nothing at this path. Allowed are /invocations, /ping and"
-                " /metrics."
-            )
-            detail = {404: nothing, 405: "This method is not allowed here."}
-            raise Problem(
-                error.status_code,
-                detail.get(error.status_code, str(error.detail)),
-                error.headers or {},
-            )
+            details = {
+                404: "There is nothing at this path. Allowed are /invocations, /ping"
+                " and /metrics.",
+                405: "This method is not allowed here.",
+            }
+            status = error.status_code
+            detail = details.get(status, str(error.detail))
+            raise Problem(status, detail, error.headers or {})
 
-        return await observed(service, "other", refuse)(request)
+        return await recording(service, "other", refuse)(request)
 
-    return answer
+    return handle
 
 
-def _bug_response(error: Exception, identity: str) -> Response:
-    """Respond with 500 and log where the error was raised. Values are not logged: they
-    may be a client's data.
-    """
+def _bug_response(error: Exception, request_id: str) -> Response:
+    """Log where the error was raised, without a client's data, and respond with 500."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    line = (
-        f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
-        if trace is not None
-        else "?"
-    )
-    log.error("%s bug: %s at %s", identity, type(error).__name__, line)
-    return _answer(Problem(500, "This is a bug of the server, not of the request."))
+    line = "?"
+    if trace is not None:
+        line = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+    log.error("%s bug: %s at %s", request_id, type(error).__name__, line)
+    problem = Problem(500, "This is a bug of the server, not of the request.")
+    return _problem_response(problem)
 
 
 def _page(service: Service) -> Handler:
-    text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    model, limit = service.description, f"{service.limits.max_body / 2**20:g}"
+    content = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    model = service.description
     values = {
         "NAME": model.name,
         "VERSION": model.version,
         "CLASSES": str(len(model.labels)),
-        "LIMIT": limit,
+        "LIMIT": f"{service.limits.max_body / MIB:g}",
     }
     for key, value in values.items():
-        text = text.replace(f"[[{key}]]", html.escape(value))
+        content = content.replace(f"[[{key}]]", html.escape(value))
 
     def hashes(tag: str) -> str:
-        contents = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        elements = re.findall(f"<{tag}>(.*?)</{tag}>", content, re.DOTALL)
+        digests = [hashlib.sha256(element.encode()).digest() for element in elements]
         return " ".join(
-            f"'sha256-{base64.b64encode(hashlib.sha256(c.encode()).digest()).decode()}'"
-            for c in contents
+            f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests
         )
 
     policy = (
@@ -377,6 +354,6 @@ def _page(service: Service) -> Handler:
     headers |= {"referrer-policy": "no-referrer", "cache-control": "no-cache"}
 
     async def page(request: Request) -> Response:
-        return HTMLResponse(text, headers=headers)
+        return HTMLResponse(content, headers=headers)
 
     return page

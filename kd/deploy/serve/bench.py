@@ -1,5 +1,4 @@
-"""Latency of clients: start `kd-serve` for each file of an export and query all servers
-in turns.
+"""Measure the latency of clients: query a `kd-serve` per file of an export in turns.
 
 Turns spread disturbance by other work evenly. The clients run in this process, on the
 same cores.
@@ -18,17 +17,14 @@ from pathlib import Path
 from kd.core.errors import KdError
 from kd.core.host import end_with
 
-TURN, FEWEST, COLD = 0.3, 8, 3
-"""Seconds of a server's turn and its least number of responses; the number of first
-responses that do not count, because the caches hold another model.
-"""
+TURN = 0.3  # least seconds of a server's turn
+FEWEST = 8  # least number of responses in a turn
+COLD = 3  # first responses that do not count: the caches hold another model
 ENOUGH = 400  # responses of each server after which the time limit no longer matters
-START_SECONDS = (
-    120.0  # seconds until a server must be ready; chosen: a slower server hangs
-)
-ANSWER_SECONDS = (
-    60.0  # seconds until a response must arrive; chosen: far above any measured one
-)
+# seconds until a server must be ready; chosen: a slower server hangs
+START_SECONDS = 120.0
+# seconds until a response must arrive; chosen: far above any measured one
+ANSWER_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,42 +40,44 @@ class Latency:
 def ask(
     folder: Path,
     files: Sequence[str],
-    picture: bytes,
+    jpeg: bytes,
     threads: int,
     slots: int,
     seconds: float,
 ) -> dict[str, Latency]:
-    """Send a JPEG repeatedly to one server per file: three turns, then more up to
-    `seconds` per file.
+    """Send a JPEG repeatedly to one server per file, and return their latencies.
 
-    There are 2 x slots clients; one client if there is one slot.
+    Three turns, then more up to `seconds` per file. There are 2 x slots clients; one
+    client if there is one slot.
     """
     clients = 1 if slots == 1 else 2 * slots
-    took: dict[str, list[float]] = {file: [] for file in files}
+    latencies: dict[str, list[float]] = {file: [] for file in files}
     with ExitStack() as stack:
         servers = {
             file: stack.enter_context(server(folder, file, threads, slots))
             for file in files
         }
         pool = stack.enter_context(ThreadPoolExecutor(clients))
-        end, turns = time.monotonic() + seconds * len(servers), 0
+        end = time.monotonic() + seconds * len(servers)
+        turns = 0
         while turns < 3 or (
-            time.monotonic() < end and min(map(len, took.values())) < ENOUGH
+            time.monotonic() < end and min(map(len, latencies.values())) < ENOUGH
         ):
             turns += 1
-            for file, (host, port) in servers.items():
-                for times in pool.map(
-                    turn, [host] * clients, [port] * clients, [picture] * clients
-                ):
-                    took[file] += times
-        memory = {file: _memory(*address) for file, address in servers.items()}
-    return {file: _seen(took[file], clients, memory[file]) for file in files}
+            for file, address in servers.items():
+                jobs = [pool.submit(turn, *address, jpeg) for _ in range(clients)]
+                for job in jobs:
+                    latencies[file] += job.result()
+        memory = {file: _memory_mb(*address) for file, address in servers.items()}
+    return {file: _latency(latencies[file], clients, memory[file]) for file in files}
 
 
-def _seen(took: list[float], clients: int, memory: float) -> Latency:
-    times = sorted(1000 * seconds for seconds in took)
-    at = [times[min(len(times) - 1, int(share * len(times)))] for share in (0.5, 0.99)]
-    return Latency(at[0], at[1], 1000 * clients * len(times) / sum(times), memory)
+def _latency(seconds: list[float], clients: int, memory_mb: float) -> Latency:
+    times = sorted(1000 * time for time in seconds)
+    p50, p99 = (
+        times[min(len(times) - 1, int(share * len(times)))] for share in (0.5, 0.99)
+    )
+    return Latency(p50, p99, 1000 * clients * len(times) / sum(times), memory_mb)
 
 
 @contextmanager
@@ -87,33 +85,16 @@ def server(
     folder: Path, file: str, threads: int, slots: int
 ) -> Iterator[tuple[str, int]]:
     """Start a server, wait until it is ready, and yield its host and port."""
-    argv = [
-        sys.executable,
-        "-m",
-        "kd.cli",
-        "serve",
-        str(folder),
-        "--file",
-        file,
-        "--port",
-        "0",
-        "--quiet",
-        "--no-ui",
-    ]
-    argv += [
-        "--threads",
-        str(threads),
-        "--slots",
-        str(slots),
-        "--no-self-check",
-    ]  # refused graphs are measured too
+    # Without the self-check: refused graphs are measured too.
+    options = f"--port 0 --quiet --no-ui --threads {threads} --slots {slots}"
     process = subprocess.Popen(
-        argv,
+        [sys.executable, "-m", "kd.cli", "serve", str(folder), "--file", file,
+         *options.split(), "--no-self-check"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=end_with(),
-    )
+    )  # fmt: skip
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -124,11 +105,10 @@ def server(
         while not host or _get(host, int(port), "/ping")[0] != 200:
             if not host or process.poll() is not None or time.monotonic() > end:
                 process.terminate()
-                reason = (
-                    process.communicate()[1].strip().splitlines()
-                    or ["it is never ready"]
-                )[-1]
-                raise _silent(f"does not start with '{file}' ({reason.rstrip('.')})")
+                _, stderr = process.communicate()
+                lines = stderr.strip().splitlines() or ["it is never ready"]
+                reason = lines[-1].rstrip(".")
+                raise _server_error(f"does not start with '{file}' ({reason})")
             time.sleep(0.02)
         yield host, int(port)
     finally:
@@ -136,45 +116,38 @@ def server(
         process.communicate()
 
 
-def turn(host: str, port: int, picture: bytes) -> list[float]:
+def turn(host: str, port: int, jpeg: bytes) -> list[float]:
     """Return the latencies of one client's turn, seconds, without the cold ones."""
-    connection, took = (
-        http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS),
-        [],
-    )
+    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+    seconds: list[float] = []
     headers = {"content-type": "image/jpeg"}
     begin = time.perf_counter()
     try:
-        while len(took) < COLD + FEWEST or time.perf_counter() - begin < TURN:
+        while len(seconds) < COLD + FEWEST or time.perf_counter() - begin < TURN:
             start = time.perf_counter()
-            connection.request("POST", "/invocations", picture, headers)
+            connection.request("POST", "/invocations", jpeg, headers)
             response = connection.getresponse()
             response.read()
-            took.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
             if response.status != 200:
-                raise _silent(f"responds with status {response.status}")
+                raise _server_error(f"responds with status {response.status}")
     except (OSError, http.client.HTTPException) as error:
-        raise _silent(f"does not respond ({error})") from error
+        raise _server_error(f"does not respond ({error})") from error
     finally:
         connection.close()
-    return took[COLD:]
+    return seconds[COLD:]
 
 
-def _memory(host: str, port: int) -> float:
-    lines = _get(host, port, "/metrics")[1].decode().splitlines()
-    found = next(
-        (
-            line.split()[1]
-            for line in lines
-            if line.startswith("process_resident_memory_bytes ")
-        ),
-        "0",
-    )
-    return float(found) / 1e6
+def _memory_mb(host: str, port: int) -> float:
+    _, metrics = _get(host, port, "/metrics")
+    for line in metrics.decode().splitlines():
+        if line.startswith("process_resident_memory_bytes "):
+            return float(line.split()[1]) / 1e6
+    return 0.0
 
 
 def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
-    """Return status and body; status 0: the port is closed."""
+    """Return status and body; status 0 if the port is closed."""
     connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
     try:
         connection.request("GET", path)
@@ -186,10 +159,6 @@ def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
         connection.close()
 
 
-def _silent(wrong: str) -> KdError:
-    return KdError(
-        "--compare",
-        f"kd-serve {wrong}",
-        "",
-        "Start it by hand and see: kd-serve FOLDER --file FILE",
-    )
+def _server_error(wrong: str) -> KdError:
+    remedy = "Start it by hand and see: kd-serve FOLDER --file FILE"
+    return KdError("--compare", f"kd-serve {wrong}", "", remedy)

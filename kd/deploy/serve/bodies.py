@@ -15,32 +15,30 @@ from python_multipart.exceptions import FormParserError
 
 from kd.deploy.serve.decoding import begins_as_image
 from kd.deploy.serve.limits import Problem
+from kd.deploy.serve.responses import JSON
 from kd.files.pixels import HEIF
 
 RAW = (
-    "image/jpeg",
-    "image/png",
-    "image/webp",
-    "application/x-image",
-    "application/octet-stream",
-)
-RAW = (*RAW, *(["image/heic"] if HEIF else []))
-JSON, MULTIPART = "application/json", "multipart/form-data"
+    "image/jpeg", "image/png", "image/webp", "application/x-image",
+    "application/octet-stream", *(["image/heic"] if HEIF else []),
+)  # fmt: skip
+MULTIPART = "multipart/form-data"
 ALLOWED = (*RAW, JSON, MULTIPART)
 ALIASES = {
-    "image/jpg": "image/jpeg", "image/pjpeg": "image/jpeg", "image/x-png": "image/png",
-    **dict.fromkeys(("image/x-image", "image/heic", "image/heif", "image/avif"), "application/x-image"),
-}  # fmt: skip
+    "image/jpg": "image/jpeg",
+    "image/pjpeg": "image/jpeg",
+    "image/x-png": "image/png",
+    "image/x-image": "application/x-image",
+    "image/heic": "application/x-image",
+    "image/heif": "application/x-image",
+    "image/avif": "application/x-image",
+}
 URL_SAFE = bytes.maketrans(b"-_", b"+/")
 ALPHABET = re.compile(rb"[A-Za-z0-9+/]*")
-MAX_FIELDS, MAX_NAME = (
-    64,
-    60,
-)  # text fields of a form, and bytes of a name in a message; chosen: more than forms have
+MAX_FIELDS = 64  # text fields of a form; chosen: more than forms have
+MAX_NAME = 60  # bytes of a name in a message; chosen: more than forms have
+# content types of a field that is a file without a filename (RFC 7578 4.2 requires one)
 FILE_TYPE = re.compile("image/|application/octet-stream", re.IGNORECASE)
-"""Content types of a part that is a file without a filename (RFC 7578 4.2 requires
-one).
-"""
 SPARE_VALUES = 1000
 """Most values in a JSON body beside its images, counted before parsing: a list of empty
 lists takes 25 bytes of memory per byte of text.
@@ -54,9 +52,8 @@ class Sent:
     """Content of a body."""
 
     files: list[bytes]
-    names: list[str] = field(
-        default_factory=list
-    )  # the client's names of the files; empty: not given
+    # the client's names of the files; empty: not given
+    names: list[str] = field(default_factory=list)
     top: str = ""  # the field of a form or of JSON
 
     @contextmanager
@@ -65,20 +62,20 @@ class Sent:
         try:
             yield
         except Problem as problem:
-            number = (
-                f"image {i + 1} of {len(self.files)}" if len(self.files) > 1 else ""
-            )
-            name = f"'{self.names[i]}'" if self.names else ""
-            detail = f"{number}: {problem.detail}" if number else problem.detail
-            told = ": ".join(
-                filter(None, [", ".join(filter(None, [name, number])), problem.detail])
-            )
-            raise Problem(problem.status, detail, problem.headers, told) from problem
+            detail = problem.detail
+            places = [f"'{self.names[i]}'"] if self.names else []
+            if len(self.files) > 1:
+                number = f"image {i + 1} of {len(self.files)}"
+                detail = f"{number}: {detail}"
+                places.append(number)
+            client_detail = f"{', '.join(places)}: {problem.detail}" if places else ""
+            raise Problem(
+                problem.status, detail, problem.headers, client_detail
+            ) from problem
 
 
 def media_type(header: str) -> str:
-    """Return the media type of a content-type header, normalized; a Problem 415 if it
-    is not supported.
+    """Return a content-type header's media type; raise a Problem 415 for unknown types.
 
     Without a header, as from AWS's clients, the content decides (RFC 9110 8.3).
     """
@@ -90,60 +87,55 @@ def media_type(header: str) -> str:
     return kind
 
 
-def top_of(texts: Sequence[str]) -> int:
-    """Return the number of classes that a client wants, given the parameter `top` from
-    query and body.
-    """
-    text, *more = {*texts} or {str(TOP)}
-    if more or not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
-        raise Problem(
-            400, "The parameter `top` must be a whole number from 1, given once."
-        )
-    return int(text)
+def parse_top(values: Sequence[str]) -> int:
+    """Return the number of classes in a response, given `top` from query and body."""
+    texts = {*values} or {str(TOP)}
+    top = texts.pop()
+    if texts or not re.fullmatch(r"[0-9]{1,6}", top) or int(top) < 1:
+        detail = "The parameter `top` must be a whole number from 1, given once."
+        raise Problem(400, detail)
+    return int(top)
 
 
 def is_gzip(header: str) -> bool:
-    """Return whether a content-encoding header is gzip; a Problem 415 for another
-    coding.
-    """
-    codings = [
-        coding
-        for part in header.split(",")
-        if (coding := part.strip().lower()) not in ("", "identity")
-    ]
+    """Return whether content is gzipped; raise a Problem 415 for another coding."""
+    codings = [coding.strip().lower() for coding in header.split(",")]
+    codings = [coding for coding in codings if coding not in ("", "identity")]
     if codings and codings not in (["gzip"], ["x-gzip"]):
-        allowed = "This content coding is not supported. Allowed is gzip."
-        raise Problem(415, allowed, {"accept-encoding": "gzip, identity"})
+        detail = "This content coding is not supported. Allowed is gzip."
+        raise Problem(415, detail, {"accept-encoding": "gzip, identity"})
     return bool(codings)
 
 
-def unzipped(body: bytes, most: int) -> bytes:
-    """Return the content of a gzip body, at most `most` bytes. Not handled: several
-    members, which take n^2 time.
+def decompress(body: bytes, max_bytes: int) -> bytes:
+    """Return the content of a gzip body, at most `max_bytes`.
+
+    Not handled: several members, which take n^2 time.
     """
     member = zlib.decompressobj(wbits=31)
     try:
-        content = member.decompress(body, most + 1)
+        content = member.decompress(body, max_bytes + 1)
     except zlib.error as error:
-        raise Problem(
-            400, "The body is not gzip, as its content-encoding says, or damaged."
-        ) from error
-    if len(content) > most:
-        raise Problem(413, f"The body is larger than {most} bytes.")
+        detail = "The body is not gzip, as its content-encoding says, or damaged."
+        raise Problem(400, detail) from error
+    if len(content) > max_bytes:
+        raise Problem(413, f"The body is larger than {max_bytes} bytes.")
     if not member.eof or member.unused_data:
         raise Problem(400, "The gzip body is cut short, or has more than one member.")
     return content
 
 
 def images(kind: str, header: str, body: bytes, max_images: int) -> Sent:
-    """Return the image files in a body of the type `kind`; `header` may have a
-    multipart boundary.
+    """Return the image files in a body of the media type `kind`.
+
+    `header` is the content-type, which may have a multipart boundary.
     """
-    sent = Sent([body])
     if kind == JSON:
         sent = _from_json(body, max_images)
     elif kind == MULTIPART:
         sent = _from_multipart(header, body, max_images)
+    else:
+        sent = Sent([body])
     if not sent.files:
         raise Problem(400, "There is no image in the request.")
     if len(sent.files) > max_images:
@@ -157,59 +149,54 @@ def _from_json(body: bytes, max_images: int) -> Sent:
     try:
         content = json.loads(body, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise Problem(
-            400,
-            f"The body is not JSON ({type(error).__name__}). JSON lines are not"
-            " supported.",
-        ) from error
+        wrong = f"The body is not JSON ({type(error).__name__})."
+        raise Problem(400, f"{wrong} JSON lines are not supported.") from error
     if not isinstance(content, dict) or not {"image", "images"} & content.keys():
         raise Problem(400, f"{SHAPE}.")
     if {"image", "images"} <= content.keys():
         raise Problem(400, f"{SHAPE}; it has both.")
-    texts, top = content.get("images", [content.get("image")]), content.get("top")
-    if not isinstance(texts, list):
+    encoded_images = content.get("images", [content.get("image")])
+    if not isinstance(encoded_images, list):
         raise Problem(400, f"{SHAPE}; `images` is no list.")
-    sent = Sent([b""] * len(texts), top="" if top is None else str(top))
-    for i, text in enumerate(texts):
+    top = content.get("top")
+    sent = Sent([b""] * len(encoded_images), top="" if top is None else str(top))
+    for i, encoded in enumerate(encoded_images):
         with sent.of(i):
-            sent.files[i] = _from_base64(text)
+            sent.files[i] = _from_base64(encoded)
     return sent
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         raise Problem(400, "The JSON body has a key twice.")
-    return found
+    return content
 
 
-def _from_base64(text: Any) -> bytes:
-    """Decode base64 in either alphabet, with or without line breaks, bare or as a
-    `data:` URL (RFC 2397).
+def _from_base64(encoded: Any) -> bytes:
+    """Decode base64 in either alphabet, bare or as a `data:` URL (RFC 2397).
+
+    It may have line breaks.
     """
-    if not isinstance(text, str):
+    if not isinstance(encoded, str):
         raise Problem(400, f"{SHAPE}; another type was found.")
-    if text[:5].lower() == "data:":
-        head, _, text = text.partition(",")
+    if encoded[:5].lower() == "data:":
+        head, _, encoded = encoded.partition(",")
         if not head.lower().endswith(";base64"):
             raise Problem(400, "A `data:` URL must have `;base64,` before its data.")
     try:
-        data = text.encode("ascii").translate(URL_SAFE, b" \t\r\n")
+        data = encoded.encode("ascii").translate(URL_SAFE, b" \t\r\n")
         if len(data) % 4 and ALPHABET.fullmatch(data):
-            raise Problem(
-                400, "The base64 is cut short, or has no padding (`=` at its end)."
-            )
+            detail = "The base64 is cut short, or has no padding (`=` at its end)."
+            raise Problem(400, detail)
         return base64.b64decode(data, validate=True)
     except ValueError as error:
-        raise Problem(
-            400, f"{SHAPE}; an image is not base64 (addresses are not fetched)."
-        ) from error
+        detail = f"{SHAPE}; an image is not base64 (addresses are not fetched)."
+        raise Problem(400, detail) from error
 
 
 class _Form:
-    """Collects the parts of a form: each file is an image, text fields and empty file
-    inputs are not.
-    """
+    """Collects a form's files, which are images, and its text fields."""
 
     def __init__(self, max_images: int) -> None:
         self._max_images = max_images
@@ -225,16 +212,14 @@ class _Form:
 
     def on_field(self, field: Any) -> None:
         content = field.value or b""
-        if begins_as_image(content) or (
-            content and FILE_TYPE.match(field.content_type or "")
-        ):
+        is_file = FILE_TYPE.match(field.content_type or "") or begins_as_image(content)
+        if content and is_file:
             self._add_image(field.field_name, content)
         elif content:
             self.texts[_name(field.field_name)] = content
         if len(self.texts) > MAX_FIELDS:
-            raise Problem(
-                413, f"There are more than {MAX_FIELDS} text fields in the request."
-            )
+            detail = f"There are more than {MAX_FIELDS} text fields in the request."
+            raise Problem(413, detail)
 
     def on_end(self) -> None:
         self.ended = True
@@ -253,9 +238,8 @@ def _from_multipart(header: str, body: bytes, max_images: int) -> Sent:
     if not boundary:
         raise Problem(400, "The content-type has no valid boundary.")
     form = _Form(max_images)
-    config = {
-        "MAX_MEMORY_FILE_SIZE": len(body) + 1
-    }  # no temporary files: a container may have no disk to write
+    # No temporary files: a container may have no disk to write.
+    config = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}
     try:
         parser = FormParser(
             MULTIPART,
@@ -268,27 +252,20 @@ def _from_multipart(header: str, body: bytes, max_images: int) -> Sent:
         parser.write(body)
         parser.finalize()
     except FormParserError as error:  # its text may be the client's
-        raise Problem(
-            400,
-            "The multipart body has another boundary, or a part without a name (RFC"
-            " 7578).",
-        ) from error
+        detail = "has another boundary, or a part without a name (RFC 7578)"
+        raise Problem(400, f"The multipart body {detail}.") from error
     if not form.ended:
-        raise Problem(
-            400,
-            "The multipart body is cut short: it does not end with its boundary and"
-            " `--`.",
-        )
+        detail = "is cut short: it does not end with its boundary and `--`"
+        raise Problem(400, f"The multipart body {detail}.")
     if not form.sent.files and form.texts:
         detail = "There is no image in the request. Text fields are not images"
-        raise Problem(
-            400, f"{detail}.", told=f"{detail}: {', '.join(map(repr, form.texts))}."
-        )
+        names = ", ".join(map(repr, form.texts))
+        raise Problem(400, f"{detail}.", client_detail=f"{detail}: {names}.")
     return replace(form.sent, top=_name(form.texts.get("top")).strip())
 
 
-def _name(text: bytes | None) -> str:
-    return (text or b"")[:MAX_NAME].decode(errors="replace")
+def _name(content: bytes | None) -> str:
+    return (content or b"")[:MAX_NAME].decode(errors="replace")
 
 
 def _too_many(max_images: int) -> Problem:

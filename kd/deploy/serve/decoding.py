@@ -1,6 +1,4 @@
-"""Decode an image file to evaluation's pixels. Limits are checked before pixels are
-decoded.
-"""
+"""Decode an image file to evaluation's pixels, if its header is within the limits."""
 
 import os
 import stat
@@ -52,18 +50,15 @@ class OpenedImage:
 
     image: Image.Image  # whether a JPEG will be decoded at reduced size
     summary: str
-    share: float  # share of the pixels that its format allows
+    share: float  # of the pixels that its format allows
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of an image file; OSError, or a Problem if it is not a regular
-    file.
-    """
+    """Return the bytes of a regular file; raise OSError, or a Problem for others."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
-        raise Problem(
-            415, "This is a folder, a pipe, a socket or a device, not a regular file."
-        )
+        detail = "This is a folder, a pipe, a socket or a device, not a regular file."
+        raise Problem(415, detail)
     check_bytes(status.st_size)
     with open(path, "rb", buffering=0) as file:
         return file.readall()
@@ -72,9 +67,8 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
 def check_bytes(size: int) -> None:
     """Refuse a file larger than any allowed image needs."""
     if size > pixels.MAX_BYTES:
-        raise Problem(
-            413, f"The image has {size} bytes. Allowed are {pixels.MAX_BYTES}."
-        )
+        detail = f"The image has {size} bytes. Allowed are {pixels.MAX_BYTES}."
+        raise Problem(413, detail)
 
 
 def prepare(
@@ -85,9 +79,7 @@ def prepare(
     margin: float = MARGIN,
     bits: int = 16,
 ) -> DecodedImage:
-    """Decode an image file and crop the share `crop` of the shorter side to `size`
-    pixels.
-    """
+    """Decode an image file and crop a share of its shorter side to `size` pixels."""
     opened = open_image(data, size, crop, limits, margin)
     cropped = planes(decode(opened, bits), size, crop)
     return DecodedImage(cropped, opened.summary, measure(cropped))
@@ -96,57 +88,47 @@ def prepare(
 def open_image(
     data: bytes, size: int, crop: float, limits: Limits, margin: float = MARGIN
 ) -> OpenedImage:
-    """Open an image file, check its header, and choose the fraction at which it is
-    decoded.
-    """
+    """Open an image file, check its header, and choose the fraction to decode it at."""
     if not data:
         raise Problem(400, "The image is empty (0 bytes).")
     image = _open(data, limits)
-    whole, sides = image.width * image.height, f"{image.width} x {image.height}"
+    full_pixels = image.width * image.height
+    sides = f"{image.width} x {image.height}"
     summary = f"{image.width}x{image.height} {image.mode} {image.format}"
     reduce(
         image, lambda width, height: least_of_centre(width, height, size, crop), margin
     )
-    held, coefficients = (
-        image.width * image.height,
-        whole * len(image.getbands()) * COEFFICIENT,
-    )
-    several = (
+    pixels_in_memory = image.width * image.height
+    coefficients = full_pixels * len(image.getbands()) * COEFFICIENT
+    if (
         image.format == "JPEG"
-        and held + coefficients > limits.max_pixels
+        and pixels_in_memory + coefficients > limits.max_pixels
         and count_scans(data) > 1
-    )
-    if held + several * coefficients > limits.max_pixels:
-        wrong = (
-            f"The image has {sides} = {whole / 1e6:.6g} million pixels; decoding it"
-            " needs the memory of"
+    ):
+        pixels_in_memory += coefficients
+    if pixels_in_memory > limits.max_pixels:
+        detail = (
+            f"The image has {sides} = {full_pixels / 1e6:.6g} million pixels; decoding"
+            f" it needs the memory of {pixels_in_memory / 1e6:.1f}. At most"
+            f" {limits.max_pixels / 1e6:g} million."
         )
-        taken = (
-            f"{(held + several * coefficients) / 1e6:.1f}. At most"
-            f" {limits.max_pixels / 1e6:g} million"
-        )
-        raise Problem(413, f"{wrong} {taken}.")
-    return OpenedImage(image, summary, whole / limits.of(image.format).pixels)
+        raise Problem(413, detail)
+    return OpenedImage(image, summary, full_pixels / limits.of(image.format).pixels)
 
 
 def check_together(images: Sequence[OpenedImage], limits: Limits) -> None:
-    """Limit the total pixels of a request's images: a Problem 413."""
+    """Raise a Problem 413 if a request's images have too many pixels together."""
     if sum(image.share for image in images) > limits.full_images:
         detail = (
             f"The images have more pixels together than {limits.full_images} of the"
-            " largest that are allowed"
+            f" largest that are allowed: {limits.max_pixels / 1e6:g} million, a JPEG"
+            f" {limits.max_jpeg / 1e6:g}."
         )
-        raise Problem(
-            413,
-            f"{detail}: {limits.max_pixels / 1e6:g} million, a JPEG"
-            f" {limits.max_jpeg / 1e6:g}.",
-        )
+        raise Problem(413, detail)
 
 
 def decode(opened: OpenedImage, bits: int = 16) -> Image.Image:
-    """Decode an opened image to upright RGB and close it; Problem 400 if it is
-    damaged.
-    """
+    """Decode an opened image to upright RGB and close it; Problem 400 if damaged."""
     try:
         with opened.image as image:
             rgb, _ = load(image, None, bits=bits)
@@ -155,31 +137,27 @@ def decode(opened: OpenedImage, bits: int = 16) -> Image.Image:
     except MemoryError:
         raise  # the image is not at fault
     except Exception as error:  # Pillow raises errors of any type on damaged data
-        raise Problem(
-            400, f"The image is damaged or cut short ({type(error).__name__})."
-        ) from error
+        detail = f"The image is damaged or cut short ({type(error).__name__})."
+        raise Problem(400, detail) from error
     return rgb
 
 
 def refusal(image: "Decoded", limits: Limits) -> str:
-    """Return in brief why the endpoint refuses an image that training accepts; "" if it
-    does not.
-    """
+    """Return in brief why the endpoint refuses an image of training's; "" if not."""
     kind = image.format
-    (less, more), most = sorted(image.image.size), limits.of(kind)
+    bounds = limits.of(kind)
+    shorter, longer = sorted(image.image.size)
     if image.file_bytes > limits.max_body:
         return f"above {limits.max_body / MIB:g} MiB"
     if kind and kind not in (*FORMATS, *["HEIF"] * HEIF):
         return kind
-    if less < most.min_side:
-        return f"with a side below {most.min_side} px"
-    if more > most.aspect * less:
-        return f"with a side ratio above {most.aspect:g}"
-    return (
-        f"{kind} above {most.pixels / 1e6:g} million pixels"
-        if less * more > most.pixels
-        else ""
-    )
+    if shorter < bounds.min_side:
+        return f"with a side below {bounds.min_side} px"
+    if longer > bounds.aspect * shorter:
+        return f"with a side ratio above {bounds.aspect:g}"
+    if shorter * longer > bounds.pixels:
+        return f"{kind} above {bounds.pixels / 1e6:g} million pixels"
+    return ""
 
 
 def begins_as_image(data: bytes) -> bool:
@@ -191,26 +169,22 @@ def _open(data: bytes, limits: Limits) -> Image.Image:
     kind = pixels.format_of(data)
     try:
         formats = ("HEIF",) if kind == "HEIC" and pixels.load_heif() else FORMATS
-        return pixels.open_image(
-            data, formats, limits.of("JPEG" if data[:2] == b"\xff\xd8" else "")
-        )
+        bounds = limits.of("JPEG" if data[:2] == b"\xff\xd8" else "")
+        return pixels.open_image(data, formats, bounds)
     except Beyond as error:
         status = 413 if error.limit == "pixels" else 422
         raise Problem(status, f"The image {error.wrong}. {error.allowed}.") from error
     except MemoryError:
         raise
     except Exception as error:  # as in `decode`; a damaged header is enough
+        names = ", ".join(NAMES)
         if kind in ("HEIC", "AVIF") and kind not in NAMES:
-            remedy = "Send a JPEG, or on the server: pip install 'PATH/kd[heic]'" * (
-                kind == "HEIC"
-            )
-            detail = (
-                f"This is {kind}. Allowed are the formats {', '.join(NAMES)}."
-                f" {remedy or 'Send a JPEG'}."
-            )
+            remedy = "Send a JPEG"
+            if kind == "HEIC":
+                remedy += ", or on the server: pip install 'PATH/kd[heic]'"
+            detail = f"This is {kind}. Allowed are the formats {names}. {remedy}."
             raise Problem(415, detail) from error
         if begins_as_image(data):
             raise Problem(400, "The image is damaged in its first bytes.") from error
-        raise Problem(
-            415, f"This is not an image in one of the formats {', '.join(NAMES)}."
-        ) from error
+        detail = f"This is not an image in one of the formats {names}."
+        raise Problem(415, detail) from error

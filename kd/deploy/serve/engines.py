@@ -16,23 +16,24 @@ from kd.core.host import versions
 from kd.parts import registry
 
 WHERE = "export"
-Engine = Callable[
-    [np.ndarray], np.ndarray
-]  # uint8 [B, 3, S, S] to logits [B, C] or vectors [B, D]; thread-safe
+# uint8 [B, 3, S, S] to logits [B, C] or vectors [B, D]; thread-safe
+Engine = Callable[[np.ndarray], np.ndarray]
 
 
 class PerProcess:
-    """An engine that a forked process opens anew, at its first call: a runtime's
-    threads stay in their process.
+    """An engine that a forked process opens anew, at its first call.
+
+    A runtime's threads stay in their process.
     """
 
     def __init__(self, opener: Callable[[], Engine]) -> None:
-        self.opener, self.opening = opener, threading.Lock()
+        self.opener = opener
+        self.lock = threading.Lock()
         self.engine: Engine | None = opener()
         OPENED.add(self)
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
-        with self.opening:
+        with self.lock:
             self.engine = self.engine or self.opener()
         return self.engine(pixels)
 
@@ -46,7 +47,8 @@ def forget_engines() -> None:
         # Never freed: the destructor would wait for the parent's threads, and the
         # process would not end.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine.engine))
-        engine.engine, engine.opening = None, threading.Lock()
+        engine.engine = None
+        engine.lock = threading.Lock()
 
 
 if sys.platform != "win32":
@@ -56,12 +58,10 @@ if sys.platform != "win32":
 def require_version(file: str, least: str) -> None:
     """Refuse a runtime older than a graph needs."""
     runtime = registry.graphs()[file].runtime
-    here = versions(runtime)[runtime]
-    if _digits(here) and _digits(here) < _digits(least):
-        wrong, allowed = (
-            f"'{file}' needs {runtime} {least}, and {here} is here",
-            f"{runtime} {least} or newer",
-        )
+    installed = versions(runtime)[runtime]
+    if _digits(installed) and _digits(installed) < _digits(least):
+        wrong = f"'{file}' needs {runtime} {least}, and {installed} is here"
+        allowed = f"{runtime} {least} or newer"
         raise MissingExtra(WHERE, wrong, allowed, f"pip install '{runtime}>={least}'")
 
 
@@ -71,6 +71,7 @@ def _digits(version: str) -> tuple[int, ...]:
 
 def open_graph(path: Path) -> Engine:
     """Open a graph file with its weights beside it, for one call at a time."""
-    weights = registry.graphs()[path.name].weights
-    beside = path.with_name(weights).read_bytes() if weights else b""
-    return registry.exporter(path.name).load(path.name, path.read_bytes(), beside, 1, 1)
+    graph = path.read_bytes()
+    file = registry.graphs()[path.name].weights
+    weights = path.with_name(file).read_bytes() if file else b""
+    return registry.exporter(path.name).load(path.name, graph, weights, 1, 1)

@@ -22,9 +22,7 @@ RETRY_SECONDS = 1  # seconds in Retry-After: the smallest positive integer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits on requests and connections. A request beyond them gets 4xx, or 503 if the
-    server is busy.
-    """
+    """Limits of requests and connections; beyond them a request gets 4xx or 503."""
 
     max_body: int = option(BODY, "SIZE", size)
     """largest request body (default 25MiB; 6MiB as `serve`, as of SageMaker's real-time
@@ -81,61 +79,56 @@ class Limits:
 
     def of(self, kind: str | None) -> Most:
         """Return the limits for images of a format."""
-        most = self.max_jpeg if kind == "JPEG" else self.max_pixels
-        return Most(most, self.max_scans, self.min_side, self.max_aspect)
+        max_pixels = self.max_jpeg if kind == "JPEG" else self.max_pixels
+        return Most(max_pixels, self.max_scans, self.min_side, self.max_aspect)
 
 
-LOCAL = Limits(
-    max_pixels=100_000_000
-)  # limits for local images: `kd.load`, kd-predict, kd-verify
+# limits for local images: `kd.load`, kd-predict, kd-verify
+LOCAL = Limits(max_pixels=100_000_000)
 
 
 class Problem(Exception):
     """An error response: a status, and one or two sentences for the client.
 
-    `told` is the detail with the client's names, which are never logged.
+    `client_detail` is the detail with the client's names, which are never logged.
     """
 
     def __init__(
-        self, status: int, detail: str, headers: Mapping[str, str] = {}, told: str = ""
+        self,
+        status: int,
+        detail: str,
+        headers: Mapping[str, str] = {},
+        client_detail: str = "",
     ) -> None:
         super().__init__(detail)
-        self.status, self.detail, self.headers, self.told = (
-            status,
-            detail,
-            dict(headers),
-            told or detail,
-        )
+        self.status = status
+        self.detail = detail
+        self.headers = dict(headers)
+        self.client_detail = client_detail or detail
 
     def copy(self) -> "Problem":
-        """Return it without its traceback, whose frames would hold the request, and its
-        connection, in a cycle.
+        """Return it without its traceback.
+
+        The frames would hold the request, and its connection, in a cycle.
         """
-        return Problem(self.status, self.detail, self.headers, self.told)
+        return Problem(self.status, self.detail, self.headers, self.client_detail)
 
     @property
     def body(self) -> bytes:
-        title = HTTPStatus(self.status).phrase
         content = {
             "type": "about:blank",
-            "title": title,
+            "title": HTTPStatus(self.status).phrase,
             "status": self.status,
-            "detail": self.told,
+            "detail": self.client_detail,
+            "message": self.client_detail,  # AWS's clients show no other key
         }
-        return json.dumps(
-            {**content, "message": self.told}
-        ).encode()  # AWS's clients show no other key
+        return json.dumps(content).encode()
 
 
 def hung_up() -> Problem:
-    """Return the 400 for a client that left, which is counted, logged and never
-    received.
-    """
-    return Problem(
-        400,
-        "The client hung up, or its body is not valid HTTP.",
-        {"connection": "close"},
-    )
+    """Return the 400 for a client that left, which is counted and never received."""
+    detail = "The client hung up, or its body is not valid HTTP."
+    return Problem(400, detail, {"connection": "close"})
 
 
 def no_memory() -> Problem:

@@ -1,5 +1,6 @@
-"""The endpoint's log on stderr. A reader of stderr that stalls stops neither a request
-nor the end of the process.
+"""Write the endpoint's log to stderr.
+
+A reader of stderr that stalls stops neither a request nor the end of the process.
 """
 
 import json
@@ -21,14 +22,12 @@ TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each record as a JSON object, with the message's
-    `extra={"fields": ...}`.
-    """
+    """Formats each record as a JSON object, with its `extra={"fields": ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        when = datetime.fromtimestamp(record.created, timezone.utc)
+        time = datetime.fromtimestamp(record.created, timezone.utc)
         content = {
-            "time": when.isoformat(timespec="milliseconds"),
+            "time": time.isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
@@ -40,9 +39,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class LogQueue(QueueHandler):
-    """Queues formatted lines, and drops them when the queue is full; `dropped` counts
-    them.
-    """
+    """Queues formatted lines; drops and counts them (`dropped`) when it is full."""
 
     def __init__(self, descriptor: int) -> None:
         self._waiting: queue.Queue[logging.LogRecord] = queue.Queue(WAITING)
@@ -66,8 +63,9 @@ class LogQueue(QueueHandler):
 
 
 class _Writer:
-    """Writes lines to a file descriptor. No `logging.Handler`: at exit Python would
-    wait for the lock of a write.
+    """Writes lines to a file descriptor.
+
+    It is no `logging.Handler`: at exit Python would wait for the lock of a write.
     """
 
     level = logging.NOTSET
@@ -78,12 +76,12 @@ class _Writer:
         self._reported = 0
 
     def handle(self, record: logging.LogRecord) -> None:
-        text = f"{record.getMessage()}\n"
+        lines = f"{record.getMessage()}\n"
         lost = self._lines.dropped - self._reported
         if lost:
-            text += f"{lost} log lines were dropped because stderr was not read\n"
+            lines += f"{lost} log lines were dropped because stderr was not read\n"
             self._reported += lost
-        content = text.encode(errors="backslashreplace")
+        content = lines.encode(errors="backslashreplace")
         try:
             while content:
                 written = os.write(self._descriptor, content)
@@ -95,12 +93,10 @@ class _Writer:
 def to_stderr(quiet: bool, log_format: str) -> LogQueue:
     """Send the log of the endpoint to stderr; `log_format` is "text" or "json"."""
     handler = LogQueue(sys.stderr.fileno())
-    handler.setFormatter(
-        JsonFormatter() if log_format == "json" else logging.Formatter(TEXT)
-    )
-    logging.getLogger("python_multipart").setLevel(
-        logging.CRITICAL
-    )  # it logs refused forms, as kd does
+    json_lines = log_format == "json"
+    handler.setFormatter(JsonFormatter() if json_lines else logging.Formatter(TEXT))
+    # python_multipart logs refused forms, as kd does.
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     logger = logging.getLogger("kd.serve")
     logger.handlers = [handler]
     logger.propagate = False

@@ -1,4 +1,4 @@
-"""Metrics of the endpoint for Prometheus, in its text format (0.0.4)."""
+"""Export the endpoint's metrics to Prometheus, in its text format (0.0.4)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -24,33 +24,19 @@ from prometheus_client.registry import Collector
 from kd.deploy.serve.logs import LogQueue
 from kd.deploy.shift import CONFIDENCE, ShiftWatch
 
+# upper ends of a histogram's buckets, seconds
 BOUNDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-)  # seconds
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # most labels with their own series: 10,000 classes would make 600 kB per scrape
 MOST_LABELS = 100
-SHARES = (
-    "validation",
-    "validation low",
-    "validation high",
-)  # of images that are passed on, as the export expects
+# of images that are passed on, as the export expects
+SHARES = ("validation", "validation low", "validation high")
 
 
 class ServiceState(Protocol):
-    """What the gauges read from the service."""
+    """The values of a service that the gauges read."""
 
     @property
     def ready(self) -> bool: ...
@@ -63,8 +49,8 @@ class ServiceState(Protocol):
 class Metrics:
     """Counters, gauges and histograms of the endpoint. Thread-safe.
 
-    `expected`: the share of images passed on to a second model, see `Description`;
-    None: there is one model.
+    `expected`: the share of images passed on to a second model, see
+    `Description.passed_on`; None: there is one model.
     """
 
     def __init__(
@@ -128,9 +114,7 @@ class Metrics:
         )
 
     def request(self, route: str, status: int, seconds: float) -> None:
-        """Count a finished request. `route` is a fixed name, never text from a
-        client.
-        """
+        """Count a finished request; `route` is a fixed name, never a client's text."""
         self._requests.labels(route, status).inc()
         self.stage(f"{route} total", seconds)
 
@@ -191,8 +175,8 @@ class _Predictions(Collector):
             " or more is an alarm."
         )
         shift = GaugeMetricFamily("kd_shift", meaning, labels=["of"])
-        shift.add_metric(["appearance"], watch.found.appearance)
-        shift.add_metric(["labels"], watch.found.labels)
+        shift.add_metric(["appearance"], watch.result.appearance)
+        shift.add_metric(["labels"], watch.result.labels)
         yield shift
         alarms = CounterMetricFamily(
             "kd_shift_alarms", "Windows that raised an alarm.", labels=["of"]
@@ -202,7 +186,8 @@ class _Predictions(Collector):
         yield alarms
 
     def _labels(self) -> Iterator[Metric]:
-        frequent = self._watch.answered.most_common(MOST_LABELS)
+        counts = self._watch.label_counts
+        frequent = counts.most_common(MOST_LABELS)
         meaning = f"Predicted labels, the {MOST_LABELS} most frequent."
         labels = CounterMetricFamily("kd_labels", meaning, labels=["label"])
         for label, count in sorted(frequent):
@@ -210,29 +195,27 @@ class _Predictions(Collector):
         yield labels
         # A gauge: it falls when a label joins the most frequent ones. A class may be
         # named "other".
-        rest = self._watch.answered.total() - sum(count for _, count in frequent)
-        yield GaugeMetricFamily(
-            "kd_labels_other", "Predictions of any other label.", value=rest
-        )
+        infrequent = counts.total() - sum(count for _, count in frequent)
+        meaning = "Predictions of any other label."
+        yield GaugeMetricFamily("kd_labels_other", meaning, value=infrequent)
 
     def _confidence(self) -> Metric:
-        reference, tally = self._watch.reference, self._watch.all
-        whose = (
-            "the first model's label"
-            if reference.replaced
-            else "the most probable label"
-        )
+        reference = self._watch.reference
+        tally = self._watch.all
+        label = "the most probable label"
+        if reference.replaced:
+            label = "the first model's label"
         ends = [*(f"{bound:g}" for bound in reference.bounds[CONFIDENCE]), "+Inf"]
         counts = tally.bins[list(reference.bounds).index(CONFIDENCE)].sum(0).cumsum()
         buckets = [(end, float(count)) for end, count in zip(ends, counts, strict=True)]
-        histogram = HistogramMetricFamily(
-            "kd_confidence", f"Probability of {whose} of an image."
-        )
+        meaning = f"Probability of {label} of an image."
+        histogram = HistogramMetricFamily("kd_confidence", meaning)
         histogram.add_metric([], buckets, sum_value=tally.confidence)
         return histogram
 
     def _expected_accuracy(self) -> Iterator[Metric]:
-        reference, result = self._watch.reference, self._watch.found
+        reference = self._watch.reference
+        result = self._watch.result
         if reference.replaced:
             meaning = "Unknown with a second model: validation had the first."
             yield GaugeMetricFamily("kd_expected_accuracy", meaning, labels=[])

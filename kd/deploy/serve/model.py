@@ -1,11 +1,11 @@
-"""A served export: its description, and its loaded graph."""
+"""Read an export's description, and load its graph."""
 
 import hashlib
 import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +26,26 @@ from kd.files.pixels import planes
 from kd.parts import registry
 
 CONFIG = "config.json"
-SEVERAL = (  # the `problem_type` of models with several labels per image
-    "multi_label_classification"
-)
+# the `problem_type` of models with several labels per image
+SEVERAL = "multi_label_classification"
 log = logging.getLogger("kd.serve")
 # pixels per side: 50 MB per image; 10^9 would exhaust the memory at the warm-up
 MAX_SIZE = 4096
 MIN_CROP = 0.01  # smallest share of the shorter side: no training crop is smaller
-MAX_WIDTH = (
-    1_000_000  # most labels, or numbers of a vector: ten times any known model's
-)
+# most labels, or numbers of a vector: ten times any known model's
+MAX_WIDTH = 1_000_000
 # most characters of a name or label, which log, metrics and every response repeat
 MAX_TEXT = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Kind of the graph's outputs."""
+    """The kind of a graph's outputs."""
 
     name: str  # "logits", or "embedding": a vector of length 1
     width: int
-    thresholds: tuple[
-        float, ...
-    ] = ()  # for several labels per image: each label's threshold, a probability
+    # for several labels per image: each label's threshold, a probability
+    thresholds: tuple[float, ...] = ()
     # see `kd.deploy.serve.responses`; empty: predictions have no `sure`
     unsure: Bands = ()
 
@@ -74,110 +71,48 @@ class Description:
     margin: float
     bits: int  # range of an image of 16 bits per channel
     files: dict[str, str]  # the sha256 of each file, from manifest.json
-    reference: (
-        Reference | None
-    )  # predictions on validation images; None: an older export, or no such images
-    passed_on: tuple[
-        float, ...
-    ]  # share of unsure validation images, ends of its interval; (): not recorded
-    check: (
-        float | None
-    )  # largest difference of the self-check's logits; None: no self-check
-    # name and version of the second export with which `--accept` chose this one; "":
-    # none
+    # predictions on validation images; None: an older export, or no such images
+    reference: Reference | None
+    # share of unsure validation images, ends of its interval; (): not recorded
+    passed_on: tuple[float, ...]
+    # largest difference of the self-check's logits; None: no self-check
+    check: float | None
+    # name and version of the second export with which `--accept` chose this one, or ""
     accepted_second: str
     packages: dict[str, str] = field(compare=False)  # versions at the export
 
 
 def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
-    """Read and check an untrusted export, for the graph `file` or the default;
-    `checked`: with its self-check.
+    """Read and check an untrusted export, for the graph `file` or the default.
+
+    `checked`: whether its self-check will run.
     """
-    folder = _export_in(folder)
-    manifest, config = _json(folder, MANIFEST), _json(folder, CONFIG)
+    folder = _export_folder(folder)
+    manifest = _read_export_json(folder, MANIFEST)
+    config = _read_export_json(folder, CONFIG)
     try:
-        if not unchanged(manifest):
-            raise invalid_export(
-                f"'{folder / MANIFEST}' has changed since the export (its checksum"
-                " differs)"
-            )
-        files = {
-            name: _text(entry["sha256"], f"files.{name}")
-            for name, entry in manifest["files"].items()
-        }
-        file = file or _text(manifest.get("pick", "model.onnx"), "pick")
-        size = _whole(manifest["input"]["size"], 8, MAX_SIZE, "input.size")
-        crop = _number(manifest["input"]["crop"], MIN_CROP, 1, "input.crop")
-        margin = _number(manifest["input"].get("margin", 0), 0, 100, "input.margin")
-        bits = _whole(manifest["input"].get("bits", 16), 9, 16, "input.bits")
-        name, version = (
-            _text(manifest["name"], "name"),
-            _text(manifest["version"], "version"),
-        )
-        labels, output = _output(manifest["output"], config)
-        recorded = manifest.get("validation", {}).get(file)
-        reference = Reference.read(recorded, labels) if recorded else None
-        stated = manifest["output"].get("defer", {}).get("stated", {}).get(file)
-        shares = (stated["passed_on"], *stated["passed_on_interval"]) if stated else ()
-        passed_on = tuple(
-            _number(share, 0, 1, "output.defer.stated") for share in shares
-        )
-        cascade = manifest.get("cascade")
-        pair = _text(cascade["second"], "cascade.second") if cascade else ""
-        told = manifest.get(self_check.KEY, {}).get(file)
-        if told is None and {file, self_check.FILE} <= files.keys():
-            raise ValueError(f"it has no {self_check.KEY} of {file}")
-        check, least = None, "0"
-        if told is not None:
-            check = _number(told["allowed"], 0, 1e30, f"{self_check.KEY}.allowed")
-            least = _text(told["least"], f"{self_check.KEY}.least")
-        installed = manifest.get("environment", {}).get("packages", {})
-        packages = {
-            name: _text(one, "environment.packages") for name, one in installed.items()
-        }
+        description, least = _parse_manifest(folder, file, manifest, config)
     except KeyError as error:
-        raise invalid_export(
-            f"'{folder}' lacks {error} in manifest.json or config.json"
-        ) from error
+        wrong = f"'{folder}' lacks {error} in manifest.json or config.json"
+        raise invalid_export(wrong) from error
     except DAMAGE as error:
-        raise invalid_export(
-            f"'{folder}' has a damaged manifest.json or config.json ({in_short(error)})"
-        ) from error
-    known = {name: graph for name, graph in registry.graphs().items() if not graph.code}
-    if file not in files or file not in known:
-        graphs = ", ".join(sorted(known.keys() & files.keys())) or "no graph at all"
-        remedy = f"Export anew: kd-export RUN {known[file].option if file in known else ''}".rstrip()
-        raise ModelError(
-            "--file", f"'{folder}' has no '{file}'", f"There is {graphs}", remedy
-        )
-    read_verified(folder, "config.json", files)
-    require_version(file, least)
-    if check is None:
+        wrong = f"has a damaged manifest.json or config.json ({in_short(error)})"
+        raise invalid_export(f"'{folder}' {wrong}") from error
+    _require_graph(description)
+    read_verified(folder, CONFIG, description.files)
+    require_version(description.file, least)
+    if description.check is None:
         log.info("an older kd wrote this export: it has no self-check")
     elif not checked:
         log.warning("the self-check is off")
-    check = check if checked else None
-    kind = "" if file == "model.onnx" else f"-{Path(file).stem.removeprefix('model.')}"
-    described = (
-        labels,
-        output,
-        size,
-        crop,
-        margin,
-        bits,
-        files,
-        reference,
-        passed_on,
-        check,
-        pair,
-        packages,
-    )
-    return Description(folder, file, name, version + kind, *described)
+        description = replace(description, check=None)
+    return description
 
 
-def _export_in(folder: Path) -> Path:
-    """Return the folder, or the only export inside it, as packed by `tar czf
-    model.tar.gz export/`.
+def _export_folder(folder: Path) -> Path:
+    """Return the folder, or the only export inside it.
+
+    `tar czf model.tar.gz export/` packs it so.
     """
     if (folder / MANIFEST).exists() and (folder / CONFIG).exists():
         return folder
@@ -188,42 +123,128 @@ def _export_in(folder: Path) -> Path:
     )
     if len(below) > 1:
         names = ", ".join(f"'{path.name}'" for path in below)
-        raise ModelError(
-            WHERE,
-            f"'{folder}' has {len(below)} exports: {names}",
-            "One",
-            f"Name it: {below[0]}",
-        )
+        wrong = f"'{folder}' has {len(below)} exports: {names}"
+        raise ModelError(WHERE, wrong, "One", f"Name it: {below[0]}")
     return below[0] if below else folder
 
 
-def _output(
-    found: dict[str, Any], config: dict[str, Any]
-) -> tuple[tuple[str, ...], Output]:
-    """Return labels and output; raises one of `DAMAGE` for a value that kd does not
-    write.
+def _parse_manifest(
+    folder: Path, file: str, manifest: dict[str, Any], config: dict[str, Any]
+) -> tuple[Description, str]:
+    """Return the description, and the least version of the graph's runtime.
+
+    Raises one of `DAMAGE` for a value that kd does not write.
     """
-    name = _text(found["name"], "output.name")
+    if not unchanged(manifest):
+        wrong = "has changed since the export (its checksum differs)"
+        raise invalid_export(f"'{folder / MANIFEST}' {wrong}")
+    files = {
+        name: _text(entry["sha256"], f"files.{name}")
+        for name, entry in manifest["files"].items()
+    }
+    file = file or _text(manifest.get("pick", "model.onnx"), "pick")
+    preprocessing = _parse_input(manifest["input"])
+    name = _text(manifest["name"], "name")
+    version = _text(manifest["version"], "version")
+    if file != "model.onnx":
+        version += f"-{Path(file).stem.removeprefix('model.')}"
+    labels, output = _parse_output(manifest["output"], config)
+    recorded = manifest.get("validation", {}).get(file)
+    reference = Reference.read(recorded, labels) if recorded else None
+    passed_on = _parse_passed_on(manifest["output"], file)
+    cascade = manifest.get("cascade")
+    accepted_second = _text(cascade["second"], "cascade.second") if cascade else ""
+    check, least = _parse_self_check(manifest, file, files)
+    installed = manifest.get("environment", {}).get("packages", {})
+    packages = {
+        package: _text(number, "environment.packages")
+        for package, number in installed.items()
+    }
+    description = Description(
+        folder=folder,
+        file=file,
+        name=name,
+        version=version,
+        labels=labels,
+        output=output,
+        **preprocessing,
+        files=files,
+        reference=reference,
+        passed_on=passed_on,
+        check=check,
+        accepted_second=accepted_second,
+        packages=packages,
+    )
+    return description, least
+
+
+def _parse_input(entry: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "size": _integer(entry["size"], 8, MAX_SIZE, "input.size"),
+        "crop": _number(entry["crop"], MIN_CROP, 1, "input.crop"),
+        "margin": _number(entry.get("margin", 0), 0, 100, "input.margin"),
+        "bits": _integer(entry.get("bits", 16), 9, 16, "input.bits"),
+    }
+
+
+def _parse_passed_on(entry: dict[str, Any], file: str) -> tuple[float, ...]:
+    stated = entry.get("defer", {}).get("stated", {}).get(file)
+    if not stated:
+        return ()
+    shares = (stated["passed_on"], *stated["passed_on_interval"])
+    return tuple(_number(share, 0, 1, "output.defer.stated") for share in shares)
+
+
+def _parse_self_check(
+    manifest: dict[str, Any], file: str, files: dict[str, str]
+) -> tuple[float | None, str]:
+    """Return the largest difference of logits, and the runtime's least version."""
+    entry = manifest.get(self_check.KEY, {}).get(file)
+    if entry is not None:
+        allowed = _number(entry["allowed"], 0, 1e30, f"{self_check.KEY}.allowed")
+        return allowed, _text(entry["least"], f"{self_check.KEY}.least")
+    if {file, self_check.FILE} <= files.keys():
+        raise ValueError(f"it has no {self_check.KEY} of {file}")
+    return None, "0"
+
+
+def _require_graph(description: Description) -> None:
+    file = description.file
+    files = description.files
+    graphs = {
+        name: graph for name, graph in registry.graphs().items() if not graph.code
+    }
+    if file in files and file in graphs:
+        return
+    names = ", ".join(sorted(graphs.keys() & files.keys())) or "no graph at all"
+    option = graphs[file].option if file in graphs else ""
+    wrong = f"'{description.folder}' has no '{file}'"
+    remedy = f"Export anew: kd-export RUN {option}".rstrip()
+    raise ModelError("--file", wrong, f"There is {names}", remedy)
+
+
+def _parse_output(
+    entry: dict[str, Any], config: dict[str, Any]
+) -> tuple[tuple[str, ...], Output]:
+    name = _text(entry["name"], "output.name")
     if name == "embedding":
-        return (), Output(name, _whole(found["width"], 1, MAX_WIDTH, "output.width"))
+        return (), Output(name, _integer(entry["width"], 1, MAX_WIDTH, "output.width"))
     if name != "logits" or not isinstance(config["label_names"], list):
         raise ValueError(f"output.name is {name!r}, or label_names is no list")
     labels = tuple(_text(label, "label_names") for label in config["label_names"])
     if not 0 < len(labels) <= MAX_WIDTH or len(set(labels)) < len(labels):
         raise ValueError(f"label_names has {len(labels)} labels, or one twice")
-    limits = found.get("thresholds", {})
-    if not limits and config.get("problem_type") == SEVERAL:
+    by_label = entry.get("thresholds", {})
+    if not by_label and config.get("problem_type") == SEVERAL:
         raise ValueError(
             "output.thresholds is missing, and an image may have several labels"
         )
-    thresholds = (
-        tuple(
-            _number(limits[label]["threshold"], 0, 1, "thresholds") for label in labels
-        )
-        if limits
-        else ()
+    thresholds = tuple(
+        _number(by_label[label]["threshold"], 0, 1, "thresholds")
+        for label in labels
+        if by_label
     )
-    unsure = bands(found, labels)
+    unsure = bands(entry, labels)
     if not all(-1 <= low <= high <= 1 for low, high in unsure):  # false for NaN
         raise ValueError("output.defer has an invalid band")
     if unsure and (len(unsure) > 1) != bool(thresholds) and len(labels) > 1:
@@ -245,7 +266,7 @@ def _text(value: Any, key: str) -> str:
     return value
 
 
-def _whole(value: Any, low: int, high: int, key: str) -> int:
+def _integer(value: Any, low: int, high: int, key: str) -> int:
     if type(value) is not int or not low <= value <= high:
         raise ValueError(
             f"{key} is {value!r:.60}, and no whole number from {low} to {high}"
@@ -254,28 +275,21 @@ def _whole(value: Any, low: int, high: int, key: str) -> int:
 
 
 def _number(value: Any, low: float, high: float, key: str) -> float:
-    if (
-        type(value) not in (int, float) or not low <= value <= high
-    ):  # the second test is true for NaN
+    # `not low <= value` is true for NaN.
+    if type(value) not in (int, float) or not low <= value <= high:
         raise ValueError(
             f"{key} is {value!r:.60}, and no number from {low:g} to {high:g}"
         )
     return float(value)
 
 
-def _json(folder: Path, name: str) -> dict[str, Any]:
+def _read_export_json(folder: Path, name: str) -> dict[str, Any]:
     if not (folder / name).exists():
+        wrong = f"'{folder}' is not an export: it has no {name}"
         remedy = "Name the folder that `kd-export RUN` wrote: runs/NAME/export"
-        raise ModelError(
-            WHERE, f"'{folder}' is not an export: it has no {name}", "", remedy
-        )
-    return read_json(
-        folder / name,
-        WHERE,
-        "Export anew: kd-export RUN",
-        kind=ModelError,
-        required=True,
-    )
+        raise ModelError(WHERE, wrong, "", remedy)
+    remedy = "Export anew: kd-export RUN"
+    return read_json(folder / name, WHERE, remedy, kind=ModelError, required=True)
 
 
 def read_verified(folder: Path, name: str, files: dict[str, str]) -> bytes:
@@ -283,15 +297,11 @@ def read_verified(folder: Path, name: str, files: dict[str, str]) -> bytes:
     try:
         content = (folder / name).read_bytes()
     except OSError as error:
-        raise invalid_export(
-            f"'{folder / name}' cannot be read ({error.strerror})"
-        ) from error
+        wrong = f"'{folder / name}' cannot be read ({error.strerror})"
+        raise invalid_export(wrong) from error
     if hashlib.sha256(content).hexdigest() != files.get(name):
-        wrong = (
-            f"'{folder / name}' is not the file that was exported (its sha256 differs"
-            " from manifest.json)"
-        )
-        raise invalid_export(wrong)
+        wrong = "is not the file that was exported (its sha256 differs from"
+        raise invalid_export(f"'{folder / name}' {wrong} manifest.json)")
     return content
 
 
@@ -307,112 +317,101 @@ class Prediction:
     """The prediction for an image."""
 
     row: dict[str, Any]  # as JSON values, which `kd-serve` and `kd-predict` write
-    counted: dict[
-        str, Any
-    ]  # the first model's row if there are two: validation's counts are of the first
+    # the first model's row if there are two: validation's counts are of the first
+    counted: dict[str, Any]
     measures: Measures  # see `kd.deploy.shift.measure`
     decode_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedGraph(Description):
-    """A loaded export, from `kd.load`; also used by kd-serve and kd-predict.
-    Thread-safe.
-    """
+    """A loaded export, from `kd.load`, kd-serve and kd-predict. Thread-safe."""
 
     engine: Engine
     threads: int
     slots: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return reopened, (
-            self.folder,
-            self.file,
-            self.threads,
-            self.slots,
-            self.check is not None,
-        )
+        checked = self.check is not None
+        return reopen, (self.folder, self.file, self.threads, self.slots, checked)
 
     def __call__(self, pictures: Any, top: int = 5, on_error: str = "raise") -> Any:
-        """Return the `Answer` for a picture, or a list for a list or tuple of pictures.
+        """Predict one image, or several.
 
-        A picture is a path, the bytes of a file, a PIL image, or a uint8 array [H, W,
-        3]. A file gives the same bits as kd-serve; images and arrays may differ
+        A file gives the same bits as kd-serve; PIL images and arrays may differ
         slightly, because a large JPEG was not decoded at reduced size.
 
+        Args:
+            pictures: an image, or a list or tuple of images: each a path, the bytes of
+                a file, a PIL image, or a uint8 array [H, W, 3].
+            top: the number of labels in an answer's `top`; 0: all.
+            on_error: "raise", or "none" to return None for an unreadable image.
+
+        Returns:
+            The `Answer` for an image, or a list of them.
+
         Raises:
-            BadImage: a picture cannot be read; with `on_error="none"` None is returned.
+            BadImage: an image cannot be read.
         """
         if on_error not in ("raise", "none"):
-            raise ConfigError(
-                "on_error", f"it is {on_error!r}", "raise or none", "Choose one of them"
-            )
-        several = isinstance(pictures, list | tuple)
-        answers = [
-            self._answer(picture, top, on_error == "none")
-            for picture in (pictures if several else [pictures])
-        ]
-        return answers if several else answers[0]
+            wrong = f"it is {on_error!r}"
+            raise ConfigError("on_error", wrong, "raise or none", "Choose one of them")
+        skip = on_error == "none"
+        if isinstance(pictures, list | tuple):
+            return [self._answer(image, top, skip) for image in pictures]
+        return self._answer(pictures, top, skip)
 
-    def _answer(self, picture: Any, top: int, skip: bool) -> Answer | None:
+    def _answer(self, image: Any, top: int, skip: bool) -> Answer | None:
         try:
-            row = self.predict(self.open(picture, LOCAL), top).row
+            row = self.predict(self.open(image, LOCAL), top).row
         except (Problem, OSError) as error:
             if skip:
                 return None
-            config_path = (
-                str(picture)
-                if isinstance(picture, str | os.PathLike)
-                else type(picture).__name__
-            )
-            detail = (
-                error.detail
-                if isinstance(error, Problem)
-                else error.strerror or type(error).__name__
-            )
-            raise BadImage(
-                config_path, detail, "", "Leave it out, or set on_error='none'"
-            ) from error
+            is_path = isinstance(image, str | os.PathLike)
+            config_path = str(image) if is_path else type(image).__name__
+            if isinstance(error, Problem):
+                detail = error.detail
+            else:
+                detail = error.strerror or type(error).__name__
+            remedy = "Leave it out, or set on_error='none'"
+            raise BadImage(config_path, detail, "", remedy) from error
         return Answer.of(row)
 
-    def open(self, picture: Any, limits: Limits) -> OpenedImage:
-        """Open a picture, see `__call__`, without decoding it. Raises Problem unless it
-        is an image within `limits`.
+    def open(self, image: Any, limits: Limits) -> OpenedImage:
+        """Open an image, see `__call__`, without decoding it.
+
+        Raises a Problem unless it is an image within `limits`.
         """
-        if isinstance(picture, str | os.PathLike):
-            picture = read_file(picture)
-        if isinstance(picture, bytes | bytearray | memoryview):
-            return open_image(bytes(picture), self.size, self.crop, limits, self.margin)
-        if isinstance(picture, np.ndarray):
-            if (
-                picture.dtype != np.uint8
-                or picture.ndim != 3
-                or picture.shape[2] != 3
-                or not picture.size
-            ):
-                raise Problem(
-                    400,
-                    f"It is an array {picture.dtype} {list(picture.shape)}. Allowed is"
-                    " uint8 [H, W, 3].",
-                )
-            picture = Image.fromarray(picture)
-        if not isinstance(picture, Image.Image):
+        if isinstance(image, str | os.PathLike):
+            image = read_file(image)
+        if isinstance(image, bytes | bytearray | memoryview):
+            return open_image(bytes(image), self.size, self.crop, limits, self.margin)
+        if isinstance(image, np.ndarray):
+            shape = image.shape
+            is_rgb = len(shape) == 3 and shape[2] == 3 and image.size > 0
+            if image.dtype != np.uint8 or not is_rgb:
+                wrong = f"It is an array {image.dtype} {list(shape)}."
+                raise Problem(400, f"{wrong} Allowed is uint8 [H, W, 3].")
+            image = Image.fromarray(image)
+        if not isinstance(image, Image.Image):
             raise TypeError(
                 "a picture is a path, bytes, a PIL image or a uint8 array, not"
-                f" {type(picture).__name__}"
+                f" {type(image).__name__}"
             )
-        return OpenedImage(picture.copy(), "", 0.0)
+        return OpenedImage(image.copy(), "", 0.0)
 
     def predict(self, opened: OpenedImage, top: int) -> Prediction:
-        """Decode an opened picture and predict it, with `top` labels (0: all); Problem
-        400 if it is damaged.
+        """Decode an opened image and predict it, with `top` labels (0: all).
+
+        Raises a Problem 400 if it is damaged.
         """
         started = time.perf_counter()
         return self.predict_decoded(decode(opened, self.bits), top, started)
 
     def predict_decoded(self, rgb: Image.Image, top: int, started: float) -> Prediction:
-        """Crop a decoded picture as in evaluation and predict it; `started`: when its
-        decoding did.
+        """Crop a decoded image as in evaluation and predict it.
+
+        `started`: when its decoding began, by `time.perf_counter`.
         """
         pixels = planes(rgb, self.size, self.crop)
         measures = measure(pixels)
@@ -421,8 +420,9 @@ class LoadedGraph(Description):
         return Prediction(row, row, measures, decode_seconds)
 
     def answers(self, values: np.ndarray, top: int) -> list[dict]:
-        """Return the predictions for logits [B, C] or vectors [B, D], as JSON values;
-        `top` labels, 0 for all.
+        """Return the predictions for logits [B, C] or vectors [B, D], as JSON values.
+
+        `top`: the number of labels, 0 for all.
         """
         if self.output.embeds:
             return embeddings(values)
@@ -432,7 +432,9 @@ class LoadedGraph(Description):
         )
 
     def check_itself(self, run: self_check.Run | None = None) -> bool | None:
-        """Run the self-check; None: an export without, or it is off. `run`: an executor's `map` (default: two threads).
+        """Run the self-check; return None if the export has none, or it is off.
+
+        `run`: an executor's `map` (default: that of two threads).
 
         Raises:
             SelfCheckError: pixels, outputs or labels differ from those at the export.
@@ -442,7 +444,7 @@ class LoadedGraph(Description):
         content = read_verified(self.folder, self_check.FILE, self.files)
         try:
             arrays = self_check.read(content)
-            found = self_check.differences(
+            differences = self_check.differences(
                 arrays,
                 self.file,
                 self.engine,
@@ -452,35 +454,28 @@ class LoadedGraph(Description):
                 run or ThreadPoolExecutor(2).map,
             )
             if "labels" in arrays:
-                (answer,) = self.answers(
-                    -np.arange(len(self.labels))[None], 0
-                )  # each label once, in their order
+                # Falling logits: each label once, in their order.
+                (answer,) = self.answers(-np.arange(len(self.labels))[None], 0)
                 if [row["label"] for row in answer["top"]] != arrays["labels"].tolist():
-                    raise self_check.SelfCheckError(
-                        "export",
-                        "the labels of answers differ from those at the export",
-                    )
+                    wrong = "the labels of answers differ from those at the export"
+                    raise self_check.SelfCheckError(WHERE, wrong)
         except self_check.SelfCheckError:
             raise
         except Exception as error:  # runtimes have their own, unrelated error types
-            raise invalid_export(
-                f"the self-check cannot be made ({in_short(error)})"
-            ) from error
-        self_check.require(self.file, found, self.check, self.packages)
+            wrong = f"the self-check cannot be made ({in_short(error)})"
+            raise invalid_export(wrong) from error
+        self_check.require(self.file, differences, self.check, self.packages)
         return True
 
     def warm_up(self, times: int = 3) -> None:
-        """Run the graph on a grey image, so the first client does not wait for
-        allocations.
-        """
+        """Run the graph on a grey image: the first client waits for no allocations."""
         grey = np.full((1, 3, self.size, self.size), 127, np.uint8)
         for _ in range(times):
             try:
                 shape = self.engine(grey).shape
             except Exception as error:  # runtimes have their own, unrelated error types
-                raise invalid_export(
-                    f"the graph fails on a grey image ({in_short(error)})"
-                ) from error
+                wrong = f"the graph fails on a grey image ({in_short(error)})"
+                raise invalid_export(wrong) from error
             if shape != (1, self.output.width):
                 wrong = (
                     f"the graph returns {shape}, but manifest.json says"
@@ -489,7 +484,7 @@ class LoadedGraph(Description):
                 raise invalid_export(wrong)
 
 
-def reopened(
+def reopen(
     folder: Path, file: str, threads: int, slots: int, checked: bool
 ) -> LoadedGraph:
     """Load an export again, in another process."""
@@ -502,23 +497,21 @@ def load(description: Description, threads: int, slots: int) -> LoadedGraph:
     """Load the graph, for at most `slots` calls at once, each on `threads` threads."""
 
     def opener() -> Engine:
-        content = read_verified(description.folder, description.file, description.files)
-        beside = registry.graphs()[description.file].weights
-        weights = (
-            read_verified(description.folder, beside, description.files)
-            if beside
-            else b""
-        )
+        file = description.file
+        graph = read_verified(description.folder, file, description.files)
+        weights = b""
+        if weights_file := registry.graphs()[file].weights:
+            weights = read_verified(description.folder, weights_file, description.files)
         try:
-            return registry.exporter(description.file).load(
-                description.file, content, weights, threads, slots
-            )
+            return registry.exporter(file).load(file, graph, weights, threads, slots)
         except MissingExtra:
             raise
         except Exception as error:  # runtimes have their own, unrelated error types
-            raise invalid_export(
-                f"'{description.file}' cannot be loaded ({in_short(error)})"
-            ) from error
+            wrong = f"'{file}' cannot be loaded ({in_short(error)})"
+            raise invalid_export(wrong) from error
 
-    known = {one.name: getattr(description, one.name) for one in fields(description)}
-    return LoadedGraph(**known, engine=PerProcess(opener), threads=threads, slots=slots)
+    values = {
+        field.name: getattr(description, field.name) for field in fields(description)
+    }
+    engine = PerProcess(opener)
+    return LoadedGraph(**values, engine=engine, threads=threads, slots=slots)

@@ -12,14 +12,14 @@ import numpy as np
 from kd.core.text import table_cell
 from kd.deploy.serve.limits import Problem
 
-JSON, CSV = "application/json", "text/csv"
+JSON = "application/json"
+CSV = "text/csv"
 DIGITS = 6  # decimals of a probability: float32 has seven
 MAX_ENTRIES = 32  # entries of an Accept header
-MODEL, FIRST, SECOND = (
-    "model",
-    "first",
-    "second",
-)  # a prediction's key and values if there are two models
+# a prediction's key, and its values, if there are two models
+MODEL = "model"
+FIRST = "first"
+SECOND = "second"
 Bands = tuple[tuple[float, float], ...]
 """Bands (low, high) of probabilities at which a prediction is unsure: one for the
 predicted class, or one per class if an image may have several labels. Empty: the export
@@ -40,66 +40,58 @@ class Label:
 class Answer:
     """A model's prediction for an image, which `kd-serve` writes as JSON."""
 
-    label: str | None = (
-        # the most probable label; None for several labels per image and for embeddings
-        None
-    )
+    # the most probable label; None for several labels per image and for embeddings
+    label: str | None = None
     score: float | None = None  # its probability
     sure: bool | None = None  # None: the export has no rule for `sure`
-    model: str | None = (
-        None  # "first" or "second": the model that predicted; None: there is one
-    )
+    # "first" or "second": the model that predicted; None: there is one
+    model: str | None = None
     top: tuple[Label, ...] = ()  # the most probable labels, best first
-    labels: tuple[Label, ...] | None = (
-        None  # for several labels per image: those above their thresholds
-    )
-    embedding: np.ndarray | None = field(
-        default=None, compare=False
-    )  # float32 [D], length 1
+    # for several labels per image: those above their thresholds
+    labels: tuple[Label, ...] | None = None
+    # float32 [D], length 1
+    embedding: np.ndarray | None = field(default=None, compare=False)
 
     @staticmethod
     def of(row: dict[str, Any]) -> "Answer":
-        made = {
-            key: tuple(Label(**one) for one in row[key])
-            for key in ("top", "labels")
-            if key in row
-        }
-        vector = (
-            {"embedding": np.array(row["embedding"], np.float32)}
-            if "embedding" in row
-            else {}
-        )
-        return Answer(**{**row, **made, **vector})
+        values = dict(row)
+        for key in {"top", "labels"} & row.keys():
+            values[key] = tuple(Label(**label) for label in row[key])
+        if "embedding" in row:
+            values["embedding"] = np.array(row["embedding"], np.float32)
+        return Answer(**values)
 
 
 def negotiate(accept: str) -> str:
-    """Return the media type with the higher quality value, JSON if equal; Problem 406
-    if neither is accepted.
+    """Return the media type with the higher quality value, JSON if equal.
+
+    Raises a Problem 406 if neither is accepted.
     """
     if accept.count(",") >= MAX_ENTRIES:
         raise Problem(400, f"The Accept header has more than {MAX_ENTRIES} entries.")
-    found = {
-        JSON: (-1, -1.0),
-        CSV: (-1, -1.0),
-    }  # specificity of the matching entry, and its quality value
-    for item in (accept.strip() or "*/*").split(","):
-        pattern, *parameters = (part.strip().lower() for part in item.split(";"))
-        q = next((_number(p[2:]) for p in parameters if p.startswith("q=")), 1.0)
-        for kind, (closest, _) in found.items():
+    specificity = {JSON: -1, CSV: -1}  # of the matching entry
+    quality = {JSON: -1.0, CSV: -1.0}  # that entry's value
+    for entry in (accept.strip() or "*/*").split(","):
+        pattern, *parameters = (text.strip().lower() for text in entry.split(";"))
+        for kind, closest in specificity.items():
             ranges = ["*/*", f"{kind.partition('/')[0]}/*", kind]
             if pattern in ranges and ranges.index(pattern) > closest:
-                found[kind] = (ranges.index(pattern), q)
-    best = max(found, key=lambda kind: found[kind][1])
-    if found[best][1] <= 0:
+                specificity[kind] = ranges.index(pattern)
+                quality[kind] = _quality_value(parameters)
+    best = max(quality, key=quality.__getitem__)
+    if quality[best] <= 0:
         raise Problem(406, f"The response can be {JSON} or {CSV}.")
     return best
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
+def _quality_value(parameters: Sequence[str]) -> float:
+    for parameter in parameters:
+        if parameter.startswith("q="):
+            try:
+                return float(parameter[2:])
+            except ValueError:
+                return 0.0
+    return 1.0
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
@@ -109,9 +101,7 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def independent_probabilities(logits: np.ndarray) -> np.ndarray:
-    """Return the independent probability of each class, the sigmoid of logits [B, C],
-    float64.
-    """
+    """Return the sigmoid of logits [B, C], the probability of each class, float64."""
     return np.exp(-np.logaddexp(0, -logits.astype(np.float64)))
 
 
@@ -122,8 +112,9 @@ def predictions(
     thresholds: Sequence[float] = (),
     unsure: Bands = (),
 ) -> list[dict]:
-    """Return for each row of logits [B, C] the best label, its score, and the `top`
-    best labels.
+    """Return each image's best label, its score and its `top` best labels.
+
+    `logits` is [B, C].
 
     With thresholds an image may have several labels or none: `labels`, a list of those
     above their threshold, replaces the best label. With `unsure` a prediction has
@@ -144,14 +135,15 @@ def predictions(
 
 
 def bands(output: Mapping[str, Any], labels: Sequence[str]) -> Bands:
-    """Return the bands in `output` of a manifest; KeyError: a label lacks one."""
-    found = output.get("defer")
-    if not found:
+    """Return the bands in `output` of a manifest; KeyError if a label lacks one."""
+    rule = output.get("defer")
+    if not rule:
         return ()
-    if "threshold" in found:
-        return ((-1.0, float(found["threshold"])),)
+    if "threshold" in rule:
+        return ((-1.0, float(rule["threshold"])),)
+    by_label = rule["labels"]
     return tuple(
-        (float(found["labels"][label]["low"]), float(found["labels"][label]["high"]))
+        (float(by_label[label]["low"]), float(by_label[label]["high"]))
         for label in labels
     )
 
@@ -162,25 +154,24 @@ def mark(
     labels: Sequence[str],
     unsure: Bands,
 ) -> None:
-    """Add `sure` to the predictions of B images with probabilities [B, C], in place;
-    nothing without bands.
+    """Add `sure` to the predictions of images with probabilities [B, C], in place.
 
     A prediction with `label` is sure if that label is. With `labels`, each entry and
     each of `top` has its own `sure`, and the image is sure if the presence or absence
-    of every label is sure.
+    of every label is sure. Without bands nothing is added.
     """
     if not unsure:
         return
     low, high = np.array(unsure).T
-    for answer, sure in zip(
-        answers, (probabilities <= low) | (probabilities >= high), strict=True
-    ):
-        several = "labels" in answer
-        answer["sure"] = bool(sure.all() if several else sure.any())
-        if several:
-            by_label = dict(zip(labels, sure.tolist(), strict=True))
-            for one in (*answer["labels"], *answer["top"]):
-                one["sure"] = by_label[one["label"]]
+    sure_BC = (probabilities <= low) | (probabilities >= high)
+    for answer, sure_C in zip(answers, sure_BC, strict=True):
+        if "labels" not in answer:
+            answer["sure"] = bool(sure_C.any())
+            continue
+        answer["sure"] = bool(sure_C.all())
+        sure_by_label = dict(zip(labels, sure_C.tolist(), strict=True))
+        for entry in (*answer["labels"], *answer["top"]):
+            entry["sure"] = sure_by_label[entry["label"]]
 
 
 def _ranked(
@@ -207,18 +198,14 @@ def write(kind: str, answers: Sequence[dict], model: str, version: str) -> bytes
     models. A label that a spreadsheet would run as a formula becomes 'LABEL.
     """
     if kind == JSON:
-        return json.dumps(
-            {"predictions": answers, "model": model, "version": version}
-        ).encode()
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+        content = {"predictions": answers, "model": model, "version": version}
+        return json.dumps(content).encode()
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
     for answer in answers:
-        pairs = answer.get("labels", answer.get("top", ()))
-        more = [str(answer[key]).lower() for key in ("sure", MODEL) if key in answer]
-        cells = [
-            cell
-            for pair in pairs
-            for cell in (table_cell(pair["label"]), pair["score"])
-        ]
-        writer.writerow(answer.get("embedding", [*cells, *more]))
-    return text.getvalue().encode()
+        cells = []
+        for entry in answer.get("labels", answer.get("top", ())):
+            cells += [table_cell(entry["label"]), entry["score"]]
+        cells += [str(answer[key]).lower() for key in ("sure", MODEL) if key in answer]
+        writer.writerow(answer.get("embedding", cells))
+    return table.getvalue().encode()

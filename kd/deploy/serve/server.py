@@ -1,5 +1,6 @@
-"""The server process: its port, signals, threads and shutdown. HTTP itself is
-granian's.
+"""Run the server process: its port, signals, threads and shutdown.
+
+HTTP itself is granian's.
 """
 
 import asyncio
@@ -25,10 +26,8 @@ from kd.deploy.serve.logs import to_stderr
 from kd.deploy.serve.service import Service
 
 log = logging.getLogger("kd.serve")
-PORT_ERRORS = (
-    errno.EADDRINUSE,
-    errno.EACCES,
-)  # errors of `bind` about the port; all others concern the address
+# errors of `bind` about the port; all others concern the address
+PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 POLL_SECONDS = 0.01  # between two tries to connect to the port that is being opened
 # open files that are no connections; chosen: five times those of a server without
 # clients
@@ -38,9 +37,8 @@ SETTLE_SECONDS = 0.5
 close` meanwhile, so that no client sends a request on a kept connection while it is
 closed: 0 in 20 ends under eight clients, without it 9.
 """
-BACKLOG = (
-    1024  # connections that wait to be accepted: twice what 512 clients at once need
-)
+# connections that wait to be accepted: twice what 512 clients at once need
+BACKLOG = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,30 +80,25 @@ class ServeOptions:
 
 
 def serve(settings: ServeOptions) -> None:
-    """Serve an export until SIGTERM, SIGHUP or SIGINT, then finish all accepted
-    requests and return.
-    """
+    """Serve an export until a signal, then finish all accepted requests and return."""
     from kd.deploy.serve.cascade import describe_pair
 
     writer = to_stderr(settings.quiet, settings.log_format)
-    warnings.filterwarnings(
-        "ignore", module=r"PIL\."
-    )  # no warnings about a client's EXIF or palette
+    # No warnings about a client's EXIF or palette.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     description, second = describe_pair(
         settings.folder, settings.file, settings.second, settings.self_check
     )
-    usable = settings.cores or cores()
-    slots = settings.slots or usable
-    service = Service(
-        description, settings.limits, slots, max(1, usable // slots), second
-    )
+    usable_cores = settings.cores or cores()
+    slots = settings.slots or usable_cores
+    threads = max(1, usable_cores // slots)
+    service = Service(description, settings.limits, slots, threads, second)
     service.metrics.watch_log(writer)
     host, port = _free_address(settings.host, settings.port)
-    shown = f"[{host}]" if ":" in host else host
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     announcement = (
         f"kd-serve: {description.name} {description.version}, {len(description.labels)}"
-        f" classes, at http://{shown}:{port} ({slots} slots x {service.threads}"
-        " threads)"
+        f" classes, at {url} ({slots} slots x {threads} threads)"
     )
     if description.folder != settings.folder:
         announcement += f", from {description.folder}"
@@ -126,8 +119,9 @@ class Endpoint:
         self._error: Exception | None = None
 
     async def run(self, host: str, port: int, announcement: str) -> None:
-        """Serve until a signal or an error of loading the model; print `announcement`
-        when the port is open.
+        """Serve until a signal or an error of loading the model.
+
+        `announcement` is printed when the port is open.
         """
         with self._signals_handled():
             await self._serve(host, port, announcement)
@@ -159,10 +153,10 @@ class Endpoint:
         loading.join(seconds)
 
     async def _finish(self, serving: asyncio.Task[None], seconds: float) -> None:
-        """Wait until the server has ended, at most some seconds; without a request in
-        progress, `SETTLE_SECONDS`.
+        """Wait until the server has ended, at most some seconds.
 
-        What is left then are connections that have sent a part of a header.
+        Without a request in progress it waits `SETTLE_SECONDS`. What is left then are
+        connections that have sent a part of a header.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -176,37 +170,31 @@ class Endpoint:
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        if (
-            sys.platform == "win32"
-        ):  # its loops take no handlers; Ctrl-C raises KeyboardInterrupt
+        # Windows' loops take no handlers; Ctrl-C raises KeyboardInterrupt there.
+        if sys.platform == "win32":
             yield
             return
         loop = asyncio.get_running_loop()
         seconds = max(self.service.limits.drain_seconds, SETTLE_SECONDS)
-        waits = {
-            signal.SIGTERM: seconds,
-            signal.SIGHUP: seconds,
-            signal.SIGINT: SETTLE_SECONDS,
-        }
-        for number, wait in waits.items():
-            loop.add_signal_handler(number, self._drain, wait)
+        loop.add_signal_handler(signal.SIGTERM, self._drain, seconds)
+        loop.add_signal_handler(signal.SIGHUP, self._drain, seconds)
+        loop.add_signal_handler(signal.SIGINT, self._drain, SETTLE_SECONDS)
         try:
             yield
         finally:
-            for number in waits:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             self.service.load()
             gc.collect()
-            # else each full collection scans all imported modules and stops every
-            # thread for 0.3 s
+            # Else each full collection scans all imported modules and stops every
+            # thread for 0.3 s.
             gc.freeze()
         except Exception as error:
-            if (
-                not self._stop.is_set()
-            ):  # else it is ending already, and its threads accept no work
+            # Else it is ending already, and its threads accept no work.
+            if not self._stop.is_set():
                 self._error = error
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._end)
@@ -262,11 +250,10 @@ async def _wait_until_open(host: str, port: int, serving: asyncio.Task[None]) ->
 
 
 def _free_address(host: str, port: int) -> tuple[str, int]:
-    """Return the address to listen at, as numbers; KdError: it is taken, or none of
-    this machine's.
+    """Return the address to listen at, as numbers.
 
     granian shares a port that another server listens at (SO_REUSEPORT), so this is
-    tried without.
+    tried without. Raises KdError if the address is taken, or none of this machine's.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -280,15 +267,8 @@ def _free_address(host: str, port: int) -> tuple[str, int]:
             return host, port
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        option = "--port" if getattr(error, "errno", None) in PORT_ERRORS else "--host"
-        allowed = (
-            ""
-            if option == "--port"
-            else "An address of this machine: 127.0.0.1, or 0.0.0.0 for all of them"
-        )
-        raise KdError(
-            option,
-            f"cannot listen at {host}:{port} ({reason})",
-            allowed,
-            f"Choose another {option}",
-        ) from error
+        wrong = f"cannot listen at {host}:{port} ({reason})"
+        if getattr(error, "errno", None) in PORT_ERRORS:
+            raise KdError("--port", wrong, "", "Choose another --port") from error
+        allowed = "An address of this machine: 127.0.0.1, or 0.0.0.0 for all of them"
+        raise KdError("--host", wrong, allowed, "Choose another --host") from error

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from kd.deploy.serve.bodies import images, top_of, unzipped
+from kd.deploy.serve.bodies import decompress, images, parse_top
 from kd.deploy.serve.cascade import load_pair
 from kd.deploy.serve.decoding import check_together
 from kd.deploy.serve.limits import Limits, Problem, busy, hung_up, no_memory
@@ -27,8 +27,9 @@ log = logging.getLogger("kd.serve")
 
 
 class Service:
-    """A model, its worker threads, and the limit on concurrent requests; `second`: see
-    `describe_pair`.
+    """A model, its worker threads, and the limit on concurrent requests.
+
+    `second`: see `describe_pair`.
     """
 
     def __init__(
@@ -39,28 +40,20 @@ class Service:
         threads: int,
         second: Description | None = None,
     ) -> None:
-        self.description, self.limits, self.slots, self.threads = (
-            description,
-            limits,
-            slots,
-            threads,
-        )
+        self.description = description
+        self.limits = limits
+        self.slots = slots
+        self.threads = threads
         self.second = second
-        self.metrics = Metrics(
-            description.name,
-            description.version,
-            self,
-            description.passed_on if second else None,
-        )
-        self.watch = (
-            ShiftWatch(description.reference) if description.reference else None
-        )
-        if self.watch:
+        passed_on = description.passed_on if second else None
+        self.metrics = Metrics(description.name, description.version, self, passed_on)
+        self.watch: ShiftWatch | None = None
+        if description.reference:
+            self.watch = ShiftWatch(description.reference)
             self.metrics.watch_shift(self.watch)
         self.model: LoadedGraph | None = None
-        self.reason = (  # reason for refusing requests while `model` is None
-            "The model is still being loaded."
-        )
+        # reason for refusing requests while `model` is None
+        self.reason = "The model is still being loaded."
         self.draining = False
         self.in_flight = 0  # jobs in progress or waiting
         self.receiving = 0  # requests whose bodies arrive
@@ -68,9 +61,7 @@ class Service:
         self._pool = ThreadPoolExecutor(slots, thread_name_prefix="kd-slot")
 
     def load(self) -> None:
-        """Load the model, warm up every thread, and run the self-check; see
-        `kd.deploy.serve.model.load`. Blocks.
-        """
+        """Load the model, warm up every thread, and run the self-check; this blocks."""
         model = load_pair(self.description, self.second, self.threads, self.slots)
         list(self._pool.map(model.warm_up, [3] * self.slots))  # waits for all
         try:
@@ -105,9 +96,8 @@ class Service:
         if self.model is None:
             return busy(self.reason)
         if self.in_flight >= self.limits.max_in_flight:
-            return busy(
-                f"{self.limits.max_in_flight} requests are in progress already."
-            )
+            limit = self.limits.max_in_flight
+            return busy(f"{limit} requests are in progress already.")
         return None
 
     async def run(
@@ -126,9 +116,9 @@ class Service:
         future = self._pool.submit(self._timed, job, time.perf_counter())
 
         def release(_: object) -> None:
-            with suppress(
-                RuntimeError
-            ):  # the event loop is closed: the server stopped before this job finished
+            # RuntimeError: the server stopped before this job finished, and the event
+            # loop is closed.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._release)
 
         future.add_done_callback(release)
@@ -177,23 +167,25 @@ class Service:
         gzip: bool = False,
         tops: Sequence[str] = (),
     ) -> tuple[list[Prediction], str]:
-        """Return the predictions for a body's images and a text for the log; `tops`:
-        `top` as in the query.
+        """Return the predictions for a body's images, and a summary for the log.
+
+        `tops`: the values of `top` in the query.
         """
         start = time.perf_counter()
-        body = unzipped(body, self.limits.max_body) if gzip else body
+        if gzip:
+            body = decompress(body, self.limits.max_body)
         sent = images(kind, header, body, self.limits.max_images)
-        top = top_of([*tops, *filter(None, [sent.top])])
-        opened, count = [], len(sent.files)
+        top = parse_top([*tops, sent.top] if sent.top else tops)
+        count = len(sent.files)
+        opened = []
         for i, data in enumerate(sent.files):
             with sent.of(i):
                 opened.append(model.open(data, self.limits))
         check_together(opened, self.limits)
         summary = opened[0].summary if count == 1 else f"{count} images"
         predictions = []
-        for i in range(
-            count
-        ):  # one at a time: on a CPU a batch is no faster per image and takes more memory
+        # One at a time: on a CPU a batch is no faster per image and takes more memory.
+        for i in range(count):
             with sent.of(i):
                 predictions.append(model.predict(opened.pop(0), top))
         decoding = sum(prediction.decode_seconds for prediction in predictions)
@@ -206,7 +198,5 @@ class Service:
         self.metrics.images(count, passed_on)
         if passed_on:
             summary += f" passed_on={passed_on}"
-        return (
-            predictions,
-            f"{summary} decode={1000 * decoding:.1f}ms infer={1000 * inference:.1f}ms",
-        )
+        summary += f" decode={1000 * decoding:.1f}ms infer={1000 * inference:.1f}ms"
+        return predictions, summary

@@ -108,7 +108,7 @@ def show_self_check(known: Claims) -> None:
     exact = next(
         (name for name in known.graphs if name in arrays), ""
     )  # of the cheapest graph, float32
-    large, small = self_check.of_both_sizes(pixels["size"], reading[-1])
+    large, small = self_check.large_and_small(pixels["size"], reading[-1])
     stored = [
         array.tobytes() for key, array in arrays.items() if key.startswith("picture")
     ]

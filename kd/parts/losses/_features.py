@@ -4,6 +4,11 @@ from kd.core.errors import ModelError
 
 
 def require_features(config_path: str, student: int, teacher: int) -> None:
+    """Refuse a model without features, given the widths of both models' features.
+
+    Raises:
+        ModelError: a width is 0.
+    """
     for model, width in (("student", student), ("teacher", teacher)):
         if width < 1:
             allowed = "Both models must give the features that a loss needs"

@@ -1,5 +1,4 @@
-"""Learn the set of ground-truth labels, smoothed and mixed, by one binary cross-entropy
-per class.
+"""Learn a set of labels, smoothed and mixed, by one binary cross-entropy per class.
 
 For images of several labels or none. Label smoothing is Szegedy et al. 2015
 (arXiv:1512.00567), section 7, over the two outcomes of each class; mixup is Zhang et
@@ -7,7 +6,8 @@ al. 2017 (arXiv:1710.09412):
 
     target_c = lam * [c in labels] + (1 - lam) * [c in partner's labels]
     t_c = (1 - s) * target_c + s / 2
-    L = - sum_c ( t_c * log sigmoid(student_c) + (1 - t_c) * log(1 - sigmoid(student_c)) )
+    q_c = sigmoid(student_c)
+    L = - sum_c ( t_c * log q_c + (1 - t_c) * log(1 - q_c) )
 
 It is summed over classes: the negative log-likelihood of the set, as `ce` is that of
 the label.
@@ -39,8 +39,13 @@ class Options(Keys):
 
 
 class BCE(nn.Module):
-    """The binary cross-entropy with the labels (of both images if mixed), [B]
-    in nats.
+    """Computes the binary cross-entropy with the labels, float32 [B] in nats.
+
+    Reads the student's logits [B, C], `batch.label` and `batch.partner_label`, int8
+    [B, C] of 0 and 1, and `batch.lam` [B]; the equation is in the module's docstring.
+
+    Args:
+        label_smoothing: s, 0 to 1.
     """
 
     def __init__(self, label_smoothing: float) -> None:

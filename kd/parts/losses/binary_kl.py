@@ -1,5 +1,4 @@
-"""Match the student's probability of each class to the teacher's: distillation for
-several labels per image.
+"""Match each class's probability to the teacher's, for several labels per image.
 
 The multi-label logits distillation (MLD) of Yang et al. 2023 (arXiv:2308.06453): each
 class is a binary decision, and the KL divergences are summed over classes. Temperature
@@ -34,8 +33,13 @@ class Options(Keys):
 
 
 class BinaryKL(nn.Module):
-    """KL divergences of the softened probabilities, teacher to student, summed over
-    classes, [B] in nats times T^2.
+    """Computes the KL divergences, teacher to student, summed over classes.
+
+    Reads the logits [B, C] of both models; returns float32 [B] in nats times T^2. The
+    equation is in the module's docstring (arXiv:2308.06453).
+
+    Args:
+        temperature: T, > 0.
     """
 
     def __init__(self, temperature: float) -> None:

@@ -1,5 +1,4 @@
-"""Match the similarities between a batch's images in the student to those in the
-teacher.
+"""Match the similarities of a batch's images in the student to those in the teacher.
 
 Peng et al. 2019 (CCKD, arXiv:1904.01802), equation 4, with the bilinear kernel of
 vectors of length 1. There is no projector: similarities are comparable between
@@ -32,8 +31,10 @@ facts = LossFacts(
 
 
 class CCKD(nn.Module):
-    """The mean squared difference between student and teacher of each image's
-    similarities, [B].
+    """Computes the mean squared difference of each image's similarities.
+
+    Reads the pooled features [B, D] of both models, whose widths may differ; returns
+    float32 [B]. The equation is in the module's docstring (arXiv:1904.01802).
     """
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
@@ -44,6 +45,7 @@ class CCKD(nn.Module):
         )
 
     def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
+        """Return the cosine between both models' similarities of an image, [B]."""
         return F.cosine_similarity(
             _similarities(student), _similarities(teacher), dim=1
         )

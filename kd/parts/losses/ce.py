@@ -54,16 +54,14 @@ class Options(Keys):
     """
 
     def __post_init__(self) -> None:
-        found = self.class_weights
-        if found is None or found == "balanced":
+        weights = self.class_weights
+        if weights is None or weights == "balanced":
             return
-        values = list(found.values()) if isinstance(found, Mapping) else found
-        if (
-            not isinstance(values, (list, tuple))
-            or not values
-            or not all(map(_is_weight, values))
-        ):
-            raise ValueError(f"{WEIGHTS}, is {found!r}")
+        if isinstance(weights, Mapping):
+            weights = list(weights.values())
+        is_list = isinstance(weights, (list, tuple)) and weights
+        if not (is_list and all(map(_is_weight, weights))):
+            raise ValueError(f"{WEIGHTS}, is {self.class_weights!r}")
 
 
 def _is_weight(value: Any) -> bool:
@@ -76,7 +74,15 @@ def _is_weight(value: Any) -> bool:
 
 
 class CE(nn.Module):
-    """The cross-entropy with the label (both labels of a mixed image), [B] in nats."""
+    """Computes the cross-entropy with the label, float32 [B] in nats.
+
+    Reads the student's logits [B, C], `batch.label` and `batch.partner_label`, int64
+    [B], and `batch.lam` [B]; the equation is in the module's docstring.
+
+    Args:
+        label_smoothing: s, 0 to 1.
+        weight_C: w, the weight of each class, float32 [C]; None: 1.
+    """
 
     weight_C: Tensor | None
 
@@ -96,54 +102,54 @@ class CE(nn.Module):
         return (1 - self.label_smoothing) * mixed_B + self.label_smoothing * uniform_B
 
 
-def class_weights(wanted: Any, dims: Dims) -> Tensor:
-    """Return the weight of each class, float32 [C]: their mean over the training images
-    is 1.
+def class_weights(setting: Any, dims: Dims) -> Tensor:
+    """Return the weight of each class; their mean over the training images is 1.
+
+    Args:
+        setting: the key `class_weights`: "balanced", a list, or weights by class name.
+        dims: the number and names of classes, and the labels [N] of training images.
+
+    Returns:
+        Weights, float32 [C].
+
+    Raises:
+        ConfigError: the setting names no class, has another number of weights, or
+            gives every training image weight 0.
     """
     assert dims.labels is not None
     labels_N = dims.labels()
     count_C = torch.bincount(
         labels_N[labels_N >= 0], minlength=dims.num_classes
     ).double()
-    if wanted == "balanced":
+    if setting == "balanced":
         raw_C = torch.where(count_C > 0, 1 / count_C.clamp_min(1), 0.0)
-    elif isinstance(wanted, Mapping):
+    elif isinstance(setting, Mapping):
         names = list(dims.classes)
-        for name in (str(one) for one in wanted):
+        by_name = {str(name): float(weight) for name, weight in setting.items()}
+        for name in by_name:
             if name not in names:
+                wrong = f"has '{name}', which is no class"
                 remedy = did_you_mean(name, names) or "Correct it"
-                raise ConfigError(
-                    KEY,
-                    f"has '{name}', which is no class",
-                    "The classes of the data",
-                    remedy,
-                )
-        weight_of = {str(name): float(value) for name, value in wanted.items()}
+                raise ConfigError(KEY, wrong, "The classes of the data", remedy)
         raw_C = torch.tensor(
-            [weight_of.get(name, 1.0) for name in names], dtype=torch.float64
+            [by_name.get(name, 1.0) for name in names], dtype=torch.float64
         )
     else:
-        raw_C = torch.tensor(wanted, dtype=torch.float64)
+        raw_C = torch.tensor(setting, dtype=torch.float64)
     if len(raw_C) != dims.num_classes:
         wrong = f"has {len(raw_C)} numbers, but there are {dims.num_classes} classes"
-        raise ConfigError(
-            KEY, wrong, "One weight per class", "Correct the list, or name the classes"
-        )
+        remedy = "Correct the list, or name the classes"
+        raise ConfigError(KEY, wrong, "One weight per class", remedy)
     total = (raw_C * count_C).sum()
     if not total > 0:
-        raise ConfigError(
-            KEY,
-            "gives every training image weight 0",
-            "At least one weight > 0",
-            "Raise one",
-        )
+        wrong = "gives every training image weight 0"
+        raise ConfigError(KEY, wrong, "At least one weight > 0", "Raise one")
     return (raw_C * count_C.sum() / total).float()
 
 
 def build(options: Options, dims: Dims) -> Loss:
     """Build the loss, without class weights if labels are unknown (`dims.labels`)."""
-    weighted = options.class_weights is not None and dims.labels is not None
-    return CE(
-        options.label_smoothing,
-        class_weights(options.class_weights, dims) if weighted else None,
-    )
+    weight_C = None
+    if options.class_weights is not None and dims.labels is not None:
+        weight_C = class_weights(options.class_weights, dims)
+    return CE(options.label_smoothing, weight_C)

@@ -1,5 +1,4 @@
-"""Point the student's pooled features in the direction of the teacher's, through a
-learned projector.
+"""Match the direction of the teacher's pooled features through a learned projector.
 
 Ranzinger et al. 2023 (AM-RADIO, arXiv:2312.06709), the loss on the summary vector. Only
 directions count, because the lengths of different teachers' vectors are not comparable.
@@ -29,7 +28,15 @@ facts = LossFacts(
 
 
 class Cosine(nn.Module):
-    """1 - the cosine between the projected student features and the teacher's, [B]."""
+    """Computes 1 - the cosine of the projected student features and the teacher's.
+
+    Reads the pooled features of student [B, E] and teacher [B, D]; returns float32 [B].
+    The equation is in the module's docstring (arXiv:2312.06709).
+
+    Args:
+        student_features: E.
+        teacher_features: D.
+    """
 
     def __init__(self, student_features: int, teacher_features: int) -> None:
         super().__init__()
@@ -39,11 +46,13 @@ class Cosine(nn.Module):
         return 1 - self.agreement(student, teacher)
 
     def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
+        """Return the cosine of the projected features and the teacher's, [B]."""
         return F.cosine_similarity(
             self.projected(student), teacher.features["pooled"].detach().float(), dim=1
         )
 
     def projected(self, student: Outputs) -> Tensor:
+        """Return the student's features in the teacher's space, float32 [B, D]."""
         # The first float() matches the float32 weights. The second one undoes autocast,
         # which multiplies in bfloat16.
         return self.project(student.features["pooled"].float()).float()

@@ -1,5 +1,4 @@
-"""Match correlations of the probabilities instead of their values, for a much stronger
-teacher: DIST.
+"""Match correlations of probabilities, not their values, for a much stronger teacher.
 
 Huang et al. 2022, "Knowledge Distillation from A Stronger Teacher" (arXiv:2205.10536),
 the losses L_inter and L_intra. With Q the student's and P the teacher's probabilities
@@ -45,13 +44,22 @@ class Options(Keys):
 
 
 class DIST(nn.Module):
-    """1 - the correlation with the teacher's probabilities: each image's L_inter plus
-    the batch's L_intra, [B].
+    """Computes DIST: each image's L_inter plus the batch's L_intra.
+
+    Reads the logits [B, C] of both models; returns float32 [B], times T^2. The equation
+    is in the module's docstring (arXiv:2205.10536).
+
+    Args:
+        beta: weight of L_inter, >= 0.
+        gamma: weight of L_intra, >= 0.
+        temperature: T, > 0.
     """
 
     def __init__(self, beta: float, gamma: float, temperature: float) -> None:
         super().__init__()
-        self.beta, self.gamma, self.temperature = beta, gamma, temperature
+        self.beta = beta
+        self.gamma = gamma
+        self.temperature = temperature
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         student_BC = F.softmax(student.logits.float() / self.temperature, dim=1)
@@ -64,7 +72,7 @@ class DIST(nn.Module):
 
 
 def _correlate(a: Tensor, b: Tensor, dim: int) -> Tensor:
-    """Return Pearson's correlation along `dim`; 0 where either side is constant."""
+    """Return Pearson's correlation along `dim`, 0 where either side is constant."""
     a = a - a.mean(dim=dim, keepdim=True)
     b = b - b.mean(dim=dim, keepdim=True)
     norms = torch.linalg.vector_norm(a, dim=dim) * torch.linalg.vector_norm(b, dim=dim)
@@ -75,9 +83,8 @@ def _correlate(a: Tensor, b: Tensor, dim: int) -> Tensor:
 
 def facts(options: Options) -> LossFacts:
     """Return what the loss reads."""
-    return LossFacts(
-        teacher=True, logits="softmax", images=3 if options.gamma else 1
-    )  # rho of 2 images is 1 or -1
+    images = 3 if options.gamma else 1  # rho of 2 images is 1 or -1
+    return LossFacts(teacher=True, logits="softmax", images=images)
 
 
 def build(options: Options, dims: Dims) -> Loss:

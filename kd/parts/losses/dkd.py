@@ -1,9 +1,8 @@
-"""Weight the target class and the other classes separately: decoupled knowledge
-distillation.
+"""Weight the divergences of the target class and of the other classes separately.
 
-Zhao et al. 2022 (arXiv:2203.08679), equation 7. With y the label, p the teacher's and q
-the student's probabilities at temperature T, and p^, q^ the same over the classes other
-than y, renormalized to sum to 1:
+Decoupled knowledge distillation, Zhao et al. 2022 (arXiv:2203.08679), equation 7. With
+y the label, p the teacher's and q the student's probabilities at temperature T, and p^,
+q^ the same over the classes other than y, renormalized to sum to 1:
 
     TCKD = KL( [p_y, 1 - p_y] || [q_y, 1 - q_y] )
     NCKD = KL( p^ || q^ )
@@ -46,13 +45,22 @@ class Options(Keys):
 
 
 class DKD(nn.Module):
-    """The KL divergences of the target class and of the other classes, each with its
-    weight, [B] in nats times T^2.
+    """Computes the KL divergences TCKD and NCKD, each with its weight.
+
+    Reads the logits [B, C] of both models and `batch.label` [B]; returns float32 [B] in
+    nats times T^2. The equation is in the module's docstring (arXiv:2203.08679, 7).
+
+    Args:
+        alpha: weight of TCKD, >= 0.
+        beta: weight of NCKD, >= 0.
+        temperature: T, > 0.
     """
 
     def __init__(self, alpha: float, beta: float, temperature: float) -> None:
         super().__init__()
-        self.alpha, self.beta, self.temperature = alpha, beta, temperature
+        self.alpha = alpha
+        self.beta = beta
+        self.temperature = temperature
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         student_BC = student.logits.float() / self.temperature
@@ -72,9 +80,7 @@ class DKD(nn.Module):
 
 
 def _decouple(logits_BC: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log [p_y, 1 - p_y] as [B, 2], and the log-probabilities among the other
-    classes [B, C].
-    """
+    """Return log [p_y, 1 - p_y], [B, 2], and log p^ of the other classes, [B, C]."""
     label_B1 = label_B[:, None]
     is_label_BC = torch.arange(logits_BC.shape[1], device=logits_BC.device) == label_B1
     # The lowest finite number, not -inf: its probability is 0 too, and 0 * -inf would

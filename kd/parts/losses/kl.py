@@ -1,7 +1,6 @@
-"""Match the student's softened class probabilities to the teacher's: plain knowledge
-distillation.
+"""Match the student's softened class probabilities to the teacher's.
 
-Hinton et al. 2015 (arXiv:1503.02531), section 2:
+Plain knowledge distillation, Hinton et al. 2015 (arXiv:1503.02531), section 2:
 
     L = T^2 * KL( softmax(teacher / T) || softmax(student / T) )
 
@@ -50,13 +49,20 @@ class Options(Keys):
 
 
 class KL(nn.Module):
-    """The KL divergence of the softened class probabilities, teacher to student, [B] in
-    nats times T^2.
+    """Computes the KL divergence of softened class probabilities, teacher to student.
+
+    Reads the logits [B, C] of both models; returns float32 [B] in nats times T^2. The
+    equation is in the module's docstring (arXiv:1503.02531, section 2).
+
+    Args:
+        temperature: T, > 0.
+        hard: whether the teacher's top class is the target.
     """
 
     def __init__(self, temperature: float, hard: bool = False) -> None:
         super().__init__()
-        self.temperature, self.hard = temperature, hard
+        self.temperature = temperature
+        self.hard = hard
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         log_student_BC = F.log_softmax(student.logits.float() / self.temperature, dim=1)

@@ -3,7 +3,8 @@
 Ranzinger et al. 2023 (AM-RADIO, arXiv:2312.06709), the loss on spatial features, with
 its weights:
 
-    L = mean_n 0.9 * (1 - cos(p_n, t_n)) + 0.1 * mean_d smooth_l1(p_nd, t_nd),    p = W student + b
+    p = W student + b
+    L = mean_n 0.9 * (1 - cos(p_n, t_n)) + 0.1 * mean_d smooth_l1(p_nd, t_nd)
 
 If the models have different grids, the finer one is resampled to the coarser one
 (bilinear, antialiased), so no model has to match missing detail. Tokens are patch
@@ -36,14 +37,21 @@ facts = LossFacts(teacher=True, features=frozenset({"tokens"}), agreement=True)
 
 
 class Tokens(nn.Module):
-    """The distance between the projected student tokens and the teacher's, [B]; their
-    mean cosine is the agreement.
+    """Computes the distance between the projected student tokens and the teacher's.
+
+    Reads the tokens of student [B, N, E] and teacher [B, N, D], each with its own N;
+    returns float32 [B]. The equation is in the module's docstring (arXiv:2312.06709).
+
+    Args:
+        student_features: E.
+        teacher_features: D.
+        side: S of the coarser grid, to which both are resampled.
     """
 
     def __init__(self, student_features: int, teacher_features: int, side: int) -> None:
         super().__init__()
         self.project = nn.Linear(student_features, teacher_features)
-        self.side = side  # side of the coarser grid
+        self.side = side
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         projected_BND, target_BND = self._pair(student, teacher)
@@ -54,6 +62,7 @@ class Tokens(nn.Module):
         return COSINE * (1 - cosine_B) + (1 - COSINE) * smooth_B
 
     def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
+        """Return the mean cosine of an image's tokens, [B]."""
         return F.cosine_similarity(*self._pair(student, teacher), dim=2).mean(dim=1)
 
     def _pair(self, student: Outputs, teacher: Outputs) -> tuple[Tensor, Tensor]:
@@ -63,11 +72,11 @@ class Tokens(nn.Module):
 
 
 def resample(tokens_BND: Tensor, side: int) -> Tensor:
-    """Return the tokens of a square grid on a grid of `side` x `side`."""
-    own = math.isqrt(tokens_BND.shape[1])
-    if own == side:
+    """Return the tokens of a square grid [B, N, D] on a grid of `side` x `side`."""
+    old_side = math.isqrt(tokens_BND.shape[1])
+    if old_side == side:
         return tokens_BND
-    map_BDSS = tokens_BND.transpose(1, 2).unflatten(2, (own, own))
+    map_BDSS = tokens_BND.transpose(1, 2).unflatten(2, (old_side, old_side))
     resized_BDSS = F.interpolate(
         map_BDSS, size=(side, side), mode="bilinear", antialias=True
     )
@@ -76,20 +85,14 @@ def resample(tokens_BND: Tensor, side: int) -> Tensor:
 
 def build(options: Options, dims: Dims) -> Loss:
     """Build the loss, with a projector from the student's width to the teacher's."""
-    (count, width), (teacher_count, teacher_width) = (
-        dims.student_tokens,
-        dims.teacher_tokens,
-    )
-    require_features("losses.tokens", width, teacher_width)
-    for model, number in (("student", count), ("teacher", teacher_count)):
-        if math.isqrt(number) ** 2 != number:
-            wrong = f"the {model} gives {number} tokens, which are not a square grid"
-            raise ModelError(
-                "losses.tokens",
-                wrong,
-                "Square grids",
-                "Take a loss on pooled features, such as cosine",
-            )
-    return Tokens(
-        width, teacher_width, min(math.isqrt(count), math.isqrt(teacher_count))
-    )
+    config_path = "losses.tokens"
+    student_count, student_width = dims.student_tokens
+    teacher_count, teacher_width = dims.teacher_tokens
+    require_features(config_path, student_width, teacher_width)
+    for model, count in (("student", student_count), ("teacher", teacher_count)):
+        if math.isqrt(count) ** 2 != count:
+            wrong = f"the {model} gives {count} tokens, which are not a square grid"
+            remedy = "Take a loss on pooled features, such as cosine"
+            raise ModelError(config_path, wrong, "Square grids", remedy)
+    side = math.isqrt(min(student_count, teacher_count))
+    return Tokens(student_width, teacher_width, side)

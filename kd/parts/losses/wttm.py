@@ -1,9 +1,8 @@
-"""Match softened teacher probabilities, with more weight where the teacher is
-uncertain: weighted TTM.
+"""Match softened probabilities, with more weight where the teacher is uncertain.
 
 Zheng and Yang 2024, "Knowledge Distillation Based on Transformed Teacher Matching"
-(arXiv:2402.11148), section 4. With p the teacher's and q the student's probabilities,
-both at temperature 1:
+(arXiv:2402.11148), weighted TTM, section 4. With p the teacher's and q the student's
+probabilities, both at temperature 1:
 
     U = sum_c p_c^gamma
     L = U * KL( p^gamma / U || q )
@@ -41,8 +40,13 @@ class Options(Keys):
 
 
 class WTTM(nn.Module):
-    """The KL divergence from the power-transformed teacher, times its uncertainty U,
-    [B] in nats.
+    """Computes the KL divergence from the power-transformed teacher, times U.
+
+    Reads the logits [B, C] of both models; returns float32 [B] in nats. The equation is
+    in the module's docstring (arXiv:2402.11148, section 4).
+
+    Args:
+        gamma: the exponent on the teacher's probabilities, > 0.
     """
 
     def __init__(self, gamma: float) -> None:

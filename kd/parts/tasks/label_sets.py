@@ -1,5 +1,4 @@
-"""Several labels per image, or none: each class is predicted independently, by a
-sigmoid.
+"""Predict several labels per image, or none, by an independent sigmoid per class.
 
 Shape legend: B images of a batch, N images of the split, C classes, K teachers.
 """
@@ -20,11 +19,10 @@ from kd.core.ranks import of_rank_0
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.text import AS_TRAINED
 from kd.core.types import Batch
-from kd.parts.tasks._logits import LogitsEvaluator, gathered, require_images
+from kd.parts.tasks._logits import LogitsEvaluator, gather_images, require_images
 
-FEWEST = (
-    10  # fewest images of a class for its own threshold; with fewer it would fit noise
-)
+# fewest images of a class for its own threshold; with fewer it would fit noise
+FEWEST = 10
 DIVERGENCE = "divergence of the student's probabilities from the teacher's"
 SCORES = Scores(
     own=(
@@ -46,32 +44,30 @@ SCORES = Scores(
 class LabelSets:
     """See `kd.core.evaluation.Task`."""
 
-    name, logits, label, problem_type = (
-        "label_sets",
-        "sigmoid",
-        "set",
-        "multi_label_classification",
-    )
-    label_loss, scores, keeps_topk = "bce", SCORES, False
+    name = "label_sets"
+    logits = "sigmoid"
+    label = "set"
+    problem_type = "multi_label_classification"
+    label_loss = "bce"
+    scores = SCORES
+    keeps_topk = False
 
     def evaluator(self, setting: Evaluation) -> LabelSetsEvaluator:
         return LabelSetsEvaluator(setting, self.scores)
 
     def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
         """Return log(p / (1 - p)) of the averaged p of K teachers."""
-        shares_K11 = shares_K.log()[:, None, None]
-        yes_BC, no_BC = (
-            (F.logsigmoid(sign * logits_KBC) + shares_K11).logsumexp(0)
-            for sign in (1, -1)
-        )
+        log_share_K11 = shares_K.log()[:, None, None]
+        yes_BC = (F.logsigmoid(logits_KBC) + log_share_K11).logsumexp(0)
+        no_BC = (F.logsigmoid(-logits_KBC) + log_share_K11).logsumexp(0)
         return yes_BC - no_BC
 
     def no_labels(self, images: int, num_classes: int) -> Tensor:
         return torch.zeros(images, num_classes, dtype=torch.int8)
 
     def refuse(self, answer_BC: Tensor) -> str:
-        one = bool(((answer_BC.double().sum(1) - 1).abs() < 1e-3).all())
-        if not (one and self.are_probabilities(answer_BC)):
+        distance_B = (answer_BC.double().sum(1) - 1).abs()
+        if not (distance_B < 1e-3).all() or not self.are_probabilities(answer_BC):
             return ""
         return (
             "returns probabilities that sum to 1 (one label per image), but the losses"
@@ -87,64 +83,50 @@ class LabelSets:
     def graph_scores(
         self, outputs: Tensor, reference: Tensor, label: Tensor
     ) -> GraphScores:
-        """Count equal largest logits; average precision is of the labelled images. If
-        none is, equal ones decide.
+        """Count equal largest logits, and return mAP of the labelled images.
+
+        Without labelled images the equal logits decide.
         """
-        images, same, known = (
-            len(outputs),
-            int((outputs.argmax(1) == reference.argmax(1)).sum()),
-            are_known(label),
-        )
+        images = len(outputs)
+        same = int((outputs.argmax(1) == reference.argmax(1)).sum())
+        different = images - same
+        facts: dict[str, float] = {"same_top1": same}
         summary = f"same top-1 on {same} of {images} validation images"
-        if not known.any():
-            return GraphScores(
-                {"same_top1": same},
-                same / max(1, images),
-                AS_TRAINED,
-                summary,
-                images - same,
-                images,
-            )
-        precision = score(outputs[known], label[known] > 0)["map"]
-        return GraphScores(
-            {"same_top1": same, "mAP": precision},
-            precision,
-            "mAP",
-            summary,
-            images - same,
-        )
+        labelled = are_labelled(label)
+        if not labelled.any():
+            value = same / max(1, images)
+            return GraphScores(facts, value, AS_TRAINED, summary, different, images)
+        facts["mAP"] = score(outputs[labelled], label[labelled] > 0)["map"]
+        return GraphScores(facts, facts["mAP"], "mAP", summary, different)
 
     def thresholds(
         self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
-        known = are_known(label)
-        if not known.any():
-            return {
-                name: {"threshold": 0.5, "chosen": False, "images": 0}
-                for name in classes
-            }
-        truth = label[known] > 0
-        values_C, enough_C = thresholds(logits_NC[known], truth)
-        columns = zip(
+        labelled = are_labelled(label)
+        if not labelled.any():
+            entry = {"threshold": 0.5, "chosen": False, "images": 0}
+            return {name: dict(entry) for name in classes}
+        logits_NC = logits_NC[labelled]
+        truth_NC = label[labelled] > 0
+        threshold_C, chosen_C = thresholds(logits_NC, truth_NC)
+        entries: dict[str, dict[str, Any]] = {}
+        for name, threshold, chosen, images in zip(
             classes,
-            values_C.tolist(),
-            enough_C.tolist(),
-            truth.sum(0).tolist(),
+            threshold_C.tolist(),
+            chosen_C.tolist(),
+            truth_NC.sum(0).tolist(),
             strict=True,
-        )
-        found: dict[str, dict[str, Any]] = {}
-        for name, value, enough, images in columns:
-            found[name] = {
-                "threshold": round(value, 6),
-                "chosen": enough,
+        ):
+            entries[name] = {
+                "threshold": round(threshold, 6),
+                "chosen": chosen,
                 "images": images,
             }
-        if len(truth) >= 2 * FEWEST:
-            for name, value in zip(
-                classes, exchanged_f1(logits_NC[known], truth).tolist(), strict=True
-            ):
-                found[name]["f1"] = round(value, 6)
-        return found
+        if len(truth_NC) >= 2 * FEWEST:
+            f1_C = exchanged_f1(logits_NC, truth_NC)
+            for name, value in zip(classes, f1_C.tolist(), strict=True):
+                entries[name]["f1"] = round(value, 6)
+        return entries
 
 
 def build(options: Options) -> LabelSets:
@@ -161,92 +143,100 @@ class LabelSetsEvaluator(LogitsEvaluator):
     once: the logits of the whole split are kept in memory, 4 bytes each.
     """
 
-    _known: tuple[Tensor, ...] = ()
-    """Of the last evaluation: truth [N, C] and the logits of student and teacher, for
-    labelled images.
+    _labelled: tuple[Tensor, ...] = ()
+    """Truth [N, C] and logits of student and teacher, of labelled images, from the last
+    evaluation.
     """
 
     def _row(
         self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None
     ) -> dict[str, Tensor]:
         row = {"ids": batch.ids, "seen": batch.weight > 0, "student": student_BC}
-        row |= {"label": batch.label} if self.labelled else {}
-        return row | ({"teacher": teacher_BC} if teacher_BC is not None else {})
+        if self.labelled:
+            row["label"] = batch.label
+        if teacher_BC is not None:
+            row["teacher"] = teacher_BC
+        return row
 
     def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
-        found = gathered(rows, self.val, self.backend)
-        seen = found["seen"][:, 0] > 0
-        label = (
-            found["label"][seen] if self.labelled else torch.zeros(int(seen.sum()), 0)
-        )
-        known = (label >= 0).all(1)
-        require_images(
-            self.val, len(label), int(known.sum()) if self.labelled else None
-        )
-        student, values = found["student"][seen].double(), {}
-        self._known = (label[known] > 0, student[known]) if self.labelled else ()
-        if self.labelled:
-            values = score(student[known], label[known] > 0)
-            self.chance = (label[known] > 0).double().mean().item()
+        gathered = gather_images(rows, self.val, self.backend)
+        decoded = gathered["seen"][:, 0] > 0
+        models = {"": gathered["student"][decoded].double()}
         if self.teacher is not None:
-            teacher = found["teacher"][seen].double()
-            of_teacher = (
-                score(teacher[known], label[known] > 0) if self.labelled else {}
-            )
-            self._known = (*self._known, teacher[known]) if self.labelled else ()
-            values |= {f"teacher_{name}": value for name, value in of_teacher.items()}
-            values |= {
-                "kl": divergence(teacher, student),
-                "agreement": jaccard(teacher > 0, student > 0),
-            }
-        shared = of_rank_0(
-            self.backend, [*values.values()]
-        )  # another processor may round otherwise
+            models["teacher_"] = gathered["teacher"][decoded].double()
+        values: dict[str, float] = {}
+        self._labelled = ()
+        if self.labelled:
+            label_NC = gathered["label"][decoded]
+            labelled = (label_NC >= 0).all(1)
+            require_images(self.val, len(label_NC), int(labelled.sum()))
+            truth_NC = label_NC[labelled] > 0
+            self.chance = truth_NC.double().mean().item()
+            logits = [logits_NC[labelled] for logits_NC in models.values()]
+            self._labelled = (truth_NC, *logits)
+            for prefix, logits_NC in zip(models, logits, strict=True):
+                for name, value in score(logits_NC, truth_NC).items():
+                    values[prefix + name] = value
+        else:
+            require_images(self.val, int(decoded.sum()))
+        if self.teacher is not None:
+            student_NC, teacher_NC = models.values()
+            values["kl"] = divergence(teacher_NC, student_NC)
+            values["agreement"] = jaccard(teacher_NC > 0, student_NC > 0)
+        # Another processor may round otherwise.
+        shared = of_rank_0(self.backend, [*values.values()])
         return dict(zip(values, shared, strict=True))
 
     def samples(self) -> dict[str, Samples]:
-        """Return the bootstrap values of the own scores; the same resamples for student
-        and teacher.
-        """
-        if not self._known:
+        """Return bootstrap values, of the same resamples for student and teacher."""
+        if not self._labelled:
             return {}
-        found, (truth, *logits) = {}, self._known
-        for prefix, one in zip(("", "teacher_"), logits, strict=False):
-            keys, values = [column.key for column in SCORES.own], score(one, truth)
-            drawn = resampled(
-                lambda ids, one=one: [*score(one[ids], truth[ids]).values()], len(truth)
-            )
-            drawn = dict(zip(values, drawn.T, strict=True))
-            found |= {
-                prefix + key: Samples(
-                    values[key], replicates=drawn[key], images=len(truth)
-                )
-                for key in keys
-            }
-        return found
+        truth_NC, *models = self._labelled
+        samples = {}
+        for prefix, logits_NC in zip(("", "teacher_"), models, strict=False):
+            for key, value in _bootstrap(logits_NC, truth_NC).items():
+                samples[prefix + key] = value
+        return samples
 
 
-def are_known(label: Tensor) -> Tensor:
-    """Return which images are labelled, bool [N], given label sets [N, C], or -1 [N]
-    for unlabelled data.
+def _bootstrap(logits_NC: Tensor, truth_NC: Tensor) -> dict[str, Samples]:
+    images = len(truth_NC)
+    values = score(logits_NC, truth_NC)
+    rows = resampled(
+        lambda ids: [*score(logits_NC[ids], truth_NC[ids]).values()], images
+    )
+    replicates = dict(zip(values, rows.T, strict=True))
+    return {
+        column.key: Samples(
+            values[column.key], replicates=replicates[column.key], images=images
+        )
+        for column in SCORES.own
+    }
+
+
+def are_labelled(label: Tensor) -> Tensor:
+    """Return which images have labels, bool [N], given label sets [N, C].
+
+    Of unlabelled data `label` is -1, [N].
     """
     return label >= 0 if label.ndim == 1 else (label >= 0).all(1)
 
 
 def score(logits_NC: Tensor, truth_NC: Tensor) -> dict[str, float]:
-    """Return mAP, F1 at the threshold 0.5, and nats per image; truth: classes in an
-    image.
+    """Return mAP, F1 at the threshold 0.5, and nats per image.
+
+    `truth_NC`: whether an image shows a class, bool.
     """
-    right = truth_NC.any(0)  # a class without images has no precision
-    per_class = average_precision(logits_NC, truth_NC)[right]
-    answer_NC = logits_NC > 0
-    f1_C = f1(*counts(answer_NC, truth_NC))[right]
-    micro = f1(*(count_C.sum() for count_C in counts(answer_NC, truth_NC)))
+    has_images_C = truth_NC.any(0)  # a class without images has no precision
+    precision_C = average_precision(logits_NC, truth_NC)[has_images_C]
+    counts_C = counts(logits_NC > 0, truth_NC)
+    f1_C = f1(*counts_C)[has_images_C]
+    micro = f1(*(count_C.sum() for count_C in counts_C))
     nll_NC = F.binary_cross_entropy_with_logits(
         logits_NC, truth_NC.to(logits_NC.dtype), reduction="none"
     )
     return {
-        "map": per_class.mean().item() if len(per_class) else 0.0,
+        "map": precision_C.mean().item() if len(precision_C) else 0.0,
         "f1_macro": f1_C.mean().item() if len(f1_C) else 0.0,
         "f1_micro": micro.item(),
         "nll": nll_NC.sum(1).mean().item(),
@@ -254,9 +244,7 @@ def score(logits_NC: Tensor, truth_NC: Tensor) -> dict[str, float]:
 
 
 def average_precision(score_NC: Tensor, truth_NC: Tensor) -> Tensor:
-    """Return the average precision of each class, float64 [C]; 0 for a class without
-    images.
-    """
+    """Return each class's average precision, float64 [C], 0 for one without images."""
     # The sum over thresholds of precision times the gain in recall, without
     # interpolation. Images with equal scores pass a threshold together.
     sorted_NC, order_NC = score_NC.sort(0, descending=True)
@@ -264,20 +252,17 @@ def average_precision(score_NC: Tensor, truth_NC: Tensor) -> Tensor:
     rank_N1 = torch.arange(1, len(score_NC) + 1, dtype=torch.float64)[:, None]
     last_NC = torch.ones_like(truth_NC, dtype=torch.bool)
     last_NC[:-1] = sorted_NC[:-1] != sorted_NC[1:]
-    found = []
+    precisions = []
     for hits_N, last_N in zip(hits_NC.T, last_NC.T, strict=True):
-        reached = hits_N[last_N]
-        gain = torch.diff(reached, prepend=reached.new_zeros(1)) / hits_N[-1].clamp_min(
-            1
-        )
-        found.append((gain * reached / rank_N1[last_N, 0]).sum())
-    return torch.stack(found)
+        hits_T = hits_N[last_N]  # T thresholds
+        gain_T = torch.diff(hits_T, prepend=hits_T.new_zeros(1))
+        gain_T /= hits_N[-1].clamp_min(1)
+        precisions.append((gain_T * hits_T / rank_N1[last_N, 0]).sum())
+    return torch.stack(precisions)
 
 
 def counts(answer_NC: Tensor, truth_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return true positives, false positives and false negatives of each class, float64
-    [C].
-    """
+    """Return each class's true and false positives and false negatives, float64 [C]."""
     right = (answer_NC & truth_NC).double().sum(0)
     return right, answer_NC.double().sum(0) - right, truth_NC.double().sum(0) - right
 
@@ -288,9 +273,7 @@ def f1(right: Tensor, extra: Tensor, missing: Tensor) -> Tensor:
 
 
 def divergence(teacher_NC: Tensor, student_NC: Tensor) -> float:
-    """Return the mean KL divergence (teacher || student) of the yes/no probabilities,
-    nats, summed over classes.
-    """
+    """Return the mean of KL(teacher || student) summed over yes/no classes, nats."""
     yes = teacher_NC.sigmoid() * (F.logsigmoid(teacher_NC) - F.logsigmoid(student_NC))
     no = (-teacher_NC).sigmoid() * (
         F.logsigmoid(-teacher_NC) - F.logsigmoid(-student_NC)
@@ -301,19 +284,16 @@ def divergence(teacher_NC: Tensor, student_NC: Tensor) -> float:
 def jaccard(one_NC: Tensor, other_NC: Tensor) -> float:
     """Return the mean Jaccard index of two label sets; 1 if both are empty."""
     # Single decisions would hardly differ: most classes are absent from most images.
-    both, either = (
-        (one_NC & other_NC).double().sum(1),
-        (one_NC | other_NC).double().sum(1),
-    )
-    return torch.where(either > 0, both / either.clamp_min(1), 1.0).mean().item()
+    both_N = (one_NC & other_NC).double().sum(1)
+    either_N = (one_NC | other_NC).double().sum(1)
+    return torch.where(either_N > 0, both_N / either_N.clamp_min(1), 1.0).mean().item()
 
 
 def exchanged_f1(logits_NC: Tensor, truth_NC: Tensor) -> Tensor:
-    """Return the F1 of each class [C], with each half's thresholds chosen on the other
-    half.
+    """Return each class's F1 [C], with thresholds chosen on the other half of images.
+
+    So no image is scored by thresholds that it chose. A half is every second image.
     """
-    # So no image is scored by thresholds that it chose. The halves are every second
-    # image.
     first_N = torch.arange(len(truth_NC)) % 2 == 0
     answer_NC = torch.zeros_like(truth_NC)
     for half_N in (first_N, ~first_N):
@@ -323,22 +303,21 @@ def exchanged_f1(logits_NC: Tensor, truth_NC: Tensor) -> Tensor:
 
 
 def thresholds(logits_NC: Tensor, truth_NC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each class's threshold (a probability) [C], and whether it was chosen,
-    bool [C].
+    """Return each class's threshold, a probability, and whether it was chosen, [C].
+
+    The threshold has the largest F1 on these images (arXiv:1402.1892), halfway between
+    two scores; 0.5 for a class with fewer than `FEWEST` positive or negative images.
     """
-    # The threshold with the largest F1 on these images (arXiv:1402.1892), halfway
-    # between two scores; 0.5 for a class with fewer than `FEWEST` positive or negative
-    # images.
-    chosen = []
+    positives_C = truth_NC.sum(0)
+    enough_C = torch.minimum(positives_C, len(truth_NC) - positives_C) >= FEWEST
+    values = []
     for logits_N, truth_N in zip(logits_NC.double().T, truth_NC.T, strict=True):
-        few = min(int(truth_N.sum()), int((~truth_N).sum())) < FEWEST
         sorted_N, order_N = logits_N.sigmoid().sort(descending=True)
         hits_N = truth_N[order_N].double().cumsum(0)
         value_N = 2 * hits_N / (torch.arange(1, len(hits_N) + 1) + hits_N[-1])
         below_N = torch.cat([sorted_N[1:], sorted_N.new_zeros(1)])
         value_N[sorted_N == below_N] = -1  # a threshold cannot separate equal scores
         best = int(value_N.argmax())
-        chosen.append(0.5 if few else float((sorted_N[best] + below_N[best]) / 2))
-    shown_C = truth_NC.sum(0)
-    enough_C = torch.minimum(shown_C, len(truth_NC) - shown_C) >= FEWEST
-    return torch.tensor(chosen, dtype=torch.float64), enough_C
+        values.append(float((sorted_N[best] + below_N[best]) / 2))
+    threshold_C = torch.tensor(values, dtype=torch.float64)
+    return torch.where(enough_C, threshold_C, 0.5), enough_C

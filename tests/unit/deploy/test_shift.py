@@ -113,8 +113,8 @@ def test_clean_streams_raise_no_alarm():
         watch = ShiftWatch(reference(rng))
         for label, confidence, *measures in answers(rng, 2000):
             assert watch.add(as_answer(label, confidence), measures) == []
-            highest = max(highest, watch.found.appearance, watch.found.labels)
-        assert (watch.found.images, watch.alarms) == (
+            highest = max(highest, watch.result.appearance, watch.result.labels)
+        assert (watch.result.images, watch.alarms) == (
             WINDOW,
             {"appearance": 0, "labels": 0},
         )
@@ -184,7 +184,7 @@ def test_a_watch_says_when_it_begins_and_ends():
     )
     assert 2 <= watch.alarms["appearance"] <= 10
     assert watch.alarms["labels"] == 0
-    assert sum(watch.answered.values()) == watch.all.images == 26 * WINDOW
+    assert sum(watch.label_counts.values()) == watch.all.images == 26 * WINDOW
 
 
 def test_a_watch_has_the_confidence_of_the_last_window_and_the_worst_span_of_each_test():
@@ -195,11 +195,11 @@ def test_a_watch_has_the_confidence_of_the_last_window_and_the_worst_span_of_eac
         drawn = answers(rng, WINDOW, shares, low)
         for label, confidence, *measures in drawn:
             watch.add(as_answer(label, confidence), measures)
-    assert watch.found.confidence == pytest.approx(
+    assert watch.result.confidence == pytest.approx(
         np.mean([confidence for _, confidence, *_ in drawn])
     )
-    assert f"of {2 * WINDOW} images" in watch.found.difference
-    assert f"of {WINDOW} predictions" in watch.found.mix
+    assert f"of {2 * WINDOW} images" in watch.result.difference
+    assert f"of {WINDOW} predictions" in watch.result.mix
 
 
 def test_the_record_is_json_and_says_the_same():
@@ -273,7 +273,7 @@ def test_several_labels_count_each_but_compare_the_most_probable():
     best = [{"label": "b", "score": 0.8}, {"label": "a", "score": 0.7}]
     watch.add({"labels": best, "top": best}, (1.0, 2.0, 0.0, 0.0))
     watch.add({"labels": [], "top": best}, (1.0, 2.0, 0.0, 0.0))
-    assert watch.answered == {"a": 1, "b": 1}
+    assert watch.label_counts == {"a": 1, "b": 1}
     assert watch.all.labels.sum(0).tolist() == [0, 2]
 
 

@@ -134,7 +134,7 @@ def rolled(liar: Liar, name: str) -> None:
     )
     onnx.save(model, path)
     graph_of(liar, name)
-    checked_again(liar, *self_check.of_both_sizes(liar.get("input/size"), 16))
+    checked_again(liar, *self_check.large_and_small(liar.get("input/size"), 16))
 
 
 @pytest.mark.parametrize("name", ["model.onnx", pytest.param(INT8, marks=needs_vnni)])
@@ -162,7 +162,7 @@ def test_pictures_of_the_self_check_that_are_not_made_from_the_seed(honest, tmp_
     """
     assert verdicts(found(honest[0]))["self_check.npz"] == RIGHT
     large, small = (
-        [grey() for _ in pictures] for pictures in self_check.of_both_sizes(16, 16)
+        [grey() for _ in pictures] for pictures in self_check.large_and_small(16, 16)
     )
     liar = told(honest, tmp_path, [lambda liar: checked_again(liar, large, small)])
     seen = verdicts(found(liar.folder))

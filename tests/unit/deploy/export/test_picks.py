@@ -130,7 +130,7 @@ def test_times_that_other_work_disturbed(p50, p99, cpu, wanted):
 @pytest.mark.parametrize(("clients", "rate"), [(1, 2.5), (4, 10.0)])
 def test_the_rate_is_that_of_all_clients_together(clients, rate):
     """Each sends four requests in 1.6 seconds."""
-    found = bench._seen([0.5, 0.1, 0.8, 0.2] * clients, clients, 99.0)
+    found = bench._latency([0.5, 0.1, 0.8, 0.2] * clients, clients, 99.0)
     assert found == Latency(500.0, 800.0, pytest.approx(rate), 99.0)
 
 

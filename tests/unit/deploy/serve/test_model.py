@@ -15,7 +15,7 @@ from vnni import needs_vnni
 import kd
 from kd.core.errors import BadImage, ModelError
 from kd.core.facts import Network
-from kd.deploy.serve.model import _output, describe, load
+from kd.deploy.serve.model import _parse_output, describe, load
 from kd.files.manifest import checksum
 from kd.parts import registry
 
@@ -44,16 +44,16 @@ def test_each_label_has_its_own_threshold_and_band():
             }
         },
     }
-    labels, output = _output(found, {"label_names": ["zebra", "apple"]})
+    labels, output = _parse_output(found, {"label_names": ["zebra", "apple"]})
     assert (labels, output.thresholds) == (("zebra", "apple"), (0.9, 0.1))
     assert output.unsure == ((0.7, 1.0), (0.0, 0.2))
     config = {
         "label_names": ["zebra", "apple"],
         "problem_type": "multi_label_classification",
     }
-    assert _output(found, config)[1] == output
+    assert _parse_output(found, config)[1] == output
     with pytest.raises(ValueError, match=r"output\.thresholds is missing"):
-        _output({"name": "logits"}, config)
+        _parse_output({"name": "logits"}, config)
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
