@@ -138,7 +138,9 @@ def _plan(job: Job) -> list[str]:
         )
     usd, rate = float(job.keys.get("price.per_hour", 0.0)), job.images_per_second
     return (
-        instances.plan(job.instance, job.count, job.view_ms, rate, job.data_group, usd)
+        instances.core_plan(
+            job.instance, job.count, job.view_ms, rate, job.data_group, usd
+        )
         if job.view_ms
         else []
     )
