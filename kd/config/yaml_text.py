@@ -19,7 +19,7 @@ _ODD_KEY = re.compile(
 )
 """A key that YAML may not read as text."""
 _ODD_NUMBER = re.compile(r"(?:\+\d|-?0[\w:]|-0|\d+[_:])[\w:]*(?=[\s,\]}#]|$)")
-"""A whole number unlike its text, such as octal 010, 2024_01_15, +5, 1:30 in base 60."""
+"""A whole number unlike its text, such as octal 010, 2024_01_15, +5, 1:30 (base 60)."""
 
 
 _TAG = "tag:yaml.org,2002:"
