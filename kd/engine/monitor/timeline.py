@@ -155,7 +155,7 @@ class Timeline:
             self._charge()
         self._stack.append(name)
         try:
-            with marked(name):
+            with profiler_range(name):
                 yield
         finally:
             self._charge()
@@ -338,7 +338,7 @@ def describe_steps(steps: Sequence[Mapping[str, float]], first: int) -> dict[str
 active: list[Timeline] = []  # timelines of this process; the last one gets the regions
 
 
-def marked(name: str) -> AbstractContextManager[object]:
+def profiler_range(name: str) -> AbstractContextManager[object]:
     """Open a range in torch.profiler and NVTX, where they are active, as a context."""
     on_cuda = torch.cuda.is_initialized()
     if not on_cuda and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -362,7 +362,7 @@ def region(name: str) -> Iterator[None]:
     """
     begin = time.perf_counter()
     try:
-        with marked(name):
+        with profiler_range(name):
             yield
     finally:
         if active and threading.current_thread() is threading.main_thread():
