@@ -21,7 +21,7 @@ from botocore.validate import ParamValidator
 from kd import config
 from kd.cluster import aws as sending
 from kd.cluster import requests
-from kd.cluster.cloudwatch import definitions
+from kd.cluster.cloudwatch import metric_definitions
 from kd.cluster.hosts import hyperparameters
 from kd.config import instances
 from kd.config.explain import explain
@@ -798,7 +798,7 @@ def read_by_cloudwatch(log: str, run: str) -> dict[str, list[float]]:
             for line in log.splitlines()
             if (found := re.search(one["Regex"], line))
         ]
-        for one in definitions(run)
+        for one in metric_definitions(run)
     }
 
 
