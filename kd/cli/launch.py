@@ -55,21 +55,22 @@ def _train(argv: Sequence[str]) -> int:
         "kd-launch food.yaml data.root=s3://BUCKET/food --instance ml.p4d.24xlarge"
         " --count 4 --spot --dry-run",
     )
+    add = parser.add_argument
     add_fields(parser, Job)
-    parser.add_argument(
+    add(
         "--extra",
         metavar="FILE",
         type=Path,
         help="JSON laid over the request: VpcConfig, Tags, ...",
     )
-    parser.add_argument(
+    add(
         "--follow",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="print the job's log",
     )
     text = "try the job on this machine: dnn=1,data=2"
-    parser.add_argument("--local", metavar="GROUPS", type=_local_groups, help=text)
+    add("--local", metavar="GROUPS", type=_local_groups, help=text)
     _add_account_options(parser, "KD_TRAIN_IMAGE", "Dockerfile.train")
     options = parser.read(argv)
     if options.local:
@@ -201,17 +202,16 @@ def _transform(argv: Sequence[str]) -> int:
         "kd-launch transform runs/vit_food/export s3://BUCKET/images --instance"
         " ml.c5.2xlarge --count 4",
     )
-    parser.add_argument(
-        "images", metavar="IMAGES", help="s3://BUCKET/PREFIX of image files"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("images", metavar="IMAGES", help="s3://BUCKET/PREFIX of image files")
+    add(
         "--to",
         metavar="S3URI",
         default="",
         help="where results go (default: OUTPUT/transform/NAME)",
     )
     text = "concurrent requests per instance (default 8)"
-    parser.add_argument("--at-once", metavar="N", type=COUNT, default=8, help=text)
+    add("--at-once", metavar="N", type=COUNT, default=8, help=text)
     options = parser.read(argv)
 
     def command() -> None:
@@ -236,18 +236,17 @@ def _transform(argv: Sequence[str]) -> int:
 def _add_account_options(
     parser: argparse.ArgumentParser, variable: str, file: str
 ) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--image",
         metavar="URI",
         help=f"image in ECR, built from {file} (default: ${variable})",
     )
-    parser.add_argument(
-        "--role", metavar="ARN", help=f"role for SageMaker (default: ${ROLE})"
-    )
+    add("--role", metavar="ARN", help=f"role for SageMaker (default: ${ROLE})")
     text = f"s3://BUCKET/PREFIX of all output (default: ${OUTPUT})"
-    parser.add_argument("--output", metavar="S3URI", help=text)
+    add("--output", metavar="S3URI", help=text)
     parser.set_defaults(variables={"image": variable, "role": ROLE, "output": OUTPUT})
-    parser.add_argument(
+    add(
         "--dry-run",
         action="store_true",
         help="check everything, print the requests, send nothing",

@@ -32,16 +32,15 @@ def init(argv: Sequence[str] | None = None) -> int:
         "kd-init photos --latency 10ms --mb 4",
         with_config=False,
     )
+    add = parser.add_argument
     text = (
         "class folders, with train, val and test or without; images alone; or images"
         " and a table of labels"
     )
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help=text)
+    add("folder", metavar="FOLDER", type=Path, help=text)
     text = "largest latency per image, such as 10ms: students are timed on this machine"
-    parser.add_argument(
-        "--latency", dest="ms", metavar="MS", type=number("ms"), help=text
-    )
-    parser.add_argument(
+    add("--latency", dest="ms", metavar="MS", type=number("ms"), help=text)
+    add(
         "--mb",
         metavar="MB",
         type=number("mb"),
@@ -51,21 +50,17 @@ def init(argv: Sequence[str] | None = None) -> int:
         "pretrained weights: a name, a file, NAME=FILE or a folder (default: the"
         " largest in the hub's cache here)"
     )
-    parser.add_argument(
-        "--teacher", dest="teacher_weights", metavar="WEIGHTS", default="", help=text
-    )
+    add("--teacher", dest="teacher_weights", metavar="WEIGHTS", default="", help=text)
     text = (
         "pretrained weights of the student, as for --teacher; MS and MB are then"
         " checked by kd-export only"
     )
-    parser.add_argument(
-        "--student", dest="student_weights", metavar="WEIGHTS", default="", help=text
-    )
+    add("--student", dest="student_weights", metavar="WEIGHTS", default="", help=text)
     text = (
         "where to write, never over an existing file (default: FOLDER's name with"
         " .yaml)"
     )
-    parser.add_argument("-o", dest="to", metavar="FILE", type=Path, help=text)
+    add("-o", dest="to", metavar="FILE", type=Path, help=text)
     options = parser.read(argv)
 
     def command() -> None:
@@ -186,26 +181,25 @@ def sweep(argv: Sequence[str] | None = None) -> int:
         "kd-sweep vit_food losses.0.temperature=1,2,4"
         " 'optimizer.lr=loguniform(1e-4,1e-2)' --trials 20",
     )
+    add = parser.add_argument
     text = (
         "number of trials, if a key has a range (uniform, loguniform, integers) or a"
         " sampler is named"
     )
-    parser.add_argument(
-        "--trials", metavar="N", type=whole_number(1, 10**6), default=0, help=text
-    )
+    add("--trials", metavar="N", type=whole_number(1, 10**6), default=0, help=text)
     text = "grid, tpe, random, gp, cmaes, nsga2, ... (default: grid; with --trials tpe)"
-    parser.add_argument("--sampler", metavar="NAME", default="", help=text)
+    add("--sampler", metavar="NAME", default="", help=text)
     text = (
         "end hopeless trials early: median, percentile(25), successive_halving,"
         " hyperband, ... (default none)"
     )
-    parser.add_argument("--pruner", metavar="NAME", default="none", help=text)
+    add("--pruner", metavar="NAME", default="none", help=text)
     text = (
         "database of the trials, such as sqlite:///sweep.db; run.folder is shared too"
         " (default: a journal there)"
     )
-    parser.add_argument("--storage", metavar="URL", default="", help=text)
-    parser.add_argument(
+    add("--storage", metavar="URL", default="", help=text)
+    add(
         "--by",
         metavar="SCORE",
         default="",
@@ -215,11 +209,9 @@ def sweep(argv: Sequence[str] | None = None) -> int:
         "search the Pareto front of scores and costs: accuracy,ms,mb (CPU time per"
         " image, size of the graph)"
     )
-    parser.add_argument("--objectives", metavar="NAMES", default="", help=text)
+    add("--objectives", metavar="NAMES", default="", help=text)
     text = "parallel trials; each gets its share of the cores (default 1)"
-    parser.add_argument(
-        "--jobs", metavar="N", type=whole_number(1, 999), default=1, help=text
-    )
+    add("--jobs", metavar="N", type=whole_number(1, 999), default=1, help=text)
     options = vars(parser.read(argv))
     settings, overrides, _ = (
         options.pop(name) for name in ("config", "overrides", "help_keys")
@@ -242,20 +234,21 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
         "kd-evaluate runs/vit_food data.workers=2",
         with_config=False,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument(
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="a run folder")
+    add(
         "overrides",
         metavar="key=value",
         nargs="*",
         help="keys of the run's configuration to change",
     )
     text = "split: val (default), or test, which no choice used"
-    parser.add_argument("--split", choices=("val", "test"), default="val", help=text)
+    add("--split", choices=("val", "test"), default="val", help=text)
     text = (
         "also list doubtful labels, and photographs in two splits that have similar"
         " outputs (RUN/audit)"
     )
-    parser.add_argument("--audit", action="store_true", help=text)
+    add("--audit", action="store_true", help=text)
     add_trust(parser)
     options = parser.read(argv)
 
@@ -287,18 +280,17 @@ def report(argv: Sequence[str] | None = None) -> int:
         "kd-report runs/vit_food runs/wttm --to compared.html",
         with_config=False,
     )
+    add = parser.add_argument
     text = "run folders; also key=value, such as price.instance=NAME"
-    parser.add_argument("runs", metavar="RUN", nargs="+", help=text)
+    add("runs", metavar="RUN", nargs="+", help=text)
     text = (
         "where to write the page (default: report.html in the first RUN), or the prices"
     )
-    parser.add_argument("--to", metavar="FILE", type=Path, help=text)
+    add("--to", metavar="FILE", type=Path, help=text)
     text = "print throughput, billable time, cost and saving only"
-    parser.add_argument("--price", action="store_true", help=text)
+    add("--price", action="store_true", help=text)
     text = "validation images that both models predict; 0: all (default 2000)"
-    parser.add_argument(
-        "--images", metavar="N", type=whole_number(0, 10**9), default=2000, help=text
-    )
+    add("--images", metavar="N", type=whole_number(0, 10**9), default=2000, help=text)
     add_trust(parser)
     options = parser.read(argv)
     overrides = [

@@ -14,7 +14,8 @@ from typing import Any
 
 from PIL import Image
 
-from kd.core.errors import RunError, in_short, needed
+from kd.cluster.requests import aws_module
+from kd.core.errors import RunError, in_short
 from kd.files.storage import atomic_folder, refuse_unlisted
 from kd.parts import registry
 
@@ -190,13 +191,7 @@ class _Log:
 
 
 def _client(service: str) -> Any:
-    boto3 = needed(
-        "boto3",
-        "kd-launch",
-        "boto3 is not installed",
-        "pip install 'PATH/kd[sagemaker]'",
-    )
-    return boto3.client(service)
+    return aws_module("boto3").client(service)
 
 
 @contextmanager

@@ -39,6 +39,11 @@ from kd.core.host import cores
 RAY_MARK = "KD_RAY"  # like `kd.cluster.hosts.MARK`, for Ray's processes only
 # else it logs pages about each lost host
 QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
+# no GPUs, since torchrun uses them
+RAY_OPTIONS = (
+    "--num-gpus 0 --min-worker-port 0 --max-worker-port 0"
+    " --include-log-monitor false --disable-usage-stats"
+)
 # seconds that a host tries to join the first trainer: a job's hosts start minutes apart
 MEET_SECONDS = 900.0
 # seconds that the first trainer waits for missing hosts; then it begins without them
@@ -72,9 +77,6 @@ class Node:
     def command(self) -> list[str]:
         ip = socket.gethostbyname(self.hosts.me)
         common = ["--node-ip-address", ip, "--num-cpus", str(num_decoders(self.hosts))]
-        common += ["--num-gpus", "0"]  # torchrun uses them
-        common += ["--min-worker-port", "0", "--max-worker-port", "0"]
-        common += ["--include-log-monitor", "false"]
         if ip.startswith("127."):
             common += ["--object-store-memory", str(256 * 2**20)]
         if self.head:
@@ -87,7 +89,7 @@ class Node:
         else:
             role = ["--address", self.address]
         ray_start = [sys.executable, "-m", "ray.scripts.scripts", "start"]
-        return [*ray_start, *role, *common, "--disable-usage-stats"]
+        return [*ray_start, *role, *common, *RAY_OPTIONS.split()]
 
     def start(self) -> bool:
         """Start Ray's processes and return whether they have joined the cluster."""
@@ -253,11 +255,12 @@ def command(hosts: Hosts, argv: Sequence[str]) -> list[str]:
     script = list(argv) if argv[:1] == ["-m"] else ["-m", "kd.cli", "train", *argv]
     if len(hosts.trainers) * count == 1:
         return [sys.executable, *script]
-    world = ["--nnodes", len(hosts.trainers)]
-    world += ["--node-rank", hosts.trainers.index(hosts.me)]
-    world += ["--nproc-per-node", count]
-    world += ["--master-addr", hosts.first, "--master-port", hosts.ports[1]]
-    return [sys.executable, "-m", "torch.distributed.run", *map(str, world), *script]
+    rank = hosts.trainers.index(hosts.me)
+    world = (
+        f"--nnodes {len(hosts.trainers)} --node-rank {rank} --nproc-per-node {count}"
+        f" --master-addr {hosts.first} --master-port {hosts.ports[1]}"
+    )
+    return [sys.executable, "-m", "torch.distributed.run", *world.split(), *script]
 
 
 def empty_config() -> Path:

@@ -323,17 +323,16 @@ def transform_requests(
     return {"CreateModel": model_request(hosting), "CreateTransformJob": job}
 
 
+def aws_module(name: str) -> Any:
+    """Import a module of the extra `sagemaker`."""
+    remedy = "pip install 'PATH/kd[sagemaker]'"
+    return needed(name, "kd-launch", "boto3 is not installed", remedy)
+
+
 def validate(operation: str, request: Mapping[str, Any]) -> None:
     """Check a request by botocore's validator and by what that does not check."""
-    session, validation = (
-        needed(
-            f"botocore.{name}",
-            "kd-launch",
-            "boto3 is not installed",
-            "pip install 'PATH/kd[sagemaker]'",
-        )
-        for name in ("session", "validate")
-    )
+    session = aws_module("botocore.session")
+    validation = aws_module("botocore.validate")
     service = session.get_session().get_service_model("sagemaker")
     shape = service.operation_model(operation).input_shape
     report = validation.ParamValidator().validate(request, shape)

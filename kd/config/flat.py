@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kd.config.interpolate import unresolved
 from kd.config.load import apply_overrides, load
 from kd.config.yaml_text import parse_value, read_yaml
 from kd.core.errors import ConfigError, ConfigErrors, KdError
@@ -29,9 +29,9 @@ def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     raw = apply_overrides(read_yaml(path), overrides, errors)
     if errors:
         raise ConfigErrors(errors)
-    plain: Any = OmegaConf.to_container(raw, resolve=False)
-    load(plain, here=False)
-    return {"run.name": _text(Path(path).stem), **dict(_leaves(plain, ""))}
+    values = unresolved(raw)
+    load(values, here=False)
+    return {"run.name": _text(Path(path).stem), **dict(_leaves(values, ""))}
 
 
 def plain(path: str | Path | dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def plain(path: str | Path | dict[str, Any]) -> dict[str, Any]:
 
     References stay.
     """
-    values: Any = OmegaConf.to_container(read_yaml(path), resolve=False)
+    values = unresolved(read_yaml(path))
     run = values.get("run") or {}
     # `load` reports what else than a section is there
     if isinstance(run, dict) and not isinstance(path, dict):

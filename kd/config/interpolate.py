@@ -30,14 +30,18 @@ def node_of(values: dict[str, Any]) -> Any:
         ) from error
 
 
+def unresolved(node: Any) -> Any:
+    """Return an OmegaConf node as plain values with their references."""
+    return OmegaConf.to_container(node, resolve=False)
+
+
 def resolve(raw: Any, errors: list[KdError], here: bool = True) -> Any:
     """Return an OmegaConf node as plain values.
 
     Texts from a resolver (`oc.env`) become `Referenced`. A dangling reference is an
     error. With `here=False` it is left unresolved: the run was made on another machine.
     """
-    texts = OmegaConf.to_container(raw, resolve=False)
-    return _Resolver(raw, errors, here).container(raw, texts, "")
+    return _Resolver(raw, errors, here).container(raw, unresolved(raw), "")
 
 
 class _Resolver:
@@ -86,8 +90,7 @@ class _Resolver:
             allowed = "A reference to the environment stands for one value"
             self.errors.append(ConfigError(config_path, wrong, allowed, "Write it"))
         elif section:
-            texts = OmegaConf.to_container(value, resolve=False)
-            return self.container(value, texts, config_path)
+            return self.container(value, unresolved(value), config_path)
         if isinstance(value, str) and "${" in reference:
             return Referenced(value, reference)
         return value
@@ -132,6 +135,5 @@ def _target(text: str, key: str, root: Any, depth: int) -> str:
     if not OmegaConf.is_config(node):
         return text
     if OmegaConf.is_interpolation(node, last):
-        unresolved: Any = OmegaConf.to_container(node, resolve=False)
-        return _expand(unresolved[last], root, depth + 1)
+        return _expand(unresolved(node)[last], root, depth + 1)
     return str(node[last])

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from kd.config.interpolate import resolve
+from kd.config.interpolate import resolve, unresolved
 from kd.config.reads import resolved_task
 from kd.config.refusals import with_new_errors
 from kd.config.renamed import renamed_key, with_new_names
@@ -121,9 +121,7 @@ def apply_overrides(
     Dotted keys at its top are expanded first; old names are replaced. Errors are added
     to `errors`. `warn`: log one line for each old name of a key.
     """
-    values: Any = with_new_names(
-        OmegaConf.to_container(raw, resolve=False), "", errors, warn
-    )
+    values: Any = with_new_names(unresolved(raw), "", errors, warn)
     dotted = {
         key: values.pop(key)
         for key in list(values)
@@ -199,8 +197,7 @@ def _update(
     try:
         new = with_new_names(value(), key, errors, warn)
         if key == "student" and isinstance(new, dict):
-            unresolved: Any = OmegaConf.to_container(raw, resolve=False)
-            old = unresolved.get(key)
+            old = unresolved(raw).get(key)
             if isinstance(old, dict) and _changes_network(old, new):
                 raw[key] = {name: old[name] for name in OF_ANY_STUDENT if name in old}
         OmegaConf.update(raw, key, new, merge=new != {})
@@ -222,7 +219,7 @@ def _update(
 
 def _list_on(raw: Any, key: str) -> str:
     """Return the path of the list that a dotted key enters or replaces, or ""."""
-    value = OmegaConf.to_container(raw, resolve=False)
+    value = unresolved(raw)
     path = ""
     for name in re.split(r"[.\[]", key):
         value = value.get(name) if isinstance(value, dict) else None

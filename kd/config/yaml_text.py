@@ -9,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kd.config.interpolate import node_of
+from kd.config.interpolate import node_of, unresolved
 from kd.config.schema import Config
 from kd.core.errors import ConfigError, did_you_mean, in_short
 from kd.core.keys import fields_of
@@ -113,5 +113,4 @@ def parse_value(override: str) -> Any:
     if len(text) == 1 and text in SEPARATORS:
         return text
     node = OmegaConf.from_dotlist([f"value={as_written(text)}"])
-    values: Any = OmegaConf.to_container(node, resolve=False)
-    return values["value"]
+    return unresolved(node)["value"]

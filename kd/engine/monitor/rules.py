@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kd.core.recommended import stored_views
 from kd.core.types import Loading
 from kd.engine.monitor.evidence import Evidence, Facts, Finding, Row
-from kd.engine.monitor.timeline import summed
+from kd.engine.monitor.timeline import share_of, summed
 
 MIN_STEPS = 20  # steady steps before rules apply: one log window by default
 DATA_WAIT = 0.10
@@ -253,10 +253,9 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
 
 def live_teacher(evidence: Evidence) -> Finding | None:
     """Find a teacher that predicts every image anew in each epoch."""
-    step = evidence.step()
     facts = evidence.facts
     views = stored_views(facts.epochs)
-    share = step.get("teacher", 0.0) / max(sum(step.values()), 1e-9)
+    share = share_of(evidence.step(), "teacher")
     saves = share * (1 - views / facts.epochs) if facts.live else 0.0
     if share < LIVE_TEACHER or saves < DATA_WAIT:
         return None
@@ -274,9 +273,7 @@ def live_teacher(evidence: Evidence) -> Finding | None:
 
 def precision(evidence: Evidence) -> Finding | None:
     """Find matrix products in float32 on a device with units for bfloat16."""
-    step = evidence.step()
-    computing = sum(step.get(name, 0.0) for name in ("teacher", "forward", "backward"))
-    share = computing / max(sum(step.values()), 1e-9)
+    share = share_of(evidence.step(), "teacher", "forward", "backward")
     saves = FLOAT32 * share
     if saves < DATA_WAIT or not evidence.facts.float32():
         return None
@@ -376,7 +373,7 @@ def time_share(evidence: Evidence) -> Finding | None:
         ("evaluation", "run.every.evaluate", evidence.facts.evaluate),
         ("checkpoint", "run.every.checkpoint", evidence.facts.checkpoint),
     ):
-        share = times.get(name, 0.0) / max(sum(times.values()), 1e-9)
+        share = share_of(times, name)
         threshold = APART_MOST[name]
         # the last one always happens
         if share < threshold or steps < 2 * every or not every:

@@ -204,7 +204,7 @@ class Timeline:
             return {}
         sums = summed(steps)
         values = {"step_ms": statistics.median(sum(step.values()) for step in steps)}
-        values["data_wait"] = sums.get("data", 0.0) / max(sum(sums.values()), 1e-9)
+        values["data_wait"] = share_of(sums, "data")
         return values | {
             f"ms_{name}": value / len(steps) for name, value in sums.items()
         }
@@ -309,6 +309,11 @@ def summed(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the sums by name."""
     names = dict.fromkeys(chain(*rows))
     return {name: sum(row.get(name, 0.0) for row in rows) for name in names}
+
+
+def share_of(times: Mapping[str, float], *names: str) -> float:
+    """Return the share of the whole time that some spans take."""
+    return sum(times.get(name, 0.0) for name in names) / max(sum(times.values()), 1e-9)
 
 
 def rounded(values: Mapping[str, float]) -> dict[str, float]:
