@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from kd.config.schema import Config
 
 Built = TypeVar("Built")
-EXIT_OK = 0
-EXIT_BUG = 1
+EXIT_OK = 0  # the command did its work
+EXIT_BUG = 1  # as Python's after an exception
 EXIT_USER = 2  # as argparse's
 EXIT_INTERRUPTED = 130  # as a shell's after Ctrl-C
 

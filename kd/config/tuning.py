@@ -15,7 +15,7 @@ from kd.core.keys import (
     keys,
 )
 
-FROM_SCRATCH = 1e-3
+FROM_SCRATCH = 1e-3  # the student's default too
 FROM_PRETRAINED = 5e-5
 """Learning rates for `teacher.fit.lr: 0`. The second is the default of transformers'
 TrainingArguments (5.23), whose examples fine-tune ViTs with AdamW; not measured here.

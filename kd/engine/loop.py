@@ -227,5 +227,5 @@ def advance(state: State, images: int, steps_in_epoch: int) -> State:
 
 
 def due(every: int, state: State) -> bool:
-    """Return whether an action of every so many steps is due; 0 means each epoch."""
+    """Return whether an action with interval `every` is due; 0 means each epoch."""
     return state.step % every == 0 if every else state.step_in_epoch == 0

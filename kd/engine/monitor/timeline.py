@@ -195,7 +195,7 @@ class Timeline:
         self._now.regions[name] = self._now.regions.get(name, 0.0) + 1000 * seconds
 
     def window(self, state: State) -> Mapping[str, float]:
-        """End a log window and return `step_ms`, `data_wait` and `ms_NAME` of it."""
+        """End a log window and return its `step_ms`, `data_wait` and `ms_NAME`."""
         self._read()
         self._window_ended = True
         self._waited = self.communication()
