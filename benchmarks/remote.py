@@ -34,7 +34,7 @@ import torch
 
 from _record import write
 from kd.cluster.decoders import Pool
-from kd.cluster.hosts import LocalJob, marked, signal_all
+from kd.cluster.hosts import LocalJob, marked_processes, signal_all
 from kd.cluster.remote import RemoteLoader
 from kd.core.types import TENSORS, Batch, Plan, Sample
 from kd.data.loader import LocalLoader, Share
@@ -74,7 +74,7 @@ def cpu(pids: set[int]) -> dict[int, float]:
 
 def of_job() -> set[int]:
     """Return all processes of this job, this one too."""
-    return {os.getpid(), *marked(os.environ["KD_RUN"], "KD_RUN")}
+    return {os.getpid(), *marked_processes(os.environ["KD_RUN"], "KD_RUN")}
 
 
 def of_ray(host: str | None = None) -> set[int]:
@@ -84,7 +84,11 @@ def of_ray(host: str | None = None) -> set[int]:
         for pid in of_job()
         if b"\0KD_RAY=" in Path(f"/proc/{pid}/environ").read_bytes()
     }
-    return found if host is None else found & set(marked(host, "SM_CURRENT_HOST"))
+    return (
+        found
+        if host is None
+        else found & set(marked_processes(host, "SM_CURRENT_HOST"))
+    )
 
 
 def plan(images: int, seed: int) -> Plan:

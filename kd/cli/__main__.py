@@ -1,5 +1,6 @@
-"""`kd NAME ...` is the command `kd-NAME ...`. Launchers of modules (torchrun, mpirun)
-use `python -m kd`.
+"""Run `kd NAME ...` as the command `kd-NAME ...`.
+
+Launchers of modules (torchrun, mpirun) use `python -m kd`.
 """
 
 import os
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 
 from kd import __version__
 from kd.cli import launch, serving, training
-from kd.cli.command import Parser, explained, guarded
+from kd.cli.command import Parser, explain_keys, run_guarded
 from kd.core.errors import ConfigError, did_you_mean
 
 COMMANDS = {
@@ -44,9 +45,11 @@ OVERVIEW = """usage: kd COMMAND ...
   parts     the losses, sifters, datasets, ... that a configuration can name
   schema    the JSON Schema of configurations, for editors
 
-Each is a command of its own too: `kd train` is `kd-train`. `kd COMMAND -h` lists its options.
+Each is a command of its own too: `kd train` is `kd-train`. `kd COMMAND -h` \
+lists its options.
 Begin: kd train vit_food     a small example, rendered on your machine
-Keys:  kd help KEY           explains a key of a configuration, or all below it: kd help teacher.fit
+Keys:  kd help KEY           explains a key of a configuration, or all below it: \
+kd help teacher.fit
 Also:  kd --version
 """
 
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif words[0] == "help" and words[1] in COMMANDS:
         return COMMANDS[words[1]](["--help"])
     else:
-        return guarded(lambda: _help(words))
+        return run_guarded(lambda: _help(words))
     return 0
 
 
@@ -82,7 +85,7 @@ def _help(words: list[str]) -> None:
             near,
         )
     for key in words[1:]:
-        print(explained(key))
+        print(explain_keys(key))
 
 
 def _complete(words: list[str]) -> int:

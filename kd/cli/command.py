@@ -1,6 +1,4 @@
-"""Shared by all commands: parser, exit codes, one line for a user's error and a
-traceback for a bug.
-"""
+"""Parse and run commands: one line for a user's error, a traceback for a bug."""
 
 from __future__ import annotations
 
@@ -36,38 +34,30 @@ if TYPE_CHECKING:
     from kd.config.schema import Config
 
 Built = TypeVar("Built")
-EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = (
-    0,
-    1,
-    2,
-    130,
-)  # 2 is argparse's, 130 a shell's after Ctrl-C
+EXIT_OK = 0  # the command did its work
+EXIT_BUG = 1  # as Python's after an exception
+EXIT_USER = 2  # as argparse's
+EXIT_INTERRUPTED = 130  # as a shell's after Ctrl-C
 
 
-def guarded(command: Callable[[], None], resumable: bool = False) -> int:
-    """Run a command and return its exit code; a `resumable` one writes a checkpoint on
-    SIGTERM and SIGINT.
-    """
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # names of any alphabet, and files': as Python's own stderr
+def run_guarded(command: Callable[[], None], resumable: bool = False) -> int:
+    """Run a command and return its exit code; a `resumable` one handles signals."""
+    # names of any alphabet, and files': as Python's own stderr
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    log, lines = logging.getLogger("kd"), _Lines()
+    log = logging.getLogger("kd")
+    lines = _Lines()
     log.addHandler(lines)
     log.setLevel(logging.INFO)
     try:
         with signals.handled() if resumable else nullcontext():
             command()
     except (KdError, Interrupted) as error:
-        rank = (
-            f"[rank {os.environ.get('RANK', '?')}] "
-            if os.environ.get("WORLD_SIZE", "1") != "1"
-            else ""
-        )
-        print(
-            "\n".join(rank + line for line in redact(str(error)).splitlines()),
-            file=sys.stderr,
-        )
+        rank = ""
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            rank = f"[rank {os.environ.get('RANK', '?')}] "
+        texts = [rank + text for text in redact(str(error)).splitlines()]
+        print("\n".join(texts), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted" + "; the same command resumes" * resumable, file=sys.stderr)
@@ -76,31 +66,27 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
         sys.stderr.close()
         return EXIT_OK
     except Exception as error:
-        if isinstance(error, FileNotFoundError) and "temporary directory" in str(
-            error
-        ):  # torch wants one
-            print(
-                f"TMPDIR: {error.strerror}. Set it to a folder that you may write.",
-                file=sys.stderr,
-            )
-            return EXIT_USER
-        print(redact(traceback.format_exc()), end="", file=sys.stderr)
-        if own_line(error):
-            print(
-                redact(
-                    f"this is an error of your own code, not of kd: {raised(error)}"
-                ),
-                file=sys.stderr,
-            )
-            return EXIT_USER
-        print(
-            "this is a bug in kd; please report it with the lines above",
-            file=sys.stderr,
-        )
-        return EXIT_BUG
+        return _report_exception(error)
     finally:
         log.removeHandler(lines)
     return EXIT_OK
+
+
+def _report_exception(error: Exception) -> int:
+    """Print whose fault an exception is, and return the exit code."""
+    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
+        # torch wants one
+        text = f"TMPDIR: {error.strerror}. Set it to a folder that you may write."
+        print(text, file=sys.stderr)
+        return EXIT_USER
+    print(redact(traceback.format_exc()), end="", file=sys.stderr)
+    if own_line(error):
+        text = f"this is an error of your own code, not of kd: {raised(error)}"
+        print(redact(text), file=sys.stderr)
+        return EXIT_USER
+    text = "this is a bug in kd; please report it with the lines above"
+    print(text, file=sys.stderr)
+    return EXIT_BUG
 
 
 class _Lines(logging.Handler):
@@ -112,19 +98,14 @@ class _Lines(logging.Handler):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, with one line for a wrong call, and argcomplete's completion
-    if the shell has it.
-    """
+    """Parse as argparse does, with one line for a wrong call, and completion."""
 
     def error(self, message: str) -> NoReturn:
-        example = (
-            f" For example: {self.epilog.splitlines()[0].partition(': ')[2]}."
-            if self.epilog
-            else ""
-        )
-        message = message.removesuffix(
-            ", key=value"
-        )  # argparse appends this to optional arguments
+        example = ""
+        if self.epilog:
+            example = f" For example: {self.epilog.splitlines()[0].partition(': ')[2]}."
+        # argparse appends this to optional arguments
+        message = message.removesuffix(", key=value")
         message += "" if message.endswith("?") else "."
         self.exit(
             EXIT_USER, f"{self.prog}: {message}{example} Options: {self.prog} --help.\n"
@@ -142,61 +123,53 @@ class Parser(argparse.ArgumentParser):
 class ExplainKeys(argparse.Action):
     """Explain every key (with CONFIG, only of the kinds that it uses) and exit."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
-        words = (
-            word
-            for word in cast("Parser", parser).words
-            if word[:1] != "-" and "=" not in word
-        )
-        parser.exit(guarded(lambda: print(explained(path=next(words, "")), flush=True)))
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        words = cast("Parser", parser).words
+        paths = [word for word in words if word[:1] != "-" and "=" not in word]
+        path = paths[0] if paths else ""
+        parser.exit(run_guarded(lambda: print(explain_keys(path=path), flush=True)))
 
 
-def taken(cls: type[Built], given: argparse.Namespace, **others: object) -> Built:
-    """Build a dataclass from the parsed options of the same names and from further
-    values.
-    """
+def from_options(
+    cls: type[Built], options: argparse.Namespace, **values: object
+) -> Built:
+    """Build a dataclass from the options of the same names and from further values."""
     named = {
-        field.name: getattr(given, field.name)
+        field.name: getattr(options, field.name)
         for field in fields(cls)  # type: ignore[arg-type]
-        if hasattr(given, field.name)
+        if hasattr(options, field.name)
     }
-    return cls(**{**named, **others})
+    return cls(**{**named, **values})
 
 
 def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add an option for each field that `kd.core.options.option` declares; its string
-    and default are the help.
-    """
+    """Add an option for each field that `kd.core.options.option` declares."""
+    # a field's string and its default are the help
     docs = field_docs(cls)
-    for one in fields(cls):
-        if "option" not in one.metadata:
+    for field in fields(cls):
+        if "option" not in field.metadata:
             continue
-        metavar, parse, flag = (
-            one.metadata["option"][key] for key in ("metavar", "parse", "flag")
-        )
-        name, default = flag or f"--{one.name.replace('_', '-')}", one.default
-        text = docs[one.name].removesuffix(".").replace("%", "%%")
-        text = text[:1].lower() + text[1:] if text[1:2].islower() else text
-        more: dict[str, Any] = {"dest": one.name, "default": default}
+        option = field.metadata["option"]
+        default = field.default
+        text = docs[field.name].removesuffix(".").replace("%", "%%")
+        if text[1:2].islower():
+            text = text[:1].lower() + text[1:]
+        name = option["flag"] or f"--{field.name.replace('_', '-')}"
+        arguments: dict[str, Any] = {"dest": field.name, "default": default}
         if default is MISSING:
-            parser.add_argument(
-                one.name,
-                metavar=metavar,
-                type=_type(parse) if parse else str,
-                help=text,
-            )
-            continue
+            name = field.name
+            arguments = {}
         if isinstance(default, bool):
-            more["action"] = argparse.BooleanOptionalAction if default else "store_true"
+            action = argparse.BooleanOptionalAction if default else "store_true"
+            arguments["action"] = action
             text += " (default: yes)" * default
         else:
-            more |= {"metavar": metavar, "type": _type(parse) if parse else str}
-            text += (
-                f" (default {default})"
-                if default not in (None, "") and "(default" not in text
-                else ""
-            )
-        parser.add_argument(name, help=text, **more)
+            parse = option["parse"]
+            arguments["metavar"] = option["metavar"]
+            arguments["type"] = _type(parse) if parse else str
+            if default not in (None, "", MISSING) and "(default" not in text:
+                text += f" (default {default})"
+        parser.add_argument(name, help=text, **arguments)
 
 
 def _type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -217,23 +190,17 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 
 def number(unit: str) -> Callable[[str], float]:
-    """Return the type of an option that is a number above 0, with or without
-    its unit.
-    """
+    """Return the type of an option, a number above 0 with or without its unit."""
     return _type(lambda text: options.positive(text.lower().removesuffix(unit)))
 
 
-def explained(prefix: str = "", path: str = "") -> str:
-    """Describe the keys below a dotted prefix, or all keys that end with a word,
-    grouped by kind.
+def explain_keys(prefix: str = "", path: str = "") -> str:
+    """Describe the keys below a dotted prefix, or all that end with a word, by kind.
 
     `path`: a configuration; only keys of the kinds that it uses are explained.
     """
-    from kd.config.explain import (
-        explain,
-        explain_part,
-        kinds_of,
-    )  # kd-serve does not need its imports
+    # kd-serve does not need these imports
+    from kd.config.explain import explain, explain_part, kinds_of
     from kd.config.load import read
 
     rows = explain(re.sub(r"\.[0-9]+(?=[.[]|$)|\[[0-9]+\]", "[]", prefix))
@@ -242,20 +209,14 @@ def explained(prefix: str = "", path: str = "") -> str:
         f"kind: {prefix} in {section}: {summary}"
         for section, summary in explain_part(prefix)
     ]
-    rows += (
-        [row for row in explain() if row[3].startswith(f"[kind: {prefix}] ")]
-        if about
-        else []
-    )
+    if about:
+        rows += [row for row in explain() if row[3].startswith(f"[kind: {prefix}] ")]
     if not (rows or about):
-        near = (
-            did_you_mean(prefix, [row[0] for row in explain()])
-            or "See `kd-train --help-keys`"
-        )
-        raise ConfigError(prefix, "no such key", "", near)
-    groups: dict[
-        str, dict[str, list[str]]
-    ] = {}  # by section and kind, in the order of the sections
+        near = did_you_mean(prefix, [row[0] for row in explain()])
+        remedy = near or "See `kd-train --help-keys`"
+        raise ConfigError(prefix, "no such key", "", remedy)
+    # by section and kind, in the order of the sections
+    groups: dict[str, dict[str, list[str]]] = {}
     for key, allowed, default, meaning in rows:
         default = "" if default == "required" else f", default {default}"
         match = re.fullmatch(r"(?s)(?:\[kind: (\w+)\] )?(.*)", meaning)
@@ -264,47 +225,37 @@ def explained(prefix: str = "", path: str = "") -> str:
         text = textwrap.fill(
             meaning, 110, initial_indent="      ", subsequent_indent="      "
         )
-        lines = groups.setdefault(key.split(".")[0], {}).setdefault(
-            kind, [f"kind: {kind}"] if kind else []
-        )
+        by_kind = groups.setdefault(key.split(".")[0], {})
+        lines = by_kind.setdefault(kind, [f"kind: {kind}"] if kind else [])
         lines += [f"  {key}  ({allowed.removeprefix('Allowed: ')}{default})", text]
-    used = kinds_of(read(path)) if path else {}
-    for section, kinds in used.items():
-        groups[section] = {
-            kind: lines
-            for kind, lines in groups.get(section, {}).items()
-            if kind in {"", *kinds}
-        }
-    return "\n".join(
-        [
-            *about,
-            *(
-                line
-                for kinds in groups.values()
-                for kind in sorted(kinds)
-                for line in kinds[kind]
-            ),
-        ]
-    )
+    if path:
+        for section, kinds in kinds_of(read(path)).items():
+            by_kind = groups.get(section, {})
+            groups[section] = {
+                kind: by_kind[kind] for kind in by_kind if kind in {"", *kinds}
+            }
+    texts = [*about]
+    for by_kind in groups.values():
+        for kind in sorted(by_kind):
+            texts += by_kind[kind]
+    return "\n".join(texts)
 
 
 def new_parser(
     command: str, summary: str, example: str, with_config: bool = True
 ) -> Parser:
-    """Build the parser of a command. `with_config` adds CONFIG, `key=value` and
-    `--help-keys`.
-    """
-    keys = (
-        "\nkeys:    kd help KEY explains one, or all below it: kd help teacher.fit"
-        if with_config
-        else ""
-    )
-    shape = argparse.RawDescriptionHelpFormatter
+    """Build the parser of a command."""
+    # `with_config` adds CONFIG, `key=value` and `--help-keys`
+    epilog = f"example: {example}"
+    if with_config:
+        epilog += (
+            "\nkeys:    kd help KEY explains one, or all below it: kd help teacher.fit"
+        )
     parser = Parser(
         prog=command,
         description=summary,
-        epilog=f"example: {example}{keys}",
-        formatter_class=shape,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if with_config:
         parser.add_argument(
@@ -334,9 +285,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def load_config(options: argparse.Namespace) -> Config:
-    """Load the configuration of a command whose parser has CONFIG and `key=value`, and
-    import torch.
-    """
+    """Load the configuration of a command with CONFIG, and import torch and timm."""
     import_quickly("torch")
     from kd import config
 
@@ -346,8 +295,7 @@ def load_config(options: argparse.Namespace) -> Config:
 
 
 def import_quickly(package: str) -> None:
-    """Import a large package (once) with the garbage collector off, and exempt its
-    objects from collection.
+    """Import a large package without garbage collection, now and later.
 
     torch creates half a million objects and no garbage. Python's collector would scan
     them repeatedly, and again at exit: 1 of 4.4 CPU seconds. Triton's objects (timm

@@ -1,5 +1,7 @@
-"""`kd-launch CONFIG --instance TYPE`, `kd-launch deploy EXPORT`, `kd-launch transform
-EXPORT IMAGES`: SageMaker.
+"""Run kd-launch: training jobs, endpoints and batch transforms on SageMaker.
+
+`kd-launch CONFIG --instance TYPE`, `kd-launch deploy EXPORT`, `kd-launch transform
+EXPORT IMAGES`.
 """
 
 import argparse
@@ -12,7 +14,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kd.cli.command import Parser, add_fields, guarded, new_parser, taken, whole_number
+from kd.cli.command import (
+    Parser,
+    add_fields,
+    from_options,
+    new_parser,
+    run_guarded,
+    whole_number,
+)
 from kd.cluster.requests import IMAGE_RUNTIMES, Hosting, Job
 from kd.core.errors import ConfigError, ConfigErrors
 from kd.files.json_file import read_json
@@ -20,7 +29,8 @@ from kd.files.json_file import read_json
 if TYPE_CHECKING:
     from kd.deploy.serve.model import Description
 
-ROLE, OUTPUT = "KD_ROLE", "KD_OUTPUT"
+ROLE = "KD_ROLE"  # an environment variable
+OUTPUT = "KD_OUTPUT"  # an environment variable
 COUNT = whole_number(1, 999_999)
 HERE = {"config", "overrides", "local", "backend", "dry_run"}  # options of --local
 MOST_HOURS = 28 * 24  # hours of SageMaker's longest job
@@ -45,34 +55,34 @@ def _train(argv: Sequence[str]) -> int:
         "kd-launch food.yaml data.root=s3://BUCKET/food --instance ml.p4d.24xlarge"
         " --count 4 --spot --dry-run",
     )
+    add = parser.add_argument
     add_fields(parser, Job)
-    parser.add_argument(
+    add(
         "--extra",
         metavar="FILE",
         type=Path,
         help="JSON laid over the request: VpcConfig, Tags, ...",
     )
-    parser.add_argument(
+    add(
         "--follow",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="print the job's log",
     )
     text = "try the job on this machine: dnn=1,data=2"
-    parser.add_argument("--local", metavar="GROUPS", type=_local_groups, help=text)
+    add("--local", metavar="GROUPS", type=_local_groups, help=text)
     _add_account_options(parser, "KD_TRAIN_IMAGE", "Dockerfile.train")
     options = parser.read(argv)
     if options.local:
-        if given := [
-            name
-            for name in vars(options).keys() - HERE
+        refused = [
+            f"--{'no-' * (name == 'follow')}{name.replace('_', '-')}"
+            for name in sorted(vars(options).keys() - HERE)
             if getattr(options, name) != parser.get_default(name)
-        ]:
-            names = (
-                f"--{'no-' * (name == 'follow')}{name.replace('_', '-')}"
-                for name in sorted(given)
+        ]
+        if refused:
+            parser.error(
+                f"{', '.join(refused)}: for jobs on SageMaker, not for --local"
             )
-            parser.error(f"{', '.join(names)}: for jobs on SageMaker, not for --local")
         return _train_here(options)
 
     def command() -> None:
@@ -83,64 +93,56 @@ def _train(argv: Sequence[str]) -> int:
 
         keys = flat(options.config, options.overrides)
         _complete(options)
-        job = taken(
+        settings = config.load(
+            {}, [f"{key}={text}" for key, text in keys.items()], here=False
+        )
+        extra = {}
+        if options.extra:
+            remedy = "Give a JSON object"
+            extra = read_json(
+                options.extra, "--extra", remedy, kind=ConfigError, required=True
+            )
+        job = from_options(
             Job,
             options,
             name=_unique_name(keys["run.name"]),
             keys=keys,
-            files=list(
-                file_keys(
-                    config.load(
-                        {}, [f"{key}={text}" for key, text in keys.items()], here=False
-                    )
-                )
-            ),
-            extra=(
-                read_json(
-                    options.extra,
-                    "--extra",
-                    "Give a JSON object",
-                    kind=ConfigError,
-                    required=True,
-                )
-                if options.extra
-                else {}
-            ),
+            files=list(file_keys(settings)),
+            extra=extra,
         )
-        planned, request = _plan(job), training_request(job)
-        config.load(
-            {}, overrides(request["HyperParameters"]), here=False
-        )  # with the changes by options
+        plan = _core_plan(job)
+        request = training_request(job)
+        # with the changes by options
+        config.load({}, overrides(request["HyperParameters"]), here=False)
         send = _validate({"CreateTrainingJob": request}, options.dry_run)
-        for line in planned:
+        for line in plan:
             print(line, file=sys.stderr)  # the requests of a dry run are JSON
         if send:
             from kd.cluster import aws
 
             aws.train(request, options.follow)
 
-    return guarded(command)
+    return run_guarded(command)
 
 
-def _plan(job: Job) -> list[str]:
-    """Return lines: whether the cores of a job can feed its accelerators; none without
-    the time of a view.
-    """
+def _core_plan(job: Job) -> list[str]:
+    """Return lines on whether the cores of a job can feed its accelerators."""
     from kd.config import instances
 
     if job.images_per_second and not job.view_ms:
+        wrong = "is not given, but --images-per-second is"
         remedy = "Take loading of kd-train CONFIG --check"
-        raise ConfigError(
-            "--view-ms",
-            "is not given, but --images-per-second is",
-            "Milliseconds per view",
-            remedy,
-        )
-    usd, rate = float(job.keys.get("price.per_hour", 0.0)), job.images_per_second
-    return (
-        instances.plan(job.instance, job.count, job.view_ms, rate, job.data_group, usd)
-        if job.view_ms
-        else []
+        raise ConfigError("--view-ms", wrong, "Milliseconds per view", remedy)
+    usd = float(job.keys.get("price.per_hour", 0.0))
+    if not job.view_ms:
+        return []
+    return instances.core_plan(
+        job.instance,
+        job.count,
+        job.view_ms,
+        job.images_per_second,
+        job.data_group,
+        usd,
     )
 
 
@@ -167,7 +169,7 @@ def _train_here(options: argparse.Namespace) -> int:
         else:
             code = run_job(options.local, argv)
 
-    return guarded(command) or code
+    return run_guarded(command) or code
 
 
 def _deploy(argv: Sequence[str]) -> int:
@@ -189,7 +191,7 @@ def _deploy(argv: Sequence[str]) -> int:
 
             print(aws.deploy(requests, model.folder, model.labels))
 
-    return guarded(command)
+    return run_guarded(command)
 
 
 def _transform(argv: Sequence[str]) -> int:
@@ -200,17 +202,16 @@ def _transform(argv: Sequence[str]) -> int:
         "kd-launch transform runs/vit_food/export s3://BUCKET/images --instance"
         " ml.c5.2xlarge --count 4",
     )
-    parser.add_argument(
-        "images", metavar="IMAGES", help="s3://BUCKET/PREFIX of image files"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("images", metavar="IMAGES", help="s3://BUCKET/PREFIX of image files")
+    add(
         "--to",
         metavar="S3URI",
         default="",
         help="where results go (default: OUTPUT/transform/NAME)",
     )
     text = "concurrent requests per instance (default 8)"
-    parser.add_argument("--at-once", metavar="N", type=COUNT, default=8, help=text)
+    add("--at-once", metavar="N", type=COUNT, default=8, help=text)
     options = parser.read(argv)
 
     def command() -> None:
@@ -225,7 +226,7 @@ def _transform(argv: Sequence[str]) -> int:
             aws.transform(requests, model.folder)
             print(f"results: {output}")
 
-    return guarded(command)
+    return run_guarded(command)
 
 
 # --------------------------------------------------------------------------------
@@ -235,18 +236,17 @@ def _transform(argv: Sequence[str]) -> int:
 def _add_account_options(
     parser: argparse.ArgumentParser, variable: str, file: str
 ) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--image",
         metavar="URI",
         help=f"image in ECR, built from {file} (default: ${variable})",
     )
-    parser.add_argument(
-        "--role", metavar="ARN", help=f"role for SageMaker (default: ${ROLE})"
-    )
+    add("--role", metavar="ARN", help=f"role for SageMaker (default: ${ROLE})")
     text = f"s3://BUCKET/PREFIX of all output (default: ${OUTPUT})"
-    parser.add_argument("--output", metavar="S3URI", help=text)
+    add("--output", metavar="S3URI", help=text)
     parser.set_defaults(variables={"image": variable, "role": ROLE, "output": OUTPUT})
-    parser.add_argument(
+    add(
         "--dry-run",
         action="store_true",
         help="check everything, print the requests, send nothing",
@@ -269,36 +269,23 @@ def _hosting_parser(command: str, summary: str, example: str) -> Parser:
 
 
 def _complete(options: argparse.Namespace) -> None:
-    """Take image, role and output from the environment if they are not given as
-    options.
-    """
+    """Take image, role and output from the environment where no option gives them."""
     errors = []
     for name, variable in options.variables.items():
         setattr(options, name, getattr(options, name) or os.environ.get(variable, ""))
         if not getattr(options, name):
-            errors.append(
-                ConfigError(
-                    f"--{name}", "is not given", "", f"Give it, or set {variable}"
-                )
-            )
+            remedy = f"Give it, or set {variable}"
+            errors.append(ConfigError(f"--{name}", "is not given", "", remedy))
     if options.output and not re.match(r"s3://[^/]+", options.output):
-        errors.append(
-            ConfigError("--output", f"is '{options.output}'", "s3://BUCKET/PREFIX")
-        )
+        wrong = f"is '{options.output}'"
+        errors.append(ConfigError("--output", wrong, "s3://BUCKET/PREFIX"))
     if not 0 < getattr(options, "hours", 1.0) <= MOST_HOURS:  # false for NaN
-        errors.append(
-            ConfigError(
-                "--hours", f"is {options.hours:g}", f"Above 0, at most {MOST_HOURS}"
-            )
-        )
+        wrong = f"is {options.hours:g}"
+        errors.append(ConfigError("--hours", wrong, f"Above 0, at most {MOST_HOURS}"))
     if not options.instance:
+        remedy = "Give it: ml.g5.xlarge"
         errors.append(
-            ConfigError(
-                "--instance",
-                "is not given",
-                "An instance type",
-                "Give it: ml.g5.xlarge",
-            )
+            ConfigError("--instance", "is not given", "An instance type", remedy)
         )
     if errors:
         raise ConfigErrors(errors)
@@ -306,9 +293,7 @@ def _complete(options: argparse.Namespace) -> None:
 
 
 def _hosting(options: argparse.Namespace) -> tuple[Hosting, "Description"]:
-    """Describe an export, whose graph the image must be able to run, and where it is
-    hosted.
-    """
+    """Describe an export, whose graph the image must run, and where it is hosted."""
     from kd.deploy.serve.model import describe
     from kd.parts import registry
 
@@ -324,21 +309,12 @@ def _hosting(options: argparse.Namespace) -> tuple[Hosting, "Description"]:
         )
     _complete(options)
     name = options.name or _unique_name(model.name)
-    return (
-        taken(
-            Hosting,
-            options,
-            name=name,
-            model=f"{options.output}/models/{name}/model.tar.gz",
-        ),
-        model,
-    )
+    archive = f"{options.output}/models/{name}/model.tar.gz"
+    return from_options(Hosting, options, name=name, model=archive), model
 
 
 def _validate(requests: Mapping[str, Mapping[str, Any]], dry_run: bool) -> bool:
-    """Check requests and return whether to send them; those of a dry run are printed
-    instead.
-    """
+    """Check requests and return whether to send them; a dry run prints them instead."""
     from kd.cluster.requests import validate
 
     for operation, request in requests.items():
@@ -350,17 +326,16 @@ def _validate(requests: Mapping[str, Mapping[str, Any]], dry_run: bool) -> bool:
 
 def _unique_name(name: str) -> str:
     """Return a name that SageMaker accepts and that no other job has."""
-    return f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    letters = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40]
+    return f"{letters}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _local_groups(text: str) -> dict[str, int]:
-    found = re.findall(r"([A-Za-z][A-Za-z0-9_-]*)=([1-9][0-9]?)(?:,|$)", text)
-    groups = {name: int(count) for name, count in found}
-    whole = (
-        ",".join(f"{name}={count}" for name, count in groups.items()) == text
-        and sum(groups.values()) <= 250
-    )
-    if not whole or all(name.startswith("data") for name in groups):
+    pairs = re.findall(r"([A-Za-z][A-Za-z0-9_-]*)=([1-9][0-9]?)(?:,|$)", text)
+    groups = {name: int(count) for name, count in pairs}
+    complete = ",".join(f"{name}={count}" for name, count in groups.items()) == text
+    fits = complete and sum(groups.values()) <= 250
+    if not fits or all(name.startswith("data") for name in groups):
         allowed = (
             "a list of groups such as dnn=1,data=2, one that trains, of at most 250"
             " hosts"

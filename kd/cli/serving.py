@@ -1,5 +1,6 @@
-"""`kd-export`, `kd-serve`, `kd-predict` and `kd-verify`. kd-serve and kd-predict start
-without torch.
+"""Run kd-export, kd-serve, kd-predict and kd-verify.
+
+kd-serve and kd-predict start without torch.
 """
 
 import json
@@ -10,34 +11,38 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from kd.cli.command import Parser, add_fields, add_trust, guarded, new_parser, taken
+from kd.cli.command import (
+    Parser,
+    add_fields,
+    add_trust,
+    from_options,
+    new_parser,
+    run_guarded,
+)
 from kd.core.errors import Interrupted
 from kd.core.text import VARIANTS_NOTE, table, variant_rows
 from kd.deploy.export.flags import ExportOptions, accepted_line
 
-SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
-"""SageMaker starts a container as `docker run IMAGE serve`, with the export in this
-folder.
-"""
+# SageMaker starts a container as `docker run IMAGE serve`, with the export in a folder
+SAGEMAKER_WORD = "serve"
+SAGEMAKER_MODEL = "/opt/ml/model"
 # seconds that a container drains; SageMaker and Kubernetes check its health every few
 # seconds
 DRAIN = 5
 
 
 def export(argv: Sequence[str] | None = None) -> int:
-    """`kd-export RUN [--to FOLDER]`: write the best student as a folder that timm loads
-    and `kd-serve` serves.
-    """
+    """Write a run's best student as a folder: `kd-export RUN [--to FOLDER]`."""
     options = _export_parser().read(argv)
 
     def command() -> None:
         from kd.deploy.export.export import export
 
-        wanted = taken(ExportOptions, options)
+        settings = from_options(ExportOptions, options)
         exported = export(
             options.run,
             options.to,
-            wanted,
+            settings,
             options.overrides,
             options.trust,
             options.teacher,
@@ -55,13 +60,11 @@ def export(argv: Sequence[str] | None = None) -> int:
 
             print(f"wrote {write_archive(exported.folder)}")
         print(f"load it:  {exported.load}")
-        if wanted.onnx:
-            print(
-                f"serve it: kd-serve {exported.folder}"
-                + (f" --second {options.second}" if cascade else "")
-            )
+        if settings.onnx:
+            second = f" --second {options.second}" if cascade else ""
+            print(f"serve it: kd-serve {exported.folder}{second}")
 
-    return guarded(command)
+    return run_guarded(command)
 
 
 def _export_parser() -> Parser:
@@ -100,7 +103,7 @@ def _export_parser() -> Parser:
 
 
 def serve(argv: Sequence[str] | None = None) -> int:
-    """`kd-serve FOLDER`: serve an export over HTTP on a CPU, without torch."""
+    """Serve an export over HTTP on a CPU, without torch: `kd-serve FOLDER`."""
     # Pillow reads this at import and keeps this many blocks of pixels for later images.
     # Freeing and reallocating them causes page faults (600 x 450 JPEG: decode 2.5
     # instead of 3.7 ms, three runs, busy machine).
@@ -121,8 +124,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
         host="",
         port=os.environ.get("SAGEMAKER_BIND_TO_PORT", "8080"),
         drain_seconds=None,
+        max_body=None,
     )
-    parser.set_defaults(max_body=None)
     options = parser.read(argv)
 
     def command() -> None:
@@ -133,23 +136,21 @@ def serve(argv: Sequence[str] | None = None) -> int:
             options.max_body = SAGEMAKER_BODY if hosted else BODY
         folder = Path(SAGEMAKER_MODEL if hosted else options.folder)
         host = options.host or ("0.0.0.0" if hosted else "127.0.0.1")
-        limits = taken(Limits, options)
-        serve(
-            taken(
-                ServeOptions,
-                options,
-                folder=folder,
-                host=host,
-                ui=options.ui and not hosted,
-                limits=limits,
-            )
+        settings = from_options(
+            ServeOptions,
+            options,
+            folder=folder,
+            host=host,
+            ui=options.ui and not hosted,
+            limits=from_options(Limits, options),
         )
+        serve(settings)
 
-    return guarded(command)
+    return run_guarded(command)
 
 
 def predict(argv: Sequence[str] | None = None) -> int:
-    """`kd-predict EXPORT IMAGES`: classify many images on a CPU, without torch."""
+    """Classify many images on a CPU, without torch: `kd-predict EXPORT IMAGES`."""
     from kd.deploy.predict.predict import PredictOptions, predict
 
     parser = new_parser(
@@ -163,20 +164,14 @@ def predict(argv: Sequence[str] | None = None) -> int:
     options = parser.read(argv)
 
     def command() -> None:
-        result = predict(taken(PredictOptions, options))
-        earlier = (
-            f", {result.resumed} of them by an earlier start" if result.resumed else ""
-        )
+        result = predict(from_options(PredictOptions, options))
         speed = (result.images - result.resumed) / max(result.seconds, 1e-9)
-        passed = (
-            f", {result.passed_on} of them by the second model"
-            if options.second
-            else ""
-        )
-        print(
-            f"{result.images} images{earlier}{passed}, {speed:.1f} images/s:"
-            f" {options.to}"
-        )
+        text = f"{result.images} images"
+        if result.resumed:
+            text += f", {result.resumed} of them by an earlier start"
+        if options.second:
+            text += f", {result.passed_on} of them by the second model"
+        print(f"{text}, {speed:.1f} images/s: {options.to}")
         print(*result.notes, sep="\n", end="\n" if result.notes else "")
         if result.num_unreadable:
             print(
@@ -184,25 +179,21 @@ def predict(argv: Sequence[str] | None = None) -> int:
                 " error:",
                 file=sys.stderr,
             )
-            print(
-                *(f"  {line}" for line in result.unreadable), sep="\n", file=sys.stderr
-            )
+            lines = [f"  {line}" for line in result.unreadable]
+            print(*lines, sep="\n", file=sys.stderr)
 
-    code = guarded(command, resumable=True)
-    if (
-        code == Interrupted.exit_code and threading.active_count() > 1
-    ):  # a thread still waits for a hanging storage
+    code = run_guarded(command, resumable=True)
+    # a thread still waits for a hanging storage
+    if code == Interrupted.exit_code and threading.active_count() > 1:
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
 def verify(argv: Sequence[str] | None = None) -> int:
-    """`kd-verify EXPORT --data IMAGES`: recompute an export's claims. Exit code 1: a
-    claim is wrong; 3: no export.
-    """
-    from kd.deploy.verify.verify import VerifyOptions
-    from kd.deploy.verify.verify import verify as verified
+    """Recompute an export's claims: `kd-verify EXPORT --data IMAGES`."""
+    # exit code 1: a claim is wrong; 3: no export
+    from kd.deploy.verify.verify import VerifyOptions, verify
 
     parser = new_parser(
         "kd-verify",
@@ -216,16 +207,17 @@ def verify(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         with redirect_stdout(sys.stderr):  # the log
-            found = verified(taken(VerifyOptions, options))
-        rows = [row._asdict() for row in found.rows]
-        stated = {key: found.manifest.get(key) for key in ("chain", "licences")} | {
-            "verdict": found.line
-        }
-        print(
-            json.dumps({**stated, "rows": rows}, indent=1)
-            if options.json
-            else "\n".join(found.lines)
-        )
-        found.require(options.strict)
+            result = verify(from_options(VerifyOptions, options))
+        if options.json:
+            content = {
+                "chain": result.manifest.get("chain"),
+                "licences": result.manifest.get("licences"),
+                "verdict": result.line,
+                "rows": [row._asdict() for row in result.rows],
+            }
+            print(json.dumps(content, indent=1))
+        else:
+            print("\n".join(result.lines))
+        result.require(options.strict)
 
-    return guarded(command)
+    return run_guarded(command)

@@ -1,5 +1,7 @@
-"""`kd-init`, `kd-train`, `kd-teach`, `kd-cache`, `kd-sweep`, `kd-evaluate`,
-`kd-report`, `kd-parts` and `kd-schema`.
+"""Run the commands around training.
+
+They are kd-init, kd-train, kd-teach, kd-cache, kd-sweep, kd-evaluate, kd-report,
+kd-parts and kd-schema.
 """
 
 import json
@@ -9,12 +11,12 @@ from pathlib import Path
 
 from kd.cli.command import (
     add_trust,
-    explained,
-    guarded,
+    explain_keys,
     import_quickly,
     load_config,
     new_parser,
     number,
+    run_guarded,
     whole_number,
 )
 from kd.core.host import command_seconds
@@ -22,9 +24,7 @@ from kd.core.references import redact
 
 
 def init(argv: Sequence[str] | None = None) -> int:
-    """`kd-init FOLDER [--latency MS] [--mb MB] [--teacher WEIGHTS] [--student WEIGHTS]
-    [-o FILE]`: write a run.
-    """
+    """Write the configuration of a run: `kd-init FOLDER [--latency MS] [--mb MB]`."""
     parser = new_parser(
         "kd-init",
         "Inspect a folder of images and this machine, and write a commented"
@@ -32,16 +32,15 @@ def init(argv: Sequence[str] | None = None) -> int:
         "kd-init photos --latency 10ms --mb 4",
         with_config=False,
     )
+    add = parser.add_argument
     text = (
         "class folders, with train, val and test or without; images alone; or images"
         " and a table of labels"
     )
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help=text)
+    add("folder", metavar="FOLDER", type=Path, help=text)
     text = "largest latency per image, such as 10ms: students are timed on this machine"
-    parser.add_argument(
-        "--latency", dest="ms", metavar="MS", type=number("ms"), help=text
-    )
-    parser.add_argument(
+    add("--latency", dest="ms", metavar="MS", type=number("ms"), help=text)
+    add(
         "--mb",
         metavar="MB",
         type=number("mb"),
@@ -51,21 +50,17 @@ def init(argv: Sequence[str] | None = None) -> int:
         "pretrained weights: a name, a file, NAME=FILE or a folder (default: the"
         " largest in the hub's cache here)"
     )
-    parser.add_argument(
-        "--teacher", dest="teacher_weights", metavar="WEIGHTS", default="", help=text
-    )
+    add("--teacher", dest="teacher_weights", metavar="WEIGHTS", default="", help=text)
     text = (
         "pretrained weights of the student, as for --teacher; MS and MB are then"
         " checked by kd-export only"
     )
-    parser.add_argument(
-        "--student", dest="student_weights", metavar="WEIGHTS", default="", help=text
-    )
+    add("--student", dest="student_weights", metavar="WEIGHTS", default="", help=text)
     text = (
         "where to write, never over an existing file (default: FOLDER's name with"
         " .yaml)"
     )
-    parser.add_argument("-o", dest="to", metavar="FILE", type=Path, help=text)
+    add("-o", dest="to", metavar="FILE", type=Path, help=text)
     options = parser.read(argv)
 
     def command() -> None:
@@ -75,13 +70,11 @@ def init(argv: Sequence[str] | None = None) -> int:
         file, following = init(**vars(options))
         print(f"wrote {file}. Read it, then:", *following, sep="\n  ")
 
-    return guarded(command)
+    return run_guarded(command)
 
 
 def train(argv: Sequence[str] | None = None) -> int:
-    """`kd-train CONFIG [key=value ...] [--check[=all]]`: distill a teacher into a
-    student.
-    """
+    """Distill a teacher into a student: `kd-train CONFIG [key=value ...]`."""
     parser = new_parser(
         "kd-train",
         "Distill a frozen teacher into a small student. The same command resumes a run"
@@ -90,18 +83,18 @@ def train(argv: Sequence[str] | None = None) -> int:
     )
     text = (
         "train nothing: validate the configuration, look for damaged and repeated"
-        " images (a 5 s sample; =all: "
+        " images (a 5 s sample; =all: every image), time a few steps, and estimate"
+        " time, memory and cost"
     )
-    text += "every image), time a few steps, and estimate time, memory and cost"
     parser.add_argument(
         "--check", nargs="?", choices=("some", "all"), metavar="all", help=text
     )
     text = "do not score the test split; use it while comparing runs"
     parser.add_argument("--no-test", action="store_true", help=text)
     words = sys.argv[1:] if argv is None else argv
-    options = parser.read(
-        ["--check=some" if word == "--check" else word for word in words]
-    )  # CONFIG may follow
+    # CONFIG may follow `--check`
+    words = ["--check=some" if word == "--check" else word for word in words]
+    options = parser.read(words)
 
     def command() -> None:
         settings = load_config(options)
@@ -109,24 +102,22 @@ def train(argv: Sequence[str] | None = None) -> int:
             from kd.jobs.forecast import forecast
             from kd.setup.recipe import resolve
 
-            text = forecast(
-                resolve(settings), options.config, everything=options.check == "all"
-            )
+            everything = options.check == "all"
+            text = forecast(resolve(settings), options.config, everything=everything)
             print(redact(str(text)))
             return
         from kd.jobs.train import train
 
-        text = train(
-            settings, command_seconds(), "val" if options.no_test else "test"
-        ).report
+        split = "val" if options.no_test else "test"
+        text = train(settings, command_seconds(), split).report
         if text:
             print("\n" + text)
 
-    return guarded(command, resumable=True)
+    return run_guarded(command, resumable=True)
 
 
 def teach(argv: Sequence[str] | None = None) -> int:
-    """`kd-teach CONFIG [key=value ...]`: fit the teacher of a configuration."""
+    """Fit the teacher of a configuration: `kd-teach CONFIG [key=value ...]`."""
     parser = new_parser(
         "kd-teach",
         "Fit the teacher (or teachers) of CONFIG on the labels, keep the best epoch,"
@@ -143,13 +134,11 @@ def teach(argv: Sequence[str] | None = None) -> int:
         for folder in teach(settings, command_seconds()):
             print(folder)
 
-    return guarded(command, resumable=True)
+    return run_guarded(command, resumable=True)
 
 
 def cache(argv: Sequence[str] | None = None) -> int:
-    """`kd-cache CONFIG [key=value ...] [--export FILE]`: compute the teacher's logits
-    before training.
-    """
+    """Compute the teacher's logits before training: `kd-cache CONFIG`."""
     parser = new_parser(
         "kd-cache",
         "Fill the teacher's cache of CONFIG ahead of training, on any number of ranks."
@@ -176,13 +165,11 @@ def cache(argv: Sequence[str] | None = None) -> int:
         if options.export:
             print(f"cache: wrote '{options.export}'")
 
-    return guarded(command, resumable=True)
+    return run_guarded(command, resumable=True)
 
 
 def sweep(argv: Sequence[str] | None = None) -> int:
-    """`kd-sweep CONFIG key=a,b,c ... [--trials N] [--sampler NAME] [--pruner NAME]`:
-    find the best settings.
-    """
+    """Find the best settings: `kd-sweep CONFIG key=a,b,c ... [--trials N]`."""
     parser = new_parser(
         "kd-sweep",
         "Train CONFIG with all combinations of the values that keys list, or by a"
@@ -194,26 +181,25 @@ def sweep(argv: Sequence[str] | None = None) -> int:
         "kd-sweep vit_food losses.0.temperature=1,2,4"
         " 'optimizer.lr=loguniform(1e-4,1e-2)' --trials 20",
     )
+    add = parser.add_argument
     text = (
         "number of trials, if a key has a range (uniform, loguniform, integers) or a"
         " sampler is named"
     )
-    parser.add_argument(
-        "--trials", metavar="N", type=whole_number(1, 10**6), default=0, help=text
-    )
+    add("--trials", metavar="N", type=whole_number(1, 10**6), default=0, help=text)
     text = "grid, tpe, random, gp, cmaes, nsga2, ... (default: grid; with --trials tpe)"
-    parser.add_argument("--sampler", metavar="NAME", default="", help=text)
+    add("--sampler", metavar="NAME", default="", help=text)
     text = (
         "end hopeless trials early: median, percentile(25), successive_halving,"
         " hyperband, ... (default none)"
     )
-    parser.add_argument("--pruner", metavar="NAME", default="none", help=text)
+    add("--pruner", metavar="NAME", default="none", help=text)
     text = (
         "database of the trials, such as sqlite:///sweep.db; run.folder is shared too"
         " (default: a journal there)"
     )
-    parser.add_argument("--storage", metavar="URL", default="", help=text)
-    parser.add_argument(
+    add("--storage", metavar="URL", default="", help=text)
+    add(
         "--by",
         metavar="SCORE",
         default="",
@@ -223,11 +209,9 @@ def sweep(argv: Sequence[str] | None = None) -> int:
         "search the Pareto front of scores and costs: accuracy,ms,mb (CPU time per"
         " image, size of the graph)"
     )
-    parser.add_argument("--objectives", metavar="NAMES", default="", help=text)
+    add("--objectives", metavar="NAMES", default="", help=text)
     text = "parallel trials; each gets its share of the cores (default 1)"
-    parser.add_argument(
-        "--jobs", metavar="N", type=whole_number(1, 999), default=1, help=text
-    )
+    add("--jobs", metavar="N", type=whole_number(1, 999), default=1, help=text)
     options = vars(parser.read(argv))
     settings, overrides, _ = (
         options.pop(name) for name in ("config", "overrides", "help_keys")
@@ -238,11 +222,11 @@ def sweep(argv: Sequence[str] | None = None) -> int:
 
         print(sweep(settings, *overrides, **options).text)
 
-    return guarded(command, resumable=True)
+    return run_guarded(command, resumable=True)
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
-    """`kd-evaluate RUN [key=value ...] [--audit]`: score student and teacher."""
+    """Score student and teacher: `kd-evaluate RUN [key=value ...] [--audit]`."""
     parser = new_parser(
         "kd-evaluate",
         "Evaluate the best student of a run folder, its teacher and their agreement,"
@@ -250,20 +234,21 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
         "kd-evaluate runs/vit_food data.workers=2",
         with_config=False,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument(
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="a run folder")
+    add(
         "overrides",
         metavar="key=value",
         nargs="*",
         help="keys of the run's configuration to change",
     )
     text = "split: val (default), or test, which no choice used"
-    parser.add_argument("--split", choices=("val", "test"), default="val", help=text)
+    add("--split", choices=("val", "test"), default="val", help=text)
     text = (
         "also list doubtful labels, and photographs in two splits that have similar"
         " outputs (RUN/audit)"
     )
-    parser.add_argument("--audit", action="store_true", help=text)
+    add("--audit", action="store_true", help=text)
     add_trust(parser)
     options = parser.read(argv)
 
@@ -274,24 +259,19 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
             options.run, options.overrides, options.trust, options.split, options.audit
         )
         for name, value in {**scored.row, "images": scored.images}.items():
-            samples = scored.samples
-            ends = (
-                "  95 %: {:.4f} to {:.4f}".format(*samples[name].interval())
-                if name in samples
-                else ""
-            )
-            print(
-                f"{name:20s} "
-                + (f"{value:.4f}{ends}" if isinstance(value, float) else str(value))
-            )
+            text = str(value)
+            if isinstance(value, float):
+                text = f"{value:.4f}"
+                if name in scored.samples:
+                    low, high = scored.samples[name].interval()
+                    text += f"  95 %: {low:.4f} to {high:.4f}"
+            print(f"{name:20s} {text}")
 
-    return guarded(command)
+    return run_guarded(command)
 
 
 def report(argv: Sequence[str] | None = None) -> int:
-    """`kd-report RUN... [--price] [key=value ...]`: report time, cost and results of
-    runs.
-    """
+    """Report time, cost and results: `kd-report RUN... [--price] [key=value ...]`."""
     parser = new_parser(
         "kd-report",
         "Write one HTML file about a run, or about several side by side: findings,"
@@ -300,18 +280,17 @@ def report(argv: Sequence[str] | None = None) -> int:
         "kd-report runs/vit_food runs/wttm --to compared.html",
         with_config=False,
     )
+    add = parser.add_argument
     text = "run folders; also key=value, such as price.instance=NAME"
-    parser.add_argument("runs", metavar="RUN", nargs="+", help=text)
+    add("runs", metavar="RUN", nargs="+", help=text)
     text = (
         "where to write the page (default: report.html in the first RUN), or the prices"
     )
-    parser.add_argument("--to", metavar="FILE", type=Path, help=text)
+    add("--to", metavar="FILE", type=Path, help=text)
     text = "print throughput, billable time, cost and saving only"
-    parser.add_argument("--price", action="store_true", help=text)
+    add("--price", action="store_true", help=text)
     text = "validation images that both models predict; 0: all (default 2000)"
-    parser.add_argument(
-        "--images", metavar="N", type=whole_number(0, 10**9), default=2000, help=text
-    )
+    add("--images", metavar="N", type=whole_number(0, 10**9), default=2000, help=text)
     add_trust(parser)
     options = parser.read(argv)
     overrides = [
@@ -345,11 +324,11 @@ def report(argv: Sequence[str] | None = None) -> int:
             print(page.summary)
             print(f"wrote {page.file} ({page.size / 2**20:.2f} MiB, self-contained)")
 
-    return guarded(command)
+    return run_guarded(command)
 
 
 def parts(argv: Sequence[str] | None = None) -> int:
-    """`kd-parts [FOLDER]`: list the losses, sifters, datasets and backends."""
+    """List the losses, sifters, datasets and backends: `kd-parts [FOLDER]`."""
     parser = new_parser(
         "kd-parts",
         "List the parts that configurations name.",
@@ -369,10 +348,8 @@ def parts(argv: Sequence[str] | None = None) -> int:
 
         name = options.folder
         if name and "." in name:
-            print(
-                f"{name}:"
-                f" {registry.summary(registry.find('losses', name, 'kd-parts'))}\n{explained(name)}"
-            )
+            module = registry.find("losses", name, "kd-parts")
+            print(f"{name}: {registry.summary(module)}\n{explain_keys(name)}")
             return
         if name and name not in registry.FOLDERS:
             near = did_you_mean(name, registry.FOLDERS) or "Give none to see all"
@@ -384,14 +361,14 @@ def parts(argv: Sequence[str] | None = None) -> int:
             )
         for folder in [name] if name else registry.FOLDERS:
             print(f"{folder}:")
-            for part, summary in registry.describe(folder):
-                print(f"  {part:14s} {summary}")
+            for kind, summary in registry.describe(folder):
+                print(f"  {kind:14s} {summary}")
 
-    return guarded(command)
+    return run_guarded(command)
 
 
 def schema(argv: Sequence[str] | None = None) -> int:
-    """`kd-schema [CONFIG]`: print the JSON Schema of configurations."""
+    """Print the JSON Schema of configurations: `kd-schema [CONFIG]`."""
     summary = (
         "Print the JSON Schema of configurations, by which editors complete and check"
         " them."
@@ -407,11 +384,7 @@ def schema(argv: Sequence[str] | None = None) -> int:
         from kd import config
         from kd.config.json_schema import json_schema
 
-        print(
-            json.dumps(
-                json_schema(config.read(options.config) if options.config else None),
-                indent=1,
-            )
-        )
+        values = config.read(options.config) if options.config else None
+        print(json.dumps(json_schema(values), indent=1))
 
-    return guarded(command)
+    return run_guarded(command)

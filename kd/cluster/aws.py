@@ -1,6 +1,4 @@
-"""Send requests to AWS, wait for their end, print a training job's log, pack an export
-as `model.tar.gz`.
-"""
+"""Send requests to AWS and wait for their end; pack an export as `model.tar.gz`."""
 
 import base64
 import gzip
@@ -10,12 +8,14 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from kd.core.errors import RunError, in_short, needed
+from kd.cluster.requests import aws_module
+from kd.core.errors import RunError, in_short
 from kd.files.storage import atomic_folder, refuse_unlisted
 from kd.parts import registry
 
@@ -23,18 +23,10 @@ LOGS = "/aws/sagemaker/TrainingJobs"
 # seconds between polls: a job takes minutes to start, and AWS limits the rate of
 # requests
 POLL_SECONDS = 10.0
-LATE_MS = (
-    60_000  # seconds by which an event may appear after later events of other hosts
-)
-DONE, FAILED = (
-    ("Completed", "InService"),
-    (
-        "Failed",
-        "Stopped",
-        "OutOfService",
-        "RollingBackFailed",
-    ),
-)
+# milliseconds by which an event may appear after later events of other hosts
+LATE_MS = 60_000
+DONE = ("Completed", "InService")
+FAILED = ("Failed", "Stopped", "OutOfService", "RollingBackFailed")
 AGAIN = "Check credentials, region and names, then run the same command again"
 Request = Mapping[str, Any]
 
@@ -64,9 +56,7 @@ def train(request: Request, follow: bool = True) -> None:
 
 
 def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str]) -> str:
-    """Upload an export, send `hosting_requests`, wait, send the endpoint one image;
-    return a line about it.
-    """
+    """Put an export on an endpoint, send it one image, and return a line about it."""
     name = requests["CreateEndpoint"]["EndpointName"]
     remove = f"Remove it: aws sagemaker delete-endpoint --endpoint-name {name}"
     with _aws_errors("deploy"):
@@ -84,38 +74,38 @@ def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str])
             raise
         grey = io.BytesIO()
         Image.new("RGB", (64, 48), (127, 127, 127)).save(grey, "JPEG")
-        question = json.dumps({"image": base64.b64encode(grey.getvalue()).decode()})
+        image = base64.b64encode(grey.getvalue()).decode()
         answer = _client("sagemaker-runtime").invoke_endpoint(
             EndpointName=name,
             ContentType="application/json",
             Accept="application/json",
-            Body=question,
+            Body=json.dumps({"image": image}),
         )
         body = answer["Body"].read()
-    try:
-        prediction = json.loads(body)["predictions"][0]
-        if labels:
-            label = (prediction["top"][0] if "labels" in prediction else prediction)[
-                "label"
-            ]
-            said = f"'{label}'" if label in labels else ""
-        else:
-            said = f"a vector of {len(prediction['embedding'])} numbers"
-    except (ValueError, KeyError, IndexError, TypeError):
-        said = ""
-    if not said:
+    output = _output_text(body, labels)
+    if not output:
         wrong = (
             f"endpoint {name} returned {body[:80]!r}, which is no"
             f" {'label' if labels else 'vector'} of '{export}'"
         )
         raise RunError("deploy", wrong, "", remove)
-    return f"endpoint {name} is in service; a grey image is {said}. {remove}"
+    return f"endpoint {name} is in service; a grey image is {output}. {remove}"
+
+
+def _output_text(body: bytes, labels: Sequence[str]) -> str:
+    """Return the label or the vector that an endpoint returned in words, or ""."""
+    try:
+        prediction = json.loads(body)["predictions"][0]
+        if not labels:
+            return f"a vector of {len(prediction['embedding'])} numbers"
+        best = prediction["top"][0] if "labels" in prediction else prediction
+        return f"'{best['label']}'" if best["label"] in labels else ""
+    except (ValueError, KeyError, IndexError, TypeError):
+        return ""
 
 
 def transform(requests: Mapping[str, Request], export: Path) -> None:
-    """Upload an export, send `requests.transform_requests`, and wait for the end of the
-    job.
-    """
+    """Upload an export, start a batch transform with it, and wait for its end."""
     name = requests["CreateTransformJob"]["TransformJobName"]
     with _aws_errors("transform"):
         sagemaker = _create(requests, export)
@@ -161,7 +151,8 @@ def _wait(
     while True:
         answer = describe()
         status = answer[key]
-        line = " ".join({status: 0, answer.get("SecondaryStatus", status): 0})
+        secondary = answer.get("SecondaryStatus", status)
+        line = status if secondary == status else f"{status} {secondary}"
         if line != before:
             print(f"{name}: {line}", flush=True)
         before = line
@@ -169,20 +160,19 @@ def _wait(
         if status in DONE:
             return
         if status in FAILED:
-            raise RunError(
-                "kd-launch",
-                f"{name}: {status}:"
-                f" {answer.get('FailureReason', 'no reason is given')}",
-            )
+            reason = answer.get("FailureReason", "no reason is given")
+            raise RunError("kd-launch", f"{name}: {status}: {reason}")
         time.sleep(POLL_SECONDS)
 
 
 class _Log:
-    """Prints each event of a job's log once."""
+    """Print each event of a job's log once."""
 
     def __init__(self, job: str) -> None:
-        self._client, self._job = _client("logs"), job
-        self._since, self._seen = 0, set[str]()
+        self._client = _client("logs")
+        self._job = job
+        self._since = 0
+        self._printed: set[str] = set()
 
     def __call__(self) -> None:
         pages = self._client.get_paginator("filter_log_events").paginate(
@@ -192,22 +182,16 @@ class _Log:
         )
         newest = self._since
         with suppress(self._client.exceptions.ResourceNotFoundException):  # no log yet
-            for event in (event for page in pages for event in page["events"]):
-                if event["eventId"] not in self._seen:
-                    self._seen.add(event["eventId"])
+            for event in chain.from_iterable(page["events"] for page in pages):
+                if event["eventId"] not in self._printed:
+                    self._printed.add(event["eventId"])
                     print(event["message"], flush=True)
                 newest = max(newest, event["timestamp"])
         self._since = max(0, newest - LATE_MS)
 
 
 def _client(service: str) -> Any:
-    boto3 = needed(
-        "boto3",
-        "kd-launch",
-        "boto3 is not installed",
-        "pip install 'PATH/kd[sagemaker]'",
-    )
-    return boto3.client(service)
+    return aws_module("boto3").client(service)
 
 
 @contextmanager
@@ -230,14 +214,10 @@ def write_archive(export: Path) -> Path:
 
 
 def archive(export: Path) -> bytes:
-    """Return the `model.tar.gz` for a container that runs `kd-serve`, the same bytes
-    for the same files.
-    """
+    """Return `model.tar.gz` for `kd-serve`, the same bytes for the same files."""
     packed = io.BytesIO()
-    never_read = {
-        "model.safetensors",
-        *(name for name, graph in registry.graphs().items() if graph.code),
-    }
+    graphs = registry.graphs()
+    never_read = {"model.safetensors", *(name for name in graphs if graphs[name].code)}
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", mtime=0, filename="") as zipped,
         tarfile.open(fileobj=zipped, mode="w") as tar,
@@ -246,6 +226,7 @@ def archive(export: Path) -> bytes:
             if path.is_file() and path.name not in never_read:
                 content = path.read_bytes()
                 entry = tarfile.TarInfo(path.name)
-                entry.size, entry.mode = len(content), 0o644
+                entry.size = len(content)
+                entry.mode = 0o644
                 tar.addfile(entry, io.BytesIO(content))
     return packed.getvalue()

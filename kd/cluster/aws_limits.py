@@ -1,5 +1,6 @@
-"""AWS's documented limits that its service model does not check, from botocore's texts
-and the named pages.
+"""Check AWS's documented limits that its service model does not have.
+
+From botocore's texts and the named pages.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,10 +14,8 @@ PAYLOADS_MB = 100
 ACCELERATED = ("ml.inf", "ml.trn", "ml.g", "ml.p")  # kd-serve's image runs on the CPU
 
 
-def refusals(operation: str, request: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yield errors in requests that fit the model but that the service would refuse, or
-    run in vain.
-    """
+def limit_errors(operation: str, request: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yield errors in requests that the service would refuse, or run in vain."""
     check = {
         "CreateTrainingJob": _training,
         "CreateEndpointConfig": _endpoint,
@@ -27,49 +26,40 @@ def refusals(operation: str, request: Mapping[str, Any]) -> Iterator[ConfigError
 
 
 def _training(request: Mapping[str, Any]) -> Iterator[ConfigError]:
-    resources, stop = request["ResourceConfig"], request["StoppingCondition"]
-    run, wait = stop["MaxRuntimeInSeconds"], stop.get("MaxWaitTimeInSeconds")
+    stop = request["StoppingCondition"]
+    run = stop["MaxRuntimeInSeconds"]
+    wait = stop.get("MaxWaitTimeInSeconds")
     spot = request.get("EnableManagedSpotTraining", False)
     config_path = "StoppingCondition.MaxWaitTimeInSeconds"
     if spot and (wait is None or wait < run):  # API_StoppingCondition
-        yield ConfigError(
-            config_path,
-            f"is {wait}, below the run time",
-            f"At least {run}",
-            "Raise it in --extra",
-        )
+        wrong = f"is {wait}, below the run time"
+        yield ConfigError(config_path, wrong, f"At least {run}", "Raise it in --extra")
     if wait is not None and not spot:
+        wrong = "is given, but the job is no spot job"
         yield ConfigError(
-            config_path,
-            "is given, but the job is no spot job",
-            "Only with --spot",
-            "Add --spot, or drop it",
+            config_path, wrong, "Only with --spot", "Add --spot, or drop it"
         )
     interval = request.get("ProfilerConfig", {}).get(
         "ProfilingIntervalInMilliseconds", INTERVALS_MS[0]
     )
     if interval not in INTERVALS_MS:  # API_ProfilerConfig
-        config_path, allowed = (
-            "ProfilerConfig.ProfilingIntervalInMilliseconds",
-            f"One of {', '.join(map(str, INTERVALS_MS))}",
-        )
+        config_path = "ProfilerConfig.ProfilingIntervalInMilliseconds"
+        allowed = f"One of {', '.join(map(str, INTERVALS_MS))}"
         yield ConfigError(
             config_path, f"is {interval}", allowed, "Correct it in --extra"
         )
+    resources = request["ResourceConfig"]
     if resources.get("KeepAlivePeriodInSeconds"):  # train-warm-pools, "Considerations"
-        for wrong, found in (
-            ("a spot job", spot),
-            ("instance groups", "InstanceGroups" in resources),
-        ):
-            if found:
-                config_path = "ResourceConfig.KeepAlivePeriodInSeconds"
-                allowed = "A warm pool has on-demand instances of one type"
-                yield ConfigError(
-                    config_path,
-                    f"does not go with {wrong}",
-                    allowed,
-                    "Drop one of them",
-                )
+        config_path = "ResourceConfig.KeepAlivePeriodInSeconds"
+        allowed = "A warm pool has on-demand instances of one type"
+        foreign = {
+            "a spot job": spot,
+            "instance groups": "InstanceGroups" in resources,
+        }
+        for name, present in foreign.items():
+            if present:
+                wrong = f"does not go with {name}"
+                yield ConfigError(config_path, wrong, allowed, "Drop one of them")
 
 
 def _endpoint(request: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -79,20 +69,17 @@ def _endpoint(request: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 def _transform(request: Mapping[str, Any]) -> Iterator[ConfigError]:
     yield from _instance(request["TransformResources"]["InstanceType"])
-    most = PAYLOADS_MB // request["MaxPayloadInMB"]
-    if request["MaxConcurrentTransforms"] > most:
-        wrong, remedy = (
-            f"is {request['MaxConcurrentTransforms']}",
-            "Use more instances: --count",
-        )
+    payload_mb = request["MaxPayloadInMB"]
+    at_once = request["MaxConcurrentTransforms"]
+    limit = PAYLOADS_MB // payload_mb
+    if at_once > limit:
         allowed = (
-            f"At most {most}: images of {request['MaxPayloadInMB']} MB, {PAYLOADS_MB}"
-            " MB at once"
+            f"At most {limit}: images of {payload_mb} MB, {PAYLOADS_MB} MB at once"
         )
-        yield ConfigError("--at-once", wrong, allowed, remedy)
-    images = request["TransformInput"]["DataSource"]["S3DataSource"]["S3Uri"].rstrip(
-        "/"
-    )
+        remedy = "Use more instances: --count"
+        yield ConfigError("--at-once", f"is {at_once}", allowed, remedy)
+    source = request["TransformInput"]["DataSource"]["S3DataSource"]
+    images = source["S3Uri"].rstrip("/")
     output = request["TransformOutput"]["S3OutputPath"].rstrip("/")
     if f"{output}/".startswith(f"{images}/"):
         wrong = (

@@ -1,6 +1,4 @@
-"""Metrics of CloudWatch, read from the lines that `kd-train` prints without a
-terminal.
-"""
+"""Define CloudWatch's metrics, read from what `kd-train` prints without a terminal."""
 
 import re
 
@@ -21,10 +19,9 @@ METRICS = {
 """Regular expressions of the end of a line about a step."""
 
 
-def definitions(run: str) -> list[dict[str, str]]:
-    """Return MetricDefinitions for the lines of the run itself; its teacher's fit and
-    baseline print others.
-    """
+def metric_definitions(run: str) -> list[dict[str, str]]:
+    """Return MetricDefinitions for the lines of a run itself."""
+    # its teacher's fit and its baseline print other lines
     begin = rf"{re.escape(run)} \| step [0-9]+ .*"
     return [
         {"Name": name, "Regex": f"{begin}{regex}"} for name, regex in METRICS.items()

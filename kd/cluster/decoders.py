@@ -1,6 +1,4 @@
-"""Decoders on the hosts of a Ray cluster: the actor, and the pool that monitors actors
-and assigns calls.
-"""
+"""Run decoders on a Ray cluster, and assign calls to them."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,23 +31,18 @@ log = logging.getLogger("kd")
 
 
 class Decoder:
-    """Class of the Ray actors: makes parts of batches, one at a time, from its pool's
-    datasets.
-    """
+    """Make parts of batches from the pool's datasets, one at a time, as a Ray actor."""
 
     def __init__(self, datasets: Sequence[Any], folder: str) -> None:
-        """Start in the trainer's working folder if it exists here. `datasets`: one
-        reference, kept by rank 0.
-        """
+        """Start in the trainer's working folder if it exists here."""
+        # `datasets` is one reference, kept by rank 0
         torch.set_num_threads(1)
         if os.path.isdir(folder):
             os.chdir(folder)
         self._fetch = [Fetch(dataset) for dataset in ray.get(datasets[0])]
 
     def ping(self) -> tuple[str, str, dict[str, str]]:
-        """Return the id and the address of this host, and the versions that pixels
-        depend on.
-        """
+        """Return this host's id and address, and the versions that pixels depend on."""
         return (
             ray.get_runtime_context().get_node_id(),
             ray.util.get_node_ip_address(),
@@ -60,36 +54,30 @@ class Decoder:
 
 
 def pack(batch: Batch | KdError) -> dict[str, Any] | KdError:
-    """Return a batch as arrays, which Ray moves without pickling; return an error as a
-    value.
-    """
+    """Return a batch as arrays, which Ray moves without pickling, or its error."""
     if isinstance(batch, KdError):
         return batch
-    arrays = {name: getattr(batch, name).numpy() for name in TENSORS}
+    fields = ("view", "unreadable", "crc")
     return {
-        **arrays,
-        "view": batch.view,
-        "unreadable": batch.unreadable,
-        "crc": batch.crc,
+        **{name: getattr(batch, name).numpy() for name in TENSORS},
+        **{name: getattr(batch, name) for name in fields},
     }
 
 
-def unpack(parts: Sequence[dict[str, Any]]) -> Batch:
-    """Join the parts of a micro-batch in new memory; their arrays may be read-only."""
-    fields: dict[str, Any] = {
-        n: torch.from_numpy(np.concatenate([part[n] for part in parts]))
-        for n in TENSORS
-    }
-    fields |= {
-        n: tuple(value for part in parts for value in part[n])
-        for n in ("unreadable", "crc")
-    }
-    return Batch(**fields, view=parts[0]["view"])
+def unpack(chunks: Sequence[dict[str, Any]]) -> Batch:
+    """Join the chunks of a micro-batch in new memory; their arrays may be read-only."""
+    fields: dict[str, Any] = {"view": chunks[0]["view"]}
+    for name in TENSORS:
+        arrays = [chunk[name] for chunk in chunks]
+        fields[name] = torch.from_numpy(np.concatenate(arrays))
+    for name in ("unreadable", "crc"):
+        fields[name] = tuple(chain.from_iterable(chunk[name] for chunk in chunks))
+    return Batch(**fields)
 
 
 @dataclass(eq=False)
 class RemoteDecoder:
-    """One decoder as this rank sees it."""
+    """Hold what this rank knows of one decoder."""
 
     name: str
     actor: Any
@@ -101,7 +89,8 @@ class RemoteDecoder:
 
     def ping(self) -> None:
         """Trust it again once its ping has returned."""
-        self.probe, self.probed = self.actor.ping.remote(), time.monotonic()
+        self.probe = self.actor.ping.remote()
+        self.probed = time.monotonic()
 
 
 class Unanswered(Exception):
@@ -109,49 +98,48 @@ class Unanswered(Exception):
 
 
 class Call(NamedTuple):
-    """A request and its decoder; no decoder: this process."""
+    """Pair a request with its decoder; without one, this process does it."""
 
     request: Request
     slot: RemoteDecoder | None = None
     ref: Any = None
 
 
-_owned: list[
-    Pool
-] = []  # the newest pool of this process; the next pool, after a teacher's fit, needs its CPUs
+# the newest pool of this process; the next pool, after a teacher's fit, needs its CPUs
+_owned: list[Pool] = []
 
 
 class Pool:
-    """The decoders of a cluster, one per CPU, shared by all ranks. Rank 0 starts them;
-    they end with its process.
+    """Share the decoders of a cluster, one per CPU, among all ranks.
 
-    A decoder gets calls once it has responded to a ping; a new pool waits for all of
-    them. If it fails or misses a deadline, all decoders of its host are pinged, and get
-    calls again once they respond.
+    Rank 0 starts them; they end with its process. A decoder gets calls once it has
+    responded to a ping; a new pool waits for all of them. If it fails or misses a
+    deadline, all decoders of its host are pinged, and get calls again once they
+    respond.
     """
 
     def __init__(
         self, datasets: Sequence[Dataset], rank: int, token: int, deadline: float
     ) -> None:
-        """Connect to the cluster of RAY_ADDRESS, rank 0 first; all ranks have the same
-        `token`.
-        """
+        """Connect to the cluster of RAY_ADDRESS, rank 0 first, with one `token`."""
         connect(WHERE)
-        self.deadline, self.slots = deadline, list[RemoteDecoder]()
-        self._prefix, self._turn, self._lock = f"{token}-", rank, threading.Lock()
+        self.deadline = deadline
+        self.slots: list[RemoteDecoder] = []
+        self._prefix = f"{token}-"
+        self._turn = rank
+        self._lock = threading.Lock()
         self._datasets = ray.put(list(datasets)) if rank == 0 else None
-        self._silent, self._dropped = set[str](), set[str]()
+        self._silent: set[str] = set()  # addresses of hosts
+        self._dropped: set[str] = set()  # names of decoders
         if rank == 0:
             while _owned:
                 _owned.pop().close()
             _owned.append(self)
         self.grow()
         probes = [slot.probe for slot in self.slots]
-        late = (
-            ray.wait(probes, num_returns=len(probes), timeout=deadline)[1]
-            if probes
-            else []
-        )
+        late = []
+        if probes:
+            _, late = ray.wait(probes, num_returns=len(probes), timeout=deadline)
         if late or not probes:
             missing = (
                 f"{len(late)} of {len(probes)} decoders have not responded for"
@@ -169,27 +157,23 @@ class Pool:
                 ray.kill(self.slots.pop().actor)
 
     def grow(self) -> None:
-        """Start a decoder on each CPU without one (rank 0), or find those that rank 0
-        started.
-        """
+        """Start missing decoders, one per CPU (rank 0), or find the started ones."""
         with self._lock:
             if self._datasets is not None:
-                names = [
-                    f"{self._prefix}{number}"
-                    for number in range(int(ray.cluster_resources().get("CPU", 0)))
-                ]
+                cpus = int(ray.cluster_resources().get("CPU", 0))
+                names = {f"{self._prefix}{number}" for number in range(cpus)}
             else:
-                names = [
+                names = {
                     name
                     for name in ray.util.list_named_actors()
                     if name.startswith(self._prefix)
-                ]
-            for name in sorted(
-                set(names) - {slot.name for slot in self.slots} - self._dropped
-            ):
+                }
+            present = {slot.name for slot in self.slots}
+            for name in sorted(names - present - self._dropped):
                 with suppress(ValueError):  # it has just ended
-                    self.slots.append(RemoteDecoder(name, self._actor(name)))
-                    self.slots[-1].ping()
+                    slot = RemoteDecoder(name, self._actor(name))
+                    self.slots.append(slot)
+                    slot.ping()
 
     def _actor(self, name: str) -> Any:
         if self._datasets is None:
@@ -202,28 +186,26 @@ class Pool:
         )
 
     def trusted(self) -> list[RemoteDecoder]:
+        """Return the decoders that have responded."""
         waiting = [slot for slot in self.slots if slot.probe is not None]
         probes = [slot.probe for slot in waiting]
-        answered = (
-            ray.wait(probes, num_returns=len(probes), timeout=0)[0] if probes else []
-        )
+        answered = []
+        if probes:
+            answered, _ = ray.wait(probes, num_returns=len(probes), timeout=0)
         for slot in waiting:
             if slot.probe in answered:
-                self._answered(slot)
+                self._read_ping(slot)
             elif time.monotonic() - slot.probed > self.deadline:
                 slot.ping()  # the first one may be lost with its host
         return [slot for slot in self.slots if slot.probe is None]
 
-    def _answered(self, slot: RemoteDecoder) -> None:
+    def _read_ping(self, slot: RemoteDecoder) -> None:
         try:
             slot.host, slot.address, theirs = ray.get(slot.probe)
         except ActorDiedError as error:
             self.slots.remove(slot)
-            log.warning(
-                "%s: a decoder has ended for good (%s)",
-                WHERE,
-                str(error).strip().splitlines()[-1],
-            )
+            reason = str(error).strip().splitlines()[-1]
+            log.warning("%s: a decoder has ended for good (%s)", WHERE, reason)
             return
         except RayError:  # it is being started again
             if time.monotonic() - slot.probed > 1.0:
@@ -236,38 +218,37 @@ class Pool:
             log.warning("%s: the host %s responds again", WHERE, slot.address)
 
     def send(self, dataset: int, request: Request) -> Call:
-        """Give a request to the trusted decoder with the fewest calls, else to this
-        process.
-        """
+        """Give a request to the trusted decoder with the fewest calls."""
+        # without one, this process does it
         with self._lock:
             trusted = self.trusted()
             if not trusted:
                 return Call(request)
-            self._turn += (
-                1  # ties are broken in turn, and each rank begins at another decoder
-            )
-            slot = min(
-                enumerate(trusted),
-                key=lambda pair: (pair[1].calls, (pair[0] - self._turn) % len(trusted)),
-            )[1]
+            # ties are broken in turn, and each rank begins at another decoder
+            self._turn += 1
+            begin = self._turn % len(trusted)
+            slot = min(trusted[begin:] + trusted[:begin], key=lambda slot: slot.calls)
             slot.calls += 1
             return Call(request, slot, slot.actor.load.remote(dataset, request))
 
-    def room(self, calls: int, ranks: int) -> int:
-        """Return how many more calls a rank may make: one at a time if it must process
-        them itself.
-        """
+    def num_free(self, calls: int, ranks: int) -> int:
+        """Return how many calls a rank may make beside its pending ones."""
         with self._lock:
-            return max(0, max(1, AHEAD * len(self.trusted()) // ranks) - calls)
+            # one at a time if it must process them itself
+            limit = max(1, AHEAD * len(self.trusted()) // ranks)
+            return max(0, limit - calls)
 
     def get(self, call: Call) -> Any:
-        """Return a decoder's result; `Unanswered` if it fails or is late."""
+        """Return a decoder's result.
+
+        Raises:
+            Unanswered: It has failed or is late.
+        """
         try:
             return ray.get(call.ref, timeout=self.deadline)
         except GetTimeoutError as error:
-            raise Unanswered(
-                f"has not responded for {self.deadline:g} seconds"
-            ) from error
+            reason = f"has not responded for {self.deadline:g} seconds"
+            raise Unanswered(reason) from error
         except RayError as error:
             raise Unanswered(f"has failed ({type(error).__name__})") from error
         finally:
@@ -283,12 +264,12 @@ class Pool:
         """Distrust all decoders of a host until they respond to a ping; return them."""
         with self._lock:
             suspects = [
-                other
-                for other in self.slots
-                if other is slot or other.host == slot.host
+                decoder
+                for decoder in self.slots
+                if decoder is slot or decoder.host == slot.host
             ]
-            for other in suspects:
-                other.ping()
+            for suspect in suspects:
+                suspect.ping()
             if slot.address not in self._silent:
                 self._silent.add(slot.address)
                 log.warning(
@@ -302,10 +283,10 @@ class Pool:
     def drop(self, slot: RemoteDecoder, why: str) -> list[RemoteDecoder]:
         """Stop giving calls to a host's decoders; return them."""
         with self._lock:
-            dropped = [other for other in self.slots if other.host == slot.host]
-            for other in dropped:
-                self.slots.remove(other)
-                self._dropped.add(other.name)
+            dropped = [decoder for decoder in self.slots if decoder.host == slot.host]
+            for decoder in dropped:
+                self.slots.remove(decoder)
+                self._dropped.add(decoder.name)
             if dropped:
                 log.warning(
                     "%s: the host %s %s; it gets no more calls",
@@ -315,10 +296,8 @@ class Pool:
                 )
             return dropped
 
-    def again(self, dataset: int, call: Call) -> Call:
-        """Send a suspected decoder's call to another decoder, unless its result has
-        arrived.
-        """
+    def resend(self, dataset: int, call: Call) -> Call:
+        """Send a call to another decoder, unless its result has arrived."""
         if ray.wait([call.ref], timeout=0)[0]:
             return call
         self.forget([call])

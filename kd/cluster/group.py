@@ -1,5 +1,6 @@
-"""One host of a job: `python -m kd.cluster.group [-m MODULE] CONFIG [key=value ...]`,
-the same on all hosts.
+"""Do one host's part of a job, by the same command on all hosts.
+
+Run: python -m kd.cluster.group [-m MODULE] CONFIG [key=value ...]
 
 The first trainer runs the head of a Ray cluster, which all hosts join. A data host
 leaves when the head has gone.
@@ -23,23 +24,26 @@ from pathlib import Path
 
 from kd.cluster.hosts import (
     Hosts,
-    accelerated,
     end_marked,
     free_ports,
+    has_accelerator,
     hyperparameters,
-    marked,
+    marked_processes,
     marks,
-    processes,
+    num_trainers,
     read_hosts,
 )
 from kd.core.errors import BackendError, KdError
 from kd.core.host import cores
 
 RAY_MARK = "KD_RAY"  # like `kd.cluster.hosts.MARK`, for Ray's processes only
-QUIET = {
-    "RAY_BACKEND_LOG_LEVEL": "fatal",
-    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
-}  # else it logs pages about each lost host
+# else it logs pages about each lost host
+QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
+# no GPUs, since torchrun uses them
+RAY_OPTIONS = (
+    "--num-gpus 0 --min-worker-port 0 --max-worker-port 0"
+    " --include-log-monitor false --disable-usage-stats"
+)
 # seconds that a host tries to join the first trainer: a job's hosts start minutes apart
 MEET_SECONDS = 900.0
 # seconds that the first trainer waits for missing hosts; then it begins without them
@@ -54,74 +58,44 @@ def say(host: str, text: str) -> None:
 
 
 class Node:
-    """This host's part of the Ray cluster. Ray gets no accelerator: torchrun
-    uses them.
-    """
+    """Run this host's part of the Ray cluster."""
 
     def __init__(self, hosts: Hosts, mark: str) -> None:
-        self.hosts, self.mark, self.head = hosts, mark, hosts.me == hosts.first
-        self.folder = (
-            tempfile.mkdtemp(prefix="kd-ray-", dir="/tmp") if self.head else ""
-        )  # sockets need short paths
+        self.hosts = hosts
+        self.mark = mark
+        self.head = hosts.me == hosts.first
+        self.folder = ""
+        if self.head:  # sockets need short paths
+            self.folder = tempfile.mkdtemp(prefix="kd-ray-", dir="/tmp")
         self.joined = threading.Event()
 
     @property
     def address(self) -> str:
-        """Address of the head; its name may not resolve before this host has joined."""
+        """Return the head's address; its name may not resolve before it is up."""
         return f"{socket.gethostbyname(self.hosts.first)}:{self.hosts.ports[0]}"
 
     def command(self) -> list[str]:
-        own = socket.gethostbyname(self.hosts.me)
-        common = [
-            "--node-ip-address",
-            own,
-            "--num-cpus",
-            str(num_decoders(self.hosts)),
-            "--num-gpus",
-            "0",
-        ]
-        common += [
-            "--min-worker-port",
-            "0",
-            "--max-worker-port",
-            "0",
-            "--include-log-monitor",
-            "false",
-        ]
-        if own.startswith("127."):
+        ip = socket.gethostbyname(self.hosts.me)
+        common = ["--node-ip-address", ip, "--num-cpus", str(num_decoders(self.hosts))]
+        if ip.startswith("127."):
             common += ["--object-store-memory", str(256 * 2**20)]
         if self.head:
             port = self.address.rpartition(":")[2]
-            role = [
-                "--head",
-                "--port",
-                port,
-                "--include-dashboard",
-                "false",
-                "--temp-dir",
-                self.folder,
-            ]
-            if (
-                find_spec("grpc") is not None
-            ):  # else Ray also serves clients, on a port that may be in use
+            role = ["--head", "--port", port, "--include-dashboard", "false"]
+            role += ["--temp-dir", self.folder]
+            # else Ray also serves clients, on a port that may be in use
+            if find_spec("grpc") is not None:
                 role += ["--ray-client-server-port", str(free_ports(1)[0])]
         else:
             role = ["--address", self.address]
-        return [
-            sys.executable,
-            "-m",
-            "ray.scripts.scripts",
-            "start",
-            *role,
-            *common,
-            "--disable-usage-stats",
-        ]
+        ray_start = [sys.executable, "-m", "ray.scripts.scripts", "start"]
+        return [*ray_start, *role, *common, *RAY_OPTIONS.split()]
 
     def start(self) -> bool:
         """Start Ray's processes and return whether they have joined the cluster."""
         environ = {**os.environ, **marks(self.mark), **marks(self.mark, RAY_MARK)}
         environ |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
-        told = subprocess.run(
+        process = subprocess.run(
             self.command(),
             env=environ,
             start_new_session=True,
@@ -130,25 +104,21 @@ class Node:
             stderr=subprocess.STDOUT,
             check=False,
         )
-        if told.returncode == 0:
+        if process.returncode == 0:
             self.joined.set()
         else:
-            say(
-                self.hosts.me,
-                "Ray does not start here:"
-                f" {told.stdout.decode(errors='replace').strip()[-2000:]}",
-            )
-        return told.returncode == 0
+            output = process.stdout.decode(errors="replace").strip()[-2000:]
+            say(self.hosts.me, f"Ray does not start here: {output}")
+        return process.returncode == 0
 
     def meet(self) -> None:
-        """Wait until the head listens; BackendError after `MEET_SECONDS`."""
+        """Wait until the head listens, at most `MEET_SECONDS`."""
         deadline = time.monotonic() + MEET_SECONDS
         while True:
             try:
                 return reach(self.address)
-            except (
-                OSError
-            ) as error:  # its name cannot be resolved yet, or it does not listen yet
+            # its name cannot be resolved yet, or it does not listen yet
+            except OSError as error:
                 if time.monotonic() > deadline:
                     wrong = (
                         f"host '{self.hosts.me}' cannot reach the first trainer"
@@ -163,9 +133,7 @@ class Node:
             time.sleep(0.5)
 
     def keep_joined(self) -> None:
-        """Join the cluster, and rejoin whenever Ray has ended here, until the head is
-        gone.
-        """
+        """Keep this host in the cluster until the head is gone."""
         answered = time.monotonic()
         while time.monotonic() < answered + SILENCE_SECONDS:
             if not self._alive():
@@ -182,49 +150,47 @@ class Node:
                     return
 
     def _alive(self) -> bool:
-        for pid in marked(self.mark, RAY_MARK):
+        for pid in marked_processes(self.mark, RAY_MARK):
             with suppress(OSError):
-                if (
-                    Path(f"/proc/{pid}/comm").read_text(encoding="ascii").strip()
-                    == "raylet"
-                ):
+                name = Path(f"/proc/{pid}/comm").read_text(encoding="ascii").strip()
+                if name == "raylet":
                     return True
         return False
 
     def wait_for_all(self) -> None:
         from kd.cluster.ray_cluster import joined_hosts
 
-        wanted = len(self.hosts.trainers) + len(self.hosts.data)
-        if (joined := joined_hosts(wanted, JOIN_SECONDS)) < wanted:
+        total = len(self.hosts.trainers) + len(self.hosts.data)
+        joined = joined_hosts(total, JOIN_SECONDS)
+        if joined < total:
             say(
                 self.hosts.me,
-                f"{joined} of {wanted} hosts have joined in {JOIN_SECONDS:g} s;"
+                f"{joined} of {total} hosts have joined in {JOIN_SECONDS:g} s;"
                 " training begins",
             )
 
 
 def reach(address: str) -> None:
-    """Connect to the head once; OSError: it does not listen, ConnectionRefusedError:
-    its host does.
+    """Connect to the head once.
+
+    Raises:
+        ConnectionRefusedError: The head does not listen, but its host responds.
+        OSError: Its host does not respond.
     """
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), timeout=5).close()
 
 
 def num_decoders(hosts: Hosts, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of decoders on this host: one per core, without the cores of
-    its trainers.
-    """
+    """Return the number of decoders here, one per core that trainers leave free."""
     if "KD_DECODERS" in environ:
         return int(environ["KD_DECODERS"])
     if hosts.me in hosts.data:
         return cores()
-    trainers = processes(environ)
-    return (
-        max(0, cores() - trainers)
-        if trainers > 1 or accelerated()
-        else min(1, cores() - 1)
-    )
+    trainers = num_trainers(environ)
+    if trainers > 1 or has_accelerator():
+        return max(0, cores() - trainers)
+    return min(1, cores() - 1)
 
 
 def run(hosts: Hosts, argv: Sequence[str]) -> int:
@@ -240,10 +206,8 @@ def run(hosts: Hosts, argv: Sequence[str]) -> int:
 
 def decode(node: Node) -> int:
     """Run decoders until the training has ended."""
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # the trainers got it too, and need images to finish a step
+    # the trainers got it too, and need images to finish a step
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     node.meet()
     node.keep_joined()
@@ -253,7 +217,8 @@ def decode(node: Node) -> int:
 
 def train(node: Node, argv: Sequence[str]) -> int:
     """Run this host's trainers and return their exit code."""
-    stopped, process = threading.Event(), None
+    stopped = threading.Event()
+    process = None
 
     def stop(*_: object) -> None:
         stopped.set()
@@ -272,14 +237,9 @@ def train(node: Node, argv: Sequence[str]) -> int:
     os.environ |= {"RAY_ADDRESS": node.address, **QUIET}
     if node.head:
         node.wait_for_all()
-    process = subprocess.Popen(
-        command(node.hosts, argv),
-        env={
-            **os.environ,
-            **marks(node.mark),
-            "SM_HOSTS": json.dumps(node.hosts.trainers),
-        },
-    )
+    trainers = json.dumps(node.hosts.trainers)
+    environ = {**os.environ, **marks(node.mark), "SM_HOSTS": trainers}
+    process = subprocess.Popen(command(node.hosts, argv), env=environ)
     if stopped.is_set():  # the signal may arrive between the two lines above
         process.terminate()
     code = process.wait()
@@ -287,46 +247,35 @@ def train(node: Node, argv: Sequence[str]) -> int:
 
 
 def command(hosts: Hosts, argv: Sequence[str]) -> list[str]:
-    """Return the command of this host's trainers: `kd-train ARGV`, or the module at the
-    start of ARGV.
+    """Return the command of this host's trainers.
+
+    It is `kd-train ARGV`, or the module at the start of ARGV.
     """
-    count = processes()
+    count = num_trainers()
     script = list(argv) if argv[:1] == ["-m"] else ["-m", "kd.cli", "train", *argv]
     if len(hosts.trainers) * count == 1:
         return [sys.executable, *script]
-    world = [
-        "--nnodes",
-        len(hosts.trainers),
-        "--node-rank",
-        hosts.trainers.index(hosts.me),
-    ]
-    world += [
-        "--nproc-per-node",
-        count,
-        "--master-addr",
-        hosts.first,
-        "--master-port",
-        hosts.ports[1],
-    ]
-    return [sys.executable, "-m", "torch.distributed.run", *map(str, world), *script]
+    rank = hosts.trainers.index(hosts.me)
+    world = (
+        f"--nnodes {len(hosts.trainers)} --node-rank {rank} --nproc-per-node {count}"
+        f" --master-addr {hosts.first} --master-port {hosts.ports[1]}"
+    )
+    return [sys.executable, "-m", "torch.distributed.run", *world.split(), *script]
 
 
 def empty_config() -> Path:
-    """Write a configuration without a key, in a new private folder: the temporary one
-    is shared.
-    """
+    """Write a configuration without a key, in a new private folder."""
+    # the temporary folder is shared
     file = Path(tempfile.mkdtemp(prefix="kd-"), "kd-empty.yaml")
     file.write_text("{}\n", encoding="utf-8")
     return file
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do this host's part of a job. SageMaker's only argument is `train`; the
-    hyperparameters then replace it.
-    """
+    """Do this host's part of a job, and return the exit code."""
     argv = list(argv)
     try:
-        if argv == ["train"]:
+        if argv == ["train"]:  # SageMaker's only argument, beside hyperparameters
             argv = [str(empty_config()), *hyperparameters()]
         hosts = read_hosts()
         if not hosts.data:

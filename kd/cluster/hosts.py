@@ -1,6 +1,4 @@
-"""The hosts of a SageMaker job, read on one of them; such a job on one machine
-(`kd-launch --local`).
-"""
+"""Read the hosts of a SageMaker job on one of them, or run a job on one machine."""
 
 import json
 import os
@@ -21,20 +19,19 @@ from kd.core.host import cores
 from kd.files.json_file import read_json
 
 INPUT = Path("/opt/ml/input/config")
-RAY, TORCH = 6379, 29500  # ports of the first trainer: Ray, torch's rendezvous
-MARK = (  # environment variable of all processes of a host, inherited by children
-    "KD_HOST"
-)
+RAY = 6379  # port of the first trainer for Ray
+TORCH = 29500  # port of the first trainer for torch's rendezvous
+# environment variable of all processes of a host, inherited by children
+MARK = "KD_HOST"
 RUN_MARK = "KD_RUN"  # environment variable of all processes of a local job
-PIECE = (  # begin of a hyperparameter that has a piece of the configuration, as JSON
-    "config_piece_"
-)
+# begin of a hyperparameter that has a piece of the configuration, as JSON
+PIECE = "config_piece_"
 LEAVE_SECONDS = 30.0  # seconds in which a host must end after the training
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The hosts of a job by their role."""
+    """Group the hosts of a job by their role."""
 
     me: str
     trainers: tuple[str, ...]
@@ -43,16 +40,15 @@ class Hosts:
 
     @property
     def first(self) -> str:
-        """The trainer at which the others rendezvous."""
+        """Return the trainer at which the others rendezvous."""
         return self.trainers[0]
 
 
 def read_hosts(
     environ: Mapping[str, str] = os.environ, file: Path = INPUT / "resourceconfig.json"
 ) -> Hosts:
-    """Return the hosts of this job from SageMaker's variables or file. Groups whose
-    names begin with `data` decode.
-    """
+    """Return the hosts of this job from SageMaker's variables or file."""
+    # groups whose names begin with `data` decode
     try:
         config = _resource_config(environ, file)
         me = str(config.get("current_host") or "localhost")
@@ -61,11 +57,9 @@ def read_hosts(
             for group in config.get("instance_groups") or ()
         }
         groups = groups or {"all": list(config.get("hosts") or [me])}
-        ports = (
-            tuple(map(int, environ["KD_PORTS"].split(",")))
-            if "KD_PORTS" in environ
-            else (RAY, TORCH)
-        )
+        ports = (RAY, TORCH)
+        if "KD_PORTS" in environ:
+            ports = tuple(map(int, environ["KD_PORTS"].split(",")))
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         wrong = (
             "the job's description of its hosts cannot be read"
@@ -80,9 +74,8 @@ def read_hosts(
         sorted(host for name in groups if name not in decoding for host in groups[name])
     )
     if not trainers or me not in trainers + data:
-        wrong = f"host '{me}' of the groups {', '.join(groups)} " + (
-            "is in none" if trainers else "has no trainers"
-        )
+        problem = "is in none" if trainers else "has no trainers"
+        wrong = f"host '{me}' of the groups {', '.join(groups)} {problem}"
         allowed = (
             "Groups whose name begins with `data` decode, at least one other group"
             " trains"
@@ -95,10 +88,10 @@ def read_hosts(
 
 def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
     if "SM_CURRENT_HOST" not in environ:
-        return (
-            read_json(file, "backend", "Start it as a SageMaker job", kind=BackendError)
-            if file.is_file()
-            else {}
+        if not file.is_file():
+            return {}
+        return read_json(
+            file, "backend", "Start it as a SageMaker job", kind=BackendError
         )
     groups = list(json.loads(environ.get("SM_INSTANCE_GROUPS_DICT") or "{}").values())
     return {
@@ -121,11 +114,9 @@ def hyperparameters(file: Path = INPUT / "hyperparameters.json") -> list[str]:
 
 
 def overrides(content: Mapping[str, str]) -> list[str]:
-    """Return hyperparameters, their `PIECE`s joined, as sorted `key=value`, without
-    SageMaker's own.
-    """
-    joined = "".join(content[key] for key in sorted(content) if key.startswith(PIECE))
-    keys = {**content, **json.loads(joined or "{}")}
+    """Return hyperparameters, without SageMaker's own, as sorted `key=value`."""
+    pieces = [content[key] for key in sorted(content) if key.startswith(PIECE)]
+    keys = {**content, **json.loads("".join(pieces) or "{}")}
     return [
         f"{key}={value}"
         for key, value in sorted(keys.items())
@@ -133,7 +124,7 @@ def overrides(content: Mapping[str, str]) -> list[str]:
     ]
 
 
-def processes(environ: Mapping[str, str] = os.environ) -> int:
+def num_trainers(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of trainers on this host: one per accelerator, else one."""
     for name in ("KD_PROCESSES", "SM_NUM_NEURONS", "SM_NUM_GPUS"):
         if environ.get(name, "").isdigit() and int(environ[name]):
@@ -146,52 +137,47 @@ def processes(environ: Mapping[str, str] = os.environ) -> int:
     return max(1, len(list(Path("/dev").glob("nvidia[0-9]*"))))
 
 
-def accelerated() -> bool:
+def has_accelerator() -> bool:
     """Return whether this host has an NVIDIA or Neuron device."""
-    return any(
-        list(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "neuron[0-9]*")
-    )
+    patterns = ("nvidia[0-9]*", "neuron[0-9]*")
+    return any(any(Path("/dev").glob(pattern)) for pattern in patterns)
 
 
 def free_ports(count: int) -> list[int]:
     """Return free ports."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    ports = [server.getsockname()[1] for server in sockets]
+    for server in sockets:
+        server.close()
     return ports
 
 
 def marks(mark: str, name: str = MARK) -> dict[str, str]:
-    """Return the environment variables by which `marked` finds a process: two, because
-    Ray's agents overwrite one.
-    """
+    """Return the environment variables by which `marked_processes` finds a process."""
+    # two, because Ray's agents overwrite one
     return {name: mark, f"{name}_AGAIN": mark}
 
 
-def marked(mark: str, name: str = MARK) -> Iterator[int]:
-    """Yield the running processes (except this one) with one of these `marks` in their
-    environment.
-    """
-    wanted = {f"{key}={value}".encode() for key, value in marks(mark, name).items()}
+def marked_processes(mark: str, name: str = MARK) -> Iterator[int]:
+    """Yield the other running processes with one of these `marks`."""
+    entries = {f"{key}={value}".encode() for key, value in marks(mark, name).items()}
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
-            if (
-                wanted & set((folder / "environ").read_bytes().split(b"\0"))
-                and int(folder.name) != os.getpid()
-            ):
+            environ = (folder / "environ").read_bytes().split(b"\0")
+            if entries.intersection(environ) and int(folder.name) != os.getpid():
                 yield int(folder.name)
 
 
 def end_marked(mark: str, name: str = MARK, grace: float = 3.0) -> int:
-    """End the marked processes by SIGTERM, after `grace` seconds by SIGKILL; return
-    their number.
-    """
-    pids, deadline = set(marked(mark, name)), time.monotonic() + grace
+    """End the marked processes, by force after `grace` seconds; return their number."""
+    pids = set(marked_processes(mark, name))
+    deadline = time.monotonic() + grace
     signal_all(pids, signal.SIGTERM)
-    while (left := list(marked(mark, name))) and time.monotonic() < deadline + grace:
+    while running := list(marked_processes(mark, name)):
+        if time.monotonic() >= deadline + grace:
+            break
         if time.monotonic() > deadline:
-            signal_all(left, signal.SIGKILL)
+            signal_all(running, signal.SIGKILL)
         time.sleep(0.1)
     return len(pids)
 
@@ -204,14 +190,13 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 
 
 class LocalJob:
-    """Hosts 127.0.0.2, 127.0.0.3, ... of a job: one process each, with the variables
-    that SageMaker sets.
+    """Run the hosts of a job on this machine, as 127.0.0.2, 127.0.0.3, ...
+
+    Each is one process with the variables that SageMaker sets.
     """
 
     def __init__(self, groups: Mapping[str, int], argv: Sequence[str]) -> None:
-        """Start all hosts with `kd.cluster.group ARGV`. `groups` has the number of
-        hosts in each group.
-        """
+        """Start the hosts of all groups (numbers by name) with `ARGV`."""
         if sys.platform != "linux":
             raise BackendError(
                 "--local",
@@ -224,21 +209,21 @@ class LocalJob:
             group: [next(names) for _ in range(count)]
             for group, count in groups.items()
         }
-        self.mark, self.argv = secrets.token_hex(8), list(argv)
+        self.mark = secrets.token_hex(8)
+        self.argv = list(argv)
         hosts = [host for group in self.groups.values() for host in group]
-        listed = {
+        instance_groups = {
             name: {"instance_group_name": name, "hosts": group}
             for name, group in self.groups.items()
         }
+        decoders = str(max(1, cores() // len(hosts)))
         self._environ = {
             **os.environ,
             **marks(self.mark, RUN_MARK),
             "SM_HOSTS": json.dumps(hosts),
-            "SM_INSTANCE_GROUPS_DICT": json.dumps(listed),
+            "SM_INSTANCE_GROUPS_DICT": json.dumps(instance_groups),
             "KD_PORTS": ",".join(str(port) for port in free_ports(2)),
-            "KD_DECODERS": os.environ.get(
-                "KD_DECODERS", str(max(1, cores() // len(hosts)))
-            ),
+            "KD_DECODERS": os.environ.get("KD_DECODERS", decoders),
             "RAY_AUTH_MODE": "token",  # else Ray listens on all interfaces
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }
@@ -258,7 +243,8 @@ class LocalJob:
         for process in self.processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LEAVE_SECONDS)
-        return next((code for code in codes if code), 0)
+        failures = [code for code in codes if code]
+        return failures[0] if failures else 0
 
     def stop(self) -> None:
         for host in self._trainers():
@@ -279,9 +265,7 @@ class LocalJob:
 
 
 def run_job(groups: Mapping[str, int], argv: Sequence[str]) -> int:
-    """Run a job on this machine and return its exit code; all its processes have ended
-    then.
-    """
+    """Run a job on this machine until all its processes end; return its exit code."""
     job = LocalJob(groups, argv)
     before = {
         number: signal.signal(number, lambda *_: job.stop())

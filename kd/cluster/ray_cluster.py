@@ -1,5 +1,6 @@
-"""The Ray cluster at RAY_ADDRESS. Ray is an extra: import this file only if it is
-needed.
+"""Connect to the Ray cluster at RAY_ADDRESS.
+
+Ray is an extra: import this file only if it is needed.
 """
 
 import os
@@ -20,52 +21,41 @@ def connect(config_path: str) -> None:
     """Connect this process to the cluster, once."""
     if ray.is_initialized():
         return
-    address, remedy = (
-        os.environ["RAY_ADDRESS"],
-        "Start with kd-launch, or see docs/scale.md",
-    )
+    address = os.environ["RAY_ADDRESS"]
     # Ray replaces kd's handler, which writes a checkpoint.
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, namespace="kd", log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
-        reason = in_short(error)
-        raise RunError(
-            config_path,
-            f"there is no Ray cluster at RAY_ADDRESS={address} ({reason})",
-            "",
-            remedy,
-        ) from error
+        wrong = f"there is no Ray cluster at RAY_ADDRESS={address} ({in_short(error)})"
+        remedy = "Start with kd-launch, or see docs/scale.md"
+        raise RunError(config_path, wrong, "", remedy) from error
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
 
 
-def joined_hosts(wanted: int, seconds: float) -> int:
-    """Wait until the cluster has the wanted number of hosts or the time is over; return
-    its number of hosts.
-    """
+def joined_hosts(total: int, seconds: float) -> int:
+    """Wait at most some seconds for all hosts; return how many have joined."""
     connect("backend")
     deadline = time.monotonic() + seconds
-    while (
-        joined := sum(node["Alive"] for node in ray.nodes())
-    ) < wanted and time.monotonic() < deadline:
+    joined = _num_alive()
+    while joined < total and time.monotonic() < deadline:
         time.sleep(0.5)
+        joined = _num_alive()
     ray.shutdown()
     return joined
 
 
+def _num_alive() -> int:
+    return sum(node["Alive"] for node in ray.nodes())
+
+
 def decoding_versions(*packages: str) -> dict[str, str]:
-    """Return the versions of this host's decoding packages and libraries, and of
-    `packages`.
-    """
-    libraries = [
-        "jpg",
-        "libjpeg_turbo",
-        "webp",
-        "zlib",
-        *(["avif"] if "avif" in features.modules else []),
-    ]
+    """Return the versions of this host's decoders and of further packages."""
+    libraries = ["jpg", "libjpeg_turbo", "webp", "zlib"]
+    if "avif" in features.modules:
+        libraries.append("avif")
     decoders = {name: features.version(name) or "" for name in libraries}
     return versions("kd", *packages, "numpy", "pillow", "pillow-heif") | decoders
 
@@ -74,15 +64,12 @@ def check_versions(
     config_path: str, address: str, theirs: Mapping[str, str], ours: Mapping[str, str]
 ) -> None:
     """Refuse a host with other versions than this one."""
-    if other := [
+    different = [
         f"{name} {theirs.get(name)} (here {ours[name]})"
         for name in ours
         if theirs.get(name) != ours[name]
-    ]:
+    ]
+    if different:
+        wrong = f"the host {address} decodes with {', '.join(different)}"
         remedy = "Install the same packages on all hosts, or use one image for all"
-        raise RunError(
-            config_path,
-            f"the host {address} decodes with {', '.join(other)}",
-            "",
-            remedy,
-        )
+        raise RunError(config_path, wrong, "", remedy)

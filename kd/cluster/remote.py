@@ -1,15 +1,15 @@
-"""`data.loader: ray`: batches from decoders on all hosts of a Ray cluster,
-bit-identical to the local loader's.
+"""Load batches from all hosts of a Ray cluster, bit-identical to the local loader's.
 
-Ray places the decoders and restarts them (`kd.cluster.decoders`). An image is a pure
-function of (seed, view, id), so a call may be repeated on any host. Each rank has its
-own queue of calls, and waits for a call at most until the deadline.
+`data.loader: ray`. Ray places the decoders and restarts them (`kd.cluster.decoders`).
+An image is a pure function of (seed, view, id), so a call may be repeated on any host.
+Each rank has its own queue of calls, and waits for a call at most until the deadline.
 """
 
+import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,7 +48,9 @@ class RemoteLoader(LocalLoader):
     ) -> None:
         """Load dataset `number` of a pool; other arguments as in `LocalLoader`."""
         super().__init__(dataset, share, 0, max_skipped=max_skipped)
-        self.pool, self.number, self.pin_memory = pool, number, pin_memory
+        self.pool = pool
+        self.number = number
+        self.pin_memory = pin_memory
         self.workers = max(1, len(pool.slots) // share.world_size)
         self._compared = set[str]()  # hosts whose pixels were compared in this pass
         self.made_here = 0  # images that this process made itself
@@ -57,71 +59,61 @@ class RemoteLoader(LocalLoader):
     def _arriving(self) -> Iterator[Batch | KdError]:
         self.pool.grow()
         self._compared.clear()
-        yield from prefetched(self._made())
+        yield from prefetch(self._batches())
 
-    def _made(self) -> Generator[Batch | KdError, None, None]:
-        """Yield the batches of the current requests; keep a window of calls pending at
-        the decoders.
-        """
-        waiting = (part for request in self._requests for part in divided(request))
+    def _batches(self) -> Generator[Batch | KdError, None, None]:
+        """Yield the batches of the current requests, with several calls pending."""
+        waiting = chain.from_iterable(map(split_request, self._requests))
         calls: deque[Call] = deque()
         try:
             for request in self._requests:
-                parts: list[dict[str, Any]] = []
-                for _ in divided(request):
-                    room = self.pool.room(len(calls), self.share.world_size)
-                    calls.extend(
-                        self.pool.send(self.number, part)
-                        for part in islice(waiting, room)
-                    )
-                    part = self._result(calls.popleft(), calls)
-                    if isinstance(part, KdError):
-                        yield part
+                chunks: list[dict[str, Any]] = []
+                for _ in split_request(request):
+                    free = self.pool.num_free(len(calls), self.share.world_size)
+                    for small_request in islice(waiting, free):
+                        calls.append(self.pool.send(self.number, small_request))
+                    chunk = self._result(calls.popleft(), calls)
+                    if isinstance(chunk, KdError):
+                        yield chunk
                         return
-                    parts.append(part)
-                batch = unpack(parts)
+                    chunks.append(chunk)
+                batch = unpack(chunks)
                 yield batch.pin_memory() if self.pin_memory else batch
         finally:
             self.pool.forget(calls)
 
-    def _result(self, call: Call, others: deque[Call]) -> dict[str, Any] | KdError:
-        """Return the result of a call: the decoder's, or this process's if the decoder
-        fails or is late.
-        """
+    def _result(self, call: Call, pending: deque[Call]) -> dict[str, Any] | KdError:
+        """Return a decoder's result, or this process's if it fails or is late."""
         if call.slot is None:
-            return self._here(call.request)
+            return self._decode_here(call.request)
         try:
             answer = self.pool.get(call)
             if not isinstance(answer, KdError):
-                return self._other(call.slot, call.request, answer) or answer
+                return self._pixel_error(call.slot, call.request, answer) or answer
         except Unanswered as error:
-            self._reassign(self.pool.suspect(call.slot, str(error)), others)
-            return self._here(call.request)
+            self._reassign(self.pool.suspect(call.slot, str(error)), pending)
+            return self._decode_here(call.request)
         # An error counts only if this process gets it too: the other host may lack a
         # file.
-        here = self._here(call.request)
+        here = self._decode_here(call.request)
         if not isinstance(here, KdError):
-            self._reassign(
-                self.pool.drop(call.slot, f"cannot read what this one can ({answer})"),
-                others,
-            )
+            reason = f"cannot read what this one can ({answer})"
+            self._reassign(self.pool.drop(call.slot, reason), pending)
         return here
 
-    def _other(
+    def _pixel_error(
         self, slot: RemoteDecoder, request: Request, answer: dict[str, Any]
     ) -> RunError | None:
-        """Compare each host's first image in a pass with this process's: its copy of
-        the data may differ.
-        """
+        """Compare each host's first image in a pass with this process's."""
+        # the host's copy of the data may differ
         if slot.address in self._compared:
             return None
         self._compared.add(slot.address)
-        here = pack(
-            self._fetch[Request(request.ids[:1], request.weights[:1], request.view)]
-        )
-        if isinstance(here, KdError) or all(
-            np.array_equal(here[name], answer[name][:1]) for name in TENSORS
-        ):
+        first = Request(request.ids[:1], request.weights[:1], request.view)
+        here = pack(self._fetch[first])
+        if isinstance(here, KdError):
+            return None
+        if all(np.array_equal(here[name], answer[name][:1]) for name in TENSORS):
             return None
         wrong = (
             f"the host {slot.address} makes other pixels of image {request.ids[0]} than"
@@ -134,30 +126,30 @@ class RemoteLoader(LocalLoader):
             "Copy it there again, or set data.loader=local",
         )
 
-    def _reassign(self, suspects: Sequence[RemoteDecoder], others: deque[Call]) -> None:
-        for i, other in enumerate(others):
-            if other.slot in suspects:
-                others[i] = self.pool.again(self.number, other)
+    def _reassign(
+        self, suspects: Sequence[RemoteDecoder], pending: deque[Call]
+    ) -> None:
+        for i, call in enumerate(pending):
+            if call.slot in suspects:
+                pending[i] = self.pool.resend(self.number, call)
 
-    def _here(self, request: Request) -> dict[str, Any] | KdError:
+    def _decode_here(self, request: Request) -> dict[str, Any] | KdError:
         self.made_here += len(request.ids)
         return pack(self._fetch[request])
 
 
-def divided(request: Request) -> list[Request]:
+def split_request(request: Request) -> list[Request]:
     """Cut a request into calls of nearly equal size."""
-    count = -(-len(request.ids) // CHUNK)
+    count = math.ceil(len(request.ids) / CHUNK)
     cuts = [len(request.ids) * i // count for i in range(count + 1)]
     return [
-        Request(request.ids[a:b], request.weights[a:b], request.view)
-        for a, b in pairwise(cuts)
+        Request(request.ids[begin:end], request.weights[begin:end], request.view)
+        for begin, end in pairwise(cuts)
     ]
 
 
-def prefetched(items: Generator[T, None, None]) -> Iterator[T]:
-    """Yield items made by a thread, two in advance; an error in the thread is raised
-    here.
-    """
+def prefetch(items: Generator[T, None, None]) -> Iterator[T]:
+    """Yield items made by a thread, two in advance; its errors are raised here."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="kd-ahead")
     ahead = deque(pool.submit(next, items, None) for _ in range(2))
     try:
@@ -165,7 +157,7 @@ def prefetched(items: Generator[T, None, None]) -> Iterator[T]:
             ahead.append(pool.submit(next, items, None))
             yield item
     finally:
-        for each in ahead:
-            each.cancel()
+        for future in ahead:
+            future.cancel()
         pool.submit(items.close)
         pool.shutdown(wait=False)

@@ -1,7 +1,7 @@
-"""Requests to SageMaker as plain data: a training job, an endpoint, a batch transform.
-`aws` sends them.
+"""Write requests to SageMaker: a training job, an endpoint, a batch transform.
 
-`validate` checks a request against botocore's model of the service.
+They are plain data, which `aws` sends. `validate` checks a request against botocore's
+model of the service.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kd.cluster.aws_limits import refusals
-from kd.cluster.cloudwatch import definitions
+from kd.cluster.aws_limits import limit_errors
+from kd.cluster.cloudwatch import metric_definitions
 from kd.cluster.hosts import PIECE
-from kd.cluster.sagemaker_profiler import sections
+from kd.cluster.sagemaker_profiler import profiler_sections
 from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean, needed
 from kd.core.facts import BackendFacts
 from kd.core.options import option, positive, whole_number
@@ -27,18 +27,15 @@ from kd.parts import registry
 if TYPE_CHECKING:
     from kd.core.facts import FileKey
 
-CHECKPOINTS = (  # SageMaker copies it to S3 during a job, and back at a restart
-    "/opt/ml/checkpoints"
-)
+# SageMaker copies it to S3 during a job, and back at a restart
+CHECKPOINTS = "/opt/ml/checkpoints"
 INPUT = "/opt/ml/input/data"
-TRAINERS, LOADERS = "dnn", "data"  # the instance groups
-SPOT_WAIT_SECONDS = (
-    24 * 3600
-)  # seconds that a job may wait for spot capacity, beside its run time
-MOST_KEYS, MOST_TEXT = (
-    100,
-    2500,
-)  # CreateTrainingJob: hyperparameters, and characters of one
+TRAINERS = "dnn"  # an instance group
+LOADERS = "data"  # an instance group
+# seconds that a job may wait for spot capacity, beside its run time
+SPOT_WAIT_SECONDS = 24 * 3600
+MOST_KEYS = 100  # hyperparameters of CreateTrainingJob
+MOST_TEXT = 2500  # characters of a hyperparameter of CreateTrainingJob
 PATTERN = re.compile(r"[{*?\[]")
 COUNT = whole_number(1, 999_999)
 IMAGE_RUNTIMES = ("onnxruntime", "openvino")  # installed by `Dockerfile`
@@ -56,9 +53,8 @@ class Job:
     """A training job."""
 
     name: str  # unique for each job
-    keys: Mapping[
-        str, str
-    ]  # the configuration as {"section.key": value}; see `kd.config.flat`
+    # the configuration as {"section.key": value}; see `kd.config.flat`
+    keys: Mapping[str, str]
     files: Sequence[FileKey] = ()
     """Keys that name files. Their values must be on S3: a job does not see this
     machine's files.
@@ -97,9 +93,8 @@ class Job:
 
 
 def training_request(job: Job) -> dict[str, Any]:
-    """Return the arguments of CreateTrainingJob. Checkpoints are kept by `run.name`, so
-    that the next job resumes.
-    """
+    """Return the arguments of CreateTrainingJob."""
+    # checkpoints are kept by `run.name`, so that the next job resumes
     channels, keys, errors = _channels(job)
     keys |= {"run.folder": CHECKPOINTS, "teacher.fit.folder": f"{CHECKPOINTS}/teachers"}
     keys["backend.kind"] = _backend(job, errors)
@@ -107,11 +102,8 @@ def training_request(job: Job) -> dict[str, Any]:
         keys["data.loader"] = "ray"
     elif keys.get("data.loader") == "ray":
         remedy = "Add --data-group TYPE:N, or set data.loader=local"
-        errors.append(
-            ConfigError(
-                "data.loader", "is ray, but the job has no data group", "", remedy
-            )
-        )
+        wrong = "is ray, but the job has no data group"
+        errors.append(ConfigError("data.loader", wrong, "", remedy))
     if errors:
         raise ConfigErrors(errors)
     run_seconds = int(job.hours * 3600)
@@ -123,7 +115,7 @@ def training_request(job: Job) -> dict[str, Any]:
         "AlgorithmSpecification": {
             "TrainingImage": job.image,
             "TrainingInputMode": "FastFile",
-            "MetricDefinitions": definitions(job.keys["run.name"]),
+            "MetricDefinitions": metric_definitions(job.keys["run.name"]),
         },
         "RoleArn": job.role,
         "HyperParameters": _hyperparameters(keys),
@@ -144,14 +136,12 @@ def training_request(job: Job) -> dict[str, Any]:
     if channels:
         request["InputDataConfig"] = channels
     if job.profiler:
-        request |= sections(job.image, job.output)
-    return _joined(request, job.extra)
+        request |= profiler_sections(job.image, job.output)
+    return _merged(request, job.extra)
 
 
 def _hyperparameters(keys: dict[str, str]) -> dict[str, str]:
-    """Return a configuration by its keys or, where the service would refuse those, as
-    JSON in numbered pieces.
-    """
+    """Return a configuration by its keys, or as JSON in pieces if that is too long."""
     if len(keys) <= MOST_KEYS and max(map(len, keys.values())) <= MOST_TEXT:
         return dict(sorted(keys.items()))
     text = json.dumps(keys)
@@ -162,15 +152,15 @@ def _hyperparameters(keys: dict[str, str]) -> dict[str, str]:
     }
 
 
-def _joined(request: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a value into another one, section by section; lists are appended."""
-    joined = {**request, **extra}
+def _merged(request: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request with further values; sections are merged, lists appended."""
+    merged = {**request, **extra}
     for key in request.keys() & extra.keys():
         if isinstance(request[key], dict) and isinstance(extra[key], dict):
-            joined[key] = _joined(request[key], extra[key])
+            merged[key] = _merged(request[key], extra[key])
         elif isinstance(request[key], list) and isinstance(extra[key], list):
-            joined[key] = request[key] + extra[key]
-    return joined
+            merged[key] = request[key] + extra[key]
+    return merged
 
 
 def _instances(job: Job) -> dict[str, Any]:
@@ -183,33 +173,24 @@ def _instances(job: Job) -> dict[str, Any]:
 
 
 def _backend(job: Job, errors: list[KdError]) -> str:
-    """Return `backend.kind`; `auto` is resolved for the instance type here, so that
-    this machine can check it.
-    """
+    """Return `backend.kind`; `auto` becomes the one for the instance type."""
     kind = job.backend or job.keys.get("backend.kind", "auto")
     if kind == "auto":
-        known = (
-            (name, begin)
+        fitting = [
+            (len(begin), name)
             for name in registry.names("backends")
             for begin in _facts(name).chosen_on
-        )
-        fit = [
-            (len(begin), name)
-            for name, begin in known
             if job.instance.startswith(begin)
         ]
-        return max(fit, default=(0, "cpu"))[1]
-    wanted = _facts(kind).instances
+        return max(fitting, default=(0, "cpu"))[1]
+    instances = _facts(kind).instances
     if job.keys.get("backend.fallback", "none") != "none":
-        wanted = ("",)
-    if not job.instance.startswith(wanted):
-        allowed = f"'{kind}' runs on {', '.join(f'{name}*' for name in wanted)}"
+        instances = ("",)
+    if not job.instance.startswith(instances):
+        allowed = f"'{kind}' runs on {', '.join(f'{name}*' for name in instances)}"
         wrong = f"is '{kind}', which does not run on {job.instance}"
-        errors.append(
-            ConfigError(
-                "backend.kind", wrong, allowed, "Choose another --instance or --backend"
-            )
-        )
+        remedy = "Choose another --instance or --backend"
+        errors.append(ConfigError("backend.kind", wrong, allowed, remedy))
     return kind
 
 
@@ -219,86 +200,63 @@ def _facts(kind: str) -> BackendFacts:
 
 
 def _channels(job: Job) -> tuple[list[dict[str, Any]], dict[str, str], list[KdError]]:
-    """Turn `s3://...` values into channels; return channels, the keys with paths in the
-    container, and errors.
-    """
-    channels, keys, errors = [], dict(job.keys), list[KdError]()
-    files = {one.key: one for one in job.files}
-    for key, value in {**{one.key: one.value for one in job.files}, **job.keys}.items():
+    """Turn `s3://...` values into channels; return them, the new keys, and errors."""
+    channels = []
+    keys = dict(job.keys)
+    errors: list[KdError] = []
+    files = {file.key: file for file in job.files}
+    values = {**{key: file.value for key, file in files.items()}, **job.keys}
+    for key, value in values.items():
         if not value.startswith("s3://") or key.startswith("run."):
-            if (
-                key in files
-                and "${" not in value
-                and (wrong := _not_brought(value, files[key]))
-            ):
-                errors.append(
-                    ConfigError(
-                        key,
-                        wrong,
-                        "s3://BUCKET/PREFIX",
-                        f"Upload it and set {key}=s3://...",
-                    )
-                )
+            if key in files and "${" not in value:
+                wrong = _missing_text(value, files[key])
+                if wrong:
+                    remedy = f"Upload it and set {key}=s3://..."
+                    errors.append(ConfigError(key, wrong, "s3://BUCKET/PREFIX", remedy))
             continue
         name = re.sub(r"[^A-Za-z0-9-]", "-", key)
         folder, _, last = value.rpartition("/")
         if PATTERN.search(folder):
-            errors.append(
-                ConfigError(
-                    key,
-                    f"'{value}' has a pattern in its folder",
-                    "Patterns in the file name only",
-                )
-            )
+            wrong = f"'{value}' has a pattern in its folder"
+            errors.append(ConfigError(key, wrong, "Patterns in the file name only"))
         keys[key] = f"{INPUT}/{name}"
-        if PATTERN.search(
-            last
-        ):  # FastFile mounts the folder; the container reads the pattern
-            channels.append(_channel(name, f"{folder}/"))
+        # FastFile mounts the folder; the container reads the pattern
+        if PATTERN.search(last):
+            source = _s3_source(f"{folder}/")
             keys[key] += f"/{last}"
         elif "." in last:
-            channels.append(_channel(name, value))
+            source = _s3_source(value)
             keys[key] += f"/{last}"
         else:
-            channels.append(_channel(name, value.rstrip("/") + "/"))
-        if job.data_group and not key.startswith(
-            "data."
-        ):  # data hosts decode images and need no weights
-            channels[-1]["DataSource"]["S3DataSource"]["InstanceGroupNames"] = [
-                TRAINERS
-            ]
+            source = _s3_source(value.rstrip("/") + "/")
+        # data hosts decode images and need no weights
+        if job.data_group and not key.startswith("data."):
+            source["InstanceGroupNames"] = [TRAINERS]
+        channels.append({"ChannelName": name, "DataSource": {"S3DataSource": source}})
     return channels, keys, errors
 
 
-def _not_brought(value: str, file: FileKey) -> str:
-    """Return why a job would not find a file; "" if it would, or if the value is a name
-    or a URL.
-    """
-    own = value.startswith(("/", "~"))
-    if file.within and not own:
-        outside = posixpath.normpath(value).split("/")[0] == ".."
-        return (
-            f"'{value}' is outside of {file.within}, and no channel brings it"
-            if outside
-            else ""
-        )
-    looked_up = (
-        "://" in value
-        or value.startswith("pip:")
-        or (file.or_name and not own and value[0] != "." and not os.path.exists(value))
-    )
+def _missing_text(value: str, file: FileKey) -> str:
+    """Return why a job would not find a file, or "" if it would or need not."""
+    absolute = value.startswith(("/", "~"))
+    if file.within and not absolute:
+        if posixpath.normpath(value).split("/")[0] == "..":
+            return f"'{value}' is outside of {file.within}, and no channel brings it"
+        return ""
+    is_path = absolute or value.startswith(".") or os.path.exists(value)
+    named = file.or_name and not is_path
+    looked_up = "://" in value or value.startswith("pip:") or named
     if looked_up and not value.startswith("local-dir:"):
         return ""
     return f"'{value}' is a path of this machine; a training job does not see it"
 
 
-def _channel(name: str, uri: str) -> dict[str, Any]:
-    source = {
+def _s3_source(uri: str) -> dict[str, Any]:
+    return {
         "S3DataType": "S3Prefix",
         "S3Uri": uri,
         "S3DataDistributionType": "FullyReplicated",
     }
-    return {"ChannelName": name, "DataSource": {"S3DataSource": source}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,9 +274,7 @@ class Hosting:
 
 
 def hosting_requests(hosting: Hosting) -> dict[str, dict[str, Any]]:
-    """Return the arguments of CreateModel, CreateEndpointConfig and CreateEndpoint, in
-    the order of sending.
-    """
+    """Return the arguments of each operation for an endpoint, in the order to send."""
     name = hosting.name
     variant = {
         "VariantName": "all",
@@ -348,9 +304,8 @@ def model_request(hosting: Hosting) -> dict[str, Any]:
 def transform_requests(
     hosting: Hosting, images: str, output: str, at_once: int
 ) -> dict[str, dict[str, Any]]:
-    """Return the arguments of CreateModel and CreateTransformJob: an image is a request
-    and a file `NAME.out`.
-    """
+    """Return the arguments of CreateModel and CreateTransformJob."""
+    # an image is a request, and gets a file `NAME.out`
     source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": images}}
     job = {
         "TransformJobName": hosting.name,
@@ -368,49 +323,41 @@ def transform_requests(
     return {"CreateModel": model_request(hosting), "CreateTransformJob": job}
 
 
+def aws_module(name: str) -> Any:
+    """Import a module of the extra `sagemaker`."""
+    remedy = "pip install 'PATH/kd[sagemaker]'"
+    return needed(name, "kd-launch", "boto3 is not installed", remedy)
+
+
 def validate(operation: str, request: Mapping[str, Any]) -> None:
-    """Check a request by botocore's validator, by `rules`, and for lengths, patterns
-    and enumerations.
-    """
-    session, validation = (
-        needed(
-            f"botocore.{name}",
-            "kd-launch",
-            "boto3 is not installed",
-            "pip install 'PATH/kd[sagemaker]'",
-        )
-        for name in ("session", "validate")
-    )
-    shape = (
-        session.get_session()
-        .get_service_model("sagemaker")
-        .operation_model(operation)
-        .input_shape
-    )
+    """Check a request by botocore's validator and by what that does not check."""
+    session = aws_module("botocore.session")
+    validation = aws_module("botocore.validate")
+    service = session.get_session().get_service_model("sagemaker")
+    shape = service.operation_model(operation).input_shape
     report = validation.ParamValidator().validate(request, shape)
     if report.has_errors():
+        remedy = "See the options of kd-launch"
         lines = report.generate_report().splitlines()
-        raise ConfigErrors(
-            [
-                ConfigError(operation, line, "", "See the options of kd-launch")
-                for line in lines
-            ]
-        )
-    errors = [*_violations(shape, request, operation), *refusals(operation, request)]
+        raise ConfigErrors([ConfigError(operation, line, "", remedy) for line in lines])
+    errors = [
+        *_violations(shape, request, operation),
+        *limit_errors(operation, request),
+    ]
     if errors:
         raise ConfigErrors(errors)
 
 
 def _violations(shape: Any, value: Any, path: str) -> Iterator[KdError]:
     """Yield errors that botocore does not check but the service does."""
-    for inner_shape, inner_value, inner_path in _children(shape, value, path):
-        yield from _violations(inner_shape, inner_value, inner_path)
-    kind, limits = shape.type_name, shape.metadata
-    if kind == "string" and limits.get("enum") and value not in limits["enum"]:
-        near = did_you_mean(value, limits["enum"]) or "Correct it"
-        yield ConfigError(
-            path, f"is '{value}'", f"One of {len(limits['enum'])} names", near
-        )
+    for child in _children(shape, value, path):
+        yield from _violations(*child)
+    kind = shape.type_name
+    limits = shape.metadata
+    names = limits.get("enum")
+    if kind == "string" and names and value not in names:
+        near = did_you_mean(value, names) or "Correct it"
+        yield ConfigError(path, f"is '{value}'", f"One of {len(names)} names", near)
     if kind == "string" and not _matches(limits.get("pattern", ""), value):
         yield ConfigError(path, f"is '{value[:80]}'", f"Text like {limits['pattern']}")
     size = len(value) if kind in ("string", "list", "map") else value
@@ -420,13 +367,11 @@ def _violations(shape: Any, value: Any, path: str) -> Iterator[KdError]:
 
 def _children(shape: Any, value: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
     if shape.type_name == "structure":
-        yield from (
-            (shape.members[key], inner, f"{path}.{key}") for key, inner in value.items()
-        )
+        for key, inner in value.items():
+            yield shape.members[key], inner, f"{path}.{key}"
     elif shape.type_name == "list":
-        yield from (
-            (shape.member, inner, f"{path}[{i}]") for i, inner in enumerate(value)
-        )
+        for i, inner in enumerate(value):
+            yield shape.member, inner, f"{path}[{i}]"
     elif shape.type_name == "map":
         for key, inner in value.items():
             yield shape.key, key, f"{path}.{key}"

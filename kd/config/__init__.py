@@ -1,6 +1,4 @@
-"""Build one typed, checked `Config` from a YAML file and `key=value` overrides, or
-report all errors at once.
-"""
+"""Build one typed, checked `Config` from a YAML file and `key=value` overrides."""
 
 from kd.config.load import dump, load, read, to_dict
 from kd.config.schema import Config

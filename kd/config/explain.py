@@ -17,13 +17,13 @@ from kd.parts import registry
 
 
 def explain(prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """List (key, allowed, default, meaning) of every key below a dotted prefix, or of a
-    module outside kd.
+    """List (key, allowed, default, meaning) of every key below a dotted prefix.
+
+    The prefix may also name a module outside kd, whose keys are listed then.
     """
     rows = list(_explain(Config, ""))
-    if "." in prefix and prefix.partition(".")[0].removesuffix("[]") not in fields_of(
-        Config
-    ):  # a part from outside
+    section = prefix.partition(".")[0].removesuffix("[]")
+    if "." in prefix and section not in fields_of(Config):  # a part from outside
         try:
             return list(_explain(registry.options_type("losses", prefix, prefix), ""))
         except PartNotFound as error:
@@ -31,14 +31,11 @@ def explain(prefix: str = "") -> list[tuple[str, str, str, str]]:
             if near:
                 raise ConfigError(prefix, "no such key", "", near) from error
             raise
+    if not prefix:
+        return rows
     prefix = renamed_key(prefix)
-    return [
-        row
-        for row in rows
-        if not prefix
-        or row[0] == prefix
-        or row[0].startswith((prefix + ".", prefix + "["))
-    ]
+    below = (f"{prefix}.", f"{prefix}[")
+    return [row for row in rows if row[0] == prefix or row[0].startswith(below)]
 
 
 def _explain(cls: type, config_path: str) -> Iterator[tuple[str, str, str, str]]:
@@ -50,16 +47,17 @@ def _explain(cls: type, config_path: str) -> Iterator[tuple[str, str, str, str]]
         elif section is field.annotation and section:
             yield from _explain(section, key)
         else:
-            yield (
-                key,
-                allowed(field),
-                _default(field),
-                " ".join((field.description or "").split()),
-            )
-            yield from _explain(section, key) if section else ()
+            yield key, allowed(field), _default(field), meaning_of(field)
+            if section:
+                yield from _explain(section, key)
         for kind, options in options_by_kind(field):
             for *row, meaning in _explain(options, config_path):
                 yield *row, f"[kind: {kind}] {meaning}"  # type: ignore[misc]
+
+
+def meaning_of(field: FieldInfo) -> str:
+    """Return a key's description on one line."""
+    return " ".join((field.description or "").split())
 
 
 def _default(field: FieldInfo) -> str:
@@ -71,32 +69,32 @@ def _default(field: FieldInfo) -> str:
 
 def explain_part(name: str) -> list[tuple[str, str]]:
     """List the section and the first sentence of each part of a name, such as `kl`."""
-    found = list[tuple[str, str]]()
+    summaries: list[tuple[str, str]] = []
     for section, field in fields_of(Config).items():
         kind = fields_of(section_of(field.annotation)).get("kind")
         if kind and name in dict(options_by_kind(kind)):
-            about = registry.summary(registry.find(extra(kind)["parts"], name, section))
-            found.append((section + "[]" * is_list(field.annotation), about))
-    return found
+            module = registry.find(extra(kind)["parts"], name, section)
+            brackets = "[]" * is_list(field.annotation)
+            summaries.append((section + brackets, registry.summary(module)))
+    return summaries
 
 
 def kinds_of(values: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Return the kinds of parts that a configuration's plain values name, by section:
-    `data`, `losses[]`.
-    """
-    used: dict[str, set[str]] = {}
+    """Return the kinds that plain values name, by section (`data`, `losses[]`)."""
+    kinds: dict[str, set[str]] = {}
     for name, field in fields_of(Config).items():
-        section, several = section_of(field.annotation), is_list(field.annotation)
+        section = section_of(field.annotation)
+        several = is_list(field.annotation)
         if not issubclass(section, PartSection):
             continue
         value = values.get(name) or {}
         also = value.get("also") if isinstance(value, Mapping) else None
-        parts = value if several else [value, *(also or ())]
+        items = value if several else [value, *(also or ())]
         default = fields_of(section)["kind"].default
         words = [
-            part.get("kind", default) for part in parts if isinstance(part, Mapping)
+            item.get("kind", default) for item in items if isinstance(item, Mapping)
         ]
-        used[name + "[]" * several] = {
+        kinds[name + "[]" * several] = {
             section.present(word) for word in words if isinstance(word, str)
         }
-    return used
+    return kinds

@@ -1,6 +1,4 @@
-"""Write a configuration as `key=value` texts, for a launcher that passes it to another
-machine.
-"""
+"""Write a configuration as `key=value` texts, to pass it to another machine."""
 
 import json
 import sys
@@ -10,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kd.config.interpolate import unresolved
 from kd.config.load import apply_overrides, load
 from kd.config.yaml_text import parse_value, read_yaml
 from kd.core.errors import ConfigError, ConfigErrors, KdError
@@ -31,27 +29,28 @@ def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     raw = apply_overrides(read_yaml(path), overrides, errors)
     if errors:
         raise ConfigErrors(errors)
-    plain: Any = OmegaConf.to_container(raw, resolve=False)
-    load(plain, here=False)
-    return {"run.name": _text(Path(path).stem), **dict(_leaves(plain, ""))}
+    values = unresolved(raw)
+    load(values, here=False)
+    return {"run.name": _text(Path(path).stem), **dict(_leaves(values, ""))}
 
 
 def plain(path: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a YAML file, or a copy of given contents, with the name of
-    the run; references stay.
+    """Return a YAML file, or given contents, as plain values with the run's name.
+
+    References stay.
     """
-    found: Any = OmegaConf.to_container(read_yaml(path), resolve=False)
-    own = {} if isinstance(path, dict) else {"name": Path(path).stem}
-    run = found.get("run") or {}
-    return {
-        **found,
-        "run": {**own, **run} if isinstance(run, dict) else run,
-    }  # `load` reports what is allowed
+    values = unresolved(read_yaml(path))
+    run = values.get("run") or {}
+    # `load` reports what else than a section is there
+    if isinstance(run, dict) and not isinstance(path, dict):
+        run = {"name": Path(path).stem, **run}
+    return {**values, "run": run}
 
 
 def alternatives(override: str) -> list[str]:
-    """Return the texts that `key=a,b,c` lists. A comma inside brackets, quotes or
-    `${...}` does not separate.
+    """Return the texts that `key=a,b,c` lists.
+
+    A comma inside brackets, quotes or `${...}` does not separate.
     """
     key, _, text = override.partition("=")
     if "," not in text or "${" in text:
@@ -70,40 +69,26 @@ def alternatives(override: str) -> list[str]:
 
 
 def file_keys(section: Any, config_path: str = "") -> Iterator[FileKey]:
-    """Yield the keys below a section whose values name files that the run reads (see
-    `kd.core.keys.file_key`).
-    """
+    """Yield the keys below a section whose values name files that the run reads."""
+    # see `kd.core.keys.file_key`
     for name, field in fields_of(type(section)).items():
-        value, key, declared = (
-            getattr(section, name),
-            f"{config_path}.{name}".lstrip("."),
-            extra(field),
-        )
+        value = getattr(section, name)
+        key = f"{config_path}.{name}".lstrip(".")
+        declared = extra(field)
         if "files" in declared and value:
             folder = declared["files"]
-            yield FileKey(
-                key,
-                written(value),
-                folder and f"{config_path}.{folder}",
-                declared["or_name"],
-            )
+            within = folder and f"{config_path}.{folder}"
+            yield FileKey(key, written(value), within, declared["or_name"])
         elif is_dataclass(value):
             yield from file_keys(value, config_path if name == "options" else key)
         elif isinstance(value, tuple):
-            items = [
-                (number, item)
-                for number, item in enumerate(value)
-                if is_dataclass(item)
-            ]
-            yield from (
-                found
-                for number, item in items
-                for found in file_keys(item, f"{key}.{number}")
-            )
+            for number, item in enumerate(value):
+                if is_dataclass(item):
+                    yield from file_keys(item, f"{key}.{number}")
 
 
 def _leaves(value: Any, config_path: str) -> Iterator[tuple[str, str]]:
-    """Yield the key and the text of each value. A list is one value."""
+    """Yield the key and the text of each value; a list is one value."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _leaves(
@@ -114,9 +99,7 @@ def _leaves(value: Any, config_path: str) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """Return the text behind `key=`: bare if it parses to the same value, else as JSON
-    or YAML.
-    """
+    """Return the text behind `key=`, bare if that parses to the value, else as YAML."""
     candidates = [value] if isinstance(value, str) else []
     candidates += [
         json.dumps(value),
@@ -124,9 +107,9 @@ def _text(value: Any) -> str:
     ]
     for text in candidates:
         try:
-            read = parse_value(f"key={text}")
+            parsed = parse_value(f"key={text}")
         except (OmegaConfBaseException, yaml.YAMLError):
             continue
-        if type(read) is type(value) and read == value:
+        if type(parsed) is type(value) and parsed == value:
             return text
     raise AssertionError(f"{value!r} cannot be written as text")

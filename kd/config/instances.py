@@ -1,5 +1,4 @@
-"""Rented machines: prices, accelerators and cores, and whether the cores can feed the
-accelerators.
+"""Know rented machines: their prices, and whether the cores feed the accelerators.
 
 On-demand list prices of SageMaker training in us-east-1 on 2026-09-27, from the AWS
 Price List API (`AmazonSageMaker` offer file) as a public notebook toolkit recorded
@@ -54,40 +53,32 @@ TABLE = {
 }
 
 
-def find(name: str) -> tuple[str, Instance] | None:
-    """Return the full name and the row of a machine, named with or without `ml.`; None:
-    it is not in the table.
-    """
+def find_machine(name: str) -> tuple[str, Instance] | None:
+    """Return full name and row of a machine in the table, named with `ml.` or not."""
     full = name if name in TABLE else f"ml.{name}"
     return (full, TABLE[full]) if full in TABLE else None
 
 
 def price_per_hour(name: str) -> float:
-    """Return the list price of a machine; 0: it is not in the table."""
-    found = find(name)
-    return found[1].usd if found else 0.0
+    """Return the list price of a machine, or 0 if it is not in the table."""
+    machine = find_machine(name)
+    return machine[1].usd if machine else 0.0
 
 
-def required(name: str, config_path: str) -> tuple[str, Instance]:
-    """Return name and entry of the machine given by option `config_path`; ConfigError: it is
-    not in the table.
-    """
-    if (found := find(name)) is None:
+def require_machine(name: str, option: str) -> tuple[str, Instance]:
+    """Return full name and row of the machine that a command's option names."""
+    machine = find_machine(name)
+    if machine is None:
         wrong = f"is {name}, which is not in the table of {PRICED_ON}"
-        remedy = " ".join(
-            filter(
-                None, (did_you_mean(name, TABLE), "Without --view-ms any type is taken")
-            )
-        )
-        raise ConfigError(config_path, wrong, f"One of {', '.join(TABLE)}", remedy)
-    return found
+        remedy = f"{did_you_mean(name, TABLE)} Without --view-ms any type is taken"
+        raise ConfigError(option, wrong, f"One of {', '.join(TABLE)}", remedy.lstrip())
+    return machine
 
 
-def saving(
+def speed_and_saving(
     before: tuple[float, float], after: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return how many times as fast `after` is, and the share of the cost that it
-    saves.
+    """Return how many times as fast `after` is, and the share of the cost it saves.
 
     Both are (USD per hour, time of the same work).
     """
@@ -95,7 +86,7 @@ def saving(
     return faster, 1 - after[0] / before[0] / faster
 
 
-def plan(
+def core_plan(
     name: str,
     count: int,
     view_ms: float,
@@ -103,78 +94,73 @@ def plan(
     group: tuple[str, int] | None = None,
     usd: float = 0.0,
 ) -> list[str]:
-    """Return lines: whether the cores of `count` machines load as many views as their
-    accelerators train on.
+    """Return lines on whether the cores of `count` machines feed their accelerators.
 
     `view_ms`: milliseconds of one core per view. `rate`: images/s of the student per
     accelerator; 0: not known. `group`: a data group; without one, the smallest that is
     enough is proposed. `usd`: the price per hour of a machine without a data group; 0:
     its list price. Not handled: the time that a network or a disk adds.
     """
-    name, own = required(name, "--instance")
-    if not own.accelerators:
+    name, machine = require_machine(name, "--instance")
+    if not machine.accelerators:
         raise ConfigError(
             "--instance",
             f"is {name}, which has no accelerator",
             "A type with one",
             "Choose another",
         )
-    number, cores = count * own.accelerators, count * own.cores
-    most, shown = 1000 * cores / view_ms, f"{cores} ({count * own.vcpus} vCPUs)"
+    accelerators = count * machine.accelerators
+    cores = count * machine.cores
+    loaded = 1000 * cores / view_ms  # images/s
+    each = f"{loaded / accelerators:,.0f} images/s"
     if not rate:
-        each = f"{most / number:,.0f} images/s for each of {number} accelerators"
         return [
-            f"loading   {count} x {name} with {cores} cores load {each} at {view_ms:g}"
-            " ms per view"
+            f"loading   {count} x {name} with {cores} cores load {each} for each of"
+            f" {accelerators} accelerators at {view_ms:g} ms per view"
         ]
-    need, hourly = math.ceil(number * rate * view_ms / 1000), count * (usd or own.usd)
+    trained = accelerators * rate
+    need = math.ceil(trained * view_ms / 1000)
     verdict = "enough" if need <= cores else "too few"
-    text = (
-        f"loading   {number} x {rate:,.0f} images/s need {need} cores at {view_ms:g} ms"
-        f" per view; {name} has {shown}"
-    )
     lines = [
-        f"{text}: {verdict}, as they load {most / number:,.0f} images/s per accelerator"
+        f"loading   {accelerators} x {rate:,.0f} images/s need {need} cores at"
+        f" {view_ms:g} ms per view; {name} has {cores} ({count * machine.vcpus} vCPUs):"
+        f" {verdict}, as they load {each} per accelerator"
     ]
     if need <= cores and group is None:
         return lines
     family = name[: name.rindex(".") + 1]  # such as `ml.g5.`: the same accelerator
-    ratio, other = max(
-        (one.cores / one.accelerators, kind)
-        for kind, one in TABLE.items()
+    ratio, best = max(
+        (row.cores / row.accelerators, kind)
+        for kind, row in TABLE.items()
         if kind.startswith(family)
     )
-    if need > cores and ratio > cores / number:
+    if need > cores and ratio > cores / accelerators:
         lines.append(
-            f"ratio     {other} has {ratio:g} cores per accelerator instead of"
-            f" {cores / number:g}"
+            f"ratio     {best} has {ratio:g} cores per accelerator instead of"
+            f" {cores / accelerators:g}"
         )
     kind, hosts = group or (
         DATA_HOST,
         math.ceil((need - cores) / TABLE[DATA_HOST].cores),
     )
-    kind, data = required(kind, "--data-group")
-    both, dearer = (
-        1000 * (cores + hosts * data.cores) / view_ms,
-        1 + hosts * data.usd / hourly,
+    kind, data_host = require_machine(kind, "--data-group")
+    data_cores = hosts * data_host.cores
+    data_usd = hosts * data_host.usd
+    hourly = count * (usd or machine.usd)
+    loaded_by_all = 1000 * (cores + data_cores) / view_ms
+    dearer = 1 + data_usd / hourly
+    faster, saved = speed_and_saving(
+        (hourly, 1 / min(loaded, trained)),
+        (hourly * dearer, 1 / min(loaded_by_all, trained)),
     )
-    faster, saved = saving(
-        (hourly, 1 / min(most, number * rate)),
-        (hourly * dearer, 1 / min(both, number * rate)),
+    lines.append(
+        f"data      --data-group {kind}:{hosts} brings {data_cores} cores for USD"
+        f" {money(data_usd)} an hour ({dearer:.2f} times the price), and pays from"
+        f" {loaded * dearer / accelerators:,.0f} images/s per accelerator on"
     )
-    text = (
-        f"data      --data-group {kind}:{hosts} brings {hosts * data.cores} cores for"
-        " USD "
-    )
-    text += (
-        f"{money(hosts * data.usd)} an hour ({dearer:.2f} times the price), and pays"
-        " from "
-    )
-    lines.append(f"{text}{most * dearer / number:,.0f} images/s per accelerator on")
-    if both < number * rate:
+    if loaded_by_all < trained:
         lines.append(
-            f"data      that is still too few: {cores + hosts * data.cores} of {need}"
-            " cores"
+            f"data      that is still too few: {cores + data_cores} of {need} cores"
         )
     if group is None:
         lines.append("data      a data group needs data.store=none")

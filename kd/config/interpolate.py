@@ -1,6 +1,4 @@
-"""Resolve `${...}` in a configuration. A value from the environment keeps its
-reference.
-"""
+"""Resolve `${...}` in a configuration; values of the environment keep the reference."""
 
 import re
 from typing import Any
@@ -18,8 +16,10 @@ DEEPEST = 20
 
 
 def node_of(values: dict[str, Any]) -> Any:
-    """Return plain values as an OmegaConf node; ConfigError: they hold what YAML
-    cannot.
+    """Return plain values as an OmegaConf node.
+
+    Raises:
+        ConfigError: They hold what YAML cannot.
     """
     try:
         return OmegaConf.create(values)
@@ -30,37 +30,38 @@ def node_of(values: dict[str, Any]) -> Any:
         ) from error
 
 
-def resolve(raw: Any, errors: list[KdError], here: bool = True) -> Any:
-    """Return an OmegaConf node as plain values; texts from a resolver (`oc.env`) become
-    `Referenced`.
+def unresolved(node: Any) -> Any:
+    """Return an OmegaConf node as plain values with their references."""
+    return OmegaConf.to_container(node, resolve=False)
 
-    A dangling reference is an error. With `here=False` it is left unresolved: the run
-    was made on another machine.
+
+def resolve(raw: Any, errors: list[KdError], here: bool = True) -> Any:
+    """Return an OmegaConf node as plain values.
+
+    Texts from a resolver (`oc.env`) become `Referenced`. A dangling reference is an
+    error. With `here=False` it is left unresolved: the run was made on another machine.
     """
-    return _Resolver(raw, errors, here).container(
-        raw, OmegaConf.to_container(raw, resolve=False), ""
-    )
+    return _Resolver(raw, errors, here).container(raw, unresolved(raw), "")
 
 
 class _Resolver:
-    """Walks over a configuration. `config_path` is the path of a node, for messages."""
+    """Walk over a configuration; `config_path` is a node's path, for messages."""
 
     def __init__(self, root: Any, errors: list[KdError], here: bool) -> None:
-        self.root, self.errors, self.here = root, errors, here
+        self.root = root
+        self.errors = errors
+        self.here = here
 
     def container(self, node: Any, texts: Any, config_path: str) -> Any:
-        keys = range(len(node)) if OmegaConf.is_list(node) else list(node)
-        values = {}
-        for key in keys:
-            path = (
-                f"{config_path}[{key}]"
-                if OmegaConf.is_list(node)
-                else f"{config_path}.{key}"
-                if config_path
-                else str(key)
-            )
-            values[key] = self.value(node, key, texts[key], path)
-        return list(values.values()) if OmegaConf.is_list(node) else values
+        if OmegaConf.is_list(node):
+            return [
+                self.value(node, i, texts[i], f"{config_path}[{i}]")
+                for i in range(len(node))
+            ]
+        prefix = f"{config_path}." if config_path else ""
+        return {
+            key: self.value(node, key, texts[key], f"{prefix}{key}") for key in node
+        }
 
     def value(self, node: Any, key: Any, text: Any, config_path: str) -> Any:
         if text == "???":  # OmegaConf's word for a missing value
@@ -73,10 +74,12 @@ class _Resolver:
                 )
             )
         if not OmegaConf.is_interpolation(node, key):
-            plain = not isinstance(text, (dict, list))
-            return text if plain else self.container(node[key], text, config_path)
+            if isinstance(text, (dict, list)):
+                return self.container(node[key], text, config_path)
+            return text
         try:
-            value, reference = node[key], _expand(text, self.root)
+            value = node[key]
+            reference = _expand(text, self.root)
         except (OmegaConfBaseException, RecursionError) as error:
             if self.here:
                 self.errors.append(_dangling(config_path, text, error))
@@ -87,33 +90,28 @@ class _Resolver:
             allowed = "A reference to the environment stands for one value"
             self.errors.append(ConfigError(config_path, wrong, allowed, "Write it"))
         elif section:
-            return self.container(
-                value, OmegaConf.to_container(value, resolve=False), config_path
-            )
-        return (
-            Referenced(value, reference)
-            if isinstance(value, str) and "${" in reference
-            else value
-        )
+            return self.container(value, unresolved(value), config_path)
+        if isinstance(value, str) and "${" in reference:
+            return Referenced(value, reference)
+        return value
 
 
 def _dangling(config_path: str, text: str, error: Exception) -> ConfigError:
     """Return the error of a reference that leads nowhere."""
     if isinstance(error, RecursionError):
         return ConfigError(config_path, f"is {text!r}, which refers to itself")
-    absent = next((key for key in _KEY.findall(text) if f"'{key}'" in str(error)), "")
+    absent = [key for key in _KEY.findall(text) if f"'{key}'" in str(error)]
     if isinstance(error, InterpolationKeyError) and absent:
-        wrong = f"is {text!r}, but this configuration does not set {absent}"
+        wrong = f"is {text!r}, but this configuration does not set {absent[0]}"
         return ConfigError(
             config_path,
             wrong,
             "Keys that it sets, and ${oc.env:NAME}",
-            f"Write {absent} too",
+            f"Write {absent[0]} too",
         )
-    reason = (
-        str(error).splitlines()[0].partition("resolving interpolation: ")
-    )  # the exception of `oc.env` is quoted
-    reason = (reason[2] or reason[0]).strip('"')
+    # the exception of `oc.env` is quoted
+    line, _, quoted = str(error).splitlines()[0].partition("resolving interpolation: ")
+    reason = (quoted or line).strip('"')
     return ConfigError(
         config_path,
         f"is {text!r}: {reason}",
@@ -122,9 +120,7 @@ def _dangling(config_path: str, text: str, error: Exception) -> ConfigError:
 
 
 def _expand(text: str, root: Any, depth: int = 0) -> str:
-    """Replace references to other keys by their text. References to the environment
-    stay.
-    """
+    """Replace references to other keys by their text; those to the environment stay."""
     if depth > DEEPEST:
         raise RecursionError
     return _KEY.sub(lambda match: _target(match[0], match[1], root, depth), text)
@@ -139,6 +135,5 @@ def _target(text: str, key: str, root: Any, depth: int) -> str:
     if not OmegaConf.is_config(node):
         return text
     if OmegaConf.is_interpolation(node, last):
-        unresolved: Any = OmegaConf.to_container(node, resolve=False)
-        return _expand(unresolved[last], root, depth + 1)
+        return _expand(unresolved(node)[last], root, depth + 1)
     return str(node[last])

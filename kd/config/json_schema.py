@@ -1,6 +1,4 @@
-"""The JSON Schema of a configuration, for editors that complete and check YAML while it
-is typed.
-"""
+"""Write a configuration's JSON Schema, by which editors complete and check YAML."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, get_args
@@ -10,7 +8,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from kd.config.explain import kinds_of
+from kd.config.explain import kinds_of, meaning_of
 from kd.config.renamed import KEYS, KINDS
 from kd.config.schema import Config
 from kd.config.section import PartSection, kinds
@@ -19,20 +17,17 @@ from kd.core.keys import RULES, extra, fields_of
 from kd.parts import registry
 
 Schema = dict[str, Any]
-DRAFT = (  # the newest that the YAML extension of VS Code reads in full
-    "http://json-schema.org/draft-07/schema#"
-)
-REFERENCE: Schema = {
-    "type": "string",
-    "pattern": r"\$\{",
-}  # `${oc.env:NAME}` in place of any value
+# the newest that the YAML extension of VS Code reads in full
+DRAFT = "http://json-schema.org/draft-07/schema#"
+# `${oc.env:NAME}` in place of any value
+REFERENCE: Schema = {"type": "string", "pattern": r"\$\{"}
+# a number may be quoted
 NUMBER: Schema = {
     "type": "string",
     "pattern": r"\$\{|^[-+]?[\d_.]+([eE][-+]?\d+)?$",
-}  # a number may be quoted
-TEXT: Schema = {
-    "type": ["string", "integer", "null"]
-}  # whole numbers become text, and `key:` is empty
+}
+# whole numbers become text, and `key:` is empty
+TEXT: Schema = {"type": ["string", "integer", "null"]}
 FILE = "kd.schema.json"
 """Name of the file beside a configuration."""
 EDITOR_LINE = f"# yaml-language-server: $schema={FILE}"
@@ -40,119 +35,106 @@ EDITOR_LINE = f"# yaml-language-server: $schema={FILE}"
 
 
 def json_schema(values: Mapping[str, Any] | None = None) -> Schema:
-    """Return the schema of a configuration, with the parts from outside kd that the
-    values of one name.
-    """
-    made = _Definitions(kinds_of(values or {}))
+    """Return the schema of a configuration, with the parts that `values` name."""
+    writer = _SchemaWriter(kinds_of(values or {}))
     sections = {
-        name: made.key(name, field) for name, field in fields_of(Config).items()
-    }
-    dotted = {
-        f"^({'|'.join(sections)})\\.": {}
-    }  # `optimizer.lr: 0.1` at the top of a file
-    root = {
-        "type": "object",
-        "properties": sections,
-        "patternProperties": dotted,
-        "additionalProperties": False,
+        name: writer.key(name, field) for name, field in fields_of(Config).items()
     }
     return {
         "$schema": DRAFT,
         "title": "A configuration of kd",
-        **root,
-        "definitions": made.definitions,
+        "type": "object",
+        "properties": sections,
+        # `optimizer.lr: 0.1` at the top of a file
+        "patternProperties": {f"^({'|'.join(sections)})\\.": {}},
+        "additionalProperties": False,
+        "definitions": writer.definitions,
     }
 
 
-class _Definitions:
-    """Writes each section once, in `definitions`; `kinds`: the kinds that a
-    configuration uses, by section.
-    """
+class _SchemaWriter:
+    """Write each section once, in `definitions`."""
 
     def __init__(self, kinds: dict[str, set[str]]) -> None:
-        self.kinds, self.definitions = kinds, dict[str, Schema]()
+        self.kinds = kinds  # that a configuration uses, by section
+        self.definitions: dict[str, Schema] = {}
 
     def key(self, name: str, field: FieldInfo) -> Schema:
         """Return the schema of a key's value."""
-        section, meaning = (
-            section_of(field.annotation),
-            " ".join((field.description or "").split()),
-        )
-        described = {"description": meaning} if meaning else {}
+        section = section_of(field.annotation)
+        meaning = meaning_of(field)
+        description = {"description": meaning} if meaning else {}
         if section is None:
-            default = {}
+            schema = _value(field)
             if not field.is_required():
-                value = field.get_default(call_default_factory=True)
-                default = {
-                    "default": to_jsonable_python(
-                        value, fallback=repr, inf_nan_mode="strings"
-                    )
-                }
-            return {**_value(field), **default, **described}
+                default = field.get_default(call_default_factory=True)
+                schema["default"] = to_jsonable_python(
+                    default, fallback=repr, inf_nan_mode="strings"
+                )
+            return {**schema, **description}
         several = is_list(field.annotation)
-        value = {
+        reference = {
             "$ref": f"#/definitions/{self.section(name + '[]' * several, section)}"
         }
         if several:
-            return {"type": "array", "items": value, **described}
-        return {
-            "anyOf": [value, {"type": "null"}],
-            **described,
-        }  # `run:` alone has its defaults
+            return {"type": "array", "items": reference, **description}
+        # `run:` alone has its defaults
+        return {"anyOf": [reference, {"type": "null"}], **description}
 
     def section(self, name: str, cls: type) -> str:
-        """Define a section and return its name; one that names a part has an
-        alternative for each kind.
-        """
+        """Define a section and return its name."""
         if cls.__name__ not in self.definitions:
             self.definitions[cls.__name__] = {}  # its place
-            is_part = issubclass(cls, PartSection)
-            made = (
-                self.alternatives(name, cls)
-                if is_part
-                else self.keys(name, keys_of(cls))
-            )
-            self.definitions[cls.__name__] = {"description": _summary(cls), **made}
+            if issubclass(cls, PartSection):
+                schema = self.alternatives(name, cls)
+            else:
+                schema = self.keys(name, keys_of(cls))
+            description = " ".join((cls.__doc__ or "").split())
+            self.definitions[cls.__name__] = {"description": description, **schema}
         return cls.__name__
 
     def alternatives(self, name: str, cls: type[PartSection]) -> Schema:
         """Return the schema of a section for each kind that it may name."""
-        kind = fields_of(cls)["kind"]
-        outside = sorted(one for one in self.kinds.get(name, ()) if "." in one)
-        known = [*kinds(kind), *outside]
-        found = [self.of_kind(name, cls, one) for one in known]
-        old = [*KINDS.get(name.removesuffix("[]"), {})]
+        field = fields_of(cls)["kind"]
+        outside = sorted(kind for kind in self.kinds.get(name, ()) if "." in kind)
+        all_kinds = [*kinds(field), *outside]
+        schemas = [self.of_kind(name, cls, kind) for kind in all_kinds]
+        old_kinds = [*KINDS.get(name.removesuffix("[]"), {})]
         names: Schema = {
-            "anyOf": [{"enum": [*known, *old]}, {"type": "string", "pattern": r"\."}]
+            "anyOf": [
+                {"enum": [*all_kinds, *old_kinds]},
+                {"type": "string", "pattern": r"\."},
+            ]
         }
-        others: Schema = {
-            "pattern": r"\.",
-            **({"not": {"enum": outside}} if outside else {}),
-        }  # of a laboratory: any keys
+        # of a laboratory: any keys
+        lab_kind: Schema = {"pattern": r"\."}
+        if outside:
+            lab_kind["not"] = {"enum": outside}
         lab: Schema = {
             "type": "object",
-            "properties": {"kind": others},
+            "properties": {"kind": lab_kind},
             "required": ["kind"],
         }
-        return {"properties": {"kind": names}, "oneOf": [*found, lab]}
+        return {"properties": {"kind": names}, "oneOf": [*schemas, lab]}
 
     def of_kind(self, name: str, cls: type[PartSection], kind: str) -> Schema:
         """Return the schema of a section whose kind is given."""
-        found = self.keys(name, keys_of(cls, {"kind": kind}))
-        old = [
-            word
-            for word, new in KINDS.get(name.removesuffix("[]"), {}).items()
-            if new == kind
-        ]
+        schema = self.keys(name, keys_of(cls, {"kind": kind}))
+        new_kinds = KINDS.get(name.removesuffix("[]"), {})
+        old_kinds = [old for old, new in new_kinds.items() if new == kind]
         field = fields_of(cls)["kind"]
-        meaning = found["properties"]["kind"].get("description", "")
+        meaning = schema["properties"]["kind"].get("description", "")
         if kind != "auto":
-            about = registry.summary(registry.find(extra(field)["parts"], kind, name))
-            found["description"], meaning = about, f"{meaning} {kind}: {about}"
-        found["properties"]["kind"] = {"enum": [kind, *old], "description": meaning}
+            module = registry.find(extra(field)["parts"], kind, name)
+            schema["description"] = registry.summary(module)
+            meaning = f"{meaning} {kind}: {schema['description']}"
+        schema["properties"]["kind"] = {
+            "enum": [kind, *old_kinds],
+            "description": meaning,
+        }
         if kind != field.default:
-            found["required"] = sorted({*found.get("required", []), "kind"})
-        return found
+            schema["required"] = sorted({*schema.get("required", []), "kind"})
+        return schema
 
     def keys(self, name: str, fields: dict[str, FieldInfo]) -> Schema:
         """Return the schema of keys, with their old names."""
@@ -163,40 +145,35 @@ class _Definitions:
                 "deprecated": True,
                 "description": f"The old name of {new}.",
             }
-        required = [key for key, field in fields.items() if field.is_required()]
-        named = {"required": required} if required else {}
-        return {
+        schema: Schema = {
             "type": "object",
             "properties": properties,
             "additionalProperties": False,
-            **named,
         }
-
-
-def _summary(cls: type) -> str:
-    return " ".join((cls.__doc__ or "").split())
+        required = [key for key, field in fields.items() if field.is_required()]
+        if required:
+            schema["required"] = required
+        return schema
 
 
 def _value(field: FieldInfo) -> Schema:
     """Return the schema of a plain value, or of a reference in its place."""
     if field.annotation is str:
         return dict(TEXT)
-    annotation: Any = (
-        Annotated[(field.annotation, *field.metadata)]
-        if field.metadata
-        else field.annotation
-    )
+    annotation: Any = field.annotation
+    if field.metadata:
+        annotation = Annotated[(annotation, *field.metadata)]
     try:
-        plain = TypeAdapter(annotation, config=RULES).json_schema()
-    except (
-        PydanticInvalidForJsonSchema
-    ):  # a type of a part from outside, which YAML cannot hold
+        schema = TypeAdapter(annotation, config=RULES).json_schema()
+    # a type of a part from outside, which YAML cannot hold
+    except PydanticInvalidForJsonSchema:
         return {}
-    if "$defs" in plain:  # its references would lead nowhere here
+    if "$defs" in schema:  # its references would lead nowhere here
         return {}
-    if pair := plain.pop("prefixItems", None):  # a word of later drafts
-        plain["items"] = {"anyOf": pair}
-    if not plain or plain.get("type") == "object":
-        return plain
+    if pair := schema.pop("prefixItems", None):  # a word of later drafts
+        schema["items"] = {"anyOf": pair}
+    if not schema or schema.get("type") == "object":
+        return schema
     numeric = {int, float} & {field.annotation, *get_args(field.annotation)}
-    return {"anyOf": [*plain.get("anyOf", [plain]), NUMBER if numeric else REFERENCE]}
+    text = NUMBER if numeric else REFERENCE
+    return {"anyOf": [*schema.get("anyOf", [schema]), text]}

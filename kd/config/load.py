@@ -1,6 +1,4 @@
-"""Read YAML and overrides as one typed, checked `Config`, or raise all errors
-at once.
-"""
+"""Read YAML and overrides as one typed, checked `Config`, or raise all errors."""
 
 import dataclasses
 import re
@@ -14,9 +12,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from kd.config.interpolate import resolve
+from kd.config.interpolate import resolve, unresolved
 from kd.config.reads import resolved_task
-from kd.config.renamed import renamed, renamed_key
+from kd.config.refusals import with_new_errors
+from kd.config.renamed import renamed_key, with_new_names
 from kd.config.schema import BackendSection, Config, RunSection
 from kd.config.validate import validate
 from kd.config.yaml_text import parse_value, read_yaml
@@ -40,37 +39,26 @@ def load(
     address.
     """
     errors: list[KdError] = []
-    others = [override for override in overrides if not FACTOR.fullmatch(override)]
-    last = {
-        override.partition("=")[0].lower(): override for override in overrides
-    }  # of each key, the last counts
+    plain = [override for override in overrides if not FACTOR.fullmatch(override)]
+    # of each key, the last counts
+    last = {override.partition("=")[0].lower(): override for override in overrides}
     factors = [
         factor for override in last.values() if (factor := FACTOR.fullmatch(override))
     ]
-    raw = resolve(
-        apply_overrides(read_yaml(path), others, errors, say=here), errors, here
-    )
+    raw = apply_overrides(read_yaml(path), plain, errors, warn=here)
+    values = resolve(raw, errors, here)
     config: Any = None
     try:
-        config = CHECK.validate_python(raw)
+        config = CHECK.validate_python(values)
     except ConfigErrors as error:
-        told = {
-            known.config_path for known in errors
-        }  # such as a reference that leads nowhere
-        errors.extend(other for other in error.errors if other.config_path not in told)
+        errors = with_new_errors(errors, error.errors)
     if not errors:
-        stem = "run" if isinstance(path, dict) else Path(path).stem
-        run = (
-            config.run
-            if config.run.name
-            else dataclasses.replace(config.run, name=stem)
-        )
-        run = lengthened(
-            run,
-            factors,
-            any(override.startswith("run.name=") for override in others),
-            errors,
-        )
+        run = config.run
+        if not run.name:
+            stem = "run" if isinstance(path, dict) else Path(path).stem
+            run = dataclasses.replace(run, name=stem)
+        named = any(override.startswith("run.name=") for override in plain)
+        run = lengthened(run, factors, named, errors)
         config = dataclasses.replace(config, run=run)
         try:
             backend = dataclasses.replace(
@@ -81,46 +69,43 @@ def load(
             errors.extend(validate(config, here, cluster))
         except ConfigError as error:  # a part from outside that breaks its contract
             errors.append(error)
+    if len(errors) == 1 and not isinstance(errors[0], ConfigError):
+        raise errors[0]
     if errors:
-        raise (
-            ConfigErrors(errors)
-            if len(errors) > 1 or isinstance(errors[0], ConfigError)
-            else errors[0]
-        )
+        raise ConfigErrors(errors)
     return config
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Return the values of a configuration that may be wrong, such as one that is being
-    written.
-    """
+    """Return the values of a configuration that may be wrong."""
     return resolve(apply_overrides(read_yaml(path), (), []), [], here=False)
 
 
 def to_dict(config: Any, values: bool = False) -> Any:
-    """Return a configuration as plain values, with a part's options beside its `kind`;
-    valid input for `load`.
+    """Return a configuration as plain values, valid input for `load`.
+
+    A part's options stand beside its `kind`.
     """
     if dataclasses.is_dataclass(config):
-        found = {
-            f.name: to_dict(getattr(config, f.name), values)
-            for f in dataclasses.fields(config)
+        keys = {
+            field.name: to_dict(getattr(config, field.name), values)
+            for field in dataclasses.fields(config)
         }
-        options = found.pop("options", None)
-        return {**found, **(options or {})}
+        options = keys.pop("options", None)
+        return {**keys, **(options or {})}
     if isinstance(config, (list, tuple)):
         return [to_dict(item, values) for item in config]
     if isinstance(config, dict):
         return {key: to_dict(item, values) for key, item in config.items()}
-    if values or not isinstance(config, str) or isinstance(config, Referenced):
-        return config if values else written(config)
+    if values:
+        return config
+    if not isinstance(config, str) or isinstance(config, Referenced):
+        return written(config)
     return config.replace("${", "\\${")  # as YAML holds a text that is no reference
 
 
 def dump(config: Config) -> str:
-    """Return a configuration as YAML with every key; references to the environment
-    stay.
-    """
+    """Return a configuration as YAML with every key and its references."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
@@ -129,14 +114,14 @@ def dump(config: Config) -> str:
 
 
 def apply_overrides(
-    raw: Any, overrides: Sequence[str], errors: list[KdError], say: bool = False
+    raw: Any, overrides: Sequence[str], errors: list[KdError], warn: bool = False
 ) -> Any:
-    """Return an OmegaConf node with the `key=value` overrides set. Dotted keys at its
-    top are expanded first; old names are replaced.
+    """Return an OmegaConf node with the `key=value` overrides set.
 
-    Errors are added to `errors`. `say`: log one line for each old name of a key.
+    Dotted keys at its top are expanded first; old names are replaced. Errors are added
+    to `errors`. `warn`: log one line for each old name of a key.
     """
-    values: Any = renamed(OmegaConf.to_container(raw, resolve=False), "", errors, say)
+    values: Any = with_new_names(unresolved(raw), "", errors, warn)
     dotted = {
         key: values.pop(key)
         for key in list(values)
@@ -144,7 +129,7 @@ def apply_overrides(
     }
     raw = OmegaConf.create(values)
     for key, value in dotted.items():
-        _update(raw, key, lambda value=value: value, errors, say)
+        _update(raw, key, lambda value=value: value, errors, warn)
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key.strip(".[]"):
@@ -157,7 +142,7 @@ def apply_overrides(
                 )
             )
             continue
-        _update(raw, key, partial(parse_value, override), errors, say)
+        _update(raw, key, partial(parse_value, override), errors, warn)
     return raw
 
 
@@ -170,21 +155,19 @@ def lengthened(
     named: bool,
     errors: list[KdError],
 ) -> RunSection:
-    """Return the section with the factor of `run.epochs=3x` or `run.steps=3x`,
-    whichever decides the length.
+    """Return the section with the factor of `run.epochs=3x` or `run.steps=3x`.
 
     The longer run is another run: unless an override names it, its name gets the
     factor, as in `food-3x`.
     """
     decides = "run.steps" if run.steps else "run.epochs"
     for factor in factors:
-        key, times = factor[1].lower(), factor[2]
+        key = factor[1].lower()
+        times = factor[2]
         if key != decides or float(times) <= 0:
-            wrong = f"is {times}x" + (
-                f", but {decides} decides the length of this run"
-                if key != decides
-                else ""
-            )
+            wrong = f"is {times}x"
+            if key != decides:
+                wrong += f", but {decides} decides the length of this run"
             errors.append(
                 ConfigError(
                     key, wrong, f"A factor above 0 of {decides}", f"Write {decides}=3x"
@@ -203,64 +186,50 @@ OF_ANY_STUDENT = ("attention", "compile", "tuning")
 
 
 def _update(
-    raw: Any, key: str, value: Callable[[], Any], errors: list[KdError], say: bool
+    raw: Any, key: str, value: Callable[[], Any], errors: list[KdError], warn: bool
 ) -> None:
-    """Set a dotted key to a value that may be unreadable. A mapping is merged into the
-    present one; `{}` empties it.
+    """Set a dotted key to a value that may be unreadable.
 
-    If the override changes the student's network, only the keys `OF_ANY_STUDENT` are
-    kept.
+    A mapping is merged into the present one; `{}` empties it. If the override changes
+    the student's network, only the keys `OF_ANY_STUDENT` are kept.
     """
-    key = renamed_key(key, say)
+    key = renamed_key(key, warn)
     try:
-        given = renamed(value(), key, errors, say)
-        before = None
-        if key == "student":
-            unresolved: Any = OmegaConf.to_container(raw, resolve=False)
-            before = unresolved.get(key)
-        if (
-            isinstance(given, dict)
-            and isinstance(before, dict)
-            and _other_network(before, given)
-        ):
-            raw[key] = {name: before[name] for name in OF_ANY_STUDENT if name in before}
-        OmegaConf.update(raw, key, given, merge=given != {})
+        new = with_new_names(value(), key, errors, warn)
+        if key == "student" and isinstance(new, dict):
+            old = unresolved(raw).get(key)
+            if isinstance(old, dict) and _changes_network(old, new):
+                raw[key] = {name: old[name] for name in OF_ANY_STUDENT if name in old}
+        OmegaConf.update(raw, key, new, merge=new != {})
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", "") or str(error).splitlines()[0]
         errors.append(ConfigError(key, f"is not readable as YAML: {reason}"))
     except (OmegaConfBaseException, ValueError, IndexError, TypeError) as error:
-        if entered := _list_on(raw, key):
-            count = len(OmegaConf.select(raw, entered))
-            wrong, remedy = (
-                f"cannot be set, because {entered} is a list",
-                f"Write {entered}[0], or {entered}=[...]",
-            )
-            errors.append(
-                ConfigError(
-                    key, wrong, f"Its items are counted from 0; it has {count}", remedy
-                )
-            )
+        list_key = _list_on(raw, key)
+        if list_key:
+            count = len(OmegaConf.select(raw, list_key))
+            wrong = f"cannot be set, because {list_key} is a list"
+            allowed = f"Its items are counted from 0; it has {count}"
+            remedy = f"Write {list_key}[0], or {list_key}=[...]"
+            errors.append(ConfigError(key, wrong, allowed, remedy))
         else:
-            errors.append(
-                ConfigError(key, f"cannot be overridden: {str(error).splitlines()[0]}")
-            )
+            wrong = f"cannot be overridden: {str(error).splitlines()[0]}"
+            errors.append(ConfigError(key, wrong))
 
 
 def _list_on(raw: Any, key: str) -> str:
-    """Return the path of the list that a dotted key enters or replaces, or an empty
-    text.
-    """
-    value, path = OmegaConf.to_container(raw, resolve=False), ""
+    """Return the path of the list that a dotted key enters or replaces, or ""."""
+    value = unresolved(raw)
+    path = ""
     for name in re.split(r"[.\[]", key):
-        value, path = (
-            (value.get(name) if isinstance(value, dict) else None),
-            f"{path}.{name}".lstrip("."),
-        )
+        value = value.get(name) if isinstance(value, dict) else None
+        path = f"{path}.{name}".lstrip(".")
         if isinstance(value, list):
             return path
     return ""
 
 
-def _other_network(before: dict[str, Any], given: dict[str, Any]) -> bool:
-    kind, model = before.get("kind", "timm"), before.get("model", "")
-    return (given.get("kind", kind), given.get("model", model)) != (kind, model)
+def _changes_network(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    kind = old.get("kind", "timm")
+    model = old.get("model", "")
+    return new.get("kind", kind) != kind or new.get("model", model) != model

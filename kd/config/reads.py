@@ -22,29 +22,27 @@ class Reads:
 def loss_facts(losses: Sequence[LossSection]) -> list[LossFacts]:
     """Return what each loss reads."""
     return [
-        registry.facts("losses", one.kind, one.options, f"losses[{i}].kind")
-        for i, one in enumerate(losses)
+        registry.facts("losses", loss.kind, loss.options, f"losses[{i}].kind")
+        for i, loss in enumerate(losses)
     ]
 
 
 def reads(losses: Sequence[LossSection]) -> Reads:
     """Return which outputs the losses read."""
     facts = loss_facts(losses)
-    on_logits = [one for one in facts if one.logits]
-    features = frozenset().union(*(one.features for one in facts))
+    on_logits = [loss for loss in facts if loss.logits]
+    features = frozenset().union(*(loss.features for loss in facts))
     if not on_logits:
         features |= {"pooled"}  # the output that is exported and evaluated
     return Reads(
-        teacher=any(one.teacher for one in facts),
-        teacher_logits=any(one.teacher for one in on_logits) or not features,
+        teacher=any(loss.teacher for loss in facts),
+        teacher_logits=any(loss.teacher for loss in on_logits) or not features,
         features=tuple(sorted(features)),
     )
 
 
 def label_of(data: DataSection) -> str:
-    """Return the kind of an image's label, "class" or "set"; "" for unlabelled
-    images.
-    """
+    """Return the kind of an image's label, "class" or "set", or "" without labels."""
     if data.labels == "none":
         return ""
     return registry.facts("datasets", data.kind, data.options, "data.kind").label
@@ -58,23 +56,24 @@ def build_task(section: TaskSection) -> Task:
 def resolved_task(
     section: TaskSection, losses: Sequence[LossSection], data: DataSection
 ) -> TaskSection:
-    """Return the task. `auto`: the built-in task that fits labels and losses, else the
-    one that fits the losses.
-    """
+    """Return the task; `auto` is the built-in one that fits labels and losses."""
     if section.kind != "auto":
         return section
-    functions = [one.logits for one in loss_facts(losses) if one.logits] or [""]
-    label, found = label_of(data), []
-    for name in registry.names("tasks"):
-        own = TaskSection(kind=name, options=registry.default_options("tasks", name))
-        task = build_task(own)
-        fits = bool(task.logits) == bool(functions[0]) and label in ("", task.label)
-        # then the error names the loss that does not fit the labels, not the task
-        found.append(
-            (
-                fits and (bool(label) or task.logits == functions[0]),
-                task.logits == functions[0],
-                own,
-            )
-        )
-    return max(found, key=lambda one: one[:2])[2]
+    functions = [loss.logits for loss in loss_facts(losses) if loss.logits] or [""]
+    function = functions[0]
+    label = label_of(data)
+
+    def fit(candidate: TaskSection) -> tuple[bool, bool]:
+        task = build_task(candidate)
+        fits_losses = task.logits == function
+        fits_label = label in ("", task.label)
+        fits = bool(task.logits) == bool(function) and fits_label
+        # without a full fit, the error names the loss that does not fit the labels,
+        # not the task
+        return fits and (bool(label) or fits_losses), fits_losses
+
+    candidates = [
+        TaskSection(kind=name, options=registry.default_options("tasks", name))
+        for name in registry.names("tasks")
+    ]
+    return max(candidates, key=fit)

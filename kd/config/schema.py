@@ -21,8 +21,8 @@ from pydantic_core import ArgsKwargs
 
 from kd.config.data_section import DataSection
 from kd.config.interpolate import node_of, resolve
-from kd.config.refusals import refusals
-from kd.config.renamed import renamed
+from kd.config.refusals import kd_errors, with_new_errors
+from kd.config.renamed import with_new_names
 from kd.config.section import PartSection
 from kd.config.tuning import Fit, OptimizerSection, Tuning
 from kd.config.words import is_list
@@ -231,9 +231,8 @@ class TeacherSection(NetworkSection):
 
     @property
     def fitted(self) -> bool:
-        """Whether the teacher is fitted on the labels: it has no checkpoint, or starts
-        from one.
-        """
+        """Return whether the teacher is fitted on the labels."""
+        # it has no checkpoint, or starts from one
         return (
             bool(self.fit.length)
             and self.kind in TRAINED
@@ -242,12 +241,9 @@ class TeacherSection(NetworkSection):
 
     def exported(self, cpu: bool) -> str:
         """Return the requested runtime of an exported graph; "" for torch."""
-        runtime = (
-            "onnxruntime"
-            if self.runtime == "auto" and self.precision == "int8" and cpu
-            else self.runtime
-        )
-        return runtime if runtime in RUNTIMES else ""
+        if self.runtime == "auto" and self.precision == "int8" and cpu:
+            return "onnxruntime"
+        return self.runtime if self.runtime in RUNTIMES else ""
 
 
 @keys
@@ -357,44 +353,29 @@ class Config(Keys):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _told(cls, given: Any, check: Callable[[Any], Any]) -> Any:
-        """Check the sections, also those that are left out; ConfigErrors has all that
-        is wrong, in kd's words.
-        """
-        values, errors = given, list[KdError]()
-        if isinstance(
-            given, ArgsKwargs
-        ):  # from Python; `load` has resolved what it read
-            values = given.kwargs or {}
-            built = {name for name, value in values.items() if _is_built(value)}
-            plain = renamed(
-                {name: values[name] for name in values.keys() - built},
-                "",
-                errors,
-                say=True,
-            )
+    def _check_sections(cls, raw: Any, check: Callable[[Any], Any]) -> Any:
+        """Check all sections, and raise ConfigErrors with all that is wrong."""
+        values = raw
+        errors: list[KdError] = []
+        if isinstance(raw, ArgsKwargs):  # from Python; `load` has resolved what it read
+            values = raw.kwargs or {}
+            plain = {
+                name: value for name, value in values.items() if not _is_built(value)
+            }
+            plain = with_new_names(plain, "", errors, warn=True)
             values = {**values, **resolve(node_of(plain), errors)}
         if isinstance(values, Mapping):
-            values = {
-                **{
-                    name: {}
-                    for name, field in fields_of(cls).items()
-                    if not is_list(field.annotation)
-                },
-                **values,
+            sections = {
+                name: {}
+                for name, field in fields_of(cls).items()
+                if not is_list(field.annotation)
             }
+            values = {**sections, **values}
         checked = None
         try:
             checked = check(values)
         except ValidationError as error:
-            known = {
-                error.config_path for error in errors
-            }  # such as a reference that leads nowhere
-            errors += [
-                other
-                for other in refusals(error, cls, values)
-                if other.config_path not in known
-            ]
+            errors = with_new_errors(errors, kd_errors(error, cls, values))
         if errors:
             raise ConfigErrors(errors)
         return checked
@@ -402,6 +383,5 @@ class Config(Keys):
 
 def _is_built(value: Any) -> bool:
     """Return whether a section is an object already, or a list with one."""
-    return is_dataclass(value) or (
-        isinstance(value, (list, tuple)) and any(map(is_dataclass, value))
-    )
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return any(map(is_dataclass, items))

@@ -14,14 +14,13 @@ from kd.parts import registry
 
 
 def kinds(field: FieldInfo) -> list[str]:
-    """Return the parts that a key `kind` may name, after a word such as `auto`; [] for
-    another key.
-    """
+    """Return what a key `kind` may name, a word such as `auto` first; else []."""
     if "parts" not in extra(field):
         return []
     names = extra(field)["only"] or registry.names(extra(field)["parts"])
-    word = [] if field.is_required() or field.default in names else [field.default]
-    return [*word, *names]
+    if field.is_required() or field.default in names:
+        return [*names]
+    return [field.default, *names]
 
 
 def options_by_kind(field: FieldInfo) -> Iterator[tuple[str, type]]:
@@ -47,52 +46,48 @@ class PartSection(Keys):
 
     @classmethod
     def options_class(cls, values: Mapping[str, Any]) -> type:
-        """Return the `Options` of the kind that a section's values name; KdError: there
-        is no such part.
+        """Return the `Options` of the kind that a section's values name.
+
+        Raises:
+            KdError: There is no such part.
         """
         field = fields_of(cls)["kind"]
-        known = kinds(field)
+        allowed = kinds(field)
         kind = values.get("kind", None if field.is_required() else field.default)
         if not isinstance(kind, str) or not kind:
-            raise ConfigError(
-                "kind", f"is {kind!r}" if kind else "is missing", ", ".join(known)
-            )
-        if "." not in kind and kind not in known:
-            raise PartNotFound(
-                "kind", f"is {kind!r}", ", ".join(known), did_you_mean(kind, known)
-            )
+            wrong = f"is {kind!r}" if kind else "is missing"
+            raise ConfigError("kind", wrong, ", ".join(allowed))
+        if "." not in kind and kind not in allowed:
+            near = did_you_mean(kind, allowed)
+            raise PartNotFound("kind", f"is {kind!r}", ", ".join(allowed), near)
         options = registry.options_type(
             extra(field)["parts"], cls.present(kind), "kind"
         )
-        if taken := sorted(fields_of(options).keys() & fields_of(cls).keys()):
+        if shared := sorted(fields_of(options).keys() & fields_of(cls).keys()):
             wrong = (
                 f"is {kind!r}, whose Options has the keys of every section of this"
-                f" sort: {', '.join(taken)}"
+                f" sort: {', '.join(shared)}"
             )
             raise ConfigError("kind", wrong, "Keys of its own", "Rename them there")
         return options
 
     @model_validator(mode="wrap")
     @classmethod
-    def _with_options(cls, given: Any, check: Callable[[Any], Any]) -> Any:
-        """Check the part's keys as its `Options`, and the others as this section;
-        report the errors of both.
-        """
-        values = (given.kwargs or {}) if isinstance(given, ArgsKwargs) else given
+    def _with_options(cls, raw: Any, check: Callable[[Any], Any]) -> Any:
+        """Check the part's keys as its `Options`, and the others as this section."""
+        values = (raw.kwargs or {}) if isinstance(raw, ArgsKwargs) else raw
         if not isinstance(values, Mapping) or is_dataclass(values.get("options")):
-            return check(given)
-        own, errors = fields_of(cls).keys() - {"options"}, list[InitErrorDetails]()
-        rest, options = (
-            {key: value for key, value in values.items() if key in own},
-            None,
-        )
+            return check(raw)
+        names = fields_of(cls).keys() - {"options"}
+        section_values = {key: values[key] for key in values if key in names}
+        options = None
+        errors: list[InitErrorDetails] = []
         try:
-            made = cls.options_class(values)
-            foreign = {key: value for key, value in values.items() if key not in own}
-            known = fields_of(made)
-            if (
-                "options" in foreign.keys() - known.keys()
-            ):  # the name of a field here, of no key
+            options_class = cls.options_class(values)
+            option_names = fields_of(options_class)
+            foreign = {key: values[key] for key in values if key not in names}
+            # the name of a field here, of no key
+            if "options" in foreign and "options" not in option_names:
                 errors.append(
                     InitErrorDetails(
                         type="unexpected_keyword_argument",
@@ -100,29 +95,25 @@ class PartSection(Keys):
                         input=foreign,
                     )
                 )
-            rest |= {key: value for key, value in foreign.items() if key not in known}
-            options = checked(
-                made, {key: value for key, value in foreign.items() if key in known}
-            )
+            option_values = {}
+            for key, value in foreign.items():
+                if key in option_names:
+                    option_values[key] = value
+                else:
+                    section_values[key] = value
+            options = checked(options_class, option_values)
         except ValidationError as error:
             errors += details(error)
-        except KdError as error:
+        except (KdError, ValueError, AssertionError) as error:
+            # a plain dataclass raises the last two
+            cause = Refused(error) if isinstance(error, KdError) else error
             errors.append(
                 InitErrorDetails(
-                    type="value_error",
-                    loc=(),
-                    input=values,
-                    ctx={"error": Refused(error)},
-                )
-            )
-        except (ValueError, AssertionError) as error:  # of a plain dataclass
-            errors.append(
-                InitErrorDetails(
-                    type="value_error", loc=(), input=values, ctx={"error": error}
+                    type="value_error", loc=(), input=values, ctx={"error": cause}
                 )
             )
         try:
-            section = check(rest | {"options": options})
+            section = check(section_values | {"options": options})
         except ValidationError as error:
             errors += details(error)
         if errors:

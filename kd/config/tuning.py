@@ -1,6 +1,4 @@
-"""The sections for the optimizer, the tuning of layers, augmentation and the fit of a
-teacher.
-"""
+"""The sections for optimizer, tuning of layers, augmentation and a teacher's fit."""
 
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -17,7 +15,8 @@ from kd.core.keys import (
     keys,
 )
 
-FROM_SCRATCH, FROM_PRETRAINED = 1e-3, 5e-5
+FROM_SCRATCH = 1e-3  # the student's default too
+FROM_PRETRAINED = 5e-5
 """Learning rates for `teacher.fit.lr: 0`. The second is the default of transformers'
 TrainingArguments (5.23), whose examples fine-tune ViTs with AdamW; not measured here.
 """
@@ -165,23 +164,19 @@ class Fit(Keys):
 
     def augmented(self, student: Augment) -> Augment:
         """Return the augmentation of the fit, given the student's."""
-        plain = Augment()
-        usual = replace(
+        if self.augment is not None:
+            return self.augment
+        return replace(
             student,
-            crop_scale=max(student.crop_scale, plain.crop_scale),
+            crop_scale=max(student.crop_scale, Augment().crop_scale),
             mixup=0.0,
             cutmix=0.0,
             mix_probability=1.0,
         )
-        return usual if self.augment is None else self.augment
 
     @property
     def length(self) -> str:
-        """The length of the fit as text; empty: nothing is fitted."""
-        return (
-            f"{self.steps} steps"
-            if self.steps
-            else f"{self.epochs} epochs"
-            if self.epochs
-            else ""
-        )
+        """Return the length of the fit as text, or "" if nothing is fitted."""
+        if self.steps:
+            return f"{self.steps} steps"
+        return f"{self.epochs} epochs" if self.epochs else ""

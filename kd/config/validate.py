@@ -1,9 +1,8 @@
-"""Report every contradiction between the keys of a well-formed configuration, before
-anything is built.
-"""
+"""Report contradictions between the keys of a configuration before it is built."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from kd.config.reads import build_task, label_of, loss_facts, reads
 from kd.config.schema import (
@@ -12,6 +11,7 @@ from kd.config.schema import (
     TRAINED,
     Config,
     DataSection,
+    NetworkSection,
     StudentSection,
     TeacherSection,
 )
@@ -25,17 +25,16 @@ from kd.parts import registry
 def validate(
     config: Config, here: bool = True, cluster: bool = True
 ) -> Iterator[KdError]:
-    """Yield an error for every rule that a configuration breaks. Each key is
-    well-formed already.
+    """Yield an error for every rule that a well-formed configuration breaks.
 
     `here`: also check the packages that the run imports on this machine. `cluster`:
     also check the address of its Ray cluster.
     """
-    needed = loss_facts(config.losses)
-    read, task = reads(config.losses), build_task(config.task)
-    if config.teacher.pipeline and (
-        not read.teacher_logits or "tokens" in read.features
-    ):
+    losses = loss_facts(config.losses)
+    read = reads(config.losses)
+    task = build_task(config.task)
+    pipelined = read.teacher_logits and "tokens" not in read.features
+    if config.teacher.pipeline and not pipelined:
         wrong = (
             "passes logits and pooled features on, but the losses need other outputs"
         )
@@ -49,15 +48,14 @@ def validate(
     yield from _data(config.data, config.teacher)
     yield from _progressive(config.data, read.features)
     yield from _remote(config.data, here, here and cluster)
-    yield from _losses(config, needed)
+    yield from _losses(config, losses)
     sifting = registry.facts(
         "sifters", config.sifter.kind, config.sifter.options, "sifter.kind"
     )
-    yield from _task(config, needed, task)
+    yield from _task(config, losses, task)
     yield from _by_class(config.data, config.sifter.kind, sifting.by_class, task)
-    if sifting.answers and not (
-        config.teacher.cache.views and read.teacher_logits and task.logits == "softmax"
-    ):
+    stored = read.teacher_logits and task.logits == "softmax"
+    if sifting.answers and not (config.teacher.cache.views and stored):
         wrong = (
             f"is {config.sifter.kind}, which reads stored teacher logits, but nothing"
             " stores them"
@@ -70,7 +68,7 @@ def validate(
         )
     yield from _of_one_section(config)
     if config.data.labels == "none":
-        yield from _unlabelled(config, needed)
+        yield from _unlabelled(config, losses)
     yield from _student(config.student)
     yield from _by_order(config)
     if "tokens" in read.features and config.student.args.get("patch_drop_rate"):
@@ -109,12 +107,10 @@ def validate(
 
 
 def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
-    named = registry.facts("datasets", data.kind, data.options, "data.kind").test
-    if named and data.test_fraction:
-        wrong, remedy = (
-            f"is {data.test_fraction:g}, but data.{named} names a test split",
-            "Leave one of them out",
-        )
+    key = registry.facts("datasets", data.kind, data.options, "data.kind").test
+    if key and data.test_fraction:
+        wrong = f"is {data.test_fraction:g}, but data.{key} names a test split"
+        remedy = "Leave one of them out"
         yield ConfigError("data.test_fraction", wrong, EXCLUSIVE, remedy)
     if 0 < data.store_size < data.image_size:
         allowed = f"0, or at least {data.image_size}: training would enlarge them"
@@ -126,10 +122,8 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
             f"Set data.store_size=0 or {data.image_size}",
         )
     if data.store == "views" and not (data.views or teacher.cache.views):
-        wrong, remedy = (
-            "is views, but no view is shown twice",
-            "Set data.views or teacher.cache.views, or data.store=ram",
-        )
+        wrong = "is views, but no view is shown twice"
+        remedy = "Set data.views or teacher.cache.views, or data.store=ram"
         yield ConfigError("data.store", wrong, "One of none, ram and disk", remedy)
     if data.labels_per_class and data.labels == "none":
         yield ConfigError(
@@ -152,42 +146,29 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
 
 def _progressive(data: DataSection, features: Sequence[str]) -> Iterator[KdError]:
     """Yield options that are incompatible with data.progressive."""
-    config_path, size, until = (
-        "data.progressive",
-        data.progressive.size,
-        data.progressive.until,
-    )
+    size = data.progressive.size
+    until = data.progressive.until
+    size_key = "data.progressive.size"
+    until_key = "data.progressive.until"
     if not (size or until):
         return
     if not 8 <= size < data.image_size:
-        wrong, remedy = (
-            f"is {size}, but data.image_size is {data.image_size}",
-            f"Change it, or leave {config_path} out",
-        )
-        yield ConfigError(
-            f"{config_path}.size", wrong, f">= 8 and < {data.image_size}", remedy
-        )
+        wrong = f"is {size}, but data.image_size is {data.image_size}"
+        remedy = "Change it, or leave data.progressive out"
+        yield ConfigError(size_key, wrong, f">= 8 and < {data.image_size}", remedy)
     if not until:
-        wrong, remedy = (
-            f"is 0, but {config_path}.size is {size}",
-            f"Set {config_path}.until=0.6",
-        )
-        yield ConfigError(f"{config_path}.until", wrong, "> 0 and <= 1", remedy)
+        wrong = f"is 0, but {size_key} is {size}"
+        yield ConfigError(until_key, wrong, "> 0 and <= 1", f"Set {until_key}=0.6")
     if data.loader == "ray":
         wrong = (
             f"is {size}, but data.loader is ray, whose decoders make images of one size"
         )
-        yield ConfigError(
-            f"{config_path}.size",
-            wrong,
-            "0, or data.loader: local",
-            "Set data.loader=local",
-        )
+        remedy = "Set data.loader=local"
+        yield ConfigError(size_key, wrong, "0, or data.loader: local", remedy)
     if "tokens" in features:
         wrong = f"is {size}, but a loss compares the tokens of all patches"
-        yield ConfigError(
-            f"{config_path}.size", wrong, "0, or other losses", "Leave one of them out"
-        )
+        remedy = "Leave one of them out"
+        yield ConfigError(size_key, wrong, "0, or other losses", remedy)
 
 
 def _remote(data: DataSection, here: bool, cluster: bool) -> Iterator[KdError]:
@@ -211,7 +192,7 @@ def _remote(data: DataSection, here: bool, cluster: bool) -> Iterator[KdError]:
         yield ConfigError("data.loader", wrong, "HOST:PORT", remedy)
 
 
-def _losses(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError]:
+def _losses(config: Config, losses: Sequence[LossFacts]) -> Iterator[KdError]:
     if not config.losses:
         remedy = "Start with `losses: [{kind: kl}]`"
         yield ConfigError(
@@ -224,8 +205,8 @@ def _losses(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError]:
         yield ConfigError(
             "losses", "all weights are 0", "At least one weight > 0", "Raise one"
         )
-    for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
-        if wanted.teacher and not config.teacher.model:
+    for i, (term, facts) in enumerate(zip(config.losses, losses, strict=True)):
+        if facts.teacher and not config.teacher.model:
             remedy = (
                 "Set teacher.model, or learn from labels alone with losses: [{kind:"
                 " ce}]"
@@ -236,21 +217,19 @@ def _losses(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError]:
                 "",
                 remedy,
             )
-        if wanted.unmixed and config.data.augment.mixes:
+        if facts.unmixed and config.data.augment.mixes:
             wrong = (
                 f"'{term.kind}' needs one label per image, but mixup or cutmix is on"
             )
-            allowed = (
-                "Losses that mix:"
-                f" {', '.join(_losses_where(lambda facts: not facts.unmixed))}"
-            )
+            mixing = _losses_where(lambda loss: not loss.unmixed)
+            allowed = f"Losses that mix: {', '.join(mixing)}"
             remedy = (
                 "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss"
             )
             yield ConfigError(f"losses[{i}].kind", wrong, allowed, remedy)
 
 
-def _task(config: Config, needed: Sequence[LossFacts], task: Task) -> Iterator[KdError]:
+def _task(config: Config, losses: Sequence[LossFacts], task: Task) -> Iterator[KdError]:
     """Yield an error where labels, losses or other keys do not fit the task."""
     texts = {
         "class": "an image has one label",
@@ -258,25 +237,22 @@ def _task(config: Config, needed: Sequence[LossFacts], task: Task) -> Iterator[K
         "": f"the task is {task.name}",
     }
     label = label_of(config.data)
-    have, topk = texts[label], config.teacher.cache.topk
-    for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
-        if wanted.logits and wanted.logits != task.logits:
-            wrong = f"'{term.kind}' reads logits by a {wanted.logits}, but {have}"
-            fit = _losses_where(lambda facts: facts.logits == task.logits)
-            allowed = (
-                f"logits by a {task.logits}: {', '.join(fit)}"
-                if task.logits
-                else "features"
-            )
-            yield ConfigError(
-                f"losses[{i}].kind", wrong, f"Losses on {allowed}", "Take one of these"
-            )
+    have = texts[label]
+    for i, (term, facts) in enumerate(zip(config.losses, losses, strict=True)):
+        if facts.logits and facts.logits != task.logits:
+            wrong = f"'{term.kind}' reads logits by a {facts.logits}, but {have}"
+            allowed = "Losses on features"
+            if task.logits:
+                fitting = _losses_where(lambda loss: loss.logits == task.logits)
+                allowed = f"Losses on logits by a {task.logits}: {', '.join(fitting)}"
+            remedy = "Take one of these"
+            yield ConfigError(f"losses[{i}].kind", wrong, allowed, remedy)
     if label not in ("", task.label):
         scored = {"class": "one label", "set": "a set of labels"}[task.label]
         wrong = f"{have}, but the task {task.name} is scored by {scored}"
         allowed = "none: the student is compared with its teacher"
         yield ConfigError("data.labels", wrong, allowed, "Set data.labels=none")
-    if task.logits and not any(wanted.logits for wanted in needed):
+    if task.logits and not any(loss.logits for loss in losses):
         wrong = f"is {task.name}, but no loss reads logits"
         yield ConfigError(
             "task.kind",
@@ -295,6 +271,7 @@ def _task(config: Config, needed: Sequence[LossFacts], task: Task) -> Iterator[K
             "Losses on logits",
             "Set run.baseline=false, or add a loss such as ce",
         )
+    topk = config.teacher.cache.topk
     if topk > 0 and not task.keeps_topk:
         wrong = (
             f"is {topk}: top-k storage needs softmax losses, and these are sigmoid"
@@ -306,26 +283,19 @@ def _task(config: Config, needed: Sequence[LossFacts], task: Task) -> Iterator[K
 
 
 def _losses_where(test: Callable[[LossFacts], bool]) -> list[str]:
-    """Return the names of kd's losses whose facts, with default options, pass
-    a test.
-    """
-    defaults = {
-        name: registry.default_options("losses", name)
-        for name in registry.names("losses")
-    }
-    return [
-        name
-        for name, options in defaults.items()
-        if test(registry.facts("losses", name, options, "losses"))
-    ]
+    """Return the names of kd's losses that pass a test with default options."""
+    names = []
+    for name in registry.names("losses"):
+        options = registry.default_options("losses", name)
+        if test(registry.facts("losses", name, options, "losses")):
+            names.append(name)
+    return names
 
 
 def _by_class(
     data: DataSection, sifter: str, sifted: bool, task: Task
 ) -> Iterator[KdError]:
-    """Yield options that are incompatible with drawing by class (`data.balance` or a
-    sifter).
-    """
+    """Yield options that are incompatible with drawing by class."""
     if data.balance and sifter != "none":
         wrong = (
             f"is {data.balance:g}, but sifter.kind is {sifter}, which chooses the"
@@ -336,21 +306,14 @@ def _by_class(
         )
     if not (data.balance or sifted):
         return
-    key, off = (
-        ("data.balance", "data.balance=0")
-        if data.balance
-        else ("sifter.kind", "sifter.kind=none")
-    )
+    key = "data.balance" if data.balance else "sifter.kind"
+    remedy = "Set data.balance=0" if data.balance else "Set sifter.kind=none"
     if data.labels != "all":
         wrong = f"is {data.labels}, but {key} reads the class of each image"
-        yield ConfigError("data.labels", wrong, "All images have labels", f"Set {off}")
+        yield ConfigError("data.labels", wrong, "All images have labels", remedy)
     elif task.label != "class":
-        yield ConfigError(
-            key,
-            "reads the class of each image, but images have several labels",
-            "",
-            f"Set {off}",
-        )
+        wrong = "reads the class of each image, but images have several labels"
+        yield ConfigError(key, wrong, "", remedy)
 
 
 def _of_one_section(config: Config) -> Iterator[KdError]:
@@ -366,28 +329,20 @@ def _of_one_section(config: Config) -> Iterator[KdError]:
                 "Patterns in freeze",
                 f"Set {config_path}.freeze, or 0",
             )
-    steps, price = list(config.profile.steps), config.price
+    steps = list(config.profile.steps)
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         allowed = "The first and the last step, counted from 1"
         yield ConfigError(
             "profile.steps", f"is {steps}", allowed, "Set profile.steps=[20, 30]"
         )
     elif steps and 0 < config.run.steps < steps[1]:
-        wrong, allowed = (
-            f"is {steps}, but run.steps is {config.run.steps}",
-            "Steps of the run",
-        )
-        yield ConfigError(
-            "profile.steps",
-            wrong,
-            allowed,
-            f"Set profile.steps=[1, {config.run.steps}]",
-        )
+        wrong = f"is {steps}, but run.steps is {config.run.steps}"
+        remedy = f"Set profile.steps=[1, {config.run.steps}]"
+        yield ConfigError("profile.steps", wrong, "Steps of the run", remedy)
+    price = config.price
     if price.instance and not price.per_hour:
-        from kd.config.instances import (
-            TABLE,
-            price_per_hour,
-        )  # only if a machine is named
+        # only if a machine is named
+        from kd.config.instances import TABLE, price_per_hour
 
         if price_per_hour(price.instance):
             return
@@ -401,20 +356,14 @@ def _of_one_section(config: Config) -> Iterator[KdError]:
         )
 
 
-def _unlabelled(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError]:
+def _unlabelled(config: Config, losses: Sequence[LossFacts]) -> Iterator[KdError]:
     teacher = config.teacher
-    for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
-        if wanted.labels:
+    for i, (term, facts) in enumerate(zip(config.losses, losses, strict=True)):
+        if facts.labels:
             wrong = f"'{term.kind}' learns from labels, but data.labels=none"
-            others = ", ".join(
-                _losses_where(lambda facts: facts.teacher and not facts.labels)
-            )
-            yield ConfigError(
-                f"losses[{i}].kind",
-                wrong,
-                f"Losses on the teacher's outputs: {others}",
-                "Drop it",
-            )
+            unlabelled = _losses_where(lambda loss: loss.teacher and not loss.labels)
+            allowed = f"Losses on the teacher's outputs: {', '.join(unlabelled)}"
+            yield ConfigError(f"losses[{i}].kind", wrong, allowed, "Drop it")
     labelled = {
         "run.baseline": config.run.baseline,
         "teacher.fit.epochs": teacher.fit.epochs != 0,
@@ -424,12 +373,8 @@ def _unlabelled(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError
     for key, on in labelled.items():
         if on:
             wrong = "needs labels, but data.labels=none"
-            yield ConfigError(
-                key,
-                wrong,
-                "Images with labels",
-                f"Leave {key} out, or set data.labels=all",
-            )
+            remedy = f"Leave {key} out, or set data.labels=all"
+            yield ConfigError(key, wrong, "Images with labels", remedy)
     if not teacher.model:
         yield ConfigError(
             "teacher.model",
@@ -440,15 +385,15 @@ def _unlabelled(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError
 
 
 def _by_order(config: Config) -> Iterator[KdError]:
-    also = {f"teacher.also[{i}]": one for i, one in enumerate(config.teacher.also)}
-    for config_path, model in {
+    networks: dict[str, NetworkSection] = {
         "teacher": config.teacher,
         "student": config.student,
-        **also,
-    }.items():
-        if model.weights == "by_order" and not (
-            model.kind == "timm" and model.checkpoint
-        ):
+    }
+    for i, member in enumerate(config.teacher.also):
+        networks[f"teacher.also[{i}]"] = member
+    for config_path, model in networks.items():
+        fits = model.kind == "timm" and model.checkpoint
+        if model.weights == "by_order" and not fits:
             wrong = (
                 f"is by_order, but kind is {model.kind} and checkpoint is"
                 f" '{model.checkpoint}'"
@@ -477,9 +422,8 @@ def _student(student: StudentSection) -> Iterator[KdError]:
             allowed,
             "Set it",
         )
-    if not registry.facts(
-        "networks", student.kind, student.options, "student.kind"
-    ).trains:
+    facts = registry.facts("networks", student.kind, student.options, "student.kind")
+    if not facts.trains:
         wrong = f"is '{student.kind}', whose weights kd cannot train"
         yield ConfigError(
             "student.kind",
@@ -512,10 +456,8 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
             allowed,
             "Drop one",
         )
-    if teacher.fit.length and not {
-        teacher.kind,
-        *(member.kind for member in teacher.also),
-    } & set(TRAINED):
+    kinds = {teacher.kind, *(member.kind for member in teacher.also)}
+    if teacher.fit.length and not kinds.intersection(TRAINED):
         key = "teacher.fit.steps" if teacher.fit.steps else "teacher.fit.epochs"
         wrong = (
             f"is {teacher.fit.length.split()[0]}, but kd does not fit a teacher of kind"
@@ -524,18 +466,11 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
         yield ConfigError(
             key, wrong, f"Kinds {' and '.join(TRAINED)} are fitted", f"Set {key}=0"
         )
-    seen = [
-        (teacher.kind, teacher.model, teacher.args, teacher.checkpoint, teacher.options)
-    ]
+    networks = [_network(teacher)]
     for i, member in enumerate(teacher.also):
         config_path = f"teacher.also[{i}]"
-        key = (
-            member.kind,
-            member.model,
-            member.args,
-            member.checkpoint,
-            member.options,
-        )
+        network = _network(member)
+        again = member.kind in TRAINED and teacher.fit.length and not member.checkpoint
         if not member.model:
             yield ConfigError(
                 f"{config_path}.model",
@@ -543,9 +478,7 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
                 "A timm model name, a folder or a hub id",
                 "Add it",
             )
-        elif key in seen and (
-            member.checkpoint or not teacher.fit.length or member.kind not in TRAINED
-        ):
+        elif network in networks and not again:
             allowed = (
                 "Each teacher once; one that is to be fitted may come again, with"
                 " another seed"
@@ -553,16 +486,18 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
             yield ConfigError(
                 config_path, "repeats an earlier teacher", allowed, "Change its weight"
             )
-        seen.append(key)
+        networks.append(network)
+
+
+def _network(model: NetworkSection) -> tuple[Any, ...]:
+    return model.kind, model.model, model.args, model.checkpoint, model.options
 
 
 def _optimizer(config: Config, facts: BackendFacts) -> Iterator[KdError]:
     """Yield options of the optimizer that the backend lacks."""
-    frozen, section, zero = (
-        config.student.tuning.freeze_epochs,
-        config.optimizer,
-        facts.own_zero,
-    )
+    section = config.optimizer
+    zero = facts.own_zero
+    frozen = config.student.tuning.freeze_epochs
     if zero and section.zero and section.on_nonfinite == "skip":
         wrong = f"is 'skip', but {zero} applies every step"
         yield ConfigError(
@@ -598,11 +533,8 @@ def _divided(teacher: TeacherSection) -> Iterator[KdError]:
         )
     if not (teacher.shard or teacher.pipeline):
         return
-    key, kinds = (
-        ("pipeline", ("timm",))
-        if teacher.pipeline
-        else ("shard", ("timm", "transformers"))
-    )
+    key = "pipeline" if teacher.pipeline else "shard"
+    kinds = ["timm"] if teacher.pipeline else ["timm", "transformers"]
     if teacher.kind not in kinds:
         wrong = f"is set, but kd does not divide a teacher of kind '{teacher.kind}'"
         yield ConfigError(
@@ -611,11 +543,12 @@ def _divided(teacher: TeacherSection) -> Iterator[KdError]:
             f"Models of {' and '.join(kinds)}",
             f"Leave teacher.{key} out",
         )
-    named = {
+    without_torch = {
         "runtime": teacher.runtime in RUNTIMES,
         "precision": teacher.precision in QUANTIZED,
+        "compile": teacher.compile == "on",
     }
-    for key, on in {**named, "compile": teacher.compile == "on"}.items():
+    for key, on in without_torch.items():
         if on:
             wrong = (
                 f"is {getattr(teacher, key)}, but the teacher is divided over ranks,"
@@ -666,7 +599,8 @@ def _exported(
     teacher: TeacherSection, kind: str, facts: BackendFacts, features: bool, here: bool
 ) -> Iterator[KdError]:
     key = "runtime" if teacher.runtime in RUNTIMES else "precision"
-    config_path, value = f"teacher.{key}", getattr(teacher, key)
+    config_path = f"teacher.{key}"
+    value = getattr(teacher, key)
     runtime = teacher.exported(cpu=True)
     if not facts.cpu:
         allowed = (
@@ -714,6 +648,6 @@ def _exported(
     if here and not installed(runtime):
         extra = "PATH/kd[openvino]" if runtime == "openvino" else runtime
         remedy = f"pip install '{extra}', or set {config_path}=auto"
-        needed = "which" if value == runtime else f"for which {runtime}"
-        wrong = f"is {value}, {needed} is not installed"
+        package = "which" if value == runtime else f"for which {runtime}"
+        wrong = f"is {value}, {package} is not installed"
         yield MissingExtra(config_path, wrong, "", remedy)

@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -25,24 +26,20 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "a multi
 
 
 def keys_of(cls: type, values: Any = None) -> dict[str, FieldInfo]:
-    """Return the keys of a section by name; with `values` also those of the part that
-    they name.
-    """
-    found = {name: field for name, field in fields_of(cls).items() if name != "options"}
-    if not issubclass(cls, PartSection) or not isinstance(values, Mapping):
-        return found
-    try:
-        return {**found, **fields_of(cls.options_class(values))}
-    except KdError:  # reported by itself
-        return found
+    """Return a section's keys by name, with those of the part that `values` name."""
+    keys = {name: field for name, field in fields_of(cls).items() if name != "options"}
+    if issubclass(cls, PartSection) and isinstance(values, Mapping):
+        with suppress(KdError):  # reported by itself
+            keys |= fields_of(cls.options_class(values))
+    return keys
 
 
 def section_of(annotation: Any) -> Any:
-    """Return the class of a key that holds a section, or a list of sections; None for a
-    plain value.
-    """
-    inner = [cls for cls in (annotation, *get_args(annotation)) if is_dataclass(cls)]
-    return inner[0] if inner else None
+    """Return the class of a key that holds a section or a list of them, else None."""
+    for cls in (annotation, *get_args(annotation)):
+        if is_dataclass(cls):
+            return cls
+    return None
 
 
 def is_list(annotation: Any) -> bool:
@@ -58,38 +55,37 @@ def allowed(field: FieldInfo) -> str:
 
 
 def _described(annotation: Any, limits: Any = ()) -> str:
-    origin, args = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    args = get_args(annotation)
     if origin is Annotated:
-        return _described(
-            args[0],
-            [limit for one in args[1:] for limit in getattr(one, "metadata", [one])],
-        )
+        limits = []
+        for limit in args[1:]:
+            limits += getattr(limit, "metadata", [limit])
+        return _described(args[0], limits)
     if origin is Literal:
-        return "one of " * (len(args) > 1) + ", ".join(str(arg) for arg in args)
+        names = ", ".join(map(str, args))
+        return f"one of {names}" if len(args) > 1 else names
     if origin in (Union, types.UnionType):
         return " or ".join(_described(arg) for arg in args)
     if origin is tuple and args[-1] is not Ellipsis:
         words = [_described(arg) for arg in args]
-        return f"a list of {len(args)} values" + (
-            f", each {words[0]}" if len({*words}) == 1 else f": {', '.join(words)}"
-        )
+        equal = len({*words}) == 1
+        each = f", each {words[0]}" if equal else f": {', '.join(words)}"
+        return f"a list of {len(args)} values{each}"
     if origin in (tuple, list, set, frozenset, Sequence):
         return f"a list of {_described(args[0])}"
     if origin is dict or is_dataclass(annotation):
-        return (
-            "a section of key:"
-            f" {_described(args[1]) if args and args[1] is not Any else 'value'}"
-        )
+        value = _described(args[1]) if args and args[1] is not Any else "value"
+        return f"a section of key: {value}"
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return f"one of {', '.join(str(member.value) for member in annotation)}"
     if annotation is Any:
         return "text, a list or a section"
-    pairs = [
-        (sign, getattr(limit, name))
+    bounds = [
+        f"{sign} {getattr(limit, name):g}"
         for limit in limits
         for name, sign in _LIMITS.items()
         if hasattr(limit, name)
     ]
-    bounds = " and ".join(f"{sign} {bound:g}" for sign, bound in pairs)
     name = _NAMES.get(annotation) or getattr(annotation, "__name__", str(annotation))
-    return f"{name} {bounds}".rstrip()
+    return f"{name} {' and '.join(bounds)}".rstrip()

@@ -1,6 +1,4 @@
-"""Read configurations as YAML text: files, kd's own examples, values of overrides, keys
-as written.
-"""
+"""Read YAML text of configurations: files, kd's own examples, values of overrides."""
 
 import io
 import re
@@ -11,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kd.config.interpolate import node_of
+from kd.config.interpolate import node_of, unresolved
 from kd.config.schema import Config
 from kd.core.errors import ConfigError, did_you_mean, in_short
 from kd.core.keys import fields_of
@@ -21,21 +19,18 @@ _ODD_KEY = re.compile(
 )
 """A key that YAML may not read as text."""
 _ODD_NUMBER = re.compile(r"(?:\+\d|-?0[\w:]|-0|\d+[_:])[\w:]*(?=[\s,\]}#]|$)")
-"""A whole number that its text does not show: octal 010, 2024_01_15, 1:30 in base 60,
-+5.
-"""
+"""A whole number unlike its text, such as octal 010, 2024_01_15, +5, 1:30 (base 60)."""
+
+
+_TAG = "tag:yaml.org,2002:"
 
 
 def examples() -> dict[str, Path]:
-    """Return kd's own configurations by name. A wheel has them in the package, a
-    checkout beside it.
-    """
+    """Return kd's own configurations by name."""
     package = Path(__file__).parents[1]
-    folder = (
-        package / "configs"
-        if (package / "configs").is_dir()
-        else package.parent / "configs"
-    )
+    folder = package / "configs"
+    if not folder.is_dir():  # a checkout has them beside the package, a wheel in it
+        folder = package.parent / "configs"
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
 
@@ -44,14 +39,12 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
     if isinstance(path, dict):
         return node_of(path)
     file = Path(path)
-    own = examples() if file.name == str(path) and not file.suffix else {}
+    configs = examples() if file.name == str(path) and not file.suffix else {}
     if not file.is_file():
-        file = own.get(file.name, file)
+        file = configs.get(file.name, file)
     if not file.is_file():
-        here = (
-            [p.name for p in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
-        )
-        near = did_you_mean(file.name, [*here, *own])
+        neighbours = [neighbour.name for neighbour in file.parent.glob("*.yaml")]
+        near = did_you_mean(file.name, [*neighbours, *configs])
         allowed = (
             f"A YAML file is expected, or one of kd's own: {', '.join(examples())}"
         )
@@ -60,13 +53,11 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
         raw = OmegaConf.load(io.StringIO(as_written(file.read_text(encoding="utf-8"))))
     except OmegaConfBaseException as error:
         config_path = str(getattr(error, "full_key", None) or path)
-        raise ConfigError(
-            config_path, f"cannot be read: {in_short(str(error).splitlines()[0])}"
-        ) from error
+        wrong = f"cannot be read: {in_short(str(error).splitlines()[0])}"
+        raise ConfigError(config_path, wrong) from error
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(
-            str(path), f"not readable as YAML: {in_short(error, 400)}"
-        ) from error
+        wrong = f"not readable as YAML: {in_short(error, 400)}"
+        raise ConfigError(str(path), wrong) from error
     if not OmegaConf.is_dict(raw):
         raise ConfigError(
             str(path),
@@ -78,32 +69,36 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
 
 
 def as_written(text: str) -> str:
-    """Return YAML whose keys are read as text: a class may be called no, null, 1e3 or
-    007.
+    """Return YAML whose keys are read as text.
 
-    So are values such as 010, which YAML reads as 8, and 2024_01_15. Where a number
-    belongs, text becomes one.
+    A class may be called no, null, 1e3 or 007. Values such as 010, which YAML reads as
+    8, and 2024_01_15 are read as text too. Where a number belongs, text becomes one.
     """
     if not (_ODD_KEY.search(text) or _ODD_NUMBER.search(text)):
         return text
     root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
-    todo, seen = [root], set[int]()
-    while todo:
-        node = todo.pop()
-        if id(node) in seen:
+    nodes = [root]
+    visited: set[int] = set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in visited:
             continue
-        seen.add(id(node))
-        if node.tag == "tag:yaml.org,2002:int" and _ODD_NUMBER.fullmatch(node.value):
-            node.tag, node.style = "tag:yaml.org,2002:str", '"'
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            if (
-                isinstance(key, yaml.ScalarNode)
-                and key.tag != "tag:yaml.org,2002:merge"
-            ):
-                key.tag, key.style = "tag:yaml.org,2002:str", '"'
-            todo.append(value)
-        todo += node.value if isinstance(node, yaml.SequenceNode) else ()
+        visited.add(id(node))
+        if node.tag == f"{_TAG}int" and _ODD_NUMBER.fullmatch(node.value):
+            _make_text(node)
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.tag != f"{_TAG}merge":
+                    _make_text(key)
+                nodes.append(value)
     return yaml.serialize(root)
+
+
+def _make_text(node: yaml.ScalarNode) -> None:
+    node.tag = f"{_TAG}str"
+    node.style = '"'
 
 
 SEPARATORS = ",|;:/\\&*#%@!?>-+=_.^`$"
@@ -114,11 +109,8 @@ def parse_value(override: str) -> Any:
     """Parse the value of `key=value` as YAML; references in it stay."""
     if override.endswith("=[]"):
         return []
-    given = override.partition("=")[2]
-    if len(given) == 1 and given in SEPARATORS:
-        return given
-    text = as_written(given)
-    parsed: Any = OmegaConf.to_container(
-        OmegaConf.from_dotlist([f"value={text}"]), resolve=False
-    )
-    return parsed["value"]
+    text = override.partition("=")[2]
+    if len(text) == 1 and text in SEPARATORS:
+        return text
+    node = OmegaConf.from_dotlist([f"value={as_written(text)}"])
+    return unresolved(node)["value"]

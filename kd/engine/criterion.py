@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kd.core.errors import ModelError
 from kd.core.evaluation import Task
 from kd.core.facts import LossFacts
-from kd.core.types import Batch, Outputs
+from kd.core.types import Batch, Outputs, State
 from kd.engine.optim import Frozen
 
 
@@ -35,7 +35,7 @@ class Criterion(nn.Module):
     """
 
     def __init__(self, terms: Sequence[Term], labelled: float = 1.0) -> None:
-        """Combine terms. `labelled`: share of the training images that have a label."""
+        """Combine terms; `labelled` is the share of training images with a label."""
         # Below 1, a term on labels is 0 for unlabelled images and scaled by 1 /
         # `labelled` for the others. Its mean over an epoch then equals the mean over
         # labelled images.
@@ -44,15 +44,15 @@ class Criterion(nn.Module):
         self.all = tuple(terms)
         self.names = _distinct([term.name for term in terms])
         self.terms = nn.ModuleList([term.loss for term in terms])
-        able = [
+        comparing = [
             term
             for term in terms
             if term.weight and not term.teacher and term.facts.agreement
         ]
-        self.compared = [term for term in able if term.facts.projects][:1] or able
-        """What `agreement` shows: the first term that projects to the first teacher,
-        else all on its features.
-        """
+        projecting = [term for term in comparing if term.facts.projects]
+        # what `agreement` shows: the first term that projects to the first teacher,
+        # else all on its features
+        self.compared = projecting[:1] or comparing
 
     def forward(
         self, student: Outputs, teacher: Outputs, batch: Batch
@@ -61,27 +61,25 @@ class Criterion(nn.Module):
         # `per_image` is their weighted sum, detached, for sifters. `loss`, which is
         # minimized, is that sum times `batch.weight`.
         with torch.autocast(student.logits.device.type, enabled=False):
-            known = batch
-            if (
-                self.labelled < 1
-            ):  # class 0 or the empty set stands in for a missing label
+            labelled_batch = batch
+            # class 0 or the empty set stands in for a missing label
+            if self.labelled < 1:
                 labels = {
                     name: getattr(batch, name).clamp_min(0)
                     for name in ("label", "partner_label")
                 }
-                known = replace(batch, **labels)
+                labelled_batch = replace(batch, **labels)
             scores = {
-                name: term.loss(student, teacher.of(term.teacher), known)
+                name: term.loss(student, teacher.of(term.teacher), labelled_batch)
                 for name, term in zip(self.names, self.all, strict=True)
             }
             for name, score_B in scores.items():
                 _require_score(name, score_B, student, batch)
-            if known is not batch:
+            if self.labelled < 1:
                 factor_B = batch.labelled / self.labelled
                 for name, term in zip(self.names, self.all, strict=True):
-                    scores[name] = (
-                        scores[name] * factor_B if term.facts.labels else scores[name]
-                    )
+                    if term.facts.labels:
+                        scores[name] = scores[name] * factor_B
             weighted = [
                 term.weight * score
                 for term, score in zip(self.all, scores.values(), strict=True)
@@ -100,29 +98,23 @@ class Criterion(nn.Module):
                 term.weight * term.loss.agreement(student, teacher.of(0))
                 for term in self.compared
             ]
-            return functools.reduce(torch.add, weighted) / sum(
-                term.weight for term in self.compared
-            )
+            weight = sum(term.weight for term in self.compared)
+            return functools.reduce(torch.add, weighted) / weight
 
     def projected(self, student: Outputs) -> Tensor | None:
-        """Return the student's pooled features in the first teacher's space [B, D];
+        """Return the student's pooled features in the first teacher's space [B, D].
+
         None if no term has a projector.
         """
         with torch.autocast(student.logits.device.type, enabled=False):
-            return next(
-                (
-                    term.loss.projected(student)
-                    for term in self.compared
-                    if term.facts.projects
-                ),
-                None,
-            )
+            for term in self.compared:
+                if term.facts.projects:
+                    return term.loss.projected(student)
+        return None
 
 
 class StudentWithLoss(nn.Module):
-    """Student and criterion as one module, so DDP also reduces the losses' learned
-    parameters.
-    """
+    """Join student and criterion, so that DDP reduces the parameters of both."""
 
     def __init__(
         self,
@@ -133,17 +125,14 @@ class StudentWithLoss(nn.Module):
         image_size: int = 0,
     ) -> None:
         super().__init__()
-        self.student, self.criterion, self.task, self.frozen = (
-            student,
-            criterion,
-            task,
-            frozen,
-        )
+        self.student = student
+        self.criterion = criterion
+        self.task = task
+        self.frozen = frozen
         # side of full views, pixels; 0: a batch's images are not resized
         self.image_size = image_size
-        self.unused: tuple[
-            str, ...
-        ] = ()  # names of trainable parameters that get no gradient
+        # names of trainable parameters that get no gradient
+        self.unused: tuple[str, ...] = ()
 
     def forward(
         self, batch: Batch, teacher: Outputs
@@ -152,41 +141,36 @@ class StudentWithLoss(nn.Module):
             student = self.student(batch.image)
         return student.logits, self.criterion(student, teacher, batch)
 
+    def frozen_layers(self, state: State) -> AbstractContextManager[None]:
+        """Hold the frozen layers in the step after `state`."""
+        return nullcontext() if self.frozen is None else self.frozen.held(state)
+
 
 @contextmanager
 def at_size(model: Any, side: int, image_size: int) -> Iterator[None]:
-    """Let a classifier accept smaller images of `side` pixels; images of `image_size`
-    fill its input.
-    """
-    own = getattr(model, "input_size", 0)
-    if not own or not image_size or side == image_size:
+    """Let a classifier accept images of `side` pixels in place of `image_size`."""
+    input_size = getattr(model, "input_size", 0)
+    if not input_size or not image_size or side == image_size:
         yield
         return
-    model.input_size = round(own * side / image_size)
+    model.input_size = round(input_size * side / image_size)
     try:
         yield
     finally:
-        model.input_size = own
+        model.input_size = input_size
 
 
 def _require_score(name: str, score_B: Any, student: Outputs, batch: Batch) -> None:
     """Require a number per image that the student can learn from."""
-    if (
-        not isinstance(score_B, Tensor)
-        or score_B.shape != batch.weight.shape
-        or score_B.dtype != torch.float32
-    ):
-        found = (
-            f"{score_B.dtype} {list(score_B.shape)}"
-            if isinstance(score_B, Tensor)
-            else type(score_B).__name__
-        )
+    description = type(score_B).__name__
+    fits = False
+    if isinstance(score_B, Tensor):
+        description = f"{score_B.dtype} {list(score_B.shape)}".removeprefix("torch.")
+        fits = score_B.shape == batch.weight.shape and score_B.dtype == torch.float32
+    if not fits:
         allowed = f"float32 [{len(batch.weight)}], one number per image"
         raise ModelError(
-            "losses",
-            f"'{name}' returns {found.removeprefix('torch.')}",
-            allowed,
-            "Correct its forward",
+            "losses", f"'{name}' returns {description}", allowed, "Correct its forward"
         )
     if (
         torch.is_grad_enabled()
@@ -203,8 +187,9 @@ def _require_score(name: str, score_B: Any, student: Outputs, batch: Batch) -> N
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Number repeated names: kl, kl_2, ..."""
-    return [
-        f"{name}_{n}" if (n := list(names[: i + 1]).count(name)) > 1 else name
-        for i, name in enumerate(names)
-    ]
+    """Return the names with repeated ones numbered, such as kl, kl_2."""
+    numbered = []
+    for i, name in enumerate(names):
+        repeats = names[:i].count(name)
+        numbered.append(f"{name}_{repeats + 1}" if repeats else name)
+    return numbered

@@ -1,12 +1,11 @@
-"""Locate the first NaN or infinity by replaying the failed step. Regular steps check
-nothing.
+"""Locate the first NaN or infinity by replaying the failed step.
 
-A step with a non-finite gradient changes no weight (see `Backend.step`), so the replay
-starts from the same weights.
+Regular steps check nothing. A step with a non-finite gradient changes no weight (see
+`Backend.step`), so the replay starts from the same weights.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,39 +17,32 @@ from kd.engine.run import Run
 
 
 def locate_nonfinite(run: Run, error: Diverged, micros: list[Batch]) -> Diverged:
-    """Return the error, extended by the first non-finite layer on this rank. All ranks
-    must call it.
-    """
-    run.backend.seed(seed_from(run.seed, "step", error.at[0].step, run.backend.rank))
-    frozen = run.distillation.frozen
+    """Return the error with the first non-finite layer; all ranks must call it."""
+    state, _ = error.at
+    run.backend.seed(seed_from(run.seed, "step", state.step, run.backend.rank))
     run.distillation.train()
-    with frozen.held(error.at[0]) if frozen is not None else nullcontext():
-        first = _first(run, micros)
-    text = (
-        f"{error.wrong}; first in {first}"
-        if first
-        else f"{error.wrong}; not in this rank's images"
-    )
-    return type(error)(error.config_path, text, error.allowed, error.remedy)
+    with run.distillation.frozen_layers(state):
+        layer = _first_nonfinite(run, micros)
+    place = f"first in {layer}" if layer else "not in this rank's images"
+    wrong = f"{error.wrong}; {place}"
+    return type(error)(error.config_path, wrong, error.allowed, error.remedy)
 
 
-def _first(run: Run, micros: list[Batch]) -> str:
-    """Return the first non-finite weight, input, layer, term or gradient of a step; ""
-    if all are finite.
-    """
-    found: list[tuple[str, Tensor]] = []
+def _first_nonfinite(run: Run, micros: list[Batch]) -> str:
+    """Return the first non-finite tensor of a step by name, or "" if all are finite."""
+    names: list[str] = []
+    flags: list[Tensor] = []
 
-    def note(name: str, *values: object) -> None:
-        found.extend(
-            (name, value.detach().isfinite().all())
-            for value in values
-            if isinstance(value, Tensor)
-        )
+    def note(name: str, value: object) -> None:
+        if isinstance(value, Tensor):
+            names.append(name)
+            flags.append(value.detach().isfinite().all())
 
-    named = dict(run.distillation.named_parameters())
-    for name, tensor in named.items():
+    trained = {}
+    for name, tensor in run.distillation.named_parameters():
         note(f"weight '{name}'", tensor)
-    trained = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
+        if tensor.requires_grad:
+            trained[name] = tensor
     for batch in micros:
         for id, image in zip(batch.ids.tolist(), batch.image, strict=True):
             note(f"image {id}", image)
@@ -63,22 +55,17 @@ def _first(run: Run, micros: list[Batch]) -> str:
         gradients = torch.autograd.grad(
             scores["loss"].mean(), list(trained.values()), allow_unused=True
         )
-        for name, gradient in reversed(
-            list(zip(trained, gradients, strict=True))
-        ):  # in backward order
+        backward_order = reversed(list(zip(trained, gradients, strict=True)))
+        for name, gradient in backward_order:
             note(f"the gradient of '{name}'", gradient)
-    flags = torch.stack([flag for _, flag in found]).tolist()
+    finite = torch.stack(flags).tolist()
     run.backend.end_step()
-    return next(
-        (name for (name, _), finite in zip(found, flags, strict=True) if not finite), ""
-    )
+    return "" if all(finite) else names[finite.index(False)]
 
 
 @contextmanager
-def _watched(student: nn.Module, note: Callable[..., None]) -> Iterator[None]:
-    """Record the outputs of all layers in this block in order of computation, with
-    compiled graphs off.
-    """
+def _watched(student: nn.Module, note: Callable[[str, object], None]) -> Iterator[None]:
+    """Note all layers' outputs in order of computation, with compiled graphs off."""
 
     def watch(name: str) -> Callable[..., None]:
         return lambda module, inputs, output: note(
@@ -91,13 +78,12 @@ def _watched(student: nn.Module, note: Callable[..., None]) -> Iterator[None]:
         if not list(module.children())
     ]
     hooks = [module.register_forward_hook(watch(name)) for name, module in leaves]
-    compiled, student._compiled_call_impl = (
-        student._compiled_call_impl,
-        None,
-    )  # torch 2.4 has no set_stance
+    # torch 2.4 has no set_stance
+    compiled_call = student._compiled_call_impl
+    student._compiled_call_impl = None
     try:
         yield
     finally:
-        student._compiled_call_impl = compiled
+        student._compiled_call_impl = compiled_call
         for hook in hooks:
             hook.remove()

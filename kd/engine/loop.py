@@ -34,45 +34,47 @@ def train(run: Run) -> State:
         from kd.engine.diagnosis import locate_nonfinite  # most runs stay finite
 
         state, plan = error.at
-        with closing(steps_of(run, plan, state)) as again:
-            raise locate_nonfinite(run, error, next(again, [])) from None
+        with closing(steps_of(run, plan, state)) as steps:
+            raise locate_nonfinite(run, error, next(steps, [])) from None
 
 
 def _train(run: Run) -> State:
-    length, every, backend, stop = (
-        run.length,
-        run.length.every,
-        run.backend,
-        Stopping(run),
-    )
+    length = run.length
+    every = length.every
+    stop = Stopping(run)
     state = restore(run)
-    begin, shapes = state.step, shapes_of(run)
+    first_step = state.step
+    shapes = shapes_of(run)
     run.distillation.train()
     if state.unevaluated:
         state = evaluate_and_checkpoint(
             run, state, stop, evaluating=True, checkpointing=True
         )
-    meter, planned = Meter(run, state), length.steps or sum(length.planned(run.sifter))
+    meter = Meter(run, state)
+    planned_steps = length.steps or sum(length.planned(run.sifter))
     while not length.finished(state):
         with run.span("sifting"):
             plan = run.sifter.plan(state.epoch, length.share(state))
         steps_in_epoch = plan.steps or len(plan.ids) // length.batch_size
         with closing(steps_of(run, plan, state)) as steps:
             for micros in steps:
-                backend.seed(seed_from(run.seed, "step", state.step, backend.rank))
+                run.backend.seed(
+                    seed_from(run.seed, "step", state.step, run.backend.rank)
+                )
                 progress = length.progress(state, steps_in_epoch)
                 lr = run.schedule.apply(run.optimizer, progress)
                 meter.add(update(run, micros, state), state, plan)
-                if state.step == begin:
+                if state.step == first_step:
                     require_same_shapes(run, shapes)
-                backend.end_step()
+                run.backend.end_step()
                 state = advance(state, length.batch_size, steps_in_epoch)
-                run.logger.step(state, min(1.0, state.step / planned))
+                run.logger.step(state, min(1.0, state.step / planned_steps))
+
                 last = length.finished(state)
-                evaluating = due(every.evaluate, state) or last
-                checkpointing = (
-                    due(every.checkpoint, state) if every.checkpoint else evaluating
-                ) or last
+                evaluating = last or due(every.evaluate, state)
+                checkpointing = evaluating
+                if every.checkpoint:
+                    checkpointing = last or due(every.checkpoint, state)
                 if stop() or due(every.log, state) or evaluating or checkpointing:
                     state = meter.flush(state, lr)
                 if state.step_in_epoch == 0:
@@ -88,18 +90,16 @@ def _train(run: Run) -> State:
 
 
 def steps_of(run: Run, plan: Plan, state: State) -> Generator[list[Batch], None, None]:
-    """Yield the micro-batches of each remaining step of an epoch: loaded, looked up,
-    moved, sifted.
-    """
-    view, start, steps = (
-        run.length.view(state.epoch),
-        state.step_in_epoch,
-        run.length.small_steps(state, plan),
-    )
-    small = Small(steps, run.teacher.unanswered(view, plan.ids)) if steps else None
+    """Yield the micro-batches of each remaining step of an epoch."""
+    view = run.length.view(state.epoch)
+    start = state.step_in_epoch
+    small_steps = run.length.small_steps(state, plan)
+    small = None
+    if small_steps:
+        small = Small(small_steps, run.teacher.unanswered(view, plan.ids))
     loaded = run.loader.epoch(plan, view, run.sifter.first(start), small)
-    sent = run.backend.put(run.teacher.lookup(loaded))
-    batches = run.sifter.stream(sent, Scoring(run), start)
+    on_device = run.backend.put(run.teacher.lookup(loaded))
+    batches = run.sifter.stream(on_device, Scoring(run), start)
     while True:
         with run.span("data"):
             micros = list(itertools.islice(batches, run.accumulate))
@@ -109,69 +109,61 @@ def steps_of(run: Run, plan: Plan, state: State) -> Generator[list[Batch], None,
 
 
 def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
-    """Make one optimizer step from the micro-batches; return means over this rank's
-    images, on the device.
-    """
-    sums: dict[str, Tensor] = {}
-    before = statistics(run) if run.skip_nonfinite else []
-    with (
-        run.distillation.frozen.held(state)
-        if run.distillation.frozen is not None
-        else nullcontext()
-    ):
-        backward(run, micros, sums)
+    """Make one optimizer step and return means over this rank's images."""
+    statistics = copy_statistics(run) if run.skip_nonfinite else []
+    with run.distillation.frozen_layers(state):
+        means = backward(run, micros)
     with run.span("optimizer"):
-        sums["grad_norm"] = run.backend.step(run.optimizer, run.max_norm)
-        for tensor, saved in before:
-            tensor.copy_(torch.where(sums["grad_norm"].isfinite(), tensor, saved))
+        means["grad_norm"] = run.backend.step(run.optimizer, run.max_norm)
+        for tensor, copy in statistics:
+            tensor.copy_(torch.where(means["grad_norm"].isfinite(), tensor, copy))
         if run.average is not None:
             run.average.update(state.step + 1)
-    return sums
+    return means
 
 
-def backward(run: Run, micros: list[Batch], sums: dict[str, Tensor]) -> None:
-    """Compute the gradients of a step, and add the mean of each score over this rank's
-    images to `sums`.
-    """
-    for i, batch in enumerate(micros):
+def backward(run: Run, micros: list[Batch]) -> dict[str, Tensor]:
+    """Compute a step's gradients and return the means over this rank's images."""
+    means: dict[str, Tensor] = {}
+    for number, batch in enumerate(micros, 1):
+        # the teacher first, so that no student activations are alive beside it
         with run.span("teacher"):
-            teacher = run.teacher(
-                batch
-            )  # first, so that no student activations are alive beside it
-        more = i + 1 < len(micros)
-        with run.backend.no_sync(run.module) if more else nullcontext():
+            teacher = run.teacher(batch)
+        unfinished = number < len(micros)
+        with run.backend.no_sync(run.module) if unfinished else nullcontext():
             with run.span("forward"), run.backend.autocast():
                 logits_BC, scores = run.module(batch, teacher)
-            with run.span(
-                "backward"
-            ):  # the last micro-batch's backward includes the gradient reduction
+            # the last micro-batch's backward includes the gradient reduction
+            with run.span("backward"):
                 (scores["loss"].mean() / len(micros)).backward()
         with run.span("sifting"):
-            run.sifter.observe(
-                batch.ids, scores.pop("per_image").nan_to_num(0.0, 0.0, 0.0)
-            )
+            losses_B = scores.pop("per_image").nan_to_num(0.0, 0.0, 0.0)
+            run.sifter.observe(batch.ids, losses_B)
         scores |= run.evaluator.training(logits_BC, batch)
         for name, score_B in scores.items():
             mean = score_B.detach().mean() / len(micros)
-            sums[name] = sums[name] + mean if name in sums else mean
+            means[name] = means[name] + mean if name in means else mean
+    return means
 
 
-def statistics(run: Run) -> list[tuple[Tensor, Tensor]]:
-    """Return the student's running statistics (batch norm), each with a copy: a skipped
-    step must restore them.
-    """
-    buffers = run.distillation.student.named_buffers()
-    saved = run.distillation.student.state_dict().keys()
+def copy_statistics(run: Run) -> list[tuple[Tensor, Tensor]]:
+    """Return the student's running statistics, each with a copy to restore."""
+    student = run.distillation.student
+    saved_names = student.state_dict().keys()
     return [
-        (b, b.clone()) for name, b in buffers if name in saved and b.is_floating_point()
+        (buffer, buffer.clone())
+        for name, buffer in student.named_buffers()
+        if name in saved_names and buffer.is_floating_point()
     ]
 
 
 def evaluate_and_checkpoint(
     run: Run, state: State, stop: Stopping, evaluating: bool, checkpointing: bool
 ) -> State:
-    """Evaluate and write a checkpoint after a step if due; raise Interrupted if any
-    rank was asked to stop.
+    """Evaluate and write a checkpoint after a step if due.
+
+    Raises:
+        Interrupted: Any rank was asked to stop.
     """
     chosen = False
     if evaluating or checkpointing or stop.agreed:
@@ -191,32 +183,30 @@ def evaluate_and_checkpoint(
 
 
 def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
-    """Evaluate the student (its averaged weights where there are any); return whether
-    it is the one to keep.
+    """Evaluate the student, and return whether its weights are the ones to keep.
 
-    The newest one is kept whose score is at most one standard error below the highest
-    (the rule of Breiman et al., Classification and Regression Trees, 1984, section
-    3.4.3, for the newest in place of the smallest): of few images the highest score is
-    often luck, early, at a high learning rate. See `choice_of_checkpoint_*.csv`.
+    Averaged weights are evaluated where there are any. The newest one is kept whose
+    score is at most one standard error below the highest (the rule of Breiman et al.,
+    Classification and Regression Trees, 1984, section 3.4.3, for the newest in place of
+    the smallest): of few images the highest score is often luck, early, at a high
+    learning rate. See `choice_of_checkpoint_*.csv`.
     """
     # An evaluation may take longer than a stopping run has left, so it is then
     # abandoned.
+    values: dict[str, float] = {}
     stop.restart()
     with run.average.applied() if run.average is not None else nullcontext():
-        values = (
-            {} if stop.agreed else run.evaluator(run.distillation.student, stop=stop)
-        )
+        if not stop.agreed:
+            values = run.evaluator(run.distillation.student, stop=stop)
     stop.restart()
     if not values:
         return replace(state, unevaluated=True), False
-    decisive = values[run.evaluator.selection_metric]
-    improved = decisive > state.best
-    best = max(state.best, decisive)
-    chosen = decisive >= best - run.evaluator.standard_error(best)
-    small = (
-        run.length.share(state) < run.length.small_until
-    )  # `patience` begins with full-size images
-    no_better = 0 if improved or small else state.no_better + 1
+    score = values[run.evaluator.selection_metric]
+    best = max(state.best, score)
+    chosen = score >= best - run.evaluator.standard_error(best)
+    # `patience` begins with full-size images
+    small = run.length.share(state) < run.length.small_until
+    no_better = 0 if small or score > state.best else state.no_better + 1
     state = replace(state, best=best, no_better=no_better, unevaluated=False)
     run.store.log("val", state, values)
     run.logger.log("val", state, values)
@@ -226,18 +216,16 @@ def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
 
 def advance(state: State, images: int, steps_in_epoch: int) -> State:
     """Return the state after one more step."""
-    turn = state.step_in_epoch + 1 >= steps_in_epoch
-    state = replace(
+    ends_epoch = state.step_in_epoch + 1 >= steps_in_epoch
+    return replace(
         state,
         step=state.step + 1,
         images=state.images + images,
-        epoch=state.epoch + turn,
+        epoch=state.epoch + ends_epoch,
+        step_in_epoch=0 if ends_epoch else state.step_in_epoch + 1,
     )
-    return replace(state, step_in_epoch=0 if turn else state.step_in_epoch + 1)
 
 
 def due(every: int, state: State) -> bool:
-    """Return whether an action with interval `every` steps is due; 0: at the end of
-    each epoch.
-    """
+    """Return whether an action with interval `every` is due; 0 means each epoch."""
     return state.step % every == 0 if every else state.step_in_epoch == 0

@@ -26,118 +26,107 @@ MOST_SKIPPED = 10  # most skipped steps in a row: a diverged run does not recove
 
 
 class Meter:
-    """Keep a few numbers of each step on the device; `flush` sums them and waits for
-    the device.
-    """
+    """Keep a few numbers of each step on the device, until `flush` sums them."""
 
     # Not summed at once: on XLA the first step of a window would then have another
     # graph than the others.
 
     def __init__(self, run: Run, state: State) -> None:
-        self.run, self.since = run, state
+        self.run = run
+        self.last_flush = state
         self.rows: list[dict[str, Tensor]] = []
         self.places: list[tuple[State, Plan]] = []
-        self.teacher_images = run.teacher.images
-        self.clock, self.spent = time.perf_counter(), cpu_seconds()
+        self._restart_clock()
 
-    def add(
-        self, values: dict[str, Tensor], state: State, plan: Plan
-    ) -> None:  # the state before the step
+    def add(self, values: dict[str, Tensor], state: State, plan: Plan) -> None:
+        """Keep the numbers of the step after `state`."""
         self.rows.append(values)
         self.places.append((state, plan))
 
     def flush(self, state: State, lr: float) -> State:
-        """Log the means since the last flush and return the state with the
-        time spent.
-        """
-        steps = state.step - self.since.step
+        """Log the means since the last flush; return the state with the time spent."""
+        run = self.run
+        steps = state.step - self.last_flush.step
         if not steps:
             return state
-        sums, *rest = self.rows
-        for row in rest:
-            sums = {name: sums[name] + value for name, value in row.items()}
-        stacked = torch.stack([value.float() for value in sums.values()])
-        asked = self.run.teacher.images - self.teacher_images
-        of_rank = torch.tensor(
-            [max(0.0, cpu_seconds() - self.spent), asked], device=stacked.device
-        )
-        with self.run.span("wait"):
-            mean = self.run.backend.reduce_mean(torch.cat([stacked, of_rank]))
-            *means, cpu, asked = torch.cat(
-                [mean[:-2] / steps, mean[-2:] * self.run.backend.world_size]
-            ).tolist()
-        values = dict(zip(sums, means, strict=True))
+        values, cpu, teacher_images = self._means(steps)
         seconds = time.perf_counter() - self.clock
         # before the terms are checked: it reports non-finite outputs
-        self.run.teacher.flush()
-        skipped, in_a_row = 0, 0
-        if not all(map(math.isfinite, means)):
-            values, skipped, in_a_row = self._applied()
-        labelled = values.pop(
-            "labelled", 1.0
-        )  # only if some images have no label; see `Evaluator.training`
+        run.teacher.flush()
+        skipped = 0
+        in_a_row = 0
+        if not all(map(math.isfinite, values.values())):
+            values, skipped, in_a_row = self._applied_means()
+        # only if some images have no label; see `Evaluator.training`
+        labelled = values.pop("labelled", 1.0)
         if labelled != 1 and "accuracy" in values:
             accuracy = values.pop("accuracy")
-            values |= {"accuracy": accuracy / labelled} if labelled else {}
-        in_all = state.skipped_in_all + skipped
-        cpu += state.cpu_seconds
-        state = replace(state, seconds=state.seconds + seconds, cpu_seconds=cpu)
-        state = replace(state, skipped=in_a_row, skipped_in_all=in_all)
-        if self.run.skip_nonfinite:
-            values["skipped"] = float(skipped)
-        values |= {
-            "cpu_seconds": round(cpu, 3),
-            "lr": lr,
-            "images_per_second": (state.images - self.since.images) / seconds,
-        }
-        values |= {**self.run.backend.counters(), **self.run.window(state)}
-        values["teacher_images"], self.teacher_images = (
-            float(round(asked)),
-            self.run.teacher.images,
+            if labelled:
+                values["accuracy"] = accuracy / labelled
+        state = replace(
+            state,
+            seconds=state.seconds + seconds,
+            cpu_seconds=state.cpu_seconds + cpu,
+            skipped=in_a_row,
+            skipped_in_all=state.skipped_in_all + skipped,
         )
-        self.run.store.log("train", state, values)
-        self.run.logger.log("train", state, values)
-        self.since, self.rows, self.places = state, [], []
+        if run.skip_nonfinite:
+            values["skipped"] = float(skipped)
+        values["cpu_seconds"] = round(state.cpu_seconds, 3)
+        values["lr"] = lr
+        values["images_per_second"] = (state.images - self.last_flush.images) / seconds
+        values |= {**run.backend.counters(), **run.window(state)}
+        values["teacher_images"] = float(round(teacher_images))
+        self.teacher_images = run.teacher.images
+        run.store.log("train", state, values)
+        run.logger.log("train", state, values)
+        self.last_flush = state
+        self.rows = []
+        self.places = []
         return state
 
-    def _applied(self) -> tuple[dict[str, float], int, int]:
-        """Return the means of the applied steps, the number of skipped steps, and how
-        many of these end the window.
-        """
-        names, run = list(self.rows[0]), self.run
+    def _means(self, steps: int) -> tuple[dict[str, float], float, float]:
+        """Return the means, and the CPU seconds and teacher images of all ranks."""
+        sums, *later_rows = self.rows
+        for row in later_rows:
+            sums = {name: sums[name] + value for name, value in row.items()}
+        stacked = torch.stack([value.float() for value in sums.values()])
+        cpu = max(0.0, cpu_seconds() - self.cpu_at_start)
+        teacher_images = self.run.teacher.images - self.teacher_images
+        of_rank = torch.tensor([cpu, teacher_images], device=stacked.device)
+        with self.run.span("wait"):
+            mean = self.run.backend.reduce_mean(torch.cat([stacked, of_rank]))
+            *means, cpu, teacher_images = torch.cat(
+                [mean[:-2] / steps, mean[-2:] * self.run.backend.world_size]
+            ).tolist()
+        return dict(zip(sums, means, strict=True)), cpu, teacher_images
+
+    def _applied_means(self) -> tuple[dict[str, float], int, int]:
+        """Return the applied steps' means, the skipped steps, and those at the end."""
+        names = list(self.rows[0])
         table_SN = torch.stack(
             [torch.stack([row[name].float() for name in names]) for row in self.rows]
         )
-        table_SN = run.backend.reduce_mean(
-            table_SN
-        ).cpu()  # only here: if all numbers are finite, one row is reduced
+        # only here: if all numbers are finite, one row is reduced
+        table_SN = self.run.backend.reduce_mean(table_SN).cpu()
         wrong_SN = ~table_SN.isfinite()
-        skipped_S = wrong_SN[:, names.index("grad_norm")] & run.skip_nonfinite
-        in_a_row, longest = self.since.skipped, 0
+        skipped_S = wrong_SN[:, names.index("grad_norm")] & self.run.skip_nonfinite
+        in_a_row = self.last_flush.skipped
+        longest = 0
         for skipped in skipped_S.tolist():
             in_a_row = in_a_row + 1 if skipped else 0
             longest = max(longest, in_a_row)
-        fatal_SN = (
-            wrong_SN if longest > MOST_SKIPPED else wrong_SN & ~skipped_S[:, None]
-        )
+        fatal_SN = wrong_SN & ~skipped_S[:, None]
+        reason = ""
+        if longest > MOST_SKIPPED:
+            fatal_SN = wrong_SN
+            reason = f"; {longest} steps in a row were skipped, {MOST_SKIPPED} may be"
         if fatal_SN.any():
+            fatal_N = fatal_SN.any(0).tolist()
+            terms = [name for name, fatal in zip(names, fatal_N, strict=True) if fatal]
             rows = fatal_SN.any(1).nonzero()[:, 0].tolist()
-            terms = [
-                name
-                for name, fatal in zip(names, fatal_SN.any(0).tolist(), strict=True)
-                if fatal
-            ]
-            more = (
-                f"; {longest} steps in a row were skipped, {MOST_SKIPPED} may be"
-                if longest > MOST_SKIPPED
-                else ""
-            )
-            raise diverged(
-                terms,
-                [self.places[row][0].step + 1 for row in rows],
-                self.places[rows[0]],
-                more,
-            )
+            steps = [self.places[row][0].step + 1 for row in rows]
+            raise diverged(terms, steps, self.places[rows[0]], reason)
         means = table_SN[~skipped_S].double().mean(0).tolist()
         values = {} if skipped_S.all() else dict(zip(names, means, strict=True))
         return values, int(skipped_S.sum()), in_a_row
@@ -150,25 +139,24 @@ class Meter:
         values = {
             "candidates": float(len(plan.ids)),
             "trained": float(steps * self.run.length.batch_size),
+            "effective": float(weights_N.sum() ** 2 / (weights_N**2).sum()),
         }
-        values["effective"] = float(weights_N.sum() ** 2 / (weights_N**2).sum())
-        self.run.store.log(
-            "epoch", replace(state, seconds=state.seconds + open_window), values
-        )
+        state = replace(state, seconds=state.seconds + open_window)
+        self.run.store.log("epoch", state, values)
 
     def resume(self) -> None:
-        """Restart the clock after evaluation and checkpoints, which are not training
-        time.
-        """
+        """Leave out the time of evaluation and checkpoints, which train nothing."""
         if not self.rows:
-            self.clock, self.spent = time.perf_counter(), cpu_seconds()
-            self.teacher_images = self.run.teacher.images
+            self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self.clock = time.perf_counter()
+        self.cpu_at_start = cpu_seconds()
+        self.teacher_images = self.run.teacher.images
 
 
 def require_applied(state: State) -> None:
-    """Require at least half of the steps of a finished run to have changed the
-    weights.
-    """
+    """Require that at least half of a finished run's steps changed the weights."""
     if 2 * state.skipped_in_all > state.step:
         wrong = (
             f"{state.skipped_in_all} of {state.step} steps were skipped: their gradient"
@@ -186,14 +174,14 @@ class Diverged(NonFiniteLoss):
 
 
 def diverged(
-    terms: list[str], steps: list[int], at: tuple[State, Plan], more: str = ""
+    terms: list[str], steps: list[int], at: tuple[State, Plan], reason: str = ""
 ) -> Diverged:
     """Return the error that names terms and steps."""
     text = f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
     if 1 < len(steps) == steps[-1] - steps[0] + 1:
         text = f"steps {steps[0]} to {steps[-1]}"
     config_path = "losses" if terms != ["grad_norm"] else "optimizer"
-    wrong = f"{', '.join(terms)} became NaN or infinite in {text}{more}"
+    wrong = f"{', '.join(terms)} became NaN or infinite in {text}{reason}"
     error = Diverged(config_path, wrong, "All terms must stay finite", AFTER_DIVERGING)
     error.at = at
     return error

@@ -19,15 +19,14 @@ def groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, 
     # pattern of a timm model's `no_weight_decay` (position embeddings, class and
     # register tokens). An empty group, which ZeroRedundancyOptimizer does not accept,
     # is left out.
-    decayed, undecayed = [], []
+    decayed = []
+    undecayed = []
     for module in modules:
-        exempt = getattr(module, "no_weight_decay", set)()
+        patterns = getattr(module, "no_weight_decay", set)()
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                plain = parameter.ndim <= 1 or any(
-                    fnmatchcase(name, pattern) for pattern in exempt
-                )
-                (undecayed if plain else decayed).append(parameter)
+                exempt = parameter.ndim <= 1 or _matches(name, patterns)
+                (undecayed if exempt else decayed).append(parameter)
     both = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
@@ -35,34 +34,31 @@ def groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, 
     return [group for group in both if group["params"]]
 
 
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def scaled(
     groups: Iterable[dict[str, Any]], factors: Mapping[nn.Parameter, float]
 ) -> list[dict[str, Any]]:
-    """Split parameter groups so that each has one learning rate: `lr_scale` times the
-    parameters' factor.
-    """
-    found = []
+    """Split groups by learning rate, which is `lr_scale` times a parameter's factor."""
+    split = []
     for group in groups:
-        rates: dict[float, list[nn.Parameter]] = {}
+        by_scale: dict[float, list[nn.Parameter]] = {}
         for parameter in group["params"]:
-            rates.setdefault(
-                group.get("lr_scale", 1.0) * factors.get(parameter, 1.0), []
-            ).append(parameter)
-        found += [
-            {**group, "params": members, "lr_scale": rate}
-            for rate, members in rates.items()
-        ]
-    return found
+            scale = group.get("lr_scale", 1.0) * factors.get(parameter, 1.0)
+            by_scale.setdefault(scale, []).append(parameter)
+        for scale, parameters in by_scale.items():
+            split.append({**group, "params": parameters, "lr_scale": scale})
+    return split
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Linear warm-up, then cosine decay (arXiv:1608.03983, without restarts) or a
-    constant rate.
-    """
+    """Set the learning rate: linear warm-up, then cosine decay or a constant rate."""
 
-    # Stateless: the rate is a function of the progress, so checkpoints do not contain
-    # it.
+    # arXiv:1608.03983, without restarts. Stateless: the rate is a function of the
+    # progress, so checkpoints do not contain it.
 
     lr: float  # peak learning rate
     warmup: float  # length of the warm-up as a share of the run, 0 to 1
@@ -78,9 +74,7 @@ class Schedule:
         return self.min_lr + (1 - self.min_lr) * (1 + math.cos(math.pi * after)) / 2
 
     def apply(self, optimizer: torch.optim.Optimizer, progress: float) -> float:
-        """Set the learning rate of all groups, each times its `lr_scale`; return the
-        unscaled rate.
-        """
+        """Set the rate of each group times its `lr_scale`; return the unscaled rate."""
         lr = self.lr * self.factor(progress)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -96,8 +90,7 @@ the accuracy 0.7 and 0.4 points lower; after 500 they were within 2 % and 0.03 p
 
 
 class EMA:
-    """Keep an exponential moving average of a module's parameters and batch norm
-    statistics.
+    """Keep a moving average of a module's parameters and batch norm statistics.
 
     Any other buffer stays as it is: averaged vectors of a power iteration, indices or
     masks mean nothing.
@@ -111,24 +104,22 @@ class EMA:
         self.decay = decay
         # The parameters themselves, not state_dict(): ZeRO replaces their storage
         # later.
-        live: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
         buffers = dict(module.named_buffers(remove_duplicate=False))
-        live |= {
-            name: buffers[name]
-            for name in module.state_dict()
-            if name.endswith(STATISTICS)
+        for name in module.state_dict():
+            if name.endswith(STATISTICS):
+                named[name] = buffers[name]
+        named = {
+            name: tensor
+            for name, tensor in named.items()
+            if tensor.is_floating_point() or tensor.is_complex()
         }
-        live = {
-            name: live[name]
-            for name in live
-            if live[name].is_floating_point() or live[name].is_complex()
-        }
-        weights = {
-            id(tensor): tensor for tensor in live.values()
-        }  # a shared tensor (tied weights) has several names
+        # a shared tensor (tied weights) has several names
+        weights = {id(tensor): tensor for tensor in named.values()}
         averages = {key: tensor.detach().clone() for key, tensor in weights.items()}
-        self._averages, self._weights = [*averages.values()], [*weights.values()]
-        self.average = {name: averages[id(tensor)] for name, tensor in live.items()}
+        self._averages = [*averages.values()]
+        self._weights = [*weights.values()]
+        self.average = {name: averages[id(tensor)] for name, tensor in named.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -138,16 +129,14 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Load the average into the module for an evaluation; restore the weights on
-        exit.
-        """
-        kept = [weight.detach().clone() for weight in self._weights]
+        """Load the average into the module, and restore the weights on exit."""
+        copies = [weight.detach().clone() for weight in self._weights]
         self.apply()
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(self._weights, kept)
+                torch._foreach_copy_(self._weights, copies)
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -160,9 +149,7 @@ class EMA:
 
 
 class Frozen:
-    """Freeze parameters and batch norm statistics, in the first epochs or the whole
-    run.
-    """
+    """Freeze parameters and batch norm statistics for some epochs or the whole run."""
 
     # The frozen set is a function of the epoch, so checkpoints do not contain it. An
     # optimizer skips a parameter without a gradient: neither weight decay nor momentum
@@ -172,54 +159,46 @@ class Frozen:
     def __init__(
         self, network: nn.Module, patterns: Sequence[str], epochs: int
     ) -> None:
-        """Freeze the parameters of a network whose names match one of the patterns
-        (fnmatch), for `epochs` epochs.
-        """
+        """Freeze the parameters whose names match a pattern (fnmatch) for `epochs`."""
         # 0 epochs: the whole run, without computing gradients.
+        self.network = network
+        self.epochs = epochs
         named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-        matching = {
-            id(t)
-            for name, t in named.items()
-            if any(fnmatchcase(name, pattern) for pattern in patterns)
-        }
-        self.network, self.epochs = network, epochs
+        matching = {id(named[name]) for name in named if _matches(name, patterns)}
         self.names = {
             name
             for name, parameter in network.named_parameters()
             if id(parameter) in matching
         }
-        self.norms = [
-            module
-            for module in network.modules()
-            if (own := list(module.buffers(recurse=False)))
-            and {id(tensor) for tensor in list(module.parameters(recurse=False)) or own}
-            <= matching
-        ]
+        self.norms: list[nn.Module] = []
+        for module in network.modules():
+            buffers = list(module.buffers(recurse=False))
+            tensors = list(module.parameters(recurse=False)) or buffers
+            if buffers and matching.issuperset(map(id, tensors)):
+                self.norms.append(module)
         if not epochs:
             for parameter in self.parameters:
                 parameter.requires_grad_(False)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The frozen parameters, looked up anew: moving a network to an XLA device
-        replaces them.
-        """
+        """Look up the frozen parameters."""
+        # each time: moving a network to an XLA device replaces them
         return [
             parameter
             for name, parameter in self.network.named_parameters()
             if name in self.names
         ]
 
-    def holds(self, state: State) -> bool:  # in the step after this state
+    def holds(self, state: State) -> bool:
+        """Return whether the step after this state is frozen."""
         return not self.epochs or state.epoch < self.epochs
 
     def statistics(self, state: State) -> list[Tensor]:
         """Return the buffers that stay frozen after this state."""
-        return (
-            [buffer for norm in self.norms for buffer in norm.buffers(recurse=False)]
-            if self.holds(state)
-            else []
-        )
+        if not self.holds(state):
+            return []
+        return [buffer for norm in self.norms for buffer in norm.buffers(recurse=False)]
 
     @contextmanager
     def held(self, state: State) -> Iterator[None]:

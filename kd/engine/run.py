@@ -22,9 +22,8 @@ from kd.engine.optim import EMA, Schedule
 # seconds until a rank's signal reaches the other ranks; torchrun kills 30 s after its
 # signal
 STOP_SECONDS = 1.0
-MOST_PLANNED = (
-    1000  # most epochs for which the sifter counts steps: takes up to a second
-)
+# most epochs for which the sifter counts steps: takes up to a second
+MOST_PLANNED = 1000
 STOP_CALLS = 50  # most calls between two reductions, in case later calls are slower
 
 Span = Callable[[str], AbstractContextManager[object]]
@@ -46,9 +45,7 @@ class Logger(Protocol):
     """Shows the progress of a run; never waits for the device."""
 
     def step(self, state: State, progress: float) -> None:
-        """Show the state after a step, and the share of all planned steps that are
-        done, 0 to 1.
-        """
+        """Show the state after a step, and the share of planned steps done, 0 to 1."""
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None: ...
 
@@ -65,9 +62,7 @@ class RunStore(Protocol):
     def checkpoint(
         self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool
     ) -> None:
-        """Write a checkpoint atomically: after a crash, the old or the new one
-        exists.
-        """
+        """Write a checkpoint, such that after a crash the old or the new one exists."""
 
     def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
         """Return the newest complete checkpoint, or None for a new run."""
@@ -84,19 +79,16 @@ class RunLength:
     # views per image; epoch e shows view `e mod views`. 0: a fresh view every epoch.
     views: int
     every: Intervals
-    patience: int = (
-        0  # evaluations in a row without a better score that end the run; 0: never
-    )
+    # evaluations in a row without a better score that end the run; 0: never
+    patience: int = 0
     small_until: float = 0.0  # first share of the run, with small images
 
     def progress(self, state: State, steps_in_epoch: int) -> float:
         """Return the progress of the run in the middle of the next step, 0 to 1."""
         if self.steps:
             return min(1.0, (state.step + 0.5) / self.steps)
-        return min(
-            1.0,
-            (state.epoch + (state.step_in_epoch + 0.5) / steps_in_epoch) / self.epochs,
-        )
+        in_epoch = (state.step_in_epoch + 0.5) / steps_in_epoch
+        return min(1.0, (state.epoch + in_epoch) / self.epochs)
 
     def share(self, state: State) -> float:
         """Return the progress of the run at the start of the current epoch, 0 to 1."""
@@ -106,44 +98,43 @@ class RunLength:
 
     def small_steps(self, state: State, plan: Plan) -> int:
         """Return how many first steps of the plan of an epoch show small images."""
-        candidates, begin = (
-            len(plan.ids) // self.batch_size,
-            state.step - state.step_in_epoch,
-        )
-        steps = plan.steps or candidates
+        candidate_steps = len(plan.ids) // self.batch_size
+        steps = plan.steps or candidate_steps
+        begin = state.step - state.step_in_epoch
 
-        def share(step: int) -> float:
-            return self.progress(
-                replace(state, step=begin + step, step_in_epoch=step), steps
-            )
+        def progress(step: int) -> float:
+            at = replace(state, step=begin + step, step_in_epoch=step)
+            return self.progress(at, steps)
 
-        number = bisect_left(range(steps), self.small_until, key=share)
+        small_steps = bisect_left(range(steps), self.small_until, key=progress)
         # a step may have images from several steps of the plan, so an epoch has one
         # size
         if plan.steps:
-            return candidates if 2 * number >= steps else 0
-        return number
+            return candidate_steps if 2 * small_steps >= steps else 0
+        return small_steps
 
     def gave_up(self, state: State) -> bool:
         return 0 < self.patience <= state.no_better
 
     def finished(self, state: State) -> bool:
-        done = state.step >= self.steps if self.steps else state.epoch >= self.epochs
-        return done or self.gave_up(state)
+        if self.gave_up(state):
+            return True
+        return state.step >= self.steps if self.steps else state.epoch >= self.epochs
 
     def planned(self, sifter: Sifter) -> list[int]:
-        """Return the steps of each epoch, as the sifter plans them; epochs after
-        `MOST_PLANNED` repeat the last.
-        """
-        made, total = list[int](), 0
-        while total < self.steps if self.steps else len(made) < self.epochs:
-            known = len(made) < MOST_PLANNED
-            at = State(step=total, epoch=len(made))
-            made.append(
-                max(1, sifter.steps(len(made), self.share(at))) if known else made[-1]
-            )
-            total += made[-1]
-        return made
+        """Return the steps of each epoch, as the sifter plans them."""
+        # Epochs after `MOST_PLANNED` repeat the last.
+        steps_by_epoch: list[int] = []
+        total = 0
+        steps = 0
+        while total < self.steps if self.steps else len(steps_by_epoch) < self.epochs:
+            epoch = len(steps_by_epoch)
+            if epoch < MOST_PLANNED:
+                share = self.share(State(step=total, epoch=epoch))
+                steps = max(1, sifter.steps(epoch, share))
+            steps_by_epoch.append(steps)
+            total += steps
+        return steps_by_epoch
 
     def view(self, epoch: int) -> int:
         return epoch % self.views if self.views else epoch
@@ -169,36 +160,37 @@ class Run:
     evaluator: Evaluator
     store: RunStore
     logger: Logger
-    skip_nonfinite: bool = (
-        False  # go on after a step with a non-finite gradient, which is never applied
-    )
+    # go on after a step with a non-finite gradient, which is never applied
+    skip_nonfinite: bool = False
     span: Span = nullcontext  # marks the loop's current part; free without a listener
     window: Window = lambda state: {}  # ends the listener's log window
     stop: Callable[[], bool] = never
-    """Called after each step and in evaluations; True: write a checkpoint now and raise
-    Interrupted.
+    """Called after each step and in evaluations.
+
+    True: write a checkpoint now and raise Interrupted.
     """
 
 
 class Stopping:
-    """Evaluates `run.stop` after each step or evaluation batch, with the same result on
-    all ranks.
-    """
+    """Evaluate `run.stop` with the same result on all ranks."""
 
     # A single process checks every time. Several reduce the result about every
     # `STOP_SECONDS`, since that syncs the device. The number of calls between two
     # reductions follows from a reduced time, so it is equal on all ranks.
 
     def __init__(self, run: Run) -> None:
-        self.run, self.agreed = run, False
+        self.run = run
+        self.agreed = False
         self.restart()
 
     def restart(self) -> None:
         """Reduce at the next call, because the time per call changes."""
-        self._every, self._calls, self._clock = 1, 0, time.perf_counter()
+        self._every = 1
+        self._calls = 0
+        self._clock = time.perf_counter()
 
     def __call__(self) -> bool:
-        """Return whether all ranks stop now. All ranks must call it equally often."""
+        """Return whether all ranks stop now; all must call it equally often."""
         backend = self.run.backend
         if backend.world_size == 1 or self.run.stop is never:  # on all ranks alike
             self.agreed = self.agreed or self.run.stop()
@@ -212,16 +204,15 @@ class Stopping:
             stops, total = backend.reduce_sum(mine).tolist()
         self.agreed = stops > 0
         self.restart()
-        self._every = max(
-            1,
-            min(STOP_CALLS, int(STOP_SECONDS * backend.world_size / max(total, 1e-9))),
-        )
+        calls = int(STOP_SECONDS * backend.world_size / max(total, 1e-9))
+        self._every = max(1, min(STOP_CALLS, calls))
         return self.agreed
 
 
 class Scoring:
-    """Score the images of one step on all ranks, without training. See
-    `kd.core.contracts.Score`.
+    """Score the images of one step on all ranks, without training.
+
+    See `kd.core.contracts.Score`.
     """
 
     # Shape legend: A micro-batches a step on one rank, W ranks, M images of a
@@ -234,8 +225,10 @@ class Scoring:
     def __call__(
         self, batches: Sequence[Batch], shrink: int = 1
     ) -> tuple[Tensor, list[Batch]]:
-        backend, distillation = self.run.backend, self.run.distillation
-        scored, losses = [], []
+        backend = self.run.backend
+        distillation = self.run.distillation
+        scored = []
+        losses = []
         with self.run.span("sifting"):
             # batch norm's statistics and dropout's draws belong to training
             distillation.eval()
@@ -264,9 +257,7 @@ class Scoring:
 
 @contextmanager
 def shrunk(batch: Batch, times: int) -> Iterator[Batch]:
-    """Average-pool the images of a batch by `times`, and set the student's
-    input size.
-    """
+    """Average-pool the images of a batch by `times`."""
     if times == 1:
         yield batch
         return

@@ -1,5 +1,6 @@
-"""Save and restore a run: weights, averages, optimizer, sifter. No random state, and
-never the teacher.
+"""Save and restore a run: weights, averages, optimizer and sifter.
+
+No random state, and never the teacher.
 """
 
 import torch
@@ -24,21 +25,19 @@ def average_buffers(run: Run, state: State) -> None:
     # averaged: a mean of three equal numbers may have other bits.
     if run.backend.world_size == 1:
         return
-    student, frozen = run.distillation.student, run.distillation.frozen
-    still = (
-        {id(tensor) for tensor in frozen.statistics(state)}
-        if frozen is not None
-        else set()
-    )
-    saved = {
+    student = run.distillation.student
+    frozen = run.distillation.frozen
+    still = frozen.statistics(state) if frozen is not None else []
+    still_ids = set(map(id, still))
+    moving_names = {
         name
         for name, tensor in student.state_dict(keep_vars=True).items()
-        if id(tensor) not in still
+        if id(tensor) not in still_ids
     }
     named = {
         name: tensor
         for name, tensor in student.named_buffers()
-        if name in saved and tensor.is_floating_point()
+        if name in moving_names and tensor.is_floating_point()
     }
     tensors = list(named.values())
     if run.average is not None:
@@ -47,19 +46,18 @@ def average_buffers(run: Run, state: State) -> None:
         ]
     if not tensors:
         return
-    mean = run.backend.reduce_mean(torch.cat([tensor.flatten() for tensor in tensors]))
-    for tensor, part in zip(
-        tensors, mean.split([tensor.numel() for tensor in tensors]), strict=True
-    ):
-        tensor.copy_(part.view_as(tensor))
+    flat = run.backend.reduce_mean(torch.cat([tensor.flatten() for tensor in tensors]))
+    means = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, mean in zip(tensors, means, strict=True):
+        tensor.copy_(mean.view_as(tensor))
 
 
 def snapshot(run: Run, state: State, best: bool) -> None:
     """Write a checkpoint. All ranks must call it: a sharded optimizer is gathered."""
     weights = run.distillation.state_dict()
-    finite = torch.stack(
-        [tensor.isfinite().all() for tensor in weights.values()]
-    ).tolist()  # equal on all ranks
+    # equal on all ranks
+    flags = torch.stack([tensor.isfinite().all() for tensor in weights.values()])
+    finite = flags.tolist()
     if not all(finite):
         name = list(weights)[finite.index(False)]
         wrong = (
@@ -69,45 +67,36 @@ def snapshot(run: Run, state: State, best: bool) -> None:
         raise NonFiniteLoss(
             "optimizer", wrong, "All weights must stay finite", AFTER_DIVERGING
         )
-    optimizer, sifter = (
-        run.backend.optimizer_state(run.optimizer),
-        run.sifter.state_dict(),
-    )
+    optimizer = run.backend.optimizer_state(run.optimizer)
+    sifter = run.sifter.state_dict()
     if run.backend.rank == 0:
-        tensors = weights_of(run) | {
-            f"sifter.{name}": value for name, value in sifter.items()
-        }
-        info = {"optimizer_groups": optimizer["param_groups"]}
+        tensors = weights_of(run)
+        for name, value in sifter.items():
+            tensors[f"sifter.{name}"] = value
         for index, entries in optimizer["state"].items():
-            kept = {
-                name: value
-                for name, value in entries.items()
-                if not isinstance(value, bool)
-            }  # muon's shapes
-            tensors |= {
-                f"optimizer.{index}.{name}": torch.as_tensor(value)
-                for name, value in kept.items()
-            }
+            for name, value in entries.items():
+                if not isinstance(value, bool):  # muon's shapes
+                    tensors[f"optimizer.{index}.{name}"] = torch.as_tensor(value)
+        info = {"optimizer_groups": optimizer["param_groups"]}
         run.store.checkpoint(state, tensors, info, best)
     run.backend.barrier()
 
 
 def restore(run: Run) -> State:
-    """Load the newest checkpoint into the run's parts on every rank; a fresh run starts
-    at State().
-    """
-    found = run.store.restore()
+    """Load the newest checkpoint on every rank; a fresh run starts at `State()`."""
+    checkpoint = run.store.restore()
+    # a new run loads what it will save
+    state, tensors, info = checkpoint or (State(), weights_of(run), {})
     content = ""
-    if found is not None and run.backend.world_size > 1:  # about a second for 1 GB
-        content = (
-            f"{found[0]}"
-            f" {sorted((name, crc32(tensor)) for name, tensor in found[1].items())}"
-        )
+    # about a second for 1 GB
+    if checkpoint is not None and run.backend.world_size > 1:
+        checksums = sorted((name, crc32(tensor)) for name, tensor in tensors.items())
+        content = f"{state} {checksums}"
     if differing(run.backend, content):
-        own = f"one of step {found[0].step}" if found is not None else "none"
+        present = "none" if checkpoint is None else f"one of step {state.step}"
         wrong = (
             f"the ranks do not find the same checkpoint; rank {run.backend.rank} finds"
-            f" {own}"
+            f" {present}"
         )
         remedy = (
             "Put run.folder on a file system that all machines share, or copy rank 0's"
@@ -116,11 +105,6 @@ def restore(run: Run) -> State:
         raise RunError(
             "run.folder", wrong, "All ranks resume from one run folder", remedy
         )
-    state, tensors, info = found or (
-        State(),
-        weights_of(run),
-        {},
-    )  # a new run loads what it will save
     try:
         run.distillation.load_state_dict(tensors_below("model.", tensors))
     # names or shapes differ: the file is unchanged, so the code has changed, or is
@@ -132,7 +116,7 @@ def restore(run: Run) -> State:
         )
         remedy = "Undo the last change of its code, or correct it and start a new run"
         raise RunError("student.model", wrong, LOADABLE, remedy) from error
-    if found is None:
+    if checkpoint is None:
         return state
     if run.average is not None:
         run.average.load(tensors_below("average.", tensors))
@@ -147,33 +131,27 @@ def restore(run: Run) -> State:
 
 
 def weights_of(run: Run) -> dict[str, Tensor]:
-    """Return the tensors of student, losses and averages by their names in a
-    checkpoint.
-    """
-    state = run.distillation.state_dict().items()
-    tensors = {
-        f"model.{name}": value for name, value in state if isinstance(value, Tensor)
-    }
+    """Return the tensors of student, losses and averages by name in a checkpoint."""
+    tensors = {}
+    for name, value in run.distillation.state_dict().items():
+        if isinstance(value, Tensor):
+            tensors[f"model.{name}"] = value
     if run.average is not None:
-        tensors |= {
-            f"average.{name}": value for name, value in run.average.average.items()
-        }
+        for name, value in run.average.average.items():
+            tensors[f"average.{name}"] = value
     return tensors
 
 
 def shapes_of(run: Run) -> set[tuple[str, torch.Size]]:
-    """Return the names and shapes of what a checkpoint holds of the student and the
-    losses.
-    """
+    """Return the names and shapes of the student's and the losses' state."""
     return {
         (name, tensor.shape) for name, tensor in run.distillation.state_dict().items()
     }
 
 
 def require_same_shapes(run: Run, before: set[tuple[str, torch.Size]]) -> None:
-    """Require that a step has changed no name and no shape of the state: a new network
-    could not load it.
-    """
+    """Require that a step has changed no name and no shape of the state."""
+    # a new network could not load it
     for name, _ in before ^ shapes_of(run):
         wrong = (
             f"a training step makes '{name.removeprefix('student.network.')}' of its"
@@ -190,9 +168,7 @@ def require_same_shapes(run: Run, before: set[tuple[str, torch.Size]]) -> None:
 def load_distillation(
     distillation: StudentWithLoss, tensors: dict[str, Tensor]
 ) -> None:
-    """Load a checkpoint's weights of the losses' projectors and of the student,
-    averaged ones first.
-    """
+    """Load a checkpoint's weights of losses and student, averaged ones first."""
     distillation.load_state_dict(tensors_below("model.", tensors))
     load_student(distillation.student, tensors)
 

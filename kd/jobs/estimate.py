@@ -343,7 +343,7 @@ def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
         ),
     ]
     lines += alone_lines
-    name, machine = instances.find(recipe.config.price.instance) or ("", None)
+    name, machine = instances.find_machine(recipe.config.price.instance) or ("", None)
     accelerated = machine is not None and machine.accelerators > 0
     if hourly := recipe.config.price.per_hour or instances.price_per_hour(
         recipe.config.price.instance
@@ -359,7 +359,7 @@ def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
         rate = (
             1000 / (step + asking) if bench.backend.facts.cuda else 0.0
         )  # a CPU says nothing about an accelerator
-        lines += instances.plan(
+        lines += instances.core_plan(
             name, 1, round(load, 2), rate, usd=recipe.config.price.per_hour
         )
     return lines

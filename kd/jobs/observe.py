@@ -147,7 +147,7 @@ class Observer:
         from kd.engine.monitor.evidence import (
             Evidence,
         )  # the next two are set once there are steps to judge
-        from kd.engine.monitor.rules import find
+        from kd.engine.monitor.rules import find_bottlenecks
 
         assert self._run is not None
         samples = (
@@ -158,7 +158,7 @@ class Observer:
         facts = facts_of(self.setting, self._run)
         if live:  # the network is in use
             facts = replace(facts, float32=lambda: False)
-        return find(Evidence(timelines, samples, facts))
+        return find_bottlenecks(Evidence(timelines, samples, facts))
 
     def evaluate_and_checkpoint(self, title: str, timed: bool = True) -> None:
         """Report findings, and the table of times if `timed`, after the context. All
@@ -236,7 +236,7 @@ SHOWN_SHARE = 0.0005  # share of the time below which a part would be shown as 0
 
 def where_the_time_went(title: str, timeline: Timeline) -> list[str]:
     """Return the table of a run's time as lines; empty if it made no step."""
-    totals, steps = timeline.totals, timeline.made
+    totals, steps = timeline.totals, timeline.finished_steps
     total = sum(totals.values())
     if not steps or not total:
         return []

@@ -11,7 +11,7 @@ import yaml
 from pieces import merged
 
 import kd
-from kd.cli.command import explained
+from kd.cli.command import explain_keys
 from kd.deploy.export.export import ExportOptions, export
 from kd.study.report.report import report
 
@@ -277,7 +277,7 @@ def test_an_own_part_is_explained(outside, command):
         "mean logit first.",
     ):
         assert text in answer.out
-    assert explained(kind) in answer.out  # as `kd help lab_loss.part` has it
+    assert explain_keys(kind) in answer.out  # as `kd help lab_loss.part` has it
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import kd
-from kd.cli.command import guarded
+from kd.cli.command import run_guarded
 
 
 def main(argv: list[str]) -> int:
@@ -35,4 +35,4 @@ def main(argv: list[str]) -> int:
             backend=backend,
         )
 
-    return guarded(command)
+    return run_guarded(command)

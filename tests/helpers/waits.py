@@ -81,7 +81,7 @@ class Reads:
 
 
 AT_POINTS = {
-    "meter:flush",  # a log point
+    "meter:_means",  # a log point
     "meter:log_epoch",
     "single_label:_finish",  # an evaluation
     "ranks:gathered",  # a start, an evaluation

@@ -20,7 +20,7 @@ from views_for_checks import Absent, Slow, Stale
 from kd.cli.training import train
 from kd.cluster.decoders import Pool
 from kd.cluster.group import RAY_MARK
-from kd.cluster.hosts import marked, signal_all
+from kd.cluster.hosts import marked_processes, signal_all
 from kd.cluster.remote import RemoteLoader
 from kd.core.errors import KdError
 from kd.core.types import TENSORS, Batch, Plan
@@ -238,8 +238,8 @@ def test_a_data_host_is_frozen_and_killed_and_comes_back(datasets, pools, monkey
 def of_ray(host: str) -> list[int]:
     """Return Ray's processes of a host of this job."""
     return sorted(
-        set(marked(host, "SM_CURRENT_HOST"))
-        & set(marked(os.environ["KD_RUN"], "KD_RUN"))
+        set(marked_processes(host, "SM_CURRENT_HOST"))
+        & set(marked_processes(os.environ["KD_RUN"], "KD_RUN"))
         & ray_started()
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kd.cluster.hosts import RUN_MARK, LocalJob, marked, signal_all
+from kd.cluster.hosts import RUN_MARK, LocalJob, marked_processes, signal_all
 
 pytest.importorskip("ray")
 HERE = Path(__file__).parent
@@ -28,7 +28,7 @@ def small(monkeypatch) -> None:
 def living(job: LocalJob) -> list[str]:
     """Return the commands of the processes of a job."""
     found = []
-    for pid in marked(job.mark, RUN_MARK):
+    for pid in marked_processes(job.mark, RUN_MARK):
         with suppress(OSError):
             found.append(
                 Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
@@ -38,7 +38,9 @@ def living(job: LocalJob) -> list[str]:
 
 def on_host(host: str, job: LocalJob) -> set[int]:
     """Return the processes of a host of a job."""
-    return set(marked(host, "SM_CURRENT_HOST")) & set(marked(job.mark, RUN_MARK))
+    return set(marked_processes(host, "SM_CURRENT_HOST")) & set(
+        marked_processes(job.mark, RUN_MARK)
+    )
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kd.cli.command import guarded
+from kd.cli.command import run_guarded
 
 ROOT = Path(__file__).parents[2]
 # The interpreter may lie in a home folder that other users cannot enter: it is mounted
@@ -137,7 +137,7 @@ def test_a_machine_without_a_folder_for_temporary_files(monkeypatch, capfd):
             patch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
             tempfile.gettempdir()
 
-    assert guarded(command) == 2
+    assert run_guarded(command) == 2
     expected = (
         "TMPDIR: No usable temporary directory found in ['/nowhere']. Set it to a"
         " folder that you may write.\n"

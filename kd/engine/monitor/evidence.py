@@ -1,5 +1,6 @@
-"""Inputs of the rules (rows of a run, facts of its configuration and machine) and their
-findings.
+"""Inputs of the rules, and their findings.
+
+The inputs are the rows of a run and facts of its configuration and machine.
 """
 
 import statistics
@@ -26,9 +27,8 @@ class Facts:
     store: str = "none"
     epochs: float = 2.0
     live: bool = False  # a teacher runs in each step, and nothing keeps its outputs
-    float32: Callable[[], bool] = lambda: (
-        False
-    )  # the configuration asks for it where `auto` would choose bfloat16
+    # the configuration asks for it where `auto` would choose bfloat16
+    float32: Callable[[], bool] = lambda: False
     evaluate: int = 0  # steps between two evaluations; 0: unknown
     checkpoint: int = 0
 
@@ -37,24 +37,16 @@ class Facts:
         return max(1, self.cores // self.local_ranks)
 
     @property
-    def room(self) -> int:
-        """Most data workers that leave a core for the step; 0 on a CPU with
-        two cores.
-        """
+    def most_workers(self) -> int:
+        """Return the most data workers that leave a core for the step."""
         return 0 if self.device == "cpu" and self.share <= 2 else max(1, self.share - 1)
 
     @property
     def new_store(self) -> str:
-        """A `data.store` that all ranks of a host can share; "" if one is set or each
-        image is read once.
-        """
-        return (
-            ""
-            if self.store != "none" or self.epochs < 2
-            else "ram"
-            if self.local_ranks == 1
-            else "disk"
-        )
+        """Return a `data.store` that all ranks of a host can share, or "" for none."""
+        if self.store != "none" or self.epochs < 2:  # set, or each image is read once
+            return ""
+        return "ram" if self.local_ranks == 1 else "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +71,8 @@ class Evidence:
     facts: Facts = Facts()
 
     def starts(self, rank: int = 0) -> list[list[Row]]:
-        """Return the steady rows of each start of the run; the rows of a start begin
-        with its set-up.
-        """
+        """Return the steady rows of each start of the run."""
+        # the rows of a start begin with its set-up
         starts: list[list[Row]] = [[]]
         for row in self.timelines.get(rank, ()):
             if row["kind"] == "setup":
@@ -106,30 +97,28 @@ class Evidence:
 
     def loading(self, rank: int = 0) -> Loading:
         """Return the loading time of a steady step, ms; zeros if it was not counted."""
-        total, count = (
-            summed([row.get("loading_ms", {}) for row in self.steady(rank)]),
-            max(1, self.steps(rank)),
-        )
+        total = summed([row.get("loading_ms", {}) for row in self.steady(rank)])
+        count = max(1, self.steps(rank))
         return Loading(**{name: value / count for name, value in total.items()})
 
     def during(self) -> list[list[Row]]:
-        """Return the samples in the steady steps of each start; between starts the
-        machine does other work.
-        """
-        spans = [
-            (rows[0]["time"] - rows[0]["wall_ms"] / 1000, rows[-1]["time"])
-            for rows in self.starts()
-            if rows
-        ]
-        return [
-            [sample for sample in self.samples if begin <= sample["time"] <= end]
-            for begin, end in spans
-        ]
+        """Return the samples in the steady steps of each start."""
+        # between starts the machine does other work
+        groups = []
+        for rows in self.starts():
+            if rows:
+                begin = rows[0]["time"] - rows[0]["wall_ms"] / 1000
+                end = rows[-1]["time"]
+                groups.append(
+                    [row for row in self.samples if begin <= row["time"] <= end]
+                )
+        return groups
 
     def mean(self, read: Callable[[Row], float]) -> float | None:
         """Return the mean of a value over these samples; None if there are too few."""
         values = [read(sample) for samples in self.during() for sample in samples]
         return statistics.mean(values) if len(values) >= MIN_SAMPLES else None
 
-    def load(self) -> float | None:  # of the machine's cores, percent
+    def load(self) -> float | None:
+        """Return the mean load of the machine's cores, percent."""
         return self.mean(lambda sample: statistics.mean(sample["cpu"] or [0.0]))

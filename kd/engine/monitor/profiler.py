@@ -1,6 +1,4 @@
-"""torch.profiler for a few steps of a run: a trace for Perfetto, and the operators as
-text and as JSON.
-"""
+"""Profile a few steps of a run: a trace for Perfetto, operators as text and JSON."""
 
 import os
 import time
@@ -26,9 +24,7 @@ DTYPES = {
 
 
 class Profiler:
-    """Profile the steps `first` to `last` (inclusive, counted from the start of the
-    run) into a folder.
-    """
+    """Profile the steps `first` to `last` of a run, both included, into a folder."""
 
     def __init__(
         self,
@@ -41,16 +37,19 @@ class Profiler:
         # `cuda` also traces the GPU's kernels. Starting and writing take place in a
         # span of their own.
         self.first, self.last = (steps[0], steps[1]) if steps else (0, -1)
-        self.folder, self.cuda, self.span = folder, cuda, span
+        self.folder = folder
+        self.cuda = cuda
+        self.span = span
         self._running: profile | None = None
-        self._began, self._steps, self._reached = 0.0, 0, 0
+        self._began = 0.0
+        self._steps = 0
+        self._last_step = 0
 
     def step(self, number: int) -> None:
-        self._reached = number
+        self._last_step = number
         if self.first <= number <= self.last and self._running is None:
-            os.environ.setdefault(
-                "KINETO_LOG_LEVEL", "5"
-            )  # it logs a missing GPU as an error
+            # it logs a missing GPU as an error
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
             activities = [ProfilerActivity.CPU]
             if self.cuda:
                 activities.append(ProfilerActivity.CUDA)
@@ -65,12 +64,13 @@ class Profiler:
         self._steps += self._running is not None
 
     def close(self) -> None:
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is None:
-            if self._reached < self.first:
+            if self._last_step < self.first:
                 log.warning(
-                    f"profile.steps: the run ended at step {self._reached}, so nothing"
-                    " was profiled"
+                    f"profile.steps: the run ended at step {self._last_step}, so"
+                    " nothing was profiled"
                 )
             return
         wall_ms = 1000 * (time.perf_counter() - self._began)
@@ -79,17 +79,19 @@ class Profiler:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 running.export_chrome_trace(str(self.folder / "trace.json.gz"))
-                by = "self_device_time_total" if self.cuda else "self_cpu_time_total"
+                device = "device" if self.cuda else "cpu"
                 table = running.key_averages().table(
-                    sort_by=by, row_limit=TOP, max_name_column_width=80
+                    sort_by=f"self_{device}_time_total",
+                    row_limit=TOP,
+                    max_name_column_width=80,
                 )
                 write_text(self.folder / "operators.txt", table, "profile")
-                found = {
+                content = {
                     "steps": self._steps,
                     "wall_ms": wall_ms,
                     "operators": operators(running, self.cuda),
                 }
-                write_json(self.folder / "operators.json", found)
+                write_json(self.folder / "operators.json", content)
             except (OSError, RunError) as error:
                 log.warning(
                     f"profile: '{self.folder}' cannot be written ({error}). Training"
@@ -98,30 +100,27 @@ class Profiler:
 
 
 def operators(profiled: profile, cuda: bool) -> list[dict[str, Any]]:
-    """Return the operators, the longest first: name, type of the first tensor, calls,
-    their own milliseconds.
+    """Return name, first tensor's type, calls and ms of each operator, longest first.
 
-    On CUDA those of the kernels that the operator launched, else those of the host.
-    Ranges that a program marked, such as the spans of a run, are left out.
+    On CUDA the milliseconds of the kernels that the operator itself launched, else of
+    the host. Ranges that a program marked, such as spans of a run, are left out.
     """
     assert profiled.profiler is not None
     types = {
-        one.correlation_id(): one.dtypes()
-        for one in profiled.profiler.kineto_results.events()  # pyright: ignore
+        event.correlation_id(): event.dtypes()
+        for event in profiled.profiler.kineto_results.events()  # pyright: ignore
     }
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for event in profiled.events() or ():
         if event.device_type != DeviceType.CPU or event.scope == USER_SCOPE:
             continue
-        dtype = next(
-            (DTYPES[one] for one in types.get(event.id, ()) if one in DTYPES), ""
-        )
-        row = found.setdefault(
+        dtypes = [DTYPES[name] for name in types.get(event.id, ()) if name in DTYPES]
+        dtype = dtypes[0] if dtypes else ""
+        row = rows.setdefault(
             (event.name, dtype),
             {"name": event.name, "dtype": dtype, "calls": 0, "ms": 0.0},
         )
+        us = event.self_device_time_total if cuda else event.self_cpu_time_total
         row["calls"] += 1
-        row["ms"] += (
-            event.self_device_time_total if cuda else event.self_cpu_time_total
-        ) / 1000
-    return sorted(found.values(), key=lambda row: -row["ms"])
+        row["ms"] += us / 1000
+    return sorted(rows.values(), key=lambda row: -row["ms"])

@@ -1,5 +1,4 @@
-"""Rules that find bottlenecks, after SageMaker Debugger's: functions from rows to a
-finding or None.
+"""Find bottlenecks by rules after SageMaker Debugger's: rows become a finding or None.
 
 Each threshold is a constant with its reason. Each finding names one configuration key
 and a value to try.
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 from kd.core.recommended import stored_views
 from kd.core.types import Loading
 from kd.engine.monitor.evidence import Evidence, Facts, Finding, Row
-from kd.engine.monitor.timeline import summed
+from kd.engine.monitor.timeline import share_of, summed
 
 MIN_STEPS = 20  # steady steps before rules apply: one log window by default
 DATA_WAIT = 0.10
@@ -45,9 +44,8 @@ FLOAT32 = 0.5
 a ViT-Ti at 224 px was 2.6 times as fast, 6.4 M parameters at 64 px 2.0 times (two cores
 with AVX-512 BF16).
 """
-FULL_CORES = (
-    90.0  # percent. SageMaker's CPUBottleneck has the same default (cpu_threshold).
-)
+# percent. SageMaker's CPUBottleneck has the same default (cpu_threshold).
+FULL_CORES = 90.0
 LOW_GPU = 70.0
 """Percent of mean GPU load. SageMaker's LowGPUUtilization takes 70 for the 95th
 percentile (threshold_p95).
@@ -74,22 +72,19 @@ class Advice(NamedTuple):
     effect: str
 
 
-def find(evidence: Evidence) -> list[Finding]:
-    """Return the findings of all rules, the most serious first; none before
-    `MIN_STEPS`.
-    """
-    rules = RULES if evidence.steps() >= MIN_STEPS else ()
-    findings = [finding for rule in rules if (finding := rule(evidence)) is not None]
+def find_bottlenecks(evidence: Evidence) -> list[Finding]:
+    """Return the findings of all rules, the most serious first."""
+    if evidence.steps() < MIN_STEPS:
+        return []
+    findings = [finding for rule in RULES if (finding := rule(evidence)) is not None]
     return sorted(findings, key=lambda finding: finding.severity != "warning")
 
 
 def _finding(
     rule: str, saves: float, evidence: str, threshold: str, advice: Advice
 ) -> Finding:
-    severity, text = (
-        ("warning" if saves >= SERIOUS else "info"),
-        f"Set {advice.key}={advice.value}: {advice.effect}",
-    )
+    severity = "warning" if saves >= SERIOUS else "info"
+    text = f"Set {advice.key}={advice.value}: {advice.effect}"
     return Finding(rule, severity, evidence, threshold, text, advice.key, advice.value)
 
 
@@ -102,87 +97,81 @@ class Wait(NamedTuple):
     loading: Loading  # sequential loading time of a step's images, milliseconds
     reading: float  # share of the loading time that waits for bytes
     text: str
-    parts: str  # parts of the loading time, and the saving from decoding less
+    loading_text: str  # shares of the loading time, and the saving from decoding less
 
 
 def data_wait(evidence: Evidence) -> Wait | None:
-    """Return the wait for data; None if it is short, or if loading is not known to be
-    its cause.
-    """
-    step, facts, loading = evidence.step(), evidence.facts, evidence.loading()
-    step_ms, data = sum(step.values()), step.get("data", 0.0)
-    if data < DATA_WAIT * step_ms or not loading.seconds:
+    """Return the wait for data, or None if it is short or loading may not cause it."""
+    step = evidence.step()
+    loading = evidence.loading()
+    workers = evidence.facts.workers
+    step_ms = sum(step.values())
+    wait_ms = step.get("data", 0.0)
+    if wait_ms < DATA_WAIT * step_ms or not loading.seconds:
         return None
-    if loading.seconds < LOADERS_BUSY * facts.workers * step_ms:
+    if loading.seconds < LOADERS_BUSY * workers * step_ms:
         return None
-    share, reading = data / step_ms, 1 - min(1.0, loading.busy / loading.seconds)
+    share = wait_ms / step_ms
+    reading = 1 - min(1.0, loading.busy / loading.seconds)
     text = (
-        f"a step waits {data:.1f} of {step_ms:.1f} ms ({100 * share:.0f} %) for its"
+        f"a step waits {wait_ms:.1f} of {step_ms:.1f} ms ({100 * share:.0f} %) for its"
         " data"
     )
-    return Wait(
-        data, step_ms, share, loading, reading, text, _parts(loading, data, facts)
-    )
+    loading_text = _loading_text(loading, wait_ms, evidence.facts)
+    return Wait(wait_ms, step_ms, share, loading, reading, text, loading_text)
 
 
-def _parts(loading: Loading, wait_ms: float, facts: Facts) -> str:
-    decoding, resizing = (
-        100 * part / loading.seconds for part in (loading.decoding, loading.resizing)
-    )
-    saved = [
-        min(wait_ms, part / max(1, facts.workers))
-        for part in (loading.decoding, loading.whole)
-    ]
-    text = f"{decoding:.0f} % of the loading is decoding, "
-    text += (
-        f"{resizing:.0f} % resizing, the rest augmenting"
-        if resizing
-        else "the rest resizing and augmenting"
-    )
-    text += (
-        f"; a store would save {saved[0]:.1f} ms of a step" if facts.new_store else ""
-    )
+def _loading_text(loading: Loading, wait_ms: float, facts: Facts) -> str:
+    def share(ms: float) -> float:
+        return 100 * ms / loading.seconds
+
+    def saved(ms: float) -> float:
+        return min(wait_ms, ms / max(1, facts.workers))
+
+    text = f"{share(loading.decoding):.0f} % of the loading is decoding, "
+    if share(loading.resizing):
+        text += f"{share(loading.resizing):.0f} % resizing, the rest augmenting"
+    else:
+        text += "the rest resizing and augmenting"
+    if facts.new_store:
+        text += f"; a store would save {saved(loading.decoding):.1f} ms of a step"
     if loading.whole:
         text += (
-            f"; {saved[1]:.1f} ms decode whole images of twice the sides that are"
-            " needed: JPEGs are decoded reduced"
+            f"; {saved(loading.whole):.1f} ms decode whole images of twice the sides"
+            " that are needed: JPEGs are decoded reduced"
         )
     return text
 
 
 def _can_add_worker(evidence: Evidence) -> bool:
-    return (
-        evidence.facts.workers < evidence.facts.room
-        and (evidence.load() or 0.0) < FULL_CORES
-    )
+    facts = evidence.facts
+    return facts.workers < facts.most_workers and (evidence.load() or 0.0) < FULL_CORES
 
 
 def dataloader(evidence: Evidence) -> Finding | None:
-    """Too few loader processes: the step waits for decoding, and idle cores could
-    decode.
-    """
-    wait, facts = data_wait(evidence), evidence.facts
+    """Find a step that waits for decoding while idle cores could decode."""
+    wait = data_wait(evidence)
+    facts = evidence.facts
     if wait is None or wait.reading >= READING or not _can_add_worker(evidence):
         return None
     compute = max(wait.step_ms - wait.ms, 1e-9)
-    value = max(
-        facts.workers + 1, min(facts.room, math.ceil(wait.loading.seconds / compute))
-    )
+    needed = math.ceil(wait.loading.seconds / compute)
+    value = max(facts.workers + 1, min(facts.most_workers, needed))
     text = (
         f"{wait.text}, with data.workers={facts.workers} on {facts.share} cores;"
-        f" {wait.parts}"
+        f" {wait.loading_text}"
     )
+    threshold = f"{100 * DATA_WAIT:.0f} % of a step"
     advice = Advice(
         "data.workers", value, "images are then decoded while the step computes."
     )
-    return _finding(
-        "Dataloader", wait.share, text, f"{100 * DATA_WAIT:.0f} % of a step", advice
-    )
+    return _finding("Dataloader", wait.share, text, threshold, advice)
 
 
 def io_bottleneck(evidence: Evidence) -> Finding | None:
-    """The step waits for bytes: the loaders mostly wait for reads."""
-    wait, facts = data_wait(evidence), evidence.facts
+    """Find loaders that mostly wait for bytes while the step waits for data."""
+    wait = data_wait(evidence)
+    facts = evidence.facts
     if wait is None or wait.reading < READING:
         return None
     text = (
@@ -207,50 +196,43 @@ def io_bottleneck(evidence: Evidence) -> Finding | None:
 
 
 def cpu_bottleneck(evidence: Evidence) -> Finding | None:
-    """The cores are full: more loader processes than cores, or no core left for
-    decoding.
-    """
-    facts, wait, load = evidence.facts, data_wait(evidence), evidence.load()
-    workers, own = (
-        evidence.mean(lambda sample, name=name: sample[name])
-        for name in ("workers_cpu", "process_cpu")
-    )
-    if load is None or workers is None or own is None:
+    """Find more loader processes than cores, or no core left for decoding."""
+    load = evidence.load()
+    workers_cpu = evidence.mean(lambda sample: sample["workers_cpu"])
+    process_cpu = evidence.mean(lambda sample: sample["process_cpu"])
+    if load is None or workers_cpu is None or process_cpu is None:
         return None
-    text, taken, loading = (
-        f"the cores are {load:.0f} % busy",
-        workers / max(workers + own, 1e-9),
-        evidence.loading(),
-    )
-    decodes = loading.decoding >= READING * loading.seconds
+    facts = evidence.facts
+    text = f"the cores are {load:.0f} % busy"
     store = Advice(
         "data.store",
         facts.new_store,
         "each image is then decoded once, in the first epoch.",
     )
-    computes = loading.busy > (1 - READING) * loading.seconds
+    loading = evidence.loading()
+    workers_share = workers_cpu / max(workers_cpu + process_cpu, 1e-9)
     crowded = (
         facts.workers > facts.share
         and load >= FULL_CORES
-        and taken >= CROWDED
-        and computes
+        and workers_share >= CROWDED
+        and loading.busy > (1 - READING) * loading.seconds
     )
     if crowded or facts.workers > FAR_TOO_MANY * facts.share:
         text += (
             f"; {facts.workers} data workers of a rank share {facts.share} cores with"
-            " the step and take "
+            f" the step and take {100 * workers_share:.0f} % of what the run uses of"
+            " them"
         )
-        text += f"{100 * taken:.0f} % of what the run uses of them"
-        fewer = Advice(
-            "data.workers",
-            1 if facts.device == "cpu" else facts.room,
-            "the step then has its cores.",
-        )
-        advice = store if crowded and decodes and facts.new_store else fewer
+        fewer = 1 if facts.device == "cpu" else facts.most_workers
+        advice = Advice("data.workers", fewer, "the step then has its cores.")
+        decodes = loading.decoding >= READING * loading.seconds
+        if crowded and decodes and facts.new_store:
+            advice = store
         threshold = (
             f"{FULL_CORES:.0f} % of all cores, or {FAR_TOO_MANY} workers per core"
         )
-        return _finding("CPUBottleneck", taken, text, threshold, advice)
+        return _finding("CPUBottleneck", workers_share, text, threshold, advice)
+    wait = data_wait(evidence)
     if wait is None or wait.reading >= READING or _can_add_worker(evidence):
         return None
     # a store saves 1.1 to 1.4 times the decoding time, since it also shrinks large
@@ -260,7 +242,7 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
         return None
     text += (
         f", and {wait.text}, with data.workers={facts.workers} on {facts.share} cores;"
-        f" {wait.parts}"
+        f" {wait.loading_text}"
     )
     threshold = (
         f"{100 * DATA_WAIT:.0f} % of a step that a store would save, and no core for"
@@ -269,22 +251,11 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
     return _finding("CPUBottleneck", saves, text, threshold, store)
 
 
-def _gpu(evidence: Evidence, sample: Row, name: str) -> float:
-    """Return the mean of the highest values, one per rank: the run may use only some
-    GPUs of the machine.
-    """
-    values = sorted((gpu[name] for gpu in sample["gpu"] if name in gpu), reverse=True)
-    used = (
-        values[: evidence.facts.local_ranks] if evidence.facts.device == "cuda" else []
-    )
-    return statistics.mean(used or [math.nan])
-
-
 def live_teacher(evidence: Evidence) -> Finding | None:
-    """The teacher predicts every image anew, in each epoch."""
-    step, facts = evidence.step(), evidence.facts
+    """Find a teacher that predicts every image anew in each epoch."""
+    facts = evidence.facts
     views = stored_views(facts.epochs)
-    share = step.get("teacher", 0.0) / max(sum(step.values()), 1e-9)
+    share = share_of(evidence.step(), "teacher")
     saves = share * (1 - views / facts.epochs) if facts.live else 0.0
     if share < LIVE_TEACHER or saves < DATA_WAIT:
         return None
@@ -292,147 +263,132 @@ def live_teacher(evidence: Evidence) -> Finding | None:
         f"the teacher takes {100 * share:.0f} % of a step in each of {facts.epochs:.3g}"
         " epochs"
     )
+    threshold = f"{100 * LIVE_TEACHER:.0f} % of a step"
     effect = (
         f"it then runs in the first {views} epochs only, and its outputs are stored."
     )
     advice = Advice("teacher.cache.views", views, effect)
-    return _finding(
-        "Teacher", saves, text, f"{100 * LIVE_TEACHER:.0f} % of a step", advice
-    )
+    return _finding("Teacher", saves, text, threshold, advice)
 
 
 def precision(evidence: Evidence) -> Finding | None:
-    """The matrix products are in float32 on a device with units for bfloat16."""
-    step = evidence.step()
-    computing = sum(step.get(name, 0.0) for name in ("teacher", "forward", "backward"))
-    share = computing / max(sum(step.values()), 1e-9)
-    if FLOAT32 * share < DATA_WAIT or not evidence.facts.float32():
+    """Find matrix products in float32 on a device with units for bfloat16."""
+    share = share_of(evidence.step(), "teacher", "forward", "backward")
+    saves = FLOAT32 * share
+    if saves < DATA_WAIT or not evidence.facts.float32():
         return None
     text = (
         f"student and teacher take {100 * share:.0f} % of a step and compute in"
         " float32, where bfloat16 has units"
     )
-    advice = Advice(
-        "backend.precision",
-        "bf16",
-        "two measured networks trained 2.0 and 2.6 times as fast.",
-    )
-    return _finding(
-        "Precision",
-        FLOAT32 * share,
-        text,
-        f"{100 * DATA_WAIT:.0f} % of a step that it saves",
-        advice,
-    )
+    threshold = f"{100 * DATA_WAIT:.0f} % of a step that it saves"
+    effect = "two measured networks trained 2.0 and 2.6 times as fast."
+    advice = Advice("backend.precision", "bf16", effect)
+    return _finding("Precision", saves, text, threshold, advice)
+
+
+def _gpu_load(evidence: Evidence, sample: Row) -> float:
+    """Return the mean utilization of the busiest GPUs, one per rank."""
+    # the run may use only some GPUs of the machine
+    if evidence.facts.device != "cuda":
+        return math.nan
+    loads = [gpu["utilization"] for gpu in sample["gpu"] if "utilization" in gpu]
+    busiest = sorted(loads, reverse=True)[: evidence.facts.local_ranks]
+    return statistics.mean(busiest or [math.nan])
 
 
 def low_gpu_utilization(evidence: Evidence) -> Finding | None:
-    """The GPU is idle: data arrive late, or the host launches too little work at a
-    time.
-    """
-    load = evidence.mean(lambda sample: _gpu(evidence, sample, "utilization"))
+    """Find an idle GPU, because of late data or of too little work at a time."""
+    load = evidence.mean(lambda sample: _gpu_load(evidence, sample))
     if load is None or not load < LOW_GPU:
         return None
-    wait, facts = data_wait(evidence), evidence.facts
-    effect = (
-        "fewer, larger kernels keep it busy. Where it stays idle, a loss may read a"
-        " value with .item()."
-    )
-    advice, cause = Advice("student.compile", "on", effect), "loading is not the cause"
-    if wait is not None:
-        more = max(facts.workers + 1, facts.share - 1)
-        advice, cause = (
-            Advice("data.workers", more, "the GPU then waits less."),
-            wait.text,
+    wait = data_wait(evidence)
+    if wait is None:
+        cause = "loading is not the cause"
+        effect = (
+            "fewer, larger kernels keep it busy. Where it stays idle, a loss may read a"
+            " value with .item()."
         )
+        advice = Advice("student.compile", "on", effect)
+    else:
+        cause = wait.text
+        workers = max(evidence.facts.workers + 1, evidence.facts.share - 1)
+        advice = Advice("data.workers", workers, "the GPU then waits less.")
     text = f"the GPU is {load:.0f} % busy, and {cause}"
-    return _finding(
-        "LowGPUUtilization", 1 - load / 100, text, f"{LOW_GPU:.0f} %", advice
-    )
-
-
-def _last_steps(evidence: Evidence) -> list[int]:
-    last = evidence.steady()[-1]["step"]
-    return [max(1, last - PROFILED), last - 1]
+    threshold = f"{LOW_GPU:.0f} %"
+    return _finding("LowGPUUtilization", 1 - load / 100, text, threshold, advice)
 
 
 def load_balancing(evidence: Evidence) -> Finding | None:
-    """One rank works longer than the others, which wait for it."""
+    """Find a rank that works longer than the others, which wait for it."""
     ranks = [rank for rank in evidence.timelines if evidence.steps(rank) >= MIN_STEPS]
     if len(ranks) < 2:
         return None
-    own = {
-        rank: {
-            n: v
-            for n, v in evidence.step(rank).items()
-            if n not in ("communication", "wait")
-        }
-        for rank in ranks
-    }
-    lengths = {rank: sum(step.values()) for rank, step in own.items()}
+    steps = {rank: evidence.step(rank) for rank in ranks}
+    for step in steps.values():  # what a rank waits for the others is not its work
+        step.pop("communication", None)
+        step.pop("wait", None)
+    lengths = {rank: sum(step.values()) for rank, step in steps.items()}
     slow = max(lengths, key=lambda rank: lengths[rank])
-    others = [rank for rank in ranks if rank != slow]
-    usual = statistics.median(lengths[rank] for rank in others)
+    other_ranks = [rank for rank in ranks if rank != slow]
+    usual = statistics.median(lengths[rank] for rank in other_ranks)
     if lengths[slow] < IMBALANCE * usual:
         return None
     excess = {
-        n: v - statistics.median(own[rank].get(n, 0.0) for rank in others)
-        for n, v in own[slow].items()
+        name: ms - statistics.median(steps[rank].get(name, 0.0) for rank in other_ranks)
+        for name, ms in steps[slow].items()
     }
     span = max(excess, key=lambda name: excess[name])
     text = (
         f"rank {slow} works {lengths[slow]:.0f} ms per step and the others {usual:.0f};"
         f" the difference is in {span}"
     )
-    threshold, saves = f"{IMBALANCE:g} times the others", 1 - usual / lengths[slow]
-    advice = Advice(
-        "profile.steps",
-        _last_steps(evidence),
-        "the trace of rank 0 shows where it waits.",
-    )
-    if span == "data" and (store := evidence.facts.new_store):
-        advice = Advice(
-            "data.store", store, "reading and decoding then cost each rank the same."
-        )
+    threshold = f"{IMBALANCE:g} times the others"
+    saves = 1 - usual / lengths[slow]
+    store = evidence.facts.new_store
+    if span == "data" and store:
+        effect = "reading and decoding then cost each rank the same."
+        advice = Advice("data.store", store, effect)
     elif span == "data" and evidence.facts.workers == 0:
-        advice = Advice(
-            "data.workers", 1, "its data are then loaded while it computes."
-        )
+        effect = "its data are then loaded while it computes."
+        advice = Advice("data.workers", 1, effect)
+    else:
+        last = evidence.steady()[-1]["step"]
+        profiled = [max(1, last - PROFILED), last - 1]
+        effect = "the trace of rank 0 shows where it waits."
+        advice = Advice("profile.steps", profiled, effect)
     return _finding("LoadBalancing", saves, text, threshold, advice)
 
 
 def time_share(evidence: Evidence) -> Finding | None:
-    """Evaluations or checkpoints take too large a share of the time."""
+    """Find evaluations or checkpoints that take too large a share of the time."""
     rows = [
         row
         for row in evidence.timelines.get(0, ())
         if row["kind"] != "setup" and row.get("clock") != "tracing"
     ]
-    total, made = (
-        summed([row.get("device_ms", row["ms"]) for row in rows]),
-        sum(row["steps"] for row in rows),
-    )
-    for name, every in (
-        ("evaluation", evidence.facts.evaluate),
-        ("checkpoint", evidence.facts.checkpoint),
+    times = summed([row.get("device_ms", row["ms"]) for row in rows])
+    steps = sum(row["steps"] for row in rows)
+    for name, key, every in (
+        ("evaluation", "run.every.evaluate", evidence.facts.evaluate),
+        ("checkpoint", "run.every.checkpoint", evidence.facts.checkpoint),
     ):
-        share = total.get(name, 0.0) / max(sum(total.values()), 1e-9)
-        if (
-            share < APART_MOST[name] or made < 2 * every or not every
-        ):  # the last one always happens
+        share = share_of(times, name)
+        threshold = APART_MOST[name]
+        # the last one always happens
+        if share < threshold or steps < 2 * every or not every:
             continue
-        rest, most = share / (1 - share), APART_MOST[name] / 2
-        value = every * math.ceil(rest * (1 - most) / most)
-        key = {
-            "evaluation": "run.every.evaluate",
-            "checkpoint": "run.every.checkpoint",
-        }[name]
-        advice = Advice(
-            key, value, f"there is then one in {value} steps instead of {every}."
-        )
+        ratio = share / (1 - share)
+        goal = threshold / 2
+        value = every * math.ceil(ratio * (1 - goal) / goal)
+        effect = f"there is then one in {value} steps instead of {every}."
         text = f"{name} takes {100 * share:.0f} % of the time"
         return _finding(
-            "TimeShare", share - most, text, f"{100 * APART_MOST[name]:.0f} %", advice
+            "TimeShare",
+            share - goal,
+            text,
+            f"{100 * threshold:.0f} %",
+            Advice(key, value, effect),
         )
     return None
 

@@ -1,6 +1,4 @@
-"""Samples of the machine during a run, taken by a thread: cores, memory, disk, network,
-GPUs.
-"""
+"""Sample cores, memory, disk, network and GPUs of the machine in a thread."""
 
 from __future__ import annotations
 
@@ -30,11 +28,10 @@ class Monitor:
     """Sample this machine in the background. Used as a context."""
 
     def __init__(self, path: Path, fresh: bool = True, interval: float = 0.0) -> None:
-        """Prepare to append a sample to `path`, JSON lines, every `interval` seconds;
-        0: `INTERVAL`.
-        """
-        # `fresh` removes an earlier file.
-        self.path, self.interval = path, interval or INTERVAL
+        """Prepare to append a sample to `path` every `interval` seconds."""
+        # `fresh` removes an earlier file; an `interval` of 0 is `INTERVAL`.
+        self.path = path
+        self.interval = interval or INTERVAL
         self._over = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="kd-monitor", daemon=True
@@ -52,9 +49,7 @@ class Monitor:
         self._thread.join(5)
 
     def _run(self) -> None:
-        """Sample until the end. After an error the monitor warns and stops; training
-        goes on.
-        """
+        """Sample until the end; an error is a warning and ends the sampling."""
         try:
             sampler = Sampler()
             while not self._over.wait(self.interval):
@@ -67,18 +62,20 @@ class Monitor:
 
 
 class Sampler:
-    """The previous totals, for a sample's rates, and the devices of this machine."""
+    """Sample this machine; rates follow from the totals of the previous sample."""
 
     def __init__(self) -> None:
-        affinity = getattr(psutil.Process(), "cpu_affinity", None)
+        self._process = psutil.Process()
+        affinity = getattr(self._process, "cpu_affinity", None)
         self._cores = affinity() if affinity is not None else list(range(cores()))
-        self._own, self._count = psutil.Process(), 0
+        self._count = 0
         self._workers: list[psutil.Process] = []
         self._gpus = Gpus()
-        self._time, self._totals = time.monotonic(), self._counters()
+        self._time = time.monotonic()
+        self._totals = counters()
         psutil.cpu_percent(percpu=True)  # the first call of each returns no valid value
         psutil.cpu_times_percent()
-        self._own.cpu_percent()
+        self._process.cpu_percent()
 
     def sample(self) -> dict[str, Any]:
         """Return a row; rates and loads are means since the last one."""
@@ -86,25 +83,28 @@ class Sampler:
             before = {worker.pid: worker for worker in self._workers}
             # psutil measures load since the last call on the same object
             self._workers = [
-                before.get(child.pid, child) for child in self._own.children()
+                before.get(child.pid, child) for child in self._process.children()
             ]
         self._count += 1
-        now, totals = time.monotonic(), self._counters()
+        now = time.monotonic()
+        totals = counters()
         seconds = max(now - self._time, 1e-9)
         rates = [
             (new - old) / seconds / MIB
             for new, old in zip(totals, self._totals, strict=True)
         ]
-        self._time, self._totals = now, totals
-        load, memory = psutil.cpu_percent(percpu=True), psutil.virtual_memory()
+        self._time = now
+        self._totals = totals
+        load = psutil.cpu_percent(percpu=True)
+        memory = psutil.virtual_memory()
         return {
             "time": round(time.time(), 3),
             "cpu": [load[core] for core in self._cores if core < len(load)],
             "iowait": getattr(psutil.cpu_times_percent(), "iowait", 0.0),
             "memory_mib": round((memory.total - memory.available) / MIB, 1),
             "memory_total_mib": round(memory.total / MIB, 1),
-            "process_mib": round(self._own.memory_info().rss / MIB, 1),
-            "process_cpu": self._own.cpu_percent(),
+            "process_mib": round(self._process.memory_info().rss / MIB, 1),
+            "process_cpu": self._process.cpu_percent(),
             "workers": len(self._workers),
             "workers_cpu": round(sum(_load(worker) for worker in self._workers), 1),
             "disk_read_mib_s": round(rates[0], 3),
@@ -113,23 +113,19 @@ class Sampler:
             "gpu": self._gpus.sample(),
         }
 
-    @staticmethod
-    def _counters() -> tuple[float, float, float]:
-        """Return the bytes since boot: read from and written to disks, sent and
-        received over networks.
-        """
-        disk = psutil.disk_io_counters()
-        network = psutil.net_io_counters(pernic=True)
-        moved = sum(
-            n.bytes_sent + n.bytes_recv
-            for name, n in network.items()
-            if not name.startswith("lo")
-        )
-        return (
-            (disk.read_bytes, disk.write_bytes, moved)
-            if disk is not None
-            else (0.0, 0.0, moved)
-        )
+
+def counters() -> tuple[float, float, float]:
+    """Return the bytes since boot: read from disks, written to them, over networks."""
+    disk = psutil.disk_io_counters()
+    network = psutil.net_io_counters(pernic=True)
+    moved = sum(
+        card.bytes_sent + card.bytes_recv
+        for name, card in network.items()
+        if not name.startswith("lo")
+    )
+    if disk is None:
+        return 0.0, 0.0, moved
+    return disk.read_bytes, disk.write_bytes, moved
 
 
 def _load(process: psutil.Process) -> float:
@@ -140,9 +136,9 @@ def _load(process: psutil.Process) -> float:
 
 
 class Gpus:
-    """NVIDIA GPUs of this machine, by nvidia-ml-py and a driver. Run on one H200
-    (results/speed/gpu_*.csv).
-    """
+    """Read the NVIDIA GPUs of this machine, by nvidia-ml-py and a driver."""
+
+    # Run on one H200 (results/speed/gpu_*.csv).
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -159,25 +155,24 @@ class Gpus:
                 ]
 
     def sample(self) -> list[dict[str, float]]:
-        """Return utilization (percent), memory (MiB) and power (watts) of each GPU, as
-        far as it reports them.
-        """
-        return [self._one(self._nvml, handle) for handle in self._handles]
+        """Return utilization (percent), memory (MiB) and power (watts) of each GPU."""
+        return [gpu_sample(self._nvml, handle) for handle in self._handles]
 
-    @staticmethod
-    def _one(nvml: Any, handle: Any) -> dict[str, float]:
-        row = {}
-        with suppress(nvml.NVMLError):
-            row["utilization"] = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-        with suppress(nvml.NVMLError):
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            row |= {
-                "memory_mib": round(memory.used / MIB, 1),
-                "memory_total_mib": round(memory.total / MIB, 1),
-            }
-        with suppress(nvml.NVMLError):  # a virtual GPU does not report it
-            row["power_w"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
-        return row
+
+def gpu_sample(nvml: Any, handle: Any) -> dict[str, float]:
+    """Return one GPU's sample, as far as it reports the values."""
+    row = {}
+    with suppress(nvml.NVMLError):
+        row["utilization"] = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    with suppress(nvml.NVMLError):
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        row |= {
+            "memory_mib": round(memory.used / MIB, 1),
+            "memory_total_mib": round(memory.total / MIB, 1),
+        }
+    with suppress(nvml.NVMLError):  # a virtual GPU does not report it
+        row["power_w"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+    return row
 
 
 def file_name(host: str, rank: int) -> str:

@@ -43,54 +43,45 @@ SPANS = (
     *APART,
     "other",
 )
-WARM_UP = (
-    5  # warm-up steps of a start: kernels are chosen, allocators and worker queues fill
-)
+# warm-up steps of a start: kernels are chosen, allocators and worker queues fill
+WARM_UP = 5
 
 
 @dataclass(slots=True)
 class Step:
-    """The times of one step by span: seconds of the host, milliseconds of the
-    device.
-    """
+    """Hold the times of one step by span."""
 
-    host: dict[str, float] = field(default_factory=dict)
-    device: dict[str, float] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)  # seconds
+    device: dict[str, float] = field(default_factory=dict)  # milliseconds
     regions: dict[str, float] = field(default_factory=dict)
     loading: Loading = UNKNOWN
-    done: bool = False
+    finished: bool = False
 
     def ms(self, on_device: bool) -> dict[str, float]:
-        return (
-            dict(self.device)
-            if on_device
-            else {name: 1000 * seconds for name, seconds in self.host.items()}
-        )
+        if on_device:
+            return dict(self.device)
+        return {name: 1000 * seconds for name, seconds in self.host.items()}
 
 
 class DeviceClock:
-    """Device times from events, which are read after the device has passed them. The
-    host never waits.
-    """
+    """Measure device times by events; the host never waits for them."""
 
     def __init__(
         self, event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)
     ) -> None:
-        """Use `event` to make objects with `record`, `query` and `elapsed_time`
-        (milliseconds).
-        """
-        self._make, self._free = event, []
+        """Measure by what `event` makes, such as CUDA's events."""
+        self._make_event = event
+        self._free = []
         self._open: deque[tuple[Any, str, dict[str, float]]] = deque()
 
     def mark(self, name: str, times: dict[str, float]) -> None:
-        """Charge the device time since the last mark to `times[name]`, once the device
-        has passed it.
-        """
-        event = self._free.pop() if self._free else self._make()
+        """Charge the device time since the last mark to `times[name]`, at a `read`."""
+        event = self._free.pop() if self._free else self._make_event()
         event.record()
         self._open.append((event, name, times))
 
     def read(self) -> None:
+        """Charge the times between marks that the device has passed."""
         while len(self._open) > 1 and self._open[1][0].query():
             begin = self._open.popleft()[0]
             end, name, times = self._open[0]
@@ -99,9 +90,7 @@ class DeviceClock:
 
 
 class Timeline:
-    """Times a run by its spans. A context from the opened run folder to the end of the
-    loop.
-    """
+    """Time a run by its spans; a context from the set-up to the end of the loop."""
 
     def __init__(
         self,
@@ -113,21 +102,23 @@ class Timeline:
         on_step: Callable[[int], None] = lambda step: None,
         since: float | None = None,
     ) -> None:
-        """Start the clock: at `since` (`time.perf_counter`), when the set-up began, or
-        now.
-        """
+        """Start the clock at `since` (`time.perf_counter`), or now."""
         # `clock`: "host" if the device is the host; "device": device events, by default
         # CUDA's; "tracing": no events tell when work runs. Rows are appended to `path`,
         # if given, after rows beyond step `start` are removed. `communication` returns
         # the mean milliseconds per step, since its last call, that the backward pass
         # waited for gradient reduction. `on_step` gets a step's number before its first
         # span.
-        self.clock, self.path, self.start = clock, path, start
-        self.totals: dict[
-            str, float
-        ] = {}  # milliseconds by span in all rows; device time if it has events
-        self.made = 0  # steps of this start in all rows so far
-        self.communication, self.on_step = communication, on_step
+        self.clock = clock
+        self.path = path
+        self.start = start
+        self.communication = communication
+        self.on_step = on_step
+        # milliseconds by span in all rows; device time if it has events
+        self.totals: dict[str, float] = {}
+        self.finished_steps = 0  # of this start in all rows so far
+        # returns the loading time of all batches so far
+        self.loading: Callable[[], Loading] = Loading
         self._device = (
             device if device is not None or clock != "device" else DeviceClock()
         )
@@ -135,11 +126,8 @@ class Timeline:
         self._setup: Step | None = Step()
         self._now = self._setup
         self._steps: list[Step] = []  # steps of the window, finished or running
-        self._ended = False
+        self._window_ended = False
         self._waited = 0.0
-        self.loading: Callable[[], Loading] = (
-            Loading  # returns the loading time of all batches so far
-        )
         self._loaded = Loading()
         self._last = time.perf_counter() if since is None else since
         if self._device is not None:
@@ -159,40 +147,32 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Mark a span: entering and leaving it is a boundary. See
-        `kd.engine.run.Span`.
-        """
-        if (
-            name == "data"
-            and not self._stack
-            and (self._now is self._setup or self._now.done)
-        ):
+        """Charge the time in this block to a span. See `kd.engine.run.Span`."""
+        between_steps = self._now is self._setup or self._now.finished
+        if name == "data" and between_steps and not self._stack:
             self._next_step()
         else:
             self._charge()
         self._stack.append(name)
         try:
-            with marked(name):
+            with profiler_range(name):
                 yield
         finally:
             self._charge()
             self._stack.pop()
             if name == "optimizer":
-                self._now.done = True
-            elif (
-                name == "data"
-            ):  # charge the loading time of the batches that arrived in it
-                before, self._loaded = self._loaded, self.loading()
+                self._now.finished = True
+            elif name == "data":
+                # charge the loading time of the batches that arrived in it
+                before = self._loaded
+                self._loaded = self.loading()
                 self._now.loading = self._now.loading.plus(self._loaded.minus(before))
 
     def _charge(self) -> None:
-        now, name, times = (
-            time.perf_counter(),
-            self._stack[-1] if self._stack else "other",
-            self._now.host,
-        )
-        if self._now is self._setup and name == "other":
-            name = "setup"
+        now = time.perf_counter()
+        outside = "setup" if self._now is self._setup else "other"
+        name = self._stack[-1] if self._stack else outside
+        times = self._now.host
         times[name] = times.get(name, 0.0) + now - self._last
         self._last = now
         if self._device is not None:
@@ -205,39 +185,36 @@ class Timeline:
 
     def _next_step(self) -> None:
         self._read()
-        if self._ended:
+        if self._window_ended:
             self._write()
         self._now = Step()
         self._steps.append(self._now)
-        self.on_step(self.start + self.made + len(self._steps))
+        self.on_step(self.start + self.finished_steps + len(self._steps))
 
     def add_region(self, name: str, seconds: float) -> None:
         self._now.regions[name] = self._now.regions.get(name, 0.0) + 1000 * seconds
 
     def window(self, state: State) -> Mapping[str, float]:
-        """End a log window and return the values for its training row: `step_ms`,
-        `data_wait`, `ms_NAME`.
-        """
+        """End a log window and return its `step_ms`, `data_wait` and `ms_NAME`."""
         self._read()
-        self._ended, self._waited = True, self.communication()
-        steps = self._of_steps(self._steps)
+        self._window_ended = True
+        self._waited = self.communication()
+        steps = self._finished_times(self._steps)
         if not steps:
             return {}
         sums = summed(steps)
         values = {"step_ms": statistics.median(sum(step.values()) for step in steps)}
-        values["data_wait"] = sums.get("data", 0.0) / max(sum(sums.values()), 1e-9)
+        values["data_wait"] = share_of(sums, "data")
         return values | {
             f"ms_{name}": value / len(steps) for name, value in sums.items()
         }
 
-    def _of_steps(self, steps: Sequence[Step]) -> list[dict[str, float]]:
-        """Return the times of the steps that are done, without time outside
-        of steps.
-        """
+    def _finished_times(self, steps: Sequence[Step]) -> list[dict[str, float]]:
+        """Return the times of the finished steps, without time outside of steps."""
         return [
-            {n: ms for n, ms in self._times(step).items() if n not in APART}
+            {name: ms for name, ms in self._times(step).items() if name not in APART}
             for step in steps
-            if step.done
+            if step.finished
         ]
 
     def _times(self, step: Step) -> dict[str, float]:
@@ -250,29 +227,28 @@ class Timeline:
         return times
 
     def _write(self) -> None:
-        steps, self._steps, self._ended = self._steps, [], False
-        first, warm = max(0, 1 - self.made), max(0, WARM_UP - self.made)
-        groups = [("setup", [self._setup] if self._setup is not None else [])]
-        groups += [
-            ("first", steps[:first]),
-            ("warm-up", steps[first:warm]),
-            ("steady", steps[warm:]),
-        ]
+        steps = self._steps
+        first = max(0, 1 - self.finished_steps)
+        warm = max(0, WARM_UP - self.finished_steps)
+        groups = {
+            "setup": [self._setup] if self._setup is not None else [],
+            "first": steps[:first],
+            "warm-up": steps[first:warm],
+            "steady": steps[warm:],
+        }
         self._setup = None
-        end = time.time() - sum(sum(step.host.values()) for step in steps)
+        self._steps = []
+        self._window_ended = False
+        end = time.time() - _host_seconds(steps)
         rows = []
-        for kind, group in groups:
+        for kind, group in groups.items():
             if group:
-                end += (
-                    sum(sum(step.host.values()) for step in group)
-                    if kind != "setup"
-                    else 0.0
-                )
-                self.made += sum(step.done for step in group)
-                rows.append(self._row(kind, group, end))
-                self.totals = summed(
-                    [self.totals, rows[-1].get("device_ms", rows[-1]["ms"])]
-                )
+                if kind != "setup":
+                    end += _host_seconds(group)
+                self.finished_steps += sum(step.finished for step in group)
+                row = self._row(kind, group, end)
+                rows.append(row)
+                self.totals = summed([self.totals, row.get("device_ms", row["ms"])])
         try:
             if self.path is not None and rows:
                 append_rows(self.path, *rows)
@@ -284,19 +260,14 @@ class Timeline:
             self.path = None
 
     def _row(self, kind: str, steps: Sequence[Step], end: float) -> dict[str, Any]:
-        last = self.start + self.made
-        ms = summed(
-            [
-                self._times(step) if self._device is None else step.ms(False)
-                for step in steps
-            ]
-        )
+        last = self.start + self.finished_steps
+        times = [self._times(step) for step in steps]
+        on_host = times if self._device is None else [step.ms(False) for step in steps]
+        ms = summed(on_host)
         row: dict[str, Any] = {
             "time": round(end, 3),
             "step": last,
-            "steps": sum(step.done for step in steps),
-        }
-        row |= {
+            "steps": sum(step.finished for step in steps),
             "kind": kind,
             "clock": self.clock,
             "wall_ms": round(sum(ms.values()), 3),
@@ -309,34 +280,40 @@ class Timeline:
                 for name, value in loading._asdict().items()
             }
         if self._device is not None:
-            row["device_ms"] = rounded(summed([self._times(step) for step in steps]))
-        times = self._of_steps(steps)
-        if times:
-            row |= describe(times, last - len(times) + 1)
+            row["device_ms"] = rounded(summed(times))
+        finished = self._finished_times(steps)
+        if finished:
+            row |= describe_steps(finished, last - len(finished) + 1)
         regions = summed([step.regions for step in steps])
-        return row | ({"regions": rounded(regions)} if regions else {})
+        if regions:
+            row["regions"] = rounded(regions)
+        return row
 
     def close(self) -> None:
-        """Write the last rows. Time after the last complete step counts to the last of
-        them.
-        """
+        """Write the last rows; the last finished step gets the time after it."""
         self._read()
-        if self._now is not self._setup and not self._now.done and len(self._steps) > 1:
-            rest = self._steps.pop()
-            for name, seconds in rest.host.items():
-                self._steps[-1].host[name] = (
-                    self._steps[-1].host.get(name, 0.0) + seconds
-                )
+        in_step = self._now is not self._setup and not self._now.finished
+        if in_step and len(self._steps) > 1:
+            unfinished = self._steps.pop()
+            last = self._steps[-1]
+            last.host = summed([last.host, unfinished.host])
         if self._steps or self._setup is not None:
             self._write()
 
 
-def summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _host_seconds(steps: Sequence[Step]) -> float:
+    return sum(sum(step.host.values()) for step in steps)
+
+
+def summed(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the sums by name."""
-    return {
-        name: sum(part.get(name, 0.0) for part in parts)
-        for name in dict.fromkeys(chain(*parts))
-    }
+    names = dict.fromkeys(chain(*rows))
+    return {name: sum(row.get(name, 0.0) for row in rows) for name in names}
+
+
+def share_of(times: Mapping[str, float], *names: str) -> float:
+    """Return the share of the whole time that some spans take."""
+    return sum(times.get(name, 0.0) for name in names) / max(sum(times.values()), 1e-9)
 
 
 def rounded(values: Mapping[str, float]) -> dict[str, float]:
@@ -344,10 +321,8 @@ def rounded(values: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in values.items()}
 
 
-def describe(steps: Sequence[Mapping[str, float]], first: int) -> dict[str, Any]:
-    """Return the median and the slowest of consecutive steps (milliseconds by span),
-    numbered from `first` on.
-    """
+def describe_steps(steps: Sequence[Mapping[str, float]], first: int) -> dict[str, Any]:
+    """Return the median and the slowest of steps (ms by span) numbered from `first`."""
     # The span of the slowest step is the one that exceeds its own median the most.
     lengths = [sum(step.values()) for step in steps]
     median = statistics.median(lengths)
@@ -368,10 +343,8 @@ def describe(steps: Sequence[Mapping[str, float]], first: int) -> dict[str, Any]
 active: list[Timeline] = []  # timelines of this process; the last one gets the regions
 
 
-def marked(name: str) -> AbstractContextManager[object]:
-    """Open a range in torch.profiler (if active) and NVTX (if CUDA is active); the
-    context closes it.
-    """
+def profiler_range(name: str) -> AbstractContextManager[object]:
+    """Open a range in torch.profiler and NVTX, where they are active, as a context."""
     on_cuda = torch.cuda.is_initialized()
     if not on_cuda and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return nullcontext()
@@ -394,7 +367,7 @@ def region(name: str) -> Iterator[None]:
     """
     begin = time.perf_counter()
     try:
-        with marked(name):
+        with profiler_range(name):
             yield
     finally:
         if active and threading.current_thread() is threading.main_thread():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kd.cli.command import add_fields, new_parser, taken
+from kd.cli.command import add_fields, from_options, new_parser
 from kd.core.options import option, whole_number
 
 
@@ -30,9 +30,9 @@ class Wanted:
 def test_fields_are_options_and_their_docs_the_help():
     parser = new_parser("kd-wanted", "x", "kd-wanted", with_config=False)
     add_fields(parser, Wanted)
-    assert taken(Wanted, parser.read(["here"])) == Wanted(folder="here")
+    assert from_options(Wanted, parser.read(["here"])) == Wanted(folder="here")
     words = ["here", "--count", "3", "--body-timeout", "2", "--quiet", "--no-onnx"]
-    assert taken(Wanted, parser.read(words)) == Wanted(
+    assert from_options(Wanted, parser.read(words)) == Wanted(
         folder="here", count=3, body_seconds=2.0, quiet=True, onnx=False
     )
     help_text = " ".join(parser.format_help().split())

@@ -17,9 +17,9 @@ from kd.cluster.hosts import (
     LocalJob,
     end_marked,
     hyperparameters,
-    marked,
+    marked_processes,
     marks,
-    processes,
+    num_trainers,
     read_hosts,
 )
 from kd.core.errors import BackendError
@@ -108,7 +108,7 @@ def test_one_process_an_accelerator_and_decoders_for_the_cores_that_are_left(
 ):
     monkeypatch.setattr("kd.cluster.group.cores", lambda: 96)
     assert [
-        processes(env)
+        num_trainers(env)
         for env in ({"SM_NUM_GPUS": "8"}, {"SM_NUM_GPUS": "0", "SM_NUM_NEURONS": "32"})
     ] == [8, 32]
     hosts = read_hosts(variables("algo-2"))
@@ -149,10 +149,10 @@ def test_marked_processes_are_found_and_ended_although_they_are_daemons(left):
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
-        (daemon,) = set(marked(mark, "KD_TEST")) - {process.pid}
+        (daemon,) = set(marked_processes(mark, "KD_TEST")) - {process.pid}
         os.kill(daemon, signal.SIGSTOP)
         assert end_marked(mark, "KD_TEST", grace=0.2) >= 1
-        assert list(marked(mark, "KD_TEST")) == []
+        assert list(marked_processes(mark, "KD_TEST")) == []
 
 
 class Shells(LocalJob):

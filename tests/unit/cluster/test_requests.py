@@ -21,7 +21,7 @@ from botocore.validate import ParamValidator
 from kd import config
 from kd.cluster import aws as sending
 from kd.cluster import requests
-from kd.cluster.cloudwatch import definitions
+from kd.cluster.cloudwatch import metric_definitions
 from kd.cluster.hosts import hyperparameters
 from kd.config import instances
 from kd.config.explain import explain
@@ -344,7 +344,7 @@ def test_savings_are_those_of_the_published_tables(alone, group, usd, faster, ch
     """AWS's posts on heterogeneous clusters: USD an hour, ms a step, USD of
     100 steps.
     """
-    found = instances.saving(alone, group)
+    found = instances.speed_and_saving(alone, group)
     assert found[0] == pytest.approx(faster, abs=0.05)
     assert found[1] == pytest.approx(cheaper, abs=0.01)
     for (hourly, ms), printed in zip((alone, group), usd, strict=True):
@@ -359,13 +359,13 @@ def test_the_plan_gives_the_published_ratio_of_a_job_that_waited_for_its_data():
     """
     batch, (name, price) = 8192, ("ml.p4d.24xlarge", 37.688)
     view_ms, rate = 48 * 192 / batch, batch / 0.086 / 8
-    told = instances.plan(name, 1, view_ms, rate, ("ml.c5.18xlarge", 2), price)
+    told = instances.core_plan(name, 1, view_ms, rate, ("ml.c5.18xlarge", 2), price)
     assert "1.19 times the price" in told[1]
     assert "2.23 times as fast and 46 % cheaper" in told[2]
     edge = float(re.search(r"pays from ([\d,]+) images/s", told[1])[1].replace(",", ""))
     assert (
         "0 % "
-        in instances.plan(name, 1, view_ms, edge, ("ml.c5.18xlarge", 2), price)[-1]
+        in instances.core_plan(name, 1, view_ms, edge, ("ml.c5.18xlarge", 2), price)[-1]
     )
 
 
@@ -798,7 +798,7 @@ def read_by_cloudwatch(log: str, run: str) -> dict[str, list[float]]:
             for line in log.splitlines()
             if (found := re.search(one["Regex"], line))
         ]
-        for one in definitions(run)
+        for one in metric_definitions(run)
     }
 
 

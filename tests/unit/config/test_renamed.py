@@ -35,7 +35,7 @@ SETTINGS = {
 
 @pytest.fixture(autouse=True)
 def unsaid(monkeypatch):
-    monkeypatch.setattr(renamed, "_said", set())
+    monkeypatch.setattr(renamed, "_warned", set())
 
 
 def test_every_old_name_sets_the_value_of_its_new_name():
@@ -134,7 +134,7 @@ def test_each_old_name_is_logged_once_except_for_recorded_runs(caplog):
 @pytest.mark.parametrize("name", sorted(examples()))
 def test_no_configuration_of_our_own_has_an_old_name(name):
     written = yaml.safe_load(examples()[name].read_text())
-    assert renamed.renamed(written, "", []) == written
+    assert renamed.with_new_names(written, "", []) == written
 
 
 def test_new_names_are_keys_and_kinds_and_old_ones_are_not():

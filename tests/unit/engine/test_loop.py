@@ -326,7 +326,7 @@ def test_the_loop_marks_what_it_does(make):
     assert without_clocks(heard.store.rows) == without_clocks(alone.store.rows)
     assert without_clocks(timed.store.rows) == without_clocks(alone.store.rows)
     assert same(weights(timed.run), weights(alone.run))
-    assert timeline.made == 2
+    assert timeline.finished_steps == 2
 
 
 RUNS = {

@@ -19,7 +19,7 @@ from pieces import CLASSES, paint
 from PIL import Image
 
 from kd import config
-from kd.config.renamed import renamed
+from kd.config.renamed import with_new_names
 from kd.core.errors import KdError
 from kd.jobs.check import check
 from kd.jobs.init.init import _yaml, init
@@ -129,7 +129,7 @@ FOUND = {
 def wrote(folder: Path | str, weights: str = "", student: str = "") -> tuple[str, dict]:
     file, _ = init(Path(folder), Path("made.yaml"), weights, student, None, None)
     written = yaml.safe_load(file.read_text())
-    assert renamed(written, "", []) == written  # no old name of a key
+    assert with_new_names(written, "", []) == written  # no old name of a key
     return file.read_text(), written
 
 

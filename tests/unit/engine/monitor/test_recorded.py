@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kd.engine.monitor.evidence import Evidence, Facts
-from kd.engine.monitor.rules import find
+from kd.engine.monitor.rules import find_bottlenecks
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 
@@ -23,7 +23,7 @@ def test_a_recorded_run_is_diagnosed(path):
     timelines = {int(rank): rows for rank, rows in record["timelines"].items()}
     findings = {
         one.rule: one
-        for one in find(
+        for one in find_bottlenecks(
             Evidence(timelines, record["samples"], Facts(**record["facts"]))
         )
     }

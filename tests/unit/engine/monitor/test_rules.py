@@ -10,7 +10,7 @@ import pytest
 from kd import config
 from kd.engine.monitor import rules
 from kd.engine.monitor.evidence import MIN_SAMPLES, Evidence, Facts
-from kd.engine.monitor.rules import find
+from kd.engine.monitor.rules import find_bottlenecks
 
 WAITING = {"data": 10.0, "forward": 10.0, "backward": 10.0}
 DECODES, READS = {"busy": 1.0, "decoding": 0.8}, {"busy": 0.4, "decoding": 0.9}
@@ -72,7 +72,9 @@ def ask(
     of_run = Facts(**{"cores": 2, "workers": 1, **facts})
     return {
         finding.rule: finding
-        for finding in find(Evidence({0: rows or [steady()]}, samples, of_run))
+        for finding in find_bottlenecks(
+            Evidence({0: rows or [steady()]}, samples, of_run)
+        )
     }
 
 
@@ -135,8 +137,8 @@ def test_each_rule_says_what_to_set():
 
 def test_a_healthy_run_has_no_finding():
     assert ask() == {}
-    assert find(Evidence({}, [])) == []
-    assert find(Evidence({0: [steady(steps=5)]}, [sample()])) == []
+    assert find_bottlenecks(Evidence({}, [])) == []
+    assert find_bottlenecks(Evidence({0: [steady(steps=5)]}, [sample()])) == []
 
 
 def test_the_finding_on_data_wait_names_its_cause():
@@ -380,7 +382,7 @@ def test_ranks_are_compared_by_their_own_work():
         rows = {rank: [steady(ms=ms)] for rank, ms in enumerate(ranks)}
         return [
             one
-            for one in find(Evidence(rows, [], Facts(workers=1)))
+            for one in find_bottlenecks(Evidence(rows, [], Facts(workers=1)))
             if one.rule == "LoadBalancing"
         ]
 

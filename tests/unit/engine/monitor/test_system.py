@@ -13,7 +13,14 @@ import pytest
 from pieces import wait_until
 
 from kd.core.host import cores
-from kd.engine.monitor.system import CHILDREN_EVERY, Gpus, Monitor, Sampler, file_name
+from kd.engine.monitor import system
+from kd.engine.monitor.system import (
+    CHILDREN_EVERY,
+    Monitor,
+    Sampler,
+    file_name,
+    gpu_sample,
+)
 from kd.files.storage import read_rows
 
 
@@ -99,13 +106,13 @@ def test_what_the_driver_says_of_a_gpu_in_units_of_a_row():
         "memory_total_mib": 81_920.0,
         "power_w": 250.5,
     }
-    assert Gpus._one(nvml, 0) == expected
+    assert gpu_sample(nvml, 0) == expected
 
     def fails(_: int) -> int:
         raise nvml.NVMLError
 
     nvml.nvmlDeviceGetPowerUsage = fails  # a virtual one
-    assert Gpus._one(nvml, 0) == {
+    assert gpu_sample(nvml, 0) == {
         name: value for name, value in expected.items() if name != "power_w"
     }
 
@@ -131,7 +138,7 @@ def test_samples_are_taken_in_the_background(tmp_path):
 @pytest.mark.parametrize("at", ["a sample", "its start"])
 def test_a_monitor_that_fails_says_so_once(at, tmp_path, caplog, monkeypatch):
     if at == "its start":  # a container may hide /proc/diskstats
-        monkeypatch.setattr(Sampler, "_counters", staticmethod(lambda: 1 / 0))
+        monkeypatch.setattr(system, "counters", lambda: 1 / 0)
     with (
         caplog.at_level(logging.WARNING, "kd"),
         Monitor(tmp_path / "nowhere" / "m", interval=0.01),

@@ -9,7 +9,13 @@ import pytest
 
 import kd
 from kd.core.types import Loading, State
-from kd.engine.monitor.timeline import WARM_UP, DeviceClock, Timeline, active, describe
+from kd.engine.monitor.timeline import (
+    WARM_UP,
+    DeviceClock,
+    Timeline,
+    active,
+    describe_steps,
+)
 from kd.files.storage import read_rows
 
 PARTS = ("data", "teacher", "forward", "backward", "optimizer")
@@ -166,7 +172,7 @@ def test_the_slowest_step_names_what_took_the_time(lengths, median):
         "median_ms": 100 + median,
         "slowest": [7 + slowest, 100.0 + lengths[slowest], "data"],
     }
-    assert describe(steps, first=7) == expected
+    assert describe_steps(steps, first=7) == expected
 
 
 def test_communication_is_taken_out_of_the_backward_pass(tmp_path):
@@ -262,7 +268,7 @@ def test_a_timeline_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog
         for step in (1, 2):
             work(timeline, step, 0.0)
     assert [record.message.split(":")[0] for record in caplog.records] == ["run.folder"]
-    assert timeline.made == 2
+    assert timeline.finished_steps == 2
 
 
 def test_an_error_in_a_step_leaves_the_rows_before_it(tmp_path):
