@@ -17,9 +17,9 @@ import kd.parts.datasets
 from kd.core.errors import DataError
 from kd.parts import registry
 from kd.parts.datasets import (
+    Categorical,
     LabelColumn,
     Names,
-    Repeated,
     SplitRequest,
     Storage,
     source,
@@ -135,10 +135,14 @@ def test_labels_of_a_storage_of_ones_own(tmp_path):
         Names([b"a", b"b", b"c", b"d"]), np.ones(4), np.zeros(4, np.uint64)
     )
     request = SplitRequest("train", None, "some", "data.file")
-    some = source(storage, LabelColumn(Repeated.of_each(["x", None, "y", ""])), request)
+    some = source(
+        storage, LabelColumn(Categorical.from_values(["x", None, "y", ""])), request
+    )
     assert [some.label(id) for id in range(4)] == [0, -1, 1, -1]
     sets = [frozenset(["\xe9"]), frozenset(["e\u0301", "z"]), None, frozenset()]
-    several = source(storage, LabelColumn(Repeated.of_each(sets), sets=True), request)
+    several = source(
+        storage, LabelColumn(Categorical.from_values(sets), sets=True), request
+    )
     assert several.classes == ("z", "\xe9")
     assert [several.label(id).tolist() for id in range(4)] == [
         [0, 1],
