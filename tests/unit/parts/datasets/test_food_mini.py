@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path
 
 def test_a_failing_painter_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        food_mini, "pictures", lambda options, split: [(0, "no such dish", 0, 0)]
+        food_mini, "list_images", lambda options, split: [(0, "no such dish", 0, 0)]
     )
     with pytest.raises(DataError, match="no such dish"):
         food_mini.paint(small(tmp_path), tmp_path / "folder")
