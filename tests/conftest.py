@@ -29,7 +29,7 @@ import kd
 
 # isort: split
 import torch
-from pieces import base, given, merged, paint
+from pieces import base, merged, paint, teacher_at
 
 assert kd.__version__
 # until all is imported: a quarter of the collection's CPU time was gc's, which found
@@ -256,7 +256,7 @@ def settings(photos, teacher, tmp_path) -> dict[str, Any]:
     as you like.
     """
     made = base(photos, tmp_path)
-    made["teacher"] = given(teacher)
+    made["teacher"] = teacher_at(teacher)
     return made
 
 
@@ -321,7 +321,7 @@ def learned(photos: Path, teacher: Path, folder: Path, /, **sections: Any) -> Pa
     from kd import config
     from kd.jobs.train import train
 
-    settings = base(photos, folder) | {"teacher": given(teacher)}
+    settings = base(photos, folder) | {"teacher": teacher_at(teacher)}
     return train(config.load(merged(settings, sections))).folder
 
 

@@ -363,14 +363,10 @@ class Recount:
                 expected.append(less if "No verdict" in line else equal)
         if line.startswith("Pays from") and "the teacher's fit" not in line:
             best = max(score for _, score in self.curve(self.alone))
-            costs = [at for at, _ in self.curve(self.run)]
-            worse = [
-                i for i, (_, score) in enumerate(self.curve(self.run)) if score <= best
-            ]
-            expected.append(
-                f"Pays from {clock(costs[min(max([-1, *worse]) + 1, len(costs) - 1)])}"
-                " of CPU time on"
-            )
+            curve = self.curve(self.run)
+            worse = [i for i, (_, score) in enumerate(curve) if score <= best]
+            start, _ = curve[min(max([-1, *worse]) + 1, len(curve) - 1)]
+            expected.append(f"Pays from {clock(start)} of CPU time on")
         word = difference_word(difference)
         written = word
         for start, meaning in VERDICTS.items():
@@ -403,20 +399,15 @@ class Recount:
                 "its teacher's fit is in a folder that other runs share"
             )
             return
-        ends = [
-            max(at for at, _ in self.curve(folder)) for folder in (self.run, self.alone)
-        ]
-        times = [max(ends) * number / 6 for number in range(1, 7)]
+        curves = [self.curve(folder) for folder in (self.run, self.alone)]
+        end = max(at for curve in curves for at, _ in curve)
         candidates = []
-        for time in times:
+        for number in range(1, 7):
+            time = end * number / 6
             if clock(time) == cells[0]:
                 scores = [
-                    [
-                        score
-                        for at, score in self.curve(folder)
-                        if at <= time * (1 + 1e-12)
-                    ]
-                    for folder in (self.run, self.alone)
+                    [score for at, score in curve if at <= time * (1 + 1e-12)]
+                    for curve in curves
                 ]
                 candidates.append(
                     [percent(max(values)) if values else "-" for values in scores]
