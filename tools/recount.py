@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from re import Match
 
 import numpy as np
 from recount_statistics import (
@@ -76,15 +77,11 @@ class Recount:
             rows_of(run, kind) for kind in ("train", "val", "epoch")
         )
         self.alone = run / self.manifest.get("baseline", "labels_only")
-        self.columns = [
-            *self.manifest["scores"]["own"],
-            *self.manifest["scores"]["pair"],
-        ]
+        scores = self.manifest["scores"]
+        self.columns = [*scores["own"], *scores["pair"]]
         self.config = (run / "config.yaml").read_text()
         labelled = self.columns[0]["key"] in self.val[0]
-        self.selection_metric = (
-            self.columns[0] if labelled else self.manifest["scores"]["pair"][0]
-        )
+        self.selection_metric = self.columns[0] if labelled else scores["pair"][0]
         self.right: list[str] = []
         self.wrong: list[str] = []
         self.left: dict[str, str] = {}
@@ -139,6 +136,8 @@ class Recount:
     def table(self, line: str, cells: Mapping[str, str]) -> None:
         name = cells["model"]
         folder = self.alone if "labels only" in name else self.run
+        is_teacher = name.startswith("teacher")
+        has_time = cells.get("training, CPU time", "-") != "-"
         scores = self.model(name)
         expected: dict[str, str] = {}
         for column in self.columns:
@@ -150,19 +149,19 @@ class Recount:
             if interval is None:
                 self.left[f"{name}: {title} {cells[title]}"] = COPIED
             expected[title] = cell_text(value, interval, column["unit"])
-        if "training images/s" in cells and not name.startswith("teacher"):
+        if "training images/s" in cells and not is_teacher:
             last = rows_of(folder, "train")[-1]
             expected["training images/s"] = f"{last['images'] / last['seconds']:.0f}"
-            if cells.get("training, CPU time", "-") != "-":
+            if has_time:
                 expected["training, CPU time"] = clock(last["cpu_seconds"])
             expected["parameters"] = (
                 f"{parameters(self.run, self.scored['step']) / 1e6:.2f} M"
             )
-        elif cells.get("training, CPU time", "-") != "-":
+        elif has_time:
             self.left[f"{name}: {cells['training, CPU time']} of its fit"] = (
                 "its folder is shared with other runs"
             )
-        if name.startswith("teacher") and cells.get("parameters", "-") != "-":
+        if is_teacher and cells.get("parameters", "-") != "-":
             self.left[f"{name}: {cells['parameters']} parameters"] = (
                 "needs the teacher's weights"
             )
@@ -178,8 +177,8 @@ class Recount:
         self.record(line, differing)
 
     @property
-    def warm(self) -> Iterator[tuple[int, float, bool, bool]]:
-        """Yield each epoch's number, seconds, whether it is full and whether warm."""
+    def warm(self) -> Iterator[tuple[float, bool, bool]]:
+        """Yield each epoch's seconds, whether it is full and whether warm."""
         seconds = [0.0, *(row["seconds"] for row in self.epochs)]
         steps = [0, *(row["step"] for row in self.epochs)]
         teacher_shares = []
@@ -196,14 +195,14 @@ class Recount:
         full_images = self.manifest["images"] // batch_size * batch_size
         for i, row in enumerate(self.epochs):
             yield (
-                i,
                 seconds[i + 1] - seconds[i],
                 row["trained"] >= full_images,
                 i > 0 and teacher_shares[i] <= min(teacher_shares) + 0.05,
             )
 
     def epoch(self, line: str, cells: Mapping[str, str]) -> None:
-        number, seconds, _, is_warm = [*self.warm][int(cells["epoch"])]
+        number = int(cells["epoch"])
+        seconds, _, is_warm = [*self.warm][number]
         row = self.epochs[number]
         share = row["trained"] / self.manifest["images"]
         effective = row["effective"] * row["trained"] / row["candidates"]
@@ -219,18 +218,18 @@ class Recount:
         """Return a sifted epoch's share of a full one's time, and the run in full ones."""
         epochs = [*self.warm]
         sifted_times, full_times = (
-            [seconds for _, seconds, full, warm in epochs if warm and full is kind]
+            [seconds for seconds, full, warm in epochs if warm and full is kind]
             for kind in (False, True)
         )
         if not (sifted_times and full_times):
             return None
         share = float(np.median(sifted_times) / np.median(full_times))
-        full_count = sum(full for _, _, full, _ in epochs)
+        full_count = sum(full for _, full, _ in epochs)
         return share, full_count + (len(epochs) - full_count) * share
 
     def sentence(self, line: str) -> bool:
         """Compare a sentence that is known; return whether it is."""
-        sentences: dict[str, Callable[[str, re.Match[str]], None]] = {
+        sentences: dict[str, Callable[[str, Match], None]] = {
             r"- (.+?) against (.+?): (.+?) ([+-][\d.]+)": self.pair,
             r"Chosen from the evaluations": self.choice,
             r"(?:Chosen from \d|Scored (?:once, )?on|On) .*images": self.images,
@@ -251,12 +250,12 @@ class Recount:
                 return True
         return False
 
-    def pair(self, line: str, match: re.Match[str]) -> None:
+    def pair(self, line: str, match: Match) -> None:
         """Compare how much better a model is than another."""
         difference = self.difference(match[1], match[2])
         self.check(line, self.points(difference), difference_word(difference))
 
-    def choice(self, line: str, _: re.Match[str]) -> None:
+    def choice(self, line: str, _: Match) -> None:
         """Compare what is said of the checkpoint that was chosen."""
         metric = self.selection_metric
         seed = re.search(r"^  seed: (\d+)", self.config, re.M)
@@ -267,14 +266,14 @@ class Recount:
             f"{clock(self.train[-1]['seconds'])} of training",
         )
 
-    def images(self, line: str, _: re.Match[str]) -> None:
+    def images(self, line: str, _: Match) -> None:
         """Compare the number of images that were scored."""
         expected = [f"{self.scored['images']:,}"]
         if line.startswith("Chosen"):
             expected.append(f"Chosen from {len(self.val)} evaluations")
         self.check(line, *expected)
 
-    def outputs(self, line: str, match: re.Match[str]) -> None:
+    def outputs(self, line: str, match: Match) -> None:
         """Compare the number of stored outputs."""
         folders = [path.parent for path in self.run.parent.rglob("view_0000.*")]
         counts = {str(whole_records(folder)) for folder in folders}
@@ -285,8 +284,7 @@ class Recount:
     @property
     def best(self) -> Row:
         """Return the last validation row of the step that was scored."""
-        rows = [row for row in self.val if row["step"] == self.scored["step"]]
-        return rows[-1]
+        return [row for row in self.val if row["step"] == self.scored["step"]][-1]
 
     def difference(self, model: str, rival: str) -> tuple[float, float, float]:
         """Return how much better a model is than its rival, with the interval."""
@@ -295,7 +293,7 @@ class Recount:
         assert difference is not None
         return difference
 
-    def warm_epochs(self, line: str, _: re.Match[str]) -> None:
+    def warm_epochs(self, line: str, _: Match) -> None:
         """Compare what sifting saves."""
         ratio = self.ratio()
         assert ratio is not None
@@ -317,7 +315,7 @@ class Recount:
         )
         return f"{value}{' points' if of_percent else ''} ({low} to {high})"
 
-    def agreement(self, line: str, match: re.Match[str]) -> None:
+    def agreement(self, line: str, match: Match) -> None:
         """Compare both models' agreement, and count the answers in answers.json."""
         row = self.best if match[1] == "validation" else self.scored["row"]
         self.check(
@@ -344,7 +342,7 @@ class Recount:
             if key in self.best:
                 self.check(f"answers.json: {key} {self.best[key]:.6f}", f"{value:.6f}")
 
-    def verdict(self, line: str, _: re.Match[str]) -> None:
+    def verdict(self, line: str, _: Match) -> None:
         """Compare the last sentence: the difference, and the times that are known."""
         difference = self.difference("student", "labels only")
         expected = [self.points(difference)]
@@ -414,7 +412,7 @@ class Recount:
                 )
         self.record(line, [] if list(cells[1:]) in candidates else str(candidates))
 
-    def learning(self, line: str, _: re.Match[str]) -> None:
+    def learning(self, line: str, _: Match) -> None:
         """Compare the growth of the student's scores, or its number of evaluations."""
         if "evaluations are too few" in line:
             self.check(line, f"{len(self.val)} evaluations")
@@ -520,14 +518,15 @@ def main() -> int:
     args = parser.parse_args()
     check = args.check.read_text() if args.check else ""
     recount = recounted(args.run, args.export, check)
-    right = len(recount.right)
-    wrong = len(recount.wrong)
     for line in recount.wrong:
         print(f"WRONG  {line}")
-    print(f"{right} lines are right, {wrong} wrong. Not recounted:")
+    print(
+        f"{len(recount.right)} lines are right, {len(recount.wrong)} wrong."
+        " Not recounted:"
+    )
     for line, reason in recount.left.items():
         print(f"  {line[:90]}: {reason}")
-    return int(wrong > 0)
+    return int(bool(recount.wrong))
 
 
 if __name__ == "__main__":
