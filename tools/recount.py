@@ -204,11 +204,10 @@ class Recount:
         number = int(cells["epoch"])
         seconds, _, is_warm = [*self.warm][number]
         row = self.epochs[number]
-        share = row["trained"] / self.manifest["images"]
         effective = row["effective"] * row["trained"] / row["candidates"]
         expected = {
             "trained": f"{row['trained']:.0f}",
-            "kept": percent(share),
+            "kept": percent(row["trained"] / self.manifest["images"]),
             "effective sample size": f"{effective:.0f}",
             "seconds": f"{seconds:.1f}{'' if is_warm else ' (cold)'}",
         }
@@ -288,8 +287,9 @@ class Recount:
 
     def difference(self, model: str, rival: str) -> tuple[float, float, float]:
         """Return how much better a model is than its rival, with the interval."""
-        key = self.selection_metric["key"]
-        difference = self.model(model).minus(self.model(rival), key)
+        difference = self.model(model).minus(
+            self.model(rival), self.selection_metric["key"]
+        )
         assert difference is not None
         return difference
 
@@ -516,8 +516,9 @@ def main() -> int:
     parser.add_argument("export", type=Path, nargs="?")
     parser.add_argument("--check", type=Path)
     args = parser.parse_args()
-    check = args.check.read_text() if args.check else ""
-    recount = recounted(args.run, args.export, check)
+    recount = recounted(
+        args.run, args.export, args.check.read_text() if args.check else ""
+    )
     for line in recount.wrong:
         print(f"WRONG  {line}")
     print(
