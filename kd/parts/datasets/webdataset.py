@@ -152,7 +152,7 @@ class Members(Storage):
         self._offsets = offsets
 
     def read(self, row: int) -> bytes:
-        shard = self._shards[self._shard_of[row]]
+        shard = self._shards[int(self._shard_of[row])]
         offset = int(self._offsets[row])
         size = int(self.sizes[row])
         subject = self.subject(row)
