@@ -178,7 +178,7 @@ def build(
         raise DataError(config_path, wrong, allowed, "Set data.image_keys")
     return source(
         storage,
-        _name_labels(written, options),
+        _to_label_column(written, options),
         SplitRequest(split, classes, labels, config_path),
     )
 
@@ -189,8 +189,8 @@ def _index_shards(
     """Return the images of all shards, and their labels as written."""
     paths = tuple(shard.path for shard in shards)
     # of URLs too: a title is the part that differs
-    origins = [os.path.abspath(shard.origin) for shard in shards]
-    common = os.path.commonpath([os.path.dirname(origin) for origin in origins])
+    origin_paths = [os.path.abspath(shard.origin) for shard in shards]
+    common = os.path.commonpath([os.path.dirname(origin) for origin in origin_paths])
     shard_of = array("i")
     offsets = array("q")
     sizes = array("q")
@@ -199,7 +199,7 @@ def _index_shards(
     unread_endings = Counter[str]()
 
     def read_names() -> Iterator[bytes]:
-        for number, (path, origin) in enumerate(zip(paths, origins, strict=True)):
+        for number, (path, origin) in enumerate(zip(paths, origin_paths, strict=True)):
             title = os.path.relpath(origin, common).replace(os.sep, "/")
             images, unread = _read_shard(path, options, config_path, labels)
             unread_endings.update(unread)
@@ -222,7 +222,7 @@ def _index_shards(
     return storage, Categorical([*code_of], np.asarray(codes))
 
 
-def _name_labels(written: Categorical, options: Options) -> LabelColumn:
+def _to_label_column(written: Categorical, options: Options) -> LabelColumn:
     names = _read_class_names(options.class_names) if options.class_names else []
     if options.label_sets:
         lists: list[list[str] | None] = [
