@@ -20,7 +20,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from author_tensors import CLASSES, FAMILIES, author_tensors, build_network
+from authors import CLASSES, FAMILIES, author_tensors, build_network
 from pieces import slow
 from safetensors.torch import save_file
 from torch import nn
