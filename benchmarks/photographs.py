@@ -32,7 +32,7 @@ from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import describe, load
 from kd.files.pixels import MARGIN
-from kd.parts.datasets._decode import decode
+from kd.parts.datasets._decode import decode_image
 
 SIDES = {
     "as it is": None,
@@ -88,7 +88,9 @@ def costs(model: Any, path: Path, rounds: int) -> list[dict[str, Any]]:
 
         def view(margin: float, data: bytes = data) -> object:
             least = train.least if margin else None
-            return train(decode(data, "file", "data", least).image, random.Random(0))
+            return train(
+                decode_image(data, "file", "data", least).image, random.Random(0)
+            )
 
         for turn in range(rounds):
             for what, work in (("request", request), ("view", view)):

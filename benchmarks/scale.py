@@ -41,9 +41,15 @@ from kd.core.types import SiftContext
 from kd.data.loader import Share
 from kd.models.cache import Codec, open_store
 from kd.parts.datasets import csv, imagefolder
-from kd.parts.datasets._columns import Names, Repeated
+from kd.parts.datasets._columns import Categorical, Names
 from kd.parts.datasets._files import Files
-from kd.parts.datasets._source import LabelColumn, Listed, SplitRequest, Storage, source
+from kd.parts.datasets._source import (
+    ImageSource,
+    LabelColumn,
+    SplitRequest,
+    Storage,
+    source,
+)
 from kd.parts.sifters import history
 from kd.parts.sifters._plan import full_plan
 from kd.setup.data import Data
@@ -70,7 +76,7 @@ def names(count: int, random: bool) -> Iterator[bytes]:
         yield from sorted(b"n%08d/%s.JPEG" % (folder, one) for one in own)
 
 
-def listing(count: int, random: bool = False) -> Listed:
+def listing(count: int, random: bool = False) -> ImageSource:
     """Make a listing of images that are nowhere, as `imagefolder` does behind
     its scan.
     """
@@ -78,7 +84,7 @@ def listing(count: int, random: bool = False) -> Listed:
     stamps = 2**63 + np.arange(count, dtype=np.uint64)
     files = Storage(Names(names(count, random)), sizes, stamps)
     classes = [f"n{folder:08d}" for folder in range(count // FOLDER)]
-    column = Repeated(
+    column = Categorical(
         classes, np.repeat(np.arange(len(classes), dtype=np.int32), FOLDER)
     )
     return source(
@@ -165,7 +171,7 @@ def parts(root: str) -> dict[str, Callable[[int], Any]]:
 
 def labels(count: int) -> Any:
     """Read the label of each image of a listing."""
-    images = Listed(Files("/nowhere", []), np.zeros(count, np.int32), ("a", "b"))
+    images = ImageSource(Files("/nowhere", []), np.zeros(count, np.int32), ("a", "b"))
     return images, Data(DataPlan(), images, images).labels()
 
 

@@ -21,13 +21,12 @@ import kd
 from kd.models.answer_table import AnswerTable, write
 from kd.parts import registry
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 
 
 def network(classes: int = 3, width: int = 16) -> nn.Module:
-    """Build a small convolutional network: what `kind: torch` names as
-    `any_teacher:network`.
-    """
+    """Build a small convolutional network, which `kind: torch` names."""
     layers: list[nn.Module] = []
     for before, after in ((3, width), (width, 2 * width), (2 * width, 4 * width)):
         layers += [nn.Conv2d(before, after, 3, 2, 1), nn.GroupNorm(4, after), nn.GELU()]
@@ -40,10 +39,8 @@ class Photographs:
     """Both splits as tensors."""
 
     def __init__(self, root: Path, size: int) -> None:
-        self.size, options = (
-            size,
-            registry.default_options("datasets", "imagefolder", root=str(root)),
-        )
+        self.size = size
+        options = registry.default_options("datasets", "imagefolder", root=str(root))
         self.train = registry.build(
             "datasets", "imagefolder", options, "data", split="train", classes=None
         )
@@ -69,7 +66,7 @@ class Photographs:
 
 def normalized(pixels: Tensor) -> Tensor:
     """Return float images as the teachers take them."""
-    mean, std = (torch.tensor(one).view(1, 3, 1, 1) for one in (MEAN, STD))
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
     return (pixels.float() / 255 - mean) / std
 
 
@@ -78,7 +75,7 @@ def fit(
     pixels: Tensor,
     label: Tensor,
     epochs: int,
-    answer: Any = lambda said: said,
+    logits_of: Any = lambda output: output,
 ) -> None:
     """Fit a model on labels, with random flips."""
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.05)
@@ -87,10 +84,9 @@ def fit(
         generator = torch.Generator().manual_seed(epoch)
         for rows in torch.randperm(len(label), generator=generator).split(32):
             image = normalized(pixels[rows])
-            image = (
-                image.flip(-1) if torch.rand((), generator=generator) < 0.5 else image
-            )
-            F.cross_entropy(answer(model(image)), label[rows]).backward()
+            if torch.rand((), generator=generator) < 0.5:
+                image = image.flip(-1)
+            F.cross_entropy(logits_of(model(image)), label[rows]).backward()
             optimizer.step()
             optimizer.zero_grad()
     model.eval()
@@ -123,21 +119,20 @@ def clip(size: int, width: int) -> Any:
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "intermediate_size": 32,
-    }
-    text |= {
         "vocab_size": 64,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
         "max_position_embeddings": 16,
     }
-    sizes = {
+    vision = {
         "hidden_size": width,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "intermediate_size": 2 * width,
+        "image_size": size,
+        "patch_size": 8,
     }
-    vision = {**sizes, "image_size": size, "patch_size": 8}
     return CLIPModel(
         CLIPConfig(text_config=text, vision_config=vision, projection_dim=32)
     )
@@ -171,50 +166,60 @@ def make(
     torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     photographs = Photographs(root, size)
-    names, pixels = photographs.classes, photographs.pixels(photographs.train)
+    names = photographs.classes
+    pixels = photographs.pixels(photographs.train)
     label = torch.tensor([photographs.train.label(id) for id in range(len(pixels))])
-    normal = {"mean": list(MEAN), "std": list(STD), "input_size": size}
 
-    one = vit(names, size, width)
-    fit(one, pixels, label, epochs, lambda said: said.logits)
-    save(one, folder / "vit", size)
+    transformer = vit(names, size, width)
+    fit(transformer, pixels, label, epochs, lambda output: output.logits)
+    save(transformer, folder / "vit", size)
 
-    two = clip(size, width)
+    clip_model = clip(size, width)
     vectors = F.normalize(
         torch.randn(len(names), 32, generator=torch.Generator().manual_seed(1)), dim=1
     )
-    tower = Cosine(two, vectors)
+    tower = Cosine(clip_model, vectors)
     fit(tower, pixels, label, epochs)
-    save(two, folder / "clip", size)
+    save(clip_model, folder / "clip", size)
     save_file({"vectors": vectors}, folder / "vectors.safetensors")
     (folder / "classes.txt").write_text("\n".join(names) + "\n")
 
     net = network(len(names))
     fit(net, pixels, label, 2 * epochs)
     torch.save(net.state_dict(), folder / "weights.pth")
-    dynamic = {
-        "dynamic_shapes": ({0: torch.export.Dim("batch", min=1, max=4096)},),
-        "dynamo": True,
-    }
-    example = (torch.zeros(2, 3, size, size),)
+    export_onnx(net, folder / "net.onnx", size)
+    write(folder / "answers.safetensors", answer_table(net, photographs))
+    return sections(folder, len(names), size)
+
+
+def export_onnx(model: nn.Module, file: Path, size: int) -> None:
+    """Write a network as an ONNX graph for batches of any size."""
     torch.onnx.export(
-        net,
-        example,
-        folder / "net.onnx",
+        model,
+        (torch.zeros(2, 3, size, size),),
+        file,
         output_names=["logits"],
         verbose=False,
-        **dynamic,
+        dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=4096)},),
+        dynamo=True,
     )
 
-    found, said = [], []
+
+def answer_table(model: nn.Module, photographs: Photographs) -> AnswerTable:
+    """Return the logits of both splits, by the names of the images."""
+    image_names = []
+    logits = []
     for source in (photographs.train, photographs.val):
-        found += [source.name(id) for id in range(len(source))]
+        image_names += [source.name(id) for id in range(len(source))]
         with torch.no_grad():
-            said.append(net(normalized(photographs.pixels(source))))
-    write(
-        folder / "answers.safetensors",
-        AnswerTable("logits", found, torch.cat(said)[None], names),
-    )
+            logits.append(model(normalized(photographs.pixels(source))))
+    classes = photographs.classes
+    return AnswerTable("logits", image_names, torch.cat(logits)[None], classes)
+
+
+def sections(folder: Path, classes: int, size: int) -> dict[str, dict[str, Any]]:
+    """Return the `teacher` section of each teacher in a folder."""
+    pixels = {"mean": list(MEAN), "std": list(STD)}
     return {
         "transformers": {"kind": "transformers", "model": str(folder / "vit")},
         "zero_shot": {
@@ -226,16 +231,12 @@ def make(
         "torch": {
             "kind": "torch",
             "model": "any_teacher:network",
-            "args": {"classes": len(names)},
+            "args": {"classes": classes},
             "checkpoint": str(folder / "weights.pth"),
-            **normal,
+            **pixels,
+            "input_size": size,
         },
-        "onnx": {
-            "kind": "onnx",
-            "model": str(folder / "net.onnx"),
-            "mean": normal["mean"],
-            "std": normal["std"],
-        },
+        "onnx": {"kind": "onnx", "model": str(folder / "net.onnx"), **pixels},
         "answers": {"kind": "answers", "model": str(folder / "answers.safetensors")},
     }
 
@@ -245,23 +246,22 @@ class Cosine(nn.Module):
 
     def __init__(self, model: Any, vectors: Tensor) -> None:
         super().__init__()
-        self.model, self.vectors = model, vectors
+        self.model = model
+        self.vectors = vectors
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the scaled cosines."""
-        said = self.model.get_image_features(pixel_values=pixels)
-        image = F.normalize(
-            said if isinstance(said, Tensor) else said.pooler_output, dim=1
-        )
+        features = self.model.get_image_features(pixel_values=pixels)
+        if not isinstance(features, Tensor):
+            features = features.pooler_output
+        image = F.normalize(features, dim=1)
         return self.model.logit_scale.detach().exp() * image @ self.vectors.T
 
 
 def main() -> None:
     """Distil a student from each."""
-    root, folder = (
-        Path(sys.argv[1]),
-        Path(sys.argv[2] if len(sys.argv) > 2 else "teachers"),
-    )
+    root = Path(sys.argv[1])
+    folder = Path(sys.argv[2] if len(sys.argv) > 2 else "teachers")
     for kind, teacher in make(root, folder).items():
         run = kd.train(
             {
@@ -286,13 +286,8 @@ def main() -> None:
                 "optimizer": {"lr": 3e-3},
             }
         )
-        print(
-            kind,
-            {
-                name: round(run.metrics[name], 3)
-                for name in ("accuracy", "teacher_accuracy", "agreement")
-            },
-        )
+        names = ("accuracy", "teacher_accuracy", "agreement")
+        print(kind, {name: round(run.metrics[name], 3) for name in names})
 
 
 if __name__ == "__main__":

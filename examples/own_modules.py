@@ -36,8 +36,10 @@ def network(width: int) -> nn.Module:
 def main() -> float:
     """Fit a teacher on the labels, distill it, and return the student's accuracy."""
     torch.manual_seed(0)
-    train, val = blobs(512, seed=1), blobs(256, seed=2)
-    teacher, student = network(16), network(4)
+    train = blobs(512, seed=1)
+    val = blobs(256, seed=2)
+    teacher = network(16)
+    student = network(4)
     common = {"train": train, "val": val, "optimizer": {"lr": 1e-2}}
     kd.distill(
         teacher=teacher,

@@ -30,14 +30,14 @@ def convolution(inputs: int, outputs: int, halve: bool = False) -> nn.Sequential
 
 
 def network(width: int = 16, classes: int = 10, fold: int = 1) -> nn.Module:
-    """Map normalized images [B, 3, H, W] to logits [B, classes]; H and W are multiples
-    of 8.
+    """Map normalized images [B, 3, H, W] to logits [B, classes].
 
-    `fold`: squares of so many pixels become channels first, so that an image of 128 px
-    costs as much as one of 32.
+    H and W are multiples of 8. `fold`: squares of so many pixels become channels first,
+    so that an image of 128 px costs as much as one of 32.
     """
-    made = nn.Sequential(
-        *([nn.PixelUnshuffle(fold)] if fold > 1 else []),
+    folding = [nn.PixelUnshuffle(fold)] if fold > 1 else []
+    layers = nn.Sequential(
+        *folding,
         convolution(3 * fold**2, width),
         convolution(width, 2 * width, halve=True),
         Residual(convolution(2 * width, 2 * width), convolution(2 * width, 2 * width)),
@@ -48,4 +48,4 @@ def network(width: int = 16, classes: int = 10, fold: int = 1) -> nn.Module:
         nn.Flatten(),
         nn.Linear(8 * width, classes),
     )
-    return made.to(memory_format=torch.channels_last)  # faster on a CPU
+    return layers.to(memory_format=torch.channels_last)  # faster on a CPU

@@ -23,12 +23,15 @@ from kd.sifting import (
     SiftingDataloader,
 )
 
-TOPICS, WORDS, LENGTH = 6, 400, 32
+TOPICS = 6
+WORDS = 400
+LENGTH = 32  # tokens of a text
 
 
 class Texts(Dataset):
-    """Token ids 1 to WORDS - 1, padded with 0; words 1 to 10 indicate topic 0, 11 to 20
-    topic 1, and so on.
+    """Token ids 1 to WORDS - 1, padded with 0.
+
+    Words 1 to 10 indicate topic 0, 11 to 20 topic 1, and so on.
     """
 
     def __init__(self, count: int, seed: int) -> None:
@@ -37,17 +40,17 @@ class Texts(Dataset):
         self.input_ids = torch.randint(
             10 * TOPICS + 1, WORDS, (count, LENGTH), generator=draw
         )
-        telling = (
+        is_topic_word = (
             torch.rand(count, LENGTH, generator=draw)
             < torch.rand(count, 1, generator=draw) ** 2 * 0.4
         )
-        telling[:, 0] = True
+        is_topic_word[:, 0] = True
         words = (
             1
             + 10 * self.labels[:, None]
             + torch.randint(10, (count, LENGTH), generator=draw)
         )
-        self.input_ids[telling] = words[telling]
+        self.input_ids[is_topic_word] = words[is_topic_word]
         lengths = torch.randint(LENGTH // 2, LENGTH + 1, (count, 1), generator=draw)
         self.attention_mask = (torch.arange(LENGTH) < lengths).long()
         self.input_ids *= self.attention_mask
@@ -64,16 +67,12 @@ class Texts(Dataset):
 
 
 class Encoder(nn.Module):
-    """Words and positions, a transformer encoder, the mean over the words, a linear
-    layer.
-    """
+    """Words and positions, a transformer encoder, their mean, a linear layer."""
 
     def __init__(self, width: int = 64, depth: int = 2) -> None:
         super().__init__()
-        self.words, self.places = (
-            nn.Embedding(WORDS, width),
-            nn.Parameter(torch.randn(LENGTH, width) * 0.02),
-        )
+        self.words = nn.Embedding(WORDS, width)
+        self.positions = nn.Parameter(torch.randn(LENGTH, width) * 0.02)
         layer = nn.TransformerEncoderLayer(
             width, 4, 4 * width, dropout=0.1, batch_first=True, norm_first=True
         )
@@ -84,7 +83,7 @@ class Encoder(nn.Module):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor
     ) -> torch.Tensor:
         x = self.body(
-            self.words(input_ids) + self.places,
+            self.words(input_ids) + self.positions,
             src_key_padding_mask=attention_mask == 0,
         )
         mask = attention_mask[:, :, None]
@@ -94,9 +93,8 @@ class Encoder(nn.Module):
 class TextLoss(Loss):
     """The loss of each text, for sifting."""
 
-    def loss(
-        self, model, transformed_batch, original_batch=None
-    ):  # the signature of smart sifting
+    # the signature of smart sifting
+    def loss(self, model, transformed_batch, original_batch=None):
         logits = model(original_batch["input_ids"], original_batch["attention_mask"])
         return nn.functional.cross_entropy(
             logits, original_batch["labels"], reduction="none"
@@ -106,13 +104,11 @@ class TextLoss(Loss):
 def train(
     train_data: Dataset, val: Texts, epochs: int, beta: float | None
 ) -> tuple[float, float, float]:
-    """Train for some epochs; return accuracy, seconds and the fraction of texts that
-    were trained on.
-    """
+    """Train; return accuracy, seconds and the share of texts that were trained on."""
     torch.manual_seed(0)
     model = Encoder()
     loader = DataLoader(train_data, batch_size=32, shuffle=True, drop_last=True)
-    steps = whole = epochs * len(loader)
+    steps = all_steps = epochs * len(loader)
     if beta is not None:
         base = SiftingBaseConfig(sift_delay=len(loader))
         config = RelativeProbabilisticSiftConfig(
@@ -142,7 +138,7 @@ def train(
     model.eval()
     with torch.no_grad():
         right = model(val.input_ids, val.attention_mask).argmax(1) == val.labels
-    return right.float().mean().item(), seconds, steps / whole
+    return right.float().mean().item(), seconds, steps / all_steps
 
 
 def main(argv: list[str] | None = None) -> dict[str, tuple[float, float, float]]:
@@ -157,13 +153,13 @@ def main(argv: list[str] | None = None) -> dict[str, tuple[float, float, float]]
         help="keeps 1 / (1 + beta) after the first epoch",
     )
     args = parser.parse_args(argv)
-    train_data, val = Texts(args.texts, seed=1), Texts(1000, seed=2)
+    train_data = Texts(args.texts, seed=1)
+    val = Texts(1000, seed=2)
     results = {}
     for name, beta in (("everything", None), ("sifted", args.beta)):
-        results[name] = accuracy, seconds, kept = train(
-            train_data, val, args.epochs, beta
-        )
-        print(f"{name:10}  accuracy {accuracy:.1%}  kept {kept:.1%}  {seconds:.1f} s")
+        accuracy, seconds, share = train(train_data, val, args.epochs, beta)
+        results[name] = accuracy, seconds, share
+        print(f"{name:10}  accuracy {accuracy:.1%}  kept {share:.1%}  {seconds:.1f} s")
     return results
 
 

@@ -23,13 +23,12 @@ from kd.sifting import (
     SiftingDataloader,
 )
 
-DIRECTIONS, SIZE = 8, 32
+DIRECTIONS = 8
+SIZE = 32  # pixels of an image's side
 
 
 def bars(count: int, seed: int) -> TensorDataset:
-    """Make RGB images of bars in a direction, of any phase, contrast and colour, in
-    noise.
-    """
+    """Make noisy RGB images of bars of any direction, phase, contrast and colour."""
     draw = torch.Generator().manual_seed(seed)
     label = torch.randint(DIRECTIONS, (count,), generator=draw)
     angle = label[:, None, None] * (torch.pi / DIRECTIONS)
@@ -47,9 +46,8 @@ def bars(count: int, seed: int) -> TensorDataset:
 class ImageLoss(Loss):
     """The loss of each image, for sifting."""
 
-    def loss(
-        self, model, transformed_batch, original_batch=None
-    ):  # the signature of smart sifting
+    # the signature of smart sifting
+    def loss(self, model, transformed_batch, original_batch=None):
         device = next(model.parameters()).device
         images, labels = (tensor.to(device) for tensor in original_batch)
         return nn.functional.cross_entropy(model(images), labels, reduction="none")
@@ -58,9 +56,7 @@ class ImageLoss(Loss):
 def train(
     train_data: TensorDataset, val: TensorDataset, epochs: int, beta: float | None
 ) -> tuple[float, float, float]:
-    """Train for some epochs; return accuracy, seconds and the fraction of images that
-    were trained on.
-    """
+    """Train; return accuracy, seconds and the share of images that were trained on."""
     torch.manual_seed(0)
     model = timm.create_model(
         "vit_tiny_patch16_224",
@@ -72,7 +68,7 @@ def train(
         num_classes=DIRECTIONS,
     )
     loader = DataLoader(train_data, batch_size=32, shuffle=True, drop_last=True)
-    steps = whole = epochs * len(loader)
+    steps = all_steps = epochs * len(loader)
     if beta is not None:
         base = SiftingBaseConfig(sift_delay=len(loader))
         config = RelativeProbabilisticSiftConfig(
@@ -102,7 +98,7 @@ def train(
     images, labels = val.tensors
     with torch.no_grad():
         right = model(images).argmax(1) == labels
-    return right.float().mean().item(), seconds, steps / whole
+    return right.float().mean().item(), seconds, steps / all_steps
 
 
 def main(argv: list[str] | None = None) -> dict[str, tuple[float, float, float]]:
@@ -117,13 +113,13 @@ def main(argv: list[str] | None = None) -> dict[str, tuple[float, float, float]]
         help="keeps 1 / (1 + beta) after the first epoch",
     )
     args = parser.parse_args(argv)
-    train_data, val = bars(args.images, seed=1), bars(1000, seed=2)
+    train_data = bars(args.images, seed=1)
+    val = bars(1000, seed=2)
     results = {}
     for name, beta in (("everything", None), ("sifted", args.beta)):
-        results[name] = accuracy, seconds, kept = train(
-            train_data, val, args.epochs, beta
-        )
-        print(f"{name:10}  accuracy {accuracy:.1%}  kept {kept:.1%}  {seconds:.1f} s")
+        accuracy, seconds, share = train(train_data, val, args.epochs, beta)
+        results[name] = accuracy, seconds, share
+        print(f"{name:10}  accuracy {accuracy:.1%}  kept {share:.1%}  {seconds:.1f} s")
     return results
 
 

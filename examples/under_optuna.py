@@ -34,20 +34,18 @@ def search(config: str, trials: int, *overrides: str) -> optuna.Study:
             loss,
             *overrides,
         )
-        return result.metrics[
-            "accuracy"
-        ]  # of the best checkpoint, on validation images: optimistic
+        # of the best checkpoint, on validation images: optimistic
+        return result.metrics["accuracy"]
 
     storage = optuna.storages.JournalStorage(JournalFileBackend("optuna.log"))
     study = optuna.create_study(
         storage=storage, study_name="kd", direction="maximize", load_if_exists=True
     )
-    study.optimize(
-        objective, max(0, trials - len(study.get_trials(states=(TrialState.COMPLETE,))))
-    )
+    complete = len(study.get_trials(states=(TrialState.COMPLETE,)))
+    study.optimize(objective, max(0, trials - complete))
     return study
 
 
 if __name__ == "__main__":
-    found = search(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20)
-    print(found.best_trial.number, found.best_value, found.best_params)
+    study = search(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20)
+    print(study.best_trial.number, study.best_value, study.best_params)

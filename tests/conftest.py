@@ -13,6 +13,7 @@ import sys
 import tarfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -29,7 +30,7 @@ import kd
 
 # isort: split
 import torch
-from pieces import base, given, merged, paint
+from pieces import base, merged, paint, teacher_at
 
 assert kd.__version__
 # until all is imported: a quarter of the collection's CPU time was gc's, which found
@@ -62,18 +63,14 @@ class Answer(NamedTuple):
 
 
 def pytest_collection_finish() -> None:
-    """Do once what the tests would do again and again: collect what imports have made,
-    a twelfth of the time.
-    """
-    if (
-        "kd.models.runtimes" in sys.modules
-    ):  # a fifth of an export is to make one list of functions again
+    """Collect once what imports have made, which takes a twelfth of the tests' time."""
+    # a fifth of an export is to make one list of functions again
+    if "kd.models.runtimes" in sys.modules:
         with suppress(ImportError):  # torch 2.4 has no such module
             from torch.onnx._internal.exporter import _registration
 
-            if (
-                functions := getattr(_registration, "onnxscript_apis", None)
-            ) is not None:
+            functions = getattr(_registration, "onnxscript_apis", None)
+            if functions is not None:
                 functions.get_torchlib_ops = cache(functions.get_torchlib_ops)
     gc.collect()
     gc.freeze()
@@ -82,11 +79,10 @@ def pytest_collection_finish() -> None:
 
 
 def spent() -> float:
-    """Return the CPU seconds of this process and of its children, those that have ended
-    included.
-    """
+    """Return the CPU seconds of this process and its children, also the ended ones."""
     running = psutil.Process().children(recursive=True)
-    return sum(os.times()[:4]) + sum(sum(one.cpu_times()[:4]) for one in running)
+    child_seconds = (sum(child.cpu_times()[:4]) for child in running)
+    return sum(os.times()[:4]) + sum(child_seconds)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -105,10 +101,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say what the tests have cost: in seconds, and in products of matrices, which
-    machines have in common.
-    """
-    seconds, matrix = config.stash.get(SPENT, 0.0) or spent(), torch.ones(1024, 1024)
+    """Say the tests' cost in seconds, and in the machine's products of matrices."""
+    seconds = config.stash.get(SPENT, 0.0) or spent()
+    matrix = torch.ones(1024, 1024)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     begin = time.thread_time()
@@ -120,11 +115,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         f"{seconds:.0f} CPU seconds, as long as {products:,.0f} products of matrices of"
         " 1024 x 1024"
     )
-    whole = (
+    is_suite = (
         config.option.markexpr == "not slow"
         and config.args_source == config.ArgsSource.TESTPATHS
     )
-    if whole and products > 1.1 * BUDGET:
+    if is_suite and products > 1.1 * BUDGET:
         cost += (
             f", {products / BUDGET - 1:.0%} above the budget of tests/conftest.py: the"
             " suite has grown dear"
@@ -146,36 +141,33 @@ def alone(monkeypatch) -> None:
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory) -> Callable[..., Path]:
-    """Build a folder in the first worker that asks, for all of them: `once("name",
-    build)`, `build(folder)` a path.
+    """Build a folder in the first worker that asks, for all of them.
 
-    Nobody writes into it; a test that must, copies it.
+    `once("name", build)`, where `build(folder)` returns a path. Nobody writes into it; a test that must, copies it.
     """
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
 
     def obtain(name: str, build: Callable[[Path], Path]) -> Path:
-        folder, done = root / "once" / name, root / "once" / f"{name}.done"
+        folder = root / "once" / name
+        path_file = root / "once" / f"{name}.done"
         folder.parent.mkdir(exist_ok=True)
         with open(folder.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not done.exists():
-                shutil.rmtree(
-                    folder, ignore_errors=True
-                )  # of a worker in which it failed
+            if not path_file.exists():
+                # of a worker in which it failed
+                shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
-                done.write_text(str(build(folder)))
-        return Path(done.read_text())
+                path_file.write_text(str(build(folder)))
+        return Path(path_file.read_text())
 
     return obtain
 
 
 @pytest.fixture(scope="session")
 def photos(once) -> Path:
-    """A folder of 36 training and 13 validation images of three classes. Do not write
-    into it.
-    """
+    """A folder of 36 training and 13 validation images of three classes, read only."""
 
     def build(root: Path) -> Path:
         paint(root / "train", (12, 12, 12), seed=1)
@@ -216,9 +208,8 @@ def teacher(photos, once) -> Path:
 
 @pytest.fixture(scope="session")
 def steady(photos, once) -> Path:
-    """A teacher whose bits do not depend on an image's neighbours in the batch: heads
-    of 16, as BLAS likes them.
-    """
+    """A teacher whose bits do not depend on an image's neighbours in the batch."""
+    # heads of 16, as BLAS likes them
     return once(
         "steady", lambda folder: taught(photos, folder, 1, embed_dim=64, num_heads=4)
     )
@@ -226,24 +217,18 @@ def steady(photos, once) -> Path:
 
 @pytest.fixture(scope="session")
 def photographs(once) -> Path:
-    """Two real photographs of each of 28 kinds of fruit, in three splits. Do not write
-    into it.
-    """
+    """Two real photographs of each of 28 kinds of fruit, in three splits, read only."""
     path = SHARED / "grocery-fruit.tar"
     if not path.is_file():
         pytest.skip("grocery-fruit.tar is not here; set KD_TEST_DATA to its folder")
 
     def build(root: Path) -> Path:
-        seen: dict[str, int] = {}
+        counts = Counter[str]()
         with tarfile.open(path) as archive:
             for member in archive:
                 folder = member.name.rpartition("/")[0]
-                if (
-                    member.isfile()
-                    and folder.count("/") == 2
-                    and seen.setdefault(folder, 0) < 2
-                ):
-                    seen[folder] += 1
+                if member.isfile() and folder.count("/") == 2 and counts[folder] < 2:
+                    counts[folder] += 1
                     archive.extract(member, root, filter="data")
         return root / "grocery-fruit"
 
@@ -252,12 +237,10 @@ def photographs(once) -> Path:
 
 @pytest.fixture
 def settings(photos, teacher, tmp_path) -> dict[str, Any]:
-    """A configuration with `teacher` and `photos`, run folders in `tmp_path`; change it
-    as you like.
-    """
-    made = base(photos, tmp_path)
-    made["teacher"] = given(teacher)
-    return made
+    """A configuration to change, with `teacher`, `photos` and runs in `tmp_path`."""
+    values = base(photos, tmp_path)
+    values["teacher"] = teacher_at(teacher)
+    return values
 
 
 @pytest.fixture
@@ -274,9 +257,7 @@ def written(settings, tmp_path) -> Callable[..., str]:
 
 @pytest.fixture
 def command(capfd) -> Callable[..., Answer]:
-    """Run a command's `main` in this process: `command("train", path,
-    "run.epochs=1")`.
-    """
+    """Run a command in this process: `command("train", path, "run.epochs=1")`."""
     from kd.cli.__main__ import COMMANDS
 
     def run(name: str, *argv: object) -> Answer:
@@ -293,9 +274,7 @@ def command(capfd) -> Callable[..., Answer]:
 
 @pytest.fixture
 def refused(command) -> Callable[..., str]:
-    """Run a command that must stop with exit code 2 and one line on stderr; return the
-    line.
-    """
+    """Run a command that must stop with code 2 and a line on stderr; return that."""
 
     def run(name: str, *argv: object) -> str:
         answer = command(name, *argv)
@@ -309,9 +288,7 @@ def refused(command) -> Callable[..., str]:
 
 @pytest.fixture
 def inside(tmp_path, monkeypatch) -> Path:
-    """Work in `tmp_path`, so that nothing can be written elsewhere by a
-    relative path.
-    """
+    """Work in `tmp_path`, so that relative paths write nothing elsewhere."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -321,15 +298,13 @@ def learned(photos: Path, teacher: Path, folder: Path, /, **sections: Any) -> Pa
     from kd import config
     from kd.jobs.train import train
 
-    settings = base(photos, folder) | {"teacher": given(teacher)}
+    settings = base(photos, folder) | {"teacher": teacher_at(teacher)}
     return train(config.load(merged(settings, sections))).folder
 
 
 @pytest.fixture(scope="session")
 def distilled(photos, teacher, once) -> Path:
-    """A finished run folder: a student that has learned `photos`. Do not write
-    into it.
-    """
+    """A finished run folder of a student that has learned `photos`, read only."""
     return once(
         "distilled", lambda folder: learned(photos, teacher, folder, run={"epochs": 6})
     )
@@ -348,9 +323,7 @@ def exported(distilled, once) -> Path:
 
 @pytest.fixture(scope="session")
 def embedded(photos, teacher, once) -> Path:
-    """A finished run folder of an embedding student, with its export. Do not write into
-    it.
-    """
+    """A finished run folder of an embedding student, with its export, read only."""
     from kd.deploy.export.export import ExportOptions, export
 
     def build(folder: Path) -> Path:
@@ -377,21 +350,17 @@ def _moto() -> Iterator[str]:
 
 @pytest.fixture
 def aws(_moto, monkeypatch) -> Iterator[Callable[[str], Any]]:
-    """Point boto3 and s3fs at moto's server, which is empty but for the bucket
-    `bucket`; returns clients.
-    """
+    """Point boto3 and s3fs at moto's server, with only the bucket `bucket`."""
     import boto3
 
-    keep = {
+    variables = {
         "AWS_ENDPOINT_URL": _moto,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
-    }
-    for name, value in {
-        **keep,
         "AWS_ACCESS_KEY_ID": "none",
         "AWS_SECRET_ACCESS_KEY": "none",
-    }.items():
+    }
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)

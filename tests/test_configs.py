@@ -34,9 +34,11 @@ def test_it_has_the_recommended_views_or_says_that_it_has_not(path):
     loaded = config.load(path)
     views = loaded.teacher.cache.num_views
     passes = re.search(r"steps: \d+  # (\d+) (?:passes|epochs)", path.read_text())
-    epochs = (
-        int(passes[1]) if passes else 0 if loaded.run.steps else int(loaded.run.epochs)
-    )
+    epochs = 0
+    if passes:
+        epochs = int(passes[1])
+    elif not loaded.run.steps:
+        epochs = int(loaded.run.epochs)
     if views and epochs:
         assert views == stored_views(epochs) or "`auto` would be" in path.read_text()
 

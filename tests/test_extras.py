@@ -70,24 +70,23 @@ TRIED: dict[str, str] = {
 """Arguments of Python."""
 
 
-def closure(wanted: list[str]) -> set[str]:
+def closure(requirements: list[str]) -> set[str]:
     """Return the names of all packages that requirements bring."""
-    found: set[tuple[str, str]] = set()
-    waiting = [(Requirement(text), "") for text in wanted]
+    packages: set[tuple[str, str]] = set()
+    waiting = [(Requirement(text), "") for text in requirements]
     while waiting:
         requirement, extra = waiting.pop()
         if requirement.marker is not None and not requirement.marker.evaluate(
             {"extra": extra}
         ):
             continue
-        for more in {"", *requirement.extras}:
-            if (
-                entry := (requirement.name.lower().replace("_", "-"), more)
-            ) not in found:
-                found.add(entry)
-                brought = distribution(requirement.name).requires or []
-                waiting += [(Requirement(text), more) for text in brought]
-    return {name for name, _ in found}
+        for package_extra in {"", *requirement.extras}:
+            package = (requirement.name.lower().replace("_", "-"), package_extra)
+            if package not in packages:
+                packages.add(package)
+                texts = distribution(requirement.name).requires or []
+                waiting += [(Requirement(text), package_extra) for text in texts]
+    return {name for name, _ in packages}
 
 
 def environment(folder: Path, names: set[str]) -> Path:
@@ -154,10 +153,10 @@ def test_an_extra_alone_is_enough(extra, food, tmp_path):
         "TMPDIR": "/tmp",
     }
     argv = [str(python), *shlex.split(TRIED[extra])]
-    done = subprocess.run(
+    process = subprocess.run(
         argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
 
 
 def test_every_extra_is_tried():
@@ -165,9 +164,7 @@ def test_every_extra_is_tried():
 
 
 def test_the_reasons_of_the_floors_name_what_kd_uses():
-    """accelerate's named reduce_batch_size_fn, long after the search for a batch size
-    was removed.
-    """
+    """accelerate's named reduce_batch_size_fn long after its use was removed."""
     section = re.search(
         r"^dependencies = \[(.*?)^\]",
         (ROOT / "pyproject.toml").read_text(),
@@ -195,9 +192,7 @@ def image_requirements() -> list[str]:
 
 
 def test_the_image_of_the_endpoint_takes_its_floors_from_pyproject():
-    """Dockerfile had starlette>=0.40 of its own; below 0.49.1 a Range header burns
-    time.
-    """
+    """Dockerfile had its own starlette>=0.40; below 0.49.1 a Range header burns time."""
     floors = image_requirements()
     names = {floor.partition(">=")[0] for floor in floors}
     server = {"starlette", "granian", "python-multipart", "prometheus-client"}
@@ -234,12 +229,12 @@ def test_an_endpoint_answers_with_the_packages_of_the_image_alone(
         "print(*[kd.load('export', file)(sys.argv[1]).label for file in ('model.onnx',"
         " 'openvino.xml')])"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [str(python), "-c", code, str(picture)],
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    labels = done.stdout.split()
+    assert process.returncode == 0, process.stderr
+    labels = process.stdout.split()
     assert labels == [kd.load(tmp_path / "export")(picture).label] * 2

@@ -100,9 +100,7 @@ def trees() -> dict[str, ast.Module]:
 
 
 def imports(tree: ast.AST, functions: bool = True) -> Iterator[str]:
-    """Yield every module that a file imports, `if TYPE_CHECKING` too; without
-    `functions`, when it is imported.
-    """
+    """Yield every module that a file imports; without `functions`, at its import."""
     for node in ast.iter_child_nodes(tree):
         if not functions and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -120,7 +118,7 @@ def imports(tree: ast.AST, functions: bool = True) -> Iterator[str]:
 
 
 def within(module: str, allowed: Iterable[str]) -> bool:
-    return any(f"{module}.".startswith(f"{one}.") for one in allowed)
+    return any(f"{module}.".startswith(f"{package}.") for package in allowed)
 
 
 def wrong_imports(name: str, modules: Iterator[str]) -> list[str]:
@@ -129,25 +127,20 @@ def wrong_imports(name: str, modules: Iterator[str]) -> list[str]:
     room = path.partition("/")[0].removesuffix(".py")
     inner = next((folder for folder in STRICTER if path.startswith(folder)), "")
     may = STRICTER[inner] if inner else MAY_IMPORT[room]
-    own = path.rpartition("/")[0].replace("/", ".")
+    package = path.rpartition("/")[0].replace("/", ".")
     wrong = []
     for module in modules:
-        top, _, rest = module.partition(".")
+        top, _, below = module.partition(".")
         if top == "kd":
-            if (
-                room == "parts" and own != "parts"
-            ):  # files of a part folder share only through a `_file`
-                allowed = within(rest, may) or rest.startswith(f"{own}._")
+            # files of a part folder share only through a `_file`
+            if room == "parts" and package != "parts":
+                allowed = within(below, may) or below.startswith(f"{package}._")
             else:
-                allowed = within(rest, may) or within(
-                    rest, [inner.strip("/").replace("/", ".") or room]
+                allowed = within(below, may) or within(
+                    below, [inner.strip("/").replace("/", ".") or room]
                 )
         else:
-            allowed = (
-                path.startswith(MAY_IMPORT_OUTSIDE[top])
-                if top in MAY_IMPORT_OUTSIDE
-                else True
-            )
+            allowed = path.startswith(MAY_IMPORT_OUTSIDE.get(top, ""))
             light = inner in ("deploy/serve/", "deploy/predict/")
             allowed = allowed and not (light and top in ("torch", "torchvision"))
         if not allowed:
@@ -165,7 +158,7 @@ def test_fourteen_rooms():
     assert names <= {*ORDER, "sifting"}
     for i, room in enumerate(ORDER):
         below = [*ORDER[:i], "__version__"]
-        assert all(within(one, below) for one in MAY_IMPORT[room]), room
+        assert all(within(module, below) for module in MAY_IMPORT[room]), room
 
 
 def test_imports():
@@ -300,9 +293,7 @@ def test_a_class_name_means_one_thing():
 
 
 def test_a_file_name_stands_once():
-    """A file is called after what it does, so that its name alone says which one is
-    meant.
-    """
+    """A file is called after what it does, so that its name alone identifies it."""
     names = Counter(
         path.name for path in FILES if path.name not in ("__init__.py", "__main__.py")
     )
@@ -333,40 +324,40 @@ def test_devices_are_known_below_their_parts():
 
 
 def test_few_functions_take_many_arguments():
-    many = [
+    names = [
         f"{name} {node.name}"
         for name, node in definitions(ast.FunctionDef, ast.AsyncFunctionDef)
         if sum(
-            one.arg not in ("self", "cls")
-            for one in [*node.args.args, *node.args.kwonlyargs]
+            argument.arg not in ("self", "cls")
+            for argument in [*node.args.args, *node.args.kwonlyargs]
         )
         >= 7
     ]
-    assert len(many) <= 8, many
+    assert len(names) <= 8, names
 
 
 def constants(source: str) -> Iterator[tuple[str, bool]]:
-    """Yield each numeric constant of a module's first level, and whether a text stands
-    beside, above or below it.
-    """
-    lines, body = source.splitlines(), ast.parse(source).body
+    """Yield a module's numeric constants, and whether a text is beside each."""
+    lines = source.splitlines()
+    body = ast.parse(source).body
     for node, after in zip(body, [*body[1:], None], strict=True):
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or not isinstance(
             node.value, (ast.Constant, ast.Tuple, ast.BinOp, ast.UnaryOp)
         ):
             continue
-        if any(isinstance(one, ast.Call) for one in ast.walk(node.value)):
+        nodes = [*ast.walk(node.value)]
+        if any(isinstance(inner, ast.Call) for inner in nodes):
             continue  # computed from others
-        numbers = [one for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
+        numbers = [inner for inner in nodes if isinstance(inner, ast.Constant)]
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         names = [
-            one.id
+            inner.id
             for target in targets
-            for one in ast.walk(target)
-            if isinstance(one, ast.Name)
+            for inner in ast.walk(target)
+            if isinstance(inner, ast.Name)
         ]
         if all(name.isupper() for name in names) and any(
-            type(one.value) in (int, float) for one in numbers
+            type(number.value) in (int, float) for number in numbers
         ):
             below = isinstance(after, ast.Expr) and isinstance(
                 after.value, ast.Constant
@@ -393,9 +384,7 @@ def test_each_constant_has_its_reason():
 
 
 def loaded_by(code: str) -> set[str]:
-    """Run `code` in a fresh interpreter and return the modules it loaded beyond the
-    interpreter's own.
-    """
+    """Run `code` in a fresh interpreter, and return the modules that it loaded."""
     script = (
         f"import sys; before = set(sys.modules)\n{code}\nprint(*sorted(set(sys.modules)"
         " - before))"
@@ -421,9 +410,7 @@ def test_import_kd_is_light():
 
 
 def test_the_tests_import_kd_before_torch():
-    """Else OpenMP's threads spin while they wait, and a run on two busy cores takes
-    four times the CPU time.
-    """
+    """Else OpenMP's threads spin, and two busy cores take four times the CPU time."""
     names = [*imports(ast.parse((ROOT / "tests/conftest.py").read_text()))]
     assert names.index("kd") < min(names.index("torch"), names.index("pieces"))
 
@@ -467,8 +454,6 @@ def test_sifting_for_other_loops_is_light():
 
 
 def test_commands_explain_themselves_without_timm():
-    """`kd-train --help` reads the parts' options, for which torch is needed, but no
-    model library.
-    """
+    """`kd-train --help` reads the parts' options, without a model library."""
     loaded = loaded_by("import kd.cli.training")
     assert not {"torch", "timm", "accelerate"} & loaded

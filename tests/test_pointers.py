@@ -38,21 +38,19 @@ def lines(paths):
 
 
 def resolves(name: str) -> bool:
-    """Return whether a dotted name is a module, or what a module, a class or its
-    annotations hold.
-    """
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
+    """Return whether a dotted name is a module, or a module or class has it."""
+    names = name.split(".")
+    for end in range(len(names), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:end]))
+            value = importlib.import_module(".".join(names[:end]))
         except ModuleNotFoundError:
             continue
-        for part in parts[end:]:
-            if part in getattr(found, "__annotations__", {}):
+        for attribute in names[end:]:
+            if attribute in getattr(value, "__annotations__", {}):
                 return True
-            if not hasattr(found, part):
+            if not hasattr(value, attribute):
                 return False
-            found = getattr(found, part)
+            value = getattr(value, attribute)
         return True
     return False
 
@@ -85,15 +83,15 @@ def test_a_heading_that_the_code_names_exists():
 
 def test_a_dotted_name_in_backticks_exists():
     files = {"kd.json", "kd.serve", "kd.predict"}  # a file of an export; loggers
-    found = [
+    places = [
         (place, name)
         for place, line in lines(CODE)
         for name in re.findall(r"`(kd(?:\.\w+)+)`", line)
     ]
-    assert len(found) > 30
+    assert len(places) > 30
     assert not [
         f"{place}: {name}"
-        for place, name in found
+        for place, name in places
         if name not in files and not resolves(name)
     ]
 
@@ -118,7 +116,7 @@ def test_an_extra_that_is_advised_exists_and_is_installed_from_a_clone():
 
 def test_the_runs_of_examples_are_of_configurations_or_losses_that_exist(command):
     """`kd-report runs/vit_food runs/zscore` named a loss that had been removed."""
-    known = {path.stem for path in (ROOT / "configs").glob("*.yaml")} | {
+    run_names = {path.stem for path in (ROOT / "configs").glob("*.yaml")} | {
         *registry.names("losses"),
         "food",
         "photos",
@@ -130,7 +128,7 @@ def test_the_runs_of_examples_are_of_configurations_or_losses_that_exist(command
         for run in re.findall(r"\bruns/(\w+)", text)
     }
     assert len(named) > 3
-    assert not {(name, run) for name, run in named if run not in known}
+    assert not {(name, run) for name, run in named if run not in run_names}
 
 
 @pytest.mark.parametrize("page", ["SECURITY.md", "docs/guide.md"])

@@ -31,7 +31,7 @@ def test_a_page_has_no_phrase_that_readers_stop_at(page):
 
 
 def test_strings_and_docstrings_of_kd_have_no_such_phrase():
-    found = {}
+    wrong_places = {}
     for path in sorted((ROOT / "kd").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if (
@@ -39,8 +39,8 @@ def test_strings_and_docstrings_of_kd_have_no_such_phrase():
                 and isinstance(node.value, str)
                 and (wrong := faults(node.value))
             ):
-                found[f"{path.relative_to(ROOT)}:{node.lineno}"] = wrong
-    assert not found
+                wrong_places[f"{path.relative_to(ROOT)}:{node.lineno}"] = wrong
+    assert not wrong_places
 
 
 @pytest.mark.parametrize(

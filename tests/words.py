@@ -48,9 +48,9 @@ def prose(text: str) -> str:
 
 def faults(text: str) -> list[str]:
     """Return each phrase that is found, with its surroundings and the remedy."""
-    found = []
+    matches = []
     for pattern, instead in PHRASES.items():
         for match in re.finditer(pattern, text, re.IGNORECASE):
             around = text[max(0, match.start() - 30) : match.end() + 20]
-            found.append(f"...{around}... Write: {instead}.")
-    return found
+            matches.append(f"...{around}... Write: {instead}.")
+    return matches

@@ -56,21 +56,18 @@ COLORS = ("#d9822b", "#2f6fde", "#2c8a5b", "#8a4fb8", "#c2344d")
 
 
 def has_size(model: str) -> bool:
-    """Return whether a model of timm is made for one image size, which kd sets by
-    itself.
-    """
+    """Return whether a timm model is made for one image size, which kd sets itself."""
     return hasattr(getattr(timm.create_model(model), "patch_embed", None), "img_size")
 
 
 def timm_flags(settings: config.Config, classes: int, seed: int) -> Row:
     """Return the flags of timm's train.py that mean what the configuration says."""
-    run, data, optimizer, student = (
-        settings.run,
-        settings.data,
-        settings.optimizer,
-        settings.student,
-    )
-    size, warmup = data.image_size, int(run.epochs) * optimizer.warmup_ratio
+    run = settings.run
+    data = settings.data
+    optimizer = settings.optimizer
+    student = settings.student
+    size = data.image_size
+    warmup = int(run.epochs) * optimizer.warmup_ratio
     if warmup != round(warmup):
         raise SystemExit(
             "timm warms up in whole epochs: choose run.epochs so that"
@@ -82,10 +79,9 @@ def timm_flags(settings: config.Config, classes: int, seed: int) -> Row:
         "img-size": size,
         "seed": seed,
     }
-    arguments = {
-        **student.args,
-        **({"img_size": size} if has_size(student.model) else {}),
-    }
+    arguments = {**student.args}
+    if has_size(student.model):
+        arguments["img_size"] = size
     if arguments:
         flags["model-kwargs"] = [f"{key}={value}" for key, value in arguments.items()]
     flags |= {
@@ -116,13 +112,11 @@ def timm_flags(settings: config.Config, classes: int, seed: int) -> Row:
     return {**flags, "kd-temperature": settings.losses[0].options.temperature}
 
 
-def curve_of_timm(done: Finished) -> list[Row]:
-    """Return accuracy and seconds of training after each epoch, from what timm
-    printed.
-    """
+def curve_of_timm(job: Finished) -> list[Row]:
+    """Return accuracy and seconds of training after each epoch, as timm printed them."""
     rows: list[Row] = []
     seconds = 0.0
-    for _, line in done.lines:
+    for _, line in job.lines:
         train = re.search(
             r"Train: (\d+) \[\s*\d+/(\d+) \(100%\)\].*?/s\s+\(([\d.]+)s,", line
         )
@@ -144,26 +138,25 @@ def curve_of_kd(folder: Path) -> list[Row]:
     rows = [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
-    found = [row for row in rows if row["kind"] == "val" and row["step"]]
+    evaluations = [row for row in rows if row["kind"] == "val" and row["step"]]
     return [
         {
             "epoch": number,
             "training_seconds": round(row["seconds"], 2),
             "accuracy": round(100 * row["accuracy"], 3),
         }
-        for number, row in enumerate(found, 1)
+        for number, row in enumerate(evaluations, 1)
     ]
 
 
-def one(
+def train_student(
     arm: str,
     seed: int,
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     settings: Row,
     sizes: tuple[int, int],
 ) -> list[Row]:
-    """Train one student in a process of its own; return its curve, with what the whole
-    job took in each row.
+    """Train one student in its own process; return its curve, with the job's cost.
 
     `sizes` are the numbers of classes and of validation images.
     """
@@ -171,14 +164,13 @@ def one(
     name = re.sub(r"\W+", "_", arm) + f"-{seed}"
     if arm == "timm":
         flags = timm_flags(config.load(settings), classes, seed)
-        data, teacher = (
-            Path(settings["data"]["root"]),
-            Path(settings["teacher"]["model"]),
-        )
-        done = train_with_timm(given.timm, data, teacher, flags, given.work / name)
-        rows = curve_of_timm(done)
+        data = Path(settings["data"]["root"])
+        teacher = Path(settings["teacher"]["model"])
+        job = train_with_timm(args.timm, data, teacher, flags, args.work / name)
+        rows = curve_of_timm(job)
     else:
-        file, folder = given.work / f"{name}.yaml", given.work / name
+        file = args.work / f"{name}.yaml"
+        folder = args.work / name
         file.write_text(yaml.safe_dump(settings))
         argv = [
             sys.executable,
@@ -189,25 +181,23 @@ def one(
             f"run.seed={seed}",
             f"run.folder={folder}",
         ]
-        done = finished([*argv, "run.name=run", *ARMS[arm]])
+        job = finished([*argv, "run.name=run", *ARMS[arm]])
         rows = curve_of_kd(folder / "run")
-    whole = {
-        "job_seconds": done.seconds,
-        "job_cpu_seconds": done.cpu_seconds,
-        "peak_mib": done.peak_mib,
+    job_columns = {
+        "val_images": images,
+        "job_seconds": round(job.seconds, 1),
+        "job_cpu_seconds": round(job.cpu_seconds, 1),
+        "peak_mib": round(job.peak_mib, 1),
     }
-    more = {"val_images": images, **{k: round(v, 1) for k, v in whole.items()}}
-    return [{"arm": arm, "seed": seed, **row, **more} for row in rows]
+    return [{"arm": arm, "seed": seed, **row, **job_columns} for row in rows]
 
 
-def prepare(given: argparse.Namespace) -> tuple[Row, tuple[int, int]]:
-    """Fit the teacher; return the configuration of all runs, and the numbers of classes
-    and of validation images.
-    """
+def prepare(args: argparse.Namespace) -> tuple[Row, tuple[int, int]]:
+    """Fit the teacher; return all runs' configuration, and the `sizes` of the data."""
     pins = [
         "run.baseline=false",
-        f"run.folder={given.work / 'teacher'}",
-        f"teacher.fit.folder={given.work / 'fitted'}",
+        f"run.folder={args.work / 'teacher'}",
+        f"teacher.fit.folder={args.work / 'fitted'}",
     ]
     pins += [
         "run.every.evaluate=0",
@@ -215,19 +205,15 @@ def prepare(given: argparse.Namespace) -> tuple[Row, tuple[int, int]]:
         "data.workers=1",
         "backend.kind=cpu",
     ]
-    loaded = config.load(str(given.config), [*pins, *given.overrides])
+    loaded = config.load(str(args.config), [*pins, *args.overrides])
     data = open_sources(resolve(loaded).data)
     train = data.train
     train.prepare()
-    root = (
-        Path(loaded.data.options.root) / Path(train.name(0)).parts[0]
-        if loaded.data.kind == "food_mini"
-        else None
-    )
     settings = config.to_dict(loaded)
     teacher = str(teach(loaded)[0]) if loaded.teacher.fitted else loaded.teacher.model
     settings["teacher"] |= {"model": teacher, "args": {}, "fit": {}}
-    if root:
+    if loaded.data.kind == "food_mini":
+        root = Path(loaded.data.options.root) / Path(train.name(0)).parts[0]
         common = {
             key: value
             for key, value in settings["data"].items()
@@ -238,13 +224,13 @@ def prepare(given: argparse.Namespace) -> tuple[Row, tuple[int, int]]:
             "kind": "imagefolder",
             "root": str(root.resolve()),
         }
-    if given.threads:
-        settings["backend"]["threads"] = given.threads
-        os.environ["OMP_NUM_THREADS"] = str(given.threads)
+    if args.threads:
+        settings["backend"]["threads"] = args.threads
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)
     return settings, (len(train.classes), len(data.val))
 
 
-def first(curve: Sequence[Row], target: float) -> Row | None:
+def first_reaching(curve: Sequence[Row], target: float) -> Row | None:
     """Return the first point of a curve that reaches a target."""
     return next((row for row in curve if row["accuracy"] >= target), None)
 
@@ -255,22 +241,16 @@ def curve(rows: Sequence[Row], arm: str, seed: int) -> list[Row]:
 
 
 def _accuracy(row: Row) -> str:
-    """Return an accuracy with its 95 % interval, where the number of images is known;
-    in percent.
-    """
-    ends = [
-        f"{100 * end:.1f}"
-        for end in wilson(row["accuracy"] / 100, row.get("val_images", 0))
-    ]
-    return f"{row['accuracy']:.1f}" + (
-        f" ({' to '.join(ends)})" if row.get("val_images") else ""
-    )
+    """Return an accuracy in percent, with its 95 % interval if `val_images` is known."""
+    text = f"{row['accuracy']:.1f}"
+    if not row.get("val_images"):
+        return text
+    low, high = wilson(row["accuracy"] / 100, row["val_images"])
+    return f"{text} ({100 * low:.1f} to {100 * high:.1f})"
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return a table: last accuracy, and time and memory against timm's, means of the
-    seeds.
-    """
+    """Return a table of last accuracies, and of time and memory against timm's."""
     lines = []
     seeds = sorted({row["seed"] for row in rows})
     for arm in dict.fromkeys(row["arm"] for row in rows):
@@ -284,13 +264,18 @@ def summary(rows: Sequence[Row]) -> str:
             return f"{statistics.mean(mine[-1][key] / theirs[-1][key] for mine, theirs in pairs):.2f}"
 
         reached = [
-            (first(mine, theirs[-1]["accuracy"]), theirs[-1]) for mine, theirs in pairs
+            (first_reaching(mine, theirs[-1]["accuracy"]), theirs[-1])
+            for mine, theirs in pairs
         ]
         shares = [
             mine["training_seconds"] / theirs["training_seconds"]
             for mine, theirs in reached
             if mine
         ]
+        time_to_accuracy = " ".join(f"{share:.2f}" for share in shares)
+        if len(shares) < len(pairs):
+            time_to_accuracy += f" ({len(shares)} of {len(pairs)} seeds reach it)"
+        peaks = [mine[-1]["peak_mib"] for mine, _ in pairs]
         lines.append(
             {
                 "trained by": arm,
@@ -298,40 +283,27 @@ def summary(rows: Sequence[Row]) -> str:
                 "training time": against("training_seconds"),
                 "job time": against("job_seconds"),
                 "job CPU time": against("job_cpu_seconds"),
-                "time to timm's last accuracy": (
-                    " ".join(f"{share:.2f}" for share in shares)
-                    + (
-                        f" ({len(shares)} of {len(pairs)} seeds reach it)"
-                        if len(shares) < len(pairs)
-                        else ""
-                    )
-                ),
-                "peak memory": (
-                    f"{statistics.mean(mine[-1]['peak_mib'] for mine, _ in pairs):.0f} MiB"
-                ),
+                "time to timm's last accuracy": time_to_accuracy,
+                "peak memory": f"{statistics.mean(peaks):.0f} MiB",
             }
         )
     return table(lines)
 
 
 def plot(rows: Sequence[Row]) -> str:
-    """Draw accuracy against the seconds of training; lines of a colour are
-    the seeds.
-    """
+    """Draw accuracy against seconds of training; lines of a colour are the seeds."""
     arms = list(dict.fromkeys(row["arm"] for row in rows))
-    drawn = [
-        Series(
-            f"{arm}, seed {seed}",
-            color,
-            [r["training_seconds"] for r in own],
-            [r["accuracy"] / 100 for r in own],
-        )
-        for arm, color in zip(arms, COLORS, strict=False)
-        for seed in sorted({row["seed"] for row in rows})
-        if (own := curve(rows, arm, seed))
-    ]
+    series = []
+    for arm, color in zip(arms, COLORS, strict=False):
+        for seed in sorted({row["seed"] for row in rows}):
+            points = curve(rows, arm, seed)
+            seconds = [point["training_seconds"] for point in points]
+            accuracies = [point["accuracy"] / 100 for point in points]
+            if points:
+                title = f"{arm}, seed {seed}"
+                series.append(Series(title, color, seconds, accuracies))
     return lines(
-        drawn, (720, 390), Axis("seconds of training", zero=True), Axis(unit="%")
+        series, (720, 390), Axis("seconds of training", zero=True), Axis(unit="%")
     ).svg(FILE)
 
 
@@ -353,18 +325,19 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, default=None)
     parser.add_argument("overrides", nargs="*", help="key=value of the configuration")
-    given = parser.parse_args()
-    given.work = given.work or Path(tempfile.mkdtemp(prefix="kd_compare_"))
-    given.work.mkdir(parents=True, exist_ok=True)
-    settings, sizes = prepare(given)
+    args = parser.parse_args()
+    args.work = args.work or Path(tempfile.mkdtemp(prefix="kd_compare_"))
+    args.work.mkdir(parents=True, exist_ok=True)
+    settings, sizes = prepare(args)
     rows: list[Row] = []
-    for turn, seed in enumerate(given.seeds):
+    for turn, seed in enumerate(args.seeds):
         arms = ["timm", *ARMS]
         for arm in arms if turn % 2 == 0 else reversed(arms):
-            kept = given.work / f"{re.sub(r'[^a-z0-9]+', '_', arm)}-{seed}.json"
-            if not kept.is_file():
-                kept.write_text(json.dumps(one(arm, seed, given, settings, sizes)))
-            rows += json.loads(kept.read_text())
+            file = args.work / f"{re.sub(r'[^a-z0-9]+', '_', arm)}-{seed}.json"
+            if not file.is_file():
+                run_rows = train_student(arm, seed, args, settings, sizes)
+                file.write_text(json.dumps(run_rows))
+            rows += json.loads(file.read_text())
             print(f"seed {seed}, {arm}: {rows[-1]}", flush=True)
     rows.sort(
         key=lambda row: (["timm", *ARMS].index(row["arm"]), row["seed"], row["epoch"])
@@ -373,18 +346,16 @@ def main() -> None:
     print(text)
     command = [
         "python tools/compare.py --timm FOLDER",
-        f"--config {given.config.name}",
+        f"--config {args.config.name}",
         "--seeds",
     ]
-    command += [
-        *map(str, given.seeds),
-        *([f"--threads {given.threads}"] if given.threads else []),
-    ]
-    command += [
-        re.sub("=/.*", "=FOLDER", word) for word in given.overrides
-    ]  # no folder of this machine
+    command += map(str, args.seeds)
+    if args.threads:
+        command.append(f"--threads {args.threads}")
+    # no folder of this machine
+    command += [re.sub("=/.*", "=FOLDER", word) for word in args.overrides]
     path = write(
-        f"compare_{given.config.stem.removeprefix('compare_')}", " ".join(command), rows
+        f"compare_{args.config.stem.removeprefix('compare_')}", " ".join(command), rows
     )
     path.with_suffix(".md").write_text(f"{HEAD.format(csv=path.name)}\n{text}\n")
     path.with_suffix(".svg").write_text(plot(rows))

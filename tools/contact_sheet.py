@@ -18,15 +18,15 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=14)
     parser.add_argument("--pixels", type=int, default=64)
     parser.add_argument("--to", default="docs/food_mini.jpg")
-    given = parser.parse_args()
-    side = given.pixels
-    sheet = Image.new("RGB", (given.columns * side, len(DISHES) * side))
+    args = parser.parse_args()
+    side = args.pixels
+    sheet = Image.new("RGB", (args.columns * side, len(DISHES) * side))
     for row, dish in enumerate(DISHES):
-        for column in range(given.columns):
+        for column in range(args.columns):
             sheet.paste(
                 render(dish, "train", column, 0, side), (column * side, row * side)
             )
-    sheet.save(given.to, quality=85)
+    sheet.save(args.to, quality=85)
 
 
 if __name__ == "__main__":

@@ -49,25 +49,24 @@ def box(
 ) -> str:
     """Return a box with a title and smaller lines below it."""
     first = y + height / 2 + 5 - 8 * len(lines)
-    parts = [
+    elements = [
         f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}"'
         f' height="{height:g}" rx="7"/>'
     ]
-    parts.append(f'<text x="{x + width / 2:g}" y="{first:g}">{escape(title)}</text>')
+    elements.append(f'<text x="{x + width / 2:g}" y="{first:g}">{escape(title)}</text>')
     for number, line in enumerate(lines, 1):
-        parts.append(
+        elements.append(
             f'<text class="small" x="{x + width / 2:g}"'
             f' y="{first + 16 * number:g}">{escape(line)}</text>'
         )
-    return "".join(parts)
+    return "".join(elements)
 
 
 def arrow(*points: tuple[float, float]) -> str:
-    """Return a line through points with a head at its end, which points right or up or
-    down.
-    """
+    """Return a line through points, with a head that points right, up or down."""
     (x0, y0), (x, y) = points[-2:]
-    dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
+    dx = (x > x0) - (x < x0)
+    dy = (y > y0) - (y < y0)
     head = (
         f"{x:g},{y:g} {x - 8 * dx - 4 * dy:g},{y - 8 * dy - 4 * dx:g}"
         f" {x - 8 * dx + 4 * dy:g},{y - 8 * dy + 4 * dx:g}"
@@ -79,14 +78,14 @@ def arrow(*points: tuple[float, float]) -> str:
     )
 
 
-def drawing(width: float, height: float, label: str, *parts: str) -> str:
+def drawing(width: float, height: float, label: str, *elements: str) -> str:
     """Return an SVG file."""
     ground = f'<rect class="ground" width="{width:g}" height="{height:g}"/>'
     start = (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width:g}'
         f' {height:g}" aria-label="{label}">'
     )
-    return "\n".join([start, STYLE, ground, *parts, "</svg>", ""])
+    return "\n".join([start, STYLE, ground, *elements, "</svg>", ""])
 
 
 def how() -> str:
@@ -154,11 +153,12 @@ def rooms() -> str:
             "tools/drawings.py: rooms without a meaning:"
             f" {sorted({*names} ^ {*MEANINGS})}"
         )
-    parts = []
+    elements = []
     for number, name in enumerate(names):
         column, row = divmod(number, 5)
-        x, y = 40 + 290 * column, 14 + 66 * row
-        parts.append(
+        x = 40 + 290 * column
+        y = 14 + 66 * row
+        elements.append(
             box(
                 x,
                 y,
@@ -170,9 +170,9 @@ def rooms() -> str:
             )
         )
         if row < 4 and number + 1 < len(names):
-            parts.append(arrow((x + 125, y + 50), (x + 125, y + 66)))
+            elements.append(arrow((x + 125, y + 50), (x + 125, y + 66)))
         elif number + 1 < len(names):
-            parts.append(
+            elements.append(
                 arrow(
                     (x + 250, y + 25), (x + 270, y + 25), (x + 270, 39), (x + 290, 39)
                 )
@@ -181,9 +181,16 @@ def rooms() -> str:
         '<text class="small left" x="600" y="240">A room may import rooms with smaller'
         " numbers.</text>"
     )
-    more = '<text class="small left" x="600" y="258">sifting/ stands alone.</text>'
+    sifting_note = (
+        '<text class="small left" x="600" y="258">sifting/ stands alone.</text>'
+    )
     return drawing(
-        900, 350, "the rooms of kd/ in their import order", *parts, note, more
+        900,
+        350,
+        "the rooms of kd/ in their import order",
+        *elements,
+        note,
+        sifting_note,
     )
 
 

@@ -32,9 +32,7 @@ kind.
 
 
 def train(folder: Path) -> tuple[str, float, str]:
-    """Train in an empty folder; return the hash of its rows, the last loss, and what
-    ran.
-    """
+    """Train in an empty folder; return its rows' hash, the last loss, and what ran."""
     chosen = settings("live", folder)
     for section, keys in FIXED.items():
         for key in keys:
@@ -73,10 +71,11 @@ def main() -> int:
     """Run the pairs; the exit code is the number of those that differ."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=5)
-    given, differing = parser.parse_args(), 0
+    args = parser.parse_args()
+    differing = 0
     with tempfile.TemporaryDirectory() as temporary:
         os.environ.setdefault("FOOD_MINI", f"{temporary}/food")
-        for number in range(given.pairs):
+        for number in range(args.pairs):
             folders = [
                 Path(temporary) / f"{number}-{name}" for name in ("alone", "beside")
             ]

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-B, C = 6, 5
+B = 6  # images
+C = 5  # classes
 
 MDISTILLER = ("megvii-research/mdistiller", "a08d46f10d6102bd6e3f258ca5ac880b020ea259")
 DIST_KD = ("hunto/DIST_KD", "2418f18b1fedd7c2646a7b1b9a27d5c674c2170b")
@@ -29,9 +30,7 @@ TTM = ("zkxufo/TTM", "fe457b33a71ba27536ec04fe3d32c5b04963522f")
 
 
 class Source(NamedTuple):
-    """One of our losses, and the call of official code that must give the same
-    number.
-    """
+    """One of our losses, and the call of official code that must give its number."""
 
     loss: str
     options: dict[str, float]
@@ -97,9 +96,7 @@ WITHOUT_OFFICIAL_CODE = {
 
 
 def load(checkouts: Path, source: Source) -> types.ModuleType:
-    """Run one file of a clone as a module, with empty shells for the framework classes
-    that it imports.
-    """
+    """Run one file of a clone as a module, with empty shells for what it imports."""
     repository, commit = source.origin
     command = [
         "git",
@@ -128,9 +125,8 @@ def load(checkouts: Path, source: Source) -> types.ModuleType:
 def main(checkouts: str, target: str) -> None:
     """Write the golden file."""
     generator = torch.Generator().manual_seed(20)
-    student_BC = (
-        3 * torch.randn(B, C, generator=generator)
-    ).double()  # exact in float32, computed with in float64
+    # exact in float32, computed with in float64
+    student_BC = (3 * torch.randn(B, C, generator=generator)).double()
     teacher_BC = (3 * torch.randn(B, C, generator=generator)).double()
     label_B = torch.randint(C, (B,), generator=generator)
 

@@ -22,7 +22,9 @@ Written by `python tools/keys.py` from what `kd help` prints. `kd help KEY` expl
 
 def page() -> str:
     """Return the page: a heading for each section, and one for each part in it."""
-    lines, section, kind = [TITLE], "", ""
+    lines = [TITLE]
+    section = ""
+    kind = ""
     rows = [
         (*row, *(re.findall(r"^\[kind: (\w+)\] ", row[3]) or [""])) for row in explain()
     ]
@@ -31,9 +33,10 @@ def page() -> str:
         for place, key in enumerate(dict.fromkeys(row[0].split(".")[0] for row in rows))
     }
     rows.sort(key=lambda row: (order[row[0].split(".")[0]], row[4]))
-    for key, allowed, default, meaning, part in rows:
+    for key, allowed, default, meaning, part_kind in rows:
         if key.split(".")[0] != section:
-            section, kind = key.split(".")[0], ""
+            section = key.split(".")[0]
+            kind = ""
             lines += [
                 "",
                 f"## {section.removesuffix('[]')}",
@@ -41,8 +44,8 @@ def page() -> str:
                 "| key | allowed | default | |",
                 "|---|---|---|---|",
             ]
-        if part != kind:
-            kind = part
+        if part_kind != kind:
+            kind = part_kind
             lines += [
                 "",
                 f"**kind: {kind}**",
@@ -50,7 +53,7 @@ def page() -> str:
                 "| key | allowed | default | |",
                 "|---|---|---|---|",
             ]
-        meaning = meaning.removeprefix(f"[kind: {part}] ")
+        meaning = meaning.removeprefix(f"[kind: {part_kind}] ")
         cells = (
             f"`{key}`",
             allowed.removeprefix("Allowed: "),

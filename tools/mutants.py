@@ -48,16 +48,14 @@ NAMING = (
 )
 """Tests that hold names of functions, which mutmut changes."""
 KNOWN = Path(__file__).with_suffix(".txt")
-NOTICED, MISSED = {1, 3, -11, -9, 24, -24, 36, 152, 255}, {0, 5, 33}
-"""mutmut's exit codes: a failing test, a crash, too much time; all tests pass, no test
-calls the function.
-"""
+NOTICED = {1, 3, -11, -9, 24, -24, 36, 152, 255}
+"""mutmut's exit codes for a failing test, a crash, and too much time."""
+MISSED = {0, 5, 33}
+"""mutmut's exit codes where all tests pass, or no test calls the function."""
 
 
 def prepare(work: Path, files: list[str], tests: list[str]) -> None:
-    """Copy the tracked files, with uncommitted changes, and write mutmut's
-    configuration beside them.
-    """
+    """Copy the tracked files, as changed, and write mutmut's configuration beside."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
     ).stdout.decode()
@@ -69,9 +67,9 @@ def prepare(work: Path, files: list[str], tests: list[str]) -> None:
         "source_paths": ["kd"],
         "only_mutate": files,
         "also_copy": [
-            one.name
-            for one in sorted(work.iterdir())
-            if one.name not in ("kd", "mutants", "tests")
+            path.name
+            for path in sorted(work.iterdir())
+            if path.name not in ("kd", "mutants", "tests")
         ],
         "pytest_add_cli_args": [
             "-p",
@@ -81,13 +79,11 @@ def prepare(work: Path, files: list[str], tests: list[str]) -> None:
             *(f"--deselect={test}" for test in NAMING),
         ],
         "pytest_add_cli_args_test_selection": tests,
-        "process_isolation": (
-            "forkserver"
-        ),  # torch's threads do not survive a plain fork
+        # torch's threads do not survive a plain fork
+        "process_isolation": "forkserver",
         "use_git_change_detection": False,
-        "debug": (
-            True
-        ),  # else it keeps the output of tests that fail without a mutant to itself
+        # else it keeps the output of tests that fail without a mutant to itself
+        "debug": True,
     }
     values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
     text = (ROOT / "pyproject.toml").read_text() + f"\n[tool.mutmut]\n{values}\n"
@@ -95,25 +91,21 @@ def prepare(work: Path, files: list[str], tests: list[str]) -> None:
 
 
 def results(work: Path) -> dict[str, int | None]:
-    """Return the exit code of each mutant that was made, by name; None: it did not run
-    yet.
-    """
-    found: dict[str, int | None] = {}
+    """Return the exit code of each mutant by name; None: it did not run yet."""
+    codes: dict[str, int | None] = {}
     for file in sorted((work / "mutants").rglob("*.py.meta")):
-        found |= json.loads(file.read_text())["exit_code_by_key"]
-    return found
+        codes |= json.loads(file.read_text())["exit_code_by_key"]
+    return codes
 
 
 def sample(names: list[str], count: int, seed: int) -> list[str]:
-    """Draw mutants; a larger count holds the smaller one, so that a run can be made
-    longer.
-    """
+    """Draw mutants; a larger sample holds the smaller, so that a run can be extended."""
     order = sorted(names)
     random.Random(seed).shuffle(order)
     return order[:count]
 
 
-def known(file: Path = KNOWN) -> dict[str, str]:
+def equivalents(file: Path = KNOWN) -> dict[str, str]:
     """Return the reason of each mutant that is listed as equivalent, by name."""
     lines = file.read_text().splitlines() if file.is_file() else []
     pairs = [
@@ -125,21 +117,26 @@ def known(file: Path = KNOWN) -> dict[str, str]:
 
 
 def table(
-    found: dict[str, int | None], drawn: list[str], equal: dict[str, str]
+    codes: dict[str, int | None], drawn: list[str], equal: dict[str, str]
 ) -> list[str]:
     """Return the result as lines: each missed mutant, then the counts."""
-    missed = [name for name in drawn if found.get(name) in MISSED and name not in equal]
-    counts = Counter(
-        "equivalent" if name in equal and found.get(name) in MISSED
-        else "missed" if name in missed
-        else "noticed" if found.get(name) in NOTICED
-        else "not run"
-        for name in drawn
-    )  # fmt: skip
+    missed = []
+    counts = Counter[str]()
+    for name in drawn:
+        code = codes.get(name)
+        if code in NOTICED:
+            counts["noticed"] += 1
+        elif code not in MISSED:
+            counts["not run"] += 1
+        elif name in equal:
+            counts["equivalent"] += 1
+        else:
+            counts["missed"] += 1
+            missed.append(name)
     ran = counts["noticed"] + counts["missed"]
     share = f"{100 * counts['noticed'] / ran:.1f} % noticed" if ran else "none ran"
     lines = [
-        f"missed: {name}{' (no test calls it)' if found[name] in (5, 33) else ''}"
+        f"missed: {name}{' (no test calls it)' if codes[name] in (5, 33) else ''}"
         for name in missed
     ]
     text = ", ".join(
@@ -151,9 +148,9 @@ def table(
 
 def ending(log: Path, lines: int = 30) -> str:
     """Return the end of what mutmut and its tests wrote, without its progress bars."""
-    written = log.read_text(errors="replace").replace("\r", "\n").splitlines()
-    kept = [line for line in written if line.strip() and line[0] not in "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"]
-    return "\n".join([f"The end of {log}:", *kept[-lines:]])
+    text = log.read_text(errors="replace").replace("\r", "\n").splitlines()
+    messages = [line for line in text if line.strip() and line[0] not in "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"]
+    return "\n".join([f"The end of {log}:", *messages[-lines:]])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -183,17 +180,9 @@ def main(argv: list[str] | None = None) -> int:
     work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     prepare(work, options.files, options.tests)
-    command, log = (
-        [
-            sys.executable,
-            "-m",
-            "mutmut",
-            "run",
-            "--max-children",
-            str(options.children),
-        ],
-        work / "tests.log",
-    )
+    command = [sys.executable, "-m", "mutmut", "run"]
+    command += ["--max-children", str(options.children)]
+    log = work / "tests.log"
 
     def run(*names: str) -> int:
         with log.open("a") as out:
@@ -201,9 +190,8 @@ def main(argv: list[str] | None = None) -> int:
                 [*command, *names], cwd=work, stdout=out, stderr=subprocess.STDOUT
             ).returncode
 
-    if not results(
-        work
-    ):  # mutmut makes all mutants, learns which test calls what, and stops at an unknown name
+    # mutmut makes all mutants, learns which test calls what, and stops at an unknown name
+    if not results(work):
         run("unknown")
     if not results(work):
         print(f"mutmut made no mutants. {ending(log)}", file=sys.stderr)
@@ -211,12 +199,12 @@ def main(argv: list[str] | None = None) -> int:
     drawn = sample([*results(work)], options.count, options.seed)
     # before each batch mutmut runs all tests without a mutant; after it the results are
     # on disk
-    while rest := [name for name in drawn if results(work)[name] is None][:60]:
-        if run(*rest):
+    while batch := [name for name in drawn if results(work)[name] is None][:60]:
+        if run(*batch):
             print(f"mutmut failed. {ending(log)}", file=sys.stderr)
             return 1
-        print("\n".join(table(results(work), drawn, known())))
-    print("\n".join(table(results(work), drawn, known())))
+        print("\n".join(table(results(work), drawn, equivalents())))
+    print("\n".join(table(results(work), drawn, equivalents())))
     return 0
 
 

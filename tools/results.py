@@ -61,32 +61,26 @@ Number = Callable[[Rows], tuple[str, str]]
 
 
 class Claim(NamedTuple):
-    """A published number: its conditions, the file without machine and date, and how it
-    follows from the rows.
-    """
+    """A published number, and how it follows from the rows of a file."""
 
     subject: str
-    what: str
-    file: str
+    conditions: str
+    file: str  # its name without machine and date
     number: Number
 
 
-def chosen(rows: Rows, config_path: dict[str, str]) -> Rows:
-    """Return the rows with these values; there must be one."""
-    found = [
-        row
-        for row in rows
-        if all(row[key] == value for key, value in config_path.items())
+def chosen(rows: Rows, cells: dict[str, str]) -> Rows:
+    """Return the rows with these cells; there must be one."""
+    matches = [
+        row for row in rows if all(row[key] == value for key, value in cells.items())
     ]
-    if not found:
-        raise SystemExit(f"tools/results.py: no row has {config_path}")
-    return found
+    if not matches:
+        raise SystemExit(f"tools/results.py: no row has {cells}")
+    return matches
 
 
 def spread(values: list[float], unit: str, sign: str = "") -> str:
-    """Return the mean with its interval over seeds, or the mean alone below three
-    seeds.
-    """
+    """Return the mean with its interval over seeds, if there are three or more."""
     digits = 2 if unit == "times" else 1
     text = f"{statistics.mean(values):{sign}.{digits}f}"
     if len(values) in STUDENT_T:
@@ -94,14 +88,12 @@ def spread(values: list[float], unit: str, sign: str = "") -> str:
     return f"{text} {unit}"
 
 
-def level(column: str, times: float = 1, unit: str = "%", **config_path: str) -> Number:
+def level(column: str, times: float = 1, unit: str = "%", **cells: str) -> Number:
     """Return the mean over seeds; empty cells do not count."""
 
     def number(rows: Rows) -> tuple[str, str]:
         values = [
-            times * float(row[column])
-            for row in chosen(rows, config_path)
-            if row[column]
+            times * float(row[column]) for row in chosen(rows, cells) if row[column]
         ]
         return spread(values, unit), str(len(values))
 
@@ -114,19 +106,19 @@ def gain(
     key: str = "arm",
     column: str = "accuracy",
     times: float = 1,
-    **config_path: str,
+    **cells: str,
 ) -> Number:
     """Return the paired difference over the seeds that both ways have."""
 
     def number(rows: Rows) -> tuple[str, str]:
-        mine, other = (
+        mine, theirs = (
             {
                 row["seed"]: times * float(row[column])
-                for row in chosen(rows, {key: name, **config_path})
+                for row in chosen(rows, {key: name, **cells})
             }
             for name in (arm, over)
         )
-        pairs = [mine[seed] - other[seed] for seed in mine if seed in other]
+        pairs = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
         return spread(pairs, "points", "+"), str(len(pairs))
 
     return number
@@ -144,14 +136,12 @@ def gain_of(column: str, over: str) -> Number:
     )
 
 
-def ratio(key: str, of: str, to: str, column: str, **config_path: str) -> Number:
-    """Return how large one way is relative to another's: the medians of rounds, the
-    means of up to three seeds.
-    """
+def ratio(key: str, of: str, to: str, column: str, **cells: str) -> Number:
+    """Return one way over another, of medians of rounds or means of up to three seeds."""
 
     def number(rows: Rows) -> tuple[str, str]:
         values = [
-            [float(row[column]) for row in chosen(rows, {key: name, **config_path})]
+            [float(row[column]) for row in chosen(rows, {key: name, **cells})]
             for name in (of, to)
         ]
         above, below = map(
@@ -162,18 +152,18 @@ def ratio(key: str, of: str, to: str, column: str, **config_path: str) -> Number
     return number
 
 
-def one(form: str, **config_path: str) -> Number:
+def cells_of(form: str, **cells: str) -> Number:
     """Return the columns of a single row, as `form` names them."""
     return lambda rows: (
-        form.format(**{k: number(v) for k, v in chosen(rows, config_path)[0].items()}),
+        form.format(**{k: number(v) for k, v in chosen(rows, cells)[0].items()}),
         "1",
     )
 
 
-def total(form: str, column: str, **config_path: str) -> Number:
+def total(form: str, column: str, **cells: str) -> Number:
     """Return the sum of a column."""
     return lambda rows: (
-        form.format(sum(float(row[column]) for row in chosen(rows, config_path))),
+        form.format(sum(float(row[column]) for row in chosen(rows, cells))),
         "1",
     )
 
@@ -220,11 +210,11 @@ def cell(texts: list[str], summed: bool) -> str:
 
 def table(header: dict[str, str], rows: list[dict[str, str]]) -> Iterator[str]:
     """Yield the lines of a measurement's table."""
-    shown, _, only = header["show"].partition(" | ")
-    by, names = (part.split() for part in shown.split(": "))
+    columns, _, only = header["show"].partition(" | ")
+    by, names = (titles.split() for titles in columns.split(": "))
     if only:
-        column, _, wanted = only.partition("=")
-        rows = [row for row in rows if row[column] == wanted]
+        column, _, value = only.partition("=")
+        rows = [row for row in rows if row[column] == value]
     by = [] if by == ["all"] else by
     titles = [*by, *(name.lstrip("+") for name in names)]
     yield f"| {' | '.join(titles)} |"
@@ -254,27 +244,28 @@ def wttm(rows: Rows) -> tuple[str, str]:
 
 
 def nearest(rows: Rows) -> tuple[str, str]:
-    """Return what kd's choice of a checkpoint gains on average over the highest score,
-    by 111 validation images.
+    """Return the mean gain of kd's choice of a checkpoint over the highest score's.
+
+    They choose by 111 validation images.
     """
-    own, highest = (
+    chosen_by_kd, highest = (
         [
             float(row["accuracy"])
             for row in chosen(rows, {"images": "111", "rule": rule})
         ]
         for rule in ("newest within one standard error", "highest")
     )
-    gains = [a - b for a, b in zip(own, highest, strict=True)]
+    gains = [a - b for a, b in zip(chosen_by_kd, highest, strict=True)]
     return f"{statistics.mean(gains):+.1f} points", f"{len(gains)} runs"
 
 
-HELP, TRAIN, SHIP, CHECK = (
-    "Does a teacher help?",
-    "Faster training",
-    "Export, endpoint, alarms",
-    "Checks and scale",
-)
-FEW, FEWER, LONG = "proof_few_labels", "proof_few_pictures", "sifting"
+HELP = "Does a teacher help?"
+TRAIN = "Faster training"
+SHIP = "Export, endpoint, alarms"
+CHECK = "Checks and scale"
+FEW = "proof_few_labels"
+FEWER = "proof_few_pictures"
+LONG = "sifting"
 ALONE = "labels only, strong"
 CLAIMS = (
     Claim(
@@ -396,19 +387,19 @@ CLAIMS = (
         HELP,
         "fruit, README's commands: student",
         "from_folder",
-        one("{student:.1f} % ({low:.1f} to {high:.1f})"),
+        cells_of("{student:.1f} % ({low:.1f} to {high:.1f})"),
     ),
     Claim(
         HELP,
         "the same: accepted int8 file",
         "from_folder",
-        one("{file_right:.1f} %, {mb:.1f} MB"),
+        cells_of("{file_right:.1f} %, {mb:.1f} MB"),
     ),
     Claim(
         HELP,
         "fruit, random student of kd-init",
         "init_sweep",
-        one(
+        cells_of(
             "{test:.1f} % ({low:.1f} to {high:.1f})",
             folder="grocery-fruit",
             temperature="2.0",
@@ -432,7 +423,7 @@ CLAIMS = (
         HELP,
         "students of CIFAR-10: the best",
         "frontier_cifar10",
-        one("{test:.3f} at {ms:.2f} ms", student="residual_16"),
+        cells_of("{test:.3f} at {ms:.2f} ms", student="residual_16"),
     ),
     Claim(
         TRAIN,
@@ -483,25 +474,25 @@ CLAIMS = (
         TRAIN,
         "one H200, ViT-B to ViT-Ti at 224 px, photographs of 280 px, live",
         "gpu",
-        one("{value:.0f} images/s", what="kd-train, live"),
+        cells_of("{value:.0f} images/s", what="kd-train, live"),
     ),
     Claim(
         TRAIN,
         "the same, cached",
         "gpu",
-        one("{value:.0f} images/s", what="kd-train, cached"),
+        cells_of("{value:.0f} images/s", what="kd-train, cached"),
     ),
     Claim(
         TRAIN,
         "compiled step, ResNet-18",
         "compile",
-        one("{ratio_again:.2f} times", network="resnet18"),
+        cells_of("{ratio_again:.2f} times", network="resnet18"),
     ),
     Claim(
         TRAIN,
         "channels last, ResNet-18",
         "layout",
-        one("{step_gain:.2f} times", network="resnet18"),
+        cells_of("{step_gain:.2f} times", network="resnet18"),
     ),
     Claim(
         TRAIN,
@@ -555,7 +546,7 @@ CLAIMS = (
         TRAIN,
         "`relative`, beta 1: accuracy",
         "sweep_beta",
-        one("{accuracy:.1f} %", beta="1"),
+        cells_of("{accuracy:.1f} %", beta="1"),
     ),
     Claim(
         TRAIN,
@@ -585,7 +576,7 @@ CLAIMS = (
         SHIP,
         "student of 32 px pictures, one core",
         "endpoint_few_labels",
-        one("{images_per_second:.0f} images/s, p99 {p99_ms:.1f} ms"),
+        cells_of("{images_per_second:.0f} images/s, p99 {p99_ms:.1f} ms"),
     ),
     Claim(
         SHIP,
@@ -636,7 +627,10 @@ CLAIMS = (
         level("behind", unit="points", system="30_views_int8_pair_30_%"),
     ),
     Claim(
-        SHIP, "alarms, share of a request's CPU time", "shift_cost", one("{share:.4f}")
+        SHIP,
+        "alarms, share of a request's CPU time",
+        "shift_cost",
+        cells_of("{share:.4f}"),
     ),
     Claim(
         SHIP,
@@ -682,7 +676,7 @@ CLAIMS = (
         CHECK,
         "accuracy's intervals from 200 images that hold",
         "intervals",
-        one("{held_of_100:.1f} of 100", score="accuracy (Wilson)"),
+        cells_of("{held_of_100:.1f} of 100", score="accuracy (Wilson)"),
     ),
     Claim(
         CHECK,
@@ -700,15 +694,13 @@ CLAIMS = (
         CHECK,
         "listing, bytes per image",
         "scale",
-        one("{held_bytes:.0f}", part="listing", images="1000000"),
+        cells_of("{held_bytes:.0f}", part="listing", images="1000000"),
     ),
 )
 
 
 def file_of(name: str) -> Path:
-    """Return the CSV of a measurement; the newest, where several machines have one of
-    that name.
-    """
+    """Return the CSV of a measurement, the newest of several machines' files."""
     files = [
         path
         for path in FOLDER.rglob(f"{name}_*.csv")
@@ -722,20 +714,19 @@ def file_of(name: str) -> Path:
 def command(header: dict[str, str]) -> str:
     """Return the command without arguments of this machine's folders."""
     words = header["command"].removeprefix("PYTHONPATH=. ").split()
-    return (
-        " ".join(words[:2])
-        if words[0] == "make"
-        else next((word for word in words if word.endswith(".py")), words[0])
-    )
+    if words[0] == "make":
+        return " ".join(words[:2])
+    return next((word for word in words if word.endswith(".py")), words[0])
 
 
 def page() -> str:
     """Return docs/results.md."""
-    parts, subject = [TITLE], ""
+    sections = [TITLE]
+    subject = ""
     for claim in CLAIMS:
         if claim.subject != subject:
             subject = claim.subject
-            parts.append(
+            sections.append(
                 f"\n## {subject}\n\n|claim|number|n|command,"
                 " file|since|\n|---|---:|---:|---|---|\n"
             )
@@ -744,15 +735,15 @@ def page() -> str:
         value, seeds = claim.number(rows)
         link = f"[{claim.file}]({os.path.relpath(path, ROOT / 'docs')})"
         since = "yes" if header["date"] > RELEASE else "no"
-        parts.append(
-            f"|{claim.what}|{value}|{seeds}|`{command(header)}`, {link}|{since}|\n"
+        sections.append(
+            f"|{claim.conditions}|{value}|{seeds}|`{command(header)}`, {link}|{since}|\n"
         )
-    return "".join(parts)
+    return "".join(sections)
 
 
 def tables() -> dict[Path, str]:
     """Return the text of tables.md in each folder that has CSVs."""
-    parts: dict[Path, list[str]] = {}
+    sections: dict[Path, list[str]] = {}
     for path in sorted(FOLDER.rglob("*.csv")):
         header, rows = read(path)
         if "show" not in header:
@@ -774,8 +765,10 @@ def tables() -> dict[Path, str]:
             *table(header, rows),
             "",
         ]
-        parts.setdefault(path.parent, [TABLES]).append("\n".join(lines))
-    return {folder / "tables.md": "\n".join(texts) for folder, texts in parts.items()}
+        sections.setdefault(path.parent, [TABLES]).append("\n".join(lines))
+    return {
+        folder / "tables.md": "\n".join(texts) for folder, texts in sections.items()
+    }
 
 
 def main() -> None:

@@ -49,17 +49,9 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def settings(name: str, folder: Path) -> dict[str, Any]:
-    """Return the configuration of a run; the teachers are fitted in `folder` for a few
-    steps.
-    """
-    fit = {
-        "epochs": 1,
-        "steps": 30,
-        "lr": 1.5e-3,
-        "folder": str(
-            folder / ("set_teachers" if name == "multilabel" else "teachers")
-        ),
-    }
+    """Return the configuration of a run, whose teacher is fitted in `folder`, briefly."""
+    teachers = folder / ("set_teachers" if name == "multilabel" else "teachers")
+    fit = {"epochs": 1, "steps": 30, "lr": 1.5e-3, "folder": str(teachers)}
     result: dict[str, Any] = {
         "run": {
             "name": name,
@@ -69,14 +61,14 @@ def settings(name: str, folder: Path) -> dict[str, Any]:
         },
         "data": {**RENDERED, "root": os.environ.get("FOOD_MINI", str(folder / "food"))},
         "teacher": {
-            **{
-                "model": XCIT,
-                "args": TEACHER,
-                "precision": "fp32",
-                "attention": "unfused",
-                "compile": "off",
-            },
-            **{"runtime": "torch", "min_accuracy": 0.0, "fit": fit},
+            "model": XCIT,
+            "args": TEACHER,
+            "precision": "fp32",
+            "attention": "unfused",
+            "compile": "off",
+            "runtime": "torch",
+            "min_accuracy": 0.0,
+            "fit": fit,
         },
         "student": {
             "model": XCIT,
@@ -89,11 +81,10 @@ def settings(name: str, folder: Path) -> dict[str, Any]:
         "backend": {"kind": "cpu", "precision": "fp32", "threads": 1},
     }
     for section, keys in RUNS[name].items():
-        result[section] = (
-            {**result[section], **keys}
-            if isinstance(keys, dict) and section in result
-            else keys
-        )
+        if isinstance(keys, dict) and section in result:
+            result[section] = {**result[section], **keys}
+        else:
+            result[section] = keys
     if name == "label_free":  # a teacher that brings its classes
         teacher = sorted((folder / "teachers").glob("*/export"))[0]
         result["teacher"].update(model=str(teacher), args={}, fit={"epochs": 0})
@@ -102,18 +93,16 @@ def settings(name: str, folder: Path) -> dict[str, Any]:
 
 def digest(folder: Path) -> tuple[str, float]:
     """Return the hash of a run's rows and its last loss."""
-    clocks, rows = (
-        (
-            "seconds",
-            "cpu_seconds",
-            "images_per_second",
-            "step_ms",
-            "data_wait",
-            "optimizer_mib",
-            "loading",
-        ),
-        [],
+    clocks = (
+        "seconds",
+        "cpu_seconds",
+        "images_per_second",
+        "step_ms",
+        "data_wait",
+        "optimizer_mib",
+        "loading",
     )
+    rows = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = {
             k: v

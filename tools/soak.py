@@ -77,7 +77,8 @@ GROUPS = {
 def properties(case: ElementTree.Element) -> dict[str, str]:
     """Return what a test recorded of itself."""
     return {
-        found.get("name", ""): found.get("value", "") for found in case.iter("property")
+        element.get("name", ""): element.get("value", "")
+        for element in case.iter("property")
     }
 
 
@@ -94,11 +95,10 @@ def row(
     return {"group": group, **counts, "seconds": round(seconds, 1), "mib": mib}
 
 
-def counted(
+def count_cases(
     group: str, report: Path, code: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """Return the row of a group, then one for each of its tests that measured its
-    memory.
+    """Return the row of a group, then one for each test that measured its memory.
 
     Args:
         group: name.
@@ -106,12 +106,14 @@ def counted(
         code: exit code of the process.
         seconds: that it took.
     """
-    tried: dict[
-        str, int
-    ] = {}  # by test: one that fails in its teardown too is reported twice
-    skipped, measured, failed = 0, [], set()
+    # by test: one that fails in its teardown too is reported twice
+    tried: dict[str, int] = {}
+    skipped = 0
+    measured = []
+    failed = set()
     for case in ElementTree.parse(report).iter("testcase") if report.is_file() else ():
-        name, facts = f"{case.get('classname')}.{case.get('name')}", properties(case)
+        name = f"{case.get('classname')}.{case.get('name')}"
+        facts = properties(case)
         if case.find("skipped") is not None:
             skipped += 1
             continue
@@ -123,32 +125,29 @@ def counted(
             measured.append(
                 row(label, tried[name], 0, 0, float(facts["seconds"]), facts["mib"])
             )
-    count, lost = sum(tried.values()), len(failed)
-    if not lost and (
-        code or not count
-    ):  # killed, out of time, left without a report, or nothing was tried
-        count, lost = count + 1, 1
+    count = sum(tried.values())
+    lost = len(failed)
+    # killed, out of time, left without a report, or nothing was tried
+    if not lost and (code or not count):
+        count += 1
+        lost = 1
     return [row(group, count, lost, skipped, seconds), *measured]
 
 
-def run(name: str, group: Group, left: float) -> list[dict[str, Any]]:
-    """Run a group for at most `left` seconds and return its rows."""
+def run(name: str, group: Group, time_limit: float) -> list[dict[str, Any]]:
+    """Run a group for at most `time_limit` seconds and return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
-        command += [
-            f"--junitxml={report}",
-            "-o",
-            "junit_family=xunit1",
-        ]  # xunit2 has no properties of a test
+        # xunit2 has no properties of a test
+        command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]
         environment = {**os.environ, **group.environment}
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
         )
-        if (
-            group.environment
-        ):  # thousands of inputs take longer than the suite's deadline for one test
-            command.append(f"--timeout={max(left, 1):.0f}")
+        # thousands of inputs take longer than the suite's deadline for one test
+        if group.environment:
+            command.append(f"--timeout={max(time_limit, 1):.0f}")
         command += group.tests
         start = time.monotonic()
         print(
@@ -158,21 +157,21 @@ def run(name: str, group: Group, left: float) -> list[dict[str, Any]]:
             command, cwd=ROOT, env=environment, start_new_session=True
         )
         try:
-            code = process.wait(max(left, 1))
+            code = process.wait(max(time_limit, 1))
         except subprocess.TimeoutExpired:
             code = -1
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # its ranks and servers too
                 process.wait()
-        return counted(name, report, code, time.monotonic() - start)
+        return count_cases(name, report, code, time.monotonic() - start)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return rows as aligned text."""
     lines = [
         list(rows[0]),
-        *([str(value) for value in found.values()] for found in rows),
+        *([str(value) for value in row.values()] for row in rows),
     ]
     widths = [
         max(len(line[column]) for line in lines) for column in range(len(lines[0]))
@@ -195,19 +194,21 @@ def main() -> int:
         default=BUDGET / 60,
         help="for all groups, where others compute too",
     )
-    given = parser.parse_args()
-    names = given.groups or list(GROUPS)
+    args = parser.parse_args()
+    names = args.groups or list(GROUPS)
     if unknown := set(names) - GROUPS.keys():
         parser.error(
             f"no group {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}"
         )
-    end, rows, sums = time.monotonic() + 60 * given.minutes, [], []
+    end = time.monotonic() + 60 * args.minutes
+    rows = []
+    group_rows = []
     for name in names:
-        found = run(name, GROUPS[name], end - time.monotonic())
-        rows.extend(found)
-        sums.append(found[0])
+        new_rows = run(name, GROUPS[name], end - time.monotonic())
+        rows.extend(new_rows)
+        group_rows.append(new_rows[0])
     total = {
-        key: sum(found[key] for found in sums)
+        key: sum(group_row[key] for group_row in group_rows)
         for key in ("tried", "lost", "skipped", "seconds")
     }
     rows.append(row("all", **total))

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from pieces import base, given, merged
+from pieces import base, merged, teacher_at
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -54,7 +54,7 @@ def pictures(photos, once) -> Path:
 def trained(pictures: Path, teacher: Path, folder: Path, **sections: object) -> Path:
     """Train a student of `teacher` for one epoch and return its run folder."""
     settings = merged(base(pictures, folder), {"run": {"epochs": 1}, **sections})
-    return train(config.load(settings | {"teacher": given(teacher)})).folder
+    return train(config.load(settings | {"teacher": teacher_at(teacher)})).folder
 
 
 @pytest.fixture(scope="session")

@@ -278,14 +278,11 @@ IDLE = {
 """Tensors that the authors' files have beside, which timm's filters leave out."""
 
 
-def built(name: str, seed: int = 0, **more: Any) -> torch.nn.Module:
-    """Return a small network of a family whose values are all random, also where they
-    begin as constants.
-    """
+def build_network(name: str, seed: int = 0, **options: Any) -> torch.nn.Module:
+    """Return a small network of a family with random values, also for constants."""
     torch.manual_seed(seed)
-    network = timm.create_model(
-        name, num_classes=len(CLASSES), **{**FAMILIES.get(name, ({},))[0], **more}
-    ).eval()
+    options = {**FAMILIES.get(name, ({},))[0], **options}
+    network = timm.create_model(name, num_classes=len(CLASSES), **options).eval()
     with torch.no_grad():
         for tensor in network.state_dict().values():
             if tensor.is_floating_point():
@@ -293,10 +290,8 @@ def built(name: str, seed: int = 0, **more: Any) -> torch.nn.Module:
     return network
 
 
-def authors(name: str, network: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a network under the names, in the shapes and with the
-    buffers of its authors' file.
-    """
+def author_tensors(name: str, network: torch.nn.Module) -> dict[str, Tensor]:
+    """Return a network's tensors with the names, shapes and buffers of its authors."""
     renamed = {}
     for key, tensor in network.state_dict().items():
         for pattern, new in FAMILIES[name][1]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SIDE, CLASSES = 16, 3
+SIDE = 16
+CLASSES = 3
 
 
 class Patches(nn.Module):
@@ -20,11 +21,9 @@ class Patches(nn.Module):
         self, layer: nn.Module, width: int = 16, zero_head: bool = False
     ) -> None:
         super().__init__()
-        self.embed, self.layer, self.head = (
-            nn.Conv2d(3, width, 4, 4),
-            layer,
-            nn.Linear(width, CLASSES),
-        )
+        self.embed = nn.Conv2d(3, width, 4, 4)
+        self.layer = layer
+        self.head = nn.Linear(width, CLASSES)
         if zero_head:
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
@@ -45,7 +44,8 @@ class Scaled(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner, self.scale = inner, nn.Parameter(torch.full((16,), 1e-5))
+        self.inner = inner
+        self.scale = nn.Parameter(torch.full((16,), 1e-5))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return tokens + self.scale * self.inner(tokens)
@@ -56,10 +56,8 @@ class Recurrent(nn.Module):
 
     def __init__(self, batch_first: bool) -> None:
         super().__init__()
-        self.rows, self.head = (
-            nn.LSTM(3 * SIDE, 16, batch_first=batch_first),
-            nn.Linear(16, CLASSES),
-        )
+        self.rows = nn.LSTM(3 * SIDE, 16, batch_first=batch_first)
+        self.head = nn.Linear(16, CLASSES)
 
     def forward(self, image: Tensor) -> Tensor:
         return self.head(self.rows(image.transpose(1, 2).flatten(2))[0][:, -1])
@@ -70,7 +68,8 @@ class Changed(nn.Module):
 
     def __init__(self, before=lambda image: image, after=lambda logits: logits) -> None:
         super().__init__()
-        self.before, self.after = before, after
+        self.before = before
+        self.after = after
         self.plain = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE**2, CLASSES))
 
     def forward(self, image: Tensor) -> Tensor:
@@ -92,7 +91,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(48, 48), nn.Linear(48, 48)
+        self.first = nn.Linear(48, 48)
+        self.second = nn.Linear(48, 48)
         self.second.weight = self.first.weight
         self.head = nn.Linear(48, CLASSES)
 
@@ -128,18 +128,17 @@ class Centred(nn.Module):
 
 
 class Expert(nn.Module):
-    """A layer for at most three quarters of a batch, as experts with a capacity have
-    it.
-    """
+    """A layer for at most three quarters of a batch, like an expert with a capacity."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.plain, self.expert = Changed(), nn.Linear(CLASSES, CLASSES)
+        self.plain = Changed()
+        self.expert = nn.Linear(CLASSES, CLASSES)
 
     def forward(self, image: Tensor) -> Tensor:
         logits = self.plain(image)
-        taken = torch.arange(len(image)) < math.ceil(0.75 * len(image))
-        return logits + self.expert(logits) * taken[:, None]
+        is_routed = torch.arange(len(image)) < math.ceil(0.75 * len(image))
+        return logits + self.expert(logits) * is_routed[:, None]
 
 
 class Listed(nn.Module):
@@ -147,10 +146,8 @@ class Listed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.plain, self.layers = (
-            Changed(),
-            [nn.Linear(CLASSES, CLASSES) for _ in range(2)],
-        )
+        self.plain = Changed()
+        self.layers = [nn.Linear(CLASSES, CLASSES) for _ in range(2)]
 
     def forward(self, image: Tensor) -> Tensor:
         logits = self.plain(image)
@@ -164,7 +161,8 @@ class InTraining(nn.Module):
 
     def __init__(self, after) -> None:
         super().__init__()
-        self.plain, self.after = Changed(), after
+        self.plain = Changed()
+        self.after = after
 
     def forward(self, image: Tensor) -> Tensor:
         logits = self.plain(image)

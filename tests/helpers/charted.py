@@ -17,9 +17,9 @@ def number(text: str) -> float | None:
 def charted(page: str, title: str) -> dict[str, list[float | None]]:
     """Return the columns of the first chart below a title; the first one has its x."""
     body = page[page.index(f"<h3>{title}</h3>") :]
-    drawing, _, rest = body.partition("</svg>")
+    drawing, _, below = body.partition("</svg>")
     assert 'role="img"' in drawing
-    table = rest[rest.index("<table>") : rest.index("</table>")]
+    table = below[below.index("<table>") : below.index("</table>")]
     heads = [html.unescape(head) for head in re.findall(r"<th>(.*?)</th>", table)]
     rows = [re.findall(r"<td>(.*?)</td>", row) for row in table.split("<tr>")[2:]]
     return {head: [number(row[i]) for row in rows] for i, head in enumerate(heads)}

@@ -16,14 +16,14 @@ GIVEN = os.environ.get("KD_FUZZ")
 
 def fuzz(few: int) -> tuple[int, settings]:
     """Return how many inputs a test tries, and its decorator."""
-    count, all_of_them = int(GIVEN or few), list(HealthCheck)
-    more = {
-        "deadline": None,
-        "database": None,
-        "derandomize": not GIVEN,
-        "suppress_health_check": all_of_them,
-    }
-    return count, settings(max_examples=count, **more)
+    count = int(GIVEN or few)
+    return count, settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=not GIVEN,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def damaged(content: bytes) -> st.SearchStrategy[bytes]:
@@ -45,9 +45,7 @@ def damaged(content: bytes) -> st.SearchStrategy[bytes]:
 
 
 def texts(*likely: str) -> st.SearchStrategy[str]:
-    """Draw text, some of it half of a surrogate pair: legal in JSON, and
-    without UTF-8.
-    """
+    """Draw text, some of it half of a surrogate pair, legal in JSON but not UTF-8."""
     return st.one_of(
         st.text(st.characters(), max_size=16), st.sampled_from(["", "\ud800", *likely])
     )

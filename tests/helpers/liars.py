@@ -46,36 +46,31 @@ LICENCES = {
 def painted(
     folder: Path, pixels: np.ndarray, labels: np.ndarray
 ) -> tuple[Subject, Path]:
-    """Return a subject whose validation images lie in files, in folders named like
-    classes, and their folder.
-    """
+    """Return a subject with its validation images in class folders, and the folder."""
     encoded = []
     for i, (image, label) in enumerate(zip(pixels, labels, strict=True)):
-        file = (
-            folder
-            / "images"
-            / (CLASSES[label] if labels.ndim == 1 and label >= 0 else "all")
-            / f"{i:03d}.png"
-        )
+        class_folder = CLASSES[label] if labels.ndim == 1 and label >= 0 else "all"
+        file = folder / "images" / class_folder / f"{i:03d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image.transpose(1, 2, 0)).save(file)
         encoded.append(zlib.crc32(file.read_bytes()))
 
     def images(limit: int, training: bool = False):
         for first in range(0, len(pixels), parity.BATCH):
-            part = slice(first, min(first + parity.BATCH, limit or len(pixels)))
-            if len(pixels[part]):
-                yield pixels[part], labels[part], encoded[part]
+            batch = slice(first, min(first + parity.BATCH, limit or len(pixels)))
+            if len(pixels[batch]):
+                yield pixels[batch], labels[batch], encoded[batch]
 
-    made = small_subject(
+    subject = small_subject(
         folder / "runs",
         teacher=TEACHER,
         images=lambda: nullcontext(images),
         licences=LICENCES,
     )
-    fitted = replace(made.recipe.teacher, fit=Fit())  # its weights come with its name
-    recipe = made.recipe.with_(teacher=fitted)
-    return replace(made, recipe=recipe), folder / "images"
+    # the teacher's weights come with its name
+    teacher = replace(subject.recipe.teacher, fit=Fit())
+    recipe = subject.recipe.with_(teacher=teacher)
+    return replace(subject, recipe=recipe), folder / "images"
 
 
 def tasked(subject: Subject, task: Any, student: Any = None) -> Subject:
@@ -97,9 +92,7 @@ def answers(subject: Subject, pixels: np.ndarray) -> np.ndarray:
 
 
 def honest_export(folder: Path) -> Path:
-    """Write an export with all that it can claim, and its images: two of three labels
-    are what it answers.
-    """
+    """Write an export with all that it can claim, and images, two of three right."""
     labels = answers(small_subject(folder / "first"), MANY)
     labels[::3] = (labels[::3] + 1) % 3
     subject, _ = painted(folder, MANY, labels)
@@ -120,12 +113,12 @@ def honest_export(folder: Path) -> Path:
     return folder
 
 
-def found(export: Path, images: Path | str = "", **more: Any) -> Verdict:
-    return verify(VerifyOptions(export=export, data=str(images), **more))
+def verify_export(export: Path, images: Path | str = "", **options: Any) -> Verdict:
+    return verify(VerifyOptions(export=export, data=str(images), **options))
 
 
-def wrong(known: Verdict) -> list[str]:
-    return [" | ".join(row) for row in known.rows if row.verdict == WRONG]
+def wrong_rows(verdict: Verdict) -> list[str]:
+    return [" | ".join(row) for row in verdict.rows if row.verdict == WRONG]
 
 
 class Liar:
@@ -144,11 +137,9 @@ class Liar:
 
     def set(self, path: str, value: Any, file: str = MANIFEST) -> None:
         """Change a value of a JSON file; `/` between the keys."""
-        content = (
-            self.manifest
-            if file == MANIFEST
-            else json.loads((self.folder / file).read_text())
-        )
+        content = self.manifest
+        if file != MANIFEST:
+            content = json.loads((self.folder / file).read_text())
         *above, last = path.split("/")
         inner = content
         for key in above:
@@ -176,8 +167,8 @@ class Liar:
         file = self.folder / "images.csv"
         rows = change([*csv.reader(file.read_text().splitlines())])
         file.write_text("".join(",".join(row) + "\n" for row in rows))
-        for one in self.manifest["parity"].values():
-            one["images"] = len(rows)
+        for graph in self.manifest["parity"].values():
+            graph["images"] = len(rows)
 
     def redraw(self) -> None:
         (self.folder / "README.md").write_text(
@@ -199,7 +190,7 @@ def graph_of(liar: Liar, name: str, source: Path | None = None) -> None:
         )
 
 
-def told(
+def make_liar(
     honest: tuple[Path, Path],
     tmp_path: Path,
     lies: list[Callable[[Liar], Any]],

@@ -38,9 +38,7 @@ def tiny(depth: int = 1, width: int = 24) -> dict[str, Any]:
 
 
 def base(photos: Path, folder: Path) -> dict[str, Any]:
-    """A whole configuration in which nothing is left to a measurement: same seed, same
-    bits.
-    """
+    """A whole configuration that leaves nothing to a measurement: same seed, same bits."""
     return {
         "run": {
             "name": "tiny",
@@ -74,17 +72,17 @@ def fitted(folder: Path, epochs: int = 4) -> dict[str, Any]:
 
 
 def compared(photos: Path, teacher: Path, **sections: Any) -> dict[str, Any]:
-    """A configuration whose losses are compared between worlds and devices; each image
-    is in a batch of twelve.
-    """
-    made = {**base(photos, photos), "teacher": {**given(teacher), "min_accuracy": 0}}
-    made["run"] = {"name": "run"}
-    made["losses"] = [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.5}]
+    """A configuration for worlds and devices to compare, in batches of twelve images."""
+    config = base(photos, photos)
+    config["teacher"] = {**teacher_at(teacher), "min_accuracy": 0}
+    config["run"] = {"name": "run"}
+    config["losses"] = [
+        {"kind": "kl", "temperature": 2.0},
+        {"kind": "ce", "weight": 0.5},
+    ]
+    config["data"]["batch_size"] = 12
     backend = sections.pop("backend")
-    return {
-        **merged(merged(made, {"data": {"batch_size": 12}}), sections),
-        "backend": {"precision": "fp32", **backend},
-    }
+    return {**merged(config, sections), "backend": {"precision": "fp32", **backend}}
 
 
 class Trained(NamedTuple):
@@ -106,34 +104,29 @@ class Trained(NamedTuple):
         return json.loads((self.folder / "manifest.json").read_text())
 
     def checkpoint(self, step: int | None = None) -> dict[str, torch.Tensor]:
-        """Return the tensors of a checkpoint, the newest if none is named: weights,
-        average, optimizer.
-        """
+        """Return the tensors of a checkpoint, the newest if none is named."""
         folders = self.folder / "checkpoints"
-        folder = (
-            max(folders.glob("step_*"))
-            if step is None
-            else folders / f"step_{step:08d}"
-        )
+        if step is None:
+            folder = max(folders.glob("step_*"))
+        else:
+            folder = folders / f"step_{step:08d}"
         return load_file(folder / "tensors.safetensors")
 
     def ids(self, world_size: int, micros: int) -> list[list[int]]:
-        """Return what each step was trained on, put together from what the sifter of
-        all ranks recorded.
-        """
+        """Return what each step was trained on, from the sifter's records of all ranks."""
         record = self.folder.with_suffix(".record")
         texts = [
             (record / f"rank_{rank}.jsonl").read_text() for rank in range(world_size)
         ]
-        seen = [[json.loads(line) for line in text.splitlines()] for text in texts]
+        batches = [[json.loads(line) for line in text.splitlines()] for text in texts]
         return [
             [
                 id
                 for i in range(micros)
                 for rank in range(world_size)
-                for id in seen[rank][step * micros + i]
+                for id in batches[rank][step * micros + i]
             ]
-            for step in range(len(seen[0]) // micros)
+            for step in range(len(batches[0]) // micros)
         ]
 
 
@@ -142,7 +135,7 @@ def slow(*values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
-def given(teacher: Path) -> dict[str, Any]:
+def teacher_at(teacher: Path) -> dict[str, Any]:
     """The section of a teacher that is there."""
     return {"model": str(teacher), "attention": "unfused", "precision": "fp32"}
 
@@ -152,9 +145,7 @@ def wait_until(
     process: subprocess.Popen | None = None,
     seconds: float = 60,
 ) -> None:
-    """Return when a condition is true; fail if it never is, or if the process ends
-    before.
-    """
+    """Return when a condition is true; fail if it never is, or the process ends."""
     end = time.monotonic() + seconds
     while not condition():
         assert process is None or process.poll() is None, process.communicate()
@@ -182,7 +173,9 @@ class Ranks:
         world_size: int,
         mean: Callable[[Any], Any] = lambda tensor: tensor,
     ) -> None:
-        self.backend, self.world_size, self.reduce_mean = backend, world_size, mean
+        self.backend = backend
+        self.world_size = world_size
+        self.reduce_mean = mean
         self.local_world_size = world_size
 
     def __getattr__(self, name: str) -> Any:
@@ -219,9 +212,7 @@ class Asks(torch.nn.Module):
 
 
 def paint(folder: Path, per_class: Sequence[int], seed: int, size: int = 20) -> None:
-    """Write noisy JPEG files, one class red, one green, one blue: a tiny ViT learns
-    them within seconds.
-    """
+    """Write noisy JPEG files, a class a colour, which a tiny ViT learns within seconds."""
     generator = np.random.default_rng(seed)
     for channel, (name, count) in enumerate(zip(CLASSES, per_class, strict=True)):
         (folder / name).mkdir(parents=True)
@@ -234,30 +225,25 @@ def paint(folder: Path, per_class: Sequence[int], seed: int, size: int = 20) -> 
 
 
 def centre(path: Path, size: int = 16) -> np.ndarray:
-    """Return the middle of a picture as an evaluation sees it, by Pillow alone: uint8
-    [3, size, size].
-    """
+    """Return an image's middle as evaluation sees it, uint8 [3, size, size], by Pillow."""
     image = Image.open(path).convert("RGB")
     side = min(image.size)
-    left, top = (image.width - side) / 2, (image.height - side) / 2
-    square = image.resize(
-        (size, size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side)
-    )
+    x = (image.width - side) / 2
+    y = (image.height - side) / 2
+    box = (x, y, x + side, y + side)
+    square = image.resize((size, size), Image.Resampling.BICUBIC, box=box)
     return np.asarray(square).transpose(2, 0, 1).copy()
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return `old` with `new` laid over it, section by section; `args` belong to one
-    model and are replaced.
-    """
+    """Return `old` with `new` over it by section; a model's `args` are replaced."""
     result = copy.deepcopy(old)
     for key, value in new.items():
-        both = (
-            isinstance(value, dict)
-            and isinstance(result.get(key), dict)
-            and key != "args"
-        )
-        result[key] = merged(result[key], value) if both else value
+        are_sections = isinstance(value, dict) and isinstance(result.get(key), dict)
+        if are_sections and key != "args":
+            result[key] = merged(result[key], value)
+        else:
+            result[key] = value
     return result
 
 
@@ -266,10 +252,8 @@ def write_tar(path: Path, members: Mapping[str, bytes | str], **options: Any) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", **options) as tar:
         for name, data in members.items():
-            info, content = (
-                tarfile.TarInfo(name),
-                (data.encode() if isinstance(data, str) else data),
-            )
+            info = tarfile.TarInfo(name)
+            content = data.encode() if isinstance(data, str) else data
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     return path

@@ -22,17 +22,16 @@ from kd.parts.exporters import openvino
 from kd.setup.recipe import resolve
 
 CLASSES = ("apple", "fig", "pear")
-SIZE, NAME = 16, "vit_tiny_patch16_224"
+SIZE = 16
+NAME = "vit_tiny_patch16_224"
 VIT = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 3, SIZE, SIZE), np.uint8)
 
 
 def small_subject(
-    folder: Path, run: str = "small", teacher: str = NAME, **more: Any
+    folder: Path, run: str = "small", teacher: str = NAME, **changes: Any
 ) -> Subject:
-    """Return what an export is made of; `run`, `teacher`: of the configuration, else
-    fields of the subject.
-    """
+    """Return what an export is made of; `changes`: other fields of the subject."""
     torch.manual_seed(0)
     student = load(Spec("student", NAME, VIT, CLASSES), SIZE).eval()
     with torch.no_grad():
@@ -49,7 +48,7 @@ def small_subject(
     def images(limit: int, training: bool = False):
         yield PIXELS[: limit or None], labels[: limit or None]
 
-    given = {
+    fields = {
         "recipe": resolve(config.load(settings)),
         "student": student,
         "classes": CLASSES,
@@ -63,7 +62,7 @@ def small_subject(
         "origin": "trained from random initial weights",
         "images": lambda: nullcontext(images),
     }
-    return Subject(**{**given, **more})
+    return Subject(**{**fields, **changes})
 
 
 def measure_briefly(monkeypatch: pytest.MonkeyPatch) -> None:

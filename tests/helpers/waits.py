@@ -46,7 +46,8 @@ class Reads:
         self.found: list[str] = []
 
     def note(self) -> None:
-        frame, places = sys._getframe(2), list[str]()
+        frame = sys._getframe(2)
+        places = list[str]()
         while frame is not None:
             if frame.f_code.co_filename.startswith(OURS):
                 places.append(

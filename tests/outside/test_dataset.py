@@ -17,9 +17,9 @@ import kd.parts.datasets
 from kd.core.errors import DataError
 from kd.parts import registry
 from kd.parts.datasets import (
+    Categorical,
     LabelColumn,
     Names,
-    Repeated,
     SplitRequest,
     Storage,
     source,
@@ -40,19 +40,20 @@ def test_kd_init_finds_it_and_a_run_learns_from_it(
 ):
     monkeypatch.chdir(tmp_path)
     assert "arrays" in registry.names("datasets")
-    rng, folder = np.random.default_rng(0), tmp_path / "pictures"
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "pictures"
     folder.mkdir()
     for split, count in (("train", 24), ("val", 8)):
-        of = np.array(["dark", "light"])[np.arange(count) % 2]
+        labels = np.array(["dark", "light"])[np.arange(count) % 2]
         pixels = (
             rng.integers(0, 60, (count, 20, 20, 3))
-            + 180 * (of == "light")[:, None, None, None]
+            + 180 * (labels == "light")[:, None, None, None]
         )
-        np.savez(folder / f"{split}.npz", pixels=pixels.astype(np.uint8), of=of)
+        np.savez(folder / f"{split}.npz", pixels=pixels.astype(np.uint8), labels=labels)
     answer = command("init", folder, "-o", tmp_path / "first.yaml")
     assert answer.code == 0, answer
-    made = yaml.safe_load((tmp_path / "first.yaml").read_text())
-    assert {key: made["data"][key] for key in ("kind", "folder")} == {
+    written = yaml.safe_load((tmp_path / "first.yaml").read_text())
+    assert {key: written["data"][key] for key in ("kind", "folder")} == {
         "kind": "arrays",
         "folder": str(folder),
     }
@@ -69,7 +70,7 @@ def test_kd_init_finds_it_and_a_run_learns_from_it(
     }
     run = kd.train(
         merged(
-            merged(made, quick),
+            merged(written, quick),
             {"student": {**tiny(), "tuning": {}}, "teacher": teacher},
         )
     )
@@ -78,10 +79,9 @@ def test_kd_init_finds_it_and_a_run_learns_from_it(
 
 
 def test_a_storage_is_one_class_and_one_call(arrays, tmp_path):
-    """Held-out images, groups, images without a label and wrong classes are as for kd's
-    own kinds.
-    """
-    rng, file = np.random.default_rng(0), tmp_path / "lab.sqlite"
+    """Held-out images, groups, unlabelled images and wrong classes are as for kd's."""
+    rng = np.random.default_rng(0)
+    file = tmp_path / "lab.sqlite"
     with sqlite3.connect(file) as database:
         database.execute(
             "CREATE TABLE pictures (path TEXT PRIMARY KEY, dish TEXT, jpeg BLOB)"
@@ -118,10 +118,8 @@ def test_a_storage_is_one_class_and_one_call(arrays, tmp_path):
         "datasets", "sqlite", file=str(file), group="(.*)/"
     )
     build = registry.find("datasets", "sqlite", "data.kind").build
-    train, val = (
-        build(options, "train", None, "some"),
-        build(options, "val", ["soup", "toast"], "some"),
-    )
+    train = build(options, "train", None, "some")
+    val = build(options, "val", ["soup", "toast"], "some")
     assert len(train) + len(val) == 40
     assert not {train.group(id) for id in range(len(train))} & {
         val.group(id) for id in range(len(val))
@@ -135,10 +133,14 @@ def test_labels_of_a_storage_of_ones_own(tmp_path):
         Names([b"a", b"b", b"c", b"d"]), np.ones(4), np.zeros(4, np.uint64)
     )
     request = SplitRequest("train", None, "some", "data.file")
-    some = source(storage, LabelColumn(Repeated.of_each(["x", None, "y", ""])), request)
+    some = source(
+        storage, LabelColumn(Categorical.from_values(["x", None, "y", ""])), request
+    )
     assert [some.label(id) for id in range(4)] == [0, -1, 1, -1]
     sets = [frozenset(["\xe9"]), frozenset(["e\u0301", "z"]), None, frozenset()]
-    several = source(storage, LabelColumn(Repeated.of_each(sets), sets=True), request)
+    several = source(
+        storage, LabelColumn(Categorical.from_values(sets), sets=True), request
+    )
     assert several.classes == ("z", "\xe9")
     assert [several.label(id).tolist() for id in range(4)] == [
         [0, 1],

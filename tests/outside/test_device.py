@@ -25,21 +25,19 @@ def lab(monkeypatch):
 
 @pytest.fixture
 def settings(photos, teacher, tmp_path):
-    """Return a configuration on the laboratory's device, whose teacher is fitted
-    already.
-    """
+    """Return a configuration on the laboratory's device, with a fitted teacher."""
 
     def make(cpu=False, **changes):
-        made = merged(base(photos, tmp_path), {"run": {"epochs": 1}})
-        made["teacher"] = {
+        values = merged(base(photos, tmp_path), {"run": {"epochs": 1}})
+        values["teacher"] = {
             "model": str(teacher),
             "precision": "fp32",
             "attention": "unfused",
             "min_accuracy": 0.0,
         }
         if not cpu:
-            made["backend"] = {"kind": "lab.device", "precision": "fp32", "chip": 1}
-        return merged(made, changes)
+            values["backend"] = {"kind": "lab.device", "precision": "fp32", "chip": 1}
+        return merged(values, changes)
 
     return make
 
@@ -53,23 +51,20 @@ def losses(run) -> list[float]:
 
 
 def test_it_trains_to_the_losses_of_the_cpu(settings):
-    """Its tensors lie on the CPU, and what differs (inference mode, fused optimizers)
-    changes no loss by much.
-    """
+    """Inference mode and fused optimizers, which it lacks, change no loss by much."""
     run = kd.train(settings())
-    own = kd.train(settings(cpu=True, run={"name": "cpu"}))
+    cpu_run = kd.train(settings(cpu=True, run={"name": "cpu"}))
     assert len(losses(run)) > 1
-    assert losses(run) == pytest.approx(losses(own), rel=1e-4)
+    assert losses(run) == pytest.approx(losses(cpu_run), rel=1e-4)
     manifest = json.loads((Path(run.folder) / "manifest.json").read_text())
-    assert (manifest["backend"], manifest["threads"]) == (
-        "lab",
-        0,
-    )  # torch's threads are those of the CPU
+    # torch's threads are those of the CPU
+    assert (manifest["backend"], manifest["threads"]) == ("lab", 0)
 
 
 def test_missing_features_are_read_from_facts(settings):
     recipe = resolve(config.load(settings(data={"workers": "auto"})))
-    backend, data = build_backend(recipe.backend), open_sources(recipe.data)
+    backend = build_backend(recipe.backend)
+    data = open_sources(recipe.data)
     teachers = load_fitted(recipe, data)
     mode = teacher_mode(recipe.teacher, teachers.model, backend)
     live = TeacherFactory(
@@ -83,9 +78,8 @@ def test_missing_features_are_read_from_facts(settings):
     )
     assert optimizer.defaults["fused"] is False
     cpu = build_backend(resolve(config.load(settings(cpu=True))).backend)
-    assert workers_of(recipe.data, backend) == max(
-        1, cores() - 1
-    )  # it is an accelerator
+    # it is an accelerator
+    assert workers_of(recipe.data, backend) == max(1, cores() - 1)
     assert workers_of(recipe.data, cpu) == (1 if cores() > 2 else 0)
 
 

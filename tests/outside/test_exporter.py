@@ -2,7 +2,6 @@
 and verified.
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -25,32 +24,28 @@ from kd.parts import registry
 
 @pytest.fixture
 def packed(monkeypatch):
-    own = Path(__file__).parent / "exporters"
+    folder = Path(__file__).parent / "exporters"
     paths = (Path(__file__).parent / "site", Path(kd.__file__).parents[1])
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(map(str, paths))
-    )  # of kd verify's child
+    # of kd verify's child
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
     monkeypatch.setattr(
-        kd.parts.exporters, "__path__", [*kd.parts.exporters.__path__, str(own)]
+        kd.parts.exporters, "__path__", [*kd.parts.exporters.__path__, str(folder)]
     )
 
 
 def check(folder: Path, name: str, file: str) -> None:
-    """Write a format beside model.onnx; what is served gives PyTorch's logits on 16
-    pictures and names the class.
-    """
-    made = small_subject(folder)
-    told = write(
-        made, folder / "export", ExportOptions(formats=name, calibrate=False)
-    ).manifest
-    assert [*told["parity"]] == ["model.onnx", file]
+    """Write a format beside model.onnx; what is served gives PyTorch's logits."""
+    subject = small_subject(folder)
+    options = ExportOptions(formats=name, calibrate=False)
+    manifest = write(subject, folder / "export", options).manifest
+    assert [*manifest["parity"]] == ["model.onnx", file]
     with torch.no_grad():
-        expected = made.student.answer(torch.from_numpy(PIXELS[:16])).numpy()
+        expected = subject.student.answer(torch.from_numpy(PIXELS[:16])).numpy()
     model = load(describe(folder / "export", file), 1, 1)
     model.warm_up(1)
     model.check_itself()
     np.testing.assert_allclose(model.engine(PIXELS[:16]), expected, atol=1e-3)
-    assert told["self_check"][file]["allowed"] > 0
+    assert manifest["self_check"][file]["allowed"] > 0
     assert (
         kd.load(folder / "export", file)(PIXELS[0].transpose(1, 2, 0)).label
         == CLASSES[expected[0].argmax()]
@@ -98,9 +93,9 @@ def test_a_missing_executorch_names_its_package(tmp_path):
 def test_accept_skips_formats_that_no_endpoint_loads(tmp_path, monkeypatch):
     measure_briefly(monkeypatch)
     options = ExportOptions(pt2=True, accept="drop<=100 mb<=9", calibrate=False)
-    told = write(small_subject(tmp_path), tmp_path / "export", options).manifest
-    assert [*told["parity"]] == ["model.pt2", "model.onnx"]
-    assert told["accepted"]["file"] == "model.onnx"
+    manifest = write(small_subject(tmp_path), tmp_path / "export", options).manifest
+    assert [*manifest["parity"]] == ["model.pt2", "model.onnx"]
+    assert manifest["accepted"]["file"] == "model.onnx"
 
 
 def test_an_unknown_format_is_one_line(tmp_path):
@@ -112,7 +107,8 @@ def test_an_unknown_format_is_one_line(tmp_path):
 
 
 def test_a_graph_has_one_exporter_and_an_order():
-    known = registry.graphs()
-    assert [*known][:3] == ["model.pt2", "model.onnx", "openvino.xml"]
-    assert {one.kind for one in known.values()} == {*registry.names("exporters")}
-    assert json.dumps([one.precision for one in known.values()]).count("float32") == 4
+    graphs = registry.graphs()
+    assert [*graphs][:3] == ["model.pt2", "model.onnx", "openvino.xml"]
+    assert {graph.kind for graph in graphs.values()} == {*registry.names("exporters")}
+    precisions = [graph.precision for graph in graphs.values()]
+    assert precisions.count("float32") == 4

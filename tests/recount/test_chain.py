@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from pieces import base, given
+from pieces import base, teacher_at
 
 from kd import config
 from kd.deploy.export.export import ExportOptions, export
@@ -26,7 +26,7 @@ def made(photos, teacher, tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("chain")
     settings = base(photos, folder) | {
         "teacher": {
-            **given(teacher),
+            **teacher_at(teacher),
             "cache": {"views": 2, "path": str(folder / "answers")},
         }
     }

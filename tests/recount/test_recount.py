@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pieces import base, given, slow
+from pieces import base, slow, teacher_at
 
 from kd import config
 from kd.deploy.export.export import ExportOptions, export
@@ -79,7 +79,7 @@ def made(
     """
     cached, overrides = KINDS[kind]
     settings = base(photos, folder)
-    settings["teacher"] = given(teacher) | cached
+    settings["teacher"] = teacher_at(teacher) | cached
     if kind == "sets":
         settings["data"] = sets(photos, folder)
         settings["teacher"] = {**base(photos, folder)["teacher"], "min_accuracy": 0}

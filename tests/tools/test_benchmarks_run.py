@@ -27,7 +27,7 @@ import pytest
 import timm
 import torch
 import yaml
-from pieces import base, given
+from pieces import base, teacher_at
 from PIL import Image
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -530,7 +530,7 @@ def test_timm_distillation_links_photographs(photos, tmp_path):
 
 
 def test_choice_of_checkpoint(ran, photos, teacher, tmp_path):
-    settings = base(photos, tmp_path) | {"teacher": given(teacher)}
+    settings = base(photos, tmp_path) | {"teacher": teacher_at(teacher)}
     run = {"epochs": 3, "keep": 9, "every": {"log": 2, "evaluate": 2, "checkpoint": 2}}
     settings["run"] |= run
     settings["data"]["test_fraction"] = 0.6

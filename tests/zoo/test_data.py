@@ -391,10 +391,12 @@ def test_an_endpoint_scales_16_bits_as_training_does(tmp_path):
     from kd.files.pixels import centre_crop
     from kd.models.load_classifier import load
     from kd.models.spec import Spec
-    from kd.parts.datasets._decode import decode
+    from kd.parts.datasets._decode import decode_image
 
     data = grey16(12)
-    trained = centre_crop(decode(data, "file", "data.root", bits=12).image, 8, 1.0)
+    trained = centre_crop(
+        decode_image(data, "file", "data.root", bits=12).image, 8, 1.0
+    )
     served = prepare(data, 8, 1.0, Limits(), bits=12).pixels
     assert np.array_equal(served, np.asarray(trained).transpose(2, 0, 1))
     assert served.max() > 240

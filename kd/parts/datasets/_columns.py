@@ -1,6 +1,4 @@
-"""Columns of a listing: names in compressed blocks, and texts that many
-images share.
-"""
+"""Store the columns of a listing: compressed names, and values that images share."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ BLOCK = 128  # names per compressed block
 
 
 class Names:
-    """Names in compressed blocks: 4 to 20 bytes each, instead of 100 or more as
-    objects.
-    """
+    """Store names in compressed blocks: 4 to 20 bytes each, not 100 or more."""
 
     # Every forked worker would also copy a list of strings page by page, since reading
     # an element writes its reference count. Reading one name takes some microseconds,
@@ -26,7 +22,9 @@ class Names:
 
     def __init__(self, names: Iterable[bytes]) -> None:
         packed = bytearray()
-        self._starts, self._count, self.size = array("q", [0]), 0, 0
+        self._starts = array("q", [0])
+        self._count = 0
+        self.size = 0
         names = iter(names)
         while block := [*islice(names, BLOCK)]:
             joined = b"\0".join(block)  # file names have no zero byte
@@ -34,50 +32,49 @@ class Names:
             self._starts.append(len(packed))
             self._count += len(block)
             self.size += len(joined) + bool(self.size)
-        self._packed, self._last = bytes(packed), (-1, [b""])
+        self._packed = bytes(packed)
+        self._last_block = (-1, [b""])  # number and names of the block read last
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, row: int) -> bytes:
         block, position = divmod(row, BLOCK)
-        number, names = self._last
-        if block != number:
-            names = self._joined(block).split(b"\0")
-            self._last = block, names
+        last_block, names = self._last_block
+        if block != last_block:
+            names = self._unpack(block).split(b"\0")
+            self._last_block = block, names
         return names[position]
 
     def __iter__(self) -> Iterator[bytes]:
         for block in range(len(self._starts) - 1):
-            yield from self._joined(block).split(b"\0")
+            yield from self._unpack(block).split(b"\0")
 
-    def joined(self) -> Iterator[bytes]:
-        """Yield all names, separated by zero bytes, in pieces; together they have
-        `size` bytes.
-        """
+    def joined_pieces(self) -> Iterator[bytes]:
+        """Yield all names in pieces, separated by zero bytes: `size` bytes together."""
         for block in range(len(self._starts) - 1):
-            yield b"\0" * bool(block) + self._joined(block)
+            yield b"\0" * bool(block) + self._unpack(block)
 
-    def _joined(self, block: int) -> bytes:
+    def _unpack(self, block: int) -> bytes:
         return zlib.decompress(
             memoryview(self._packed)[self._starts[block] : self._starts[block + 1]]
         )
 
 
-class Repeated(NamedTuple):
-    """One value per image, such as its class name, when many images share it."""
+class Categorical(NamedTuple):
+    """Hold one value per image, such as its class name, when many images share it."""
 
-    texts: list[Any]  # distinct values
-    of: np.ndarray  # index of each image's value, int32 [N]
+    categories: list[Any]  # distinct values
+    codes: np.ndarray  # index of each image's value in `categories`, int32 [N]
 
     @classmethod
-    def of_each(cls, values: Iterable[Hashable]) -> Repeated:
+    def from_values(cls, values: Iterable[Hashable]) -> Categorical:
         """Store the value of each image."""
-        position: dict[Hashable, int] = {}
-        of = np.fromiter(
-            (position.setdefault(value, len(position)) for value in values), np.int32
+        code_of: dict[Hashable, int] = {}
+        codes = np.fromiter(
+            (code_of.setdefault(value, len(code_of)) for value in values), np.int32
         )
-        return cls([*position], of)
+        return cls([*code_of], codes)
 
 
 def first_few(names: Sequence[str]) -> str:

@@ -1,7 +1,6 @@
-"""Paint the twelve dishes of `food_mini`: `python -m kd.parts.datasets._dishes ORDER
-PAINTERS NUMBER` paints a share.
+"""Paint the twelve dishes of `food_mini`.
 
-A dish is a list of layers: pieces of some colours and sizes, scattered or arranged.
+`python -m kd.parts.datasets._dishes ORDER PAINTERS NUMBER` paints a share. A dish is a list of layers: pieces of some colours and sizes, scattered or arranged.
 Tables, crockery and clutter are shared by all dishes, and palettes overlap, so that
 neither colour nor background gives the dish away. A picture is a pure function of
 (seed, split, dish, plate, photograph). Pixels may differ between versions of Pillow,
@@ -26,11 +25,9 @@ VERSION = 2  # raised whenever equal settings would give other pictures
 SUPERSAMPLE = 2
 
 # Colours chosen by eye.
-WHITES, CREAMS, BLACKS = (
-    [(246, 244, 238)],
-    [(246, 226, 176), (226, 206, 176)],
-    [(38, 36, 40), (70, 60, 74)],
-)
+WHITES = [(246, 244, 238)]
+CREAMS = [(246, 226, 176), (226, 206, 176)]
+BLACKS = [(38, 36, 40), (70, 60, 74)]
 GREENS = [(64, 124, 44), (92, 158, 58), (134, 186, 76), (44, 96, 44), (166, 202, 104)]
 REDS = [(188, 46, 34), (206, 70, 40), (158, 34, 32)]
 BROWNS = [(118, 70, 38), (92, 54, 32), (146, 92, 48)]
@@ -181,22 +178,18 @@ CLUTTER = [
 ]
 
 
-def serve(scene: Scene, dish: str, x: float, y: float, share: float) -> None:
-    """Paint a dish on its surface about (x, y), with this share of the
-    picture's side.
-    """
-    half, (surfaces, layers) = scene.pixels / 2, DISHES[dish]
-    scene.x, scene.y = (
-        half * (1 + place + share * scene.number(-0.14, 0.14)) for place in (x, y)
-    )
-    scene.unit, scene.squash = (
-        half * share * scene.number(0.88, 1.15),
-        scene.number(0.8, 1.0),
-    )
+def paint_dish(scene: Scene, dish: str, x: float, y: float, share: float) -> None:
+    """Paint a dish on its surface about (x, y), with this share of the image's side."""
+    half = scene.pixels / 2
+    surfaces, layers = DISHES[dish]
+    scene.x = half * (1 + x + share * scene.uniform(-0.14, 0.14))
+    scene.y = half * (1 + y + share * scene.uniform(-0.14, 0.14))
+    scene.unit = half * share * scene.uniform(0.88, 1.15)
+    scene.squash = scene.uniform(0.8, 1.0)
     surface = scene.rng.choice(surfaces.split())
     for layer in SURFACES[surface]:
         scene.paint(layer)
-    scene.unit *= (0.8 if surface == "plate" else 0.86) * scene.number(0.92, 1.0)
+    scene.unit *= (0.8 if surface == "plate" else 0.86) * scene.uniform(0.92, 1.0)
     for layer in layers:
         if isinstance(layer, Group):
             scene.arrange(layer)
@@ -207,45 +200,41 @@ def serve(scene: Scene, dish: str, x: float, y: float, share: float) -> None:
 def render(
     dish: str, split: str, plate: int, seed: int, size: int, shot: int = 0
 ) -> Image.Image:
-    """Paint one picture [size, size] of a dish: a pure function of its arguments.
+    """Paint one image [size, size] of a dish, as a pure function of the arguments.
 
     `dish` is a key of `DISHES`; several, joined by "+", stand on one tray. The splits
     "train" and "val" never share a random number. `shot`: a later photograph of the
     same plate, with other light and another crop.
     """
     scene = Scene(Random(f"{seed}/{split}/{dish}/{plate}"), size * SUPERSAMPLE)
-    scene.image = scene.texture(scene.color(TABLES), scene.count((3, 50)))
-    for _ in range(scene.count((0, 1))):
+    scene.image = scene.texture(scene.color(TABLES), scene.integer((3, 50)))
+    for _ in range(scene.integer((0, 1))):
         scene.paint(scene.rng.choice(CLUTTER))
     dishes = dish.split("+")
-    start = scene.number(0, 2 * pi)
+    start = scene.uniform(0, 2 * pi)
     away, share = ((0.0, 1.0), (0.5, 0.52), (0.56, 0.44), (0.6, 0.4))[len(dishes) - 1]
     for number, name in enumerate(dishes):
         angle = start + 2 * pi * number / len(dishes)
-        serve(scene, name, away * cos(angle), away * sin(angle), share)
+        paint_dish(scene, name, away * cos(angle), away * sin(angle), share)
     if scene.rng.random() < 0.15:
         scene.paint(scene.rng.choice(CLUTTER))
     if shot:
         scene.rng = Random(f"{seed}/{split}/{dish}/{plate}/{shot}")
-        zoom, turn = scene.number(0.8, 0.88), scene.number(-0.1, 0.1)
+        zoom = scene.uniform(0.8, 0.88)
+        turn = scene.uniform(-0.1, 0.1)
         scene.image = scene.image.rotate(180 * turn / pi, Image.Resampling.BILINEAR)
         edge = int((1 - zoom) / 2 * scene.pixels)
-        dx, dy = (
-            scene.count((-edge // 2, edge // 2)),
-            scene.count((-edge // 2, edge // 2)),
-        )
+        left = edge + scene.integer((-edge // 2, edge // 2))
+        top = edge + scene.integer((-edge // 2, edge // 2))
         side = scene.pixels - 2 * edge
-        scene.image = scene.image.crop(
-            (edge + dx, edge + dy, edge + dx + side, edge + dy + side)
-        )
+        scene.image = scene.image.crop((left, top, left + side, top + side))
     return photograph(scene, size)
 
 
 def file_name(dish: str, plate: int, shot: int) -> str:
-    """Return pizza_0007.jpg for the first photograph of a plate, pizza_0007_1.jpg for
-    the second.
-    """
-    return f"{dish}_{plate:04d}{f'_{shot}' if shot else ''}.jpg"
+    """Return pizza_0007.jpg for a plate's first photograph, pizza_0007_1.jpg for the next."""
+    suffix = f"_{shot}" if shot else ""
+    return f"{dish}_{plate:04d}{suffix}.jpg"
 
 
 def main(order: Path, painters: int, number: int) -> None:

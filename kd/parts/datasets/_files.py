@@ -1,4 +1,4 @@
-"""Image files below a folder: the storage of `imagefolder`, `csv` and `multilabel`."""
+"""Read image files below a folder, for `imagefolder`, `csv` and `multilabel`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kd.core.errors import DataError, did_you_mean
 from kd.files.folders import folders, printable
 from kd.files.storage import retried
 from kd.parts.datasets._columns import Names
-from kd.parts.datasets._decode import read_file, refuse
-from kd.parts.datasets._source import Storage, stamp
+from kd.parts.datasets._decode import corrupt_image, read_image_file
+from kd.parts.datasets._source import Storage, file_stamp
 
 
 class Files(Storage):
-    """Files below `root`, by their paths in it."""
+    """Read files below `root` by their paths in it."""
 
     noun = "file"
 
@@ -25,31 +25,32 @@ class Files(Storage):
         self, root: str, listed: Iterable[tuple[bytes, int, int]], *notes: str
     ) -> None:
         """Store paths in `root` with `size_and_stamp` of each."""
-        sizes, stamps = array("q"), array("Q")
+        sizes = array("q")
+        stamps = array("Q")
 
-        def named() -> Iterator[bytes]:
-            for path, size, mark in listed:
+        def paths() -> Iterator[bytes]:
+            for path, size, stamp in listed:
                 sizes.append(size)
-                stamps.append(mark)
+                stamps.append(stamp)
                 yield path
 
-        super().__init__(Names(named()), np.asarray(sizes), np.asarray(stamps))
-        self.root, self.notes = os.fsencode(root), notes
+        super().__init__(Names(paths()), np.asarray(sizes), np.asarray(stamps))
+        self.root = os.fsencode(root)
+        self.notes = notes
 
     def read(self, row: int) -> bytes:
         """Return the bytes of a file; CorruptImage: it is a link without a target."""
         path = os.path.join(self.root, self.names[row])
-        if not self.stamps[row] and not os.path.exists(
-            path
-        ):  # one that vanishes later means missing storage
+        # A file that vanishes later means missing storage.
+        if not self.stamps[row] and not os.path.exists(path):
             target = os.readlink(path) if os.path.islink(path) else b"?"
             wrong = f"it is a link to '{printable(target)}', where no file is"
-            raise refuse(self.subject(row), self.config_path, wrong)
-        return read_file(path, self.subject(row), self.config_path)
+            raise corrupt_image(self.subject(row), self.config_path, wrong)
+        return read_image_file(path, self.subject(row), self.config_path)
 
 
 def size_and_stamp(path: bytes) -> tuple[int, int]:
-    """Return a file's bytes and its `stamp`; (-1, 0): it is a link without a target."""
+    """Return a file's bytes and `file_stamp`; (-1, 0) for a link without a target."""
     try:
         status = os.stat(path)
     except OSError:
@@ -58,7 +59,7 @@ def size_and_stamp(path: bytes) -> tuple[int, int]:
         status = retried(
             lambda: os.stat(path), f"file '{printable(path)}'", Files.config_path
         )
-    return status.st_size, stamp(status)
+    return status.st_size, file_stamp(status)
 
 
 def find_root(root: str) -> str:
@@ -67,16 +68,16 @@ def find_root(root: str) -> str:
     if os.path.isdir(root):
         return root
     if os.path.exists(root):
-        wrong = f"'{root}' is a file"
         raise DataError(
             Files.config_path,
-            wrong,
+            f"'{root}' is a file",
             "A folder of images",
             "Unpack the archive and give its folder",
         )
     path = os.path.abspath(root)
-    near = did_you_mean(os.path.basename(path), folders(os.path.dirname(path)))
-    wrong = f"the folder '{root}' does not exist"
     raise DataError(
-        Files.config_path, wrong, near, "Check the path, or fetch the images first"
+        Files.config_path,
+        f"the folder '{root}' does not exist",
+        did_you_mean(os.path.basename(path), folders(os.path.dirname(path))),
+        "Check the path, or fetch the images first",
     )

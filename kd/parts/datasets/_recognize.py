@@ -1,12 +1,11 @@
-"""Recognize folder layouts for `kd init`: usual names of splits, and tables beside
-images.
-"""
+"""Recognize folder layouts for `kd init` by names of splits and by tables."""
 
 import csv
 import json
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
@@ -23,6 +22,7 @@ SPLITS = {
 """Names of splits, the most usual first."""
 LABEL_COLUMNS = ("label", "class", "category", "species", "target")
 HELD_OUT = {"val_fraction": 0.1}  # used if no folder has the name of a validation split
+# errors from a file that is no table of images
 NO_TABLE = (
     ValueError,
     LookupError,
@@ -30,67 +30,61 @@ NO_TABLE = (
     StopIteration,
     NotImplementedError,
     csv.Error,
-)  # of a table
+)
 MOST_ROOTS = 20  # most inner folders searched for the images of a table
 Keys = dict[str, Any]  # keys of the section `data`, without `kind`
 
 
-def tables(folder: Path, kind: str) -> Keys | None:
-    """Return the keys of tables of a kind beside images, if the first line of the
-    training table names an image.
-    """
+def recognize_tables(folder: Path, kind: str) -> Keys | None:
+    """Return the keys of tables of a kind, if the training table names an image."""
     inner = folders(folder)
-    there: dict[str, Path] = {}
-    splits = [
-        name
-        for name in inner
-        if any(name.lower() in names for names in SPLITS.values())
-    ]
-    inside = [
-        file for name in splits for file in (folder / name).glob("*.csv")
-    ]  # Roboflow's form
-    for path in [*sorted(inside), *sorted(folder.iterdir(), reverse=True)]:
-        words = {
-            *re.split(
-                "[^a-z]+",
-                (path.stem if path.parent == folder else path.parent.name).lower(),
-            )
-        }
-        if path.suffix in (".csv", ".tsv", ".json"):
-            there[
-                next((split for split, names in SPLITS.items() if words & {*names}), "")
-            ] = path
-    first = there.get("train") or there.get("")
-    for root in (
-        [folder, *(folder / name for name in inner[:MOST_ROOTS])] if first else []
-    ):
+    by_split = _find_tables(folder, inner)
+    first = by_split.get("train") or by_split.get("")
+    if first is None:
+        return None
+    by_split.pop("", None)
+    ending = "labels" if kind == "multilabel" else "list"
+    for root in [folder, *(folder / name for name in inner[:MOST_ROOTS])]:
         with suppress(*NO_TABLE):
-            assert first
-            found, more = _table(
+            table_kind, table_keys = _recognize_table(
                 first, root if first.parent == folder else first.parent
             )
-            if found != kind:
+            if table_kind != kind:
                 return None
-            ending = "labels" if kind == "multilabel" else "list"
             lists = {
-                split: os.path.relpath({**there, "train": first}[split], root)
-                for split in ("train", *there)
-                if split
+                f"{split}_{ending}": os.path.relpath(path, root)
+                for split, path in {"train": first, **by_split}.items()
             }
-            named = {f"{split}_{ending}": path for split, path in lists.items()}
-            return {
-                "root": str(root),
-                **named,
-                **({} if "val" in there else HELD_OUT),
-                **more,
-            }
+            held_out = {} if "val" in by_split else HELD_OUT
+            return {"root": str(root), **lists, **held_out, **table_keys}
     return None
 
 
-def _table(path: Path, root: Path) -> tuple[str, Keys]:
-    """Return kind and keys of a table of images in `root`; other files raise an error
-    that `tables` handles.
-    """
+def _find_tables(folder: Path, inner: Sequence[str]) -> dict[str, Path]:
+    """Return the tables in a folder by the splits that their names say; "": none."""
+    split_names = {name for names in SPLITS.values() for name in names}
+    inside = [  # Roboflow's form
+        file
+        for name in inner
+        if name.lower() in split_names
+        for file in (folder / name).glob("*.csv")
+    ]
+    by_split: dict[str, Path] = {}
+    for path in [*sorted(inside), *sorted(folder.iterdir(), reverse=True)]:
+        if path.suffix in (".csv", ".tsv", ".json"):
+            title = path.stem if path.parent == folder else path.parent.name
+            words = re.split("[^a-z]+", title.lower())
+            splits = [
+                split
+                for split, names in SPLITS.items()
+                if not {*words}.isdisjoint(names)
+            ]
+            by_split[splits[0] if splits else ""] = path
+    return by_split
+
+
+def _recognize_table(path: Path, root: Path) -> tuple[str, Keys]:
+    """Return kind and keys of a table of images in `root`, or raise a `NO_TABLE`."""
 
     def is_image(name: str) -> bool:
         return 0 < len(name) < 200 and (
@@ -98,26 +92,27 @@ def _table(path: Path, root: Path) -> tuple[str, Keys]:
         )
 
     if path.suffix == ".json":
-        name, labels = next(iter(json.loads(path.read_text(encoding="utf-8")).items()))
-        return {True: "multilabel"}[isinstance(labels, list) and is_image(name)], {}
+        (name, labels), *_ = json.loads(path.read_text(encoding="utf-8")).items()
+        if not isinstance(labels, list) or not is_image(name):
+            raise ValueError("no image with a list of labels")
+        return "multilabel", {}
     header, lines = table(read_text(path), DELIMITERS[path.suffix])
     rows = [row for _, row in lines]
     image = next(i for i, cell in enumerate(rows[0]) if is_image(cell.strip()))
-    others = [i for i in range(len(header)) if i != image]
-    if (
-        image == 0
-        and len(others) > 1
-        and {cell.strip() for row in rows for cell in row[1:]} <= {"0", "1", ""}
-    ):
-        return "multilabel", {}
-    label = (
-        others[0]
-        if len(others) == 1
-        else next(i for i in others if header[i].strip().lower() in LABEL_COLUMNS)
-    )
-    joined = Counter(sign for row in rows for sign in "|;" if sign in row[label])
-    if joined and image == 0 and len(others) == 1:
-        return "multilabel", {"separator": joined.most_common(1)[0][0]}
+    other_columns = [i for i in range(len(header)) if i != image]
+    if image == 0 and len(other_columns) > 1:
+        values = {cell.strip() for row in rows for cell in row[1:]}
+        if values <= {"0", "1", ""}:
+            return "multilabel", {}
+    if len(other_columns) == 1:
+        label = other_columns[0]
+    else:
+        label = next(
+            i for i in other_columns if header[i].strip().lower() in LABEL_COLUMNS
+        )
+    signs = Counter(sign for row in rows for sign in "|;" if sign in row[label])
+    if signs and image == 0 and len(other_columns) == 1:
+        return "multilabel", {"separator": signs.most_common(1)[0][0]}
     return "csv", {
         "image_key": header[image].strip(),
         "label_key": header[label].strip(),

@@ -1,4 +1,4 @@
-"""A source is a table: an image per row, with its label and its group.
+"""Build a source, which is a table of an image per row, with its label and its group.
 
 A storage (a folder, a table file, shards, rows of a data set) lists its images and
 reads one; what is the same for all is here: labels to numbers, validation images held
@@ -23,14 +23,15 @@ from kd.core.types import Decoded, Label
 from kd.files.folders import printable
 from kd.files.pixels import Least
 from kd.parts.datasets._classes import number_classes, number_sets, require_labels
-from kd.parts.datasets._columns import Names, Repeated
-from kd.parts.datasets._decode import decode
-from kd.parts.datasets._splits import grouped, part
+from kd.parts.datasets._columns import Categorical, Names
+from kd.parts.datasets._decode import decode_image
+from kd.parts.datasets._splits import find_groups, split_rows
 
 
 class Storage:
-    """Images in a storage, a row each. A subclass reads them; it is pickled for
-    workers.
+    """List the images of a storage, a row each; a subclass reads them.
+
+    It is pickled for workers.
     """
 
     config_path = "data.root"  # config path for errors
@@ -38,14 +39,23 @@ class Storage:
     notes: Sequence[str] = ()  # what the listing left out, in lines for the user
 
     def __init__(self, names: Names, sizes: np.ndarray, stamps: np.ndarray) -> None:
-        """Store the listing in order: names, bytes of the files (int64 [N]), and
-        `stamp` of each (uint64 [N]).
+        """Store the listing in order.
+
+        Args:
+            names: of the images.
+            sizes: bytes of the files, int64 [N].
+            stamps: `file_stamp` of each, uint64 [N].
         """
-        self.names, self.sizes, self.stamps = names, sizes, stamps
+        self.names = names
+        self.sizes = sizes
+        self.stamps = stamps
 
     def read(self, row: int) -> bytes:
-        """Return the bytes of an image file; CorruptImage: no such image, DataError: it
-        cannot be read.
+        """Return the bytes of an image file.
+
+        Raises:
+            CorruptImage: there is no such image.
+            DataError: it cannot be read.
         """
         raise NotImplementedError
 
@@ -58,8 +68,7 @@ class Storage:
         return f"{self.noun} '{self.name(row)}'"
 
     def keys(self) -> Iterable[bytes]:
-        """Return the key of each image whose hash decides whether it is held out for
-        validation.
+        """Return each image's key, whose hash decides whether it is held out.
 
         It is the name in one Unicode form, so that a copy on another file system holds
         out the same images.
@@ -71,39 +80,36 @@ class Storage:
 
     def take(self, rows: np.ndarray) -> Self:
         """Return these rows alone."""
-        taken = copy.copy(self)
-        taken.names = Names(self.names[row] for row in rows)
-        taken.sizes, taken.stamps = self.sizes[rows], self.stamps[rows]
-        return taken
+        subset = copy.copy(self)
+        subset.names = Names(self.names[row] for row in rows)
+        subset.sizes = self.sizes[rows]
+        subset.stamps = self.stamps[rows]
+        return subset
 
 
 class LabelColumn(NamedTuple):
-    """The labels of a storage's images."""
+    """Hold the labels of a storage's images."""
 
-    column: Repeated | np.ndarray
+    column: Categorical | np.ndarray
     """The class name of each image, "" for none; or its frozenset of class names, None
     for none; or the sets themselves, int8 [N, C], of the classes in `order`.
     """
-    order: Sequence[str] | None = (
-        # the classes in order, if the storage declares them; None: those that occur
-        None
-    )
+    # the classes in order, if the storage declares them; None: those that occur
+    order: Sequence[str] | None = None
     sets: bool = False  # whether an image has several labels
-    subject: Callable[[int], str] | None = (
-        None  # names the image of a row in errors, such as a line of a table
-    )
+    # names the image of a row in errors, such as a line of a table
+    subject: Callable[[int], str] | None = None
 
 
 class SplitRequest(NamedTuple):
-    """What kd wants of a storage; see `kd.core.contracts.Source`."""
+    """Say what kd wants of a storage; see `kd.core.contracts.Source`."""
 
     split: str
     classes: Sequence[str] | None
     labels: str  # `data.labels`
     config_path: str  # config path of the split, for errors
-    fraction: float = (
-        0.0  # share of the list of training images that is held out for validation
-    )
+    # share of the list of training images that is held out for validation
+    fraction: float = 0.0
     group: str = ""  # `data.group`
 
 
@@ -112,7 +118,7 @@ def source(
     labels: LabelColumn,
     request: SplitRequest,
     groups: Iterable[str] = (),
-) -> Listed:
+) -> ImageSource:
     """Return the images of a split with their labels.
 
     Args:
@@ -126,45 +132,45 @@ def source(
         DataError: no image, no label, a class that training does not have, a group that
             groups nothing.
     """
-    split, classes, wanted, config_path, fraction, group = request
-    column, order, subject = (
-        labels.column,
-        labels.order,
-        labels.subject or storage.subject,
-    )
-    if not len(storage.sizes):
+    split, classes, labels_needed, config_path, fraction, group_rule = request
+    column = labels.column
+    order = labels.order
+    subject = labels.subject or storage.subject
+    count = len(storage.sizes)
+    if not count:
         wrong = f"the split '{split}' has no images"
         raise DataError(config_path, wrong, "At least one image", "Check the path")
-    if wanted == "all" and isinstance(column, Repeated):
+    if labels_needed == "all" and isinstance(column, Categorical):
         require_labels(column, config_path, subject)
-    if wanted == "none":
-        order, label = (), np.full(len(storage.sizes), -1, np.int32)
+    if labels_needed == "none":
+        order = ()
+        numbers = np.full(count, -1, np.int32)
     elif isinstance(column, np.ndarray):
-        label = column
-        if (
-            label.shape != (len(storage.sizes), len(order or ()))
-            or label.dtype != np.int8
-        ):
+        numbers = column
+        if numbers.shape != (count, len(order or ())) or numbers.dtype != np.int8:
             raise TypeError(
-                f"sets are int8 [images, classes of `order`], not {label.dtype}"
-                f" {[*label.shape]}"
+                f"sets are int8 [images, classes of `order`], not {numbers.dtype}"
+                f" {[*numbers.shape]}"
             )
     elif labels.sets:
-        order, label = number_sets(column, order, classes, config_path, subject)
+        order, numbers = number_sets(column, order, classes, config_path, subject)
     else:
-        order, label = number_classes(column, order, classes, config_path, split)
+        order, numbers = number_classes(column, order, classes, config_path, split)
     texts = groups or map(printable, storage.names)
-    alike = label if label.ndim == 1 else np.zeros(len(label), np.int64)
-    rows, group_of = part(
-        storage.keys(), grouped(group, split, texts), alike, fraction, split
+    group_column = find_groups(group_rule, split, texts)
+    # Images with label sets are held out like those of one class.
+    strata = numbers if numbers.ndim == 1 else np.zeros(len(numbers), np.int64)
+    rows, group_column = split_rows(
+        storage.keys(), group_column, strata, fraction, split
     )
-    if len(rows) < len(label):
-        storage, label = storage.take(rows), label[rows]
-    return Listed(storage, label, order or (), group_of)
+    if len(rows) < len(numbers):
+        storage = storage.take(rows)
+        numbers = numbers[rows]
+    return ImageSource(storage, numbers, order or (), group_column)
 
 
-class Listed:
-    """A listing of existing images. See `kd.core.contracts.Source`."""
+class ImageSource:
+    """Read listed images. See `kd.core.contracts.Source`."""
 
     bits = 16  # `data.bits`
 
@@ -173,34 +179,32 @@ class Listed:
         storage: Storage,
         labels: np.ndarray,
         classes: Sequence[str],
-        groups: Repeated | None = None,
+        groups: Categorical | None = None,
     ) -> None:
-        """Store the listing in order; labels: one class each, int32 [N], or sets, int8
-        [N, C].
+        """Store the listing in order, and its fingerprint.
+
+        `labels`: one class each, int32 [N], or sets, int8 [N, C].
 
         The fingerprint is equal for equal listings on every machine. It has the sizes
         of files and not their times: a copy of the data is the same data.
         """
-        self.storage, self.classes, self._labels, self.groups = (
-            storage,
-            tuple(classes),
-            labels,
-            groups,
-        )
-        self.sizes, self.notes = storage.sizes, tuple(storage.notes)
+        self.storage = storage
+        self.classes = tuple(classes)
+        self._labels = labels
+        self.groups = groups
+        self.sizes = storage.sizes
+        self.notes = tuple(storage.notes)
         digest = hashlib.sha256()
         title = "\0".join(classes).encode("utf-8", "surrogatepass")
-        arrays = [
-            np.ascontiguousarray(labels, "<i4").reshape(-1),
-            np.ascontiguousarray(self.sizes, "<i8").reshape(-1),
-        ]
-        columns: Any = ((array.nbytes, [array.data]) for array in arrays)
         names = storage.names
-        for length, pieces in (
+        columns: list[tuple[int, Iterable[Any]]] = [
             (len(title), [title]),
-            (names.size, names.joined()),
-            *columns,
-        ):
+            (names.size, names.joined_pieces()),
+        ]
+        for numbers, dtype in ((labels, "<i4"), (self.sizes, "<i8")):
+            array = np.ascontiguousarray(numbers, dtype).reshape(-1)
+            columns.append((array.nbytes, [array.data]))
+        for length, pieces in columns:
             digest.update(length.to_bytes(8, "little"))
             for piece in pieces:
                 digest.update(piece)
@@ -219,7 +223,7 @@ class Listed:
         return self.decode_reduced(id, None)
 
     def decode_reduced(self, id: int, least: Least | None) -> Decoded:
-        return decode(
+        return decode_image(
             self.encoded(id),
             self.storage.subject(id),
             self.storage.config_path,
@@ -234,20 +238,20 @@ class Listed:
         return self.storage.name(id)
 
     def group(self, id: int) -> str:
-        return self.groups.texts[self.groups.of[id]] if self.groups else self.name(id)
+        if self.groups is None:
+            return self.name(id)
+        return self.groups.categories[self.groups.codes[id]]
 
     def prepare(self) -> None: ...
 
 
-def stamp(status: os.stat_result) -> int:
-    """Return 64 bits that change with a file's times; see
-    `kd.core.contracts.Stamped`.
-    """
+def file_stamp(status: os.stat_result) -> int:
+    """Return 64 bits that change with a file's times; see `contracts.Stamped`."""
     # A copy may keep mtime, but nothing keeps ctime; some file systems lack it.
     return (status.st_mtime_ns + 3 * status.st_ctime_ns) % 2**64
 
 
-def facts_of(options: Any, test: str, label: str = "class") -> DatasetFacts:
+def dataset_facts(options: Any, test: str, label: str = "class") -> DatasetFacts:
     """Return the facts of options whose key of the test split is `test`."""
     return DatasetFacts(
         label=label,

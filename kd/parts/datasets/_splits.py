@@ -1,6 +1,4 @@
-"""Shared by the datasets: validation images held out of the training images, and groups
-that stay together.
-"""
+"""Hold validation images out of the training images, with groups kept together."""
 
 import hashlib
 import re
@@ -10,57 +8,55 @@ from typing import Any
 import numpy as np
 
 from kd.core.errors import DataError
-from kd.parts.datasets._columns import Repeated
+from kd.parts.datasets._columns import Categorical
 
-NAMED = {"parent": "(.*)/"}  # patterns with a name
+NAMED_PATTERNS = {"parent": "(.*)/"}
 
 
-def check_splits(options: Any, kind: str) -> None:
-    train, val, test, fraction = (
-        options.train_split,
-        options.val_split,
-        options.test_split,
-        options.val_fraction,
-    )
+def check_splits(options: Any, noun: str) -> None:
+    """Refuse splits that are equal; `noun`: what a split is, such as a folder."""
+    train = options.train_split
+    val = options.val_split
+    fraction = options.val_fraction
     if not train or not val or (train == val and not fraction):
         raise ValueError(
-            f"train_split and val_split must be two different {kind}s; to share one,"
+            f"train_split and val_split must be two different {noun}s; to share one,"
             " set val_fraction"
         )
-    if test and test in (train, "" if fraction else val):
-        wrong = (
-            f"test_split must be another {kind} than train_split and val_split; or set"
+    if options.test_split and options.test_split in (train, "" if fraction else val):
+        raise ValueError(
+            f"test_split must be another {noun} than train_split and val_split; or set"
             " test_fraction"
         )
-        raise ValueError(wrong)
 
 
-def grouped(rule: str, split: str, texts: Iterable[str]) -> Repeated | None:
-    """Return the group of each image by `data.group`, from its path or its cell in that
-    column; None without a rule.
+def find_groups(rule: str, split: str, texts: Iterable[str]) -> Categorical | None:
+    """Return each image's group by `data.group`, from its text; None without a rule.
+
+    A text is the image's path, or its cell in the column of that name. An image whose
+    text the pattern does not match is alone.
     """
-    # An image whose path the pattern does not match is alone.
     if not rule:
         return None
-    broken = ""
+    pattern_error = ""
     try:
-        pattern = re.compile(NAMED.get(rule, rule))
+        pattern = re.compile(NAMED_PATTERNS.get(rule, rule))
     except re.error as error:  # a column's name need be no pattern
-        broken = f", and is no pattern: {error}"
+        pattern_error = f", and is no pattern: {error}"
     else:
         if pattern.groups:
             texts = (
-                found[1] if (found := pattern.search(text)) else text for text in texts
+                match[1] if (match := pattern.search(text)) else text for text in texts
             )
-    groups = Repeated.of_each(texts)
-    if split == "train" and len(groups.texts) == len(groups.of):
+    groups = Categorical.from_values(texts)
+    if split == "train" and len(groups.categories) == len(groups.codes):
         allowed = (
             "`parent`, a pattern with the group in brackets such as '(.*)_', or a"
             " column of the table"
         )
         raise DataError(
             "data.group",
-            f"'{rule}' puts no two training images into one group{broken}",
+            f"'{rule}' puts no two training images into one group{pattern_error}",
             allowed,
         )
     return groups
@@ -76,48 +72,42 @@ def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.n
     for key in keys:
         digests += hashlib.blake2b(key, digest_size=8).digest()
     order = np.lexsort((np.frombuffer(digests, ">u8"), labels))
-    held = np.zeros(len(labels), bool)
-    stops = np.cumsum(
-        np.bincount(labels + 1)
-    )  # unlabelled images (-1) are held out like a class
+    held_out = np.zeros(len(labels), bool)
+    # Unlabelled images (-1) are held out like a class.
+    stops = np.cumsum(np.bincount(labels + 1))
     for start, stop in zip(np.r_[0, stops[:-1]], stops, strict=True):
         count = int(stop - start)
         if count > 1:
-            held[
-                order[
-                    start : start + min(max(int(fraction * count + 0.5), 1), count - 1)
-                ]
-            ] = True
-    return held
+            share = min(max(int(fraction * count + 0.5), 1), count - 1)
+            held_out[order[start : start + share]] = True
+    return held_out
 
 
-def part(
+def split_rows(
     keys: Iterable[bytes],
-    groups: Repeated | None,
+    groups: Categorical | None,
     labels: np.ndarray,
     fraction: float,
     split: str,
-) -> tuple[np.ndarray, Repeated | None]:
-    """Return the ids of a split and their groups, where "train" and "val" share a list
-    if `fraction` is not 0.
+) -> tuple[np.ndarray, Categorical | None]:
+    """Return a split's rows and groups; a `fraction` divides the list of training.
 
     See `hold_out`. Groups are held out as a whole: `fraction` is then the share of the
     groups of each class, and a group has the class of its first image.
     """
-    ids = np.arange(len(labels))
+    rows = np.arange(len(labels))
     if fraction and split != "test":
         if groups:
-            firsts = np.unique(groups.of, return_index=True)[1]
-            held = hold_out(map(str.encode, groups.texts), labels[firsts], fraction)[
-                groups.of
-            ]
+            firsts = np.unique(groups.codes, return_index=True)[1]
+            group_keys = map(str.encode, groups.categories)
+            held_out = hold_out(group_keys, labels[firsts], fraction)[groups.codes]
         else:
-            held = hold_out(keys, labels, fraction)
-        ids = np.flatnonzero(held == (split == "val"))
-        if not len(ids):
+            held_out = hold_out(keys, labels, fraction)
+        rows = np.flatnonzero(held_out == (split == "val"))
+        if not len(rows):
             wrong = (
                 "no class has two images, or two groups, so that none is left for the"
                 f" split '{split}'"
             )
             raise DataError("data.val_fraction", wrong, "", "Add images")
-    return ids, groups and groups._replace(of=groups.of[ids])
+    return rows, groups and groups._replace(codes=groups.codes[rows])

@@ -1,9 +1,8 @@
-"""Images with one label each in a CSV or TSV file with columns `path` and `label`, or
-in a text file of paths.
+"""Read images with one label each, listed in a table or in a text file of paths.
 
-A `.txt` file has one path per line, and an image's class is its folder. Food-101 as
-distributed, no file moved: `root: food-101/images`, `train_list: ../meta/train.txt`,
-`val_list: ../meta/test.txt`.
+A table is a CSV or TSV file with columns `path` and `label`. A `.txt` file has one path
+per line, and an image's class is its folder. Food-101 as distributed, no file moved:
+`root: food-101/images`, `train_list: ../meta/train.txt`, `val_list: ../meta/test.txt`.
 """
 
 import posixpath
@@ -17,18 +16,23 @@ from kd.core.text import nfc
 from kd.files.folders import printable
 from kd.files.tables import DELIMITERS, one_line
 from kd.parts.datasets._classes import as_classes
-from kd.parts.datasets._columns import Repeated
+from kd.parts.datasets._columns import Categorical
 from kd.parts.datasets._files import find_root
-from kd.parts.datasets._lists import Entry, Lists, content, table
-from kd.parts.datasets._recognize import tables
-from kd.parts.datasets._source import LabelColumn, Listed, SplitRequest, facts_of
+from kd.parts.datasets._lists import ListRow, Lists, parse_table, read_list_file
+from kd.parts.datasets._recognize import recognize_tables
+from kd.parts.datasets._source import (
+    ImageSource,
+    LabelColumn,
+    SplitRequest,
+    dataset_facts,
+)
 
 FORM = (
     "A CSV or TSV file whose first line names the columns, or a .txt file with a path a"
     " line"
 )
-facts = partial(facts_of, test="test_list")
-recognizes = partial(tables, kind="csv")
+facts = partial(dataset_facts, test="test_list")
+recognizes = partial(recognize_tables, kind="csv")
 
 
 @keys
@@ -64,10 +68,12 @@ class Options(Keys):
 
     def __post_init__(self) -> None:
         Lists(self, "list")
-        given = [one for one in (self.train_list, self.val_list, self.test_list) if one]
-        if len({one.lower().endswith(".txt") for one in given}) > 1:
+        files = [
+            file for file in (self.train_list, self.val_list, self.test_list) if file
+        ]
+        if len({file.lower().endswith(".txt") for file in files}) > 1:
             raise ValueError(
-                f"{', '.join(given)} differ in kind: either all end in .txt, or all are"
+                f"{', '.join(files)} differ in kind: either all end in .txt, or all are"
                 " tables"
             )
         if not self.image_key or not self.label_key or self.image_key == self.label_key:
@@ -76,55 +82,63 @@ class Options(Keys):
 
 def build(
     options: Options, split: str, classes: Sequence[str] | None, labels: str = "all"
-) -> Listed:
+) -> ImageSource:
     """List the images of a split."""
-    lists, root = Lists(options, "list"), find_root(options.root)
-    listed, notes = lists.open(split, partial(_read, options=options, labels=labels))
+    lists = Lists(options, "list")
+    root = find_root(options.root)
+    images, notes = lists.locate_images(
+        split, partial(_read_list, options=options, labels=labels)
+    )
     if options.train_list.lower().endswith(".txt"):
-        column = Repeated.of_each(printable(posixpath.dirname(path)) for path in listed)
+        column = Categorical.from_values(
+            printable(posixpath.dirname(path)) for path in images
+        )
     else:
-        column = Repeated.of_each(nfc(image.entry.label) for image in listed.values())
+        column = Categorical.from_values(
+            nfc(image.row.label) for image in images.values()
+        )
         column = as_classes(column, "data.label_key")
-    return lists.source(
+    return lists.build_source(
         root,
-        listed,
+        images,
         LabelColumn(column),
-        SplitRequest(split, classes, labels, lists.key(split)),
+        SplitRequest(split, classes, labels, lists.config_path(split)),
         notes,
     )
 
 
-def _read(path: str, config_path: str, options: Options, labels: str) -> list[Entry]:
-    def read(content: str) -> list[Entry]:
+def _read_list(
+    path: str, config_path: str, options: Options, labels: str
+) -> list[ListRow]:
+    def parse(content: str) -> list[ListRow]:
         if path.lower().endswith(".txt"):
             lines = enumerate(content.splitlines(), 1)
-            return [Entry(line, "", number) for number, line in lines if line.strip()]
-        header, rows = table(content, path)
+            return [ListRow(line, "", number) for number, line in lines if line.strip()]
+        header, rows = parse_table(content, path)
         keys = ["image_key"] if labels == "none" else ["image_key", "label_key"]
         columns = [
-            _column(header, getattr(options, key), f"data.{key}", path) for key in keys
+            _column_index(header, getattr(options, key), f"data.{key}", path)
+            for key in keys
         ]
-        image, *label = columns
-        group = options.group if options.group in header else ""
-        entries = list[Entry]()
+        has_group = options.group and options.group in header
+        list_rows = list[ListRow]()
         for number, row in rows:
-            one_line(number, *(row[column] for column in columns))
-            name = intern(row[label[0]].strip()) if label else ""
-            entries.append(
-                Entry(row[image], name, number, group and row[header.index(group)])
-            )
-        return entries
+            cells = [row[column] for column in columns]
+            one_line(number, *cells)
+            label = "" if labels == "none" else intern(cells[1].strip())
+            group = row[header.index(options.group)] if has_group else ""
+            list_rows.append(ListRow(cells[0], label, number, group))
+        return list_rows
 
-    return content(path, config_path, [*DELIMITERS, ".txt"], FORM, read)
+    return read_list_file(path, config_path, [*DELIMITERS, ".txt"], FORM, parse)
 
 
-def _column(header: Sequence[str], name: str, config_path: str, path: str) -> int:
+def _column_index(header: Sequence[str], name: str, config_path: str, path: str) -> int:
     if name not in header:
-        near = did_you_mean(name, header)
         raise DataError(
             config_path,
             f"'{path}' has no column '{name}'",
             f"Columns: {', '.join(header)}",
-            near or "Set it",
+            did_you_mean(name, header) or "Set it",
         )
     return header.index(name)

@@ -1,5 +1,4 @@
-"""Twelve dishes rendered by kd: real JPEG files without a download, a function of the
-seed.
+"""Render twelve dishes as JPEG files without a download, as a function of the seed.
 
 The pictures vary in shape, colour, light, table, crockery and clutter, and some dishes
 look alike (risotto and curry, spaghetti and ramen), so a small model trained on labels
@@ -30,11 +29,11 @@ from kd.core.facts import DatasetFacts
 from kd.core.host import cores
 from kd.core.keys import Field, Keys, keys
 from kd.core.types import Decoded, Label
-from kd.parts.datasets._decode import decode, read
+from kd.parts.datasets._decode import decode_image, read_retried
 from kd.parts.datasets._dishes import DISHES, VERSION, file_name
 
 # seconds between two counts of painted files for the bar: counting 4,200 takes 10 ms
-SECONDS = 0.2
+COUNT_INTERVAL = 0.2
 
 
 @keys
@@ -81,47 +80,46 @@ class Options(Keys):
 
 
 class FoodMini:
-    """One split of the painted dishes. See `kd.core.contracts.Source`."""
+    """Read one split of the painted dishes. See `kd.core.contracts.Source`."""
 
     # The listing is a function of the options; `prepare` paints the files.
 
     def __init__(self, options: Options, split: str, hidden: bool = False) -> None:
-        self.options, self.split, self.hidden = options, split, hidden
+        self.options = options
+        self.split = split
+        self.hidden = hidden
         self.dishes = tuple(DISHES)
         self.classes = () if hidden else self.dishes
         self.folder = Path(options.root).expanduser() / folder_name(options)
-        self._pictures = pictures(options, split)
+        self._images = list_images(options, split)
         title = f"{folder_name(options)}/{split}" + ("/unlabelled" if hidden else "")
         self.fingerprint = hashlib.sha256(title.encode()).hexdigest()
 
     def __len__(self) -> int:
-        return len(self._pictures)
+        return len(self._images)
 
     def label(self, id: int) -> Label:
-        """Return the label, or the set of labels of a tray; -1 if labels are
-        withheld.
-        """
-        label, dish, *_ = self._pictures[id]
-        if self.hidden or self.options.dishes == 1:
-            return -1 if self.hidden else label
-        there = {self.dishes[label], *dish.split("+")[1:]}
-        return np.array([one in there for one in self.dishes], np.int8)
+        """Return the label, or a tray's set of labels; -1 if labels are withheld."""
+        label, painted_dishes, *_ = self._images[id]
+        if self.hidden:
+            return -1
+        if self.options.dishes == 1:
+            return label
+        tray = {self.dishes[label], *painted_dishes.split("+")[1:]}
+        return np.array([dish in tray for dish in self.dishes], np.int8)
 
     def name(self, id: int) -> str:
-        """Return the path below `root`, such as
-        food_mini-1a2b3c4d/train/pizza/pizza_0007.jpg.
-        """
-        label, dish, plate, shot = self._pictures[id]
-        return f"{self.folder.name}/{self.split}/{self.dishes[label]}/{file_name(dish, plate, shot)}"
+        """Return the path in `root`: food_mini-1a2b3c4d/train/pizza/pizza_0007.jpg."""
+        label, dish, plate, shot = self._images[id]
+        file = file_name(dish, plate, shot)
+        return f"{self.folder.name}/{self.split}/{self.dishes[label]}/{file}"
 
     def prepare(self) -> None:
         if not (self.folder / "manifest.json").is_file():
             paint(self.options, self.folder)
 
     def decode(self, id: int) -> Decoded:
-        if (
-            not self.folder.is_dir()
-        ):  # retries, as for a missing storage, would not help
+        if not self.folder.is_dir():  # retries would not help
             raise NotPrepared(
                 "data.root",
                 f"'{self.folder}' is not painted yet",
@@ -131,83 +129,70 @@ class FoodMini:
         file = self.folder.parent / self.name(id)
         remedy = f"Remove '{self.folder}'; the next run paints it anew"
         subject = f"file '{file}'"
-        return decode(
-            read(file.read_bytes, subject, "data.root", remedy), subject, "data.root"
-        )
+        data = read_retried(file.read_bytes, subject, "data.root", remedy)
+        return decode_image(data, subject, "data.root")
 
 
 def folder_name(options: Options) -> str:
     """Return the folder of these settings, not shared with others."""
-    later = (
-        "redundancy",
-        "imbalance",
-        "dishes",
-    )  # at 1 the pictures are as before these keys existed
-    settings = {
-        k: v
-        for k, v in asdict(options).items()
-        if k != "root" and not (k in later and v == 1)
-    }
+    settings = asdict(options)
+    del settings["root"]
+    for key in ("redundancy", "imbalance", "dishes"):
+        if settings[key] == 1:  # the images are as before these keys existed
+            del settings[key]
     text = json.dumps({"version": VERSION, **settings}, sort_keys=True)
     return f"food_mini-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def pictures(options: Options, split: str) -> list[tuple[int, str, int, int]]:
-    """List (label, painted dish, plate, photograph) by label and dish; a tray's dishes
-    are joined by "+".
-    """
-    dishes, train = tuple(DISHES), split == "train"
-    rng, trays = (
-        Random(f"{options.art_seed}/labels"),
-        Random(f"{options.art_seed}/{split}/trays"),
-    )
-    listed = []
+def list_images(options: Options, split: str) -> list[tuple[int, str, int, int]]:
+    """List (label, dish, plate, photograph), sorted; "+" joins dishes of a tray."""
+    dishes = tuple(DISHES)
+    train = split == "train"
+    rng = Random(f"{options.art_seed}/labels")
+    tray_rng = Random(f"{options.art_seed}/{split}/trays")
+    images = []
     for label, dish in enumerate(dishes):
         size = options.train_images * options.imbalance ** (-label / (len(dishes) - 1))
         count = max(1, round(size)) if train else options.val_images
-        plates = (
-            min(count, -(-options.train_images // options.redundancy))
-            if train
-            else count
-        )
-        wrong = set(
-            rng.sample(range(count), round(options.label_noise * count) if train else 0)
-        )
+        plates = count
+        mislabelled_count = 0
+        if train:
+            plates = min(count, -(-options.train_images // options.redundancy))
+            mislabelled_count = round(options.label_noise * count)
+        mislabelled = set(rng.sample(range(count), mislabelled_count))
         for index in range(count):
-            other = (label + 1 + rng.randrange(len(dishes) - 1)) % len(dishes)
+            wrong_label = (label + 1 + rng.randrange(len(dishes) - 1)) % len(dishes)
+            # A wrong label is on no tray.
             beside = [
-                one for one in dishes if one not in (dish, dishes[other])
-            ]  # a wrong label is on no tray
-            more = trays.sample(beside, trays.randrange(options.dishes))
-            named = other if index in wrong else label
-            listed.append(
-                (named, "+".join([dish, *more]), index % plates, index // plates)
+                name for name in dishes if name not in (dish, dishes[wrong_label])
+            ]
+            tray = [dish, *tray_rng.sample(beside, tray_rng.randrange(options.dishes))]
+            written_label = wrong_label if index in mislabelled else label
+            images.append(
+                (written_label, "+".join(tray), index % plates, index // plates)
             )
-    return sorted(listed)
+    return sorted(images)
 
 
 def paint(options: Options, folder: Path) -> None:
     """Paint both splits into `folder`, atomically, with one process per core."""
     # The painters are separate programs: they need neither torch nor a guard around the
     # caller's main module.
-    draft = (
-        folder.parent / f".{folder.name}.{uuid4().hex[:12]}.tmp"
-    )  # processes in two containers may share a PID
-    listed, processes = (
-        {split: pictures(options, split) for split in ("train", "val")},
-        cores(),
-    )
-    work = {
+    # a random name: processes in two containers may share a PID
+    draft = folder.parent / f".{folder.name}.{uuid4().hex[:12]}.tmp"
+    images = {split: list_images(options, split) for split in ("train", "val")}
+    processes = cores()
+    order = {
         "folder": str(draft),
         "seed": options.art_seed,
         "size": options.pixels,
-        "pictures": listed,
+        "pictures": images,
     }
-    total = sum(map(len, listed.values()))
+    total = sum(map(len, images.values()))
     print(f"food_mini: painting {total} pictures into '{folder}' (once)", flush=True)
     try:
         draft.mkdir(parents=True)
-        (draft / "work.json").write_text(json.dumps(work))
+        (draft / "work.json").write_text(json.dumps(order))
         command = [
             sys.executable,
             "-m",
@@ -220,12 +205,12 @@ def paint(options: Options, folder: Path) -> None:
             for i in range(processes)
         ]
         _show_progress(painters, draft, total)
-        failures = [
-            text for _, text in [painter.communicate() for painter in painters] if text
-        ]
-        if failures or any(painter.returncode for painter in painters):
-            reason = (failures or ["a painter ended early"])[0].strip().splitlines()[-1]
-            raise OSError(0, reason)
+        outputs = [painter.communicate() for painter in painters]
+        messages = [message for _, message in outputs if message]
+        if not messages and any(painter.returncode for painter in painters):
+            messages = ["a painter ended early"]
+        if messages:
+            raise OSError(0, messages[0].strip().splitlines()[-1])
         (draft / "work.json").unlink()
         (draft / "manifest.json").write_text(
             json.dumps({"version": VERSION, **asdict(options)}, indent=2)
@@ -244,7 +229,7 @@ def paint(options: Options, folder: Path) -> None:
 def _show_progress(
     painters: Sequence[subprocess.Popen], draft: Path, total: int
 ) -> None:
-    """Show a bar while pictures are painted, if the output is a terminal."""
+    """Show a bar while images are painted, if the output is a terminal."""
     if not sys.stdout.isatty() or "JPY_PARENT_PID" in os.environ:
         return
     from rich.progress import Progress  # only on a terminal
@@ -253,7 +238,7 @@ def _show_progress(
         task = bar.add_task("painting", total=total)
         while any(painter.poll() is None for painter in painters):
             bar.update(task, completed=sum(1 for _ in draft.glob("*/*/*.jpg")))
-            time.sleep(SECONDS)
+            time.sleep(COUNT_INTERVAL)
         if not any(painter.returncode for painter in painters):
             bar.update(task, completed=total)
 
@@ -264,9 +249,8 @@ def _move(draft: Path, folder: Path) -> None:
             shutil.rmtree(folder)  # from an older kd, or damaged: incomplete
         os.rename(draft, folder)
     except OSError:
-        if not (
-            folder / "manifest.json"
-        ).is_file():  # else another process was faster, with the same pictures
+        # else another process was faster, with the same images
+        if not (folder / "manifest.json").is_file():
             raise
 
 
@@ -280,8 +264,9 @@ def facts(options: Options) -> DatasetFacts:
 def build(
     options: Options, split: str, classes: Sequence[str] | None, labels: str = "all"
 ) -> FoodMini:
-    """Build one split; `classes` is not needed, since both splits have all dishes. All
-    images have labels; with `labels: some` only those kept by `data.labels_per_class`
-    do.
+    """Build one split; `classes` is not needed, since both splits have all dishes.
+
+    All images have labels; with `labels: some` only those kept by
+    `data.labels_per_class` do.
     """
     return FoodMini(options, split, hidden=labels == "none")

@@ -1,5 +1,4 @@
-"""A Hugging Face dataset: from the hub by name, from a local folder, or saved with
-`save_to_disk`.
+"""Read a Hugging Face dataset from the hub, a local folder, or `save_to_disk`.
 
 Needs the extra: `pip install 'PATH/kd[hf]'`.
 """
@@ -17,16 +16,16 @@ from kd.core.errors import DataError, did_you_mean, named, needed
 from kd.core.facts import DatasetFacts
 from kd.core.keys import Keys, ProperFraction, file_key, keys
 from kd.parts.datasets._classes import name_labels
-from kd.parts.datasets._columns import Names, Repeated
-from kd.parts.datasets._decode import read_file, refuse
+from kd.parts.datasets._columns import Categorical, Names
+from kd.parts.datasets._decode import corrupt_image, read_image_file
 from kd.parts.datasets._source import (
+    ImageSource,
     LabelColumn,
-    Listed,
     SplitRequest,
     Storage,
-    facts_of,
+    dataset_facts,
+    file_stamp,
     source,
-    stamp,
 )
 from kd.parts.datasets._splits import check_splits
 
@@ -36,7 +35,9 @@ ROWS = 10_000  # rows per lookup of sizes
 
 def facts(options: "Options") -> DatasetFacts:
     """Return the dataset's facts."""
-    return facts_of(options, "test_split", "set" if options.label_keys else "class")
+    return dataset_facts(
+        options, "test_split", "set" if options.label_keys else "class"
+    )
 
 
 @keys
@@ -89,25 +90,30 @@ class Options(Keys):
 
 
 class TableRows(Storage):
-    """Rows of a memory-mapped table, with kd's own decoder, so that corrupt images are
-    handled as in other datasets.
+    """Read rows of a memory-mapped table.
+
+    kd's own decoder handles corrupt images as in other datasets.
     """
 
     config_path = WHERE
 
     def __init__(self, table: Any, split: str, image_key: str) -> None:
-        super().__init__(Names(()), *_files(table, image_key))
-        self._table, self._split, self._image_key = table, split, image_key
-        self._number(np.arange(len(table)))
+        super().__init__(Names(()), *_sizes_and_stamps(table, image_key))
+        self._table = table
+        self._split = split
+        self._image_key = image_key
+        self._set_rows(np.arange(len(table)))
 
-    def _number(self, rows: np.ndarray) -> None:
-        self._rows, self.names = rows, Names([rows.astype("<i8").tobytes()])
+    def _set_rows(self, rows: np.ndarray) -> None:
+        self._rows = rows
+        self.names = Names([rows.astype("<i8").tobytes()])
 
     def take(self, rows: np.ndarray) -> "TableRows":
-        taken = copy.copy(self)
-        taken.sizes, taken.stamps = self.sizes[rows], self.stamps[rows]
-        taken._number(self._rows[rows])
-        return taken
+        subset = copy.copy(self)
+        subset.sizes = self.sizes[rows]
+        subset.stamps = self.stamps[rows]
+        subset._set_rows(self._rows[rows])
+        return subset
 
     def keys(self) -> Iterator[bytes]:
         return (str(row).encode() for row in self._rows)
@@ -119,42 +125,42 @@ class TableRows(Storage):
         cell = self._table[int(self._rows[row])][self._image_key] or {}
         data: bytes | None = cell.get("bytes")
         path: Any = cell.get("path")
-        if data is None and path is None:
-            raise refuse(self.subject(row), WHERE, "the row holds no image")
-        return (
-            read_file(path, f"{self.subject(row)} ({os.path.basename(path)})", WHERE)
-            if data is None
-            else data
-        )
+        if data is not None:
+            return data
+        if path is None:
+            raise corrupt_image(self.subject(row), WHERE, "the row holds no image")
+        subject = f"{self.subject(row)} ({os.path.basename(path)})"
+        return read_image_file(path, subject, WHERE)
 
 
 def build(
     options: Options, split: str, classes: Sequence[str] | None, labels: str = "all"
-) -> Listed:
+) -> ImageSource:
     """Load a split; unlabelled data needs no label column."""
-    wrong, remedy = (
+    hub = needed(
+        "datasets",
+        "data.kind",
         "the dataset 'hf' needs the package datasets",
         "Run: pip install 'PATH/kd[hf]'",
     )
-    hub = needed("datasets", "data.kind", wrong, remedy)
-    key = (
-        "train_split" if options.val_fraction and split != "test" else f"{split}_split"
-    )
-    splits = _load(hub, options)
+    shared = options.val_fraction and split != "test"
+    key = "train_split" if shared else f"{split}_split"
+    splits = _load_splits(hub, options)
     split_name = getattr(options, key)
     if split_name not in splits:
         wrong = f"'{options.path}' has no split '{split_name}'"
-        other = "Choose one, or set data.val_fraction=0.1 to hold out training images"
-        remedy = did_you_mean(split_name, splits) or other
+        remedy = (
+            did_you_mean(split_name, splits)
+            or "Choose one, or set data.val_fraction=0.1 to hold out training images"
+        )
         raise DataError(f"data.{key}", wrong, f"Allowed: {', '.join(splits)}", remedy)
     table = splits[split_name]
-    label_column = _labels(hub, table, options, labels)
-    groups = (
-        table.with_format(None)[_column(hub, table.features, "group", options.group)]
-        if options.group
-        else ()
-    )
-    image_key = _column(hub, table.features, "image_key", options.image_key)
+    label_column = _label_column(hub, table, options, labels)
+    groups = ()
+    if options.group:
+        group_key = _column_name(hub, table.features, "group", options.group)
+        groups = table.with_format(None)[group_key]
+    image_key = _column_name(hub, table.features, "image_key", options.image_key)
     table = (
         table.select_columns([image_key])
         .cast_column(image_key, hub.Image(decode=False))
@@ -168,61 +174,56 @@ def build(
     )
 
 
-def _labels(hub: Any, table: Any, options: Options, labels: str) -> LabelColumn:
+def _label_column(hub: Any, table: Any, options: Options, labels: str) -> LabelColumn:
     if labels == "none":
-        return LabelColumn(Repeated([""], np.zeros(len(table), np.int32)))
+        return LabelColumn(Categorical([""], np.zeros(len(table), np.int32)))
     if options.label_keys:
-        return LabelColumn(
-            _sets(table, options.label_keys, labels == "some"), options.label_keys
-        )
-    key = _column(hub, table.features, "label_key", options.label_key)
+        sets = _read_sets(table, options.label_keys, labels == "some")
+        return LabelColumn(sets, options.label_keys)
+    key = _column_name(hub, table.features, "label_key", options.label_key)
     cells = enumerate(table.with_format(None)[key])
-    written = Repeated.of_each(
-        _written(value, row, key, labels == "some") for row, value in cells
+    values = Categorical.from_values(
+        _label_text(value, row, key, labels == "some") for row, value in cells
     )
-    return LabelColumn(*name_labels(written, getattr(table.features[key], "names", ())))
+    return LabelColumn(*name_labels(values, getattr(table.features[key], "names", ())))
 
 
-def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the encoded size of every row's image, int64 [N] (-1: missing), and
-    stamps, uint64 [N].
+def _sizes_and_stamps(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return encoded sizes, int64 [N] (-1: missing), and stamps, uint64 [N].
+
+    No image is read.
     """
-    # No image is read.
     compute: Any = import_module("pyarrow.compute")  # comes with `datasets`
 
-    whole = sum(stamp(os.stat(file["filename"])) for file in table.cache_files) % 2**64
-    parts, raw, stamps = (
-        [],
-        table.with_format("arrow"),
-        np.full(len(table), whole, np.uint64),
-    )
+    cache_stamps = [file_stamp(os.stat(file["filename"])) for file in table.cache_files]
+    stamps = np.full(len(table), sum(cache_stamps) % 2**64, np.uint64)
+    arrow_table = table.with_format("arrow")
+    size_blocks = []
     for start in range(0, len(table), ROWS):
-        cells = raw[start : start + ROWS][image_key].combine_chunks()
+        cells = arrow_table[start : start + ROWS][image_key].combine_chunks()
         lengths = compute.binary_length(compute.struct_field(cells, "bytes"))
-        sizes = (
-            compute.fill_null(lengths, -1)
-            .to_numpy(zero_copy_only=False)
-            .astype(np.int64)
-        )
-        paths = (
-            compute.struct_field(cells, "path").to_pylist() if (sizes < 0).any() else []
-        )
-        for row in np.flatnonzero(sizes < 0):
+        known_lengths = compute.fill_null(lengths, -1)
+        sizes = known_lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+        outside = np.flatnonzero(sizes < 0)  # images that are files of their own
+        paths = []
+        if len(outside):
+            paths = compute.struct_field(cells, "path").to_pylist()
+        for row in outside:
             if paths[row] and os.path.isfile(paths[row]):
                 status = os.stat(paths[row])
-                sizes[row], stamps[start + row] = status.st_size, stamp(status)
-        parts.append(sizes)
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64), stamps
+                sizes[row] = status.st_size
+                stamps[start + row] = file_stamp(status)
+        size_blocks.append(sizes)
+    return np.concatenate([np.zeros(0, np.int64), *size_blocks]), stamps
 
 
-def _load(hub: Any, options: Options) -> dict[str, Any]:
+def _load_splits(hub: Any, options: Options) -> dict[str, Any]:
     """Return all splits; the hub's loader prepares all of them anyway."""
     path = os.path.expanduser(options.path)
-    saved = [
-        name
+    saved = any(
+        os.path.isfile(os.path.join(path, name))
         for name in ("dataset_dict.json", "state.json")
-        if os.path.isfile(os.path.join(path, name))
-    ]
+    )
     if not os.path.exists(path) and (
         path.startswith((".", "/")) or path.count("/") > 1
     ):
@@ -231,15 +232,14 @@ def _load(hub: Any, options: Options) -> dict[str, Any]:
             WHERE, wrong, "A folder, or a name on the hub", "Check the path"
         )
     try:
-        loaded = (
-            hub.load_from_disk(path)
-            if saved
-            else hub.load_dataset(path, options.name or None)
-        )
-        if not saved and _outdated(path, loaded):
-            loaded = hub.load_dataset(
-                path, options.name or None, download_mode="reuse_cache_if_exists"
-            )
+        if saved:
+            loaded = hub.load_from_disk(path)
+        else:
+            loaded = hub.load_dataset(path, options.name or None)
+            if _outdated(path, loaded):
+                loaded = hub.load_dataset(
+                    path, options.name or None, download_mode="reuse_cache_if_exists"
+                )
     # errors of the hub, the file system or many parsers: all mean that it cannot be
     # loaded
     except Exception as error:
@@ -252,80 +252,71 @@ def _load(hub: Any, options: Options) -> dict[str, Any]:
             "Check the name, the network and, for a private dataset, `hf auth login`"
         )
         raise DataError(WHERE, wrong, allowed, remedy) from error
-    return (
-        dict(loaded)
-        if isinstance(loaded, dict)
-        else {str(loaded.split or "train"): loaded}
-    )
+    if isinstance(loaded, dict):
+        return dict(loaded)
+    return {str(loaded.split or "train"): loaded}
 
 
 def _outdated(path: str, tables: Mapping[str, Any]) -> bool:
-    """Return whether a local parquet file has changed since its rows were copied to the
-    cache.
-    """
+    """Return whether a local parquet file changed after its rows were cached."""
     # The hub's loader compares mtime alone, which a copy of a file may keep; nothing
     # keeps ctime.
-    copied = [
+    cached_times = [
         os.path.getmtime(file["filename"])
         for table in tables.values()
         for file in table.cache_files
     ]
-    changed = map(os.path.getctime, Path(path).rglob("*.parquet"))
-    return bool(copied) and max(changed, default=0) > min(copied)
+    change_times = map(os.path.getctime, Path(path).rglob("*.parquet"))
+    return bool(cached_times) and max(change_times, default=0) > min(cached_times)
 
 
-SIZES = (8, 16, 32, 64)  # bits of an integer that may be a label
-INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in SIZES)
-KINDS = ("string", "large_string", "bool", "float32", "float64", *INTEGERS)
+LABEL_BITS = (8, 16, 32, 64)  # bits of an integer that may be a label
+INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in LABEL_BITS)
+LABEL_TYPES = ("string", "large_string", "bool", "float32", "float64", *INTEGERS)
 
 
-def _column(hub: Any, features: Any, option: str, key: str) -> str:
+def _column_name(hub: Any, features: Any, option: str, key: str) -> str:
     """Return the column of an option; by default the only column declared as such."""
     image = option == "image_key"
-    own = [
-        name
-        for name, one in features.items()
-        if isinstance(one, hub.Image if image else hub.ClassLabel)
+    declared_type = hub.Image if image else hub.ClassLabel
+    declared = [
+        name for name, feature in features.items() if isinstance(feature, declared_type)
     ]
     if image:  # Hugging Face's form of an image without the declared type
-        own += [
+        declared += [
             name
-            for name, one in features.items()
-            if isinstance(one, dict) and {*one} == {"bytes", "path"}
+            for name, feature in features.items()
+            if isinstance(feature, dict) and {*feature} == {"bytes", "path"}
         ]
-    if not key and len(own) == 1:
-        return own[0]
+    if not key and len(declared) == 1:
+        return declared[0]
     if not key:
-        what = "image" if image else "class-label"
-        wrong = (
-            f"several {what} columns: {', '.join(own)}" if own else f"no {what} column"
-        )
+        noun = "image" if image else "class-label"
+        wrong = f"no {noun} column"
+        if declared:
+            wrong = f"several {noun} columns: {', '.join(declared)}"
         raise DataError(
             f"data.{option}",
             wrong,
             f"Columns: {', '.join(features)}",
             f"Set data.{option}",
         )
-    able = ("binary",) if image else KINDS
+    types = ("binary",) if image else LABEL_TYPES
     fits = [
         name
-        for name, one in features.items()
-        if (image and name in own) or getattr(one, "dtype", "") in able
+        for name, feature in features.items()
+        if (image and name in declared) or getattr(feature, "dtype", "") in types
     ]
     if key in fits:
         return key
-    what = "images" if image else "class labels, integers or text"
-    wrong = (
-        f"the column '{key}' does not hold {what}"
-        if key in features
-        else f"there is no column '{key}'"
-    )
     remedy = did_you_mean(key, fits) or "Choose one of them"
-    if (
-        key in features
-        and not image
-        and "list" in str(features[key]).lower() + str(type(features[key])).lower()
-    ):
+    if key not in features:
+        wrong = f"there is no column '{key}'"
+    elif image:
+        wrong = f"the column '{key}' does not hold images"
+    elif "list" not in f"{features[key]}{type(features[key])}".lower():
+        wrong = f"the column '{key}' does not hold class labels, integers or text"
+    else:
         wrong = f"the column '{key}' holds lists of labels"
         remedy = (
             "For several labels per image write a column of 0 and 1 for each class, and"
@@ -336,26 +327,24 @@ def _column(hub: Any, features: Any, option: str, key: str) -> str:
     )
 
 
-def _written(value: Any, row: int, key: str, some: bool) -> str:
-    if (
-        value is None or value == "" or value == -1
-    ):  # -1: the hub's mark of an unlabelled row
+def _label_text(value: Any, row: int, key: str, some: bool) -> str:
+    # -1: the hub's mark of an unlabelled row
+    if value is None or value == "" or value == -1:
         if some:
             return ""
-        wrong = f"row {row} has no label in the column '{key}' ({value!r})"
         raise DataError(
             "data.label_key",
-            wrong,
+            f"row {row} has no label in the column '{key}' ({value!r})",
             "",
             "Choose a labelled split, or set data.labels=some",
         )
-    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
 
 
-def _sets(table: Any, keys: Sequence[str], some: bool) -> np.ndarray:
-    """Return the labels from columns of 0 and 1, int8 [N, C]; -1 for a row without
-    values.
-    """
+def _read_sets(table: Any, keys: Sequence[str], some: bool) -> np.ndarray:
+    """Return labels from columns of 0 and 1, int8 [N, C]; -1: a row without values."""
     if absent := [key for key in keys if key not in table.features]:
         remedy = did_you_mean(absent[0], table.features) or "Choose among them"
         allowed = f"Columns: {', '.join(table.features)}"
@@ -367,20 +356,16 @@ def _sets(table: Any, keys: Sequence[str], some: bool) -> np.ndarray:
         [[-1 if cell is None else cell for cell in columns[key]] for key in keys],
         np.float64,
     ).T
-    bare = (cells == -1).all(1)
-    wrong = np.argwhere(
-        ((cells != 0) & (cells != 1) & ~bare[:, None]) | (bare[:, None] & (not some))
-    )
-    if len(wrong):
-        row, column = wrong[0]
-        found = (
-            f"row {row} has"
-            f" {'no value' if cells[row, column] == -1 else cells[row, column]} in"
-            f" '{keys[column]}'"
-        )
+    is_wrong = (cells != 0) & (cells != 1)
+    if some:
+        is_wrong &= ~(cells == -1).all(1, keepdims=True)
+    wrong_cells = np.argwhere(is_wrong)
+    if len(wrong_cells):
+        row, column = wrong_cells[0]
+        value = "no value" if cells[row, column] == -1 else cells[row, column]
         raise DataError(
             "data.label_keys",
-            found,
+            f"row {row} has {value} in '{keys[column]}'",
             "0 or 1",
             "Correct it, or choose columns of 0 and 1",
         )

@@ -1,4 +1,4 @@
-"""Images in one folder per class, with train/val folders or split by fraction."""
+"""Read images in one folder per class, with train/val folders or split by fraction."""
 
 import os
 from array import array
@@ -12,20 +12,20 @@ import numpy as np
 from kd.core.errors import DataError, did_you_mean
 from kd.core.keys import Keys, ProperFraction, file_key, keys
 from kd.files.folders import ENDINGS, Walk, folders, left_out, printable, without_images
-from kd.parts.datasets._columns import Repeated, first_few
+from kd.parts.datasets._columns import Categorical, first_few
 from kd.parts.datasets._files import Files, find_root, size_and_stamp
 from kd.parts.datasets._recognize import HELD_OUT, SPLITS
 from kd.parts.datasets._source import (
+    ImageSource,
     LabelColumn,
-    Listed,
     SplitRequest,
-    facts_of,
+    dataset_facts,
     source,
 )
 from kd.parts.datasets._splits import check_splits
 
 WHERE = Files.config_path
-facts = partial(facts_of, test="test_split")
+facts = partial(dataset_facts, test="test_split")
 
 
 @keys
@@ -68,59 +68,61 @@ def recognizes(folder: Path) -> dict[str, Any]:
     """Return the keys of a folder; any folder may hold class folders."""
     inner = folders(folder)
     while len(inner) == 1 and (below := folders(folder / inner[0])):
-        folder, inner = (
-            folder / inner[0],
-            below,
-        )  # one folder around all others, as in archives
-    there = {name.lower(): name for name in inner}
-    found = {
-        split: there[one]
+        folder /= inner[0]  # one folder around all others, as in archives
+        inner = below
+    lowercase = {name.lower(): name for name in inner}
+    split_folders = {
+        split: lowercase[name]
         for split, names in SPLITS.items()
-        for one in reversed(names)
-        if one in there
+        for name in reversed(names)
+        if name in lowercase
     }
-    if "train" not in found or len(found) == 1:
-        return {"root": str(folder / found.get("train", "")), **HELD_OUT}
+    if "train" not in split_folders or len(split_folders) == 1:
+        return {"root": str(folder / split_folders.get("train", "")), **HELD_OUT}
     keys = {
         f"{split}_split": name
-        for split, name in found.items()
+        for split, name in split_folders.items()
         if split == "test" or name != split
     }
-    return {"root": str(folder), **({} if "val" in found else HELD_OUT), **keys}
+    held_out = {} if "val" in split_folders else HELD_OUT
+    return {"root": str(folder), **held_out, **keys}
 
 
 def build(
     options: Options, split: str, classes: Sequence[str] | None, labels: str = "all"
-) -> Listed:
+) -> ImageSource:
     """List the images of a split; unlabelled images may be in any folder."""
-    root, shared = (
-        find_root(options.root),
-        bool(options.val_fraction) and split != "test",
-    )
+    root = find_root(options.root)
+    shared = bool(options.val_fraction) and split != "test"
     folder = b""
     if not shared or options.test_split:
         folder = os.fsencode(_split_folder(options, "train" if shared else split, root))
     walk = Walk(root, folder, WHERE)
-    positions, folder_of = dict[bytes, int](), array("i")
+    code_of: dict[bytes, int] = {}
+    codes = array("i")
 
     def listed() -> Iterator[tuple[bytes, int, int]]:
         for directory, path, entry in walk:
-            folder_of.append(positions.setdefault(directory, len(positions)))
+            codes.append(code_of.setdefault(directory, len(code_of)))
             yield path, *size_and_stamp(entry.path)
 
     files = Files(root, listed())
-    column = Repeated([*positions], np.asarray(folder_of))
-    files.notes = (*left_out(walk.other), *_without_images(walk, column))
+    holding = [*code_of]
+    files.notes = (*left_out(walk.other), *_bare_folders_note(walk, holding))
     start = len(folder) + 1 if folder else 0  # of a path in the folder of the split
-    class_of = column._replace(texts=[printable(name[start:]) for name in column.texts])
+    class_of = Categorical(
+        [printable(path[start:]) for path in holding], np.asarray(codes)
+    )
     if shared and not options.test_split:
-        _check_unsplit(options, column.texts)
+        _check_unsplit(options, holding)
     if not len(files.names):
-        raise _no_images(os.path.join(root, os.fsdecode(folder)), split, files.notes)
+        raise _no_images_error(
+            os.path.join(root, os.fsdecode(folder)), split, files.notes
+        )
     if labels != "none":
         _check_inside(files, class_of)
     if labels == "some":
-        class_of = _unlabelled(options.unlabelled, class_of)
+        class_of = _without_unlabelled(options.unlabelled, class_of)
     request = SplitRequest(
         split, classes, labels, WHERE, options.val_fraction, options.group
     )
@@ -141,16 +143,13 @@ def build(
         ) from error
 
 
-def _without_images(walk: Walk, holding: Repeated) -> list[str]:
-    bare = without_images(walk.folders, holding.texts)
+def _bare_folders_note(walk: Walk, holding: Sequence[bytes]) -> list[str]:
+    bare = without_images(walk.folders, holding)
     if not bare:
         return []
-    words = (
-        ("1 folder has", "is")
-        if len(bare) == 1
-        else (f"{len(bare)} folders have", "are")
-    )
-    return [f"{words[0]} no image and {words[1]} no class: {first_few(bare)}"]
+    if len(bare) == 1:
+        return [f"1 folder has no image and is no class: {bare[0]}"]
+    return [f"{len(bare)} folders have no image and are no class: {first_few(bare)}"]
 
 
 def _split_folder(options: Options, split: str, root: str) -> str:
@@ -158,49 +157,44 @@ def _split_folder(options: Options, split: str, root: str) -> str:
     name = getattr(options, key)
     if os.path.isdir(os.path.join(root, name)):
         return name.strip("/")
-    there = folders(root)
+    inner = folders(root)
     # Other names are proposed and never chosen silently: validating on `test` is a
     # decision.
-    near = next(
-        (
-            f"Did you mean '{other}'?"
-            for other in (*SPLITS[split], "test")
-            if other in there
-        ),
-        "",
-    )
+    usual_names = [usual for usual in (*SPLITS[split], "test") if usual in inner]
+    suggestion = did_you_mean(name, inner)
+    if usual_names and not suggestion:
+        suggestion = f"Did you mean '{usual_names[0]}'?"
     wrong = (
-        f"'{root}' has no folder '{name}'. It has: {first_few(there) or 'no folders'}"
+        f"'{root}' has no folder '{name}'. It has: {first_few(inner) or 'no folders'}"
     )
-    remedy = (
-        f"Set data.{key}, or data.{'test' if split == 'test' else 'val'}_fraction=0.1"
-        + (
-            " where the class folders lie directly in data.root"
-            if split != "test"
-            else ""
+    if split == "test":
+        remedy = f"Set data.{key}, or data.test_fraction=0.1"
+    else:
+        remedy = (
+            f"Set data.{key}, or data.val_fraction=0.1 where the class folders lie"
+            " directly in data.root"
         )
-    )
-    raise DataError(WHERE, wrong, did_you_mean(name, there) or near, remedy)
+    raise DataError(WHERE, wrong, suggestion, remedy)
 
 
-def _unlabelled(name: str, class_of: Repeated) -> Repeated:
+def _without_unlabelled(name: str, class_of: Categorical) -> Categorical:
     """Return the classes without the folder of the images that have no label."""
     # Else `unlabeled` or `Unlabelled` would become a class without an error.
-    meant = {name.casefold(), "unlabelled", "unlabeled"}
-    for top in sorted({folder.partition("/")[0] for folder in class_of.texts} - {name}):
-        if top.casefold() in meant:
-            wrong = f"is '{name}', and the folder '{top}' would be a class"
+    spellings = {name.casefold(), "unlabelled", "unlabeled"}
+    tops = {folder.partition("/")[0] for folder in class_of.categories}
+    for top in sorted(tops - {name}):
+        if top.casefold() in spellings:
             raise DataError(
                 "data.unlabelled",
-                wrong,
+                f"is '{name}', and the folder '{top}' would be a class",
                 "The folder of the images without a label",
                 f"Set it to {top}",
             )
-    texts = [
+    classes = [
         "" if f"{folder}/".startswith(f"{name}/") else folder
-        for folder in class_of.texts
+        for folder in class_of.categories
     ]
-    return class_of._replace(texts=texts)
+    return class_of._replace(categories=classes)
 
 
 def _check_unsplit(options: Options, holding: Sequence[bytes]) -> None:
@@ -215,27 +209,23 @@ def _check_unsplit(options: Options, holding: Sequence[bytes]) -> None:
             raise DataError("data.val_fraction", wrong, "A folder of classes", remedy)
 
 
-def _no_images(path: str, split: str, notes: Sequence[str]) -> DataError:
+def _no_images_error(path: str, split: str, notes: Sequence[str]) -> DataError:
     allowed = (
         f"Files in class folders, ending in {', '.join(map(os.fsdecode, ENDINGS))}"
         " (capitals too)"
     )
-    there = f" ({'; '.join(notes)})" if notes else ""
-    return DataError(
-        WHERE,
-        f"no images for the split '{split}' in '{path}'{there}",
-        allowed,
-        "Check the path",
-    )
+    wrong = f"no images for the split '{split}' in '{path}'"
+    if notes:
+        wrong += f" ({'; '.join(notes)})"
+    return DataError(WHERE, wrong, allowed, "Check the path")
 
 
-def _check_inside(files: Files, class_of: Repeated) -> None:
-    if "" in class_of.texts:
-        found = np.flatnonzero(class_of.of == class_of.texts.index(""))
-        outside = printable(files.names[found[0]])
+def _check_inside(files: Files, class_of: Categorical) -> None:
+    if "" in class_of.categories:
+        outside = np.flatnonzero(class_of.codes == class_of.categories.index(""))
         wrong = (
-            f"the image '{outside}' lies outside any class folder, with"
-            f" {len(found) - 1} more"
+            f"the image '{printable(files.names[outside[0]])}' lies outside any class"
+            f" folder, with {len(outside) - 1} more"
         )
         raise DataError(
             WHERE,

@@ -1,11 +1,10 @@
-"""Images with several labels each, or none: a folder of images, and a CSV, TSV or JSON
-file that names their labels.
+"""Read images with several labels each, or none, from a folder and a file of labels.
 
-A table with two columns: `file,labels`, the labels joined by `|`. With more:
-`file,CLASS,CLASS,...`, each cell 0 or 1. JSON: `{"a.jpg": ["rice", "egg"], "b.jpg":
-[]}`. The first line of a table names its columns, whatever the names. With
-data.labels=some an image whose cells are empty is unlabelled; of two columns, an empty
-cell says "no class" otherwise.
+The file is CSV, TSV or JSON. A table with two columns: `file,labels`, the labels joined
+by `|`. With more: `file,CLASS,CLASS,...`, each cell 0 or 1. JSON: `{"a.jpg": ["rice",
+"egg"], "b.jpg": []}`. The first line of a table names its columns, whatever the names.
+With data.labels=some an image whose cells are empty is unlabelled; of two columns, an
+empty cell says "no class" otherwise.
 """
 
 import json
@@ -20,16 +19,22 @@ from kd.core.keys import Keys, ProperFraction, file_key, keys
 from kd.core.text import nfc
 from kd.files.folders import ENDINGS
 from kd.files.tables import DELIMITERS, one_line
-from kd.parts.datasets._columns import Repeated, first_few
+from kd.parts.datasets._columns import Categorical, first_few
 from kd.parts.datasets._files import find_root
-from kd.parts.datasets._lists import Entry, Lists, content, table
-from kd.parts.datasets._recognize import tables
-from kd.parts.datasets._source import LabelColumn, Listed, SplitRequest, facts_of
+from kd.parts.datasets._lists import ListRow, Lists, parse_table, read_list_file
+from kd.parts.datasets._recognize import recognize_tables
+from kd.parts.datasets._source import (
+    ImageSource,
+    LabelColumn,
+    SplitRequest,
+    dataset_facts,
+)
 
 FORM = "CSV or TSV `file,labels` or `file,CLASS,...` of 0 and 1; JSON {file: [labels]}"
+SEPARATORS = ",;|"  # signs that may join labels
 NUMBERS = {"0": False, "1": True, "0.0": False, "1.0": True}
-facts = partial(facts_of, test="test_labels", label="set")
-recognizes = partial(tables, kind="multilabel")
+facts = partial(dataset_facts, test="test_labels", label="set")
+recognizes = partial(recognize_tables, kind="multilabel")
 
 
 @keys
@@ -70,64 +75,63 @@ class Options(Keys):
 
 def build(
     options: Options, split: str, classes: Sequence[str] | None, labels: str = "all"
-) -> Listed:
+) -> ImageSource:
     """List the images of a split."""
-    lists, root = Lists(options, "labels"), find_root(options.root)
-    config_path, columns = lists.key(split), dict[str, list[str]]()
-    listed, notes = lists.open(
+    lists = Lists(options, "labels")
+    root = find_root(options.root)
+    config_path = lists.config_path(split)
+    columns: dict[str, list[str]] = {}
+    images, notes = lists.locate_images(
         split,
-        partial(_read, options=options, root=root, columns=columns, labels=labels),
+        partial(
+            _read_labels, options=options, root=root, columns=columns, labels=labels
+        ),
     )
     declared = columns.get(config_path) or None
-    if (
-        declared
-        and labels != "none"
-        and (absent := sorted({*(classes or ())} - {*declared}))
-    ):
-        wrong = f"has no column '{absent[0]}', a class of training"
-        wrong += f", and lacks {len(absent) - 1} more" if len(absent) > 1 else ""
-        raise DataError(
-            config_path,
-            wrong,
-            f"Columns: {first_few(declared)}",
-            "Add it, of 0 where no image shows it",
-        )
-    column = Repeated.of_each(image.entry.label for image in listed.values())
+    if declared and labels != "none":
+        absent = sorted({*(classes or ())} - {*declared})
+        if absent:
+            wrong = f"has no column '{absent[0]}', a class of training"
+            if len(absent) > 1:
+                wrong += f", and lacks {len(absent) - 1} more"
+            raise DataError(
+                config_path,
+                wrong,
+                f"Columns: {first_few(declared)}",
+                "Add it, of 0 where no image shows it",
+            )
+    column = Categorical.from_values(image.row.label for image in images.values())
     request = SplitRequest(split, classes, labels, config_path)
-    return lists.source(
-        root, listed, LabelColumn(column, declared, sets=True), request, notes
+    return lists.build_source(
+        root, images, LabelColumn(column, declared, sets=True), request, notes
     )
 
 
-def _read(
+def _read_labels(
     path: str,
     config_path: str,
     options: Options,
     root: str,
     columns: dict[str, list[str]],
     labels: str,
-) -> list[Entry]:
-    """Return the images of a file with their sets (None: no entry); add the file's
-    classes.
-    """
-    is_json = path.lower().endswith(".json")
-    read = (
-        _json
-        if is_json
-        else partial(
-            _table, path=path, root=root, separator=options.separator, labels=labels
-        )
+) -> list[ListRow]:
+    """Return a file's images with their sets (None: unlabelled); add its classes."""
+
+    def parse(content: str) -> tuple[list[str], list[ListRow]]:
+        if path.lower().endswith(".json"):
+            return [], _parse_json(content)
+        return _parse_label_table(content, path, root, options.separator, labels)
+
+    columns[config_path], rows = read_list_file(
+        path, config_path, [*DELIMITERS, ".json"], FORM, parse
     )
-    columns[config_path], entries = content(
-        path, config_path, [*DELIMITERS, ".json"], FORM, read
-    )
-    return entries
+    return rows
 
 
-def _table(
+def _parse_label_table(
     content: str, path: str, root: str, separator: str, labels: str
-) -> tuple[list[str], list[Entry]]:
-    (first, *written), rows = table(content, path)
+) -> tuple[list[str], list[ListRow]]:
+    (first, *header), lines = parse_table(content, path)
     if first and any(
         os.fsencode(name.lower()).endswith(ENDINGS)
         for name in glob(os.path.join(escape(root), escape(first) + ".*"))
@@ -135,91 +139,86 @@ def _table(
         raise ValueError(
             f"its first line is an image, '{first}'; it must name the columns"
         )
-    cells = list[tuple[int, str, list[str]]]()
-    for number, (name, *more) in rows:
-        one_line(number, name, *more)
-        cells.append((number, name, [cell.strip() for cell in more]))
-    classes = [nfc(name) for name in written]
-    if twice := sorted(
-        {name for name in classes if classes.count(name) > 1}
-    ):  # in two Unicode forms
-        raise ValueError(f"its first line names '{twice[0]}' twice")
+    rows = list[tuple[int, str, list[str]]]()
+    for number, (name, *cells) in lines:
+        one_line(number, name, *cells)
+        rows.append((number, name, [cell.strip() for cell in cells]))
+    classes = [nfc(name) for name in header]
+    # in two Unicode forms
+    if repeated := sorted({name for name in classes if classes.count(name) > 1}):
+        raise ValueError(f"its first line names '{repeated[0]}' twice")
     if len(classes) > 1:
         return classes, [
-            Entry(name, _wide(more, classes, number), number)
-            for number, name, more in cells
+            ListRow(name, _marked_classes(cells, classes, number), number)
+            for number, name, cells in rows
         ]
-    _check_pairs([more[0] for _, _, more in cells], classes[0], separator)
-    named = [
-        (name, None if labels == "some" and not more[0] else more[0], number)
-        for number, name, more in cells
-    ]
-    return [], [
-        Entry(name, None if text is None else _names(text.split(separator)), n)
-        for name, text, n in named
-    ]
+    _check_cells([cells[0] for _, _, cells in rows], classes[0], separator)
+    list_rows = list[ListRow]()
+    for number, name, (cell,) in rows:
+        unlabelled = labels == "some" and not cell
+        label_set = None if unlabelled else _label_set(cell.split(separator))
+        list_rows.append(ListRow(name, label_set, number))
+    return [], list_rows
 
 
-def _wide(
+def _marked_classes(
     cells: Sequence[str], classes: Sequence[str], number: int
 ) -> frozenset[str] | None:
-    """Return the labels of a line; None if its cells are empty."""
+    """Return the labels of a line of 0 and 1; None if its cells are empty."""
     if not any(cells):
         return None
-    wrong = next((cell for cell in cells if cell not in NUMBERS), None)
-    if wrong is not None:
-        raise ValueError(f"line {number} has '{wrong}' where 0 or 1 is expected")
+    for cell in cells:
+        if cell not in NUMBERS:
+            raise ValueError(f"line {number} has '{cell}' where 0 or 1 is expected")
     return frozenset(
         name for name, cell in zip(classes, cells, strict=True) if NUMBERS[cell]
     )
 
 
-def _check_pairs(cells: Collection[str], column: str, separator: str) -> None:
-    known = {*cells} - {""}
-    if known and known <= NUMBERS.keys():
+def _check_cells(cells: Collection[str], column: str, separator: str) -> None:
+    labelled = sorted({*cells} - {""})
+    if labelled and {*labelled} <= NUMBERS.keys():
         raise ValueError(
             f"its column '{column}' holds 0 and 1 alone: a table of one class, which"
             " needs two or more"
         )
-    if lists := [cell for cell in sorted(known) if cell[0] + cell[-1] in ("[]", "{}")]:
+    if lists := [cell for cell in labelled if cell[0] + cell[-1] in ("[]", "{}")]:
         raise ValueError(
             f"its cell '{lists[0]}' is a list, not text: write a{separator}b for the"
             " labels a and b"
         )
-    if any(separator in cell for cell in known):
+    if any(separator in cell for cell in labelled):
         return
-    alone = {cell for cell in known if not {";", ",", "|"} & {*cell}}
-    for other in sorted({";", ",", "|"} - {separator}):
-        joined = next((cell for cell in sorted(known) if other in cell), "")
+    single_labels = {cell for cell in labelled if not {*SEPARATORS} & {*cell}}
+    for sign in SEPARATORS:
+        joined = next((cell for cell in labelled if sign in cell), "")
         # A comma may be part of a name; it is a separator if one of the parts is a
         # label elsewhere.
-        if joined and (other != "," or _names(joined.split(other)) & alone):
+        if joined and (sign != "," or _label_set(joined.split(sign)) & single_labels):
             raise ValueError(
-                f"its labels seem joined by '{other}' ('{joined}'): set"
-                f" data.separator='{other}', or write JSON where that is one name"
+                f"its labels seem joined by '{sign}' ('{joined}'): set"
+                f" data.separator='{sign}', or write JSON where that is one name"
             )
 
 
-def _json(content: str) -> tuple[list[str], list[Entry]]:
-    found: Any = json.loads(content, object_pairs_hook=_Pairs)
-    if not isinstance(found, _Pairs):
-        raise ValueError(f"it holds a {type(found).__name__}")
-    for name, labels in found:
-        if labels is not None and not (
-            isinstance(labels, list) and all(isinstance(one, str) for one in labels)
-        ):
+def _parse_json(content: str) -> list[ListRow]:
+    pairs: Any = json.loads(content, object_pairs_hook=_Pairs)
+    if not isinstance(pairs, _Pairs):
+        raise ValueError(f"it holds a {type(pairs).__name__}")
+    rows = list[ListRow]()
+    for name, labels in pairs:
+        if labels is None:
+            rows.append(ListRow(name, None))
+        elif isinstance(labels, list) and all(isinstance(text, str) for text in labels):
+            rows.append(ListRow(name, _label_set(labels)))
+        else:
             raise ValueError(f"'{name}' has no list of names")
-    return [], [
-        Entry(name, None if labels is None else _names(labels))
-        for name, labels in found
-    ]
+    return rows
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON object with repeated keys, of which a dictionary would keep only
-    the last.
-    """
+    """Hold a JSON object with its repeated keys, as a dictionary would not."""
 
 
-def _names(names: Iterable[str]) -> frozenset[str]:
+def _label_set(names: Iterable[str]) -> frozenset[str]:
     return frozenset(nfc(name.strip()) for name in names) - {""}

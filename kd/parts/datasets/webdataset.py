@@ -1,9 +1,8 @@
-"""WebDataset shards (.tar) with random access and no unpacking. Remote shards are
-copied first.
+"""Read WebDataset shards (.tar) with random access and no unpacking.
 
-The package webdataset is not used: it streams, but distillation reads images by id (for
-stored outputs and the sifter). The shards are indexed once; an image is then one read
-at a known offset.
+Remote shards are copied first. The package webdataset is not used: it streams, but
+distillation reads images by id (for stored outputs and the sifter). The shards are
+indexed once; an image is then one read at a known offset.
 """
 
 import json
@@ -12,9 +11,7 @@ import re
 import tarfile
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
-from itertools import chain
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -26,21 +23,20 @@ from kd.core.text import nfc
 from kd.files.folders import left_out
 from kd.files.shards import Shard, content, find, members, origins, read
 from kd.parts.datasets._classes import as_classes, name_labels
-from kd.parts.datasets._columns import Names, Repeated
-from kd.parts.datasets._decode import check_bytes
-from kd.parts.datasets._decode import read as read_retried
+from kd.parts.datasets._columns import Categorical, Names
+from kd.parts.datasets._decode import check_file_size, read_retried
 from kd.parts.datasets._source import (
+    ImageSource,
     LabelColumn,
-    Listed,
     SplitRequest,
     Storage,
-    facts_of,
+    dataset_facts,
+    file_stamp,
     source,
-    stamp,
 )
 
 MAX_LABEL = 2**20  # bytes of a label member
-SIDE = (
+SIDE_ENDINGS = (
     "txt",
     "md",
     "json",
@@ -59,7 +55,7 @@ SIDE = (
 """Endings of members that describe the shard, such as a readme; they are not
 reported.
 """
-REMEDY = (
+KEY_NOTE = (
     "; a key ends at the first dot of a name: write img_4-final.jpg for"
     " img_4.final.jpg, or set data.image_keys"
 )
@@ -67,7 +63,7 @@ REMEDY = (
 
 def facts(options: "Options") -> DatasetFacts:
     """Return the dataset's facts."""
-    return facts_of(options, "test", "set" if options.label_sets else "class")
+    return dataset_facts(options, "test", "set" if options.label_sets else "class")
 
 
 @keys
@@ -136,194 +132,174 @@ class _Image(NamedTuple):  # only while a shard is read
     label: str
 
 
-class _Index:
-    """The images of all shards, as columns."""
+class Members(Storage):
+    """Read images at known offsets in tar files."""
 
     def __init__(
         self,
-        shards: Sequence[Shard],
-        read: Callable[[str], tuple[Sequence[_Image], Counter[str]]],
+        names: Names,
+        sizes: np.ndarray,
+        shards: Sequence[str],
+        shard_of: np.ndarray,
+        offsets: np.ndarray,
+        config_path: str,
     ) -> None:
-        self.shards = tuple(shard.path for shard in shards)
-        origins = [
-            os.path.abspath(shard.origin) for shard in shards
-        ]  # of URLs too: a title is the part that differs
-        common = os.path.commonpath([os.path.dirname(origin) for origin in origins])
-        titles = [
-            os.path.relpath(origin, common).replace(os.sep, "/") for origin in origins
-        ]
-        columns = shard_of, offsets, sizes, label_of = (
-            array("i"),
-            array("q"),
-            array("q"),
-            array("i"),
-        )
-        position: dict[str, int] = {}
-        unread = Counter[str]()
-
-        def named() -> Iterator[bytes]:
-            for number, (path, title) in enumerate(
-                zip(self.shards, titles, strict=True)
-            ):
-                found, other = read(path)
-                unread.update(other)
-                for image in found:
-                    row = (
-                        number,
-                        image.offset,
-                        image.size,
-                        position.setdefault(image.label, len(position)),
-                    )
-                    for column, value in zip(columns, row, strict=True):
-                        column.append(value)
-                    yield f"{title}/{image.key}".encode("utf-8", "surrogateescape")
-
-        self.names = Names(named())
-        self.shard_of, self.offsets, self.sizes = (
-            np.asarray(shard_of),
-            np.asarray(offsets),
-            np.asarray(sizes),
-        )
-        self.labels = Repeated([*position], np.asarray(label_of))
-        self.notes = left_out(unread, "member", REMEDY)
-
-
-class Members(Storage):
-    """Images at known offsets in tar files."""
-
-    def __init__(self, index: _Index, config_path: str) -> None:
-        stamps = np.array([stamp(os.stat(path)) for path in index.shards], np.uint64)[
-            index.shard_of
-        ]
-        super().__init__(index.names, index.sizes, stamps)
-        self.config_path, self.notes = config_path, index.notes
-        self._shards, self._shard_of, self._offsets = (
-            index.shards,
-            index.shard_of,
-            index.offsets,
-        )
+        stamps = np.array([file_stamp(os.stat(path)) for path in shards], np.uint64)
+        super().__init__(names, sizes, stamps[shard_of])
+        self.config_path = config_path
+        self._shards = shards
+        self._shard_of = shard_of
+        self._offsets = offsets
 
     def read(self, row: int) -> bytes:
-        shard, offset, size = (
-            self._shards[self._shard_of[row]],
-            int(self._offsets[row]),
-            int(self.sizes[row]),
-        )
-        check_bytes(size, self.subject(row), self.config_path)
+        shard = self._shards[int(self._shard_of[row])]
+        offset = int(self._offsets[row])
+        size = int(self.sizes[row])
+        subject = self.subject(row)
+        check_file_size(size, subject, self.config_path)
         return read_retried(
-            lambda: content(shard, offset, size), self.subject(row), self.config_path
+            lambda: content(shard, offset, size), subject, self.config_path
         )
 
 
 def build(
     options: Options, split: str, classes: Sequence[str] | None, labels: str = "all"
-) -> Listed:
+) -> ImageSource:
     """Index the shards of a split."""
     # Reads every header at each start, ten seconds for 100,000 images, mostly tarfile's
     # parsing. An index file beside the shards would save this but could be stale.
     config_path = f"data.{split}"
     shards = find(getattr(options, split), config_path, options.copies)
     _check_disjoint(options, split, shards)
-    index = _Index(
-        shards, partial(_index, options=options, config_path=config_path, labels=labels)
-    )
-    if not len(index.names):
+    storage, written = _index_shards(shards, options, config_path, labels)
+    if not len(storage.names):
         allowed = f"Members ending in {', '.join(_endings(options.image_keys))}"
-        wrong = "; ".join([f"no images in {len(shards)} shards", *index.notes])
+        wrong = "; ".join([f"no images in {len(shards)} shards", *storage.notes])
         raise DataError(config_path, wrong, allowed, "Set data.image_keys")
     return source(
-        Members(index, config_path),
-        _labels(index.labels, options),
+        storage,
+        _to_label_column(written, options),
         SplitRequest(split, classes, labels, config_path),
     )
 
 
-def _labels(written: Repeated, options: Options) -> LabelColumn:
-    names = _class_names(options.class_names) if options.class_names else []
+def _index_shards(
+    shards: Sequence[Shard], options: Options, config_path: str, labels: str
+) -> tuple[Members, Categorical]:
+    """Return the images of all shards, and their labels as written."""
+    paths = tuple(shard.path for shard in shards)
+    # of URLs too: a title is the part that differs
+    origin_paths = [os.path.abspath(shard.origin) for shard in shards]
+    common = os.path.commonpath([os.path.dirname(origin) for origin in origin_paths])
+    shard_of = array("i")
+    offsets = array("q")
+    sizes = array("q")
+    codes = array("i")
+    code_of: dict[str, int] = {}
+    unread_endings = Counter[str]()
+
+    def read_names() -> Iterator[bytes]:
+        for number, (path, origin) in enumerate(zip(paths, origin_paths, strict=True)):
+            title = os.path.relpath(origin, common).replace(os.sep, "/")
+            images, unread = _read_shard(path, options, config_path, labels)
+            unread_endings.update(unread)
+            for image in images:
+                shard_of.append(number)
+                offsets.append(image.offset)
+                sizes.append(image.size)
+                codes.append(code_of.setdefault(image.label, len(code_of)))
+                yield f"{title}/{image.key}".encode("utf-8", "surrogateescape")
+
+    storage = Members(
+        Names(read_names()),
+        np.asarray(sizes),
+        paths,
+        np.asarray(shard_of),
+        np.asarray(offsets),
+        config_path,
+    )
+    storage.notes = left_out(unread_endings, "member", KEY_NOTE)
+    return storage, Categorical([*code_of], np.asarray(codes))
+
+
+def _to_label_column(written: Categorical, options: Options) -> LabelColumn:
+    names = _read_class_names(options.class_names) if options.class_names else []
     if options.label_sets:
-        sets: list[list[str] | None] = [
-            json.loads(text) if text else None for text in written.texts
+        lists: list[list[str] | None] = [
+            json.loads(text) if text else None for text in written.categories
         ]
-        places = _places({*chain(*filter(None, sets))}, names) if names else {}
-        named = [
-            (
-                None
-                if labels is None
-                else frozenset(places.get(name, name) for name in labels)
-            )
-            for labels in sets
+        texts = {text for labels in lists for text in labels or ()}
+        name_of = _names_by_position(texts, names) if names else {}
+        sets = [
+            labels
+            if labels is None
+            else frozenset(name_of.get(text, text) for text in labels)
+            for labels in lists
         ]
-        return LabelColumn(written._replace(texts=named), names or None, sets=True)
+        return LabelColumn(written._replace(categories=sets), names or None, sets=True)
     if not names:
         return LabelColumn(*name_labels(written, ()))
-    composed = as_classes(
-        written._replace(texts=[nfc(text) for text in written.texts]), "data.label_key"
-    )
-    places = _places({*composed.texts}, names)
-    return LabelColumn(
-        composed._replace(texts=[places.get(text, text) for text in composed.texts]),
-        names,
-    )
+    composed = written._replace(categories=[nfc(text) for text in written.categories])
+    texts = as_classes(composed, "data.label_key").categories
+    name_of = _names_by_position(texts, names)
+    named = [name_of.get(text, text) for text in texts]
+    return LabelColumn(written._replace(categories=named), names)
 
 
 def _check_disjoint(options: Options, split: str, shards: Sequence[Shard]) -> None:
     # Scores on images of training would be too high, and nothing later would reveal it.
-    order, own = (
-        ("train", "val", "test"),
-        {os.path.abspath(shard.origin) for shard in shards},
-    )
-    for other in order[: order.index(split)]:
-        for origin in origins(getattr(options, other), f"data.{other}"):
-            if os.path.abspath(origin) in own:
-                wrong = f"'{origin}' is also a shard of data.{other}"
+    splits = ("train", "val", "test")
+    paths = {os.path.abspath(shard.origin) for shard in shards}
+    for earlier in splits[: splits.index(split)]:
+        for origin in origins(getattr(options, earlier), f"data.{earlier}"):
+            if os.path.abspath(origin) in paths:
                 raise DataError(
                     f"data.{split}",
-                    wrong,
+                    f"'{origin}' is also a shard of data.{earlier}",
                     "Shards of one split",
                     "Name each shard in one split",
                 )
 
 
-def _index(
+def _read_shard(
     shard: str, options: Options, config_path: str, labels: str
 ) -> tuple[list[_Image], Counter[str]]:
     try:
         with open(shard, "rb", buffering=0) as file:
-            return _images(file, shard, options, config_path, labels)
+            return _list_samples(file, shard, options, config_path, labels)
     except (OSError, tarfile.TarError) as error:
-        remedy = (
-            "Unpack it first"
-            if shard.endswith(("gz", "bz2", "xz", "zst"))
-            else "Copy or write it again"
-        )
+        compressed = shard.endswith(("gz", "bz2", "xz", "zst"))
+        remedy = "Unpack it first" if compressed else "Copy or write it again"
         wrong = f"the shard '{shard}' cannot be read ({error})"
         raise DataError(
             config_path, wrong, "Whole, uncompressed .tar files", remedy
         ) from error
 
 
-def _images(
+def _list_samples(
     file: BinaryIO, shard: str, options: Options, config_path: str, labels: str
 ) -> tuple[list[_Image], Counter[str]]:
-    """Return the images of a shard, and the endings of members that belong to
-    no image.
-    """
-    endings, found, other = _endings(options.image_keys), list[_Image](), Counter[str]()
-    wanted = {*endings, options.label_key.lower()}
-    for key, sample in members(file, shard, config_path, wanted).items():
+    """Return the images of a shard, and the endings of members that belong to none."""
+    endings = _endings(options.image_keys)
+    read_endings = {*endings, options.label_key.lower()}
+    images = list[_Image]()
+    unread = Counter[str]()
+    for key, sample in members(file, shard, config_path, read_endings).items():
         image = next((sample[ending] for ending in endings if ending in sample), None)
         label = sample.get(options.label_key.lower()) if labels != "none" else None
-        whole = image is not None or label is not None
-        other.update(
-            f".{ending}"
-            for ending in sample
-            if ending not in wanted
-            and (_hidden(ending, sample, wanted) if whole else ending not in SIDE)
-        )
-        if not whole:
+        side_endings = [ending for ending in sample if ending not in read_endings]
+        if image is None and label is None:
+            unread.update(
+                f".{ending}" for ending in side_endings if ending not in SIDE_ENDINGS
+            )
             continue
+        unread.update(
+            f".{ending}"
+            for ending in side_endings
+            if _is_other_sample(ending, sample, read_endings)
+        )
         if image is not None and label is None and labels != "all":
-            found.append(_Image(key, *image, ""))
+            images.append(_Image(key, *image, ""))
             continue
         if image is None or label is None:
             lacks, remedy = (
@@ -336,36 +312,28 @@ def _images(
             allowed = f"Image: {', '.join(endings)}. Label: {options.label_key}"
             raise DataError(config_path, wrong, allowed, f"Set data.{remedy}")
         if label[1] > MAX_LABEL:
-            wrong = f"the label of '{shard}/{key}' has {label[1]} bytes"
             raise DataError(
                 config_path,
-                wrong,
+                f"the label of '{shard}/{key}' has {label[1]} bytes",
                 f"At most {MAX_LABEL}",
                 "Repair the shard, or set data.label_key",
             )
-        found.append(
-            _Image(
-                key,
-                *image,
-                _label(read(file, *label), f"{shard}/{key}", options, config_path),
-            )
-        )
-    return found, other
+        text = _read_label(read(file, *label), f"{shard}/{key}", options, config_path)
+        images.append(_Image(key, *image, text))
+    return images, unread
 
 
-def _hidden(ending: str, sample: Collection[str], wanted: Collection[str]) -> bool:
-    """Return whether members beside an image form another sample, as `b.jpg` and
-    `b.cls` do.
-    """
+def _is_other_sample(
+    ending: str, sample: Collection[str], endings: Collection[str]
+) -> bool:
+    """Return whether members beside an image are a sample, as `b.jpg` and `b.cls`."""
     first, _, last = ending.rpartition(".")
-    return (
-        bool(first)
-        and last in wanted
-        and sum(f"{first}.{one}" in sample for one in wanted) > 1
-    )
+    if not first or last not in endings:
+        return False
+    return sum(f"{first}.{suffix}" in sample for suffix in endings) > 1
 
 
-def _label(data: bytes, name: str, options: Options, config_path: str) -> str:
+def _read_label(data: bytes, name: str, options: Options, config_path: str) -> str:
     try:
         parsed = options.label_field or options.label_sets
         value: Any = (
@@ -377,21 +345,16 @@ def _label(data: bytes, name: str, options: Options, config_path: str) -> str:
         if (
             options.label_sets
             and isinstance(value, list)
-            and all(type(one) in (str, int) for one in value)
+            and all(type(label) in (str, int) for label in value)
         ):
-            return json.dumps(sorted({nfc(str(one)) for one in value}))
+            return json.dumps(sorted({nfc(str(label)) for label in value}))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        wanted = (
-            f"JSON with the key '{options.label_field}'"
-            if options.label_field
-            else "text"
-        )
-        wanted = (
-            "a JSON list" if options.label_sets and not options.label_field else wanted
-        )
+        form = "a JSON list" if options.label_sets else "text"
+        if options.label_field:
+            form = f"JSON with the key '{options.label_field}'"
         wrong = f"the label of '{name}' is {data[:60]!r}"
         raise DataError(
-            config_path, wrong, f"Allowed: {wanted}", "Set data.label_field"
+            config_path, wrong, f"Allowed: {form}", "Set data.label_field"
         ) from error
     if (
         value == ""
@@ -399,60 +362,51 @@ def _label(data: bytes, name: str, options: Options, config_path: str) -> str:
         or not isinstance(value, str | int)
         or options.label_sets
     ):
-        allowed = (
-            "A JSON list of names or integers"
-            if options.label_sets
-            else "An integer or a class name"
-        )
-        remedy = (
-            "Set data.label_sets=true"
-            if isinstance(value, list)
-            else "Repair the shard"
-        )
+        allowed = "An integer or a class name"
+        if options.label_sets:
+            allowed = "A JSON list of names or integers"
+        remedy = "Repair the shard"
+        if isinstance(value, list):
+            remedy = "Set data.label_sets=true"
         raise DataError(
             config_path, f"the label of '{name}' is {value!r}", allowed, remedy
         )
     return str(value)
 
 
-def _places(texts: Collection[str], names: Sequence[str]) -> dict[str, str]:
-    """Return the names of labels that are positions; refuse one that may be another
-    class's name.
-    """
+def _names_by_position(texts: Collection[str], names: Sequence[str]) -> dict[str, str]:
+    """Return the names of labels that are positions; refuse one that may be a name."""
     name_of = {
         text: names[int(text)]
         for text in texts
         if re.fullmatch("[0-9]{1,9}", text) and int(text) < len(names)
     }
     numbers = {text for text in texts if re.fullmatch("-?[0-9]+", text)}
-    named, placed = numbers <= {*names}, numbers <= {*name_of}
-    if (
-        named == placed
-        and not numbers.isdisjoint(names)
-        and any(text != name for text, name in name_of.items())
-    ):
-        text = min(text for text, name in name_of.items() if text != name)
+    all_names = numbers <= {*names}
+    all_positions = numbers <= {*name_of}
+    doubtful = [text for text, name in name_of.items() if text != name]
+    if doubtful and all_names == all_positions and not numbers.isdisjoint(names):
+        text = min(doubtful)
         wrong = (
             f"the label {text} is the position of '{name_of[text]}' and may be a name"
             " in this file"
         )
-        allowed = "Labels that are all names or all positions"
         raise DataError(
-            "data.class_names", wrong, allowed, "Rename the classes that are numbers"
+            "data.class_names",
+            wrong,
+            "Labels that are all names or all positions",
+            "Rename the classes that are numbers",
         )
-    return {} if named else name_of
+    return {} if all_names else name_of
 
 
-def _class_names(path: str) -> list[str]:
+def _read_class_names(path: str) -> list[str]:
     config_path = "data.class_names"
     try:
         with open(os.path.expanduser(path), encoding="utf-8-sig") as file:
             text = file.read()
-        names = (
-            json.loads(text)
-            if text.lstrip().startswith(("[", "{"))
-            else text.splitlines()
-        )
+        is_json = text.lstrip().startswith(("[", "{"))
+        names = json.loads(text) if is_json else text.splitlines()
     except (OSError, ValueError) as error:
         raise DataError(
             config_path,
@@ -467,13 +421,12 @@ def _class_names(path: str) -> list[str]:
             "One name a line, or a JSON list of strings",
         )
     names = [nfc(name.strip()) for name in names if name.strip()]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice or not names:
-        raise DataError(
-            config_path,
-            f"'{path}' has '{twice[0]}' twice" if twice else f"'{path}' is empty",
-            "Each class once",
-        )
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated or not names:
+        wrong = f"'{path}' is empty"
+        if repeated:
+            wrong = f"'{path}' has '{repeated[0]}' twice"
+        raise DataError(config_path, wrong, "Each class once")
     return names
 
 

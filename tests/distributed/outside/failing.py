@@ -41,8 +41,8 @@ class Failing:
         self.kind, _, rows = os.environ.get("KD_HARM", "").partition(":")
         self.rows = Path(rows)
         if (self.kind, split) == ("flaky", "train"):
-            check = _decode.check_bytes  # called at each try to read a file
-            _decode.check_bytes = lambda size, subject, config_path: self.flaky(
+            check = _decode.check_file_size  # called at each try to read a file
+            _decode.check_file_size = lambda size, subject, config_path: self.flaky(
                 check, size, subject, config_path
             )
 

@@ -25,11 +25,9 @@ class Options(Keys):
 
 def recognizes(folder: Path) -> dict[str, str] | None:
     """Return the keys of a folder with both files."""
-    return (
-        {"folder": str(folder)}
-        if {"train.npz", "val.npz"} <= {one.name for one in folder.iterdir()}
-        else None
-    )
+    if {"train.npz", "val.npz"} <= {path.name for path in folder.iterdir()}:
+        return {"folder": str(folder)}
+    return None
 
 
 class Arrays:
@@ -37,15 +35,16 @@ class Arrays:
 
     def __init__(self, options, split, classes):
         with np.load(Path(options.folder) / f"{split}.npz") as file:
-            self.pixels, self.of = file["pixels"], file["of"].tolist()
-        self.classes = classes or sorted({*self.of})
+            self.pixels = file["pixels"]
+            self.labels = file["labels"].tolist()
+        self.classes = classes or sorted({*self.labels})
         self.fingerprint = f"{zlib.crc32(self.pixels.tobytes()):x}"
 
     def __len__(self):
-        return len(self.of)
+        return len(self.labels)
 
     def label(self, id):
-        return self.classes.index(self.of[id])
+        return self.classes.index(self.labels[id])
 
     def name(self, id):
         return f"{id}.npy"

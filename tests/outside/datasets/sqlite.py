@@ -9,9 +9,9 @@ import numpy as np
 from kd.core.facts import DatasetFacts
 from kd.core.keys import Keys, ProperFraction, file_key, keys
 from kd.parts.datasets import (
+    Categorical,
     LabelColumn,
     Names,
-    Repeated,
     SplitRequest,
     Storage,
     source,
@@ -62,6 +62,6 @@ def build(options, split, classes, labels="all"):
     )
     return source(
         Pictures(options.file, paths, sizes),
-        LabelColumn(Repeated.of_each(dishes)),
+        LabelColumn(Categorical.from_values(dishes)),
         request,
     )

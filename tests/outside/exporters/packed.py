@@ -22,8 +22,8 @@ class Packed(Exporter):
         path.write_bytes(zlib.compress(network.onnx.read_bytes()))
 
     def load(self, file, content, weights, threads, slots):
-        whole = registry.exporter("model.onnx")
-        return whole.load("model.onnx", zlib.decompress(content), b"", threads, slots)
+        onnx = registry.exporter("model.onnx")
+        return onnx.load("model.onnx", zlib.decompress(content), b"", threads, slots)
 
 
 def build(options: Options) -> Packed:

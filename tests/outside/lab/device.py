@@ -30,7 +30,8 @@ facts = BackendFacts(
 class Device(DDPBackend):
     """One process and one chip."""
 
-    kind, init = "lab", "gloo"
+    kind = "lab"
+    init = "gloo"
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> Device:

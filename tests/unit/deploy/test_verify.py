@@ -22,13 +22,13 @@ from liars import (
     INT8,
     Liar,
     answers,
-    found,
     graph_of,
     honest_export,
+    make_liar,
     painted,
     tasked,
-    told,
-    wrong,
+    verify_export,
+    wrong_rows,
 )
 from pieces import slow
 from safetensors.torch import load_file, save_file
@@ -80,8 +80,8 @@ def honest(once) -> tuple[Path, Path]:
 
 
 def test_an_honest_export_is_right_in_all_that_is_compared(honest):
-    known = found(*honest)
-    assert not wrong(known), wrong(known)
+    known = verify_export(*honest)
+    assert not wrong_rows(known), wrong_rows(known)
     known.require()
     rows = {row.what: row for row in known.rows}
     assert float(rows["parity/model.int8.onnx/ece"].claimed) > 0
@@ -113,8 +113,8 @@ def test_an_honest_export_is_right_in_all_that_is_compared(honest):
 
 
 def test_without_images_and_run_the_files_alone_are_compared(honest):
-    known = found(honest[0])
-    assert not wrong(known), wrong(known)
+    known = verify_export(honest[0])
+    assert not wrong_rows(known), wrong_rows(known)
     rows = {row.what: row for row in known.rows}
     assert rows["parity/model.onnx/correct"][3:] == (OPEN, "--data shows it")
     assert rows["chain/student/step"][3:] == (OPEN, "--run shows it")
@@ -341,8 +341,8 @@ def test_honest_exports_of_other_kinds(kind, tmp_path):
         (export / ".cache/huggingface/download").mkdir(parents=True)
         (export / ".cache/huggingface/download/model.onnx.metadata").write_text("1")
     for trust in (False, True) if options.pt2 else (False,):
-        known = found(export, images if kind != "no graph" else "", trust=trust)
-        assert not wrong(known), wrong(known)
+        known = verify_export(export, images if kind != "no graph" else "", trust=trust)
+        assert not wrong_rows(known), wrong_rows(known)
         rows = {row.what: row.verdict for row in known.rows}
         assert rows[KINDS[kind]] == RIGHT
         assert not options.pt2 or (rows["parity/model.pt2/correct"] == RIGHT) == trust
@@ -388,8 +388,8 @@ def test_accuracy_is_that_of_the_labelled_images(tmp_path):
         }.items()
     )
     assert "; accuracy on the 20 of them that have a label" in card
-    known = found(export, images)
-    assert not wrong(known), wrong(known)
+    known = verify_export(export, images)
+    assert not wrong_rows(known), wrong_rows(known)
     rows = {row.what: row.verdict for row in known.rows}
     places = (
         "parity/model.onnx/labelled",
@@ -398,13 +398,15 @@ def test_accuracy_is_that_of_the_labelled_images(tmp_path):
     )
     assert [rows[what] for what in places] == [RIGHT] * 3
     for lie in (as_in_kd_0_3, without_wrong_ones):
-        liar = told((export, images), tmp_path / lie.__name__, [lie])
+        liar = make_liar((export, images), tmp_path / lie.__name__, [lie])
         assert {
-            row.what for row in found(liar.folder).rows if row.verdict == WRONG
+            row.what for row in verify_export(liar.folder).rows if row.verdict == WRONG
         } == {places[0]}
     rows = {
         row.what: row.verdict
-        for row in found(tmp_path / as_in_kd_0_3.__name__ / "export", images).rows
+        for row in verify_export(
+            tmp_path / as_in_kd_0_3.__name__ / "export", images
+        ).rows
     }
     assert rows["parity/model.onnx/correct"] == WRONG
 
@@ -418,16 +420,18 @@ def test_images_without_labels_have_no_accuracy(tmp_path):
         one.keys() & {"correct", "accuracy", "ece"},
     ) == (0, 40, set())
     assert "| accuracy" not in (export / "README.md").read_text()
-    known = found(export, images)
-    assert not wrong(known), wrong(known)
+    known = verify_export(export, images)
+    assert not wrong_rows(known), wrong_rows(known)
     assert {row.what: row.verdict for row in known.rows}["accepted/found/drop"] == RIGHT
     for i, more in enumerate(({"accuracy": 1.0}, {"accuracy": 1.0, "correct": 40})):
-        liar = told(
+        liar = make_liar(
             (export, images),
             tmp_path / str(i),
             [lambda x, more=more: x.get("parity/model.onnx").update(more)],
         )
-        rows = {row.what: row.verdict for row in found(liar.folder, images).rows}
+        rows = {
+            row.what: row.verdict for row in verify_export(liar.folder, images).rows
+        }
         assert rows["parity/model.onnx/accuracy"] == WRONG
 
 
@@ -922,10 +926,10 @@ AGAIN = {  # kinds of lies that another one of LIES is about too
 def test_a_lie_has_a_row(kind, honest, tmp_path, record_property):
     lies, rows = LIES.get(kind) or SPEEDS[kind]
     record_property("tried", len(lies))
-    liar = told(honest, tmp_path, lies, kind in SPEEDS)
-    known = found(liar.folder, honest[1])
+    liar = make_liar(honest, tmp_path, lies, kind in SPEEDS)
+    known = verify_export(liar.folder, honest[1])
     seen = {row.what: row.verdict for row in known.rows}
-    assert {what: seen.get(what) for what in rows} == rows, wrong(known)
+    assert {what: seen.get(what) for what in rows} == rows, wrong_rows(known)
     if WRONG in rows.values():
         with pytest.raises(NotVerifiedError) as raised:
             known.require()
@@ -948,7 +952,9 @@ def test_several_labels_have_a_threshold_each_and_one_label_has_none(honest, tmp
         liar.redraw()
         liar.reseal()
         seen = {
-            row.what for row in found(liar.folder, images).rows if row.verdict == WRONG
+            row.what
+            for row in verify_export(liar.folder, images).rows
+            if row.verdict == WRONG
         }
         assert seen & {"output/thresholds", "what kd-serve reads"}
     one_label = Liar(shutil.copytree(honest[0], tmp_path / "one label"))
@@ -956,18 +962,18 @@ def test_several_labels_have_a_threshold_each_and_one_label_has_none(honest, tmp
     one_label.redraw()
     one_label.reseal()
     assert "what kd-serve reads" in {
-        row.what for row in found(one_label.folder).rows if row.verdict == WRONG
+        row.what for row in verify_export(one_label.folder).rows if row.verdict == WRONG
     }
 
 
 @pytest.mark.parametrize("kind", EDITED)
 def test_the_card_says_nothing_else(kind, honest, tmp_path):
-    liar = told(honest, tmp_path, [])
+    liar = make_liar(honest, tmp_path, [])
     EDITED[kind](liar)
     liar.reseal()
-    assert {row.what for row in found(liar.folder).rows if row.verdict == WRONG} == {
-        "README.md"
-    }
+    assert {
+        row.what for row in verify_export(liar.folder).rows if row.verdict == WRONG
+    } == {"README.md"}
 
 
 PLAIN = {  # nothing is sealed again
@@ -994,13 +1000,15 @@ def test_changed_files_and_claims_are_found(lie, honest, tmp_path):
     sealed = json.loads((liar.folder / MANIFEST).read_text())
     (liar.folder / MANIFEST).write_text(json.dumps({**sealed, **liar.manifest}))
     assert row in {
-        row.what for row in found(liar.folder, honest[1]).rows if row.verdict == WRONG
+        row.what
+        for row in verify_export(liar.folder, honest[1]).rows
+        if row.verdict == WRONG
     }
 
 
 def test_a_second_export_of_no_pair_is_refused(honest):
     with pytest.raises(KdError, match=r"--second: .*nothing of a pair") as raised:
-        found(*honest, second=honest[0])
+        verify_export(*honest, second=honest[0])
     assert raised.value.exit_code == 2
 
 
@@ -1009,12 +1017,12 @@ def test_an_old_export_with_images_of_both_kinds_is_not_called_wrong(tmp_path):
     checked.
     """
     export, images = partly_labelled(tmp_path, 20)
-    liar = told(
+    liar = make_liar(
         (export, images),
         tmp_path / "old",
         [lambda liar: liar.manifest.update(format=1), as_in_kd_0_3],
     )
-    rows = {row.what: row.verdict for row in found(liar.folder, images).rows}
+    rows = {row.what: row.verdict for row in verify_export(liar.folder, images).rows}
     assert rows["parity/model.onnx/correct"] == OPEN
     assert not [
         what
@@ -1026,7 +1034,7 @@ def test_an_old_export_with_images_of_both_kinds_is_not_called_wrong(tmp_path):
 def test_a_file_more_is_the_only_wrong_row(honest, tmp_path):
     folder = shutil.copytree(honest[0], tmp_path / "export")
     (folder / "LICENSE").write_text("mit")
-    rows = {row.what: row for row in found(folder, honest[1]).rows}
+    rows = {row.what: row for row in verify_export(folder, honest[1]).rows}
     assert [what for what, row in rows.items() if row.verdict == WRONG] == [
         "files/LICENSE/sha256"
     ]
@@ -1048,7 +1056,9 @@ def test_labels_are_not_shown_by_images_alone(honest, tmp_path):
 
     rows = {
         row.what: row
-        for row in found(told(honest, tmp_path, [lie]).folder, honest[1]).rows
+        for row in verify_export(
+            make_liar(honest, tmp_path, [lie]).folder, honest[1]
+        ).rows
     }
     for what in ("about/labels", "config.json/label_names", "images.csv/choice"):
         assert (rows[what].verdict, "--run shows" in rows[what].why) == (OPEN, True)
@@ -1093,7 +1103,7 @@ def test_unverifiable_folders_are_refused(honest, tmp_path):
         (export, other / "images", 2, "--data: .* holds 0 of the 120 images"),
     ):
         with pytest.raises(KdError, match=said) as raised:
-            found(folder, data)
+            verify_export(folder, data)
         assert raised.value.exit_code == code
         assert "\n" not in str(raised.value)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from liars import INT8, Liar, found, graph_of, honest_export, wrong
+from liars import INT8, Liar, graph_of, honest_export, verify_export, wrong_rows
 from onnx import TensorProto, helper, numpy_helper
 
 from kd.core.errors import KdError
@@ -295,8 +295,8 @@ def test_nothing_of_a_stranger_breaks_it(kind, honest, tmp_path):
         liar.reseal()
     said, code = "", 0
     try:
-        known = found(liar.folder, images)
-        said, code = "\n".join(known.lines), 1 if wrong(known) else 0
+        known = verify_export(liar.folder, images)
+        said, code = "\n".join(known.lines), 1 if wrong_rows(known) else 0
         json.dumps(known.rows)
     except KdError as error:
         said, code = str(error), error.exit_code

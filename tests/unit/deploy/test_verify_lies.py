@@ -16,13 +16,13 @@ import torch
 from liars import (
     INT8,
     Liar,
-    found,
     graph_of,
     honest_export,
+    make_liar,
     painted,
     tasked,
-    told,
-    wrong,
+    verify_export,
+    wrong_rows,
 )
 from onnx import helper, numpy_helper
 from PIL import Image
@@ -139,13 +139,13 @@ def rolled(liar: Liar, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["model.onnx", pytest.param(INT8, marks=needs_vnni)])
 def test_a_graph_that_answers_otherwise_for_one_image(name, honest, tmp_path):
-    liar = told(honest, tmp_path, [lambda liar: rolled(liar, name)])
+    liar = make_liar(honest, tmp_path, [lambda liar: rolled(liar, name)])
     engine, pixels = open_graph(liar.folder / name), PIXELS[:4]
     alone = np.concatenate([engine(one[None]) for one in pixels])
     np.testing.assert_allclose(
         alone, engine(pixels)[:, [1, 2, 0]], rtol=0.1, atol=0.1
     )  # it is the lie that is meant
-    seen = verdicts(found(liar.folder, honest[1]))
+    seen = verdicts(verify_export(liar.folder, honest[1]))
     assert seen[f"parity/{name}/correct"] == RIGHT  # which is counted on batches
     assert seen[f"random images/{name}"] == WRONG
 
@@ -160,12 +160,12 @@ def test_pictures_of_the_self_check_that_are_not_made_from_the_seed(honest, tmp_
     """Grey squares, with the pixels and outputs that belong to them: any graph would
     pass.
     """
-    assert verdicts(found(honest[0]))["self_check.npz"] == RIGHT
+    assert verdicts(verify_export(honest[0]))["self_check.npz"] == RIGHT
     large, small = (
         [grey() for _ in pictures] for pictures in self_check.large_and_small(16, 16)
     )
-    liar = told(honest, tmp_path, [lambda liar: checked_again(liar, large, small)])
-    seen = verdicts(found(liar.folder))
+    liar = make_liar(honest, tmp_path, [lambda liar: checked_again(liar, large, small)])
+    seen = verdicts(verify_export(liar.folder))
     assert [what for what, verdict in seen.items() if verdict == WRONG] == [
         "self_check.npz"
     ]
@@ -178,7 +178,10 @@ def test_another_encoder_may_make_other_pictures(honest, tmp_path):
         lambda liar: liar.set("environment/packages/pillow", "9.9"),
     ]
     assert (
-        verdicts(found(told(honest, tmp_path, made).folder))["self_check.npz"] == OPEN
+        verdicts(verify_export(make_liar(honest, tmp_path, made).folder))[
+            "self_check.npz"
+        ]
+        == OPEN
     )
 
 
@@ -205,8 +208,8 @@ def titled(liar: Liar, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["model.onnx", INT8])
 def test_texts_in_a_graph(name, honest, tmp_path):
-    liar = told(honest, tmp_path, [lambda liar: titled(liar, name)])
-    seen = verdicts(found(liar.folder))
+    liar = make_liar(honest, tmp_path, [lambda liar: titled(liar, name)])
+    seen = verdicts(verify_export(liar.folder))
     assert [seen[f"{name}/{key}"] for key in ("license", "author", "doc_string")] == [
         WRONG
     ] * 3
@@ -217,7 +220,7 @@ def test_texts_in_the_weights(honest, tmp_path):
         file = liar.folder / "model.safetensors"
         save_file(load_file(file), file, metadata={"format": "pt", **TEXTS})
 
-    seen = verdicts(found(told(honest, tmp_path, [lie]).folder))
+    seen = verdicts(verify_export(make_liar(honest, tmp_path, [lie]).folder))
     assert seen["model.safetensors"] == WRONG
 
 
@@ -237,14 +240,14 @@ def test_texts_in_a_graph_of_openvino(tmp_path):
     graph_of(liar, "openvino.xml")
     liar.redraw()
     liar.reseal()
-    known = found(liar.folder)
-    assert "license" in " ".join(wrong(known)), known.line
+    known = verify_export(liar.folder)
+    assert "license" in " ".join(wrong_rows(known)), known.line
 
 
 def test_a_list_that_repeats_images_is_not_predicted(honest, tmp_path):
     """A list of two million lines took more than 150 s."""
-    liar = told(honest, tmp_path, [lambda liar: liar.rows(lambda rows: rows * 20)])
-    known = found(liar.folder, honest[1])
+    liar = make_liar(honest, tmp_path, [lambda liar: liar.rows(lambda rows: rows * 20)])
+    known = verify_export(liar.folder, honest[1])
     assert verdicts(known)["images.csv/times"] == WRONG
     assert verdicts(known)["parity/model.onnx/correct"] == OPEN
 
@@ -294,5 +297,5 @@ def test_differences_of_several_labels_are_those_of_the_scores(tmp_path):
     )
     assert abs(student - teacher) > 0.01
     assert manifest["differences"]["teacher"]["value"] == student - teacher
-    known = found(tmp_path / "export", images)
-    assert not wrong(known), wrong(known)
+    known = verify_export(tmp_path / "export", images)
+    assert not wrong_rows(known), wrong_rows(known)

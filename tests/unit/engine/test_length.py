@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from pieces import given
+from pieces import teacher_at
 
 from kd import config
 from kd.engine.loop import train
@@ -46,7 +46,7 @@ def test_the_length_that_check_says_is_that_of_the_run(
     shown as 99 %.
     """
     settings["teacher"] = {
-        **given(teacher),
+        **teacher_at(teacher),
         "cache": {"path": str(tmp_path / "answers")},
     }
     settings["run"]["epochs"] = 6

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pieces import base, given
+from pieces import base, teacher_at
 
 from kd import config
 from kd.core.errors import ModelError
@@ -30,7 +30,7 @@ def run(photos, teacher, tmp_path_factory) -> Path:
     labels alone.
     """
     settings = base(photos, tmp_path_factory.mktemp("tested"))
-    settings["teacher"] = given(teacher)
+    settings["teacher"] = teacher_at(teacher)
     settings["run"] |= {"epochs": 3, "baseline": True}
     settings["optimizer"]["lr"] = 0.02
     return train(config.load(settings, ["data.test_fraction=0.5"])).folder
@@ -180,7 +180,7 @@ def test_a_run_without_a_test_split_says_how_to_name_one(refused, distilled):
 def test_test_images_can_be_left_to_a_later_start(photos, teacher, tmp_path):
     """As `kd-train --no-test` does, for runs of which one is chosen."""
     settings = base(photos, tmp_path)
-    settings["teacher"] = given(teacher)
+    settings["teacher"] = teacher_at(teacher)
     loaded = config.load(settings, ["data.test_fraction=0.5", "run.epochs=1"])
     first, data = train(loaded, final="val"), open_sources(resolve(loaded).data)
     assert data.test is not None

@@ -20,7 +20,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from authors import CLASSES, FAMILIES, authors, built
+from authors import CLASSES, FAMILIES, author_tensors, build_network
 from pieces import slow
 from safetensors.torch import save_file
 from torch import nn
@@ -112,8 +112,8 @@ def file(tmp_path):
     "name", [name if name in SAMPLE else slow(name) for name in FAMILIES]
 )
 def test_a_file_with_its_authors_names_is_loaded_as_timm_loads_it(name, file):
-    network, args = built(name), FAMILIES[name][0]
-    path = file({"model": authors(name, network)})
+    network, args = build_network(name), FAMILIES[name][0]
+    path = file({"model": author_tensors(name, network)})
     overlay = {"file": str(path), "num_classes": len(CLASSES)}
     theirs = timm.create_model(
         name,
@@ -541,8 +541,8 @@ def test_a_file_of_transformers_without_its_folder_is_named(kind, tmp_path, file
 
 def test_grids_of_another_size_as_timm_resamples_them(file):
     large = {**families.SWIN, "img_size": 128, "window_size": 8}
-    network = built("swin_tiny_patch4_window7_224", **large)
-    path = file(authors("swin_tiny_patch4_window7_224", network))
+    network = build_network("swin_tiny_patch4_window7_224", **large)
+    path = file(author_tensors("swin_tiny_patch4_window7_224", network))
     overlay = {"file": str(path), "num_classes": 5}
     given: dict[str, Any] = {
         "model_name": "swin_tiny_patch4_window7_224",
@@ -822,7 +822,11 @@ def test_code_in_a_pickle_never_runs(tmp_path, file):
 )
 def test_a_file_with_its_authors_names_is_recognized_by_its_own_name(name, file):
     path = file(
-        {"state_dict_ema": authors(name, timm.create_model(name, num_classes=7))},
+        {
+            "state_dict_ema": author_tensors(
+                name, timm.create_model(name, num_classes=7)
+            )
+        },
         f"{name}-best.pth",
     )
     found = identify("--teacher", path)

@@ -17,7 +17,7 @@ from kd.data.views import EvalTransform
 from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.limits import Limits, Problem
 from kd.files.pixels import MARGIN
-from kd.parts.datasets._decode import decode
+from kd.parts.datasets._decode import decode_image
 
 SIZES = [(16, 16), (20, 20), (21, 20), (37, 64), (300, 201), (97, 640), (1200, 900)]
 MODES = ["RGB", "L", "P", "RGBA", "LA", "1", "CMYK", "I;16"]
@@ -54,7 +54,9 @@ def file_of(
 def evaluated(data: bytes, size: int, crop: float) -> np.ndarray:
     """Return what the validation split's view of this file is."""
     shown = EvalTransform(size, crop)
-    image = shown(decode(data, "file", "data", shown.least).image, random.Random(0))
+    image = shown(
+        decode_image(data, "file", "data", shown.least).image, random.Random(0)
+    )
     return np.asarray(image).transpose(2, 0, 1)
 
 
@@ -111,7 +113,9 @@ def test_a_large_jpeg_is_reduced_as_it_is_decoded(mode, options, turn):
     apart = np.abs(found.pixels.astype(int) - whole.pixels.astype(int))
     assert 0 < apart.mean() < 1
     assert apart.max() <= 12
-    reduced = decode(data, "file", "data", EvalTransform(96, 0.875).least).image.size
+    reduced = decode_image(
+        data, "file", "data", EvalTransform(96, 0.875).least
+    ).image.size
     assert reduced == ((301, 225) if turn == 1 else (225, 301))
 
 
@@ -121,7 +125,10 @@ def test_a_large_jpeg_is_reduced_as_it_is_decoded(mode, options, turn):
 )
 def test_a_reduction_leaves_the_margin(least, side):
     data = file_of(1600, 40, "L", "JPEG")
-    assert decode(data, "file", "data", lambda width, height: least).image.width == side
+    assert (
+        decode_image(data, "file", "data", lambda width, height: least).image.width
+        == side
+    )
     assert side == 200 or side >= MARGIN * least * 1600 or side == 1600
 
 
@@ -170,7 +177,9 @@ def test_a_bad_photograph_is_refused_in_one_line(case, large):
     """
     make, words, status = BAD[case]
     with pytest.raises(CorruptImage, match=words) as refused:
-        decode(make(large), "file 'a.jpg'", "data.root", EvalTransform(64, 1.0).least)
+        decode_image(
+            make(large), "file 'a.jpg'", "data.root", EvalTransform(64, 1.0).least
+        )
     assert re.fullmatch(
         r"data\.root: file 'a\.jpg': .*\. Allowed: .*\. Replace or delete it.*",
         str(refused.value),

@@ -12,12 +12,12 @@ from PIL import Image
 from kd.core.errors import CorruptImage, DataError
 from kd.data.views import EvalTransform, Views
 from kd.files import storage
-from kd.parts.datasets._source import Listed
+from kd.parts.datasets._source import ImageSource
 from kd.parts.datasets.imagefolder import Options, build
 
 
 @pytest.fixture
-def source(tmp_path) -> Listed:
+def source(tmp_path) -> ImageSource:
     for name in ("apple", "pear"):
         folder = tmp_path / "root" / "train" / name
         folder.mkdir(parents=True)

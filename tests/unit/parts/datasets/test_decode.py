@@ -16,8 +16,8 @@ from kd.core.errors import DataError
 from kd.files import pixels
 from kd.files.pixels import FORMATS, Most, count_scans, format_of
 from kd.parts.datasets._classes import name_labels
-from kd.parts.datasets._columns import Repeated
-from kd.parts.datasets._decode import decode
+from kd.parts.datasets._columns import Categorical
+from kd.parts.datasets._decode import decode_image
 from kd.parts.datasets._splits import hold_out
 
 RNG = np.random.default_rng(0)
@@ -32,7 +32,7 @@ def stored(image: Image.Image, kind: str = "PNG", **options) -> bytes:
 
 
 def read(data: bytes) -> Image.Image:
-    image, crc, *_ = decode(data, "file 'a/b.jpg'", "data.root")
+    image, crc, *_ = decode_image(data, "file 'a/b.jpg'", "data.root")
     assert crc == zlib.crc32(data)
     assert getattr(image, "fp", None) is None  # nothing is left to be read
     assert image.mode == "RGB"
@@ -371,8 +371,8 @@ def test_hold_out_keeps_one_image_on_either_side():
 
 def test_labels_as_written():
     def named(*raw: str, names: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
-        column, order = name_labels(Repeated.of_each(raw), names)
-        return [column.texts[position] for position in column.of], order
+        column, order = name_labels(Categorical.from_values(raw), names)
+        return [column.categories[code] for code in column.codes], order
 
     assert named("1", "003", "1") == (["1", "3", "1"], ["0", "1", "2", "3"])
     assert named("pear", "7up") == (["pear", "7up"], ["7up", "pear"])
@@ -438,18 +438,18 @@ def test_bits_of_16(kind):
     alike; larger values are no image.
     """
     data = stored(grey16(12), kind)
-    found = decode(data, "file", "data.root")
+    found = decode_image(data, "file", "data.root")
     assert (found.used, max(np.asarray(found.image).ravel())) == (
         12,
         63 * 64 >> 8,
     )  # nearly black
-    scaled = decode(data, "file", "data.root", bits=12).image
+    scaled = decode_image(data, "file", "data.root", bits=12).image
     assert np.array_equal(np.asarray(scaled)[..., 0], np.arange(64).reshape(8, 8) * 4)
     with pytest.raises(
         DataError, match=r"values of 14 bits; at most 12, as data\.bits says"
     ):
-        decode(stored(grey16(14), kind), "file", "data.root", bits=12)
-    plain = decode(stored(NOISE, kind), "file", "data.root", bits=12)
+        decode_image(stored(grey16(14), kind), "file", "data.root", bits=12)
+    plain = decode_image(stored(NOISE, kind), "file", "data.root", bits=12)
     assert (plain.used, np.array_equal(np.asarray(plain.image), np.asarray(NOISE))) == (
         0,
         True,
@@ -460,9 +460,9 @@ def test_bits_of_16_in_colour():
     """Pillow keeps the upper 8 bits of them, so that they cannot be scaled."""
     rows = b"".join(b"\0" + struct.pack(">6H", 4095, 0, 9, 1, 2, 3) for _ in range(2))
     data = png(2, 2, 16, 2, rows)
-    assert decode(data, "file", "data.root").used == -12
+    assert decode_image(data, "file", "data.root").used == -12
     with pytest.raises(
         DataError,
         match=r"16 bits a channel in colour; only grey images allow data\.bits=12",
     ):
-        decode(data, "file", "data.root", bits=12)
+        decode_image(data, "file", "data.root", bits=12)

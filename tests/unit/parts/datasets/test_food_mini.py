@@ -13,7 +13,13 @@ from kd.core.errors import DataError
 from kd.parts.datasets import food_mini
 from kd.parts.datasets._dishes import main as paint_share
 from kd.parts.datasets._dishes import render
-from kd.parts.datasets.food_mini import FoodMini, Options, build, folder_name, pictures
+from kd.parts.datasets.food_mini import (
+    FoodMini,
+    Options,
+    build,
+    folder_name,
+    list_images,
+)
 
 
 def small(root: Path, **changes: object) -> Options:
@@ -60,7 +66,7 @@ def test_listing_needs_no_files_and_painting_makes_them_all(
 def test_pictures_do_not_depend_on_the_number_of_painters(
     tmp_path: Path, painted: FoodMini
 ):
-    listed = {split: pictures(painted.options, split) for split in ("train", "val")}
+    listed = {split: list_images(painted.options, split) for split in ("train", "val")}
     work = {"folder": str(tmp_path / "one"), "seed": 0, "size": 32, "pictures": listed}
     (tmp_path / "work.json").write_text(json.dumps(work))
     paint_share(tmp_path / "work.json", painters=1, number=0)
@@ -104,7 +110,7 @@ def test_label_noise_is_exact_in_training_and_absent_in_validation(
     options = small(tmp_path, train_images=40, label_noise=noise)
     classes = build(options, "train", None).classes
     for split, expected in (("train", noise), ("val", 0.0)):
-        listed = pictures(options, split)
+        listed = list_images(options, split)
         wrong = [dish for label, dish, *_ in listed if classes[label] != dish]
         assert len(wrong) == round(expected * len(listed))
         assert len({(dish, plate) for _, dish, plate, _ in listed}) == len(listed)
@@ -114,7 +120,7 @@ def test_sizes_fall_geometrically_and_large_classes_repeat_their_plates(tmp_path
     options = small(
         tmp_path, train_images=100, val_images=3, imbalance=10, redundancy=4
     )
-    listed = pictures(options, "train")
+    listed = list_images(options, "train")
     sizes = Counter(label for label, *_ in listed)
     plates = Counter(label for label, _, plate, shot in listed if shot == 0)
     assert [sizes[label] for label in range(12)] == [
@@ -124,7 +130,7 @@ def test_sizes_fall_geometrically_and_large_classes_repeat_their_plates(tmp_path
         min(25, sizes[label]) for label in range(12)
     ]
     assert len(set(listed)) == len(listed)
-    assert Counter(label for label, *_ in pictures(options, "val")) == dict.fromkeys(
+    assert Counter(label for label, *_ in list_images(options, "val")) == dict.fromkeys(
         range(12), 3
     )
 
@@ -158,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path
 
 def test_a_failing_painter_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        food_mini, "pictures", lambda options, split: [(0, "no such dish", 0, 0)]
+        food_mini, "list_images", lambda options, split: [(0, "no such dish", 0, 0)]
     )
     with pytest.raises(DataError, match="no such dish"):
         food_mini.paint(small(tmp_path), tmp_path / "folder")
@@ -173,7 +179,7 @@ def test_a_tray_has_one_dish_or_several_and_a_set_of_labels(tmp_path: Path):
         != source.folder.name
     )
     counts = set()
-    for id, (label, dish, *_) in enumerate(pictures(source.options, "train")):
+    for id, (label, dish, *_) in enumerate(list_images(source.options, "train")):
         there = {source.classes[one] for one in np.flatnonzero(source.label(id))}
         assert there == {source.classes[label], *dish.split("+")[1:]}
         assert len(there) == len(dish.split("+"))  # also where the first label is wrong
