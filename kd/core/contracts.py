@@ -136,9 +136,8 @@ class Loader(Protocol):
     or elsewhere.
     """
 
-    unreadable: set[
-        int
-    ]  # ids of images that could not be decoded, among those loaded so far
+    # ids of images that could not be decoded, among those loaded so far
+    unreadable: set[int]
 
     def epoch(
         self, plan: Plan, view: int, start: int = 0, small: Small | None = None

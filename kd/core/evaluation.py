@@ -34,9 +34,8 @@ class Evaluation:
 
     backend: Backend
     val: Split
-    teacher: (
-        Teacher | None
-    )  # outputs for validation images; None if no loss needs a teacher
+    # outputs for validation images; None if no loss needs a teacher
+    teacher: Teacher | None
     num_classes: int
     labelled: bool = True  # whether validation images have labels, all or some
     bank: Callable[[], Split] | None = None  # training images: the k-NN index

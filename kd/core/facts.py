@@ -26,9 +26,8 @@ class LossFacts:
     """The activation that it applies to both models' logits: "softmax" (one label per
     image) or "sigmoid" (classes are independent). "": it reads no logits.
     """
-    features: frozenset[str] = (
-        frozenset()
-    )  # names in `Outputs.features` that it reads: "pooled", "tokens"
+    # names in `Outputs.features` that it reads: "pooled", "tokens"
+    features: frozenset[str] = frozenset()
     # it has `agreement(student, teacher)` [B], -1 to 1, which evaluation shows
     agreement: bool = False
     # it has `projected(student)` [B, D] in the teacher's space, by its module `project`
@@ -91,12 +90,10 @@ class BackendFacts:
     """CPU threads of torch per rank, from its key `threads`. 0: cores divided by the
     ranks here. None: it has no such key.
     """
-    instances: tuple[str, ...] = (
-        "",
-    )  # prefixes of the SageMaker instance types that it runs on
-    chosen_on: tuple[
-        str, ...
-    ] = ()  # prefixes for which `backend.kind: auto` chooses it; the longest match wins
+    # prefixes of the SageMaker instance types that it runs on
+    instances: tuple[str, ...] = ("",)
+    # prefixes for which `backend.kind: auto` chooses it; the longest match wins
+    chosen_on: tuple[str, ...] = ()
 
 
 class Network(NamedTuple):
@@ -107,9 +104,9 @@ class Network(NamedTuple):
     S, S] to logits or vectors.
     """
     onnx: Path  # model.onnx of the same export, if it has one
-    views: Callable[
-        [int], Any
-    ]  # (number) -> batches of that number of training views, each (uint8 [B, 3, S, S], ...)
+    # (number) -> batches of that number of training views, each (uint8 [B, 3, S, S],
+    # ...)
+    views: Callable[[int], Any]
     output: str  # name of the output: "logits" or "embedding"
 
 

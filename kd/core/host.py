@@ -427,9 +427,8 @@ class Signals:
         return bool(self._name)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if (
-            os.getpid() != self._process
-        ):  # this is a data worker in the same group: it serves until its trainer ends
+        # this is a data worker in the same group: it serves until its trainer ends
+        if os.getpid() != self._process:
             return
         if self._name and time.monotonic() - self._first < TOGETHER:
             return

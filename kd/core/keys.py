@@ -87,9 +87,8 @@ class Keys:
             raise ValueError("a number")
         if isinstance(value, str) and "\0" in value:
             raise ValueError("a zero byte")
-        if (
-            isinstance(value, Referenced) and annotation is bool
-        ):  # the environment holds texts
+        # the environment holds texts
+        if isinstance(value, Referenced) and annotation is bool:
             value = {"true": True, "false": False}.get(value.lower(), value)
         if isinstance(value, bool) and annotation not in (bool, Any):
             value = _word(annotation, value)

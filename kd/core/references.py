@@ -12,9 +12,8 @@ from typing import Any
 # match anywhere
 SHORTEST = 6
 _VARIABLE = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
-_variables: set[str] = (
-    set()
-)  # names of environment variables used by a configuration of this process
+# names of environment variables used by a configuration of this process
+_variables: set[str] = set()
 
 
 class Referenced(str):

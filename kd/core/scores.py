@@ -33,9 +33,8 @@ class Column:
     # "%": a share, 0 to 1, shown in percent. With "nats" and "" it is shown as a
     # number.
     unit: str = "%"
-    meaning: str = field(
-        default="", compare=False
-    )  # noun phrase after the value; empty: the title
+    # noun phrase after the value; empty: the title
+    meaning: str = field(default="", compare=False)
     smaller: bool = field(default=False, compare=False)  # whether smaller is better
 
     def text(self, value: float, samples: Samples | None = None) -> str:
@@ -81,9 +80,9 @@ class Scores:
     """Scores of one model against the labels. The first one chooses the checkpoint;
     larger is better.
     """
-    pair: tuple[
-        Column, ...
-    ]  # scores of the student against its teacher. The first one decides if there are no labels.
+    # scores of the student against its teacher. The first one decides if there are no
+    # labels.
+    pair: tuple[Column, ...]
     # how the own scores are computed, one sentence for the model card; empty: commonly
     # known
     note: str = ""
@@ -241,9 +240,8 @@ class Scored:
     images: int  # number of scored images
     evaluations: int
     row: Mapping[str, float]  # as a validation row
-    samples: Mapping[
-        str, Samples
-    ]  # samples of the scores in `row`, by key; a score without samples has no interval
+    # samples of the scores in `row`, by key; a score without samples has no interval
+    samples: Mapping[str, Samples]
 
     @property
     def title(self) -> str:
@@ -310,9 +308,9 @@ class Scored:
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Scored:
-        values = recorded[
-            "row"
-        ]  # float32; those beside the samples are not rounded, so differences would not agree
+        # float32; those beside the samples are not rounded, so differences would not
+        # agree
+        values = recorded["row"]
         samples = {
             key: Samples.read({**sample, "value": values.get(key, sample["value"])})
             for key, sample in recorded["samples"].items()

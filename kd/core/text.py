@@ -8,14 +8,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-FORMULA = (
-    "=",
-    "+",
-    "-",
-    "@",
-    "\t",
-    "\r",
-)  # first characters of cells that spreadsheets run as formulas
+# first characters of cells that spreadsheets run as formulas
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def percent(share: float) -> str:
@@ -173,13 +167,11 @@ def names_of(text: str) -> list[str]:
     begin with "#" are ignored.
     """
     found = []
-    for line in (
-        line.strip() for line in text.split("\n")
-    ):  # not splitlines: a name may contain U+2028 or U+0085
+    # not splitlines: a name may contain U+2028 or U+0085
+    for line in (line.strip() for line in text.split("\n")):
         if line and not line.startswith("#"):
-            with suppress(
-                ValueError
-            ):  # a handwritten name that begins with a quotation mark
+            # a handwritten name that begins with a quotation mark
+            with suppress(ValueError):
                 line = str(json.loads(line)) if line.startswith('"') else line
             found.append(line)
     return found

@@ -19,14 +19,8 @@ Label = int | np.ndarray
 """A class, -1 if unlabelled. With several labels per image int8 [C]: 1 for each class
 in the image, all -1 if unlabelled.
 """
-TENSORS = (
-    "ids",
-    "image",
-    "label",
-    "partner_label",
-    "lam",
-    "weight",
-)  # names of the tensor fields of every batch
+# names of the tensor fields of every batch
+TENSORS = ("ids", "image", "label", "partner_label", "lam", "weight")
 
 
 class Decoded(NamedTuple):
@@ -89,12 +83,10 @@ class Batch:
     lam: Tensor  # float32 [B], the share of `label`; 1.0 without mixing
     weight: Tensor  # float32 [B], from the sifter's plan; 0.0 marks padding
     view: int = 0  # number of the view: `epoch mod views`, or the epoch itself
-    unreadable: tuple[
-        int, ...
-    ] = ()  # ids of images that could not be decoded; their weight is 0
-    crc: tuple[
-        int, ...
-    ] = ()  # `Sample.crc` of each image; empty if unknown. Only the host reads it.
+    # ids of images that could not be decoded; their weight is 0
+    unreadable: tuple[int, ...] = ()
+    # `Sample.crc` of each image; empty if unknown. Only the host reads it.
+    crc: tuple[int, ...] = ()
     loading: Loading = UNKNOWN  # of this batch; the loader adds it up
     teacher_outputs: TeacherOutputs | None = (
         None  # known outputs, from a cache or a scoring pass
@@ -166,9 +158,8 @@ class Batch:
         joined["teacher_outputs"] = (
             TeacherOutputs.cat(known) if len(known) == len(batches) else None
         )
-        if any(
-            batch.whole is not None for batch in batches
-        ):  # rows without a missing output have outputs
+        # rows without a missing output have outputs
+        if any(batch.whole is not None for batch in batches):
             sized = next(batch.whole for batch in batches if batch.whole is not None)
             empty = (
                 sized.new_zeros(len(batch.ids), *sized.shape[1:]) for batch in batches
@@ -261,9 +252,8 @@ class TeacherOutputs:
     """The teacher's outputs that are known before its forward."""
 
     outputs: Outputs
-    missing: tuple[
-        tuple[int, int], ...
-    ] = ()  # (row, id) of the images without outputs; their rows in `outputs` are 0
+    # (row, id) of the images without outputs; their rows in `outputs` are 0
+    missing: tuple[tuple[int, int], ...] = ()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TeacherOutputs:
         return replace(self, outputs=self.outputs.map(change))
@@ -284,10 +274,8 @@ class Dims:
     num_classes: int
     student_features: int  # width of the pooled features; 0 if no loss needs them
     teacher_features: int  # same for the teacher; 0 if the run has no teacher
-    student_tokens: tuple[int, int] = (
-        0,
-        0,
-    )  # number N and width D of the tokens; (0, 0) if no loss needs them
+    # number N and width D of the tokens; (0, 0) if no loss needs them
+    student_tokens: tuple[int, int] = (0, 0)
     teacher_tokens: tuple[int, int] = (0, 0)
     classes: tuple[str, ...] = ()  # class names; empty: unknown
     labels: Callable[[], Tensor] | None = None
@@ -356,9 +344,8 @@ class SiftContext:
     """Return every image's class, int64 [num_images]; called only by sifters that need
     it. Data with several labels per image does not allow such sifters.
     """
-    reduce_sum: Callable[
-        [Tensor], Tensor
-    ]  # mean of a CPU tensor over the ranks; all must call it
+    # mean of a CPU tensor over the ranks; all must call it
+    reduce_sum: Callable[[Tensor], Tensor]
     views: int = 0  # number of views per image; 0: a new view every epoch
     # share of the images drawn for an unsifted epoch, balanced over classes; 0: all
     balance: float = 0.0

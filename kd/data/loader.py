@@ -112,9 +112,8 @@ class LocalLoader:
         """
         self.dataset, self.share, self.workers = dataset, share, workers
         self.max_skipped, self.timeout_seconds = max_skipped, timeout_seconds
-        self.unreadable: set[int] = (
-            set()
-        )  # ids of images that could not be decoded, among those loaded so far
+        # ids of images that could not be decoded, among those loaded so far
+        self.unreadable: set[int] = set()
         self.loading = Loading()  # sums over all batches so far
         self._requests = _Requests()
         self._batches = DataLoader(
@@ -158,9 +157,8 @@ class LocalLoader:
             yield from self._batches
             return
         processes, forked = weakref.WeakMethod(self.processes), bool(self.processes())
-        watch = Watch(
-            lambda: (processes() or list)(), self.timeout_seconds
-        )  # its thread may outlive a dropped loader
+        # its thread may outlive a dropped loader
+        watch = Watch(lambda: (processes() or list)(), self.timeout_seconds)
         try:
             if forked:
                 watch.start()
@@ -260,9 +258,8 @@ def end_workers(batches: Any, process: int) -> None:
     would wait 5 s for each.
     """
     if os.getpid() == process:  # a worker inherits the loader
-        with suppress(
-            RuntimeError
-        ):  # torch's signal handler raises it if another loader's worker was killed
+        # torch's signal handler raises it if another loader's worker was killed
+        with suppress(RuntimeError):
             batches._shutdown_workers()
 
 

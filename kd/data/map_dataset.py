@@ -171,9 +171,8 @@ class MapDataset:
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(
-            seed
-        )  # torch.manual_seed formats three tracebacks: 0.1 to 1 ms per image
+        # torch.manual_seed formats three tracebacks: 0.1 to 1 ms per image
+        torch.default_generator.manual_seed(seed)
         try:
             item = self.items[id]
         finally:

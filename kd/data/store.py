@@ -36,12 +36,10 @@ from kd.files.records import Records, Stop, record_bytes
 from kd.files.storage import log, on_disk, open_folder
 
 FORMAT = 5  # raised with every change of a record; a store of another format is rebuilt
-HEAD = struct.Struct(
-    "<IIIQ"
-)  # width, height, the CRC-32 of the encoded bytes, and the file's stamp
-VIEW = struct.Struct(
-    "<Id"
-)  # the CRC-32 of the encoded bytes, and lam; then the partner's label and the pixels
+# width, height, the CRC-32 of the encoded bytes, and the file's stamp
+HEAD = struct.Struct("<IIIQ")
+# the CRC-32 of the encoded bytes, and lam; then the partner's label and the pixels
+VIEW = struct.Struct("<Id")
 WHERE = "data.store"
 PIXELS = "pixels"  # name of the file in a store's folder
 LONGEST = 4.0  # largest aspect at which every image fits into its slot
@@ -64,9 +62,8 @@ class Shrunk:
     def most(self) -> int:
         """Pixels of a slot: enough for any image up to 4 times as long as wide."""
         pixels = max(LONGEST, 4 / 3 / self.crop) * self.size**2
-        return (
-            math.ceil(pixels + 2 * math.sqrt(LONGEST * pixels)) + 1
-        )  # both sides are rounded up
+        # both sides are rounded up
+        return math.ceil(pixels + 2 * math.sqrt(LONGEST * pixels)) + 1
 
     def __call__(self, image: Image.Image) -> Image.Image:
         factor = self.least(*image.size)
@@ -200,9 +197,8 @@ class Stored:
         for id in ids:
             stored = self.slots.read(id)
             if stored is not None and stored.crc:
-                with suppress(
-                    CorruptImage
-                ):  # training will decode it, and data.on_corrupt decides
+                # training will decode it, and data.on_corrupt decides
+                with suppress(CorruptImage):
                     changed += self.source.decode(id).crc not in (0, stored.crc)
         if changed:
             self.slots.records.clear()

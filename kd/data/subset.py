@@ -15,11 +15,8 @@ from kd.core.text import names_of, nfc
 from kd.core.types import Decoded, Label
 
 EXCLUDE = "data.exclude"
-OPTIONAL = (
-    "stamp",
-    "encoded",
-    "group",
-)  # methods that a source may have: a subset has those of its source
+# methods that a source may have: a subset has those of its source
+OPTIONAL = ("stamp", "encoded", "group")
 
 
 def decoded(

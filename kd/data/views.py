@@ -25,14 +25,10 @@ from kd.core.types import Loading, Sample
 from kd.data.subset import decoded
 from kd.files.pixels import centre_crop, could_reduce, least_of_centre, least_of_random
 
-MEAN, STD = (
-    np.array([123.675, 116.28, 103.53]),
-    np.array([58.395, 57.12, 57.375]),
-)  # of ImageNet's pixels, 0 to 255
-ASPECTS = (
-    math.log(3 / 4),
-    math.log(4 / 3),
-)  # logarithms of a random crop's smallest and largest aspect ratio
+# of ImageNet's pixels, 0 to 255
+MEAN, STD = (np.array([123.675, 116.28, 103.53]), np.array([58.395, 57.12, 57.375]))
+# logarithms of a random crop's smallest and largest aspect ratio
+ASPECTS = (math.log(3 / 4), math.log(4 / 3))
 ONES = np.ones(784, np.float32)
 GREY = 0.299, 0.587, 0.114  # weights of red, green and blue (ITU-R 601), as in Pillow
 # raised with every change of `TrainTransform`'s pixels; caches of another format are
@@ -130,9 +126,8 @@ class Views:
         self.spent = self.spent.plus(
             Loading(0.0, 0.0, decoding, resizing, whole * decoding)
         )
-        planes = bytearray().join(
-            image.tobytes("raw", band) for band in "RGB"
-        )  # half the time of a transposed copy
+        # half the time of a transposed copy
+        planes = bytearray().join(image.tobytes("raw", band) for band in "RGB")
         return (
             torch.frombuffer(planes, dtype=torch.uint8).view(
                 3, image.height, image.width
@@ -305,9 +300,8 @@ def jitter(image: Image.Image, strength: float, rng: random.Random) -> Image.Ima
     grid = np.frombuffer(
         image.resize((28, 28), Image.Resampling.NEAREST).tobytes(), np.uint8
     ).reshape(784, 3)
-    mean = ((ONES @ grid.astype(np.float32)).astype(float) / 784).dot(
-        GREY
-    )  # exact, in a third of grid.mean's time
+    # exact, in a third of grid.mean's time
+    mean = ((ONES @ grid.astype(np.float32)).astype(float) / 784).dot(GREY)
     a, b, c = 1.0, 0.0, 0.0
     steps = ["brightness", "contrast", "saturation"]
     rng.shuffle(steps)

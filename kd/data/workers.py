@@ -91,10 +91,8 @@ class Watch(threading.Thread):
         self, workers: Callable[[], Sequence[BaseProcess]], seconds: float
     ) -> None:
         super().__init__(daemon=True, name="kd-watch")
-        self.waiting, self.number = (
-            True,
-            0,
-        )  # whether the loop waits for a batch, and its number in the epoch
+        # whether the loop waits for a batch, and its number in the epoch
+        self.waiting, self.number = (True, 0)
         self.late = ""  # finally, the worker that did not deliver it
         self._workers, self._seconds, self._over = workers, seconds, threading.Event()
 

@@ -82,9 +82,8 @@ def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
     """
     state, content = head(folder)
     try:
-        with (folder / TENSORS).open(
-            "rb"
-        ) as file:  # safetensors reports an unreadable file as missing
+        # safetensors reports an unreadable file as missing
+        with (folder / TENSORS).open("rb") as file:
             size = file.seek(0, 2)
         if size != content["bytes"]:
             raise _broken(folder, f"is cut short: {size} of {content['bytes']} bytes")

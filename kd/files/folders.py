@@ -70,11 +70,12 @@ def entries_of(
     try:
         status = os.stat(path)
         with os.scandir(path) as listing:
+            # macOS ._* too
             entries = [
                 e
                 for e in listing
                 if not e.name.startswith(b".") and e.name not in SYSTEM
-            ]  # macOS ._* too
+            ]
     except OSError as error:
         raise DataError(
             config_path,
@@ -132,9 +133,8 @@ class Folder(NamedTuple):
 
     path: bytes  # below the root
     above: frozenset[tuple[int, int]]  # its parents
-    content: Iterator[
-        tuple[bytes, os.DirEntry[bytes] | None]
-    ]  # names in order; folders end in "/", without entry
+    # names in order; folders end in "/", without entry
+    content: Iterator[tuple[bytes, os.DirEntry[bytes] | None]]
 
 
 class Walk:

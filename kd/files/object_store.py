@@ -15,11 +15,8 @@ from kd.files.storage import atomic_file
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 EXTRAS = {"s3": "pip install 'PATH/kd[sagemaker]'", "gs": "pip install gcsfs"}
-DISK_ERRORS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-)  # fsspec's protocols of local files
+# fsspec's protocols of local files
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def is_url(path: str) -> bool:
@@ -106,10 +103,8 @@ def _open(url: str, config_path: str) -> tuple[Any, str]:
     protocol = url.partition("://")[0]
     try:
         files = _store(protocol, os.getpid())
-    except (
-        ImportError,
-        ValueError,
-    ) as error:  # ValueError: fsspec does not know the protocol
+    # ValueError: fsspec does not know the protocol
+    except (ImportError, ValueError) as error:
         remedy = EXTRAS.get(protocol, "Install the package for fsspec that brings it")
         reason = in_short(error)
         raise MissingExtra(

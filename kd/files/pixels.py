@@ -60,9 +60,9 @@ SIGNS = {
 }
 """First bytes of formats."""
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
-MAX_BYTES = (
-    2**30
-)  # bytes of an image file. Within the limit on pixels no file needs more; larger files are not read.
+# bytes of an image file. Within the limit on pixels no file needs more; larger files
+# are not read.
+MAX_BYTES = 2**30
 MAX_PIXELS = 89_478_485  # pixels of a training image: Pillow's own limit
 MAX_SCANS = 64
 """Most scans of a progressive JPEG. Each is a pass over all pixels; encoders write ten,
@@ -150,20 +150,15 @@ def open_image(data: bytes, formats: Sequence[str], most: Most) -> Image.Image:
         if name not in Image.OPEN:
             Image.init()
         factory, accept = Image.OPEN[name]
-        if (
-            accept and accept(data[:16]) is not True
-        ):  # text instead of an image: a decoder is not installed
+        # text instead of an image: a decoder is not installed
+        if accept and accept(data[:16]) is not True:
             continue
         try:
             image = (JpegImagePlugin.JpegImageFile if name == "JPEG" else factory)(
                 io.BytesIO(data), ""
             )
-        except (
-            SyntaxError,
-            IndexError,
-            TypeError,
-            struct.error,
-        ):  # as Image.open: not of this format
+        # as Image.open: not of this format
+        except (SyntaxError, IndexError, TypeError, struct.error):
             continue
         _check(image, data, most)
         return image
@@ -199,9 +194,8 @@ def _check(image: Image.Image, data: bytes, most: Most) -> None:
         )
 
 
-_MARKER = re.compile(
-    rb"\xff[^\x00\xff\xd0-\xd7]"
-)  # JPEG markers, except those inside a scan's data
+# JPEG markers, except those inside a scan's data
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _END, _SCAN, _BARE = 0xD9, 0xDA, (0x01, 0xD8)  # the last two markers have no length
 
 
@@ -297,9 +291,10 @@ def load(
 
 
 def _is_wide_grey(image: Image.Image) -> bool:
+    # "I": Pillow before 11
     return image.mode.startswith("I;16") or (
         image.mode == "I" and image.format == "PNG"
-    )  # "I": Pillow before 11
+    )
 
 
 def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
@@ -314,10 +309,8 @@ def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
     """
     try:
         image.getexif()  # Pillow caches parsed EXIF
-        for name in (
-            "exif",
-            "Raw profile type exif",
-        ):  # exif_transpose would write it anew: 12 ms for 900 tags
+        # exif_transpose would write it anew: 12 ms for 900 tags
+        for name in ("exif", "Raw profile type exif"):
             image.info.pop(name, None)
         ImageOps.exif_transpose(image, in_place=True)
     except MemoryError:
@@ -325,9 +318,8 @@ def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
     except Exception:  # a broken EXIF block is ignored
         pass
     if _is_wide_grey(image):
-        upper = np.asarray(image).astype(np.uint16) >> (
-            bits - 8
-        )  # convert() would clip at 255 and give a white image
+        # convert() would clip at 255 and give a white image
+        upper = np.asarray(image).astype(np.uint16) >> (bits - 8)
         rgb = Image.fromarray(upper.astype(np.uint8)).convert("RGB")
     elif image.mode in ("I", "F"):
         raise Beyond(
@@ -342,9 +334,8 @@ def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
     elif image.format == "JPEG" and image.mode == "RGB":
         rgb = image  # a copy takes a tenth of the decoding time
     else:
-        rgb = image.convert(
-            "RGB"
-        )  # a copy, also of RGB, without a reference to the file
+        # a copy, also of RGB, without a reference to the file
+        rgb = image.convert("RGB")
     rgb.info.clear()  # also for an EXIF block that Pillow could not parse
     return rgb
 
@@ -379,9 +370,8 @@ ORIENTATION = (  # an EXIF block of one short
 TURNED = ({"exif": ORIENTATION % orientation} for orientation in range(2, 9))
 BRANCHES = (
     *product(["JPEG"], ["RGB", "L", "CMYK"], [1.5], [{}]),
-    *product(
-        ["JPEG"], ["RGB"], [4, 8, 16, 0.5], [{}]
-    ),  # decoded at 1/2, 1/4 and 1/8 of its sides; enlarged
+    # decoded at 1/2, 1/4 and 1/8 of its sides; enlarged
+    *product(["JPEG"], ["RGB"], [4, 8, 16, 0.5], [{}]),
     *product(
         ["JPEG"],
         ["RGB"],

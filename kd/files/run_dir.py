@@ -23,10 +23,8 @@ from kd.files.json_file import object_of, read_json
 # folder of the baseline inside a run folder; a given length is appended as "_STEPS"
 BASELINE = "labels_only"
 
-BILLED = (
-    "billable_seconds",
-    "began",
-)  # in manifest.json: seconds of all starts; start time of this one, 0: ended
+# in manifest.json: seconds of all starts; start time of this one, 0: ended
+BILLED = ("billable_seconds", "began")
 
 
 class RunDir:
@@ -55,9 +53,8 @@ class RunDir:
             )
         if self.rank != 0:  # rank 0 may be making the folder at this moment
             return
-        new = (
-            self.path.is_dir() and not self.config_file.exists()
-        )  # or a start that ended before its first file
+        # or a start that ended before its first file
+        new = self.path.is_dir() and not self.config_file.exists()
         if new and any(
             not path.name.startswith((".", "checkpoints", "audit"))
             for path in self.path.iterdir()
@@ -70,9 +67,8 @@ class RunDir:
             self._enter()
         if not self._folders():
             known: dict[str, Any] = {}
-            with suppress(
-                RunError
-            ):  # files of a start that was killed before its first checkpoint
+            # files of a start that was killed before its first checkpoint
+            with suppress(RunError):
                 known = self.manifest() if self.stored_config() == config else {}
             storage.write_text(self.config_file, config)
             storage.write_json(
@@ -160,9 +156,8 @@ class RunDir:
         remove old ones.
         """
         with storage.on_disk(self._metrics_file, "run.folder"):
-            if (
-                self._metrics_file.is_file()
-            ):  # its rows must be on disk before the checkpoint
+            # its rows must be on disk before the checkpoint
+            if self._metrics_file.is_file():
                 storage.flush(self._metrics_file)
         checkpoint.write(
             self.checkpoints / f"step_{state.step:08d}", state, tensors, info, best

@@ -19,9 +19,8 @@ from kd.files import object_store
 from kd.files.storage import lock, log, on_disk, recover
 
 BLOCK = 512  # bytes of a tar block; headers and contents begin at multiples of it
-MAX_HEADER = (
-    2**20
-)  # largest extended header, bytes. tarfile would read any claimed size.
+# largest extended header, bytes. tarfile would read any claimed size.
+MAX_HEADER = 2**20
 _NUMBER = re.compile(r"([0-9]+)\.")  # digits between the first two dots of a file name
 AT_ONCE = 8  # shards copied at the same time
 

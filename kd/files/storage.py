@@ -23,19 +23,17 @@ except ImportError:  # on Windows, where the endpoint runs without locks
     fcntl = None
 
 MANIFEST = "manifest.json"
-LEFTOVER = re.compile(
-    r"\.(.+)\.[0-9a-f]+\.(tmp|old)"
-)  # drafts, and folders being replaced
+# drafts, and folders being replaced
+LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+\.(tmp|old)")
 # seconds after which a draft without a lock counts as left by a killed process
 ABANDONED = 3600.0
 # seconds that a reader waits for the manifest of a folder just created by its writer
 MANIFEST_WAIT = 10.0
-LAST = (
-    2**26
-)  # bytes read from the end of a file of rows: 60,000 log windows, or two days of machine samples
-LINE = (
-    2**20
-)  # longest line of such a file, bytes. A longer line is not kd's and is skipped in parts.
+# bytes read from the end of a file of rows: 60,000 log windows, or two days of machine
+# samples
+LAST = 2**26
+# longest line of such a file, bytes. A longer line is not kd's and is skipped in parts.
+LINE = 2**20
 REPLACED = "A new or empty folder, or an older export, which is replaced"
 log = logging.getLogger("kd")
 
@@ -51,9 +49,8 @@ def atomic_folder(path: Path, config_path: str = "run.folder") -> Iterator[Path]
     try:
         draft.mkdir(parents=True)
         with _opened(draft) as descriptor:
-            with suppress(
-                OSError
-            ):  # so that `recover` in another process does not touch it
+            # so that `recover` in another process does not touch it
+            with suppress(OSError):
                 _lock(descriptor)
             yield draft
             for file in (*draft.rglob("*"), draft):
@@ -99,9 +96,8 @@ def recover(folder: Path, name: str = "", alone: bool = False) -> None:
 
     `alone`: no other process writes here, so every draft is abandoned.
     """
-    for leftover in sorted(
-        folder.glob(".*.*.*")
-    ):  # the `old` of a draft sorts before its `tmp`
+    # the `old` of a draft sorts before its `tmp`
+    for leftover in sorted(folder.glob(".*.*.*")):
         match = LEFTOVER.fullmatch(leftover.name)
         if (
             match is None
@@ -376,11 +372,8 @@ def open_folder(
             )
 
 
-PAUSES = (
-    0.1,
-    0.4,
-    1.5,
-)  # seconds between tries: a network storage's failover takes a second or two
+# seconds between tries: a network storage's failover takes a second or two
+PAUSES = (0.1, 0.4, 1.5)
 REMEDY = "Bring the storage back and run the same command again: it resumes"
 Result = TypeVar("Result")
 

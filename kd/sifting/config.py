@@ -24,9 +24,8 @@ class LossImplementationNotProvidedException(KdError):
     """There is no `Loss`, or it does not return one value per sample."""
 
 
-_REQUIRED: Any = (
-    object()
-)  # a missing key raises our exception, of keyword arguments and of dicts
+# a missing key raises our exception, of keyword arguments and of dicts
+_REQUIRED: Any = object()
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,8 @@ class LossConfig:
         config = from_dict(
             SiftingBaseConfig, self.sift_config, "LossConfig.sift_config"
         )
-        object.__setattr__(
-            self, "sift_config", config
-        )  # the class is frozen; this replaces a dict by its class
+        # the class is frozen; this replaces a dict by its class
+        object.__setattr__(self, "sift_config", config)
 
 
 @dataclass(frozen=True)

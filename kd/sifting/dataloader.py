@@ -144,9 +144,8 @@ class SiftingDataloader:
             start = now()
             batch = next(batches, None)
             if not equal_lengths and not _gather([batch is not None], device).all():
-                if (
-                    batch is not None
-                ):  # another rank has no batch left: this one goes into the next epoch
+                # another rank has no batch left: this one goes into the next epoch
+                if batch is not None:
                     self.pending.put_back(batch)
                 break
             if batch is None:
@@ -156,9 +155,8 @@ class SiftingDataloader:
             with self.meter.timed("reverse_transform"):
                 converted = self.transform.reverse_transform(batch)
             if last := self.steps_in_epoch == length:
-                next(
-                    batches, None
-                )  # score the rest of the epoch now, since the loop does not come back
+                # score the rest of the epoch now, since the loop does not come back
+                next(batches, None)
                 self.position = self.steps_in_epoch = 0
             pilot = self.draws > 0 and self.meter.saving is None
             start = now(device if pilot else None)
@@ -191,9 +189,8 @@ class SiftingDataloader:
         """Yield batches to train on. At each yield, the counters include the batch
         yielded.
         """
-        while (
-            self.size and len(self.pending) >= self.size
-        ):  # put back, or from a checkpoint
+        # put back, or from a checkpoint
+        while self.size and len(self.pending) >= self.size:
             yield self.pending.pop(self.size)
         for original in self._open():
             self.position += 1
@@ -309,9 +306,8 @@ class SiftingDataloader:
                 yielded if base.repeat_delay_per_epoch else steps
             )
             flushed, pending = divmod(pending, size)  # batches that were put back
-            passed = min(
-                batches - position, max(0, delay - flushed)
-            )  # batches of the delay
+            # batches of the delay
+            passed = min(batches - position, max(0, delay - flushed))
             scored = max(0, samples - (position + passed) * size)  # samples
             full, pending = divmod(
                 pending + quota(seen, scored, float(self.sift_config.beta_value)), size
@@ -339,9 +335,8 @@ class SiftingDataloader:
         state["pending"] = (
             None if pending is None else self.transform.reverse_transform(pending)
         )
-        if isinstance(
-            self.transform, DefaultTransform
-        ):  # too few pending samples may not show the format
+        # too few pending samples may not show the format
+        if isinstance(self.transform, DefaultTransform):
             state["format"] = [self.transform.form, self.transform.index]
         state["seen_and_kept"] = [
             self.metrics["num_orig_samples_seen"],

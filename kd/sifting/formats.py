@@ -27,10 +27,8 @@ from kd.sifting.config import UnsupportedDataFormatException
 
 REMEDY = "Pass your own SiftingBatchTransform as batch_transforms"
 SAMPLE, FEATURE = 0, 1  # `batch_format_index`: the sample dimension of the batch
-ROWS, CONSTANT = (
-    "one entry a sample",
-    "one value for all samples",
-)  # kinds of leaves; `state_dict` saves them
+# kinds of leaves; `state_dict` saves them
+ROWS, CONSTANT = ("one entry a sample", "one value for all samples")
 
 
 class DefaultTransform(SiftingBatchTransform):

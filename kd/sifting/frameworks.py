@@ -143,9 +143,8 @@ class TrainingMetricsRecorder:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         base = _callback_class()
-        if not issubclass(
-            cls, base
-        ):  # derived here, so that importing kd.sifting does not import Lightning
+        # derived here, so that importing kd.sifting does not import Lightning
+        if not issubclass(cls, base):
             cls = type(
                 cls.__name__,
                 (cls, base),
@@ -180,17 +179,15 @@ class TrainingMetricsRecorder:
         self._state |= {RANDOM: checkpoint[RANDOM]} if RANDOM in checkpoint else {}
 
     def on_train_start(self, *args: Any, **kwargs: Any) -> None:
-        if (
-            self.loader is not None and "loader" in self._state
-        ):  # Lightning restores loaders within an epoch only
+        # Lightning restores loaders within an epoch only
+        if self.loader is not None and "loader" in self._state:
             self.loader.load_state_dict(self._state["loader"])
         if RANDOM in self._state:  # it restores none
             torch.set_rng_state(self._state[RANDOM].cpu())
 
     def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
-        if (
-            self.loader is not None
-        ):  # epochs differ in length, which Lightning reads once
+        # epochs differ in length, which Lightning reads once
+        if self.loader is not None:
             trainer.fit_loop.max_batches = len(self.loader)
 
     def _lap(self, name: str) -> None:

@@ -27,9 +27,8 @@ def sizes_of(loader: Any) -> Sizes:
     if batches is None or not isinstance(batch_size, int):
         return Sizes(batches, None, batch_size if isinstance(batch_size, int) else None)
     samples = None
-    if getattr(
-        sampler, "even_batches", False
-    ):  # accelerate's per-rank sampler: every batch is full
+    # accelerate's per-rank sampler: every batch is full
+    if getattr(sampler, "even_batches", False):
         samples = batches * batch_size
     elif type(sampler) is torch.utils.data.BatchSampler:
         samples = (
