@@ -39,15 +39,12 @@ class Evaluation:
     num_classes: int
     labelled: bool = True  # whether validation images have labels, all or some
     bank: Callable[[], Split] | None = None  # training images: the k-NN index
-    bank_teacher: Teacher | None = (
-        None  # for training images, if outputs are looked up by id
-    )
-    agreement: Callable[[Outputs, Outputs], Tensor] | None = (
-        None  # (student, teacher) -> cosine [B]
-    )
-    projected: Callable[[Outputs], Tensor | None] | None = (
-        None  # the student's vectors in the teacher's space
-    )
+    # for training images, if outputs are looked up by id
+    bank_teacher: Teacher | None = None
+    # (student, teacher) -> cosine [B]
+    agreement: Callable[[Outputs, Outputs], Tensor] | None = None
+    # the student's vectors in the teacher's space
+    projected: Callable[[Outputs], Tensor | None] | None = None
     members: int = 1  # number of teachers
     partly: bool = False  # whether only some training images have a label
 
@@ -56,9 +53,8 @@ class Evaluator(Protocol):
     """Scores student and teacher on the validation split; a task builds it."""
 
     loader: Loader
-    selection_metric: (
-        str  # the key of the metric that chooses the checkpoint; larger is better
-    )
+    # the key of the metric that chooses the checkpoint; larger is better
+    selection_metric: str
     labelled: bool  # whether models are scored against labels
     chance: float  # that metric at chance level; 0: unknown
 
@@ -117,9 +113,8 @@ class Task(Protocol):
     problem_type: str  # transformers' `problem_type`; "": no logits
     label_loss: str  # the loss for training on labels alone: a part of `losses/`
     scores: Scores
-    keeps_topk: (
-        bool  # whether top-k logits and the mass of the rest are enough for its losses
-    )
+    # whether top-k logits and the mass of the rest are enough for its losses
+    keeps_topk: bool
 
     def evaluator(self, setting: Evaluation) -> Evaluator: ...
 

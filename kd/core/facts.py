@@ -38,12 +38,10 @@ class LossFacts:
 class DatasetFacts:
     """Static properties of a dataset's options."""
 
-    label: str = (
-        "class"  # kind of an image's label: "class", or "set" if it may have several
-    )
-    root: str = (
-        ""  # the folder whose files are the images; "": the images are stored otherwise
-    )
+    # kind of an image's label: "class", or "set" if it may have several
+    label: str = "class"
+    # the folder whose files are the images; "": the images are stored otherwise
+    root: str = ""
     test: str = ""  # the key that names a test split, if it is set
 
 
@@ -71,16 +69,13 @@ class BackendFacts:
     `Backend.facts`.
     """
 
-    cpu: bool = (
-        False  # runs on the CPU, where onnxruntime and OpenVINO can run a teacher
-    )
-    cuda: bool = (
-        False  # torch.cuda names its device, pins memory for it, times and profiles it
-    )
+    # runs on the CPU, where onnxruntime and OpenVINO can run a teacher
+    cpu: bool = False
+    # torch.cuda names its device, pins memory for it, times and profiles it
+    cuda: bool = False
     compiles: bool = False  # compiles a graph for each shape: torch.compile is refused
-    complete: bool = (
-        False  # its device supports all of torch: fused optimizers, float64, sorting
-    )
+    # its device supports all of torch: fused optimizers, float64, sorting
+    complete: bool = False
     inference: bool = True  # torch's inference mode works on its device
     muon: bool = True  # the optimizer muon was tested on it
     # name of its own ZeRO, which applies every step and needs every gradient; "":
@@ -121,9 +116,8 @@ class GraphFile:
     # `named`
     option: str = ""
     weights: str = ""  # a second file that holds its weights
-    integer: bool = (
-        False  # its activations are integers too, so sums are equal on all processors
-    )
+    # its activations are integers too, so sums are equal on all processors
+    integer: bool = False
     # loading it may run its code: no endpoint loads it; kd-verify only with --trust
     code: bool = False
     # `--accept` tries cheaper files first; model.onnx, the self-check's reference, has
@@ -145,7 +139,6 @@ class FileKey(NamedTuple):
 
     key: str  # dotted: "teacher.also.0.model"
     value: str
-    within: (
-        str  # key of the folder that relative paths start from; "": the working folder
-    )
+    # key of the folder that relative paths start from; "": the working folder
+    within: str
     or_name: bool  # the value may also be a name, such as a model's

@@ -39,9 +39,8 @@ HANDLED = (signal.SIGTERM, signal.SIGINT)
 # seconds within which two signals count as one: a launcher forwards what its group
 # received
 TOGETHER = 1.0
-_PR_SET_PDEATHSIG = (
-    1  # of prctl(2): the signal that a process gets when its parent ends
-)
+# of prctl(2): the signal that a process gets when its parent ends
+_PR_SET_PDEATHSIG = 1
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Linux's names for units that multiply bfloat16: two of x86, one of ARM. A ViT-B's

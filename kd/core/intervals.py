@@ -102,16 +102,13 @@ class Samples:
     """
 
     value: float
-    right: np.ndarray | None = (
-        None  # bool [N], if the score is the share of N images that are right
-    )
-    replicates: np.ndarray | None = (
-        None  # for any other score: its values on bootstrap samples, see `resampled`
-    )
+    # bool [N], if the score is the share of N images that are right
+    right: np.ndarray | None = None
+    # for any other score: its values on bootstrap samples, see `resampled`
+    replicates: np.ndarray | None = None
     images: int = 0  # number of images behind `replicates`; 0: many
-    ends: tuple[float, float] | None = (
-        None  # ends of its interval, if only they were recorded
-    )
+    # ends of its interval, if only they were recorded
+    ends: tuple[float, float] | None = None
     share: bool = True  # whether the score is a share: its interval ends at 0 and 1
 
     def interval(self) -> tuple[float, float]:

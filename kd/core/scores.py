@@ -232,9 +232,8 @@ class Scored:
     validation split.
     """
 
-    split: (
-        str  # "test": nothing was chosen on it. "val": it chose one of `evaluations`.
-    )
+    # "test": nothing was chosen on it. "val": it chose one of `evaluations`.
+    split: str
     step: int  # step of the checkpoint
     data: str  # a hash of the split's listing: equal hashes mean equal images
     images: int  # number of scored images
@@ -336,9 +335,8 @@ class GraphScores:
     title: str  # of that score
     summary: str  # as text: `same top-1 on 200 of 200 validation images`
     others: int = 0  # number of images with another prediction
-    share_of: int = (
-        0  # number of images of which the score is a share; 0: it is no share
-    )
+    # number of images of which the score is a share; 0: it is no share
+    share_of: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,15 +41,13 @@ class Sample(NamedTuple):
 
     pixels: Tensor  # uint8 [3, H, W], RGB
     label: Label
-    partner_label: (
-        Label  # the label of the mixup partner; equal to `label` without mixing
-    )
+    # the label of the mixup partner; equal to `label` without mixing
+    partner_label: Label
     lam: float  # the share of `label` in the pixels, 0 to 1; 1.0 without mixing
     # False: decoding failed with `data.on_corrupt: skip`, and the pixels are grey
     readable: bool = True
-    crc: int = (
-        0  # CRC-32 of the encoded bytes, of both images if they are mixed; 0 if unknown
-    )
+    # CRC-32 of the encoded bytes, of both images if they are mixed; 0 if unknown
+    crc: int = 0
 
 
 class Loading(NamedTuple):
@@ -88,9 +86,8 @@ class Batch:
     # `Sample.crc` of each image; empty if unknown. Only the host reads it.
     crc: tuple[int, ...] = ()
     loading: Loading = UNKNOWN  # of this batch; the loader adds it up
-    teacher_outputs: TeacherOutputs | None = (
-        None  # known outputs, from a cache or a scoring pass
-    )
+    # known outputs, from a cache or a scoring pass
+    teacher_outputs: TeacherOutputs | None = None
     small: bool = False  # `image` has the small size of `data.progressive`
     whole: Tensor | None = (
         # with `small`: the same views at full size, if the teacher predicts some of
@@ -383,15 +380,12 @@ class State:
     step_in_epoch: int = 0  # completed steps of the current epoch's plan
     images: int = 0  # images trained on, over all ranks
     seconds: float = 0.0  # training time so far, without evaluation and checkpoints
-    cpu_seconds: float = (
-        0.0  # CPU time of training, over all ranks and their worker processes
-    )
+    # CPU time of training, over all ranks and their worker processes
+    cpu_seconds: float = 0.0
     best: float = -1.0  # best `Evaluator.selection_metric` so far; -1: none
     no_better: int = 0  # latest evaluations in a row without a new best
-    unevaluated: bool = (
-        False  # the run stopped before a due evaluation; the resumed run begins with it
-    )
-    skipped: int = (
-        0  # latest steps in a row that were skipped because of a non-finite gradient
-    )
+    # the run stopped before a due evaluation; the resumed run begins with it
+    unevaluated: bool = False
+    # latest steps in a row that were skipped because of a non-finite gradient
+    skipped: int = 0
     skipped_in_all: int = 0  # all skipped steps so far

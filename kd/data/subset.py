@@ -41,9 +41,8 @@ def reduces(source: Source) -> TypeGuard[Reducing]:
 class Subset:
     """Images of a source, by position. See `kd.core.contracts.Source`."""
 
-    known: np.ndarray | None = (
-        None  # which images keep their label, bool [N]; None: all that have one
-    )
+    # which images keep their label, bool [N]; None: all that have one
+    known: np.ndarray | None = None
 
     def __init__(self, source: Any, ids: np.ndarray, *notes: str) -> None:
         """Show the images at positions `ids`, int64 [N]; `notes` are appended to the

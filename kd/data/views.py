@@ -56,9 +56,8 @@ class Views:
     `kd.core.contracts.Dataset`.
     """
 
-    small: "Views | None" = (
-        None  # the same views (crops, flips, colours) at lower resolution
-    )
+    # the same views (crops, flips, colours) at lower resolution
+    small: "Views | None" = None
 
     def __init__(
         self,

@@ -361,12 +361,10 @@ def planes(image: Image.Image, size: int, crop: float) -> np.ndarray:
     )
 
 
-CENTRE = (  # the transparent colour is that of the centre, so that pixels have it
-    "centre"
-)
-ORIENTATION = (  # an EXIF block of one short
-    b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0%c\0\0\0\0\0\0"
-)
+# the transparent colour is that of the centre, so that pixels have it
+CENTRE = "centre"
+# an EXIF block of one short
+ORIENTATION = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0%c\0\0\0\0\0\0"
 TURNED = ({"exif": ORIENTATION % orientation} for orientation in range(2, 9))
 BRANCHES = (
     *product(["JPEG"], ["RGB", "L", "CMYK"], [1.5], [{}]),

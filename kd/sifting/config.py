@@ -54,9 +54,8 @@ class LossConfig:
     allowed.
     """
 
-    sift_config: SiftingBaseConfig | Mapping[str, Any] = (
-        _REQUIRED  # or a dict of its keys
-    )
+    # or a dict of its keys
+    sift_config: SiftingBaseConfig | Mapping[str, Any] = _REQUIRED
 
     def __post_init__(self) -> None:
         config = from_dict(
@@ -74,15 +73,12 @@ class RelativeProbabilisticSiftConfig:
     SiftConfigValidationException: a key is missing, or its value is not allowed.
     """
 
-    beta_value: float = (
-        _REQUIRED  # above 0: 0.5 keeps 67 %, 1 keeps 50 %, 2 keeps 33 %, 3 keeps 25 %
-    )
-    loss_history_length: int = (
-        _REQUIRED  # previous losses that a new one is compared with
-    )
-    loss_based_sift_config: LossConfig | Mapping[str, Any] = (
-        _REQUIRED  # or a dict of its keys
-    )
+    # above 0: 0.5 keeps 67 %, 1 keeps 50 %, 2 keeps 33 %, 3 keeps 25 %
+    beta_value: float = _REQUIRED
+    # previous losses that a new one is compared with
+    loss_history_length: int = _REQUIRED
+    # or a dict of its keys
+    loss_based_sift_config: LossConfig | Mapping[str, Any] = _REQUIRED
 
     def __post_init__(self) -> None:
         name, beta = "RelativeProbabilisticSiftConfig", self.beta_value

@@ -171,9 +171,8 @@ class SiftingDataloader:
                 " for the next epoch"
             )
             logger.warning(text, self.position, self.size, len(self.pending))
-        self.position = self.steps_in_epoch = (
-            0  # a checkpoint from here on starts an epoch
-        )
+        # a checkpoint from here on starts an epoch
+        self.position = self.steps_in_epoch = 0
 
     def _open(self) -> Iterator[Any]:
         """Begin an epoch of the original loader, or resume the one of a checkpoint."""

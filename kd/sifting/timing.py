@@ -28,9 +28,8 @@ class Meter:
         }
         self.scoring: list[float] = []  # seconds per scored sample, in the pilot
         self.training: list[float] = []  # seconds per trained sample, in the pilot
-        self.saving: float | None = (
-            None  # predicted share of an epoch's time; None during the pilot
-        )
+        # predicted share of an epoch's time; None during the pilot
+        self.saving: float | None = None
 
     def count(self, seen: int, selected: int) -> None:
         self.metrics["num_orig_samples_seen"] += seen
