@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-EXCLUSIVE = "They are mutually exclusive"  # "what is allowed" for two keys
+# "what is allowed" for two keys
+EXCLUSIVE = "They are mutually exclusive"
 
 
 class KdError(Exception):
@@ -25,17 +26,14 @@ class KdError(Exception):
     def __init__(
         self, config_path: str, wrong: str, allowed: str = "", remedy: str = ""
     ) -> None:
-        self.config_path, self.wrong, self.allowed, self.remedy = (
-            config_path,
-            wrong,
-            allowed,
-            remedy,
-        )
-        stated = (
-            allowed if not allowed or allowed[0].isupper() else f"Allowed: {allowed}"
-        )
+        self.config_path = config_path
+        self.wrong = wrong
+        self.allowed = allowed
+        self.remedy = remedy
+        if allowed and not allowed[0].isupper():
+            allowed = f"Allowed: {allowed}"
         sentences = [
-            _sentence(part) for part in (wrong, stated, remedy) if part.strip()
+            _sentence(text) for text in (wrong, allowed, remedy) if text.strip()
         ]
         place = config_path if config_path.isprintable() else repr(config_path)[1:-1]
         super().__init__(f"{place}: {' '.join(sentences)}")
@@ -130,26 +128,28 @@ def raised(error: BaseException) -> str:
     """Return `TYPE: message (FILE, line N, in NAME)`; the place only if `own_line`
     finds it.
     """
-    text, line = named(error, 1000), own_line(error)
-    return f"{text} ({line})" if line else text
+    message = named(error, 1000)
+    line = own_line(error)
+    return f"{message} ({line})" if line else message
 
 
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # terminal escapes: bold, colours
 _END = re.compile(r"(?<=[\w)'\"\]][.!?])\s+(?=[A-Z])|\s*\n\s*\n")  # end of a sentence
 
 
-def in_short(error: object, most: int = 200) -> str:
+def in_short(error: object, length: int = 200) -> str:
     """Return the first sentence of a foreign message: one line, without control
     characters, at most `most` long.
     """
-    text = _END.split(_CODES.sub("", str(error)).strip(), maxsplit=1)[0]
-    text = " ".join("".join(one if one.isprintable() else " " for one in text).split())
-    return text[:most].rstrip(" .:;,(") or type(error).__name__
+    sentence = _END.split(_CODES.sub("", str(error)).strip(), maxsplit=1)[0]
+    printable = "".join(char if char.isprintable() else " " for char in sentence)
+    line = " ".join(printable.split())
+    return line[:length].rstrip(" .:;,(") or type(error).__name__
 
 
-def named(error: BaseException, most: int = 200) -> str:
+def named(error: BaseException, length: int = 200) -> str:
     """Return a foreign error as `TYPE: first sentence`."""
-    return f"{type(error).__name__}: {in_short(error, most)}"
+    return f"{type(error).__name__}: {in_short(error, length)}"
 
 
 def needed(package: str, config_path: str, wrong: str, remedy: str) -> Any:
@@ -166,26 +166,21 @@ def own_line(error: BaseException) -> str:
     """Return the last line of an error's traceback that is neither kd's nor an
     installed package's.
     """
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if _is_foreign(frame.filename)
-    ]
-    return (
-        f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}"
-        if frames
-        else ""
-    )
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_foreign(frame.filename):
+            return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return ""
 
 
 def _is_foreign(file: str) -> bool:
-    known = (
-        str(Path(__file__).parents[1]) + os.sep,
-        os.path.dirname(os.__file__) + os.sep,
-        "<",
-    )
-    return file in FOREIGN or not (
-        file.startswith(known) or "site-packages" in file or "dist-packages" in file
+    if file in FOREIGN:
+        return True
+    kd = str(Path(__file__).parents[1]) + os.sep
+    python = os.path.dirname(os.__file__) + os.sep
+    return not (
+        file.startswith((kd, python, "<"))
+        or "site-packages" in file
+        or "dist-packages" in file
     )
 
 

@@ -31,10 +31,10 @@ CONTAINERS = (
         "total_inactive_file",
     ),
 )
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""malloc.h's limits of free bytes at the heap's top (default 2**17) and of mapped
-blocks (default 2**16).
-"""
+# malloc.h's limit of free bytes at the heap's top (default 2**17)
+_M_TRIM_THRESHOLD = -1
+# malloc.h's limit of mapped blocks (default 2**16)
+_M_MMAP_MAX = -4
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 # seconds within which two signals count as one: a launcher forwards what its group
 # received
@@ -47,11 +47,15 @@ BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 forward of 16 images took 0.97 s with the first on two cores of an AMD EPYC, and 3.6 s
 in float32 on one without (`results/speed/mfu_*.csv`).
 """
-MOST_CONVOLVED, MOST_DEPTHWISE = 0.2, {True: 0.03, False: 0.1}
-"""Shares of multiplications, in convolutions and in depthwise ones, up to which AVX-512
-gains by bfloat16. A step took on two threads, float32 = 1: XCiT of vit_food (share
-0.40) 3.8, ResNet-18 (1.0) 2.6, ConvNeXt 1.2; on one, by the depthwise share: 0 0.61,
-0.01 0.87 and 1.06, 0.055 1.07, 0.09 1.34, 0.13 1.92. A forward: 0.09 0.68, 0.13 1.12.
+MOST_CONVOLVED = 0.2
+"""Share of multiplications in convolutions up to which AVX-512 gains by bfloat16. A step
+took on two threads, float32 = 1: XCiT of vit_food (share 0.40) 3.8, ResNet-18 (1.0)
+2.6, ConvNeXt 1.2.
+"""
+MOST_DEPTHWISE = {True: 0.03, False: 0.1}
+"""The same in depthwise convolutions, with a backward and without. A step took on one
+thread by that share: 0 0.61, 0.01 0.87 and 1.06, 0.055 1.07, 0.09 1.34, 0.13 1.92. A
+forward: 0.09 0.68, 0.13 1.12.
 """
 
 
@@ -75,22 +79,18 @@ def peak_mib() -> float:
         return psutil.Process().memory_info().peak_wset / 2**20
     import resource  # not on Windows
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
-        2**20 if sys.platform == "darwin" else 2**10
-    )
+    units_per_mib = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units_per_mib
 
 
-def open_files(wanted: int) -> int:
-    """Raise this process's limit of open files as far as the system allows it.
-
-    Returns how many of the wanted files it may open.
-    """
+def open_files(number: int) -> int:
+    """Raise this process's limit of open files to `number`, or return the allowed one."""
     if sys.platform == "win32":
-        return wanted
+        return number
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return allowed
@@ -134,8 +134,10 @@ def cores(root: Path = Path("/")) -> int:
     """Return the number of cores that affinity and cgroups allow this process. `root`
     holds /proc and /sys.
     """
-    affinity = getattr(os, "sched_getaffinity", None)
-    allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        allowed = len(os.sched_getaffinity(0))
+    else:
+        allowed = os.cpu_count() or 1
     return max(1, min([allowed, *map(int, _quotas(root))]))
 
 
@@ -143,32 +145,27 @@ def _quotas(root: Path) -> Iterator[float]:
     """Yield the CPU quotas of this process's cgroup and its parents, in cores. In v1
     the period has its own file.
     """
-    for controller, top, file in (
+    for controller, mount, file in (
         ("", "sys/fs/cgroup", "cpu.max"),
         ("cpu", "sys/fs/cgroup/cpu", "cpu.cfs_quota_us"),
     ):
-        group, top = "/", root / top
+        top = root / mount
+        group = "/"
         with suppress(OSError, ValueError):
             for line in (root / "proc/self/cgroup").read_text().splitlines():
                 _, controllers, path = line.split(":", 2)
-                group = path if controller in controllers.split(",") else group
-        own = top / group.lstrip("/")
-        for folder in [
-            own,
-            *(
-                parent
-                for parent in own.parents
-                if parent == top or top in parent.parents
-            ),
-        ]:
+                if controller in controllers.split(","):
+                    group = path
+        folder = top / group.lstrip("/")
+        for level in (folder, *folder.parents):
+            if level != folder and not level.is_relative_to(top):
+                break
             with suppress(OSError, ValueError, ZeroDivisionError):
-                quota, *period = (folder / file).read_text().split()
+                quota, *periods = (level / file).read_text().split()
                 if quota not in ("max", "-1"):
-                    yield int(quota) / int(
-                        period[0]
-                        if period
-                        else (folder / "cpu.cfs_period_us").read_text()
-                    )
+                    if not periods:
+                        periods = [(level / "cpu.cfs_period_us").read_text()]
+                    yield int(quota) / int(periods[0])
 
 
 def process_stat(pid: int | str = "self") -> list[str]:
@@ -186,14 +183,13 @@ def command_seconds() -> float:
     """Return the age of this process, or of the torchrun that started it, in seconds;
     0.0 if unknown.
     """
-    began = process_stat()
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and began:
-        began = process_stat(began[1]) or began  # field 4 is the parent
-    if not began or not hasattr(time, "CLOCK_BOOTTIME"):
+    stat = process_stat()
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and stat:
+        stat = process_stat(stat[1]) or stat  # field 4 is the parent
+    if not stat or not hasattr(time, "CLOCK_BOOTTIME"):
         return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(began[19]) / os.sysconf(
-        "SC_CLK_TCK"
-    )
+    start_seconds = int(stat[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_seconds
 
 
 class BusyClock:
@@ -232,10 +228,10 @@ def keep_freed_memory() -> bool:
     (`benchmarks/page_faults.py`). Nothing changes with other C libraries, or if the
     user has set glibc's own variables (MALLOC_..., GLIBC_TUNABLES).
     """
-    chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
-        name[:7] == "MALLOC_" for name in os.environ
+    set_by_user = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
+        name.startswith("MALLOC_") for name in os.environ
     )
-    if chosen or platform.libc_ver()[0] != "glibc":
+    if set_by_user or platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
     return all([libc.mallopt(_M_MMAP_MAX, 0), libc.mallopt(_M_TRIM_THRESHOLD, -1)])
@@ -261,7 +257,8 @@ def signal_stack() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    libc, before = ctypes.CDLL(None), _Stack()
+    libc = ctypes.CDLL(None)
+    before = _Stack()
     libc.sigaltstack(None, ctypes.byref(before))
     try:
         yield
@@ -275,12 +272,12 @@ def end_with() -> Callable[[], None] | None:
     """
     parent = os.getpid()
 
-    def ask() -> None:
+    def request_signal() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it has ended already
             os._exit(Interrupted.exit_code)
 
-    return ask if sys.platform == "linux" else None
+    return request_signal if sys.platform == "linux" else None
 
 
 def free_mib() -> float:
@@ -289,16 +286,15 @@ def free_mib() -> float:
     """
     import psutil
 
-    free = [float(psutil.virtual_memory().available)]
-    for limit, used, droppable in CONTAINERS:
-        folder, most = Path(limit).parent, _number(limit)
-        if most is not None:
-            free.append(
-                most
-                - (_number(folder / used) or 0.0)
-                + (_number(folder / "memory.stat", droppable) or 0.0)
-            )
-    return max(0.0, min(free) / 2**20)
+    free_bytes = [float(psutil.virtual_memory().available)]
+    for limit_file, usage_file, reclaimable in CONTAINERS:
+        folder = Path(limit_file).parent
+        limit = _number(limit_file)
+        if limit is not None:
+            usage = _number(folder / usage_file) or 0.0
+            cache = _number(folder / "memory.stat", reclaimable) or 0.0
+            free_bytes.append(limit - usage + cache)
+    return max(0.0, min(free_bytes) / 2**20)
 
 
 def _number(path: Path | str, name: str = "") -> float | None:
@@ -362,27 +358,25 @@ def installed(package: str) -> bool:
 
 def versions(*names: str) -> dict[str, str]:
     """Return the versions of installed packages."""
-    installed = {}
+    found_versions = {}
     for name in names:
         try:
-            installed[name] = version(name)
+            found_versions[name] = version(name)
         except PackageNotFoundError:
-            installed[name] = "not installed"
-    return installed
+            found_versions[name] = "not installed"
+    return found_versions
 
 
 def processor() -> str:
     """Return the processor's name from the system."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [
-                line.partition(":")[2].strip()
-                for line in file
-                if line.startswith("model name")
-            ]
-        return names[0] if names else platform.processor()
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
     except OSError:
-        return platform.processor()
+        pass
+    return platform.processor()
 
 
 class Signals:
@@ -393,7 +387,10 @@ class Signals:
     without a command, Ctrl-C stays a KeyboardInterrupt and SIGTERM ends the process.
     """
 
-    _process, _training, _name, _first = 0, False, "", 0.0
+    _process = 0  # the process whose signals are handled
+    _training = False
+    _name = ""  # the received signal
+    _received = 0.0  # when, seconds
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -403,7 +400,9 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._process, self._training, self._name = os.getpid(), False, ""
+        self._process = os.getpid()
+        self._training = False
+        self._name = ""
         before = [signal.signal(number, self._receive) for number in HANDLED]
         try:
             yield
@@ -429,12 +428,13 @@ class Signals:
         # this is a data worker in the same group: it serves until its trainer ends
         if os.getpid() != self._process:
             return
-        if self._name and time.monotonic() - self._first < TOGETHER:
+        if self._name and time.monotonic() - self._received < TOGETHER:
             return
         if self._name:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._name, self._first = signal.Signals(number).name, time.monotonic()
+        self._name = signal.Signals(number).name
+        self._received = time.monotonic()
         if not self._training:
             raise Interrupted(self._message())
         # not print: the signal may have interrupted a print

@@ -50,7 +50,8 @@ def paired(gained: int, lost: int, images: int) -> tuple[float, float]:
     """
     if not images:
         return -1.0, 1.0
-    up, down = (gained + 1) / (images + 2), (lost + 1) / (images + 2)
+    up = (gained + 1) / (images + 2)
+    down = (lost + 1) / (images + 2)
     half = Z * math.sqrt((up + down - (up - down) ** 2) / (images + 2))
     return max(-1.0, up - down - half), min(1.0, up - down + half)
 
@@ -78,8 +79,9 @@ def around(
     twice: percentiles would lie on the wrong side.
     """
     drawn = np.asarray(replicates, np.float64)
-    wider = 1 + FEW_IMAGES / images if images else 1.0
-    centre, half = 2 * value - float(drawn.mean()), wider * Z * float(drawn.std(ddof=1))
+    widening = 1 + FEW_IMAGES / images if images else 1.0
+    centre = 2 * value - float(drawn.mean())
+    half = widening * Z * float(drawn.std(ddof=1))
     return centre - half, centre + half
 
 
@@ -92,7 +94,9 @@ def verdict(low: float, high: float) -> str:
     """Return the verdict of a difference's interval on the first model: better, worse
     or undecided.
     """
-    return "better" if low > 0 else "worse" if high < 0 else "no difference shown"
+    if low > 0:
+        return "better"
+    return "worse" if high < 0 else "no difference shown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +124,19 @@ class Samples:
         ends = around(self.value, self.replicates, self.images)
         return within(*ends) if self.share else ends
 
-    def minus(self, other: Samples) -> tuple[float, float, float]:
+    def minus(self, baseline: Samples) -> tuple[float, float, float]:
         """Return the difference from another model's score on the same images, with the
         ends of its interval.
         """
-        difference = self.value - other.value
-        if self.right is not None and other.right is not None:
-            gained, lost = (
-                int((self.right & ~other.right).sum()),
-                int((other.right & ~self.right).sum()),
-            )
+        difference = self.value - baseline.value
+        if self.right is not None and baseline.right is not None:
+            gained = int((self.right & ~baseline.right).sum())
+            lost = int((baseline.right & ~self.right).sum())
             return difference, *paired(gained, lost, len(self.right))
         assert self.replicates is not None
-        assert other.replicates is not None
-        return difference, *around(
-            difference, self.replicates - other.replicates, self.images
-        )
+        assert baseline.replicates is not None
+        replicates = self.replicates - baseline.replicates
+        return difference, *around(difference, replicates, self.images)
 
     def record(self) -> dict[str, Any]:
         """Return JSON values: a hexadecimal digit for four images, or the bootstrap
@@ -148,14 +149,14 @@ class Samples:
                 "right": np.packbits(self.right).tobytes().hex(),
             }
         assert self.replicates is not None
-        drawn = [round(float(one), 6) for one in self.replicates]
-        other = {} if self.share else {"share": False}
-        return {
+        record = {
             "value": self.value,
             "images": self.images,
-            "replicates": drawn,
-            **other,
+            "replicates": [round(float(value), 6) for value in self.replicates],
         }
+        if not self.share:
+            record["share"] = False
+        return record
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Samples:
@@ -165,8 +166,9 @@ class Samples:
                 count=recorded["images"],
             )
             return cls(recorded["value"], right=bits.astype(bool))
-        drawn = np.array(recorded["replicates"], np.float64)
-        share = recorded.get("share", True)
         return cls(
-            recorded["value"], replicates=drawn, images=recorded["images"], share=share
+            recorded["value"],
+            replicates=np.array(recorded["replicates"], np.float64),
+            images=recorded["images"],
+            share=recorded.get("share", True),
         )

@@ -56,16 +56,16 @@ def keys(cls: type[T]) -> type[T]:
     """Make a class of keys: a frozen dataclass that checks its values;
     pydantic.ValidationError, a ValueError.
     """
-    made: Any = dataclass(cls, frozen=True, kw_only=True, config=RULES)
+    checking: Any = dataclass(cls, frozen=True, kw_only=True, config=RULES)
     inherited = {
         name: field
-        for base in reversed(made.__mro__[1:-1])
+        for base in reversed(checking.__mro__[1:-1])
         for name, field in base.__pydantic_fields__.items()
     }
-    for name, field in made.__pydantic_fields__.items():
+    for name, field in checking.__pydantic_fields__.items():
         if name in inherited:  # Pydantic reads the strings of a class itself alone
             field.description = field.description or inherited[name].description
-    return made
+    return checking
 
 
 @keys
@@ -94,8 +94,10 @@ class Keys:
             value = _word(annotation, value)
         if annotation is bool and not isinstance(value, bool):
             raise ValueError("not true or false")
-        made = check(value)
-        return made if get_origin(annotation) is Literal else referenced(value, made)
+        result = check(value)
+        if get_origin(annotation) is Literal:
+            return result
+        return referenced(value, result)
 
 
 def _word(annotation: Any, value: bool) -> Any:
@@ -103,9 +105,9 @@ def _word(annotation: Any, value: bool) -> Any:
     such word is allowed.
     """
     word = "on" if value else "off"
-    if word in get_args(annotation):
-        return word
-    raise ValueError("a boolean")
+    if word not in get_args(annotation):
+        raise ValueError("a boolean")
+    return word
 
 
 def referenced(value: Any, checked: Any) -> Any:
@@ -157,9 +159,8 @@ def fields_of(cls: type) -> dict[str, FieldInfo]:
 
 def extra(field: FieldInfo) -> Mapping[str, Any]:
     """Return what `part` or `file_key` declared."""
-    return (
-        field.json_schema_extra if isinstance(field.json_schema_extra, Mapping) else {}
-    )
+    declared = field.json_schema_extra
+    return declared if isinstance(declared, Mapping) else {}
 
 
 @cache
@@ -169,31 +170,35 @@ def checked_class(cls: type) -> type:
     """
     if "__pydantic_fields__" in cls.__dict__:
         return cls
-    docs, members = field_docs(cls), {}
+    docs = field_docs(cls)
     try:
         hints = get_type_hints(cls, include_extras=True)
     except NameError as error:
-        raise _unfit(cls, error) from error
-    for field in (field for field in dataclasses.fields(cls) if field.init):
-        given = {"default": field.default, "default_factory": field.default_factory}
-        made: dict[str, Any] = {
-            key: value
-            for key, value in given.items()
-            if value is not dataclasses.MISSING
+        raise _unreadable_types(cls, error) from error
+    members: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        if isinstance(field.default, FieldInfo):  # inherited from a class of keys
+            members[field.name] = field.default
+            continue
+        defaults: dict[str, Any] = {
+            "default": field.default,
+            "default_factory": field.default_factory,
         }
-        own = isinstance(field.default, FieldInfo)  # inherited from a class of keys
-        members[field.name] = (
-            field.default if own else Field(description=docs.get(field.name), **made)
-        )
+        for name, value in list(defaults.items()):
+            if value is dataclasses.MISSING:
+                del defaults[name]
+        members[field.name] = Field(description=docs.get(field.name), **defaults)
     hints = {name: hints[name] for name in members}  # without ClassVar and InitVar
     members |= {"__annotations__": hints, "__module__": cls.__module__}
     try:
         return keys(type(cls.__name__, (Keys,), members))
     except PydanticUserError as error:
-        raise _unfit(cls, error) from error
+        raise _unreadable_types(cls, error) from error
 
 
-def _unfit(cls: type, error: Exception) -> KdError:
+def _unreadable_types(cls: type, error: Exception) -> KdError:
     wrong = (
         f"the types of {cls.__module__}.{cls.__qualname__} cannot be read"
         f" ({in_short(error)})"
@@ -209,12 +214,10 @@ def checked(cls: type[T], values: Mapping[str, Any]) -> T:
     """Build a class of keys, or a plain dataclass, from values;
     pydantic.ValidationError: they are wrong.
     """
-    made = checked_class(cls)(**values)
-    return (
-        made
-        if isinstance(made, cls)
-        else cls(**{key: getattr(made, key) for key in fields_of(cls)})
-    )
+    instance = checked_class(cls)(**values)
+    if isinstance(instance, cls):
+        return instance
+    return cls(**{key: getattr(instance, key) for key in fields_of(cls)})
 
 
 class Refused(ValueError):
@@ -231,7 +234,7 @@ def details(error: ValidationError) -> list[InitErrorDetails]:
     """Return the errors of a section's part, to be raised among the section's own."""
     return [
         InitErrorDetails(
-            type=_kept(fault["type"]),
+            type=_error_type(fault["type"]),
             loc=fault["loc"],
             input=fault["input"],
             ctx=fault.get("ctx", {}),
@@ -240,9 +243,15 @@ def details(error: ValidationError) -> list[InitErrorDetails]:
     ]
 
 
-def _kept(kind: str) -> Any:
+def _error_type(kind: str) -> Any:
     """Return the type of an error that kd tells apart, or one for all wrong values:
     some types cannot be raised.
     """
-    kept = ("missing", "unexpected_keyword_argument", "value_error", "assertion_error")
-    return kind if kind in kept else PydanticCustomError("wrong_value", "a wrong value")
+    if kind in (
+        "missing",
+        "unexpected_keyword_argument",
+        "value_error",
+        "assertion_error",
+    ):
+        return kind
+    return PydanticCustomError("wrong_value", "a wrong value")

@@ -33,8 +33,10 @@ def option(
 
 def field_docs(cls: type) -> dict[str, str]:
     """Return the string under each field of a dataclass and its bases."""
-    bases = [field_docs(base) for base in reversed(cls.__bases__) if is_dataclass(base)]
-    docs = {key: text for one in bases for key, text in one.items()}
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__bases__):
+        if is_dataclass(base):
+            docs |= field_docs(base)
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     for node, following in itertools.pairwise(body):
         if (
@@ -87,10 +89,8 @@ def size(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,12})(|B|KiB|MiB|GiB)", text, re.IGNORECASE)
     if match is None or not int(match[1]):
         raise ValueError(f"'{text}' is not a size such as 6MiB, 512KiB or 1000000")
-    return (
-        int(match[1])
-        * {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}[match[2].lower()]
-    )
+    units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+    return int(match[1]) * units[match[2].lower()]
 
 
 def one_of(*words: str) -> Callable[[str], str]:

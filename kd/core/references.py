@@ -24,10 +24,10 @@ class Referenced(str):
     reference: str
 
     def __new__(cls, value: str, reference: str) -> Referenced:
-        made = super().__new__(cls, value)
-        made.reference = reference
+        referenced = super().__new__(cls, value)
+        referenced.reference = reference
         _variables.update(_VARIABLE.findall(reference))
-        return made
+        return referenced
 
     def __repr__(self) -> str:
         return repr(self.reference)

@@ -41,28 +41,30 @@ class Column:
         """Return the value with its unit, and its 95 % interval if it is known: `71.6 %
         (69.0 to 74.1)`.
         """
-        text = (
-            percent(value) if self.unit == "%" else f"{value:.4f} {self.unit}".rstrip()
-        )
-        ends = () if samples is None else samples.interval()
-        ends = within(*ends) if ends and self.unit == "%" else ends
-        return text + (
-            f" ({' to '.join(self.text(end).removesuffix(' %') for end in ends)})"
-            if ends
-            else ""
+        if self.unit == "%":
+            text = percent(value)
+        else:
+            text = f"{value:.4f} {self.unit}".rstrip()
+        if samples is None:
+            return text
+        ends = samples.interval()
+        if self.unit == "%":
+            ends = within(*ends)
+        return (
+            f"{text} ({' to '.join(self.text(end).removesuffix(' %') for end in ends)})"
         )
 
     def with_title(self, value: float, samples: Samples | None = None) -> str:
         """Return the title and the value: `accuracy 71.6 %`."""
         return f"{self.title} {self.text(value, samples)}"
 
-    def difference(self, one: Samples, other: Samples) -> str:
+    def difference(self, samples: Samples, baseline: Samples) -> str:
         """Describe the difference between two models: `-5.2 points (-7.9 to -2.4):
         worse`.
         """
-        return self.differs(*one.minus(other))
+        return self.difference_text(*samples.minus(baseline))
 
-    def differs(self, value: float, low: float, high: float) -> str:
+    def difference_text(self, value: float, low: float, high: float) -> str:
         """Format a difference and the ends of its interval like `difference`."""
         points = [
             f"{100 * number:+.1f}" if self.unit == "%" else f"{number:+.4f}"
@@ -108,11 +110,11 @@ class Scores:
         """Return a row's values of `columns` as texts by title, with intervals for the
         scores that have samples.
         """
-        known = samples or {}
+        samples = samples or {}
         return {
-            one.title: one.text(row[one.key], known.get(one.key))
-            for one in self.columns
-            if one.key in row
+            column.title: column.text(row[column.key], samples.get(column.key))
+            for column in self.columns
+            if column.key in row
         }
 
     def text(self, row: Mapping[str, Any]) -> str:
@@ -123,13 +125,13 @@ class Scores:
         pair = [column.with_title(row[column.key]) for column in self.pair_in(row)]
         if first.key not in row:
             return ", ".join(pair)
+        text = first.with_title(row[first.key])
         teachers = [
             f"{name} {first.text(values[first.key])}"
             for name, values in self.of_teachers(row).items()
         ]
-        text = first.with_title(row[first.key]) + (
-            f" ({', '.join(teachers)})" if teachers else ""
-        )
+        if teachers:
+            text += f" ({', '.join(teachers)})"
         return ", ".join([text, *pair[:1]])
 
     def pair_in(self, row: Mapping[str, Any]) -> list[Column]:
@@ -140,17 +142,14 @@ class Scores:
         """Return the scores of the student against its teacher as a sentence, or "".
         `on`: the images.
         """
-        parts = [
-            column.with_title(row[column.key])
-            + (f" ({column.meaning})" if column.meaning else "")
-            for column in self.pair_in(row)
-        ]
-        return (
-            f"Student against its teacher{on and f' on {on} images'}:"
-            f" {', '.join(parts)}."
-            if parts
-            else ""
-        )
+        scores = []
+        for column in self.pair_in(row):
+            meaning = f" ({column.meaning})" if column.meaning else ""
+            scores.append(column.with_title(row[column.key]) + meaning)
+        if not scores:
+            return ""
+        images = f" on {on} images" if on else ""
+        return f"Student against its teacher{images}: {', '.join(scores)}."
 
     def table(
         self,
@@ -165,18 +164,16 @@ class Scores:
             for column in self.own
             if any(column.key in values for values in models.values())
         ]
-        rows, known = [], samples or {}
+        samples = samples or {}
+        rows = []
         for name, values in models.items():
-            own = known.get(name, {})
-            cells = {
-                one.title: (
-                    one.text(values[one.key], own.get(one.key))
-                    if one.key in values
-                    else "-"
-                )
-                for one in columns
-            }
-            rows.append({"model": name, **cells})
+            row = {"model": name}
+            for column in columns:
+                row[column.title] = "-"
+                if column.key in values:
+                    behind = samples.get(name, {}).get(column.key)
+                    row[column.title] = column.text(values[column.key], behind)
+            rows.append(row)
         return rows
 
     def conclusion(self, scored: Scored) -> str:
@@ -184,27 +181,27 @@ class Scores:
         student reaches its teacher.
         """
         column = self.deciding(scored.row)
-        text = (
-            f"{scored.title}"
-            f" {column.with_title(scored.row[column.key], scored.samples.get(column.key))}"
-        )
+        student = scored.samples.get(column.key)
+        text = f"{scored.title} {column.with_title(scored.row[column.key], student)}"
         if column not in self.own:
             return text
         for name, values in self.of_teachers(scored.row).items():
-            own = scored.of(name)
-            text += f", {name} {column.text(values[column.key], own.get(column.key))}"
-            difference = scored.against(own, column)
-            text += f"; the student against it {difference}" if difference else ""
-        return text + "".join(
-            f"; {one.with_title(scored.row[one.key])}"
-            for one in self.pair_in(scored.row)[:1]
-        )
+            teacher = scored.of(name)
+            value = column.text(values[column.key], teacher.get(column.key))
+            text += f", {name} {value}"
+            difference = scored.against(teacher, column)
+            if difference:
+                text += f"; the student against it {difference}"
+        for pair in self.pair_in(scored.row)[:1]:
+            text += f"; {pair.with_title(scored.row[pair.key])}"
+        return text
 
     def of_teachers(self, row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         """Return each teacher's own scores in a row, by name ("teacher",
         "teacher 2").
         """
-        teachers, number = {}, 1
+        teachers = {}
+        number = 1
         while number == 1 or f"teacher_{self.own[0].key}_{number}" in row:
             end = f"_{number}" if number > 1 else ""
             keys = {column.key: f"teacher_{column.key}{end}" for column in self.own}
@@ -221,7 +218,8 @@ class Scores:
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Scores:
         own, pair = (
-            tuple(Column(**one) for one in recorded[name]) for name in ("own", "pair")
+            tuple(Column(**column) for column in recorded[name])
+            for name in ("own", "pair")
         )
         return cls(own, pair, recorded.get("note", ""))
 
@@ -270,29 +268,25 @@ class Scored:
         scores.
         """
         end = teacher.removeprefix("teacher").replace(" ", "_")
-        named = [
-            key
-            for key in self.samples
-            if key.startswith("teacher_") and key.endswith(end)
-        ]
         return {
-            key.removeprefix("teacher_").removesuffix(end): self.samples[key]
-            for key in named
+            key.removeprefix("teacher_").removesuffix(end): samples
+            for key, samples in self.samples.items()
+            if key.startswith("teacher_") and key.endswith(end)
         }
 
-    def against(self, other: Mapping[str, Samples], column: Column) -> str:
+    def against(self, model: Mapping[str, Samples], column: Column) -> str:
         """Describe the student's difference from another model on the same images; ""
         if it is unknown.
         """
-        if column.key not in self.samples or column.key not in other:
+        if column.key not in self.samples or column.key not in model:
             return ""
-        return column.difference(self.samples[column.key], other[column.key])
+        return column.difference(self.samples[column.key], model[column.key])
 
-    def same_images(self, other: Scored) -> bool:
+    def same_images(self, scored: Scored) -> bool:
         """Return whether both were scored on the same images, so that their difference
         can be paired.
         """
-        return (self.data, self.images) == (other.data, other.images)
+        return (self.data, self.images) == (scored.data, scored.images)
 
     def record(self) -> dict[str, Any]:
         plain = {
@@ -302,7 +296,7 @@ class Scored:
         return {
             **plain,
             "row": dict(self.row),
-            "samples": {key: one.record() for key, one in self.samples.items()},
+            "samples": {key: samples.record() for key, samples in self.samples.items()},
         }
 
     @classmethod
@@ -334,7 +328,7 @@ class GraphScores:
     score: float  # the deciding score, which a quantized graph may lower a little
     title: str  # of that score
     summary: str  # as text: `same top-1 on 200 of 200 validation images`
-    others: int = 0  # number of images with another prediction
+    changed: int = 0  # number of images with another prediction
     # number of images of which the score is a share; 0: it is no share
     share_of: int = 0
 
@@ -355,19 +349,21 @@ class Trained:
 def not_finite_text(row: Mapping[str, float]) -> str:
     """Name the scores of a validation row that are not finite; "" if all are."""
     names = [name for name, value in row.items() if not math.isfinite(value)]
-    text = (
+    if not names:
+        return ""
+    return (
         f"validation: {', '.join(names)} are NaN or infinite: so are a model's outputs"
         " for at least one image"
     )
-    return text if names else ""
 
 
 def skipped_text(skipped: int, steps: int) -> str:
     """Report the number of steps skipped by `optimizer.on_nonfinite: skip`; "" if there
     were none.
     """
-    text = (
+    if not skipped:
+        return ""
+    return (
         f"{skipped} of {steps} optimizer steps were skipped: their gradient was NaN or"
         " infinite."
     )
-    return text if skipped else ""

@@ -5,7 +5,7 @@ is saved.
 import hashlib
 
 
-def seed_from(*parts: int | str) -> int:
+def seed_from(*purpose: int | str) -> int:
     """Return a 63-bit seed that is a pure function of `parts`, equal on all machines
     and Python versions.
 
@@ -13,11 +13,9 @@ def seed_from(*parts: int | str) -> int:
     "step", step, rank)` the dropout of one step. The words keep streams with equal
     numbers apart.
     """
-    text = "\x1f".join(str(part) for part in parts)
-    return (
-        int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        >> 1
-    )
+    text = "\x1f".join(map(str, purpose))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def evenly_spaced(length: int, count: int) -> list[int]:

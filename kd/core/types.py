@@ -28,7 +28,7 @@ class Decoded(NamedTuple):
 
     image: Image.Image  # RGB, 8 bits a channel
     crc: int  # CRC-32 of the encoded bytes; 0 if unknown
-    used: int = 0
+    used_bits: int = 0
     """For 16 bits per channel: bits of the image's largest value, negative for colour.
     0: an image of 8 bits.
     """
@@ -60,11 +60,11 @@ class Loading(NamedTuple):
     # part of `decoding`: images that a JPEG decoder could reduce to half the sides
     whole: float = 0.0
 
-    def plus(self, other: Loading) -> Loading:
-        return Loading(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, loading: Loading) -> Loading:
+        return Loading(*(a + b for a, b in zip(self, loading, strict=True)))
 
-    def minus(self, other: Loading) -> Loading:
-        return Loading(*(a - b for a, b in zip(self, other, strict=True)))
+    def minus(self, loading: Loading) -> Loading:
+        return Loading(*(a - b for a, b in zip(self, loading, strict=True)))
 
 
 UNKNOWN = Loading()
@@ -89,19 +89,16 @@ class Batch:
     # known outputs, from a cache or a scoring pass
     teacher_outputs: TeacherOutputs | None = None
     small: bool = False  # `image` has the small size of `data.progressive`
-    whole: Tensor | None = (
-        # with `small`: the same views at full size, if the teacher predicts some of
-        # them
-        None
-    )
+    # with `small`: the same views at full size, if the teacher predicts some of them
+    full_size: Tensor | None = None
 
     @property
     def labelled(self) -> Tensor:
         """Whether an image, and its mixing partner if it has one, is labelled, bool
         [B].
         """
-        whole = torch.minimum(self.label, self.partner_label)
-        return (whole.view(len(whole), -1) >= 0).all(1)
+        lowest = torch.minimum(self.label, self.partner_label)
+        return (lowest.view(len(lowest), -1) >= 0).all(1)
 
     @classmethod
     def of(cls, image: Tensor, label: Tensor, ids: Tensor | None = None) -> Batch:
@@ -109,15 +106,16 @@ class Batch:
         int8 [B, C], `ids` int64 [B].
         """
         ones = torch.ones(len(label), device=label.device)
-        numbers = torch.arange(len(label), device=label.device)
-        return cls(numbers if ids is None else ids, image, label, label, ones, ones)
+        if ids is None:
+            ids = torch.arange(len(label), device=label.device)
+        return cls(ids, image, label, label, ones, ones)
 
     def map(self, move: Callable[[Tensor], Tensor]) -> Batch:
         moved: dict[str, Any] = {name: move(getattr(self, name)) for name in TENSORS}
         if self.teacher_outputs is not None:
             moved["teacher_outputs"] = self.teacher_outputs.map(move)
-        if self.whole is not None:
-            moved["whole"] = move(self.whole)
+        if self.full_size is not None:
+            moved["full_size"] = move(self.full_size)
         return replace(self, **moved)
 
     def take(self, rows: Tensor) -> Batch:
@@ -125,19 +123,18 @@ class Batch:
         `crc` or missing outputs.
         """
         index = rows.to(self.image.device, non_blocking=True)
-        taken = self.map(lambda tensor: tensor.index_select(0, index))
+        batch = self.map(lambda tensor: tensor.index_select(0, index))
         if self.crc:
-            taken = replace(taken, crc=tuple(self.crc[row] for row in rows.tolist()))
+            batch = replace(batch, crc=tuple(self.crc[row] for row in rows.tolist()))
         if self.teacher_outputs is None or not self.teacher_outputs.missing:
-            return taken
+            return batch
         ids = dict(self.teacher_outputs.missing)
         missing = tuple(
             (new, ids[old]) for new, old in enumerate(rows.tolist()) if old in ids
         )
-        assert taken.teacher_outputs is not None
-        return replace(
-            taken, teacher_outputs=replace(taken.teacher_outputs, missing=missing)
-        )
+        assert batch.teacher_outputs is not None
+        outputs = replace(batch.teacher_outputs, missing=missing)
+        return replace(batch, teacher_outputs=outputs)
 
     @classmethod
     def cat(cls, batches: Sequence[Batch]) -> Batch:
@@ -145,33 +142,32 @@ class Batch:
         them.
         """
         joined: dict[str, Any] = {
-            n: torch.cat([getattr(batch, n) for batch in batches]) for n in TENSORS
+            name: torch.cat([getattr(batch, name) for batch in batches])
+            for name in TENSORS
         }
-        known = [
+        outputs = [
             batch.teacher_outputs
             for batch in batches
             if batch.teacher_outputs is not None
         ]
-        joined["teacher_outputs"] = (
-            TeacherOutputs.cat(known) if len(known) == len(batches) else None
-        )
-        # rows without a missing output have outputs
-        if any(batch.whole is not None for batch in batches):
-            sized = next(batch.whole for batch in batches if batch.whole is not None)
-            empty = (
-                sized.new_zeros(len(batch.ids), *sized.shape[1:]) for batch in batches
+        joined["teacher_outputs"] = None
+        if len(outputs) == len(batches):
+            joined["teacher_outputs"] = TeacherOutputs.cat(outputs)
+        sized = [batch.full_size for batch in batches if batch.full_size is not None]
+        if sized:
+            # Zeros stand for a batch without them: all its rows have outputs.
+            joined["full_size"] = torch.cat(
+                [
+                    sized[0].new_zeros(len(batch.ids), *sized[0].shape[1:])
+                    if batch.full_size is None
+                    else batch.full_size
+                    for batch in batches
+                ]
             )
-            wholes = [
-                one if batch.whole is None else batch.whole
-                for one, batch in zip(empty, batches, strict=True)
-            ]
-            joined["whole"] = torch.cat(wholes)
         joined["unreadable"] = tuple(id for batch in batches for id in batch.unreadable)
-        joined["crc"] = (
-            tuple(c for batch in batches for c in batch.crc)
-            if all(batch.crc for batch in batches)
-            else ()
-        )
+        joined["crc"] = ()
+        if all(batch.crc for batch in batches):
+            joined["crc"] = tuple(crc for batch in batches for crc in batch.crc)
         return replace(batches[0], **joined)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
@@ -200,11 +196,9 @@ class Outputs:
     @property
     def main(self) -> Tensor:
         """The logits, or the first features of a model without classes."""
-        return (
-            self.logits
-            if self.logits.shape[1]
-            else next(iter(self.features.values()), self.logits)
-        )
+        if self.logits.shape[1] or not self.features:
+            return self.logits
+        return next(iter(self.features.values()))
 
     def of(self, member: int) -> Outputs:
         """Return the outputs with only the features of one of several teachers, under
@@ -212,15 +206,13 @@ class Outputs:
         """
         if not any("." in name for name in self.features):
             return self
-        named = {
-            tuple(name.partition(".")[::2]): tensor
-            for name, tensor in self.features.items()
-        }
-        end = str(member) if member else ""
-        return Outputs(
-            self.logits,
-            {name: tensor for (name, number), tensor in named.items() if number == end},
-        )
+        member_number = str(member) if member else ""
+        features = {}
+        for key, tensor in self.features.items():
+            name, _, number = key.partition(".")
+            if number == member_number:
+                features[name] = tensor
+        return Outputs(self.logits, features)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
         return Outputs(
@@ -229,19 +221,16 @@ class Outputs:
         )
 
     @classmethod
-    def cat(cls, parts: Sequence[Outputs]) -> Outputs:
+    def cat(cls, outputs: Sequence[Outputs]) -> Outputs:
         """Concatenate the outputs of several batches; features are kept if all batches
         have them.
         """
-        names = [
-            name
-            for name in parts[0].features
-            if all(name in part.features for part in parts)
-        ]
         features = {
-            name: torch.cat([part.features[name] for part in parts]) for name in names
+            name: torch.cat([output.features[name] for output in outputs])
+            for name in outputs[0].features
+            if all(name in output.features for output in outputs)
         }
-        return cls(torch.cat([part.logits for part in parts]), features)
+        return cls(torch.cat([output.logits for output in outputs]), features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,12 +245,13 @@ class TeacherOutputs:
         return replace(self, outputs=self.outputs.map(change))
 
     @classmethod
-    def cat(cls, parts: Sequence[TeacherOutputs]) -> TeacherOutputs:
-        missing, start = [], 0
-        for part in parts:
-            missing += [(start + row, id) for row, id in part.missing]
-            start += len(part.outputs.logits)
-        return cls(Outputs.cat([part.outputs for part in parts]), tuple(missing))
+    def cat(cls, batches: Sequence[TeacherOutputs]) -> TeacherOutputs:
+        missing = []
+        start = 0
+        for batch in batches:
+            missing += [(start + row, id) for row, id in batch.missing]
+            start += len(batch.outputs.logits)
+        return cls(Outputs.cat([batch.outputs for batch in batches]), tuple(missing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +286,7 @@ class Small(NamedTuple):
     """The part of an epoch's plan that shows small images."""
 
     steps: int  # number of first steps with small images
-    asked: Tensor  # bool [N]: images that the teacher needs at full size
+    needs_full_size: Tensor  # bool [N]: images that the teacher needs at full size
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,11 +310,8 @@ class Costs:
         of operations per image.
         """
         compute = teacher * self.teacher + forward * self.forward + step * self.step
-        return (
-            max(compute, load * self.load)
-            if self.overlapped
-            else compute + load * self.load
-        )
+        loading = load * self.load
+        return max(compute, loading) if self.overlapped else compute + loading
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,7 @@ def load(
     image: Image.Image, least: Least | None, margin: float = MARGIN, bits: int = 16
 ) -> tuple[Image.Image, int]:
     """Decode an opened image to upright RGB; also return the bits of its largest value:
-    see `Decoded.used`.
+    see `Decoded.used_bits`.
 
     The range of an image of 16 bits per channel is its lower `bits`. Beyond: it has
     larger values, or it is in colour and `bits` is not 16, because Pillow keeps only

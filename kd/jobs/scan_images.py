@@ -54,7 +54,7 @@ class Looked:
             self.damaged[f"{split}:{source.name(id)}"] = error
             return
         self.album.add(number, id, decoded)
-        self.used_bits[decoded.used] += 1
+        self.used_bits[decoded.used_bits] += 1
         if reason := refusal(decoded, limits):
             self.refusals[reason] += 1
 

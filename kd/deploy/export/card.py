@@ -124,7 +124,7 @@ def _scores(facts: Facts) -> dict[str, Any]:
         "note": scores.note,
         "differences": [
             f"{titles[OWN]} against {titles.get(name, name)}: {column.title}"
-            f" {column.differs(*_difference(gain))}"
+            f" {column.difference_text(*_difference(gain))}"
             for name, gain in recorded["differences"].items()
         ],
         "split_note": (
