@@ -84,7 +84,7 @@ def peak_mib() -> float:
 
 
 def open_files(number: int) -> int:
-    """Raise this process's limit of open files to `number`, or return the allowed one."""
+    """Raise the limit of open files to `number` if allowed, and return the new limit."""
     if sys.platform == "win32":
         return number
     import resource

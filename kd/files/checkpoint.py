@@ -20,7 +20,8 @@ from kd.files.json_file import read_json
 from kd.files.storage import atomic_folder, share, write_json
 
 FORMAT = 3  # format of state.json; another number is an error that names it
-TENSORS, STATE = "tensors.safetensors", "state.json"
+TENSORS = "tensors.safetensors"
+STATE = "state.json"
 
 
 class Broken(RunError):
@@ -60,12 +61,8 @@ def head(folder: Path) -> tuple[State, dict[str, Any]]:
                 f"checkpoint '{folder}' has format {content['format']}, this version"
                 f" reads {FORMAT}"
             )
-            raise RunError(
-                "run.folder",
-                wrong,
-                "",
-                f"Choose another run.name, or remove '{folder}'",
-            )
+            remedy = f"Choose another run.name, or remove '{folder}'"
+            raise RunError("run.folder", wrong, "", remedy)
         if content.pop("checksum") != _checksum(content):
             raise ValueError("its content has changed")
         return State(**content["state"]), content
@@ -73,7 +70,7 @@ def head(folder: Path) -> tuple[State, dict[str, Any]]:
     try:
         return read_json(folder / STATE, "run.folder", _remedy(folder), build, Broken)
     except OSError as error:
-        raise _unread(folder, error) from error
+        raise _read_error(folder, error) from error
 
 
 def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
@@ -89,12 +86,11 @@ def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
             raise _broken(folder, f"is cut short: {size} of {content['bytes']} bytes")
         tensors = load_file(folder / TENSORS)
     except (OSError, ValueError, SafetensorError) as error:
-        raise _unread(folder, error) from error
+        raise _read_error(folder, error) from error
     for name in tensors.keys() | content["crc32"].keys():
         if name not in tensors or crc32(tensors[name]) != content["crc32"].get(name):
-            raise _broken(
-                folder, f"is damaged: the content of tensor '{name}' has changed"
-            )
+            wrong = f"is damaged: the content of tensor '{name}' has changed"
+            raise _broken(folder, wrong)
     return state, tensors, content["info"]
 
 
@@ -110,9 +106,8 @@ def _checksum(content: dict[str, Any]) -> int:
     """Return the CRC-32 of JSON values, the same before they are written and after they
     are read.
     """
-    return zlib.crc32(
-        json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode()
-    )
+    reread = json.loads(json.dumps(content))
+    return zlib.crc32(json.dumps(reread, sort_keys=True).encode())
 
 
 def save_tensors(
@@ -122,13 +117,12 @@ def save_tensors(
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as error:  # safetensors reports the OSError only in its text
-        raise OSError(
-            errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error)
-        ) from error
+        number = errno.ENOSPC if "No space" in str(error) else errno.EIO
+        raise OSError(number, str(error)) from error
     share(path)
 
 
-def _unread(folder: Path, error: Exception) -> RunError:
+def _read_error(folder: Path, error: Exception) -> RunError:
     """Return the error for a checkpoint that cannot be read: `Broken` if truncated or
     corrupt, else RunError.
     """

@@ -118,12 +118,13 @@ def folders(path: str | os.PathLike[str]) -> list[str]:
     it cannot be listed.
     """
     try:
-        kept = (
-            e.name
-            for e in os.scandir(path)
-            if e.is_dir() and not e.name.startswith(".")
+        return sorted(
+            entry.name
+            for entry in os.scandir(path)
+            if entry.is_dir()
+            and not entry.name.startswith(".")
+            and os.fsencode(entry.name) not in SYSTEM
         )
-        return sorted(name for name in kept if os.fsencode(name) not in SYSTEM)
     except OSError:
         return []
 
@@ -145,29 +146,27 @@ class Walk:
     def __init__(
         self, root: str, folder: bytes, config_path: str, accept: IsImage = is_image
     ) -> None:
-        self.root, self.folder, self.config_path, self.accept = (
-            os.fsencode(root),
-            folder,
-            config_path,
-            accept,
-        )
+        self.root = os.fsencode(root)
+        self.folder = folder
+        self.config_path = config_path
+        self.accept = accept
         self.folders = list[bytes]()  # all that were listed
-        self.other = Counter[str]()  # files that are no images, by ending
+        self.unread = Counter[str]()  # files that are no images, by ending
 
     def __iter__(self) -> Iterator[tuple[bytes, bytes, os.DirEntry[bytes]]]:
         """Yield the folder, the path and the entry of each image; one folder at a time
         is held as objects.
         """
-        todo = [self._open(self.folder, frozenset())]
-        while todo:
-            path, above, content = todo[-1]
+        opened = [self._open(self.folder, frozenset())]
+        while opened:
+            path, above, content = opened[-1]
             name, entry = next(content, (b"", None))
             if entry is not None:
                 yield path, join(path, name), entry
             elif name:
-                todo.append(self._open(join(path, name[:-1]), above))
+                opened.append(self._open(join(path, name[:-1]), above))
             else:
-                todo.pop()
+                opened.pop()
 
     def _open(self, relative: bytes, above: frozenset[tuple[int, int]]) -> Folder:
         path = os.path.join(self.root, relative) if relative else self.root
@@ -184,33 +183,28 @@ class Walk:
             elif self.accept(entry):
                 content.append((entry.name, entry))
             else:
-                self.other[printable(posixpath.splitext(entry.name)[1])] += 1
+                self.unread[printable(posixpath.splitext(entry.name)[1])] += 1
         content.sort(key=lambda pair: pair[0])  # the "/" sorts a folder like its images
         return Folder(relative, above | {identity}, iter(content))
 
 
-def left_out(other: Counter[str], noun: str = "file", remedy: str = "") -> list[str]:
+def left_out(endings: Counter[str], noun: str = "file", remedy: str = "") -> list[str]:
     """Return a line that counts unread files or shard members by ending; nothing if all
     are read.
     """
-    if not other:
+    if not endings:
         return []
-    words = []
-    for ending, count in other.most_common(MOST_KINDS):
+    counts = []
+    for ending, count in endings.most_common(MOST_KINDS):
         reader = READ_BY.get(ending.lower(), "")
-        words.append(
-            f"{count} {ending or 'without an ending'}"
-            + (f" ({reader})" if reader else "")
-        )
-    more = (
-        f" and {len(other) - MOST_KINDS} kinds more" if len(other) > MOST_KINDS else ""
-    )
-    count = other.total()
-    verb = "is" if count == 1 else "are"
-    return [
-        f"{count} {noun}{'s' * (count > 1)} {verb} not read:"
-        f" {', '.join(words)}{more}{remedy}"
-    ]
+        hint = f" ({reader})" if reader else ""
+        counts.append(f"{count} {ending or 'without an ending'}{hint}")
+    listed = ", ".join(counts)
+    if len(endings) > MOST_KINDS:
+        listed += f" and {len(endings) - MOST_KINDS} kinds more"
+    total = endings.total()
+    files = f"{noun} is" if total == 1 else f"{noun}s are"
+    return [f"{total} {files} not read: {listed}{remedy}"]
 
 
 def without_images(listed: Sequence[bytes], holding: Sequence[bytes]) -> list[str]:
@@ -222,9 +216,9 @@ def without_images(listed: Sequence[bytes], holding: Sequence[bytes]) -> list[st
         while folder not in above:
             above.add(folder)
             folder = posixpath.dirname(folder)
-    bare = sorted(
-        name
-        for name in listed[1:]
-        if name not in above and posixpath.dirname(name) in above
+    uppermost = sorted(
+        folder
+        for folder in listed[1:]
+        if folder not in above and posixpath.dirname(folder) in above
     )
-    return [printable(name) for name in bare]
+    return [printable(folder) for folder in uppermost]

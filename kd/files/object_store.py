@@ -15,7 +15,7 @@ from kd.files.storage import atomic_file
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 EXTRAS = {"s3": "pip install 'PATH/kd[sagemaker]'", "gs": "pip install gcsfs"}
-# fsspec's protocols of local files
+# errors of this machine's disk, which are raised unchanged
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -33,7 +33,7 @@ def versions(url: str, config_path: str) -> dict[str, tuple[int, str]]:
     """Return size and `version` of all files at or below a URL, or matching its
     wildcards; sorted, without folders.
     """
-    with _one_line(url, config_path):
+    with _store_errors(url, config_path):
         files, path = _open(url, config_path)
         infos = {}
         if re.search(r"[*?\[]", path):
@@ -47,14 +47,10 @@ def versions(url: str, config_path: str) -> dict[str, tuple[int, str]]:
                 below = name[len(path) :].lstrip("/")
                 infos[join(url, below) if below or name.endswith("/") else url] = info
         # object stores' consoles write an empty object "photos/" for a folder
-        names = [
-            each
-            for each in sorted(infos)
-            if not each.endswith("/") and infos[each].get("type") != "directory"
-        ]
         return {
-            each: (int(infos[each]["size"] or 0), _version(each, infos[each]))
-            for each in names
+            name: (int(info["size"] or 0), _version(name, info))
+            for name, info in sorted(infos.items())
+            if not name.endswith("/") and info.get("type") != "directory"
         }
 
 
@@ -62,17 +58,15 @@ def version(url: str, config_path: str) -> str:
     """Return a hash of a file's size, ETag and times in the store; it changes with the
     content.
     """
-    with _one_line(url, config_path):
+    with _store_errors(url, config_path):
         files, path = _open(url, config_path)
         return _version(url, files.info(path))
 
 
 def _version(url: str, info: Any) -> str:
-    marks = [
-        str(info.get(key, ""))
-        for key in ("size", "ETag", "etag", "mtime", "LastModified", "updated")
-    ]
-    return hashlib.sha256("\0".join([url, *marks]).encode()).hexdigest()[:12]
+    keys = ("size", "ETag", "etag", "mtime", "LastModified", "updated")
+    stamps = [str(info.get(key, "")) for key in keys]
+    return hashlib.sha256("\0".join([url, *stamps]).encode()).hexdigest()[:12]
 
 
 def read(url: str, config_path: str) -> bytes:
@@ -80,7 +74,7 @@ def read(url: str, config_path: str) -> bytes:
     local file.
     """
     try:
-        with _one_line(url, config_path, (FileNotFoundError, PermissionError)):
+        with _store_errors(url, config_path, (FileNotFoundError, PermissionError)):
             files, path = _open(url, config_path)
             return files.cat_file(path)
     except (FileNotFoundError, PermissionError) as error:
@@ -93,7 +87,7 @@ def copy_here(url: str, target: Path, config_path: str) -> None:
     """Copy a file to this machine, atomically."""
     with (
         atomic_file(target, config_path) as draft,
-        _one_line(url, config_path, disk=True),
+        _store_errors(url, config_path, disk=True),
     ):
         files, path = _open(url, config_path)
         files.get_file(path, str(draft))
@@ -106,13 +100,8 @@ def _open(url: str, config_path: str) -> tuple[Any, str]:
     # ValueError: fsspec does not know the protocol
     except (ImportError, ValueError) as error:
         remedy = EXTRAS.get(protocol, "Install the package for fsspec that brings it")
-        reason = in_short(error)
-        raise MissingExtra(
-            config_path,
-            f"'{url}' needs a package that is not installed ({reason})",
-            "",
-            remedy,
-        ) from error
+        wrong = f"'{url}' needs a package that is not installed ({in_short(error)})"
+        raise MissingExtra(config_path, wrong, "", remedy) from error
     return files, files._strip_protocol(url)
 
 
@@ -127,7 +116,7 @@ def _store(protocol: str, process: int) -> Any:
 
 
 @contextmanager
-def _one_line(
+def _store_errors(
     url: str,
     config_path: str,
     passed: tuple[type[Exception], ...] = (),
@@ -143,10 +132,8 @@ def _one_line(
     except Exception as error:
         if disk and isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
-        reason = in_short(error)
+        wrong = f"'{url}': the store reports: {in_short(error)}"
         remedy = (
             "Check the name, credentials and network, then run the same command again"
         )
-        raise DataError(
-            config_path, f"'{url}': the store reports: {reason[:200]}", "", remedy
-        ) from error
+        raise DataError(config_path, wrong, "", remedy) from error

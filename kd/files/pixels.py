@@ -19,9 +19,16 @@ from itertools import product
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, JpegImagePlugin, UnidentifiedImageError
 
-ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 ENDINGS = (
-    *ENDINGS,
+    "jpg",
+    "jpeg",
+    "png",
+    "webp",
+    "bmp",
+    "gif",
+    "tif",
+    "tiff",
+    # names that browsers and programs use for JPEG, PNG and BMP
     "jfif",
     "jpe",
     "jif",
@@ -32,9 +39,7 @@ ENDINGS = (
     "apng",
     "dib",
 )
-"""Endings of image files. A sample of a tar shard with several gives the first. The
-second line has endings that browsers and programs use for JPEG, PNG and BMP.
-"""
+"""Endings of image files. A sample of a tar shard with several gives the first."""
 HEIF = find_spec("pillow_heif") is not None
 AVIF = find_spec("PIL._avif") is not None
 FORMATS = (
@@ -100,7 +105,9 @@ class Beyond(ValueError):
 
     def __init__(self, limit: str, wrong: str, allowed: str) -> None:
         super().__init__(f"{wrong}; {allowed[0].lower()}{allowed[1:]}")
-        self.limit, self.wrong, self.allowed = limit, wrong, allowed
+        self.limit = limit
+        self.wrong = wrong
+        self.allowed = allowed
 
 
 def format_of(head: bytes) -> str:
@@ -110,11 +117,10 @@ def format_of(head: bytes) -> str:
     if head[:4] == b"RIFF":
         return "WEBP" if head[8:12] == b"WEBP" else ""
     if head[4:8] == b"ftyp":
-        return {
-            b"avif": "AVIF",
-            b"avis": "AVIF",
-            **dict.fromkeys(HEIF_BRANDS, "HEIC"),
-        }.get(head[8:12], "")
+        brand = head[8:12]
+        if brand in (b"avif", b"avis"):
+            return "AVIF"
+        return "HEIC" if brand in HEIF_BRANDS else ""
     return next((name for sign, name in SIGNS.items() if head.startswith(sign)), "")
 
 
@@ -135,11 +141,11 @@ def open_training_image(data: bytes) -> Image.Image:
     return open_image(data, [name for name in FORMATS if name != "HEIF" or heif], MOST)
 
 
-def open_image(data: bytes, formats: Sequence[str], most: Most) -> Image.Image:
+def open_image(data: bytes, formats: Sequence[str], limits: Most) -> Image.Image:
     """Open an image file by its content; if it holds several pictures, the first.
 
     Raises:
-        Beyond: it exceeds `most`.
+        Beyond: it exceeds `limits`.
         UnidentifiedImageError: its format is not in `formats`, as Pillow names them.
     """
     # Image.open compares with Image.MAX_IMAGE_PIXELS, a global that kd must not change.
@@ -153,63 +159,60 @@ def open_image(data: bytes, formats: Sequence[str], most: Most) -> Image.Image:
         # text instead of an image: a decoder is not installed
         if accept and accept(data[:16]) is not True:
             continue
+        if name == "JPEG":
+            factory = JpegImagePlugin.JpegImageFile
         try:
-            image = (JpegImagePlugin.JpegImageFile if name == "JPEG" else factory)(
-                io.BytesIO(data), ""
-            )
+            image = factory(io.BytesIO(data), "")
         # as Image.open: not of this format
         except (SyntaxError, IndexError, TypeError, struct.error):
             continue
-        _check(image, data, most)
+        _check(image, data, limits)
         return image
     raise UnidentifiedImageError("cannot identify image file")
 
 
-def _check(image: Image.Image, data: bytes, most: Most) -> None:
+def _check(image: Image.Image, data: bytes, limits: Most) -> None:
     width, height = image.size
     sides = f"{width} x {height}"
-    if width * height > most.pixels:
-        allowed = f"At most {most.pixels / 1e6:g} million"
-        raise Beyond(
-            "pixels",
-            f"has {sides} = {width * height / 1e6:.6g} million pixels",
-            allowed,
-        )
-    if min(width, height) < most.min_side:
-        raise Beyond(
-            "sides",
-            f"has {sides} pixels",
-            f"Each side must have {most.min_side} or more",
-        )
-    if max(width, height) > most.aspect * min(width, height):
-        allowed = f"The longer side may be {most.aspect:g} times the shorter one"
+    if width * height > limits.pixels:
+        wrong = f"has {sides} = {width * height / 1e6:.6g} million pixels"
+        raise Beyond("pixels", wrong, f"At most {limits.pixels / 1e6:g} million")
+    if min(width, height) < limits.min_side:
+        allowed = f"Each side must have {limits.min_side} or more"
         raise Beyond("sides", f"has {sides} pixels", allowed)
-    if (
-        image.format == "JPEG"
-        and data.count(b"\xff\xda") > most.scans
-        and count_scans(data) > most.scans
-    ):
-        raise Beyond(
-            "scans", f"is a JPEG of {count_scans(data)} scans", f"At most {most.scans}"
-        )
+    if max(width, height) > limits.aspect * min(width, height):
+        allowed = f"The longer side may be {limits.aspect:g} times the shorter one"
+        raise Beyond("sides", f"has {sides} pixels", allowed)
+    # counting the bytes is faster, and gives as many scans or more
+    if image.format == "JPEG" and data.count(b"\xff\xda") > limits.scans:
+        scans = count_scans(data)
+        if scans > limits.scans:
+            raise Beyond(
+                "scans", f"is a JPEG of {scans} scans", f"At most {limits.scans}"
+            )
 
 
 # JPEG markers, except those inside a scan's data
 _MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
-_END, _SCAN, _BARE = 0xD9, 0xDA, (0x01, 0xD8)  # the last two markers have no length
+_END = 0xD9
+_SCAN = 0xDA
+_BARE = (0x01, 0xD8)  # markers without a length
 
 
 def count_scans(data: bytes) -> int:
     """Return the number of scans of the first picture in a JPEG file, without its
     thumbnails and later pictures.
     """
-    at, scans = 2, 0
-    while found := _MARKER.search(data, at):
-        marker, at = data[found.end() - 1], found.end()
+    position = 2
+    scans = 0
+    while match := _MARKER.search(data, position):
+        position = match.end()
+        marker = data[position - 1]
         if marker == _END:
             break
         scans += marker == _SCAN
-        at += 0 if marker in _BARE else int.from_bytes(data[at : at + 2], "big")
+        if marker not in _BARE:
+            position += int.from_bytes(data[position : position + 2], "big")
     return scans
 
 
@@ -219,9 +222,8 @@ def reduce(image: Image.Image, least: Least | None, margin: float = MARGIN) -> N
     """
     if least is not None and margin and could_reduce(image, least, margin):
         share = margin * least(*image.size)
-        image.draft(
-            None, (math.ceil(share * image.width), math.ceil(share * image.height))
-        )
+        sides = math.ceil(share * image.width), math.ceil(share * image.height)
+        image.draft(None, sides)
 
 
 def could_reduce(image: Image.Image, least: Least, margin: float = MARGIN) -> bool:
@@ -248,11 +250,9 @@ def least_of_random(width: int, height: int, size: int, crop: float) -> float:
     which leaves 4/3 size^2 / crop pixels of a photograph, whatever its shape.
     """
     factor = size / min(width, height)
-    return (
-        factor
-        if crop >= 1.0
-        else max(factor, size / math.sqrt(0.75 * crop * width * height))
-    )
+    if crop >= 1.0:
+        return factor
+    return max(factor, size / math.sqrt(0.75 * crop * width * height))
 
 
 def load(
@@ -265,29 +265,23 @@ def load(
     larger values, or it is in colour and `bits` is not 16, because Pillow keeps only
     the upper 8 bits of 16-bit colour.
     """
-    wide = (
-        any(";16" in str(tile[3]) for tile in image.tile)
-        if isinstance(image, ImageFile.ImageFile)
-        else False
+    wide = isinstance(image, ImageFile.ImageFile) and any(
+        ";16" in str(tile[3]) for tile in image.tile
     )
     reduce(image, least, margin)
     image.load()
     grey = _is_wide_grey(image)
-    used = int(np.asarray(image).max()).bit_length() if grey else 0
-    if used > bits:
-        raise Beyond(
-            "bits", f"has values of {used} bits", f"At most {bits}, as data.bits says"
-        )
+    used_bits = int(np.asarray(image).max()).bit_length() if grey else 0
+    if used_bits > bits:
+        wrong = f"has values of {used_bits} bits"
+        raise Beyond("bits", wrong, f"At most {bits}, as data.bits says")
     rgb = to_rgb(image, bits)
     if wide and not grey:
-        used = -8 - max(high for _, high in rgb.getextrema()).bit_length()  # type: ignore[union-attr]
+        used_bits = -8 - max(high for _, high in rgb.getextrema()).bit_length()  # type: ignore[union-attr]
         if bits < 16:
-            raise Beyond(
-                "bits",
-                "has 16 bits a channel in colour",
-                f"Only grey images allow data.bits={bits}",
-            )
-    return rgb, used
+            wrong = "has 16 bits a channel in colour"
+            raise Beyond("bits", wrong, f"Only grey images allow data.bits={bits}")
+    return rgb, used_bits
 
 
 def _is_wide_grey(image: Image.Image) -> bool:
@@ -345,7 +339,8 @@ def centre_crop(image: Image.Image, size: int, crop: float) -> Image.Image:
     (bicubic) to `size` pixels.
     """
     side = max(1.0, min(image.width, image.height) * crop)
-    left, top = (image.width - side) / 2, (image.height - side) / 2
+    left = (image.width - side) / 2
+    top = (image.height - side) / 2
     box = (left, top, left + side, top + side)
     return image.resize(
         (size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0
@@ -356,9 +351,8 @@ def planes(image: Image.Image, size: int, crop: float) -> np.ndarray:
     """Return the `centre_crop` of an RGB image as the graphs take it, uint8 [3, size,
     size].
     """
-    return np.ascontiguousarray(
-        np.asarray(centre_crop(image, size, crop)).transpose(2, 0, 1)
-    )
+    pixels = np.asarray(centre_crop(image, size, crop))
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
 # the transparent colour is that of the centre, so that pixels have it

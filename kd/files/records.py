@@ -18,11 +18,9 @@ class Stop:
     """
 
     def __init__(self, name: str, consequence: str) -> None:
-        self.name, self.consequence, self._page = (
-            name,
-            consequence,
-            mmap.mmap(-1, mmap.PAGESIZE),
-        )
+        self.name = name
+        self.consequence = consequence
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)
 
     @property
     def reason(self) -> str:
@@ -32,8 +30,8 @@ class Stop:
     def set(self, reason: str) -> None:
         """End writing, and warn once."""
         if not self.reason:
-            text = reason.encode()
-            self._page[: len(text)] = text
+            encoded = reason.encode()
+            self._page[: len(encoded)] = encoded
             log.warning(f"{self.name} cannot be written ({reason}). {self.consequence}")
 
 
@@ -54,15 +52,19 @@ class Records:
         """Use an open file. The label is part of the checksums; a record begins at a
         multiple of `align` bytes.
         """
-        self.size, self.stop, self.stride = size, stop, record_bytes(size, align)
-        self._file, self._label = file, label
+        self.size = size
+        self.stop = stop
+        self.stride = record_bytes(size, align)
+        self._file = file
+        self._label = label
         self._close = weakref.finalize(self, os.close, file)
 
     def read(self, id: int) -> bytes | None:
         """Return the content of a record, or None if it is not whole or cannot
         be read.
         """
-        start, head = id * self.stride, self.HEAD.size
+        start = id * self.stride
+        head = self.HEAD.size
         try:
             record = os.pread(self._file, min(self.stride, FIRST), start)
             if len(record) < head:
@@ -71,17 +73,13 @@ class Records:
             if not 0 < length <= self.size:
                 return None
             content = record[head : head + length]
-            if length > len(content):
-                content += os.pread(
-                    self._file, length - len(content), start + head + len(content)
-                )
+            missing = length - len(content)
+            if missing > 0:
+                content += os.pread(self._file, missing, start + head + len(content))
         except OSError:
             return None
-        return (
-            content
-            if len(content) == length and self._checksum(id, content) == checksum
-            else None
-        )
+        intact = len(content) == length and self._checksum(id, content) == checksum
+        return content if intact else None
 
     def write(self, id: int, content: bytes) -> None:
         """Write a record. If the disk is full, warn once and stop writing; written
@@ -91,23 +89,17 @@ class Records:
             return
         record = self.HEAD.pack(self._checksum(id, content), len(content)) + content
         try:
-            reason = (
-                "it is full"
-                if os.pwrite(self._file, record, id * self.stride) < len(record)
-                else ""
-            )
+            if os.pwrite(self._file, record, id * self.stride) < len(record):
+                self.stop.set("it is full")
         except OSError as error:
-            reason = error.strerror or str(error)
-        if reason:
-            self.stop.set(reason)
+            self.stop.set(error.strerror or str(error))
 
     def clear(self) -> None:
         os.ftruncate(self._file, 0)
 
     def _checksum(self, id: int, content: bytes) -> int:
-        return zlib.crc32(
-            content, zlib.crc32(f"{self._label}:{id}:{len(content)}".encode())
-        )
+        position = f"{self._label}:{id}:{len(content)}"
+        return zlib.crc32(content, zlib.crc32(position.encode()))
 
 
 def record_bytes(size: int, align: int = 1) -> int:

@@ -40,7 +40,7 @@ def find(pattern: str, config_path: str, copies: str) -> list[Shard]:
     names = origins(pattern, config_path)
     if not object_store.is_url(pattern):
         return [Shard(name, name) for name in names]
-    return _copied(names, Path(os.path.expanduser(copies)), config_path)
+    return _copy_shards(names, Path(os.path.expanduser(copies)), config_path)
 
 
 def origins(pattern: str, config_path: str) -> list[str]:
@@ -48,30 +48,23 @@ def origins(pattern: str, config_path: str) -> list[str]:
     copied.
     """
     if pattern.startswith("pipe:"):
-        raise DataError(
-            config_path,
-            f"'{pattern}' is a pipe",
-            "Paths or URLs of .tar files",
-            "Name the shards' URL",
-        )
+        wrong = f"'{pattern}' is a pipe"
+        allowed = "Paths or URLs of .tar files"
+        raise DataError(config_path, wrong, allowed, "Name the shards' URL")
     remote = object_store.is_url(pattern)
     names: dict[str, None] = {}
     missing: list[str] = []
     for path in _expand_braces(pattern if remote else os.path.expanduser(pattern)):
-        if remote:
-            matches = (
-                list(object_store.versions(path, config_path))
-                if glob.has_magic(path)
-                else [path]
-            )
-        else:
-            matches = (
-                sorted(glob.glob(path))
-                if glob.has_magic(path)
-                else [path] * os.path.isfile(path)
-            )
+        matches = [path]
+        if remote and glob.has_magic(path):
+            matches = list(object_store.versions(path, config_path))
+        elif not remote and glob.has_magic(path):
+            matches = sorted(glob.glob(path))
+        elif not remote and not os.path.isfile(path):
+            matches = []
         names.update(dict.fromkeys(matches))
-        missing.extend([] if matches else [path])
+        if not matches:
+            missing.append(path)
     if missing:
         raise _no_shard(missing, config_path, remote)
     return list(names)
@@ -96,32 +89,27 @@ def members(
             folder, _, base = member.name.rpartition("/")
             key, _, ending = base.partition(".")
             while ending.lower() not in named and (number := _NUMBER.match(ending)):
-                key, ending = f"{key}.{number[1]}", ending[number.end() :]
+                key = f"{key}.{number[1]}"
+                ending = ending[number.end() :]
             if not key or not ending or member.isdir():
                 continue
-            key, ending = f"{folder}/{key}" if folder else key, ending.lower()
+            if folder:
+                key = f"{folder}/{key}"
+            ending = ending.lower()
             if not member.isreg() or member.sparse is not None:
                 wrong = f"'{member.name}' in the shard '{shard}' is a link"
                 raise DataError(config_path, wrong, "Plain files", "Write it anew")
             sample = samples.setdefault(key, {})
             if ending in sample:
-                raise DataError(
-                    config_path,
-                    f"the shard '{shard}' has '{member.name}' twice",
-                    "",
-                    "Write it anew",
-                )
+                wrong = f"the shard '{shard}' has '{member.name}' twice"
+                raise DataError(config_path, wrong, "", "Write it anew")
             sample[ending] = (member.offset_data, size)
     # tarfile treats a damaged or missing header as the end, and would lose the images
     # behind it without a message.
     if read(file, end, BLOCK) != bytes(BLOCK):
         wrong = f"the shard '{shard}' is cut short or damaged at byte {end}"
-        raise DataError(
-            config_path,
-            wrong,
-            "Whole .tar files, which end with empty blocks",
-            "Copy or write it again",
-        )
+        allowed = "Whole .tar files, which end with empty blocks"
+        raise DataError(config_path, wrong, allowed, "Copy or write it again")
     return samples
 
 
@@ -129,7 +117,9 @@ class _Headers:
     """A shard from which tarfile reads only headers."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self.seek, self.tell = file, file.seek, file.tell
+        self._file = file
+        self.seek = file.seek
+        self.tell = file.tell
 
     def read(self, size: int) -> bytes:
         if size > MAX_HEADER:
@@ -155,30 +145,27 @@ def content(path: str, offset: int, size: int) -> bytes:
 def read(file: BinaryIO, offset: int, size: int) -> bytes:
     """Return `size` bytes of an unbuffered file, whose reads may be short."""
     file.seek(offset)
-    parts = []
-    while size > 0 and (part := file.read(size)):
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+    blocks = []
+    while size > 0 and (block := file.read(size)):
+        blocks.append(block)
+        size -= len(block)
+    return b"".join(blocks)
 
 
 def _no_shard(missing: Sequence[str], config_path: str, remote: bool) -> DataError:
     folder = os.path.dirname(missing[0]) or "."
     files = os.listdir(folder) if os.path.isdir(folder) and not remote else []
-    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    wrong = f"no shard '{missing[0]}'"
+    if len(missing) > 1:
+        wrong += f" and {len(missing) - 1} more"
     remedy = (
         did_you_mean(os.path.basename(missing[0]), files)
         or "Check the path and the range in the braces"
     )
-    return DataError(
-        config_path,
-        f"no shard '{missing[0]}'{more}",
-        "A path with braces or wildcards",
-        remedy,
-    )
+    return DataError(config_path, wrong, "A path with braces or wildcards", remedy)
 
 
-def _copied(urls: Sequence[str], folder: Path, config_path: str) -> list[Shard]:
+def _copy_shards(urls: Sequence[str], folder: Path, config_path: str) -> list[Shard]:
     """Copy missing shards to this machine. One process copies; the others wait for its
     lock.
     """
@@ -222,12 +209,14 @@ def _expand_braces(pattern: str) -> list[str]:
     if match[3] is not None:
         choices = match[3].split(",")
     else:
-        first, last = int(match[1]), int(match[2])
+        first = int(match[1])
+        last = int(match[2])
         padded = any(
             len(text) > 1 and text.startswith("0") for text in (match[1], match[2])
         )
         width = max(len(match[1]), len(match[2])) if padded else 0
         step = 1 if first <= last else -1
         choices = [f"{number:0{width}d}" for number in range(first, last + step, step)]
-    head, tails = pattern[: match.start()], _expand_braces(pattern[match.end() :])
+    head = pattern[: match.start()]
+    tails = _expand_braces(pattern[match.end() :])
     return [head + choice + tail for choice in choices for tail in tails]

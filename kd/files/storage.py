@@ -82,11 +82,9 @@ def refuse_unlisted(folder: Path, names: Collection[str], config_path: str) -> N
     for path in sorted(folder.rglob("*")):
         holds_files = path.is_dir() and not path.is_symlink() and any(path.iterdir())
         if path.relative_to(folder).as_posix() not in names and not holds_files:
+            remedy = "Move it away, or choose another folder"
             raise RunError(
-                config_path,
-                f"'{path}' belongs to no export",
-                REPLACED,
-                "Move it away, or choose another folder",
+                config_path, f"'{path}' belongs to no export", REPLACED, remedy
             )
 
 
@@ -99,11 +97,9 @@ def recover(folder: Path, name: str = "", alone: bool = False) -> None:
     # the `old` of a draft sorts before its `tmp`
     for leftover in sorted(folder.glob(".*.*.*")):
         match = LEFTOVER.fullmatch(leftover.name)
-        if (
-            match is None
-            or name not in ("", match[1])
-            or (not alone and _in_use(leftover.with_suffix(".tmp")))
-        ):
+        if match is None or name not in ("", match[1]):
+            continue
+        if not alone and _in_use(leftover.with_suffix(".tmp")):
             continue
         if match[2] == "old" and not (folder / match[1]).exists():
             with suppress(OSError):
@@ -156,17 +152,12 @@ def write_json(path: Path, content: Any, config_path: str = "run.folder") -> Non
 
 def disk_error(error: OSError, path: Path, config_path: str) -> RunError:
     """Turn an OSError into one line with a remedy."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    wrong = (
-        f"the disk is full at '{path}'"
-        if full
-        else f"cannot write '{path}' ({error.strerror or error})"
-    )
-    remedy = (
-        "Free space and run the same command again: it resumes"
-        if full
-        else "Choose a folder that you may write"
-    )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        wrong = f"the disk is full at '{path}'"
+        remedy = "Free space and run the same command again: it resumes"
+    else:
+        wrong = f"cannot write '{path}' ({error.strerror or error})"
+        remedy = "Choose a folder that you may write"
     return RunError(config_path, wrong, "", remedy)
 
 
@@ -187,11 +178,8 @@ def flush(path: Path) -> None:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if not path.is_dir() or error.errno not in (
-                errno.EINVAL,
-                errno.ENOSYS,
-                errno.ENOTSUP,
-            ):
+            unsupported = error.errno in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+            if not (unsupported and path.is_dir()):
                 raise
 
 
@@ -215,8 +203,8 @@ def _delete(path: Path, config_path: str) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     except OSError as error:
         log.warning(
-            f"{config_path}: cannot remove '{path}' ({error.strerror or error}). It is not"
-            " needed any more."
+            f"{config_path}: cannot remove '{path}' ({error.strerror or error}). It is"
+            " not needed any more."
         )
 
 
@@ -253,12 +241,12 @@ def append_rows(path: Path, *rows: Mapping[str, Any]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def keep_rows(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite a file of JSON lines with only the wanted rows; do nothing if it is
     missing.
     """
     if path.is_file():
-        rows = [row for row in read_rows(path, last=None) if wanted(row)]
+        rows = [row for row in read_rows(path, last=None) if keep(row)]
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -274,13 +262,14 @@ def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
     with path.open("rb") as file:
         skipped = 0 if last is None else max(0, path.stat().st_size - last)
         file.seek(skipped)
-        rows, whole = [], not skipped
-        while part := file.readline(LINE):
-            ends = part.endswith(b"\n")
-            if whole and (ends or len(part) < LINE):
+        rows = []
+        at_start = not skipped  # whether a line begins here
+        while line := file.readline(LINE):
+            ends = line.endswith(b"\n")
+            if at_start and (ends or len(line) < LINE):
                 with suppress(ValueError, RecursionError):
-                    rows.append(json.loads(part))
-            whole = ends
+                    rows.append(json.loads(line))
+            at_start = ends
     return [row for row in rows if isinstance(row, dict)]
 
 
@@ -288,7 +277,8 @@ def lock(path: Path, config_path: str) -> IO[str] | None:
     """Take the exclusive lock of a file until the result is closed; None if another
     process holds it.
     """
-    file, owned = path.open("a"), False
+    file = path.open("a")
+    owned = False
     try:
         owned = take_lock(file, path, config_path)
     finally:
@@ -324,12 +314,8 @@ def take_lock(file: IO[Any], path: Path, config_path: str) -> bool:
             f"'{path.parent}' lies on a file system without locks"
             f" ({error.strerror or error})"
         )
-        raise RunError(
-            config_path,
-            wrong,
-            "One writer at a time",
-            "Choose a folder on another file system",
-        ) from error
+        remedy = "Choose a folder on another file system"
+        raise RunError(config_path, wrong, "One writer at a time", remedy) from error
     return True
 
 
@@ -337,10 +323,8 @@ def hashed_folder(parent: Path, name: str, identity: dict[str, Any]) -> Path:
     """Return the folder of a content; its name ends in a hash of everything that the
     content depends on.
     """
-    return (
-        parent
-        / f"{name}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}"
-    )
+    content = json.dumps(identity, sort_keys=True)
+    return parent / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
 def open_folder(
@@ -349,7 +333,8 @@ def open_folder(
     """Open or create a folder made from `identity` (JSON values). Any number of
     processes may call it.
     """
-    file, deadline = folder / MANIFEST, time.monotonic() + MANIFEST_WAIT
+    file = folder / MANIFEST
+    deadline = time.monotonic() + MANIFEST_WAIT
     if writable:
         recover(folder, MANIFEST)
         if not file.is_file():
@@ -363,13 +348,13 @@ def open_folder(
         stored = read_json(file, config_path, remedy)
     for name in identity | stored:
         if stored.get(name) != identity.get(name):
-            old, new = (str(each.get(name))[:60] for each in (stored, identity))
+            old = str(stored.get(name))[:60]
+            new = str(identity.get(name))[:60]
             wrong = (
                 f"'{folder}' was made with another {name} ({old}; this run has {new})"
             )
-            raise RunError(
-                config_path, wrong, "A folder holds the data of one identity", remedy
-            )
+            allowed = "A folder holds the data of one identity"
+            raise RunError(config_path, wrong, allowed, remedy)
 
 
 # seconds between tries: a network storage's failover takes a second or two

@@ -135,7 +135,7 @@ def _folder(root: str) -> ImageList:
         lambda entry: _is_image(os.fsdecode(entry.name)) or is_image(entry),
     )
     images = _files(root, [os.fsdecode(path) for _, path, _ in walk])
-    return replace(images, notes=left_out(walk.other))
+    return replace(images, notes=left_out(walk.unread))
 
 
 def _files(folder: str, names: Sequence[str]) -> ImageList:

@@ -110,7 +110,7 @@ def build(
 
     files = Files(root, listed())
     column = Repeated([*positions], np.asarray(folder_of))
-    files.notes = (*left_out(walk.other), *_without_images(walk, column))
+    files.notes = (*left_out(walk.unread), *_without_images(walk, column))
     start = len(folder) + 1 if folder else 0  # of a path in the folder of the split
     class_of = column._replace(texts=[printable(name[start:]) for name in column.texts])
     if shared and not options.test_split:
