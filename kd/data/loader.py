@@ -47,7 +47,7 @@ class Request(NamedTuple):
     weights: list[float]
     view: int
     small: bool = False
-    whole: bool = False  # load also at full size, for the teacher
+    full_size: bool = False  # load also at full size, for the teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +71,18 @@ class Share:
         """
         for step in range(start, len(plan.ids) // self.batch_size):
             for i in range(self.accumulate):
-                first = (
-                    step * self.batch_size
-                    + (i * self.world_size + self.rank) * self.micro
-                )
-                ids, weights = (
-                    tensor[first : first + self.micro]
-                    for tensor in (plan.ids, plan.weights)
-                )
-                less = small if small is not None and step < small.steps else None
-                whole = less is not None and bool(
-                    less.asked[first : first + self.micro].any()
-                )
+                first = step * self.batch_size
+                first += (i * self.world_size + self.rank) * self.micro
+                images = slice(first, first + self.micro)
+                is_small = small is not None and step < small.steps
                 # Plain lists: each tensor in a request would need a file in shared
                 # memory.
                 yield Request(
-                    ids.tolist(), weights.tolist(), view, less is not None, whole
+                    plan.ids[images].tolist(),
+                    plan.weights[images].tolist(),
+                    view,
+                    is_small,
+                    is_small and bool(small.needs_full_size[images].any()),
                 )
 
 
@@ -110,8 +106,11 @@ class LocalLoader:
         `max_skipped`: largest share of undecodable images (one is always allowed);
         `timeout_seconds`: longest wait for a batch.
         """
-        self.dataset, self.share, self.workers = dataset, share, workers
-        self.max_skipped, self.timeout_seconds = max_skipped, timeout_seconds
+        self.dataset = dataset
+        self.share = share
+        self.workers = workers
+        self.max_skipped = max_skipped
+        self.timeout_seconds = timeout_seconds
         # ids of images that could not be decoded, among those loaded so far
         self.unreadable: set[int] = set()
         self.loading = Loading()  # sums over all batches so far
@@ -156,7 +155,8 @@ class LocalLoader:
         if not self.workers:
             yield from self._batches
             return
-        processes, forked = weakref.WeakMethod(self.processes), bool(self.processes())
+        processes = weakref.WeakMethod(self.processes)
+        forked = bool(self.processes())
         # its thread may outlive a dropped loader
         watch = Watch(lambda: (processes() or list)(), self.timeout_seconds)
         try:
@@ -199,7 +199,8 @@ class LocalLoader:
         """Kill the remaining workers; torch's signal handler must not raise again for
         that.
         """
-        iterator, processes = self._batches._iterator, self.processes()
+        iterator = self._batches._iterator
+        processes = self.processes()
         if iterator is None:
             return
         with suppress(RuntimeError, ValueError):
@@ -215,24 +216,25 @@ class LocalLoader:
         """Return an estimate of the shared memory in bytes that this rank's batches
         take at `size` pixels.
         """
+        if not self.workers:
+            return 0
         # The loop holds two more batches than the workers prefetch. Each tensor takes
         # whole pages.
         batch = self.share.micro * (3 * size**2 + 36) + 7 * mmap.PAGESIZE
-        return (self.workers * ahead(self.workers) + 2) * batch if self.workers else 0
+        return (self.workers * ahead(self.workers) + 2) * batch
 
     def _require_few_skipped(self) -> None:
-        images, most = (
-            len(self.dataset),
-            most_skipped(self.max_skipped, len(self.dataset)),
-        )
-        if len(self.unreadable) > most:
+        images = len(self.dataset)
+        allowed_number = most_skipped(self.max_skipped, images)
+        if len(self.unreadable) > allowed_number:
             ids = ", ".join(str(id) for id in sorted(self.unreadable)[:5])
             wrong = (
                 f"{len(self.unreadable)} of {images} images could not be decoded, the"
                 f" first with the ids {ids}"
             )
             allowed = (
-                f"At most {most} (a share of {self.max_skipped:g}, and always one)"
+                f"At most {allowed_number} (a share of {self.max_skipped:g}, and always"
+                " one)"
             )
             remedy = (
                 "Look at the images with data.on_corrupt=error, which names them, or"
@@ -279,24 +281,25 @@ class Fetch(TorchDataset[Batch | KdError]):
     """A dataset of micro-batches, run by a worker process."""
 
     def __init__(self, dataset: Dataset) -> None:
-        self.dataset, self.small = dataset, getattr(dataset, "small", None)
+        self.dataset = dataset
+        self.small = getattr(dataset, "small", None)
 
     def _spent(self) -> Loading:
-        first, second = (
-            getattr(one, "spent", Loading()) for one in (self.dataset, self.small)
-        )
-        return first.plus(second)
+        spent = getattr(self.dataset, "spent", Loading())
+        return spent.plus(getattr(self.small, "spent", Loading()))
 
     def __getitem__(self, request: Request) -> Batch | KdError:
-        busy, begin, before = BusyClock(), time.perf_counter(), self._spent()
-        dataset, whole = (
-            (self.small if request.small and self.small is not None else self.dataset),
-            None,
-        )
+        busy = BusyClock()
+        begin = time.perf_counter()
+        before = self._spent()
+        dataset = self.dataset
+        if request.small and self.small is not None:
+            dataset = self.small
+        full_size = None
         try:
             samples = [dataset.load(id, request.view) for id in request.ids]
-            if request.whole:
-                whole = torch.stack(
+            if request.full_size:
+                full_size = torch.stack(
                     [self.dataset.load(id, request.view).pixels for id in request.ids]
                 )
         # torch would wrap it into a RuntimeError with the worker's traceback as text
@@ -305,8 +308,8 @@ class Fetch(TorchDataset[Batch | KdError]):
         readable = torch.tensor([sample.readable for sample in samples])
         # A worker builds its batch directly in shared memory.
         image = default_collate([sample.pixels for sample in samples])
-        parts = self._spent().minus(before)
-        loading = parts._replace(seconds=time.perf_counter() - begin, busy=busy())
+        loading = self._spent().minus(before)
+        loading = loading._replace(seconds=time.perf_counter() - begin, busy=busy())
         return Batch(
             ids=torch.tensor(request.ids),
             image=image,
@@ -325,7 +328,7 @@ class Fetch(TorchDataset[Batch | KdError]):
             ),
             loading=loading,
             small=request.small,
-            whole=whole,
+            full_size=full_size,
         )
 
 

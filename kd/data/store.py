@@ -59,7 +59,7 @@ class Shrunk:
     """
 
     @property
-    def most(self) -> int:
+    def max_pixels(self) -> int:
         """Pixels of a slot: enough for any image up to 4 times as long as wide."""
         pixels = max(LONGEST, 4 / 3 / self.crop) * self.size**2
         # both sides are rounded up
@@ -92,7 +92,8 @@ class Slots:
     def __init__(
         self, file: int, pixels: int, name: str, path: Path | None = None
     ) -> None:
-        self.pixels, self.path = pixels, path
+        self.pixels = pixels
+        self.path = path
         stop = Stop(
             f"{WHERE}: {name}",
             "Stored images are used; the others are decoded each time.",
@@ -108,16 +109,14 @@ class Slots:
         return StoredImage(Image.frombytes("RGB", (width, height), pixels), crc, stamp)
 
     def write(self, id: int, slot: StoredImage) -> None:
-        self.records.write(
-            id, HEAD.pack(*slot.image.size, slot.crc, slot.stamp) + slot.image.tobytes()
-        )
+        head = HEAD.pack(*slot.image.size, slot.crc, slot.stamp)
+        self.records.write(id, head + slot.image.tobytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is None:  # spawned workers, as on macOS, inherit no memory
             wrong = "is ram, but worker processes do not inherit memory on this system"
-            raise DataError(
-                WHERE, wrong, "none, disk", "Set data.store=disk or data.workers=0"
-            )
+            remedy = "Set data.store=disk or data.workers=0"
+            raise DataError(WHERE, wrong, "none, disk", remedy)
         return _opened, (self.path, self.pixels)
 
 
@@ -142,7 +141,9 @@ class Stored:
     def __init__(
         self, source: Source, keep: Shrunk | EvalTransform, slots: Slots | None = None
     ) -> None:
-        self.source, self.keep, self.slots = source, keep, slots
+        self.source = source
+        self.keep = keep
+        self.slots = slots
         self.classes: Sequence[str] = source.classes
         self.fingerprint = source.fingerprint
         self._stamped = source if isinstance(source, Stamped) else None
@@ -211,10 +212,11 @@ def identity(source: Source, split: str, rule: dict[str, Any]) -> dict[str, Any]
         name: features.version(name)
         for name in ("jpg", "libjpeg_turbo", "webp", "zlib")
     }
-    listing = {"data": source.fingerprint, "split": split, "images": len(source)}
     return {
         "format": FORMAT,
-        **listing,
+        "data": source.fingerprint,
+        "split": split,
+        "images": len(source),
         "kept": rule,
         "pillow": PIL.__version__,
         "decoders": decoders,
@@ -241,12 +243,8 @@ def _memory(name: str) -> int:
     # ends in SIGBUS.
     make = getattr(os, "memfd_create", None)
     if make is None:
-        raise RunError(
-            WHERE,
-            "is in memory, which needs Linux",
-            "none, disk",
-            "Set data.store=disk",
-        )
+        wrong = "is in memory, which needs Linux"
+        raise RunError(WHERE, wrong, "none, disk", "Set data.store=disk")
     return make(f"kd-{name}")
 
 
@@ -266,15 +264,13 @@ class StoredViews:
     # stored.
 
     def __init__(self, views: Views, number: int) -> None:
-        self.views, self.number, self.classes, self.size = (
-            views,
-            number,
-            views.classes,
-            views.size,
-        )
-        self.small = (
-            StoredViews(views.small, number) if views.small is not None else None
-        )
+        self.views = views
+        self.number = number
+        self.classes = views.classes
+        self.size = views.size
+        self.small = None
+        if views.small is not None:
+            self.small = StoredViews(views.small, number)
         stop = Stop(
             f"{WHERE}: the store of views",
             "Stored views are used; the others are made each time.",
@@ -289,16 +285,19 @@ class StoredViews:
         return len(self.views)
 
     def load(self, id: int, view: int) -> Sample:
+        if view >= self.number:
+            return self.views.load(id, view)
         place = view * len(self) + id
-        content = self.records.read(place) if view < self.number else None
+        content = self.records.read(place)
         if content is None:
             sample = self.views.load(id, view)
-            if sample.readable and view < self.number:
+            if sample.readable:
                 partner = np.asarray(sample.partner_label)
                 head = VIEW.pack(sample.crc, sample.lam) + partner.tobytes()
                 self.records.write(place, head + sample.pixels.numpy().tobytes())
             return sample
-        label, (crc, lam) = self.views.source.label(id), VIEW.unpack_from(content)
+        label = self.views.source.label(id)
+        crc, lam = VIEW.unpack_from(content)
         like = np.asarray(label)
         partner = np.frombuffer(content, like.dtype, like.size, VIEW.size)
         pixels = torch.frombuffer(

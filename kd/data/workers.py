@@ -32,15 +32,14 @@ def require_shared_memory(needed: int, free: float, workers: int) -> None:
     if workers and needed / 2**20 > free:
         wrong = (
             f"the batches of {workers} workers take about {needed / 2**20:.0f} MiB of"
-            " shared memory"
-        )
-        remedy = (
-            f"Start the container with --shm-size={max(1, round(2 * needed / 2**30))}g,"
-            " or set fewer data.workers"
+            f" shared memory; /dev/shm has {free:.0f} MiB free"
         )
         allowed = "Docker gives a container 64 MB unless told otherwise"
-        wrong = f"{wrong}; /dev/shm has {free:.0f} MiB free"
-        raise RunError(WHERE, wrong, allowed, f"{remedy}, or data.workers=0")
+        remedy = (
+            f"Start the container with --shm-size={max(1, round(2 * needed / 2**30))}g,"
+            " or set fewer data.workers, or data.workers=0"
+        )
+        raise RunError(WHERE, wrong, allowed, remedy)
 
 
 def worker_error(error: Exception) -> RunError | None:
@@ -64,19 +63,20 @@ def connection_error(
         return None
     for worker in workers:
         worker.join(0.2)
-    gone = [f"{worker.pid}" for worker in workers if worker.exitcode is not None]
-    return _ended(", ".join(gone), str(error) or type(error).__name__) if gone else None
+    ended = [f"{worker.pid}" for worker in workers if worker.exitcode is not None]
+    if not ended:
+        return None
+    return _ended(", ".join(ended), str(error) or type(error).__name__)
 
 
-def _ended(pids: str, how: str) -> RunError:
+def _ended(pids: str, reason: str) -> RunError:
     remedy = (
         "The system kills a process where memory is short: see `dmesg`, set fewer"
-        " data.workers, or raise "
+        " data.workers, or raise --shm-size of a container. The same command resumes"
+        " from the last checkpoint"
     )
-    remedy += (
-        "--shm-size of a container. The same command resumes from the last checkpoint"
-    )
-    return RunError(WHERE, f"the worker process {pids} has ended ({how})", "", remedy)
+    wrong = f"the worker process {pids} has ended ({reason})"
+    return RunError(WHERE, wrong, "", remedy)
 
 
 class Watch(threading.Thread):
@@ -91,16 +91,23 @@ class Watch(threading.Thread):
         self, workers: Callable[[], Sequence[BaseProcess]], seconds: float
     ) -> None:
         super().__init__(daemon=True, name="kd-watch")
-        # whether the loop waits for a batch, and its number in the epoch
-        self.waiting, self.number = (True, 0)
+        self.waiting = True  # whether the loop waits for a batch
+        self.number = 0  # of that batch in the epoch
         self.late = ""  # finally, the worker that did not deliver it
-        self._workers, self._seconds, self._over = workers, seconds, threading.Event()
+        self._workers = workers
+        self._seconds = seconds
+        self._over = threading.Event()
 
     def run(self) -> None:
-        tick, number, waited = min(1.0, self._seconds / 4), 0, 0.0
+        tick = min(1.0, self._seconds / 4)
+        number = 0
+        waited = 0.0
         while not self._over.wait(tick):
-            same = self.waiting and self.number == number
-            number, waited = self.number, waited + tick if same else 0.0
+            if self.waiting and self.number == number:
+                waited += tick
+            else:
+                waited = 0.0
+            number = self.number
             if waited >= self._seconds:
                 workers = self._workers()
                 self.late = late(workers, self.number, self._seconds)
@@ -117,35 +124,29 @@ class Watch(threading.Thread):
             return None
         remedy = (
             "See what holds it up (the storage, a debugger, a full /dev/shm), or raise"
-            " backend.timeout_seconds. "
+            " backend.timeout_seconds. The same command resumes from the last"
+            " checkpoint"
         )
-        return RunError(
-            WHERE,
-            self.late,
-            "",
-            remedy + "The same command resumes from the last checkpoint",
-        )
+        return RunError(WHERE, self.late, "", remedy)
 
 
 def late(workers: Sequence[BaseProcess], number: int, seconds: float) -> str:
     """Name the late workers: those that the system reports as stopped, else the one
     whose turn it is.
     """
-    states = [
-        STATES.get(next(iter(process_stat(worker.pid or 0)), ""), "")
-        for worker in workers
-    ]
-    numbers = [i for i, state in enumerate(states) if state]
-    if not numbers and workers:
-        numbers = [number % len(workers)]  # torch assigns batches to workers in turn
-    names = [
-        f"worker {i} (process"
-        f" {', '.join(filter(None, [str(workers[i].pid), states[i]]))})"
-        for i in numbers
-    ]
-    return (
-        f"{' and '.join(names) or 'a worker'} made no batch within {seconds:g} seconds"
-    )
+    processes = []
+    stopped = []
+    for i, worker in enumerate(workers):
+        stat = process_stat(worker.pid or 0)
+        state = STATES.get(stat[0], "") if stat else ""
+        processes.append(f"worker {i} (process {worker.pid})")
+        if state:
+            stopped.append(f"worker {i} (process {worker.pid}, {state})")
+    if not stopped and workers:
+        # torch assigns batches to workers in turn
+        stopped = [processes[number % len(workers)]]
+    names = " and ".join(stopped) or "a worker"
+    return f"{names} made no batch within {seconds:g} seconds"
 
 
 @contextmanager

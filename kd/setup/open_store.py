@@ -67,9 +67,9 @@ def open_store(
     slots: list[Slots] = []
     for each, path, rule in zip(made_from, folders, rules, strict=True):
         slots.append(
-            open_ram(rule.most, each["split"])
+            open_ram(rule.max_pixels, each["split"])
             if ram
-            else open_disk(path, each, rule.most)
+            else open_disk(path, each, rule.max_pixels)
         )
     opened = Stored(train, rules[0], slots[0]), Stored(val, rules[1], slots[1])
     for split, stored in (
@@ -93,9 +93,9 @@ def decoded_bytes(splits: Splits, rules: tuple[Shrunk, EvalTransform]) -> float:
     images.
     """
     train, val = splits
-    return _mean_bytes(train, rules[0]) * len(train) + slot_bytes(rules[1].most) * len(
-        val
-    )
+    return _mean_bytes(train, rules[0]) * len(train) + slot_bytes(
+        rules[1].max_pixels
+    ) * len(val)
 
 
 def _require_room(
@@ -194,7 +194,7 @@ def _mean_bytes(source: Source, rule: Shrunk) -> float:
         except CorruptImage:
             continue  # training will decode it, and data.on_corrupt decides
         found.append(slot_bytes(image.width * image.height))
-    return sum(found) / len(found) if found else float(slot_bytes(rule.most))
+    return sum(found) / len(found) if found else float(slot_bytes(rule.max_pixels))
 
 
 def _size(mib: float) -> str:

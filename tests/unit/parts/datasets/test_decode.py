@@ -450,7 +450,10 @@ def test_bits_of_16(kind):
     ):
         decode(stored(grey16(14), kind), "file", "data.root", bits=12)
     plain = decode(stored(NOISE, kind), "file", "data.root", bits=12)
-    assert (plain.used_bits, np.array_equal(np.asarray(plain.image), np.asarray(NOISE))) == (
+    assert (
+        plain.used_bits,
+        np.array_equal(np.asarray(plain.image), np.asarray(NOISE)),
+    ) == (
         0,
         True,
     )
