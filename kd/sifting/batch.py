@@ -54,7 +54,8 @@ class _Labelled(SiftingBatch):
     """
 
     def __init__(self, inputs: Any, labels: Any = None) -> None:
-        self.inputs, self.labels = inputs, labels
+        self.inputs = inputs
+        self.labels = labels
         if labels is not None and len(labels) != len(inputs):
             wrong = f"has {len(inputs)} inputs and {len(labels)} labels"
             raise UnsupportedDataFormatException(
@@ -73,13 +74,12 @@ class _Labelled(SiftingBatch):
             yield self.labels
 
     def take(self, index: Tensor) -> Self:
-        return type(self)(*(take_rows(part, index) for part in self))
+        return type(self)(*(take_rows(rows, index) for rows in self))
 
     def join(self, others: Sequence[Self]) -> Self:
-        parts = zip(self, *others, strict=True)
-        return type(self)(
-            *(join_rows(list(part), type(self).__name__) for part in parts)
-        )
+        columns = zip(self, *others, strict=True)
+        name = type(self).__name__
+        return type(self)(*(join_rows(list(column), name) for column in columns))
 
 
 class ListBatch(_Labelled):
@@ -96,36 +96,36 @@ class Pending:
     """
 
     def __init__(self) -> None:
-        self.parts: list[SiftingBatch] = []
+        self.batches: list[SiftingBatch] = []
 
     def __len__(self) -> int:
-        return sum(map(len, self.parts))
+        return sum(map(len, self.batches))
 
     def add(self, batch: SiftingBatch) -> None:
         if len(batch):
-            self.parts.append(batch)
+            self.batches.append(batch)
 
     def put_back(self, batch: SiftingBatch) -> None:
         """Insert samples at the front, in their order."""
-        self.parts.insert(0, batch)
+        self.batches.insert(0, batch)
 
     def joined(self) -> SiftingBatch | None:
         """Return all samples as one batch without removing them; None where the queue
         is empty.
         """
-        if len(self.parts) > 1:
-            self.parts = [self.parts[0].join(self.parts[1:])]
-        return self.parts[0] if self.parts else None
+        if len(self.batches) > 1:
+            self.batches = [self.batches[0].join(self.batches[1:])]
+        return self.batches[0] if self.batches else None
 
     def pop(self, size: int) -> SiftingBatch:
         """Remove and return the first `size` samples."""
         batch = self.joined()
         assert batch is not None
         if len(batch) == size:
-            self.parts = []
+            self.batches = []
             return batch
         order = torch.arange(len(batch))
-        self.parts = [batch.take(order[size:])]
+        self.batches = [batch.take(order[size:])]
         return batch.take(order[:size])
 
 
@@ -140,16 +140,16 @@ def take_rows(rows: Any, index: Tensor) -> Any:
     return like(rows, [rows[i] for i in index.tolist()])
 
 
-def join_rows(parts: list[Any], config_path: str) -> Any:
+def join_rows(columns: list[Any], config_path: str) -> Any:
     """Concatenate the rows of all parts; UnsupportedDataFormatException: tensors of
     different shapes.
     """
-    first = parts[0]
-    if len(parts) == 1:
+    first = columns[0]
+    if len(columns) == 1:
         return first
     if not isinstance(first, (Tensor, np.ndarray)):
-        return like(first, [row for part in parts for row in part])
-    shapes = {tuple(part.shape[1:]) for part in parts}
+        return like(first, [row for column in columns for row in column])
+    shapes = {tuple(column.shape[1:]) for column in columns}
     if len(shapes) > 1:
         wrong = (
             f"samples have the shapes {', '.join(map(str, sorted(shapes)))}, which do"
@@ -162,7 +162,7 @@ def join_rows(parts: list[Any], config_path: str) -> Any:
         raise UnsupportedDataFormatException(
             config_path, wrong, "All samples must have one shape", remedy
         )
-    return torch.cat(parts) if isinstance(first, Tensor) else np.concatenate(parts)
+    return torch.cat(columns) if isinstance(first, Tensor) else np.concatenate(columns)
 
 
 def like(sequence: Any, items: list[Any]) -> Any:

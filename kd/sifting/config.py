@@ -40,12 +40,8 @@ class SiftingBaseConfig:
     def __post_init__(self) -> None:
         require_integer("SiftingBaseConfig.sift_delay", self.sift_delay, least=0)
         repeat = self.repeat_delay_per_epoch
-        require(
-            "SiftingBaseConfig.repeat_delay_per_epoch",
-            repeat,
-            isinstance(repeat, bool),
-            "True or False",
-        )
+        key = "SiftingBaseConfig.repeat_delay_per_epoch"
+        require(key, repeat, isinstance(repeat, bool), "True or False")
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,8 @@ class RelativeProbabilisticSiftConfig:
     loss_based_sift_config: LossConfig | Mapping[str, Any] = _REQUIRED
 
     def __post_init__(self) -> None:
-        name, beta = "RelativeProbabilisticSiftConfig", self.beta_value
+        name = "RelativeProbabilisticSiftConfig"
+        beta = self.beta_value
         valid = (
             isinstance(beta, Real)
             and not isinstance(beta, bool)
@@ -122,12 +119,11 @@ def from_dict(kind: type[Config], value: object, config_path: str) -> Config:
         )
     for key in value:
         if key not in names:
-            allowed, remedy = (
+            raise SiftConfigValidationException(
+                config_path,
+                f"has an unknown key {key!r}",
                 f"Allowed: {', '.join(names)}",
                 did_you_mean(str(key), names),
-            )
-            raise SiftConfigValidationException(
-                config_path, f"has an unknown key {key!r}", allowed, remedy
             )
     return kind(**value)
 

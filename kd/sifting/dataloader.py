@@ -80,26 +80,21 @@ class SiftingDataloader:
         pick: Literal["fixed", "bernoulli"] = "fixed",
         seed: int = 0,
     ) -> None:
-        self.orig_dataloader, self.model, self.pick, self.seed = (
-            orig_dataloader,
-            model,
-            pick,
-            seed,
-        )
+        self.orig_dataloader = orig_dataloader
+        self.model = model
+        self.pick = pick
+        self.seed = seed
         self.sift_config = from_dict(
             RelativeProbabilisticSiftConfig, sift_config, "sift_config"
         )
         self.loss_method = method_of(loss_impl)
         _check(model, orig_dataloader, batch_transforms, batch_format_index, pick)
         sizes = sizes_of(orig_dataloader)
-        alone = sizes.batches == 1
         self.transform = batch_transforms or DefaultTransform(
-            sizes.batch_size, batch_format_index, alone
+            sizes.batch_size, batch_format_index, alone=sizes.batches == 1
         )
-        self.window, self.pending = (
-            LossWindow(self.sift_config.loss_history_length),
-            Pending(),
-        )
+        self.window = LossWindow(self.sift_config.loss_history_length)
+        self.pending = Pending()
         self.meter = Meter(log_batch_data)
         self.steps = self.steps_in_epoch = self.position = self.seen = self.draws = 0
         self.size = 0  # number of samples of a full batch; 0 before the first batch
@@ -135,11 +130,10 @@ class SiftingDataloader:
     def __iter__(self) -> Iterator[Any]:
         if not self._resuming:
             self.position = self.steps_in_epoch = 0
-        batches, device = self._sifted(), device_of(self.model)
-        equal_lengths, length = (
-            self._lengths_agree(device),
-            (self.epoch_lengths(1)[0] if self.counted else 0),
-        )
+        batches = self._sifted()
+        device = device_of(self.model)
+        equal_lengths = self._lengths_agree(device)
+        length = self.epoch_lengths(1)[0] if self.counted else 0
         while True:
             start = now()
             batch = next(batches, None)
@@ -150,7 +144,8 @@ class SiftingDataloader:
                 break
             if batch is None:
                 break
-            self.steps, self.steps_in_epoch = self.steps + 1, self.steps_in_epoch + 1
+            self.steps += 1
+            self.steps_in_epoch += 1
             self.meter.log(len(batch), now() - start)
             with self.meter.timed("reverse_transform"):
                 converted = self.transform.reverse_transform(batch)
@@ -217,12 +212,12 @@ class SiftingDataloader:
 
     def _delays(self) -> bool:
         base = self.sift_config.base
-        return (
-            self.steps_in_epoch if base.repeat_delay_per_epoch else self.steps
-        ) < base.sift_delay
+        steps = self.steps_in_epoch if base.repeat_delay_per_epoch else self.steps
+        return steps < base.sift_delay
 
     def _sift(self, batch: SiftingBatch, original: Any) -> None:
-        size, beta = len(batch), float(self.sift_config.beta_value)
+        size = len(batch)
+        beta = float(self.sift_config.beta_value)
         with self.meter.timed(
             "calculate_relevance_values", wait_for=device_of(self.model)
         ):
@@ -237,7 +232,8 @@ class SiftingDataloader:
             selected = batch.take(index)
         with self.meter.timed("accumulate"):
             self.pending.add(selected)
-        self.seen, self.draws = self.seen + size, self.draws + 1
+        self.seen += size
+        self.draws += 1
         self.meter.count(size, len(selected))
 
     def _lengths_agree(self, device: torch.device) -> bool:
@@ -294,25 +290,28 @@ class SiftingDataloader:
                 " advance"
             )
         size = self.size or min(batch_size, samples)
-        base, lengths = self.sift_config.base, []
-        under_way = 0 < self.position <= batches
-        position, yielded = (
-            (self.position, self.steps_in_epoch) if under_way else (0, 0)
-        )
-        steps, seen, pending = self.steps, self.seen, len(self.pending)
+        base = self.sift_config.base
+        beta = float(self.sift_config.beta_value)
+        position = yielded = 0
+        if 0 < self.position <= batches:
+            position = self.position
+            yielded = self.steps_in_epoch
+        steps = self.steps
+        samples_seen = self.seen
+        pending = len(self.pending)
+        lengths = []
         for _ in range(epochs):
-            delay = base.sift_delay - (
-                yielded if base.repeat_delay_per_epoch else steps
-            )
+            steps_before = yielded if base.repeat_delay_per_epoch else steps
+            delay = base.sift_delay - steps_before
             flushed, pending = divmod(pending, size)  # batches that were put back
             # batches of the delay
             passed = min(batches - position, max(0, delay - flushed))
             scored = max(0, samples - (position + passed) * size)  # samples
-            full, pending = divmod(
-                pending + quota(seen, scored, float(self.sift_config.beta_value)), size
-            )
-            lengths.append(yielded + flushed + passed + full)
-            steps, seen = steps + flushed + passed + full, seen + scored
+            full, pending = divmod(pending + quota(samples_seen, scored, beta), size)
+            yielded += flushed + passed + full
+            lengths.append(yielded)
+            steps += flushed + passed + full
+            samples_seen += scored
             position = yielded = 0
         return lengths
 
@@ -325,15 +324,13 @@ class SiftingDataloader:
         state |= {
             f"window.{name}": value for name, value in self.window.state_dict().items()
         }
-        order = (
-            self._order
-            if self.position or self._resuming
-            else random_state(self.orig_dataloader)
-        )
+        order = self._order
+        if not self.position and not self._resuming:
+            order = random_state(self.orig_dataloader)
         state |= {f"order.{name}": value for name, value in order.items()}
-        state["pending"] = (
-            None if pending is None else self.transform.reverse_transform(pending)
-        )
+        state["pending"] = None
+        if pending is not None:
+            state["pending"] = self.transform.reverse_transform(pending)
         # too few pending samples may not show the format
         if isinstance(self.transform, DefaultTransform):
             state["format"] = [self.transform.form, self.transform.index]
@@ -360,14 +357,15 @@ class SiftingDataloader:
             self.transform.form, self.transform.index = state["format"]
         if state["pending"] is not None:
             self.pending.add(self._transformed(state["pending"]))
-        seen, selected = state["seen_and_kept"]
-        self.metrics.update(num_orig_samples_seen=seen, num_orig_samples_kept=selected)
+        candidates, selected = state["seen_and_kept"]
+        self.metrics["num_orig_samples_seen"] = candidates
+        self.metrics["num_orig_samples_kept"] = selected
         self._resuming = True
 
 
 def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {
-        name[len(prefix) :]: value
+        name.removeprefix(prefix): value
         for name, value in state.items()
         if name.startswith(prefix)
     }
@@ -377,30 +375,26 @@ def _check(model: Any, loader: Any, transforms: Any, index: Any, pick: Any) -> N
     has_methods = hasattr(transforms, "transform") and hasattr(
         transforms, "reverse_transform"
     )
-    valid = transforms is None or (has_methods and not isinstance(transforms, type))
-    transform = "None or an object of a class derived from SiftingBatchTransform"
-    is_index = index is None or (index in (0, 1) and not isinstance(index, bool))
-    iterable = "a DataLoader or another iterable of batches"
-    require(
-        "SiftingDataloader.model",
-        model,
-        isinstance(model, nn.Module),
-        "a torch.nn.Module",
-    )
-    require(
-        "SiftingDataloader.orig_dataloader",
-        loader,
-        hasattr(loader, "__iter__"),
-        iterable,
-    )
-    require("SiftingDataloader.batch_transforms", transforms, valid, transform)
-    require("SiftingDataloader.batch_format_index", index, is_index, "0 or 1")
-    require(
-        "SiftingDataloader.pick",
-        pick,
-        pick in ("fixed", "bernoulli"),
-        "'fixed' or 'bernoulli'",
-    )
+    is_transform = has_methods and not isinstance(transforms, type)
+    is_index = index in (0, 1) and not isinstance(index, bool)
+    for name, value, valid, allowed in (
+        ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
+        (
+            "orig_dataloader",
+            loader,
+            hasattr(loader, "__iter__"),
+            "a DataLoader or another iterable of batches",
+        ),
+        (
+            "batch_transforms",
+            transforms,
+            transforms is None or is_transform,
+            "None or an object of a class derived from SiftingBatchTransform",
+        ),
+        ("batch_format_index", index, index is None or is_index, "0 or 1"),
+        ("pick", pick, pick in ("fixed", "bernoulli"), "'fixed' or 'bernoulli'"),
+    ):
+        require(f"SiftingDataloader.{name}", value, valid, allowed)
 
 
 def _rank_and_size() -> tuple[int, int]:
@@ -415,8 +409,9 @@ def _gather(values: Sequence[int], device: torch.device) -> Tensor:
     ranks must call it.
     """
     rank, size = _rank_and_size()
-    on = torch.device("cpu") if dist.get_backend() == "gloo" else device
-    table = torch.zeros(size, len(values), dtype=torch.int64, device=on)
+    if dist.get_backend() == "gloo":
+        device = torch.device("cpu")
+    table = torch.zeros(size, len(values), dtype=torch.int64, device=device)
     table[rank] = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(table)
     return table.cpu()

@@ -26,9 +26,12 @@ from kd.sifting.batch import (
 from kd.sifting.config import UnsupportedDataFormatException
 
 REMEDY = "Pass your own SiftingBatchTransform as batch_transforms"
-SAMPLE, FEATURE = 0, 1  # `batch_format_index`: the sample dimension of the batch
+# `batch_format_index`: the sample dimension of the batch
+SAMPLE = 0
+FEATURE = 1
 # kinds of leaves; `state_dict` saves them
-ROWS, CONSTANT = ("one entry a sample", "one value for all samples")
+ROWS = "one entry a sample"
+CONSTANT = "one value for all samples"
 
 
 class DefaultTransform(SiftingBatchTransform):
@@ -46,7 +49,9 @@ class DefaultTransform(SiftingBatchTransform):
         """`alone`: the loader has one batch, which may be shorter than its
         batch size.
         """
-        self.batch_size, self.index, self.alone = batch_size, index, alone
+        self.batch_size = batch_size
+        self.index = index
+        self.alone = alone
         self.form: Any = None
 
     def transform(self, batch: Any) -> TreeBatch:
@@ -62,20 +67,15 @@ class DefaultTransform(SiftingBatchTransform):
         return tree
 
     def reverse_transform(self, batch: Any) -> Any:
-        return (
-            batch.data.movedim(0, 1)
-            if isinstance(batch.data, Tensor) and self.index == FEATURE
-            else batch.data
-        )
+        if isinstance(batch.data, Tensor) and self.index == FEATURE:
+            return batch.data.movedim(0, 1)
+        return batch.data
 
     def _detect(self, batch: Any) -> Any:
         """Return the form of a batch, and set `index` where the batch is no dict."""
         if isinstance(batch, Mapping):
-            lengths = [
-                length
-                for value in batch.values()
-                if (length := _length(value)) is not None
-            ]
+            lengths = [_length(value) for value in batch.values()]
+            lengths = [length for length in lengths if length is not None]
             if not lengths:
                 wrong = "Unable to index the batch: no value has one entry per sample"
                 raise UnsupportedDataFormatException("batch", wrong, "", REMEDY)
@@ -87,11 +87,11 @@ class DefaultTransform(SiftingBatchTransform):
             )
         samples, features = _dimensions(batch)
         if self.index is None:
-            self.index = self._which(batch, samples, features)
+            self.index = self._sample_dimension(batch, samples, features)
         if self.index == SAMPLE or isinstance(batch, Tensor):
             return ROWS
         assert features is not None
-        return [_form(part, features, f"batch[{i}]") for i, part in enumerate(batch)]
+        return [_form(item, features, f"batch[{i}]") for i, item in enumerate(batch)]
 
     def _size(self, lengths: Sequence[int | None], default: int) -> int:
         """Return the batch size; `default` if the loader has none, or if its only batch
@@ -101,7 +101,7 @@ class DefaultTransform(SiftingBatchTransform):
             return default
         return self.batch_size
 
-    def _which(self, batch: Any, samples: int, features: int | None) -> int:
+    def _sample_dimension(self, batch: Any, samples: int, features: int | None) -> int:
         """Return whether the batch is a list of samples or of features, from the batch
         size.
         """
@@ -128,7 +128,7 @@ def _dimensions(batch: Any) -> tuple[int, int | None]:
         return len(batch), batch.shape[1] if batch.ndim > 1 else None
     if isinstance(batch, Tensor) or not len(batch):
         raise _unable(batch, "batch")
-    lengths = {_length(part) for part in batch if not _is_constant(part)}
+    lengths = {_length(item) for item in batch if not _is_constant(item)}
     return len(batch), lengths.pop() if len(lengths) == 1 else None
 
 
@@ -177,10 +177,11 @@ def _is_constant(value: Any) -> bool:
 def _length(value: Any) -> int | None:
     """Return the length of a part of a batch, or None where it has none."""
     if isinstance(value, Mapping):
-        return next(
-            (_length(item) for item in value.values() if not _is_constant(item)), None
-        )
-    return len(value) if hasattr(value, "__len__") and not _is_constant(value) else None
+        items = [item for item in value.values() if not _is_constant(item)]
+        return _length(items[0]) if items else None
+    if _is_constant(value) or not hasattr(value, "__len__"):
+        return None
+    return len(value)
 
 
 def _unable(value: Any, config_path: str) -> UnsupportedDataFormatException:
@@ -206,13 +207,15 @@ class TreeBatch(SiftingBatch):
     """
 
     def __init__(self, data: Any, form: Any) -> None:
-        self.data, self.form = data, form
+        self.data = data
+        self.form = form
         sizes: set[int] = set()
-        _map(
-            lambda kind, parts, _: sizes.add(len(parts[0])) if kind == ROWS else None,
-            form,
-            [data],
-        )
+
+        def measure(kind: str, leaves: list[Any], config_path: str) -> None:
+            if kind == ROWS:
+                sizes.add(len(leaves[0]))
+
+        _map(measure, form, [data])
         self.sizes = sorted(sizes)
 
     def __len__(self) -> int:
@@ -222,23 +225,18 @@ class TreeBatch(SiftingBatch):
         return iter(self.data)
 
     def take(self, index: Tensor) -> TreeBatch:
-        def leaf(kind: str, parts: list[Any], config_path: str) -> Any:
-            return take_rows(parts[0], index) if kind == ROWS else parts[0]
+        def take_leaf(kind: str, leaves: list[Any], config_path: str) -> Any:
+            return take_rows(leaves[0], index) if kind == ROWS else leaves[0]
 
-        return TreeBatch(_map(leaf, self.form, [self.data]), self.form)
+        return TreeBatch(_map(take_leaf, self.form, [self.data]), self.form)
 
     def join(self, others: Sequence[TreeBatch]) -> TreeBatch:
-        def leaf(kind: str, parts: list[Any], config_path: str) -> Any:
-            return (
-                join_rows(parts, config_path)
-                if kind == ROWS
-                else _one(parts, config_path)
-            )
+        def join_leaf(kind: str, leaves: list[Any], config_path: str) -> Any:
+            unite = join_rows if kind == ROWS else _common_value
+            return unite(leaves, config_path)
 
-        return TreeBatch(
-            _map(leaf, self.form, [self.data, *(batch.data for batch in others)]),
-            self.form,
-        )
+        trees = [self.data, *(batch.data for batch in others)]
+        return TreeBatch(_map(join_leaf, self.form, trees), self.form)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -269,21 +267,14 @@ def _map(
     if any(_keys(tree) != keys for tree in trees):
         wrong = "has another structure than in the first batch"
         raise UnsupportedDataFormatException(config_path, wrong, "All must be equal")
-    values = {
-        key: _map(
-            function,
-            form[key],
-            [tree[key] for tree in trees],
-            f"{config_path}[{key!r}]",
-        )
-        for key in keys
-    }
+    values = {}
+    for key in keys:
+        children = [tree[key] for tree in trees]
+        values[key] = _map(function, form[key], children, f"{config_path}[{key!r}]")
     first = trees[0]
-    return (
-        _with_values(first, values)
-        if isinstance(first, Mapping)
-        else like(first, list(values.values()))
-    )
+    if isinstance(first, Mapping):
+        return _with_values(first, values)
+    return like(first, list(values.values()))
 
 
 def _keys(tree: Any) -> Any:
@@ -302,17 +293,16 @@ def _with_values(mapping: Any, values: dict[Any, Any]) -> Any:
     return result
 
 
-def _one(parts: list[Any], config_path: str) -> Any:
-    first = parts[0]
-    for part in parts[1:]:
-        equal = (
-            torch.equal(first, part)
-            if isinstance(first, Tensor) and isinstance(part, Tensor)
-            else first == part
-        )
+def _common_value(values: list[Any], config_path: str) -> Any:
+    first = values[0]
+    for value in values[1:]:
+        if isinstance(first, Tensor) and isinstance(value, Tensor):
+            equal = torch.equal(first, value)
+        else:
+            equal = first == value
         if not equal:
             wrong = (
-                f"is one value for the whole batch ({first!r}) and another ({part!r})"
+                f"is one value for the whole batch ({first!r}) and another ({value!r})"
                 " in the next one"
             )
             allowed = "Sifted samples of several batches share one value"

@@ -95,7 +95,8 @@ def _steps(loader: SiftingDataloader, args: Any) -> int:
     """Return the optimizer steps of all epochs; an incomplete gradient accumulation at
     the end of one is no step.
     """
-    epochs, accumulate = args.num_train_epochs, args.gradient_accumulation_steps
+    epochs = args.num_train_epochs
+    accumulate = args.gradient_accumulation_steps
     num_full = int(epochs)
     try:
         lengths = loader.epoch_lengths(num_full + 1)
@@ -119,10 +120,9 @@ def _callback_class() -> type[Any]:
             return importlib.import_module(name).Callback
         except ModuleNotFoundError:
             continue
-    wrong = "Lightning is not installed"
     raise MissingExtra(
         "TrainingMetricsRecorder",
-        wrong,
+        "Lightning is not installed",
         "",
         "pip install lightning (or pytorch-lightning)",
     )
@@ -153,7 +153,8 @@ class TrainingMetricsRecorder:
         return object.__new__(cls)
 
     def __init__(self, loader: SiftingDataloader | None = None) -> None:
-        self.loader, self._state = loader, dict[str, Any]()
+        self.loader = loader
+        self._state: dict[str, Any] = {}
         self.train_step_count = 0
         self.latencies: dict[str, float] = {}
         self._begin = self._last = 0.0
@@ -173,10 +174,12 @@ class TrainingMetricsRecorder:
         states = checkpoint["loops"]["fit_loop"]["state_dict"].get(
             "combined_loader", []
         )
-        self._state = next(
-            ({"loader": one} for one in states if "order.torch" in one), {}
-        )
-        self._state |= {RANDOM: checkpoint[RANDOM]} if RANDOM in checkpoint else {}
+        self._state = {}
+        sifted = [state for state in states if "order.torch" in state]
+        if sifted:
+            self._state["loader"] = sifted[0]
+        if RANDOM in checkpoint:
+            self._state[RANDOM] = checkpoint[RANDOM]
 
     def on_train_start(self, *args: Any, **kwargs: Any) -> None:
         # Lightning restores loaders within an epoch only
@@ -227,12 +230,8 @@ def install_as_smart_sifting() -> None:
         return
     if NAME in sys.modules or importlib.util.find_spec(NAME) is not None:
         wrong = f"the package {NAME} is installed"
-        raise KdError(
-            "install_as_smart_sifting",
-            wrong,
-            "It is not replaced",
-            "Drop the call, or uninstall the package",
-        )
+        remedy = "Drop the call, or uninstall the package"
+        raise KdError("install_as_smart_sifting", wrong, "It is not replaced", remedy)
     modules = {NAME: ModuleType(NAME)}
     for path, names in MODULES.items():
         folder, _, last = path.partition(".")
@@ -243,5 +242,6 @@ def install_as_smart_sifting() -> None:
         for name in names:
             setattr(module, name, getattr(kd.sifting, name))
     for module in modules.values():
-        module.__file__, module.__path__ = __file__, []
+        module.__file__ = __file__
+        module.__path__ = []
     sys.modules.update(modules)

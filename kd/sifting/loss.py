@@ -43,11 +43,9 @@ def method_of(loss_impl: Any) -> LossMethod:
     `self.loss = CrossEntropyLoss()`.
     """
     if loss_impl is None or isinstance(loss_impl, type):
-        wrong = (
-            "is missing"
-            if loss_impl is None
-            else f"is the class {loss_impl.__name__}, not an instance"
-        )
+        wrong = "is missing"
+        if loss_impl is not None:
+            wrong = f"is the class {loss_impl.__name__}, not an instance"
         allowed = "It must be an object of a class derived from kd.sifting.Loss"
         raise LossImplementationNotProvidedException(
             "loss_impl", wrong, allowed, "Pass loss_impl=MyLoss()"
@@ -85,10 +83,10 @@ def losses_of(
         or losses.numel() != size
         or (losses.ndim and len(losses) != size)
     ):
-        shape = (
-            list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        )
-        wrong = f"loss() returned {shape} for {size} samples"
+        returned: Any = type(losses).__name__
+        if isinstance(losses, Tensor):
+            returned = list(losses.shape)
+        wrong = f"loss() returned {returned} for {size} samples"
         allowed = f"One value per sample is needed: [{size}]"
         remedy = (
             'Use reduction="none", and the mean over the other dimensions of a sample'
@@ -117,9 +115,9 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     synced = [
-        (m, m.require_forward_param_sync)
-        for m, _ in modes
-        if isinstance(m, DistributedDataParallel)
+        (module, module.require_forward_param_sync)
+        for module, _ in modes
+        if isinstance(module, DistributedDataParallel)
     ]
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices, device_type="cuda"), torch.no_grad():

@@ -21,11 +21,14 @@ class Sizes(NamedTuple):
 def sizes_of(loader: Any) -> Sizes:
     """Return a loader's facts before an epoch begins."""
     sampler = getattr(loader, "batch_sampler", None)
-    batches, batch_size = _length(loader), getattr(loader, "batch_size", None)
+    batches = _length(loader)
+    batch_size = getattr(loader, "batch_size", None)
     if batch_size is None:
         batch_size = getattr(sampler, "batch_size", None)
-    if batches is None or not isinstance(batch_size, int):
-        return Sizes(batches, None, batch_size if isinstance(batch_size, int) else None)
+    if not isinstance(batch_size, int):
+        return Sizes(batches, None, None)
+    if batches is None:
+        return Sizes(None, None, batch_size)
     samples = None
     # accelerate's per-rank sampler: every batch is full
     if getattr(sampler, "even_batches", False):
@@ -48,25 +51,21 @@ def random_state(loader: Any) -> dict[str, Tensor]:
     """Return the states of the generators that determine the order of the
     next epoch.
     """
-    own = {
-        name: generator.get_state() for name, generator in _generators(loader).items()
-    }
-    return {"torch": torch.get_rng_state(), **own}
+    states = {"torch": torch.get_rng_state()}
+    for name, generator in _generators(loader).items():
+        states[name] = generator.get_state()
+    return states
 
 
 def _generators(loader: Any) -> dict[str, torch.Generator]:
-    holders = {
-        "loader": loader,
-        "sampler": getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-    }
-    found = {
-        name: getattr(holder, "generator", None) for name, holder in holders.items()
-    }
-    return {
-        name: generator
-        for name, generator in found.items()
-        if isinstance(generator, torch.Generator)
-    }
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batch_sampler, "sampler", None)
+    generators = {}
+    for name, holder in (("loader", loader), ("sampler", sampler)):
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generators[name] = generator
+    return generators
 
 
 def restore(loader: Any, order: Mapping[str, Tensor]) -> None:

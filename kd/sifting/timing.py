@@ -31,8 +31,8 @@ class Meter:
         # predicted share of an epoch's time; None during the pilot
         self.saving: float | None = None
 
-    def count(self, seen: int, selected: int) -> None:
-        self.metrics["num_orig_samples_seen"] += seen
+    def count(self, candidates: int, selected: int) -> None:
+        self.metrics["num_orig_samples_seen"] += candidates
         self.metrics["num_orig_samples_kept"] += selected
 
     @contextmanager
@@ -85,9 +85,8 @@ class Meter:
         """
         if self.log_batch_data:
             self.metrics["relevance_values"] = losses.tolist()
-            self.metrics["relevance_values_kept"] = losses[
-                index.to(losses.device)
-            ].tolist()
+            selected = losses[index.to(losses.device)]
+            self.metrics["relevance_values_kept"] = selected.tolist()
 
     def log(self, size: int, seconds: float) -> None:
         self.metrics["Batch size for next sifted batch"] = size
