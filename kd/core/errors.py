@@ -1,4 +1,4 @@
-"""Errors that a user can cause and fix; commands print them without a traceback.
+"""These errors can be caused and fixed by a user; commands print no traceback.
 
 `Interrupted` is not a KdError: a signal asked the process to stop.
 
@@ -19,7 +19,14 @@ EXCLUSIVE = "They are mutually exclusive"
 
 
 class KdError(Exception):
-    """A user's error in one line: the fault, the allowed values, the remedy."""
+    """A user's error reads as one line: the fault, the allowed values, the remedy.
+
+    Args:
+        config_path: the key, option or file that is wrong.
+        wrong: the fault.
+        allowed: the allowed values, or a sentence; "": not stated.
+        remedy: what to do; "": not stated.
+    """
 
     exit_code = 2
 
@@ -70,9 +77,7 @@ class PartNotFound(ConfigError):
 
 
 class MissingExtra(KdError):
-    """An optional package is not installed; the remedy names the extra that installs
-    it.
-    """
+    """An optional package is not installed; the remedy names the extra."""
 
 
 class DataError(KdError):
@@ -84,8 +89,9 @@ class BadImage(KdError):
 
 
 class CorruptImage(DataError):
-    """An image that was read but cannot be decoded; `data.on_corrupt` decides. A failed
-    read is a DataError instead.
+    """An image was read but cannot be decoded; `data.on_corrupt` decides.
+
+    A failed read is a DataError instead.
     """
 
 
@@ -114,8 +120,9 @@ class NonFiniteLoss(KdError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The process was stopped on request. The same command resumes; no `except
-    Exception` may swallow it.
+    """The process was stopped on request; the same command resumes.
+
+    No `except Exception` may swallow it.
     """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -125,8 +132,9 @@ FOREIGN: set[str] = set()  # files of parts from outside kd, wherever they are i
 
 
 def raised(error: BaseException) -> str:
-    """Return `TYPE: message (FILE, line N, in NAME)`; the place only if `own_line`
-    finds it.
+    """Return `TYPE: message (FILE, line N, in NAME)`.
+
+    The place is left out if `own_line` finds none.
     """
     message = named(error, 1000)
     line = own_line(error)
@@ -138,8 +146,9 @@ _END = re.compile(r"(?<=[\w)'\"\]][.!?])\s+(?=[A-Z])|\s*\n\s*\n")  # end of a se
 
 
 def in_short(error: object, length: int = 200) -> str:
-    """Return the first sentence of a foreign message: one line, without control
-    characters, at most `most` long.
+    """Return the first sentence of a foreign message, at most `length` characters.
+
+    It becomes one line without control characters.
     """
     sentence = _END.split(_CODES.sub("", str(error)).strip(), maxsplit=1)[0]
     printable = "".join(char if char.isprintable() else " " for char in sentence)
@@ -163,8 +172,9 @@ def needed(package: str, config_path: str, wrong: str, remedy: str) -> Any:
 
 
 def own_line(error: BaseException) -> str:
-    """Return the last line of an error's traceback that is neither kd's nor an
-    installed package's.
+    """Return the last line of an error's traceback that is a user's own.
+
+    Lines of kd, of Python and of installed packages do not count.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_foreign(frame.filename):

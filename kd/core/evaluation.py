@@ -1,4 +1,5 @@
-"""The contracts of a task: a model's predictions and their scores.
+"""This file has the contracts of a task: a model's predictions and their scores.
+
 `kd/core/contracts.py` has all others.
 
 Shape legend: B images of a batch, C classes, K teachers, N images of a split.
@@ -61,8 +62,11 @@ class Evaluator(Protocol):
     def __call__(
         self, student: nn.Module, stop: Callable[[], bool] = ...
     ) -> dict[str, float]:
-        """Return a validation row (see `kd.core.scores`); {} if `stop`, called before
-        each batch, ended it.
+        """Return a validation row; see `kd.core.scores`.
+
+        Args:
+            student: the student in training.
+            stop: called before each batch; if it returns True, the result is {}.
         """
         ...
 
@@ -71,8 +75,10 @@ class Evaluator(Protocol):
         ...
 
     def standard_error(self, value: float) -> float:
-        """Return the standard error of a value of the selection metric on these images;
-        0: unknown.
+        """Return the standard error of the selection metric; 0: unknown.
+
+        Args:
+            value: a value of that metric on these images.
         """
         return 0.0
 
@@ -81,26 +87,33 @@ class Evaluator(Protocol):
 
         With `labelled`, 1 for each image with a label, `accuracy` is logged as a share
         of those.
+
+        Args:
+            logits_BC: the student's logits.
+            batch: the training batch on the device.
         """
         return {}
 
 
 @runtime_checkable
 class Sampled(Protocol):
-    """An evaluator that keeps the inputs of its last row. Evaluators without it get no
-    confidence interval.
+    """This evaluator keeps the inputs of its last row.
+
+    Evaluators without it get no confidence interval.
     """
 
     def samples(self) -> dict[str, Samples]:
-        """Return the samples behind the scores of the last row, by key. All ranks must
-        call it.
+        """Return the samples behind the scores of the last row, by key.
+
+        All ranks must call it.
         """
         ...
 
 
 class Task(Protocol):
-    """A model's prediction and how it is scored and shown: `tasks/NAME.py:
-    build(options) -> Task`.
+    """A task defines a model's prediction and how it is scored and shown.
+
+    A module `tasks/NAME.py` has `build(options) -> Task`.
 
     The data decides whether all, some or no images have labels, not the task. A task
     that derives from this class inherits the methods of a classification task.
@@ -119,7 +132,12 @@ class Task(Protocol):
     def evaluator(self, setting: Evaluation) -> Evaluator: ...
 
     def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
-        """Return the logits [B, C] of the averaged probabilities of K teachers."""
+        """Return the logits [B, C] of the averaged probabilities of K teachers.
+
+        Args:
+            logits_KBC: logits of each teacher.
+            shares_K: weights of the teachers; they sum to 1.
+        """
         ...
 
     def no_labels(self, images: int, num_classes: int) -> Tensor:
@@ -139,15 +157,26 @@ class Task(Protocol):
     def graph_scores(
         self, outputs: Tensor, reference: Tensor, label: Tensor
     ) -> GraphScores:
-        """Compare a graph's outputs for N images with PyTorch's; `label` is -1 where
-        unknown.
+        """Compare a graph's outputs for N images with PyTorch's.
+
+        Args:
+            outputs: the graph's outputs, float [N, C].
+            reference: PyTorch's outputs, float [N, C].
+            label: the images' labels; -1 where unknown.
         """
         ...
 
     def thresholds(
         self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
-        """Return each class's decision threshold, a probability; {}: predict the class
-        with the largest logit.
+        """Return each class's decision threshold, a probability, and its facts.
+
+        Args:
+            logits_NC: logits of the validation images.
+            label: their labels.
+            classes: class names in the order of the logits.
+
+        Returns:
+            Values by class name; {}: predict the class with the largest logit.
         """
         return {}

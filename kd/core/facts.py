@@ -1,6 +1,4 @@
-"""Static capabilities of a component (`facts` of its module), and options that name
-files.
-"""
+"""Facts are static capabilities of a part, `facts` of its module, and its file keys."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -65,8 +63,9 @@ class SifterFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFacts:
-    """Capabilities of a backend and its device, known before it is built; also in
-    `Backend.facts`.
+    """Capabilities of a backend and its device, known before it is built.
+
+    They are also in `Backend.facts`.
     """
 
     # runs on the CPU, where onnxruntime and OpenVINO can run a teacher

@@ -1,6 +1,4 @@
-"""Facts of this machine and process: cores, busy time of threads, free memory,
-versions, signals.
-"""
+"""This file reads facts of this machine and process, and handles signals."""
 
 import ctypes
 import importlib.util
@@ -48,9 +46,9 @@ forward of 16 images took 0.97 s with the first on two cores of an AMD EPYC, and
 in float32 on one without (`results/speed/mfu_*.csv`).
 """
 MOST_CONVOLVED = 0.2
-"""Share of multiplications in convolutions up to which AVX-512 gains by bfloat16. A step
-took on two threads, float32 = 1: XCiT of vit_food (share 0.40) 3.8, ResNet-18 (1.0)
-2.6, ConvNeXt 1.2.
+"""Share of multiplications in convolutions up to which AVX-512 gains by bfloat16. A
+step took on two threads, float32 = 1: XCiT of vit_food (share 0.40) 3.8, ResNet-18
+(1.0) 2.6, ConvNeXt 1.2.
 """
 MOST_DEPTHWISE = {True: 0.03, False: 0.1}
 """The same in depthwise convolutions, with a backward and without. A step took on one
@@ -60,7 +58,8 @@ forward: 0.09 0.68, 0.13 1.12.
 
 
 def bf16_units(root: Path = Path("/")) -> set[str]:
-    """Return this processor's bfloat16 units; empty if the system does not report them.
+    """Return this processor's bfloat16 units; empty if the system reports none.
+
     `root` holds /proc.
     """
     with suppress(OSError):
@@ -84,7 +83,7 @@ def peak_mib() -> float:
 
 
 def open_files(number: int) -> int:
-    """Raise the limit of open files to `number` if allowed, and return the new limit."""
+    """Raise the limit of open files towards `number`; return how many are allowed."""
     if sys.platform == "win32":
         return number
     import resource
@@ -97,9 +96,7 @@ def open_files(number: int) -> int:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time (user and system) of this process and its worker processes,
-    running or ended.
-    """
+    """Return the CPU time of this process and its children, running or ended."""
     import psutil  # 10 ms of imports
 
     total = sum(os.times()[:4])
@@ -116,8 +113,9 @@ def bf16_pays(
     threads: int,
     root: Path = Path("/"),
 ) -> bool:
-    """Return whether bfloat16 is faster than float32 for a network on this processor,
-    which has bf16 units.
+    """Return whether bfloat16 is faster than float32 on this processor.
+
+    The processor has bf16 units.
 
     `convolved`: share of its multiplications in convolutions; `depthwise`: in depthwise
     convolutions; `trained`: its backward runs too. For processors with bfloat16 in
@@ -131,8 +129,9 @@ def bf16_pays(
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that affinity and cgroups allow this process. `root`
-    holds /proc and /sys.
+    """Return the number of cores that affinity and cgroups allow this process.
+
+    `root` holds /proc and /sys.
     """
     if hasattr(os, "sched_getaffinity"):
         allowed = len(os.sched_getaffinity(0))
@@ -142,8 +141,9 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the CPU quotas of this process's cgroup and its parents, in cores. In v1
-    the period has its own file.
+    """Yield the CPU quotas, in cores, of this process's cgroup and its parents.
+
+    In v1 the period has its own file.
     """
     for controller, mount, file in (
         ("", "sys/fs/cgroup", "cpu.max"),
@@ -169,8 +169,9 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def process_stat(pid: int | str = "self") -> list[str]:
-    """Return the fields of a process from its state on (`man 5 proc`); empty if the
-    system does not report them.
+    """Return the fields of a process from its state on (`man 5 proc`).
+
+    They are empty if the system does not report them.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
@@ -180,8 +181,9 @@ def process_stat(pid: int | str = "self") -> list[str]:
 
 
 def command_seconds() -> float:
-    """Return the age of this process, or of the torchrun that started it, in seconds;
-    0.0 if unknown.
+    """Return the age of this command in seconds; 0.0: unknown.
+
+    The command is this process, or the torchrun that started it.
     """
     stat = process_stat()
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and stat:
@@ -193,8 +195,9 @@ def command_seconds() -> float:
 
 
 class BusyClock:
-    """Seconds in which a thread computed or waited for a core. In the rest of its time
-    it waited for bytes.
+    """This clock counts seconds in which a thread computed or waited for a core.
+
+    In the rest of its time it waited for bytes.
 
     On a shared machine a decoding thread may get a core for a fraction of its time. Its
     CPU time alone would look like waiting for the disk. Only Linux also counts the time
@@ -205,8 +208,9 @@ class BusyClock:
         self._begin = self._now()
 
     def __call__(self) -> float:
-        """Return the seconds since its creation; a call takes 10 microseconds. Only the
-        creating thread may call it.
+        """Return the seconds since its creation; a call takes 10 microseconds.
+
+        Only the creating thread may call it.
         """
         return self._now() - self._begin
 
@@ -247,8 +251,7 @@ class _Stack(ctypes.Structure):
 
 @contextmanager
 def signal_stack() -> Iterator[None]:
-    """Restore this thread's signal stack after calls of OpenVINO or of code that uses
-    it.
+    """Restore this thread's signal stack after calls of OpenVINO.
 
     Each Core of OpenVINO sets its own signal stack with its first model. When it is
     destroyed it restores the previous one, even if that was freed. Python's handlers
@@ -267,8 +270,9 @@ def signal_stack() -> Iterator[None]:
 
 
 def end_with() -> Callable[[], None] | None:
-    """Return a `preexec_fn` by which a child gets SIGTERM when this process ends,
-    killed or not; Linux only.
+    """Return a `preexec_fn` by which a child gets SIGTERM when this process ends.
+
+    It also works where this process is killed. Only Linux has it; None elsewhere.
     """
     parent = os.getpid()
 
@@ -281,9 +285,7 @@ def end_with() -> Callable[[], None] | None:
 
 
 def free_mib() -> float:
-    """Return the MiB that processes may still allocate: the smaller of the machine's
-    and the container's.
-    """
+    """Return the MiB that processes may still allocate, here and in the container."""
     import psutil
 
     free_bytes = [float(psutil.virtual_memory().available)]
@@ -298,8 +300,9 @@ def free_mib() -> float:
 
 
 def _number(path: Path | str, name: str = "") -> float | None:
-    """Return the number after a name in a file of `NAME NUMBER` lines, or the first
-    number; None: `max` or missing.
+    """Return a number in a file, the first or the one after `name` at a line's start.
+
+    None: it is `max`, or missing.
     """
     try:
         lines = [
@@ -314,9 +317,7 @@ def _number(path: Path | str, name: str = "") -> float | None:
 
 
 def shared_memory_mib(folder: str = "/dev/shm") -> float:
-    """Return the free MiB of shared memory; infinity if the system has no such
-    folder.
-    """
+    """Return the free MiB of shared memory; infinity: there is no such folder."""
     try:
         status = os.statvfs(folder)
     except OSError:
@@ -325,8 +326,9 @@ def shared_memory_mib(folder: str = "/dev/shm") -> float:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, machine and command of this process; see
-    `kd.core.references.redact`.
+    """Return versions, machine and command of this process.
+
+    Values of referenced variables are hidden: `kd.core.references.redact`.
     """
     return {
         "packages": versions(
@@ -350,8 +352,9 @@ def environment() -> dict[str, Any]:
 
 
 def installed(package: str) -> bool:
-    """Return whether a package can be found, without importing it: NNCF reads its
-    telemetry setting at import.
+    """Return whether a package can be found, without importing it.
+
+    NNCF reads its telemetry setting at import.
     """
     return importlib.util.find_spec(package) is not None
 
@@ -380,8 +383,7 @@ def processor() -> str:
 
 
 class Signals:
-    """SIGTERM and SIGINT received by this process. They are handled while a command
-    runs.
+    """This object handles SIGTERM and SIGINT while a command runs.
 
     Training writes a checkpoint after its step; anything else ends at once. In Python,
     without a command, Ctrl-C stays a KeyboardInterrupt and SIGTERM ends the process.
@@ -394,8 +396,9 @@ class Signals:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle signals in this block if this is the main thread, then restore the
-        previous handlers.
+        """Handle signals in this block, then restore the previous handlers.
+
+        Only the main thread handles signals.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

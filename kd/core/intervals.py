@@ -25,8 +25,9 @@ and in 7 % at 200, instead of 5 %. Multiplying it by 1 + 18 / images gives 5 % f
 
 
 def wilson(share: float, images: int) -> tuple[float, float]:
-    """Return the interval of a share of independent images, 0 to 1; (0, 1) for no
-    images.
+    """Return the interval of a share of independent images, 0 to 1.
+
+    (0, 1) stands for no images.
 
     E. B. Wilson, J. Am. Stat. Assoc. 22 (1927); recommended for any number of images by
     Brown, Cai and DasGupta, Statistical Science 16 (2001).
@@ -40,13 +41,16 @@ def wilson(share: float, images: int) -> tuple[float, float]:
 
 
 def paired(gained: int, lost: int, images: int) -> tuple[float, float]:
-    """Return the interval of the difference of two shares of the same images; (-1, 1)
-    for no images.
+    """Return the interval of the difference of two shares of the same images.
 
-    `gained`: images that only the first model predicts correctly; `lost`: only the
-    second. The adjusted Wald interval of Bonett and Price, J. Educ. Behav. Stat. 37
-    (2012), one of three that Fagerland, Lydersen and Laake recommend (Statistics in
-    Medicine 33, 2014). Like McNemar's test it uses only the discordant images.
+    The adjusted Wald interval of Bonett and Price, J. Educ. Behav. Stat. 37 (2012), one
+    of three that Fagerland, Lydersen and Laake recommend (Statistics in Medicine 33,
+    2014). Like McNemar's test it uses only the discordant images.
+
+    Args:
+        gained: images that only the first model predicts correctly.
+        lost: images that only the second predicts correctly.
+        images: number of all images; 0 gives (-1, 1).
     """
     if not images:
         return -1.0, 1.0
@@ -57,8 +61,9 @@ def paired(gained: int, lost: int, images: int) -> tuple[float, float]:
 
 
 def resampled(score: Callable[[np.ndarray], Any], images: int) -> np.ndarray:
-    """Return a score on `RESAMPLES` bootstrap samples, float64; `score` gets the
-    positions of a sample, int64 [images].
+    """Return a score on `RESAMPLES` bootstrap samples, float64.
+
+    `score` gets the positions of a sample, int64 [images].
 
     Several scores at once are rows: [`RESAMPLES`, scores]. The samples depend only on
     the number of images. So the difference of two models' values, sample by sample, is
@@ -71,8 +76,9 @@ def resampled(score: Callable[[np.ndarray], Any], images: int) -> np.ndarray:
 def around(
     value: float, replicates: Sequence[float] | np.ndarray, images: int = 0
 ) -> tuple[float, float]:
-    """Return value - bias +- 1.96 standard errors, both from the bootstrap; wider for
-    few `images`.
+    """Return value - bias +- 1.96 standard errors, both from the bootstrap.
+
+    The interval is wider for few `images`.
 
     Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 5.2. A
     mean average precision of few images is biased upward, and a resample's is biased
@@ -91,9 +97,7 @@ def within(low: float, high: float) -> tuple[float, float]:
 
 
 def verdict(low: float, high: float) -> str:
-    """Return the verdict of a difference's interval on the first model: better, worse
-    or undecided.
-    """
+    """Return what a difference's interval says of the first model."""
     if low > 0:
         return "better"
     return "worse" if high < 0 else "no difference shown"
@@ -101,9 +105,7 @@ def verdict(low: float, high: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples behind one score of a model: enough for its interval and for that of
-    a difference.
-    """
+    """The samples behind one score are enough for its interval and a difference's."""
 
     value: float
     # bool [N], if the score is the share of N images that are right
@@ -125,9 +127,7 @@ class Samples:
         return within(*ends) if self.share else ends
 
     def minus(self, baseline: Samples) -> tuple[float, float, float]:
-        """Return the difference from another model's score on the same images, with the
-        ends of its interval.
-        """
+        """Return the difference from another model on the same images, and its ends."""
         difference = self.value - baseline.value
         if self.right is not None and baseline.right is not None:
             gained = int((self.right & ~baseline.right).sum())
@@ -139,9 +139,7 @@ class Samples:
         return difference, *around(difference, replicates, self.images)
 
     def record(self) -> dict[str, Any]:
-        """Return JSON values: a hexadecimal digit for four images, or the bootstrap
-        values.
-        """
+        """Return JSON values: a hexadecimal digit for four images, or replicates."""
         if self.right is not None:
             return {
                 "value": self.value,

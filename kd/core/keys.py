@@ -1,5 +1,6 @@
-"""Keys of a configuration: the base of its sections and of each part's `Options`,
-checked by Pydantic.
+"""A configuration's keys have a base class, checked by Pydantic.
+
+It is the base of the sections and of each part's `Options`.
 
 A field is a key: its type and `Field(ge=...)` say what is allowed, the string under it
 says what it means.
@@ -53,8 +54,9 @@ RULES = ConfigDict(
     frozen_default=True, kw_only_default=True, field_specifiers=(Field,)
 )
 def keys(cls: type[T]) -> type[T]:
-    """Make a class of keys: a frozen dataclass that checks its values;
-    pydantic.ValidationError, a ValueError.
+    """Make a class of keys: a frozen dataclass that checks its values.
+
+    A wrong value raises pydantic.ValidationError, a ValueError.
     """
     checking: Any = dataclass(cls, frozen=True, kw_only=True, config=RULES)
     inherited = {
@@ -101,8 +103,9 @@ class Keys:
 
 
 def _word(annotation: Any, value: bool) -> Any:
-    """Return the word that YAML read as a boolean: a bare `off`, `on`. ValueError: no
-    such word is allowed.
+    """Return the word that YAML read as a boolean, a bare `off` or `on`.
+
+    ValueError: no such word is allowed.
     """
     word = "on" if value else "off"
     if word not in get_args(annotation):
@@ -111,8 +114,9 @@ def _word(annotation: Any, value: bool) -> Any:
 
 
 def referenced(value: Any, checked: Any) -> Any:
-    """Return the checked value with the references of its texts. Numbers and enumerated
-    words need no reference.
+    """Return the checked value with the references of its texts.
+
+    Numbers and enumerated words need no reference.
     """
     if isinstance(value, Mapping) and isinstance(checked, dict):
         return {key: referenced(value.get(key), item) for key, item in checked.items()}
@@ -128,8 +132,12 @@ def referenced(value: Any, checked: Any) -> Any:
 def part(
     folder: str, default: Any = PydanticUndefined, only: tuple[str, ...] = ()
 ) -> Any:
-    """Declare the `kind` of a section that names a part of a folder; `only`: the
-    allowed names.
+    """Declare the `kind` of a section, which names a part of a folder.
+
+    Args:
+        folder: the folder of the parts.
+        default: the default kind.
+        only: the allowed names; empty: all.
     """
     return Field(
         default=default, json_schema_extra={"parts": folder, "only": list(only)}
@@ -139,8 +147,9 @@ def part(
 def file_key(
     default: Any = PydanticUndefined, within: str = "", or_name: bool = False
 ) -> Any:
-    """Declare a key that names input files, so that a launcher can upload them; see
-    `kd.core.facts.FileKey`.
+    """Declare a key that names input files, so that a launcher can upload them.
+
+    See `kd.core.facts.FileKey`.
 
     `within`: the key of the folder that relative paths start from. `or_name`: it may
     also be a name, as a model's.
@@ -151,9 +160,7 @@ def file_key(
 
 
 def fields_of(cls: type) -> dict[str, FieldInfo]:
-    """Return the keys of a class by name, with their types, ranges, defaults and
-    meanings.
-    """
+    """Return the keys of a class by name, with types, ranges and meanings."""
     return checked_class(cls).__pydantic_fields__  # type: ignore[attr-defined]
 
 
@@ -165,8 +172,9 @@ def extra(field: FieldInfo) -> Mapping[str, Any]:
 
 @cache
 def checked_class(cls: type) -> type:
-    """Return a class of keys as it is, and the keys of a plain dataclass: a part from
-    outside may have one.
+    """Return a class of keys as it is, or make one of a plain dataclass.
+
+    A part from outside may have a plain dataclass.
     """
     if "__pydantic_fields__" in cls.__dict__:
         return cls
@@ -211,7 +219,8 @@ def _unreadable_types(cls: type, error: Exception) -> KdError:
 
 
 def checked(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Build a class of keys, or a plain dataclass, from values;
+    """Build a class of keys, or a plain dataclass, from values.
+
     pydantic.ValidationError: they are wrong.
     """
     instance = checked_class(cls)(**values)
@@ -221,8 +230,9 @@ def checked(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 class Refused(ValueError):
-    """A value that breaks a rule which Pydantic does not know; `error.where` is
-    relative to the section.
+    """A value breaks a rule that Pydantic does not know.
+
+    `error.config_path` is relative to the section.
     """
 
     def __init__(self, error: KdError) -> None:
@@ -244,8 +254,9 @@ def details(error: ValidationError) -> list[InitErrorDetails]:
 
 
 def _error_type(kind: str) -> Any:
-    """Return the type of an error that kd tells apart, or one for all wrong values:
-    some types cannot be raised.
+    """Return the type of an error that kd tells apart, or one for wrong values.
+
+    Some types cannot be raised.
     """
     if kind in (
         "missing",

@@ -1,5 +1,6 @@
-"""Options of a command, declared once: a dataclass field is a flag, and the string
-under it is its help.
+"""Options of a command are declared once: a dataclass field is a flag.
+
+The string under a field is its help.
 """
 
 import ast
@@ -18,7 +19,8 @@ def option(
     parse: Callable[[str], Any] | None = None,
     flag: str = "",
 ) -> Any:
-    """Declare a dataclass field that is a command-line option;
+    """Declare a dataclass field that is a command-line option.
+
     `kd.cli.command.add_fields` adds it.
 
     `metavar` names the value in the help, `parse` converts the text, `flag` replaces
@@ -51,8 +53,9 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `low` to `high`; ValueError:
-    anything else.
+    """Return a parser of whole numbers from `low` to `high`.
+
+    It raises ValueError for anything else.
     """
 
     def parse(text: str) -> int:

@@ -1,5 +1,6 @@
-"""What the ranks of a run tell each other. All ranks must call these functions; all get
-the same result.
+"""Ranks tell each other numbers by these functions.
+
+All ranks must call them, and all get the same result.
 """
 
 import hashlib
@@ -11,8 +12,9 @@ from kd.core.contracts import Backend
 
 
 def gathered(backend: Backend, numbers: Sequence[float]) -> list[list[float]]:
-    """Return the numbers of every rank as float32, whole ones exact below 2^24. All
-    ranks give equally many.
+    """Return the numbers of every rank as float32, whole ones exact below 2^24.
+
+    All ranks give equally many.
     """
     if backend.world_size == 1:
         return [torch.tensor(list(numbers), dtype=torch.float32).tolist()]

@@ -100,9 +100,7 @@ def length(images: int, accelerator: bool, pretrained: bool) -> Length:
 
 
 def stored_views(epochs: float) -> int:
-    """Return how many views of each image the teacher's cache should have in a run of
-    `epochs`.
-    """
+    """Return how many views of each image the cache should have for `epochs`."""
     return max(1, min(round(epochs), max(2, round(epochs / REPETITIONS))))
 
 
@@ -118,8 +116,9 @@ def fit_visits(labelled: int, student: float = 0) -> int:
 
 
 def image_side(median: int, accelerator: bool, pretrained_teacher: bool) -> int:
-    """Return the side of training images, pixels, for images whose shorter side has a
-    median.
+    """Return the side of training images, pixels.
+
+    `median`: the median of the images' shorter sides.
     """
     largest = 128 if pretrained_teacher else 64
     if accelerator:
@@ -129,8 +128,9 @@ def image_side(median: int, accelerator: bool, pretrained_teacher: bool) -> int:
 
 
 def crop_scale(median: int, side: int) -> float:
-    """Return the smallest area of a random crop: images that are enlarged lose less of
-    theirs.
+    """Return the smallest area of a random crop, a share.
+
+    Images that are enlarged lose less of theirs.
     """
     return 0.75 if median < side else 0.35
 

@@ -1,5 +1,6 @@
-"""Environment variables in a configuration: their values are kept out of files and
-messages.
+"""Values of environment variables are kept out of files and messages.
+
+A configuration refers to them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ _variables: set[str] = set()
 
 
 class Referenced(str):
-    """The value of a reference such as `${oc.env:TOKEN}`. Its `repr`, and the text in
-    run folders, is the reference.
+    """A text came from a reference such as `${oc.env:TOKEN}`.
+
+    Its `repr`, and the text in run folders, is the reference.
     """
 
     reference: str
@@ -42,8 +44,9 @@ def written(value: Any) -> Any:
 
 
 def redact(text: str) -> str:
-    """Replace values of a configuration's environment variables by references, except
-    paths and short values.
+    """Replace values of a configuration's environment variables by references.
+
+    Paths and short values are left as they are.
     """
     for name in sorted(_variables):
         value = os.environ.get(name, "")

@@ -1,5 +1,6 @@
-"""The columns of a validation row: a task's scores, their display, and the one that
-chooses the checkpoint.
+"""A validation row has columns: a task's scores and their display.
+
+One of them chooses the checkpoint.
 
 A row holds the student's scores under their keys, a teacher's under `teacher_KEY` (a
 second teacher's under `teacher_KEY_2`), and scores of the student against its teacher.
@@ -38,8 +39,9 @@ class Column:
     smaller: bool = field(default=False, compare=False)  # whether smaller is better
 
     def text(self, value: float, samples: Samples | None = None) -> str:
-        """Return the value with its unit, and its 95 % interval if it is known: `71.6 %
-        (69.0 to 74.1)`.
+        """Return the value with its unit: `71.6 % (69.0 to 74.1)`.
+
+        The 95 % interval is left out without samples.
         """
         if self.unit == "%":
             text = percent(value)
@@ -59,8 +61,9 @@ class Column:
         return f"{self.title} {self.text(value, samples)}"
 
     def difference(self, samples: Samples, baseline: Samples) -> str:
-        """Describe the difference between two models: `-5.2 points (-7.9 to -2.4):
-        worse`.
+        """Describe the difference between two models' scores.
+
+        For example `-5.2 points (-7.9 to -2.4): worse`.
         """
         return self.difference_text(*samples.minus(baseline))
 
@@ -99,16 +102,18 @@ class Scores:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of tables and charts: the own scores, and the first score of the
-        student against its teacher.
+        """The columns of tables and charts.
+
+        They are the own scores, and the first score of the student against its teacher.
         """
         return (*self.own, *self.pair[:1])
 
     def cells(
         self, row: Mapping[str, Any], samples: Mapping[str, Samples] | None = None
     ) -> dict[str, str]:
-        """Return a row's values of `columns` as texts by title, with intervals for the
-        scores that have samples.
+        """Return a row's values of `columns` as texts by title.
+
+        Scores that have samples get an interval.
         """
         samples = samples or {}
         return {
@@ -118,8 +123,9 @@ class Scores:
         }
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """Return a row as one line: `accuracy 71.6 % (teacher 77.8 %), agreement 80.1
-        %`.
+        """Return a row as one line.
+
+        For example `accuracy 71.6 % (teacher 77.8 %), agreement 80.1 %`.
         """
         first = self.own[0]
         pair = [column.with_title(row[column.key]) for column in self.pair_in(row)]
@@ -139,8 +145,9 @@ class Scores:
         return [column for column in self.pair if column.key in row]
 
     def against_teacher(self, row: Mapping[str, Any], on: str = "") -> str:
-        """Return the scores of the student against its teacher as a sentence, or "".
-        `on`: the images.
+        """Return the scores against the teacher as a sentence, or "".
+
+        `on` names the images.
         """
         scores = []
         for column in self.pair_in(row):
@@ -156,8 +163,9 @@ class Scores:
         models: Mapping[str, Mapping[str, Any]],
         samples: Mapping[str, Mapping[str, Samples]] | None = None,
     ) -> list[dict[str, str]]:
-        """Return the own scores of models, by name, as rows of a table, with intervals
-        from `samples`.
+        """Return the own scores of models, by name, as rows of a table.
+
+        `samples` give the intervals.
         """
         columns = [
             column
@@ -177,8 +185,9 @@ class Scores:
         return rows
 
     def conclusion(self, scored: Scored) -> str:
-        """Return the final score of a run as one line: with intervals, and whether the
-        student reaches its teacher.
+        """Return the final score of a run as one line, with intervals.
+
+        It says whether the student reaches its teacher.
         """
         column = self.deciding(scored.row)
         student = scored.samples.get(column.key)
@@ -197,8 +206,9 @@ class Scores:
         return text
 
     def of_teachers(self, row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """Return each teacher's own scores in a row, by name ("teacher",
-        "teacher 2").
+        """Return each teacher's own scores in a row, by name.
+
+        The names are "teacher", "teacher 2" and so on.
         """
         teachers = {}
         number = 1
@@ -226,8 +236,9 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The final score of a run: its chosen checkpoint on the test split, else on the
-    validation split.
+    """The final score of a run belongs to its chosen checkpoint.
+
+    It is on the test split, else on the validation split.
     """
 
     # "test": nothing was chosen on it. "val": it chose one of `evaluations`.
@@ -264,8 +275,9 @@ class Scored:
         )
 
     def of(self, teacher: str) -> Mapping[str, Samples]:
-        """Return a teacher's samples ("teacher", "teacher 2") under the keys of the own
-        scores.
+        """Return a teacher's samples under the keys of the own scores.
+
+        `teacher` is "teacher", "teacher 2" and so on.
         """
         end = teacher.removeprefix("teacher").replace(" ", "_")
         return {
@@ -275,17 +287,16 @@ class Scored:
         }
 
     def against(self, model: Mapping[str, Samples], column: Column) -> str:
-        """Describe the student's difference from another model on the same images; ""
-        if it is unknown.
+        """Describe the student's difference from another model; "": unknown.
+
+        Both were scored on the same images.
         """
         if column.key not in self.samples or column.key not in model:
             return ""
         return column.difference(self.samples[column.key], model[column.key])
 
     def same_images(self, scored: Scored) -> bool:
-        """Return whether both were scored on the same images, so that their difference
-        can be paired.
-        """
+        """Return whether both scores are on the same images, so can be paired."""
         return (self.data, self.images) == (scored.data, scored.images)
 
     def record(self) -> dict[str, Any]:
@@ -347,7 +358,7 @@ class Trained:
 
 
 def not_finite_text(row: Mapping[str, float]) -> str:
-    """Name the scores of a validation row that are not finite; "" if all are."""
+    """Name the scores of a validation row that are not finite; "": all are."""
     names = [name for name, value in row.items() if not math.isfinite(value)]
     if not names:
         return ""
@@ -358,9 +369,7 @@ def not_finite_text(row: Mapping[str, float]) -> str:
 
 
 def skipped_text(skipped: int, steps: int) -> str:
-    """Report the number of steps skipped by `optimizer.on_nonfinite: skip`; "" if there
-    were none.
-    """
+    """Report the steps skipped by `optimizer.on_nonfinite: skip`; "": none were."""
     if not skipped:
         return ""
     return (

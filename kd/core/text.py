@@ -35,8 +35,9 @@ AS_TRAINED = "as trained"  # title of the share of images with PyTorch's predict
 
 
 def variant_rows(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the measurements of `kd-export --compare` as rows of a table, the fastest
-    on one thread first.
+    """Return the measurements of `kd-export --compare` as rows of a table.
+
+    The fastest on one thread is first.
 
     A score with the title `AS_TRAINED`, of images without labels, has one column.
     """
@@ -75,8 +76,9 @@ VARIANTS_NOTE = (
 
 
 def number(value: float, unit: str = "", digits: int = 3) -> str:
-    """Return a number in few characters, with its unit: 0.123, 12.3, 1,234, 75 %. The
-    unit "%" is for shares.
+    """Return a number in few characters, with its unit: 0.123, 12.3, 1,234, 75 %.
+
+    The unit "%" is for shares.
     """
     if unit == "%":
         return f"{100 * value:.{digits}g} %"
@@ -104,8 +106,9 @@ def clock(seconds: float) -> str:
 
 
 def nfc(name: str) -> str:
-    """Return the normalized form (NFC) in which names are compared: macOS writes é as
-    two characters.
+    """Return the normalized form (NFC) in which names are compared.
+
+    macOS writes é as two characters.
     """
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
@@ -114,8 +117,9 @@ JOINERS = "\u200c\u200d"  # inside words of Persian and in emoji
 
 
 def one_line(text: str) -> bool:
-    """Return whether a text is one line without control characters; it may have wide
-    spaces such as U+3000.
+    """Return whether a text is one line without control characters.
+
+    It may have wide spaces such as U+3000.
     """
     return text.isprintable() or all(
         char.isprintable() or unicodedata.category(char) == "Zs" or char in JOINERS
@@ -124,8 +128,9 @@ def one_line(text: str) -> bool:
 
 
 def printed(text: str) -> str:
-    """Return a stranger's text as one line for terminals, with "?" for each character
-    that is not printed.
+    """Return a stranger's text as one line for terminals.
+
+    "?" stands for each character that is not printed.
     """
     if text.isprintable():
         return text
@@ -133,24 +138,21 @@ def printed(text: str) -> str:
 
 
 def table_cell(text: str) -> str:
-    """Return a text for a CSV cell: a spreadsheet runs one such as =A1 as a formula,
-    unless an apostrophe precedes.
+    """Return a text for a CSV cell.
+
+    A spreadsheet runs one such as =A1 as a formula, unless an apostrophe precedes.
     """
     return f"'{text}" if text.startswith(FORMULA) and not text[1:].isdecimal() else text
 
 
 def class_order(names: Iterable[str]) -> list[str]:
-    """Return class names in order: numeric if all are whole numbers in digits, else
-    alphabetical.
-    """
+    """Return class names in order: numeric if all are digits, else alphabetical."""
     order = sorted(names)
     return sorted(order, key=int) if all(name.isdecimal() for name in order) else order
 
 
 def quoted(name: str) -> str:
-    """Return a name as a line of a list: the name itself, or JSON if the bare name
-    would be read differently.
-    """
+    """Return a name as a line of a list, as JSON where a bare name would be misread."""
     plain = (
         name == name.strip() and name.isprintable() and name[:1] not in ("", '"', "#")
     )
@@ -158,8 +160,9 @@ def quoted(name: str) -> str:
 
 
 def names_of(text: str) -> list[str]:
-    """Return the names in a list with one name per line. Empty lines and lines that
-    begin with "#" are ignored.
+    """Return the names in a list with one name per line.
+
+    Empty lines and lines that begin with "#" are ignored.
     """
     names = []
     # not splitlines: a name may contain U+2028 or U+0085
@@ -173,8 +176,9 @@ def names_of(text: str) -> list[str]:
 
 
 def author_name(name: str) -> str:
-    """Return a parameter's name as the network's author wrote it, without the names of
-    wrappers before it.
+    """Return a parameter's name as the network's author wrote it.
+
+    Names of wrappers before it are dropped.
     """
     wrapper, _, inner = name.partition(".")
     if wrapper in ("module", "student", "network", "inner") and inner:

@@ -94,16 +94,15 @@ class Batch:
 
     @property
     def labelled(self) -> Tensor:
-        """Whether an image, and its mixing partner if it has one, is labelled, bool
-        [B].
-        """
+        """Whether an image and its mixing partner are labelled, bool [B]."""
         lowest = torch.minimum(self.label, self.partner_label)
         return (lowest.view(len(lowest), -1) >= 0).all(1)
 
     @classmethod
     def of(cls, image: Tensor, label: Tensor, ids: Tensor | None = None) -> Batch:
-        """Make a batch of unmixed images [B, ...] with weight 1, labels int64 [B] or
-        int8 [B, C], `ids` int64 [B].
+        """Make a batch of unmixed images [B, ...] with weight 1.
+
+        Labels are int64 [B] or int8 [B, C], `ids` int64 [B].
         """
         ones = torch.ones(len(label), device=label.device)
         if ids is None:
@@ -119,8 +118,9 @@ class Batch:
         return replace(self, **moved)
 
     def take(self, rows: Tensor) -> Batch:
-        """Return the given rows (int64 [K]) of the batch; on the CPU only if it has
-        `crc` or missing outputs.
+        """Return the given rows (int64 [K]) of the batch.
+
+        `rows` must be on the CPU only if the batch has `crc` or missing outputs.
         """
         index = rows.to(self.image.device, non_blocking=True)
         batch = self.map(lambda tensor: tensor.index_select(0, index))
@@ -138,8 +138,9 @@ class Batch:
 
     @classmethod
     def cat(cls, batches: Sequence[Batch]) -> Batch:
-        """Concatenate batches of one view; teacher outputs are kept if all batches have
-        them.
+        """Concatenate batches of one view.
+
+        Teacher outputs are kept if all batches have them.
         """
         joined: dict[str, Any] = {
             name: torch.cat([getattr(batch, name) for batch in batches])
@@ -201,8 +202,9 @@ class Outputs:
         return next(iter(self.features.values()))
 
     def of(self, member: int) -> Outputs:
-        """Return the outputs with only the features of one of several teachers, under
-        their plain names.
+        """Return the outputs with the features of one of several teachers.
+
+        The features get their plain names.
         """
         if not any("." in name for name in self.features):
             return self
@@ -222,8 +224,9 @@ class Outputs:
 
     @classmethod
     def cat(cls, outputs: Sequence[Outputs]) -> Outputs:
-        """Concatenate the outputs of several batches; features are kept if all batches
-        have them.
+        """Concatenate the outputs of several batches.
+
+        Features are kept if all batches have them.
         """
         features = {
             name: torch.cat([output.features[name] for output in outputs])
@@ -306,8 +309,9 @@ class Costs:
         step: float = 1.0,
         load: float = 1.0,
     ) -> float:
-        """Return the milliseconds per image of the dataset; each argument is a number
-        of operations per image.
+        """Return the milliseconds per image of the dataset.
+
+        Each argument is a number of operations per image.
         """
         compute = teacher * self.teacher + forward * self.forward + step * self.step
         loading = load * self.load
@@ -343,8 +347,9 @@ class SiftContext:
 
     @classmethod
     def alone(cls, labels: Tensor, batch_size: int, seed: int = 0) -> SiftContext:
-        """Return the context of a single process without micro-batches; `labels` is
-        int64 [num_images].
+        """Return the context of a single process without micro-batches.
+
+        `labels` is int64 [num_images].
         """
         return cls(
             len(labels),
