@@ -111,7 +111,7 @@ class Reducing(Protocol):
 
         Returns:
             The image at that share of its sides, or more, and the CRC-32 of its encoded
-                bytes.
+            bytes.
 
         Raises:
             CorruptImage, NotPrepared, DataError: as `Source.decode`.
@@ -155,7 +155,17 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def load(self, id: int, view: int) -> Sample: ...
+    def load(self, id: int, view: int) -> Sample:
+        """Load one view of an image.
+
+        Args:
+            id: position of the image in the source.
+            view: number of the view.
+
+        Returns:
+            Pixels uint8 [3, H, W] with the image's label.
+        """
+        ...
 
 
 class Loader(Protocol):
@@ -180,7 +190,7 @@ class Loader(Protocol):
 
         Yields:
             Full micro-batches on the host, `accumulate` per step; image is uint8 [B, 3,
-                H, W].
+            H, W].
         """
         ...
 
@@ -202,8 +212,8 @@ class Score(Protocol):
 
         Returns:
             The unweighted losses of all ranks' images, float32 [global batch] in the
-                plan's order; and the batches at all pixels with the teacher's outputs,
-                which the step reuses.
+            plan's order; and the batches at all pixels with the teacher's outputs,
+            which the step reuses.
         """
         ...
 
@@ -376,7 +386,9 @@ class Teacher(Protocol):
         """
         ...
 
-    def __call__(self, batch: Batch) -> Outputs: ...
+    def __call__(self, batch: Batch) -> Outputs:
+        """Return the outputs for a batch on the device, stored ones and predictions."""
+        ...
 
     def flush(self) -> None:
         """Store outputs that are still on the device.
@@ -397,7 +409,15 @@ class Loss(Protocol):
     Only the student gets gradients.
     """
 
-    def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor: ...
+    def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
+        """Return the loss of each image, float32 [B].
+
+        Args:
+            student: the student's outputs for the batch.
+            teacher: the teacher's outputs for the batch.
+            batch: the micro-batch on the device, with its labels.
+        """
+        ...
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
 
@@ -447,10 +467,21 @@ class Backend(Protocol):
         """
 
     def seed(self, seed: int) -> None:
-        """Seed the generators of this process, including the device's."""
+        """Seed the generators of this process, including the device's.
+
+        Args:
+            seed: 0 to 2^63 - 1, of `kd.core.seeds.seed_from`.
+        """
 
     def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Move batches to the device, ahead of their use where possible."""
+        """Move batches to the device, ahead of their use where possible.
+
+        Args:
+            batches: micro-batches on the host.
+
+        Yields:
+            The same batches on the device.
+        """
         ...
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -498,12 +529,18 @@ class Backend(Protocol):
         ...
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Skip the gradient all-reduce: used for all but the last micro-batch of a step
-        (gradient accumulation).
+        """Skip the gradient all-reduce in this block (gradient accumulation).
+
+        It is used for all but the last micro-batch of a step.
+
+        Args:
+            module: the result of `wrap`.
         """
         ...
 
-    def autocast(self) -> AbstractContextManager[Any]: ...
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Cast operators in this block to `autocast_dtype`; None: do nothing."""
+        ...
 
     def optimizer(
         self,
@@ -512,7 +549,14 @@ class Backend(Protocol):
         zero: bool,
         **options: Any,
     ) -> torch.optim.Optimizer:
-        """Build the optimizer; `zero` shards its state over the ranks (ZeRO-1)."""
+        """Build the optimizer of the student.
+
+        Args:
+            groups: parameter groups as torch's optimizers take them.
+            cls: class of the optimizer.
+            zero: whether its state is sharded over the ranks (ZeRO-1).
+            options: further arguments of the class.
+        """
         ...
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
@@ -566,7 +610,9 @@ class Backend(Protocol):
         """Return the mean over ranks (all-reduce SUM, then divide)."""
         ...
 
-    def reduce_sum(self, tensor: Tensor) -> Tensor: ...
+    def reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks, on the device."""
+        ...
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite `tensors` with those of rank 0."""

@@ -52,7 +52,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """This rank's part of each step of a plan."""
+    """A share is this rank's part of each step of a plan."""
 
     batch_size: int  # images of a step, all ranks
     accumulate: int
@@ -66,8 +66,9 @@ class Share:
     def requests(
         self, plan: Plan, view: int, start: int, small: Small | None = None
     ) -> Iterator[Request]:
-        """Yield a plan's micro-batches one by one: a plan as lists would take nine
-        times its memory.
+        """Yield a plan's micro-batches one by one.
+
+        A plan as lists would take nine times its memory.
         """
         for step in range(start, len(plan.ids) // self.batch_size):
             for i in range(self.accumulate):
@@ -87,7 +88,8 @@ class Share:
 
 
 class LocalLoader:
-    """Load micro-batches on this machine. See `kd.core.contracts.Loader`;
+    """This loader makes micro-batches here; see `kd.core.contracts.Loader`.
+
     docs/design.md says how a step is divided.
     """
 
@@ -100,8 +102,9 @@ class LocalLoader:
         max_skipped: float = 1.0,
         timeout_seconds: float = 600.0,
     ) -> None:
-        """Load from a dataset. Worker processes start with the first epoch; 0 workers:
-        this process loads.
+        """Load from a dataset.
+
+        Worker processes start with the first epoch; 0 workers: this process loads.
 
         `max_skipped`: largest share of undecodable images (one is always allowed);
         `timeout_seconds`: longest wait for a batch.
@@ -190,14 +193,16 @@ class LocalLoader:
             watch.close()
 
     def processes(self) -> list[BaseProcess]:
-        """Return the worker processes; none before the first epoch. Torch has no public
-        name for them.
+        """Return the worker processes; none before the first epoch.
+
+        Torch has no public name for them.
         """
         return list(getattr(self._batches._iterator, "_workers", []))
 
     def _abandon(self) -> None:
-        """Kill the remaining workers; torch's signal handler must not raise again for
-        that.
+        """Kill the remaining workers.
+
+        Torch's signal handler must not raise again for that.
         """
         iterator = self._batches._iterator
         processes = self.processes()
@@ -213,8 +218,9 @@ class LocalLoader:
         self._batches._iterator = None
 
     def batch_bytes(self, size: int) -> int:
-        """Return an estimate of the shared memory in bytes that this rank's batches
-        take at `size` pixels.
+        """Return an estimate of the shared memory of batches, bytes.
+
+        This rank's batches have `size` pixels per side.
         """
         if not self.workers:
             return 0
@@ -256,8 +262,9 @@ def most_skipped(share: float, images: int) -> int:
 
 
 def end_workers(batches: Any, process: int) -> None:
-    """Tell torch's workers to end before their queues are garbage-collected: torch
-    would wait 5 s for each.
+    """Tell torch's workers to end before their queues are garbage-collected.
+
+    Torch would wait 5 s for each.
     """
     if os.getpid() == process:  # a worker inherits the loader
         # torch's signal handler raises it if another loader's worker was killed
@@ -266,8 +273,9 @@ def end_workers(batches: Any, process: int) -> None:
 
 
 class _Requests(Sampler[Request]):
-    """The requests of the current epoch: the DataLoader keeps its workers and iterates
-    over this again each epoch.
+    """The sampler yields the requests of the current epoch.
+
+    The DataLoader keeps its workers and iterates over it again each epoch.
     """
 
     def __init__(self) -> None:
@@ -278,7 +286,7 @@ class _Requests(Sampler[Request]):
 
 
 class Fetch(TorchDataset[Batch | KdError]):
-    """A dataset of micro-batches, run by a worker process."""
+    """A worker process runs this dataset of micro-batches."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -333,8 +341,9 @@ class Fetch(TorchDataset[Batch | KdError]):
 
 
 def evaluation_plan(num_images: int, batch_size: int) -> Plan:
-    """Return all images in order, padded with image 0 at weight 0 to a multiple of
-    `batch_size`.
+    """Return all images in order, padded to a multiple of `batch_size`.
+
+    The padding is image 0 at weight 0.
     """
     padding = -num_images % batch_size
     ids = torch.cat([torch.arange(num_images), torch.zeros(padding, dtype=torch.int64)])
@@ -345,8 +354,9 @@ def evaluation_plan(num_images: int, batch_size: int) -> Plan:
 def batches_of(
     dataset: Dataset, ids: Sequence[int], size: int = BATCH
 ) -> Iterator[Batch]:
-    """Yield the images `ids` in batches of up to `size`, on the CPU, without
-    undecodable images.
+    """Yield the readable ones of the images `ids`, in batches of up to `size`.
+
+    The batches are on the CPU.
     """
     for first in range(0, len(ids), size):
         samples = [(id, dataset.load(id, 0)) for id in ids[first : first + size]]

@@ -1,4 +1,4 @@
-"""Adapters for kd.distill: any map-style dataset, any DataLoader."""
+"""Adapt any map-style dataset, or any DataLoader, for kd.distill."""
 
 import hashlib
 import random
@@ -22,8 +22,9 @@ TRIES = 3  # empty epochs in a row before a DataLoader counts as too short
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The dataset section of `kd.distill`, which passes dataset objects: `kind:
-    kd.data.map_dataset`.
+    """This dataset section belongs to `kd.distill`, which passes dataset objects.
+
+    Its `kind` is `kd.data.map_dataset`.
     """
 
     label: Literal["class", "set"] = "class"
@@ -56,9 +57,7 @@ class Labels:
     num_classes: int  # labels must be smaller; 0: not known yet
 
     def split(self, item: Any, subject: str) -> tuple[Any, Any]:
-        """Return image and label of an item, or of a batch; -1 where labels are not
-        read.
-        """
+        """Return image and label of an item or a batch; -1: labels are not read."""
         fields = [*item] if isinstance(item, (tuple, list)) and item else [item]
         if self.kind == "none":
             return fields[0], -1
@@ -71,8 +70,9 @@ class Labels:
         return fields[0], fields[1]
 
     def check(self, labels: Any, subject: str) -> torch.Tensor:
-        """Return labels as classes int64 [B], or -1 where some are missing, or as sets
-        of classes int8 [B, C].
+        """Return labels as classes int64 [B], or as sets of classes int8 [B, C].
+
+        -1 stands for a missing label.
         """
         config_path = self.config_path
         classes = self.num_classes
@@ -116,8 +116,9 @@ class Labels:
 
 
 class MapDataset:
-    """A map-style dataset of (image, label) pairs, or of images alone. See
-    `kd.core.contracts.Dataset`.
+    """This dataset has (image, label) pairs, or images alone, by position.
+
+    See `kd.core.contracts.Dataset`.
     """
 
     # Its transforms use the global generators of Python, NumPy and torch (CPU). They
@@ -182,9 +183,7 @@ class MapDataset:
         return Sample(image, value, value, 1.0)
 
     def fingerprint(self) -> str:
-        """Return a hash of the length, of all `targets` if it has any, and of `PROBES`
-        items.
-        """
+        """Return a hash of the length, all `targets` and `PROBES` items."""
         # Of an item that differs when it is loaded twice (own generator), only the
         # label is hashed.
         targets = getattr(self.items, "targets", None)
@@ -202,8 +201,9 @@ class MapDataset:
 
 
 class BatchLoader:
-    """A DataLoader of (images, labels) batches, in its own order. See
-    `kd.core.contracts.Loader`.
+    """This loader passes on a DataLoader's batches (images, labels), in its order.
+
+    See `kd.core.contracts.Loader`.
     """
 
     # Not handled: ids. The order is the DataLoader's, so sifters cannot remember

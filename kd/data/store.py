@@ -1,5 +1,6 @@
-"""Store of decoded pixels, on disk or in memory: a Source that wraps another Source and
-decodes each image once.
+"""A store is a Source that wraps another Source and decodes each image once.
+
+It keeps decoded pixels, on disk or in memory.
 
 Also `StoredViews`, a store of repeated views.
 
@@ -85,8 +86,9 @@ class StoredImage(NamedTuple):
 
 
 class Slots:
-    """An open file with one record per image, for this process and its forks. Others
-    open its `path`, if it has one.
+    """An open file has one record per image, for this process and its forks.
+
+    Others open its `path`, if it has one.
     """
 
     def __init__(
@@ -121,15 +123,17 @@ class Slots:
 
 
 def slot_bytes(pixels: int) -> int:
-    """Return the bytes of a slot in the file: whole pages, so that no two images share
-    a page.
+    """Return the bytes of a slot in the file.
+
+    It has whole pages, so that no two images share a page.
     """
     return record_bytes(HEAD.size + 3 * pixels, mmap.PAGESIZE)
 
 
 class Stored:
-    """A source whose images are decoded once and stored as training needs them. See
-    `kd.core.contracts.Source`.
+    """This source decodes images once and stores them as training needs them.
+
+    See `kd.core.contracts.Source`.
     """
 
     # `decode` returns `keep(image)`, equal from a slot or just decoded; without slots
@@ -187,9 +191,7 @@ class Stored:
         return Decoded(slot.image, slot.crc)
 
     def refresh(self, ids: Iterable[int]) -> int:
-        """Read some images again and return how many have changed since they were
-        stored.
-        """
+        """Read some images again and return how many have changed."""
         # If one sampled file has changed, others may have: the whole store is cleared.
         # Files with stamps are compared as they are used.
         if self.slots is None or self._stamped is not None:
@@ -224,16 +226,18 @@ def identity(source: Source, split: str, rule: dict[str, Any]) -> dict[str, Any]
 
 
 def open_disk(folder: Path, made_from: dict[str, Any], pixels: int) -> Slots:
-    """Open or create the store in a folder made from an `identity`; images have at most
-    `pixels`.
+    """Open or create the store in a folder made from an `identity`.
+
+    Images have at most `pixels`.
     """
     open_folder(folder, made_from, WHERE)
     return _opened(folder / PIXELS, pixels)
 
 
 def open_ram(pixels: int, name: str) -> Slots:
-    """Store images in memory for this process and its future forks. Memory grows with
-    each stored image.
+    """Store images in memory for this process and its future forks.
+
+    Memory grows with each stored image.
     """
     return Slots(_memory(name), pixels, f"the store of {name} images in memory")
 
@@ -255,8 +259,9 @@ def _opened(path: Path, pixels: int) -> Slots:
 
 
 class StoredViews:
-    """Keeps the first `number` views of each image in memory. See
-    `kd.core.contracts.Dataset`.
+    """This dataset keeps the first `number` views of each image in memory.
+
+    See `kd.core.contracts.Dataset`.
     """
 
     # For this process and its forks. A sample is equal whether it is read or made. An
@@ -310,7 +315,5 @@ class StoredViews:
 
 
 def view_bytes(views: Views) -> int:
-    """Return the largest size of a stored view in bytes, without its record's
-    header.
-    """
+    """Return the largest size of a stored view, bytes, without its record's head."""
     return VIEW.size + np.asarray(views.source.label(0)).nbytes + 3 * views.size**2

@@ -1,4 +1,4 @@
-"""Subsets of a source: a test split set aside, `data.exclude`, and limited labels."""
+"""A subset of a source shows some images, or hides labels."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +27,9 @@ def decoded(
 
 
 def reduces(source: Source) -> TypeGuard[Reducing]:
-    """Whether a source's own type defines `decode_reduced`: an override of `decode`
-    alone must be respected.
+    """Return whether a source's own type defines `decode_reduced`.
+
+    An override of `decode` alone must be respected.
     """
     for cls in type(source).__mro__:
         if "decode_reduced" in vars(cls):
@@ -45,8 +46,9 @@ class Subset:
     has_label: np.ndarray | None = None
 
     def __init__(self, source: Any, ids: np.ndarray, *notes: str) -> None:
-        """Show the images at positions `ids`, int64 [N]; `notes` are appended to the
-        source's warnings.
+        """Show the images at positions `ids`, int64 [N].
+
+        `notes` are appended to the source's warnings.
         """
         self.source = source
         self.ids = ids
@@ -88,8 +90,9 @@ def _at(method: Callable[[int], Any], ids: np.ndarray, id: int) -> Any:
 
 
 def keep_labels(source: Source, number: int, seed: int, hide: bool) -> Source:
-    """Keep the labels of `number` images per class, drawn by seed and name; `hide` the
-    others or drop them.
+    """Keep the labels of `number` images per class, drawn by seed and name.
+
+    `hide` the others' labels, or drop the images.
     """
     # The draw depends only on the names in a class, not on their order.
     key = "data.labels_per_class"
@@ -160,8 +163,9 @@ def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
 
 
 def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
-    """Return the splits without the images listed in a file: lines `NAME`, `SPLIT:NAME`
-    or `# comment`.
+    """Return the splits without the images listed in a file.
+
+    Its lines are `NAME`, `SPLIT:NAME` or `# comment`.
     """
     # A name that does not fit on a line is written as JSON (`kd.core.text`).
     path = Path(file).expanduser()

@@ -1,5 +1,6 @@
-"""Transforms, mixing, and the views of a source: an augmented image is a pure function
-of (seed, view, id).
+"""Views of a source are transformed and mixed images.
+
+An augmented image is a pure function of (seed, view, id).
 
 Every random choice uses the generator that is passed in.
 """
@@ -39,8 +40,9 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True)
 class MixupCutmix:
-    """Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899) with a partner that is a
-    function of (seed, view, id).
+    """Mix images by mixup (arXiv:1710.09412) or CutMix (arXiv:1905.04899).
+
+    The partner is a function of (seed, view, id).
     """
 
     # The partner is drawn from the whole dataset, not from the batch, so a mixed image
@@ -53,8 +55,9 @@ class MixupCutmix:
 
 
 class Views:
-    """The views of a source: decode, transform, mix. See
-    `kd.core.contracts.Dataset`.
+    """Views decode, transform and mix a source's images.
+
+    See `kd.core.contracts.Dataset`.
     """
 
     # the same views (crops, flips, colours) at lower resolution
@@ -143,8 +146,9 @@ def mix(
     rng: random.Random,
     drawn: int = 0,
 ) -> tuple[Tensor, float]:
-    """Mix two images, uint8 [3, H, W], and return the result and lam, the share of the
-    first one.
+    """Mix two images, uint8 [3, H, W], and return the result and lam.
+
+    lam is the share of the first image.
 
     `drawn`: image side for the box; 0: the side of these images.
     """
@@ -180,9 +184,7 @@ def mix(
 
 @dataclass(frozen=True, slots=True)
 class TrainTransform:
-    """Random resized crop, flip, colour jitter, an optional timm auto-augment policy,
-    and random erasing.
-    """
+    """Crop at random, flip, jitter colours, apply a policy of timm, and erase."""
 
     size: int  # side of the result, pixels
     crop: float  # smallest share of the area that the crop keeps; 1.0: the whole image
@@ -215,8 +217,9 @@ class TrainTransform:
 
 @dataclass(frozen=True, slots=True)
 class EvalTransform:
-    """Centre crop and resize, without randomness. A store keeps the result for
-    validation images.
+    """Crop the centre and resize, without randomness.
+
+    A store keeps the result for validation images.
     """
 
     size: int
@@ -238,8 +241,9 @@ class EvalTransform:
 def random_box(
     width: int, height: int, smallest: float, rng: random.Random
 ) -> tuple[float, float, float, float]:
-    """Draw a crop box (left, top, right, bottom) with random area and an aspect ratio
-    between 3:4 and 4:3.
+    """Draw a crop box (left, top, right, bottom) with random area.
+
+    Its aspect ratio is between 3:4 and 4:3.
     """
     # If the drawn aspect ratio does not fit into the image at that area, the nearest
     # fitting one is used, so one draw is enough (Inception's crop, arXiv:1409.4842,
@@ -259,8 +263,9 @@ def random_box(
 def cut(
     image: Image.Image, box: tuple[float, float, float, float], size: int
 ) -> Image.Image:
-    """Crop the whole pixels of a box from an RGB image and resize them (bilinear) to a
-    square of side `size`.
+    """Crop a box's whole pixels from an RGB image and resize them (bilinear).
+
+    The result is a square of side `size`.
     """
     # Torch's channels-last kernel for uint8 takes a third of Pillow's time with AVX2,
     # and gives the same bits without. Pillow stores four bytes per pixel, so four
@@ -283,8 +288,9 @@ def cut(
 
 
 def jitter(image: Image.Image, strength: float, rng: random.Random) -> Image.Image:
-    """Change brightness, contrast and saturation of an RGB image by up to `strength`,
-    in a random order.
+    """Change brightness, contrast and saturation of an RGB image by up to `strength`.
+
+    The order is random.
     """
     # Each step is an affine map of colour and grey, equal for all three channels. So
     # all steps are one matrix, and values are rounded and clipped once. Contrast pivots
@@ -319,8 +325,9 @@ def jitter(image: Image.Image, strength: float, rng: random.Random) -> Image.Ima
 
 
 def erase(image: Image.Image, rng: random.Random, drawn: int = 0) -> Image.Image:
-    """Return a square with a rectangle of normal noise around ImageNet's mean (random
-    erasing, arXiv:1708.04896).
+    """Return a square with a rectangle of normal noise around ImageNet's mean.
+
+    This is random erasing, arXiv:1708.04896.
     """
     # As timm's mode `pixel`: area 2 to 33 %, aspect ratio 0.3 to 1 / 0.3, up to ten
     # draws until it fits.
@@ -347,8 +354,10 @@ def erase(image: Image.Image, rng: random.Random, drawn: int = 0) -> Image.Image
 
 
 def _auto_augment(image: Image.Image, policy: str, rng: random.Random) -> Image.Image:
-    """Apply a timm policy. timm draws from Python's and NumPy's global generators: they
-    are seeded, then restored.
+    """Apply a timm policy.
+
+    timm draws from Python's and NumPy's global generators: they are seeded, then
+    restored.
     """
     transform = build_policy(policy, image.width)
     python_state = random.getstate()

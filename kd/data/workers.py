@@ -1,5 +1,6 @@
-"""Detect DataLoader workers that died or hang: out of shared memory, killed by a
-signal, blocked on storage.
+"""Detect DataLoader workers that died or hang.
+
+They may be out of shared memory, killed by a signal, or blocked on storage.
 """
 
 import os
@@ -26,8 +27,9 @@ WHERE = "data.workers"
 
 
 def require_shared_memory(needed: int, free: float, workers: int) -> None:
-    """Require shared memory for the workers' batches: `needed` bytes for all ranks
-    here, `free` MiB.
+    """Require shared memory for the workers' batches.
+
+    `needed`: bytes for all ranks here; `free`: MiB.
     """
     if workers and needed / 2**20 > free:
         wrong = (
@@ -43,9 +45,7 @@ def require_shared_memory(needed: int, free: float, workers: int) -> None:
 
 
 def worker_error(error: Exception) -> RunError | None:
-    """Return a RunError for torch's "DataLoader worker exited", or None for any other
-    error.
-    """
+    """Return a RunError for torch's "DataLoader worker exited", else None."""
     # Torch raises it in a signal handler, at any line of the main thread.
     match = ENDED.search(str(error))
     if not isinstance(error, RuntimeError) or match is None:
@@ -56,9 +56,7 @@ def worker_error(error: Exception) -> RunError | None:
 def connection_error(
     error: Exception, workers: Sequence[BaseProcess]
 ) -> RunError | None:
-    """Return the same error if a batch could not be fetched because its worker has just
-    died.
-    """
+    """Return a RunError if a batch's worker has just died, else None."""
     if not isinstance(error, (OSError, EOFError)):
         return None
     for worker in workers:
@@ -131,8 +129,9 @@ class Watch(threading.Thread):
 
 
 def late(workers: Sequence[BaseProcess], number: int, seconds: float) -> str:
-    """Name the late workers: those that the system reports as stopped, else the one
-    whose turn it is.
+    """Name the late workers in a sentence.
+
+    They are those that the system reports as stopped, else the one whose turn it is.
     """
     processes = []
     stopped = []
@@ -151,8 +150,9 @@ def late(workers: Sequence[BaseProcess], number: int, seconds: float) -> str:
 
 @contextmanager
 def sigterm_blocked() -> Iterator[None]:
-    """Block SIGTERM in this thread and in all threads of processes that it forks in
-    this block.
+    """Block SIGTERM in this thread and in processes that it forks.
+
+    All threads of these processes block it too.
     """
     # Blocking inside a worker is too late: torch starts threads there before kd's code
     # runs, and a signal ends the process through any thread that does not block it.
@@ -167,8 +167,9 @@ def sigterm_blocked() -> Iterator[None]:
 
 
 def serve_until_the_trainer_ends(number: int) -> None:
-    """Let only the trainer end this worker by SIGTERM, which is blocked since the fork.
-    It is a `worker_init_fn`.
+    """Let only the trainer end this worker by SIGTERM.
+
+    The signal is blocked since the fork. This is a `worker_init_fn`.
     """
     # torchrun, Slurm, `timeout` and others send SIGTERM to the whole process group. A
     # trainer that finishes its step still needs its workers. If the trainer dies,

@@ -1,5 +1,6 @@
-"""Checkpoints: a folder with tensors.safetensors and state.json, without pickle; whole
-or absent.
+"""A checkpoint is a folder with tensors.safetensors and state.json, without pickle.
+
+It is whole or absent.
 """
 
 import errno
@@ -35,8 +36,9 @@ def write(
     info: dict[str, Any],
     best: bool = False,
 ) -> None:
-    """Write a checkpoint folder atomically, tensors as CPU copies; `info` holds JSON
-    values, and `best` is recorded.
+    """Write a checkpoint folder atomically.
+
+    Tensors are copied to the CPU, `info` holds JSON values, and `best` is recorded.
     """
     on_cpu = {
         name: tensor.detach().to("cpu", copy=True).contiguous()
@@ -51,8 +53,9 @@ def write(
 
 
 def head(folder: Path) -> tuple[State, dict[str, Any]]:
-    """Read a checkpoint's state and the content of its state.json; `Broken` if
-    damaged.
+    """Read a checkpoint's state and the content of its state.json.
+
+    `Broken`: it is damaged.
     """
 
     def build(content: Any) -> tuple[State, dict[str, Any]]:
@@ -74,8 +77,9 @@ def head(folder: Path) -> tuple[State, dict[str, Any]]:
 
 
 def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
-    """Read a checkpoint folder; `Broken`, which names the tensor, if it is truncated or
-    damaged.
+    """Read a checkpoint folder.
+
+    `Broken`, which names the tensor: it is truncated or damaged.
     """
     state, content = head(folder)
     try:
@@ -95,17 +99,16 @@ def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
 
 
 def crc32(tensor: Tensor) -> int:
-    """Return the CRC-32 of a tensor's type, shape and bytes: a damaged header may leave
-    the bytes unchanged.
+    """Return the CRC-32 of a tensor's type, shape and bytes.
+
+    A damaged header may leave the bytes unchanged.
     """
     layout = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
     return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, layout)
 
 
 def _checksum(content: dict[str, Any]) -> int:
-    """Return the CRC-32 of JSON values, the same before they are written and after they
-    are read.
-    """
+    """Return the CRC-32 of JSON values, equal before writing and after reading."""
     reread = json.loads(json.dumps(content))
     return zlib.crc32(json.dumps(reread, sort_keys=True).encode())
 
@@ -123,8 +126,9 @@ def save_tensors(
 
 
 def _read_error(folder: Path, error: Exception) -> RunError:
-    """Return the error for a checkpoint that cannot be read: `Broken` if truncated or
-    corrupt, else RunError.
+    """Return the error for a checkpoint that cannot be read.
+
+    It is `Broken` if the checkpoint is truncated or corrupt, else a RunError.
     """
     wrong = f"cannot be read ({type(error).__name__}: {error})"
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):

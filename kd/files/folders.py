@@ -1,4 +1,4 @@
-"""Image files in folders: what is listed, in which order, and what is left out.
+"""This file lists image files in folders, in order, and what is left out.
 
 Training, `kd init` and `kd-predict` list with these functions. Links are followed;
 hidden names and the folders of storage systems are left out. One `scandir` per folder
@@ -64,8 +64,9 @@ def printable(name: bytes) -> str:
 def entries_of(
     path: bytes, config_path: str
 ) -> tuple[list[os.DirEntry[bytes]], os.stat_result]:
-    """Return a folder's content without hidden names, and the folder's metadata before
-    listing.
+    """Return a folder's content without hidden names, and the folder's metadata.
+
+    The metadata is read before listing.
     """
     try:
         status = os.stat(path)
@@ -114,8 +115,9 @@ def is_image(entry: os.DirEntry[bytes]) -> bool:
 
 
 def folders(path: str | os.PathLike[str]) -> list[str]:
-    """Return the names of the folders in a folder, sorted, without hidden ones; none if
-    it cannot be listed.
+    """Return the names of the folders in a folder, sorted, without hidden ones.
+
+    The list is empty if the folder cannot be listed.
     """
     try:
         return sorted(
@@ -130,7 +132,7 @@ def folders(path: str | os.PathLike[str]) -> list[str]:
 
 
 class Folder(NamedTuple):
-    """One folder of a walk."""
+    """This is one folder of a walk."""
 
     path: bytes  # below the root
     above: frozenset[tuple[int, int]]  # its parents
@@ -139,8 +141,9 @@ class Folder(NamedTuple):
 
 
 class Walk:
-    """The image files below a folder of a root, in byte order of their paths: the same
-    order in every locale.
+    """A walk lists the image files below a folder of a root, in byte order of paths.
+
+    The order is the same in every locale.
     """
 
     def __init__(
@@ -154,8 +157,9 @@ class Walk:
         self.unread = Counter[str]()  # files that are no images, by ending
 
     def __iter__(self) -> Iterator[tuple[bytes, bytes, os.DirEntry[bytes]]]:
-        """Yield the folder, the path and the entry of each image; one folder at a time
-        is held as objects.
+        """Yield the folder, the path and the entry of each image.
+
+        One folder at a time is held as objects.
         """
         opened = [self._open(self.folder, frozenset())]
         while opened:
@@ -189,9 +193,7 @@ class Walk:
 
 
 def left_out(endings: Counter[str], noun: str = "file", remedy: str = "") -> list[str]:
-    """Return a line that counts unread files or shard members by ending; nothing if all
-    are read.
-    """
+    """Return a line that counts unread files or members by ending, or no line."""
     if not endings:
         return []
     counts = []
@@ -208,8 +210,9 @@ def left_out(endings: Counter[str], noun: str = "file", remedy: str = "") -> lis
 
 
 def without_images(listed: Sequence[bytes], holding: Sequence[bytes]) -> list[str]:
-    """Return the listed folders without images, only the uppermost of nested ones;
-    `holding`: those with images.
+    """Return the listed folders without images.
+
+    Of nested ones only the uppermost counts; `holding` are those with images.
     """
     above: set[bytes] = set()
     for folder in holding:

@@ -1,5 +1,6 @@
-"""Reader of JSON that may be damaged: truncated by a full disk, edited, or from an
-untrusted source.
+"""Read JSON that may be damaged.
+
+It may be truncated by a full disk, edited, or from an untrusted source.
 """
 
 import json
@@ -38,8 +39,9 @@ def read_json(
     kind: type[KdError] = RunError,
     required: bool = False,
 ) -> Value:
-    """Read a JSON file and return `build(content)`, by default an object. OSError: it
-    cannot be read.
+    """Read a JSON file and return `build(content)`, by default an object.
+
+    OSError: it cannot be read.
 
     If the file is damaged (`build` raises one of `DAMAGE`), or `required` and cannot be
     read, raise `kind` at the config path `config_path`.

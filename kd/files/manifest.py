@@ -21,9 +21,7 @@ def served_first(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def checksum(manifest: Mapping[str, Any]) -> str:
-    """Return the sha256 of a manifest without its checksum, as compact JSON with sorted
-    keys.
-    """
+    """Return the sha256 of a manifest without its checksum, as sorted compact JSON."""
     content = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
@@ -31,8 +29,9 @@ def checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def unchanged(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a manifest is unchanged; exports of older builds have no
-    checksum.
+    """Return whether a manifest is unchanged.
+
+    Exports of older builds have no checksum.
     """
     return manifest.get("checksum") in (None, checksum(manifest))
 

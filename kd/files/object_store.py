@@ -30,8 +30,9 @@ def join(url: str, name: str) -> str:
 
 
 def versions(url: str, config_path: str) -> dict[str, tuple[int, str]]:
-    """Return size and `version` of all files at or below a URL, or matching its
-    wildcards; sorted, without folders.
+    """Return size and `version` of all files at or below a URL, sorted.
+
+    A URL with wildcards gives the matches. Folders are left out.
     """
     with _store_errors(url, config_path):
         files, path = _open(url, config_path)
@@ -55,8 +56,9 @@ def versions(url: str, config_path: str) -> dict[str, tuple[int, str]]:
 
 
 def version(url: str, config_path: str) -> str:
-    """Return a hash of a file's size, ETag and times in the store; it changes with the
-    content.
+    """Return a hash of a file's size, ETag and times in the store.
+
+    It changes with the content.
     """
     with _store_errors(url, config_path):
         files, path = _open(url, config_path)
@@ -70,8 +72,9 @@ def _version(url: str, info: Any) -> str:
 
 
 def read(url: str, config_path: str) -> bytes:
-    """Read a whole file; FileNotFoundError and PermissionError are raised as for a
-    local file.
+    """Read a whole file.
+
+    FileNotFoundError and PermissionError are raised as for a local file.
     """
     try:
         with _store_errors(url, config_path, (FileNotFoundError, PermissionError)):
@@ -107,8 +110,9 @@ def _open(url: str, config_path: str) -> tuple[Any, str]:
 
 @functools.lru_cache
 def _store(protocol: str, process: int) -> Any:
-    """Return the process's file system, shared by its threads; fsspec would make one
-    with a client per thread.
+    """Return the process's file system, shared by its threads.
+
+    fsspec would make one with a client per thread.
     """
     import fsspec
 
@@ -122,8 +126,9 @@ def _store_errors(
     passed: tuple[type[Exception], ...] = (),
     disk: bool = False,
 ) -> Iterator[None]:
-    """Convert a store's exceptions of many unrelated types to a DataError; `passed` are
-    raised unchanged.
+    """Convert a store's exceptions, of many unrelated types, to a DataError.
+
+    `passed` are raised unchanged.
     """
     try:
         yield

@@ -1,5 +1,4 @@
-"""Open an image file within limits, decode a JPEG at reduced size, convert to RGB, crop
-for evaluation.
+"""Open image files within limits, decode them, and crop for evaluation.
 
 Training, prediction and the endpoint use these functions, so that a file gives the same
 pixels everywhere, and the same limits hold for it. This module imports only Pillow and
@@ -99,8 +98,9 @@ MOST = Most()  # limits of training
 
 
 class Beyond(ValueError):
-    """An image exceeds a limit: "pixels", "sides", "scans" or "bits". The text is `The
-    image WRONG. ALLOWED`.
+    """An image exceeds a limit: "pixels", "sides", "scans" or "bits".
+
+    The text is `The image WRONG. ALLOWED`.
     """
 
     def __init__(self, limit: str, wrong: str, allowed: str) -> None:
@@ -111,8 +111,9 @@ class Beyond(ValueError):
 
 
 def format_of(head: bytes) -> str:
-    """Return the format of an image file by its first 12 bytes, such as "JPEG" or
-    "HEIC"; "": it is no image.
+    """Return the format of an image file by its first 12 bytes; "": it is no image.
+
+    For example "JPEG" or "HEIC".
     """
     if head[:4] == b"RIFF":
         return "WEBP" if head[8:12] == b"WEBP" else ""
@@ -125,8 +126,9 @@ def format_of(head: bytes) -> str:
 
 
 def load_heif() -> bool:
-    """Load the HEIC decoder, if installed, with the first such image: it
-    takes 26 MB.
+    """Load the HEIC decoder, if installed, with the first such image.
+
+    It takes 26 MB.
     """
     if HEIF and "HEIF" not in Image.OPEN:
         import_module("pillow_heif").register_heif_opener()
@@ -134,15 +136,16 @@ def load_heif() -> bool:
 
 
 def open_training_image(data: bytes) -> Image.Image:
-    """Open an image file of any of `FORMATS`, with training's limits; see
-    `open_image`.
+    """Open an image file of any of `FORMATS`, with training's limits.
+
+    See `open_image`.
     """
     heif = data[4:8] == b"ftyp" and format_of(data) != "AVIF" and load_heif()
     return open_image(data, [name for name in FORMATS if name != "HEIF" or heif], MOST)
 
 
 def open_image(data: bytes, formats: Sequence[str], limits: Most) -> Image.Image:
-    """Open an image file by its content; if it holds several pictures, the first.
+    """Open an image file by its content; if it holds several images, the first.
 
     Raises:
         Beyond: it exceeds `limits`.
@@ -200,8 +203,9 @@ _BARE = (0x01, 0xD8)  # markers without a length
 
 
 def count_scans(data: bytes) -> int:
-    """Return the number of scans of the first picture in a JPEG file, without its
-    thumbnails and later pictures.
+    """Return the number of scans of the first image in a JPEG file.
+
+    Its thumbnails and later images do not count.
     """
     position = 2
     scans = 0
@@ -217,8 +221,9 @@ def count_scans(data: bytes) -> int:
 
 
 def reduce(image: Image.Image, least: Least | None, margin: float = MARGIN) -> None:
-    """Set the decoder of an opened JPEG to a reduced size. Call it before pixels are
-    loaded.
+    """Set the decoder of an opened JPEG to a reduced size.
+
+    Call it before pixels are loaded.
     """
     if least is not None and margin and could_reduce(image, least, margin):
         share = margin * least(*image.size)
@@ -237,8 +242,9 @@ def least_of_centre(width: int, height: int, size: int, crop: float) -> float:
 
 
 def least_of_random(width: int, height: int, size: int, crop: float) -> float:
-    """Return the share of the sides at which the smallest random crop has `size`
-    pixels; `crop` 1.0: the whole image.
+    """Return the share of the sides at which random crops have `size` pixels.
+
+    `crop` 1.0: the crop is the whole image.
 
     A crop (`kd.data.views.random_box`) has at least the share `crop` of the area and,
     unless a side of the image stops it, a side ratio of at most 4 : 3. So its shorter
@@ -258,8 +264,9 @@ def least_of_random(width: int, height: int, size: int, crop: float) -> float:
 def load(
     image: Image.Image, least: Least | None, margin: float = MARGIN, bits: int = 16
 ) -> tuple[Image.Image, int]:
-    """Decode an opened image to upright RGB; also return the bits of its largest value:
-    see `Decoded.used_bits`.
+    """Decode an opened image to upright RGB, and return the bits of its largest value.
+
+    For these bits see `Decoded.used_bits`.
 
     The range of an image of 16 bits per channel is its lower `bits`. Beyond: it has
     larger values, or it is in colour and `bits` is not 16, because Pillow keeps only
@@ -292,8 +299,9 @@ def _is_wide_grey(image: Image.Image) -> bool:
 
 
 def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
-    """Return an opened image as upright RGB, 8 bits per channel; Beyond: the range of
-    its values is unknown.
+    """Return an opened image as upright RGB, 8 bits per channel.
+
+    Beyond: the range of its values is unknown.
 
     Transparent pixels are blended over white; dropping the alpha channel would show
     hidden colours. 16-bit grey keeps the upper 8 of `bits`, as Pillow does of 16 for
@@ -335,8 +343,9 @@ def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
 
 
 def centre_crop(image: Image.Image, size: int, crop: float) -> Image.Image:
-    """Crop the centre of an RGB image to `crop` times its shorter side, and resize it
-    (bicubic) to `size` pixels.
+    """Crop the centre of an RGB image and resize it (bicubic) to `size` pixels.
+
+    The crop has `crop` times the image's shorter side.
     """
     side = max(1.0, min(image.width, image.height) * crop)
     left = (image.width - side) / 2
@@ -348,8 +357,9 @@ def centre_crop(image: Image.Image, size: int, crop: float) -> Image.Image:
 
 
 def planes(image: Image.Image, size: int, crop: float) -> np.ndarray:
-    """Return the `centre_crop` of an RGB image as the graphs take it, uint8 [3, size,
-    size].
+    """Return the `centre_crop` of an RGB image as the graphs take it.
+
+    The result is uint8 [3, size, size].
     """
     pixels = np.asarray(centre_crop(image, size, crop))
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))

@@ -13,8 +13,9 @@ FIRST = mmap.PAGESIZE  # bytes of the first read: a small record takes one reque
 
 
 class Stop:
-    """Whether and why writing has ended. Forked processes share it, so only one of them
-    warns.
+    """This object tells whether and why writing has ended.
+
+    Forked processes share it, so only one of them warns.
     """
 
     def __init__(self, name: str, consequence: str) -> None:
@@ -36,8 +37,9 @@ class Stop:
 
 
 class Records:
-    """A sparse file of numbered records, each of at most `size` bytes, with its length
-    and a checksum.
+    """A sparse file holds numbered records, each of at most `size` bytes.
+
+    Each has its length and a checksum.
 
     Each record is one write, so a reader finds the old record, the new one, or a
     partial one that its checksum rejects. It uses `pread`: reading a mapped file that
@@ -49,8 +51,10 @@ class Records:
     def __init__(
         self, file: int, size: int, stop: Stop, label: str = "", align: int = 1
     ) -> None:
-        """Use an open file. The label is part of the checksums; a record begins at a
-        multiple of `align` bytes.
+        """Use an open file.
+
+        The label is part of the checksums; a record begins at a multiple of `align`
+        bytes.
         """
         self.size = size
         self.stop = stop
@@ -60,9 +64,7 @@ class Records:
         self._close = weakref.finalize(self, os.close, file)
 
     def read(self, id: int) -> bytes | None:
-        """Return the content of a record, or None if it is not whole or cannot
-        be read.
-        """
+        """Return the content of a record, or None if it is not intact or unreadable."""
         start = id * self.stride
         head = self.HEAD.size
         try:
@@ -82,8 +84,9 @@ class Records:
         return content if intact else None
 
     def write(self, id: int, content: bytes) -> None:
-        """Write a record. If the disk is full, warn once and stop writing; written
-        records stay valid.
+        """Write a record.
+
+        If the disk is full, warn once and stop writing; written records stay valid.
         """
         if self.stop.reason or len(content) > self.size:
             return

@@ -1,4 +1,4 @@
-"""The run folder: config.yaml, manifest.json, metrics.jsonl, checkpoints/, report.md.
+"""A run folder has config.yaml, manifest.json, metrics.jsonl and checkpoints/.
 
 Rank 0 writes; every rank reads (several machines need a shared file system for
 `run.folder`).
@@ -31,8 +31,9 @@ class RunDir:
     """The folder of one run. See `kd.engine.run.RunStore`."""
 
     def __init__(self, path: Path, rank: int = 0, keep: int = 2) -> None:
-        """Name a run folder. The `keep` newest checkpoints and the chosen one
-        are kept.
+        """Name a run folder.
+
+        The `keep` newest checkpoints and the chosen one are kept.
         """
         self.path = path
         self.rank = rank
@@ -41,8 +42,9 @@ class RunDir:
         self._lock: IO[str] | None = None
 
     def open(self, config: str, differences: Iterable[str] = ()) -> None:
-        """Create or reopen the folder; rank 0 locks it. Without a checkpoint the run
-        begins from scratch.
+        """Create or reopen the folder; rank 0 locks it.
+
+        Without a checkpoint the run begins from scratch.
         """
         keys = list(differences)
         if keys and self._folders():
@@ -138,8 +140,9 @@ class RunDir:
     def checkpoint(
         self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool
     ) -> None:
-        """Write checkpoints/step_N, which records whether it is the best so far, and
-        remove old ones.
+        """Write checkpoints/step_N and remove old ones.
+
+        It records whether it is the best so far.
         """
         with storage.on_disk(self._metrics_file, "run.folder"):
             # its rows must be on disk before the checkpoint
@@ -158,8 +161,9 @@ class RunDir:
                     storage.remove_folder(folder)
 
     def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
-        """Return the newest checkpoint, and drop later metrics: those steps will be
-        repeated.
+        """Return the newest checkpoint, and drop later metrics.
+
+        The steps after it will be repeated.
 
         If the best checkpoint was removed by hand, `State.best` is that of the best
         remaining one.
@@ -179,8 +183,9 @@ class RunDir:
         return state, tensors, info
 
     def best(self) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
-        """Return the chosen checkpoint. If it was removed by hand, warn and return the
-        newest one left.
+        """Return the chosen checkpoint.
+
+        If it was removed by hand, warn and return the newest one left.
         """
         folder = self._best()
         if folder is None:
@@ -196,9 +201,7 @@ class RunDir:
         return checkpoint.read(folder)
 
     def best_row(self) -> dict[str, Any]:
-        """Return the validation row of the chosen checkpoint; empty before the first
-        one.
-        """
+        """Return the validation row of the chosen checkpoint, or {} before it."""
         folder = self._best()
         step = checkpoint.head(folder)[0].step if folder else -1
         rows = [row for row in self.metrics("val") if row["step"] == step]
@@ -219,8 +222,9 @@ class RunDir:
         )
 
     def scored(self) -> Scored | None:
-        """Return the score from `write_scored`; None if it is missing or belongs to
-        another checkpoint.
+        """Return the score from `write_scored`, or None.
+
+        None: it is missing, or belongs to another checkpoint.
         """
         file = self.path / "scored.json"
         if not file.is_file():
@@ -251,8 +255,9 @@ class RunDir:
         return folders
 
     def _best(self) -> Path | None:
-        """Return the newest checkpoint that was chosen when it was written: see
-        `kd.engine.loop.evaluate`.
+        """Return the newest checkpoint that was chosen when it was written.
+
+        See `kd.engine.loop.evaluate`.
 
         If all of those were removed by hand, return the newest checkpoint; None if the
         run was never evaluated.

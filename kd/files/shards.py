@@ -1,5 +1,6 @@
-"""Tar shards: names with braces and wildcards, local copies of remote shards, offsets
-of their members.
+"""Tar shards are found, copied to this machine, and indexed.
+
+Their names have braces and wildcards.
 """
 
 import errno
@@ -34,8 +35,9 @@ class Shard:
 
 
 def find(pattern: str, config_path: str, copies: str) -> list[Shard]:
-    """Return the shards of a pattern in its order; new or changed remote shards are
-    copied first.
+    """Return the shards of a pattern in its order.
+
+    New or changed remote shards are copied first.
     """
     names = origins(pattern, config_path)
     if not object_store.is_url(pattern):
@@ -44,9 +46,7 @@ def find(pattern: str, config_path: str, copies: str) -> list[Shard]:
 
 
 def origins(pattern: str, config_path: str) -> list[str]:
-    """Return the paths or URLs of a pattern's shards in its order; nothing is
-    copied.
-    """
+    """Return the paths or URLs of a pattern's shards in its order, without copying."""
     if pattern.startswith("pipe:"):
         wrong = f"'{pattern}' is a pipe"
         allowed = "Paths or URLs of .tar files"
@@ -73,8 +73,9 @@ def origins(pattern: str, config_path: str) -> list[str]:
 def members(
     file: BinaryIO, shard: str, config_path: str, named: Collection[str] = ()
 ) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return offset and size of the members of an open shard, by key and ending:
-    {"dir/0001": {"jpg": (512, 99)}}.
+    """Return offset and size of the members of an open shard, by key and ending.
+
+    For example {"dir/0001": {"jpg": (512, 99)}}.
 
     A key ends at the first dot of the file name, as in WebDataset. Exception: if only
     digits stand between the first two dots, the key ends at the second, so
@@ -130,8 +131,9 @@ class _Headers:
 
 
 def content(path: str, offset: int, size: int) -> bytes:
-    """Return a member; OSError also if the shard has become shorter. Opening it takes
-    microseconds.
+    """Return a member's bytes; opening the shard takes microseconds.
+
+    OSError: it cannot be read, or the shard has become shorter.
     """
     with open(path, "rb", buffering=0) as file:
         data = read(file, offset, size)
@@ -166,8 +168,9 @@ def _no_shard(missing: Sequence[str], config_path: str, remote: bool) -> DataErr
 
 
 def _copy_shards(urls: Sequence[str], folder: Path, config_path: str) -> list[Shard]:
-    """Copy missing shards to this machine. One process copies; the others wait for its
-    lock.
+    """Copy missing shards to this machine.
+
+    One process copies; the others wait for its lock.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         versions = list(

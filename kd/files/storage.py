@@ -1,4 +1,4 @@
-"""Atomic files and folders, JSON lines, file locks, repeated reads."""
+"""Files and folders are written atomically here, rows appended, files locked."""
 
 import errno
 import hashlib
@@ -40,8 +40,9 @@ log = logging.getLogger("kd")
 
 @contextmanager
 def atomic_folder(path: Path, config_path: str = "run.folder") -> Iterator[Path]:
-    """Yield a draft that replaces the folder `path` if the block succeeds. `recover`
-    repairs after a kill.
+    """Yield a draft that replaces the folder `path` if the block succeeds.
+
+    `recover` repairs after a kill.
     """
     recover(path.parent, path.name)
     draft = _beside(path)
@@ -89,8 +90,9 @@ def refuse_unlisted(folder: Path, names: Collection[str], config_path: str) -> N
 
 
 def recover(folder: Path, name: str = "", alone: bool = False) -> None:
-    """Remove drafts (of `name`, or all) left by killed processes; restore folders that
-    were being replaced.
+    """Remove drafts left by killed processes; restore folders being replaced.
+
+    `name`: only those of this name; "": all.
 
     `alone`: no other process writes here, so every draft is abandoned.
     """
@@ -120,8 +122,9 @@ def remove_folder(path: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path, config_path: str = "run.folder") -> Iterator[Path]:
-    """Yield the path of a draft that becomes `path` if the block succeeds, else is
-    removed.
+    """Yield a draft's path; the draft becomes `path` if the block succeeds.
+
+    Else it is removed.
     """
     draft = _beside(path)
     try:
@@ -171,8 +174,9 @@ def on_disk(path: Path, config_path: str) -> Iterator[None]:
 
 
 def flush(path: Path) -> None:
-    """Make a file, or a folder's list of files, durable. A file system that cannot
-    flush folders is no error.
+    """Make a file, or a folder's list of files, durable.
+
+    A file system that cannot flush folders is no error.
     """
     with _opened(path) as descriptor:
         try:
@@ -184,16 +188,18 @@ def flush(path: Path) -> None:
 
 
 def share(path: Path) -> None:
-    """Give a file its folder's read permissions: safetensors lets only the owner read
-    it.
+    """Give a file its folder's read permissions.
+
+    safetensors lets only the owner read it.
     """
     with suppress(OSError):  # a file system without permissions
         path.chmod(0o644 & path.parent.stat().st_mode)
 
 
 def _beside(path: Path) -> Path:
-    """Return a new hidden name in the same folder; random, because processes in two
-    containers may share a PID.
+    """Return a new hidden name in the same folder.
+
+    It is random, because processes in two containers may share a PID.
     """
     return path.parent / f".{path.name}.{uuid4().hex[:12]}.tmp"
 
@@ -209,9 +215,7 @@ def _delete(path: Path, config_path: str) -> None:
 
 
 def _in_use(draft: Path) -> bool:
-    """Return whether a draft's writer may be alive, by its lock, else by the draft's
-    age.
-    """
+    """Return whether a draft's writer may be alive, by its lock, else by its age."""
     recent = True
     try:
         with _opened(draft) as descriptor:
@@ -242,17 +246,16 @@ def append_rows(path: Path, *rows: Mapping[str, Any]) -> None:
 
 
 def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file of JSON lines with only the wanted rows; do nothing if it is
-    missing.
-    """
+    """Rewrite a file of JSON lines with only the rows to keep, if the file exists."""
     if path.is_file():
         rows = [row for row in read_rows(path, last=None) if keep(row)]
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
-    """Return the rows in the last `last` bytes (None: all) of a file of JSON lines; []
-    if it is missing.
+    """Return the rows in the last `last` bytes (None: all) of a file of JSON lines.
+
+    A missing file gives [].
 
     A line that is not a JSON object was truncated and is skipped: the next start may
     have written after it.
@@ -274,8 +277,9 @@ def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
 
 
 def lock(path: Path, config_path: str) -> IO[str] | None:
-    """Take the exclusive lock of a file until the result is closed; None if another
-    process holds it.
+    """Take the exclusive lock of a file until the result is closed.
+
+    None: another process holds it.
     """
     file = path.open("a")
     owned = False
@@ -302,8 +306,9 @@ def _lock(file: IO[Any] | int) -> None:
 
 
 def take_lock(file: IO[Any], path: Path, config_path: str) -> bool:
-    """Take the exclusive lock of an open file until it is closed. Return False if
-    another process holds it.
+    """Take the exclusive lock of an open file until it is closed.
+
+    False: another process holds it.
     """
     try:
         _lock(file)
@@ -320,8 +325,9 @@ def take_lock(file: IO[Any], path: Path, config_path: str) -> bool:
 
 
 def hashed_folder(parent: Path, name: str, identity: dict[str, Any]) -> Path:
-    """Return the folder of a content; its name ends in a hash of everything that the
-    content depends on.
+    """Return the folder of a content.
+
+    Its name ends in a hash of everything that the content depends on.
     """
     content = json.dumps(identity, sort_keys=True)
     return parent / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
@@ -330,8 +336,9 @@ def hashed_folder(parent: Path, name: str, identity: dict[str, Any]) -> Path:
 def open_folder(
     folder: Path, identity: dict[str, Any], config_path: str, writable: bool = True
 ) -> None:
-    """Open or create a folder made from `identity` (JSON values). Any number of
-    processes may call it.
+    """Open or create a folder made from `identity` (JSON values).
+
+    Any number of processes may call it.
     """
     file = folder / MANIFEST
     deadline = time.monotonic() + MANIFEST_WAIT
@@ -372,8 +379,9 @@ def retried(
     remedy: str = REMEDY,
     final: tuple[type[OSError], ...] = (),
 ) -> Result:
-    """Return `read()`; repeat it after a pause if it raises an OSError other than
-    `final`.
+    """Return `read()`; repeat it after a pause if it raises an OSError.
+
+    Those of `final` are raised at once.
     """
     pauses = list(PAUSES)
     while True:

@@ -1,5 +1,6 @@
-"""Read text files and tables from editors and spreadsheets: encodings, delimiters, a
-first line `sep=;`.
+"""Read text files and tables from editors and spreadsheets.
+
+They differ in encodings, delimiters, and a first line `sep=;`.
 """
 
 import codecs
@@ -20,8 +21,9 @@ UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_text(path: str | Path) -> str:
-    """Read a text in UTF-8, or in UTF-16 with a BOM; ValueError: it is in neither.
-    Encodings are not guessed.
+    """Read a text in UTF-8, or in UTF-16 with a BOM.
+
+    Encodings are not guessed. ValueError: it is in neither.
     """
     data = Path(path).read_bytes()
     if data.startswith(UTF_16):
@@ -90,8 +92,9 @@ def table(
 
 
 def _numbered_rows(reader: Any, skipped: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield rows by the number of their last line; ValueError: an unclosed quote, or
-    text after a closing quote.
+    """Yield rows by the number of their last line.
+
+    ValueError: a quote is unclosed, or text follows a closing quote.
     """
     try:
         for row in reader:
@@ -107,8 +110,9 @@ def _numbered_rows(reader: Any, skipped: int) -> Iterator[tuple[int, list[str]]]
 
 
 def one_line(number: int, *cells: str) -> None:
-    """Refuse values with a line break: an unclosed quote swallows the lines
-    below it.
+    """Refuse values with a line break.
+
+    An unclosed quote swallows the lines below it.
     """
     for cell in cells:
         if "\n" in cell or "\r" in cell:

@@ -1,5 +1,6 @@
-"""Pages and cards from templates (Jinja2). HTML is escaped by Jinja; a name that a
-template misses is an error.
+"""Pages and cards are rendered from Jinja2's templates.
+
+HTML is escaped by Jinja; a name that a template misses is an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,9 @@ HERE = Path(__file__).parent
 
 @cache
 def environment(folder: Path) -> Environment:
-    """Return the templates of a folder, and those beside this file, which are
-    everyone's.
+    """Return the templates of a folder, and those beside this file.
+
+    Those beside this file are everyone's.
     """
     return Environment(
         loader=FileSystemLoader([folder, HERE]),

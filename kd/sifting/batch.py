@@ -1,4 +1,4 @@
-"""Batches that can be sifted and accumulated, and the queue in which they wait."""
+"""Batches that can be sifted and accumulated wait in a queue."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 class SiftingBatch(ABC):
-    """A batch that can be sifted and accumulated. `ListBatch` and `TensorBatch` suit
-    most needs.
+    """Base class of a batch that can be sifted and accumulated.
+
+    `ListBatch` and `TensorBatch` suit most needs.
     """
 
     @abstractmethod
@@ -27,30 +28,55 @@ class SiftingBatch(ABC):
 
     @abstractmethod
     def take(self, index: Tensor) -> Self:
-        """Return the samples at the positions `index`, int64 [K]."""
+        """Return some samples as a batch of the same class.
+
+        Args:
+            index: positions of the samples, int64 [K].
+        """
 
     @abstractmethod
     def join(self, others: Sequence[Self]) -> Self:
-        """Return the samples of this batch and then those of the others."""
+        """Return the samples of this batch and then those of the others.
+
+        Args:
+            others: batches of the same class.
+        """
 
 
 class SiftingBatchTransform(ABC):
-    """Convert a user's batch to a `SiftingBatch` and back; needed only for formats not
-    supported by default.
+    """Convert a user's batch to a `SiftingBatch` and back.
+
+    It is needed only for formats not supported by default.
     """
 
     @abstractmethod
     def transform(self, batch: Any) -> SiftingBatch:
-        """Return the batch in a form that can be sifted."""
+        """Return a batch in a form that can be sifted.
+
+        Args:
+            batch: a batch of the original loader.
+        """
 
     @abstractmethod
     def reverse_transform(self, batch: Any) -> Any:
-        """Return a sifted batch in the form that the training loop expects."""
+        """Return a batch as the training loop expects it.
+
+        Args:
+            batch: a sifted batch, of the class that `transform` returns.
+        """
 
 
 class _Labelled(SiftingBatch):
-    """Inputs and labels, each a tensor, an array or a list with one entry per
-    sample.
+    """Inputs and labels have one entry per sample.
+
+    Each is a tensor, an array or a list.
+
+    Args:
+        inputs: one entry per sample.
+        labels: one entry per sample; None: there are none.
+
+    Raises:
+        UnsupportedDataFormatException: they differ in length.
     """
 
     def __init__(self, inputs: Any, labels: Any = None) -> None:
@@ -66,8 +92,9 @@ class _Labelled(SiftingBatch):
         return len(self.inputs)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the inputs, then the labels if any: `[t.to(device) for t in
-        transformed_batch]`.
+        """Yield the inputs, then the labels if any.
+
+        A loop may write `[t.to(device) for t in transformed_batch]`.
         """
         yield self.inputs
         if self.labels is not None:
@@ -83,16 +110,17 @@ class _Labelled(SiftingBatch):
 
 
 class ListBatch(_Labelled):
-    """A list of inputs and, optionally, a list of labels."""
+    """This batch has a list of inputs and, optionally, a list of labels."""
 
 
 class TensorBatch(_Labelled):
-    """A tensor of inputs [B, ...] and, optionally, a tensor of labels [B, ...]."""
+    """This batch has a tensor of inputs [B, ...] and, optionally, of labels."""
 
 
 class Pending:
-    """A first-in, first-out queue of selected samples, from which batches of one size
-    are taken.
+    """Selected samples wait in this queue, first in, first out.
+
+    Batches of one size are taken from it.
     """
 
     def __init__(self) -> None:
@@ -110,8 +138,9 @@ class Pending:
         self.batches.insert(0, batch)
 
     def joined(self) -> SiftingBatch | None:
-        """Return all samples as one batch without removing them; None where the queue
-        is empty.
+        """Return all samples as one batch, or None if the queue is empty.
+
+        The samples stay in the queue.
         """
         if len(self.batches) > 1:
             self.batches = [self.batches[0].join(self.batches[1:])]
@@ -130,9 +159,7 @@ class Pending:
 
 
 def take_rows(rows: Any, index: Tensor) -> Any:
-    """Return the rows at the positions `index` of a tensor, an array, a list or a
-    tuple.
-    """
+    """Return the rows of a tensor, an array, a list or a tuple at `index`."""
     if isinstance(rows, Tensor):
         return rows.index_select(0, index.to(rows.device))
     if isinstance(rows, np.ndarray):
@@ -141,8 +168,9 @@ def take_rows(rows: Any, index: Tensor) -> Any:
 
 
 def join_rows(columns: list[Any], config_path: str) -> Any:
-    """Concatenate the rows of all parts; UnsupportedDataFormatException: tensors of
-    different shapes.
+    """Concatenate the rows of columns.
+
+    UnsupportedDataFormatException: tensors have different shapes.
     """
     first = columns[0]
     if len(columns) == 1:

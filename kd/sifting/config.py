@@ -1,4 +1,4 @@
-"""The configuration classes of smart sifting, and its three exceptions."""
+"""Smart sifting has these configuration classes and three exceptions."""
 
 import dataclasses
 import math
@@ -11,8 +11,9 @@ from kd.core.errors import KdError, did_you_mean
 
 
 class SiftConfigValidationException(KdError):
-    """A key of the sift configuration is missing or unknown, or its value is of a wrong
-    type or size.
+    """A key of the sift configuration or its value is wrong.
+
+    The key is missing or unknown, or the value is of a wrong type or size.
     """
 
 
@@ -30,12 +31,18 @@ _REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class SiftingBaseConfig:
-    """The delay before sifting begins. SiftConfigValidationException: a value is not
-    allowed.
+    """This configuration sets the delay before sifting begins.
+
+    Args:
+        sift_delay: training steps on all samples before sifting begins.
+        repeat_delay_per_epoch: apply the delay at the start of each epoch.
+
+    Raises:
+        SiftConfigValidationException: a value is not allowed.
     """
 
-    sift_delay: int = 1000  # training steps on all samples before sifting begins
-    repeat_delay_per_epoch: bool = False  # apply the delay at the start of each epoch
+    sift_delay: int = 1000
+    repeat_delay_per_epoch: bool = False
 
     def __post_init__(self) -> None:
         require_integer("SiftingBaseConfig.sift_delay", self.sift_delay, least=0)
@@ -46,11 +53,15 @@ class SiftingBaseConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Sifting by loss. SiftConfigValidationException: `sift_config` is missing or not
-    allowed.
+    """This configuration selects sifting by loss.
+
+    Args:
+        sift_config: a `SiftingBaseConfig` or a dict of its keys; required.
+
+    Raises:
+        SiftConfigValidationException: `sift_config` is missing or not allowed.
     """
 
-    # or a dict of its keys
     sift_config: SiftingBaseConfig | Mapping[str, Any] = _REQUIRED
 
     def __post_init__(self) -> None:
@@ -63,17 +74,22 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class RelativeProbabilisticSiftConfig:
-    """Keep a sample with probability q**beta, q (0 to 1) the rank of its loss among
-    recent ones: 1 / (1 + beta) of all.
+    """Keep a sample with probability q**beta.
 
-    SiftConfigValidationException: a key is missing, or its value is not allowed.
+    q (0 to 1) is the rank of its loss among recent ones, so that 1 / (1 + beta) of all
+    are kept.
+
+    Args:
+        beta_value: above 0: 0.5 keeps 67 %, 1 keeps 50 %, 2 keeps 33 %, 3 keeps 25 %.
+        loss_history_length: number of previous losses that a new one is compared with.
+        loss_based_sift_config: a `LossConfig` or a dict of its keys.
+
+    Raises:
+        SiftConfigValidationException: a key is missing, or its value is not allowed.
     """
 
-    # above 0: 0.5 keeps 67 %, 1 keeps 50 %, 2 keeps 33 %, 3 keeps 25 %
     beta_value: float = _REQUIRED
-    # previous losses that a new one is compared with
     loss_history_length: int = _REQUIRED
-    # or a dict of its keys
     loss_based_sift_config: LossConfig | Mapping[str, Any] = _REQUIRED
 
     def __post_init__(self) -> None:
@@ -141,8 +157,9 @@ def require(config_path: str, value: object, valid: bool, allowed: str) -> None:
 
 
 def require_integer(config_path: str, value: object, least: int) -> None:
-    """Raise SiftConfigValidationException if a value is missing, no integer, or below
-    `least`.
+    """Raise SiftConfigValidationException unless a value is an integer.
+
+    It must be `least` or more.
     """
     valid = (
         isinstance(value, Integral)

@@ -1,6 +1,4 @@
-"""`SiftingDataloader`: wraps a loader and yields full batches of the samples with high
-losses.
-"""
+"""`SiftingDataloader` wraps a loader and yields full batches of high losses."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -26,8 +24,9 @@ COUNTERS = ("steps", "steps_in_epoch", "position", "seen", "draws", "size")
 
 
 class SiftingDataloader:
-    """Score every batch of a loader with the current model and yield full batches of
-    the selected samples.
+    """Score every batch of a loader and yield batches of the selected samples.
+
+    The current model scores them.
 
     The first `sift_delay` batches pass unchanged and unscored, a short last one
     included. Later batches are scored in evaluation mode. A sample is kept with
@@ -112,8 +111,10 @@ class SiftingDataloader:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The latest values under smart sifting's names: `num_orig_samples_seen`,
-        `num_orig_samples_kept`, ...
+        """The latest values under smart sifting's names.
+
+        For example `num_orig_samples_seen` and `num_orig_samples_kept`, numbers of
+        samples.
         """
         return self.meter.metrics
 
@@ -180,8 +181,9 @@ class SiftingDataloader:
         return iter(self.orig_dataloader)
 
     def _sifted(self) -> Iterator[SiftingBatch]:
-        """Yield batches to train on. At each yield, the counters include the batch
-        yielded.
+        """Yield batches to train on.
+
+        At each yield, the counters include the batch yielded.
         """
         # put back, or from a checkpoint
         while self.size and len(self.pending) >= self.size:
@@ -237,8 +239,9 @@ class SiftingDataloader:
         self.meter.count(size, len(selected))
 
     def _lengths_agree(self, device: torch.device) -> bool:
-        """Return whether all ranks yield equally many batches this epoch without a flag
-        per batch.
+        """Return whether all ranks yield equally many batches.
+
+        Then no flag per batch is needed in this epoch.
         """
         if _rank_and_size()[1] == 1:
             return True
@@ -253,11 +256,14 @@ class SiftingDataloader:
         return predictable and bool((table == table[0]).all())
 
     def __len__(self) -> int:
-        """Return the number of batches of the current epoch, or of the next one between
-        epochs.
+        """Return the number of batches of the current or the next epoch.
 
-        TypeError: as of `epoch_lengths`, and before the first delay is over, because
-        epochs differ then.
+        Returns:
+            The number for the current epoch; between epochs for the next one.
+
+        Raises:
+            TypeError: as of `epoch_lengths`, and before the first delay is over,
+                because epochs differ then.
         """
         base = self.sift_config.base
         steps_before = self.steps - self.steps_in_epoch
@@ -273,10 +279,19 @@ class SiftingDataloader:
         return self.epoch_lengths(1)[0]
 
     def epoch_lengths(self, epochs: int) -> list[int]:
-        """Return the numbers of batches of the next epochs, for a schedule; the current
-        one counts as a whole.
+        """Return the numbers of batches of the next epochs.
 
-        TypeError: they are not known: `pick="bernoulli"`, or a loader without a length.
+        A schedule needs them. The current epoch counts as a whole.
+
+        Args:
+            epochs: number of epochs, the current one included.
+
+        Returns:
+            One number of batches per epoch.
+
+        Raises:
+            TypeError: they are not known: `pick="bernoulli"`, or a loader without a
+                length.
         """
         batches, samples, batch_size = sizes_of(self.orig_dataloader)
         if (
@@ -316,8 +331,11 @@ class SiftingDataloader:
         return lengths
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, the counters, the pending samples and the order of the
-        epoch, as of the last batch.
+        """Return the state as of the last batch, for `torch.save`.
+
+        Returns:
+            The window, the counters, the pending samples and the order of the epoch, by
+            name.
         """
         pending = self.pending.joined()
         state: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
@@ -341,12 +359,14 @@ class SiftingDataloader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`, with the same loader; the next iteration yields the
-        remaining batches of the epoch.
+        """Resume from a state, with the same loader.
 
-        Between epochs the next iteration first sets torch's random state to that of
-        `state`, so that its order and all later draws are those of the run that saved
-        it.
+        The next iteration yields the remaining batches of the epoch. Between epochs it
+        first sets torch's random state to that of `state`, so that its order and all
+        later draws are those of the run that saved it.
+
+        Args:
+            state: the result of `state_dict` on this rank.
         """
         for name in COUNTERS:
             setattr(self, name, int(state[name]))
@@ -405,8 +425,9 @@ def _rank_and_size() -> tuple[int, int]:
 
 
 def _gather(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return the values of all ranks, int64 [ranks, len(values)], by SUM alone. All
-    ranks must call it.
+    """Return the values of all ranks by SUM alone, int64 [ranks, len(values)].
+
+    All ranks must call it.
     """
     rank, size = _rank_and_size()
     if dist.get_backend() == "gloo":

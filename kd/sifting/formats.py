@@ -1,5 +1,6 @@
-"""The structure of a list, tuple, dict or tensor batch, detected once from the first,
-and batches of that structure.
+"""The structure of a batch is detected once, from the first batch.
+
+A batch is a list, a tuple, a dict or a tensor.
 
 Not `torch.utils._pytree`: it knows exact classes only. A transformers `BatchEncoding`,
 a UserDict, would be one leaf unless registered for the whole process. And whether a
@@ -46,8 +47,13 @@ class DefaultTransform(SiftingBatchTransform):
     """
 
     def __init__(self, batch_size: int | None, index: int | None, alone: bool) -> None:
-        """`alone`: the loader has one batch, which may be shorter than its
-        batch size.
+        """Convert batches of a loader.
+
+        Args:
+            batch_size: samples of a full batch; None: unknown.
+            index: `batch_format_index`; None: it is detected.
+            alone: whether the loader has one batch, which may be shorter than its batch
+                size.
         """
         self.batch_size = batch_size
         self.index = index
@@ -94,17 +100,16 @@ class DefaultTransform(SiftingBatchTransform):
         return [_form(item, features, f"batch[{i}]") for i, item in enumerate(batch)]
 
     def _size(self, lengths: Sequence[int | None], default: int) -> int:
-        """Return the batch size; `default` if the loader has none, or if its only batch
-        is shorter.
+        """Return the batch size, or `default`.
+
+        `default`: the loader has no batch size, or its only batch is shorter.
         """
         if self.batch_size is None or (self.alone and self.batch_size not in lengths):
             return default
         return self.batch_size
 
     def _sample_dimension(self, batch: Any, samples: int, features: int | None) -> int:
-        """Return whether the batch is a list of samples or of features, from the batch
-        size.
-        """
+        """Return `SAMPLE` or `FEATURE`, from the batch size."""
         default = samples if isinstance(batch, Tensor) or features is None else features
         size = self._size([samples, features], default)
         if samples == features == size:
@@ -121,8 +126,9 @@ class DefaultTransform(SiftingBatchTransform):
 
 
 def _dimensions(batch: Any) -> tuple[int, int | None]:
-    """Return the sizes of dimensions 0 and 1; None where there is no dimension 1, or
-    its sizes differ.
+    """Return the sizes of dimensions 0 and 1.
+
+    None: there is no dimension 1, or its sizes differ.
     """
     if isinstance(batch, Tensor) and batch.ndim:
         return len(batch), batch.shape[1] if batch.ndim > 1 else None
@@ -202,8 +208,9 @@ def _mismatch(
 
 
 class TreeBatch(SiftingBatch):
-    """A nested batch, and its form: dicts and lists with ROWS or CONSTANT at their
-    leaves.
+    """This batch is nested.
+
+    Its form has dicts and lists with ROWS or CONSTANT at their leaves.
     """
 
     def __init__(self, data: Any, form: Any) -> None:
@@ -258,8 +265,9 @@ def _map(
     trees: list[Any],
     config_path: str = "batch",
 ) -> Any:
-    """Return trees of one form as one tree, with `function(kind, leaves, where)` at
-    each leaf.
+    """Return trees of one form as one tree.
+
+    `function(kind, leaves, config_path)` makes each leaf.
     """
     if isinstance(form, str):
         return function(form, trees, config_path)
@@ -278,9 +286,7 @@ def _map(
 
 
 def _keys(tree: Any) -> Any:
-    """Return the keys of a mapping or the positions of a sequence; None for anything
-    else.
-    """
+    """Return the keys of a mapping or the positions of a sequence, else None."""
     if isinstance(tree, Mapping):
         return tree.keys()
     return range(len(tree)) if isinstance(tree, (list, tuple)) else None

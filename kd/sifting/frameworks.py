@@ -1,5 +1,4 @@
-"""Sifting under the module names of Amazon's package, in the Hugging Face `Trainer`,
-and times of a Lightning run.
+"""Sifting works under Amazon's module names, with the Trainer and Lightning.
 
 None of these packages is imported for it.
 """
@@ -92,8 +91,9 @@ def enable_sifting(
 
 
 def _steps(loader: SiftingDataloader, args: Any) -> int:
-    """Return the optimizer steps of all epochs; an incomplete gradient accumulation at
-    the end of one is no step.
+    """Return the optimizer steps of all epochs.
+
+    An incomplete gradient accumulation at the end of an epoch is no step.
     """
     epochs = args.num_train_epochs
     accumulate = args.gradient_accumulation_steps
@@ -112,8 +112,9 @@ def _steps(loader: SiftingDataloader, args: Any) -> int:
 
 
 def _callback_class() -> type[Any]:
-    """Return the Callback class of the Lightning package that is imported already, or
-    else of an installed one.
+    """Return the Callback class of a Lightning package.
+
+    The one that is imported already is preferred.
     """
     for name in sorted(PACKAGES, key=lambda name: name not in sys.modules):
         try:
@@ -129,8 +130,9 @@ def _callback_class() -> type[Any]:
 
 
 class TrainingMetricsRecorder:
-    """Lightning callback: log how long forward, backward and optimizer take.
-    MissingExtra: there is no Lightning.
+    """Log how long forward, backward and optimizer take.
+
+    This is a Lightning callback.
 
     `latencies` holds the latest values in seconds under smart sifting's names, measured
     on the host. On a GPU they are accurate only where the loop synchronizes. The
@@ -139,6 +141,13 @@ class TrainingMetricsRecorder:
     With the `SiftingDataloader` that the Trainer reads, the bar has a length, and a
     resumed run equals one that was not interrupted, within an epoch and after it. Not
     handled: ranks whose shards differ in length.
+
+    Args:
+        loader: the `SiftingDataloader` that the Trainer reads; None: only times are
+            logged.
+
+    Raises:
+        MissingExtra: Lightning is not installed.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -217,12 +226,14 @@ class TrainingMetricsRecorder:
 
 
 def install_as_smart_sifting() -> None:
-    """Let `import smart_sifting...` find the names of `kd.sifting`; KdError: Amazon's
-    own package is installed.
+    """Let `import smart_sifting...` find the names of `kd.sifting`.
 
     Call it before the script's imports, or run a script unchanged: `python -c "import
     kd.sifting as s, runpy; s.install_as_smart_sifting(); runpy.run_path('train.py',
     run_name='__main__')"`.
+
+    Raises:
+        KdError: Amazon's own package is installed.
     """
     import kd.sifting
 

@@ -26,8 +26,10 @@ class Loss:
     ) -> Tensor:
         """Return one loss per sample, float [B], with `reduction="none"`.
 
-        `model` is the loader's, `transformed_batch` the batch after `batch_transforms`,
-        `original_batch` the one of the original loader on the model's device.
+        Args:
+            model: the loader's model.
+            transformed_batch: the batch after `batch_transforms`.
+            original_batch: the batch of the original loader, on the model's device.
         """
         raise _not_implemented(self)
 
@@ -36,8 +38,9 @@ LossMethod = Callable[[nn.Module, SiftingBatch, Any], Tensor]
 
 
 def method_of(loss_impl: Any) -> LossMethod:
-    """Return the `loss` method of a user's object, whether or not it derives from
-    `Loss`.
+    """Return the `loss` method of a user's object.
+
+    The object need not derive from `Loss`.
 
     Read from the class, because Amazon's example sets an attribute of that name:
     `self.loss = CrossEntropyLoss()`.
@@ -71,8 +74,9 @@ def _not_implemented(loss_impl: Any) -> LossImplementationNotProvidedException:
 def losses_of(
     method: LossMethod, model: nn.Module, sifting: SiftingBatch, original: Any
 ) -> Tensor:
-    """Return the losses [B] of a batch by the current model, in evaluation mode,
-    without gradients.
+    """Return the losses [B] of a batch by the current model.
+
+    The model is in evaluation mode, and no gradients are computed.
     """
     device = device_of(model)
     with _undisturbed(model, device):
@@ -105,8 +109,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 @contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Switch to evaluation mode; on exit restore each submodule's mode and the random
-    states.
+    """Switch to evaluation mode.
+
+    On exit each submodule's mode and the random states are restored.
 
     DDP's broadcast of buffers in the forward pass is switched off: ranks may score
     different numbers of batches, and a rank that broadcasts alone would hang. torch

@@ -1,4 +1,4 @@
-"""The loader that is sifted: how much it yields, and the order of its epochs."""
+"""The original loader has a length, and an order that can be repeated."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,9 +9,7 @@ from torch import Tensor
 
 
 class Sizes(NamedTuple):
-    """How many batches and samples an epoch of this rank has, and the samples of a full
-    batch; None: not known.
-    """
+    """An epoch of this rank has this number of batches and samples; None: not known."""
 
     batches: int | None
     samples: int | None
@@ -48,9 +46,7 @@ def _length(sized: Any) -> int | None:
 
 
 def random_state(loader: Any) -> dict[str, Tensor]:
-    """Return the states of the generators that determine the order of the
-    next epoch.
-    """
+    """Return the generators' states that determine the order of an epoch."""
     states = {"torch": torch.get_rng_state()}
     for name, generator in _generators(loader).items():
         states[name] = generator.get_state()
@@ -79,8 +75,9 @@ def restore(loader: Any, order: Mapping[str, Tensor]) -> None:
 def resume(
     loader: Iterable[Any], order: dict[str, Tensor], position: int
 ) -> Iterator[Any]:
-    """Repeat the epoch of those random states from batch `position` on; the caller's
-    random state does not change.
+    """Repeat the epoch of those random states from batch `position` on.
+
+    The caller's random state does not change.
 
     Not handled: an order drawn from numpy or `random`, and a loader that restores its
     own position (torchdata's).
