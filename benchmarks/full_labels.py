@@ -43,7 +43,7 @@ import yaml
 from patience import plot
 
 from _record import RESULTS, commit, write
-from kd.core.intervals import wilson
+from kd.core.intervals import wilson_interval
 from kd.core.text import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -175,7 +175,7 @@ def one(options: argparse.Namespace, arm: str, seed: int) -> Row:
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
     train, row = [one for one in rows if one["kind"] == "train"], scored["row"]
-    low, high = wilson(row["accuracy"], scored["images"])
+    low, high = wilson_interval(row["accuracy"], scored["images"])
     percent = {
         key: round(100 * row.get(key, 0.0), 2)
         for key in ("teacher_accuracy", "agreement", "ece")

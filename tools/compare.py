@@ -35,7 +35,7 @@ from timm_distillation import Finished, finished, train_with_timm  # noqa: E402
 
 from _record import write  # noqa: E402
 from kd import config  # noqa: E402
-from kd.core.intervals import wilson  # noqa: E402
+from kd.core.intervals import wilson_interval  # noqa: E402
 from kd.core.text import table  # noqa: E402
 from kd.jobs.train import teach  # noqa: E402
 from kd.setup.data import open_sources  # noqa: E402
@@ -260,7 +260,7 @@ def _accuracy(row: Row) -> str:
     """
     ends = [
         f"{100 * end:.1f}"
-        for end in wilson(row["accuracy"] / 100, row.get("val_images", 0))
+        for end in wilson_interval(row["accuracy"] / 100, row.get("val_images", 0))
     ]
     return f"{row['accuracy']:.1f}" + (
         f" ({' to '.join(ends)})" if row.get("val_images") else ""

@@ -25,8 +25,8 @@ from kd.core.errors import (
     Interrupted,
     KdError,
     did_you_mean,
-    own_line,
-    raised,
+    error_with_line,
+    last_foreign_line,
 )
 from kd.core.host import signals
 from kd.core.options import field_docs
@@ -85,10 +85,10 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
             )
             return EXIT_USER
         print(redact(traceback.format_exc()), end="", file=sys.stderr)
-        if own_line(error):
+        if last_foreign_line(error):
             print(
                 redact(
-                    f"this is an error of your own code, not of kd: {raised(error)}"
+                    f"this is an error of your own code, not of kd: {error_with_line(error)}"
                 ),
                 file=sys.stderr,
             )

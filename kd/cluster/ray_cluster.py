@@ -12,8 +12,8 @@ import ray
 from PIL import features
 from ray.exceptions import RayError
 
-from kd.core.errors import RunError, in_short
-from kd.core.host import versions
+from kd.core.errors import RunError, first_sentence
+from kd.core.host import package_versions
 
 
 def connect(config_path: str) -> None:
@@ -29,7 +29,7 @@ def connect(config_path: str) -> None:
     try:
         ray.init(address, namespace="kd", log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
-        reason = in_short(error)
+        reason = first_sentence(error)
         raise RunError(
             config_path,
             f"there is no Ray cluster at RAY_ADDRESS={address} ({reason})",
@@ -67,7 +67,9 @@ def decoding_versions(*packages: str) -> dict[str, str]:
         *(["avif"] if "avif" in features.modules else []),
     ]
     decoders = {name: features.version(name) or "" for name in libraries}
-    return versions("kd", *packages, "numpy", "pillow", "pillow-heif") | decoders
+    return (
+        package_versions("kd", *packages, "numpy", "pillow", "pillow-heif") | decoders
+    )
 
 
 def check_versions(

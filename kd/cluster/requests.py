@@ -19,7 +19,13 @@ from kd.cluster.aws_limits import refusals
 from kd.cluster.cloudwatch import definitions
 from kd.cluster.hosts import PIECE
 from kd.cluster.sagemaker_profiler import sections
-from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean, needed
+from kd.core.errors import (
+    ConfigError,
+    ConfigErrors,
+    KdError,
+    did_you_mean,
+    import_optional,
+)
 from kd.core.facts import BackendFacts
 from kd.core.options import option, positive, whole_number
 from kd.parts import registry
@@ -373,7 +379,7 @@ def validate(operation: str, request: Mapping[str, Any]) -> None:
     and enumerations.
     """
     session, validation = (
-        needed(
+        import_optional(
             f"botocore.{name}",
             "kd-launch",
             "boto3 is not installed",

@@ -17,8 +17,8 @@ from kd.config.load import apply_overrides, load
 from kd.config.yaml_text import parse_value, read_yaml
 from kd.core.errors import ConfigError, ConfigErrors, KdError
 from kd.core.facts import FileKey
-from kd.core.keys import extra, fields_of
-from kd.core.references import written
+from kd.core.keys import declaration, fields_of
+from kd.core.references import reference_or_value
 
 
 def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
@@ -77,13 +77,13 @@ def file_keys(section: Any, config_path: str = "") -> Iterator[FileKey]:
         value, key, declared = (
             getattr(section, name),
             f"{config_path}.{name}".lstrip("."),
-            extra(field),
+            declaration(field),
         )
         if "files" in declared and value:
             folder = declared["files"]
             yield FileKey(
                 key,
-                written(value),
+                reference_or_value(value),
                 folder and f"{config_path}.{folder}",
                 declared["or_name"],
             )

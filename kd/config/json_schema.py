@@ -15,7 +15,7 @@ from kd.config.renamed import KEYS, KINDS
 from kd.config.schema import Config
 from kd.config.section import PartSection, kinds
 from kd.config.words import is_list, keys_of, section_of
-from kd.core.keys import RULES, extra, fields_of
+from kd.core.keys import RULES, declaration, fields_of
 from kd.parts import registry
 
 Schema = dict[str, Any]
@@ -147,7 +147,9 @@ class _Definitions:
         field = fields_of(cls)["kind"]
         meaning = found["properties"]["kind"].get("description", "")
         if kind != "auto":
-            about = registry.summary(registry.find(extra(field)["parts"], kind, name))
+            about = registry.summary(
+                registry.find(declaration(field)["parts"], kind, name)
+            )
             found["description"], meaning = about, f"{meaning} {kind}: {about}"
         found["properties"]["kind"] = {"enum": [kind, *old], "description": meaning}
         if kind != field.default:

@@ -21,7 +21,7 @@ from kd.config.schema import BackendSection, Config, RunSection
 from kd.config.validate import validate
 from kd.config.yaml_text import parse_value, read_yaml
 from kd.core.errors import ConfigError, ConfigErrors, KdError
-from kd.core.references import Referenced, written
+from kd.core.references import Referenced, reference_or_value
 
 CHECK = TypeAdapter(Config)
 
@@ -113,7 +113,7 @@ def to_dict(config: Any, values: bool = False) -> Any:
     if isinstance(config, dict):
         return {key: to_dict(item, values) for key, item in config.items()}
     if values or not isinstance(config, str) or isinstance(config, Referenced):
-        return config if values else written(config)
+        return config if values else reference_or_value(config)
     return config.replace("${", "\\${")  # as YAML holds a text that is no reference
 
 

@@ -9,7 +9,15 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, InitErrorDetails
 
 from kd.core.errors import ConfigError, KdError, PartNotFound, did_you_mean
-from kd.core.keys import Keys, Refused, checked, details, extra, fields_of, keys
+from kd.core.keys import (
+    Keys,
+    Refused,
+    build_checked,
+    declaration,
+    details,
+    fields_of,
+    keys,
+)
 from kd.parts import registry
 
 
@@ -17,9 +25,9 @@ def kinds(field: FieldInfo) -> list[str]:
     """Return the parts that a key `kind` may name, after a word such as `auto`; [] for
     another key.
     """
-    if "parts" not in extra(field):
+    if "parts" not in declaration(field):
         return []
-    names = extra(field)["only"] or registry.names(extra(field)["parts"])
+    names = declaration(field)["only"] or registry.names(declaration(field)["parts"])
     word = [] if field.is_required() or field.default in names else [field.default]
     return [*word, *names]
 
@@ -28,7 +36,7 @@ def options_by_kind(field: FieldInfo) -> Iterator[tuple[str, type]]:
     """Yield each part that a key `kind` may name, with the class of its own keys."""
     for kind in kinds(field):
         if kind != "auto":  # a word, which stands for a part
-            yield kind, registry.options_type(extra(field)["parts"], kind, "kind")
+            yield kind, registry.options_type(declaration(field)["parts"], kind, "kind")
 
 
 @keys
@@ -62,7 +70,7 @@ class PartSection(Keys):
                 "kind", f"is {kind!r}", ", ".join(known), did_you_mean(kind, known)
             )
         options = registry.options_type(
-            extra(field)["parts"], cls.present(kind), "kind"
+            declaration(field)["parts"], cls.present(kind), "kind"
         )
         if taken := sorted(fields_of(options).keys() & fields_of(cls).keys()):
             wrong = (
@@ -101,7 +109,7 @@ class PartSection(Keys):
                     )
                 )
             rest |= {key: value for key, value in foreign.items() if key not in known}
-            options = checked(
+            options = build_checked(
                 made, {key: value for key, value in foreign.items() if key in known}
             )
         except ValidationError as error:

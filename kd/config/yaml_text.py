@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kd.config.interpolate import node_of
 from kd.config.schema import Config
-from kd.core.errors import ConfigError, did_you_mean, in_short
+from kd.core.errors import ConfigError, did_you_mean, first_sentence
 from kd.core.keys import fields_of
 
 _ODD_KEY = re.compile(
@@ -61,11 +61,11 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
     except OmegaConfBaseException as error:
         config_path = str(getattr(error, "full_key", None) or path)
         raise ConfigError(
-            config_path, f"cannot be read: {in_short(str(error).splitlines()[0])}"
+            config_path, f"cannot be read: {first_sentence(str(error).splitlines()[0])}"
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(
-            str(path), f"not readable as YAML: {in_short(error, 400)}"
+            str(path), f"not readable as YAML: {first_sentence(error, 400)}"
         ) from error
     if not OmegaConf.is_dict(raw):
         raise ConfigError(

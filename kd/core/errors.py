@@ -131,13 +131,13 @@ class Interrupted(KeyboardInterrupt):
 FOREIGN: set[str] = set()  # files of parts from outside kd, wherever they are installed
 
 
-def raised(error: BaseException) -> str:
+def error_with_line(error: BaseException) -> str:
     """Return `TYPE: message (FILE, line N, in NAME)`.
 
-    The place is left out if `own_line` finds none.
+    The place is left out if `last_foreign_line` finds none.
     """
-    message = named(error, 1000)
-    line = own_line(error)
+    message = error_summary(error, 1000)
+    line = last_foreign_line(error)
     return f"{message} ({line})" if line else message
 
 
@@ -145,7 +145,7 @@ _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # terminal escapes: bold, colour
 _END = re.compile(r"(?<=[\w)'\"\]][.!?])\s+(?=[A-Z])|\s*\n\s*\n")  # end of a sentence
 
 
-def in_short(error: object, length: int = 200) -> str:
+def first_sentence(error: object, length: int = 200) -> str:
     """Return the first sentence of a foreign message, at most `length` characters.
 
     It becomes one line without control characters.
@@ -156,12 +156,12 @@ def in_short(error: object, length: int = 200) -> str:
     return line[:length].rstrip(" .:;,(") or type(error).__name__
 
 
-def named(error: BaseException, length: int = 200) -> str:
+def error_summary(error: BaseException, length: int = 200) -> str:
     """Return a foreign error as `TYPE: first sentence`."""
-    return f"{type(error).__name__}: {in_short(error, length)}"
+    return f"{type(error).__name__}: {first_sentence(error, length)}"
 
 
-def needed(package: str, config_path: str, wrong: str, remedy: str) -> Any:
+def import_optional(package: str, config_path: str, wrong: str, remedy: str) -> Any:
     """Import an optional package; MissingExtra: it is not installed."""
     try:
         return importlib.import_module(package)
@@ -171,7 +171,7 @@ def needed(package: str, config_path: str, wrong: str, remedy: str) -> Any:
         raise MissingExtra(config_path, wrong, "", remedy) from error
 
 
-def own_line(error: BaseException) -> str:
+def last_foreign_line(error: BaseException) -> str:
     """Return the last line of an error's traceback that is a user's own.
 
     Lines of kd, of Python and of installed packages do not count.

@@ -269,7 +269,7 @@ def signal_stack() -> Iterator[None]:
         libc.sigaltstack(ctypes.byref(before), None)
 
 
-def end_with() -> Callable[[], None] | None:
+def terminate_with_parent() -> Callable[[], None] | None:
     """Return a `preexec_fn` by which a child gets SIGTERM when this process ends.
 
     It also works where this process is killed. Only Linux has it; None elsewhere.
@@ -331,7 +331,7 @@ def environment() -> dict[str, Any]:
     Values of referenced variables are hidden: `kd.core.references.redact`.
     """
     return {
-        "packages": versions(
+        "packages": package_versions(
             "kd",
             "torch",
             "timm",
@@ -359,7 +359,7 @@ def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def versions(*names: str) -> dict[str, str]:
+def package_versions(*names: str) -> dict[str, str]:
     """Return the versions of installed packages."""
     found_versions = {}
     for name in names:

@@ -24,7 +24,7 @@ and in 7 % at 200, instead of 5 %. Multiplying it by 1 + 18 / images gives 5 % f
 """
 
 
-def wilson(share: float, images: int) -> tuple[float, float]:
+def wilson_interval(share: float, images: int) -> tuple[float, float]:
     """Return the interval of a share of independent images, 0 to 1.
 
     (0, 1) stands for no images.
@@ -40,7 +40,7 @@ def wilson(share: float, images: int) -> tuple[float, float]:
     return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 
-def paired(gained: int, lost: int, images: int) -> tuple[float, float]:
+def paired_interval(gained: int, lost: int, images: int) -> tuple[float, float]:
     """Return the interval of the difference of two shares of the same images.
 
     The adjusted Wald interval of Bonett and Price, J. Educ. Behav. Stat. 37 (2012), one
@@ -60,7 +60,7 @@ def paired(gained: int, lost: int, images: int) -> tuple[float, float]:
     return max(-1.0, up - down - half), min(1.0, up - down + half)
 
 
-def resampled(score: Callable[[np.ndarray], Any], images: int) -> np.ndarray:
+def bootstrap_scores(score: Callable[[np.ndarray], Any], images: int) -> np.ndarray:
     """Return a score on `RESAMPLES` bootstrap samples, float64.
 
     `score` gets the positions of a sample, int64 [images].
@@ -73,7 +73,7 @@ def resampled(score: Callable[[np.ndarray], Any], images: int) -> np.ndarray:
     return np.array([score(draw.integers(0, images, images)) for _ in range(RESAMPLES)])
 
 
-def around(
+def bootstrap_interval(
     value: float, replicates: Sequence[float] | np.ndarray, images: int = 0
 ) -> tuple[float, float]:
     """Return value - bias +- 1.96 standard errors, both from the bootstrap.
@@ -91,7 +91,7 @@ def around(
     return centre - half, centre + half
 
 
-def within(low: float, high: float) -> tuple[float, float]:
+def clip_to_share(low: float, high: float) -> tuple[float, float]:
     """Return the ends of a share's interval within 0 to 1."""
     return min(1.0, max(0.0, low)), min(1.0, max(0.0, high))
 
@@ -110,7 +110,7 @@ class Samples:
     value: float
     # bool [N], if the score is the share of N images that are right
     right: np.ndarray | None = None
-    # for any other score: its values on bootstrap samples, see `resampled`
+    # for any other score: its values on bootstrap samples, see `bootstrap_scores`
     replicates: np.ndarray | None = None
     images: int = 0  # number of images behind `replicates`; 0: many
     # ends of its interval, if only they were recorded
@@ -121,10 +121,10 @@ class Samples:
         if self.ends is not None:
             return self.ends
         if self.right is not None:
-            return wilson(self.value, len(self.right))
+            return wilson_interval(self.value, len(self.right))
         assert self.replicates is not None
-        ends = around(self.value, self.replicates, self.images)
-        return within(*ends) if self.share else ends
+        ends = bootstrap_interval(self.value, self.replicates, self.images)
+        return clip_to_share(*ends) if self.share else ends
 
     def minus(self, baseline: Samples) -> tuple[float, float, float]:
         """Return the difference from another model on the same images, and its ends."""
@@ -132,11 +132,11 @@ class Samples:
         if self.right is not None and baseline.right is not None:
             gained = int((self.right & ~baseline.right).sum())
             lost = int((baseline.right & ~self.right).sum())
-            return difference, *paired(gained, lost, len(self.right))
+            return difference, *paired_interval(gained, lost, len(self.right))
         assert self.replicates is not None
         assert baseline.replicates is not None
         replicates = self.replicates - baseline.replicates
-        return difference, *around(difference, replicates, self.images)
+        return difference, *bootstrap_interval(difference, replicates, self.images)
 
     def record(self) -> dict[str, Any]:
         """Return JSON values: a hexadecimal digit for four images, or replicates."""

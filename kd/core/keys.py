@@ -32,7 +32,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticUndefined
 from typing_extensions import dataclass_transform
 
-from kd.core.errors import ConfigError, KdError, in_short
+from kd.core.errors import ConfigError, KdError, first_sentence
 from kd.core.options import field_docs
 from kd.core.references import Referenced
 
@@ -99,7 +99,7 @@ class Keys:
         result = check(value)
         if get_origin(annotation) is Literal:
             return result
-        return referenced(value, result)
+        return keep_references(value, result)
 
 
 def _word(annotation: Any, value: bool) -> Any:
@@ -113,23 +113,25 @@ def _word(annotation: Any, value: bool) -> Any:
     return word
 
 
-def referenced(value: Any, checked: Any) -> Any:
+def keep_references(value: Any, checked: Any) -> Any:
     """Return the checked value with the references of its texts.
 
     Numbers and enumerated words need no reference.
     """
     if isinstance(value, Mapping) and isinstance(checked, dict):
-        return {key: referenced(value.get(key), item) for key, item in checked.items()}
+        return {
+            key: keep_references(value.get(key), item) for key, item in checked.items()
+        }
     if isinstance(value, (list, tuple)) and isinstance(checked, (list, tuple)):
         return type(checked)(
-            referenced(*pair) for pair in zip(value, checked, strict=True)
+            keep_references(*pair) for pair in zip(value, checked, strict=True)
         )
     if isinstance(value, Referenced) and isinstance(checked, str):
         return Referenced(checked, value.reference)
     return checked
 
 
-def part(
+def part_kind(
     folder: str, default: Any = PydanticUndefined, only: tuple[str, ...] = ()
 ) -> Any:
     """Declare the `kind` of a section, which names a part of a folder.
@@ -161,17 +163,17 @@ def file_key(
 
 def fields_of(cls: type) -> dict[str, FieldInfo]:
     """Return the keys of a class by name, with types, ranges and meanings."""
-    return checked_class(cls).__pydantic_fields__  # type: ignore[attr-defined]
+    return class_of_keys(cls).__pydantic_fields__  # type: ignore[attr-defined]
 
 
-def extra(field: FieldInfo) -> Mapping[str, Any]:
-    """Return what `part` or `file_key` declared."""
+def declaration(field: FieldInfo) -> Mapping[str, Any]:
+    """Return what `part_kind` or `file_key` declared."""
     declared = field.json_schema_extra
     return declared if isinstance(declared, Mapping) else {}
 
 
 @cache
-def checked_class(cls: type) -> type:
+def class_of_keys(cls: type) -> type:
     """Return a class of keys as it is, or make one of a plain dataclass.
 
     A part from outside may have a plain dataclass.
@@ -209,7 +211,7 @@ def checked_class(cls: type) -> type:
 def _unreadable_types(cls: type, error: Exception) -> KdError:
     wrong = (
         f"the types of {cls.__module__}.{cls.__qualname__} cannot be read"
-        f" ({in_short(error)})"
+        f" ({first_sentence(error)})"
     )
     return ConfigError(
         "kind",
@@ -218,12 +220,12 @@ def _unreadable_types(cls: type, error: Exception) -> KdError:
     )
 
 
-def checked(cls: type[T], values: Mapping[str, Any]) -> T:
+def build_checked(cls: type[T], values: Mapping[str, Any]) -> T:
     """Build a class of keys, or a plain dataclass, from values.
 
     pydantic.ValidationError: they are wrong.
     """
-    instance = checked_class(cls)(**values)
+    instance = class_of_keys(cls)(**values)
     if isinstance(instance, cls):
         return instance
     return cls(**{key: getattr(instance, key) for key in fields_of(cls)})

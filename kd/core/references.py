@@ -38,7 +38,7 @@ class Referenced(str):
         return Referenced, (str(self), self.reference)
 
 
-def written(value: Any) -> Any:
+def reference_or_value(value: Any) -> Any:
     """Return the reference in place of its value; return anything else unchanged."""
     return value.reference if isinstance(value, Referenced) else value
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kd.core.intervals import Samples, verdict, within
+from kd.core.intervals import Samples, clip_to_share, verdict
 from kd.core.text import percent
 
 DIFFERENCES_NOTE = (
@@ -51,7 +51,7 @@ class Column:
             return text
         ends = samples.interval()
         if self.unit == "%":
-            ends = within(*ends)
+            ends = clip_to_share(*ends)
         return (
             f"{text} ({' to '.join(self.text(end).removesuffix(' %') for end in ends)})"
         )

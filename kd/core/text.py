@@ -116,7 +116,7 @@ def nfc(name: str) -> str:
 JOINERS = "\u200c\u200d"  # inside words of Persian and in emoji
 
 
-def one_line(text: str) -> bool:
+def is_one_line(text: str) -> bool:
     """Return whether a text is one line without control characters.
 
     It may have wide spaces such as U+3000.
@@ -127,14 +127,14 @@ def one_line(text: str) -> bool:
     )
 
 
-def printed(text: str) -> str:
+def as_one_line(text: str) -> str:
     """Return a stranger's text as one line for terminals.
 
     "?" stands for each character that is not printed.
     """
     if text.isprintable():
         return text
-    return "".join(char if one_line(char) else "?" for char in text)
+    return "".join(char if is_one_line(char) else "?" for char in text)
 
 
 def table_cell(text: str) -> str:
@@ -151,7 +151,7 @@ def class_order(names: Iterable[str]) -> list[str]:
     return sorted(order, key=int) if all(name.isdecimal() for name in order) else order
 
 
-def quoted(name: str) -> str:
+def list_line(name: str) -> str:
     """Return a name as a line of a list, as JSON where a bare name would be misread."""
     plain = (
         name == name.strip() and name.isprintable() and name[:1] not in ("", '"', "#")

@@ -125,7 +125,7 @@ class LocalLoader:
             num_workers=workers,
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
-            prefetch_factor=ahead(workers) if workers else None,
+            prefetch_factor=prefetched_batches(workers) if workers else None,
             worker_init_fn=serve_until_the_trainer_ends,
             # fork shares the listing's memory; workers use neither the device nor
             # torch's thread pool
@@ -227,7 +227,7 @@ class LocalLoader:
         # The loop holds two more batches than the workers prefetch. Each tensor takes
         # whole pages.
         batch = self.share.micro * (3 * size**2 + 36) + 7 * mmap.PAGESIZE
-        return (self.workers * ahead(self.workers) + 2) * batch
+        return (self.workers * prefetched_batches(self.workers) + 2) * batch
 
     def _require_few_skipped(self) -> None:
         images = len(self.dataset)
@@ -249,7 +249,7 @@ class LocalLoader:
             raise DataError("data.max_skipped", wrong, allowed, remedy)
 
 
-def ahead(workers: int) -> int:
+def prefetched_batches(workers: int) -> int:
     """Return how many micro-batches each worker prefetches."""
     # 15 workers times 4 of 256 images of 224 px were 2.3 GB of shared memory, and on a
     # GPU as much of pinned memory.

@@ -30,7 +30,7 @@ from PIL import Image, features
 from kd.core.contracts import Source, Stamped
 from kd.core.errors import CorruptImage, DataError, RunError
 from kd.core.types import Decoded, Label, Loading, Sample
-from kd.data.subset import decoded
+from kd.data.subset import decode_image
 from kd.data.views import EvalTransform, Views
 from kd.files.pixels import least_of_random
 from kd.files.records import Records, Stop, record_bytes
@@ -119,7 +119,7 @@ class Slots:
             wrong = "is ram, but worker processes do not inherit memory on this system"
             remedy = "Set data.store=disk or data.workers=0"
             raise DataError(WHERE, wrong, "none, disk", remedy)
-        return _opened, (self.path, self.pixels)
+        return _open_slots, (self.path, self.pixels)
 
 
 def slot_bytes(pixels: int) -> int:
@@ -175,7 +175,7 @@ class Stored:
         stamp = self._stamped.stamp(id) if self._stamped is not None else 0
         slot = self.slots.read(id) if self.slots is not None else None
         if slot is None or (slot.stamp != stamp and not self._same[id]):
-            image, crc = decoded(self.source, id, self.keep.least)[:2]
+            image, crc = decode_image(self.source, id, self.keep.least)[:2]
             if slot is not None:
                 self._same[id] = crc == slot.crc
                 if not self._same[id] and not self._same[len(self)]:  # warn once
@@ -231,7 +231,7 @@ def open_disk(folder: Path, made_from: dict[str, Any], pixels: int) -> Slots:
     Images have at most `pixels`.
     """
     open_folder(folder, made_from, WHERE)
-    return _opened(folder / PIXELS, pixels)
+    return _open_slots(folder / PIXELS, pixels)
 
 
 def open_ram(pixels: int, name: str) -> Slots:
@@ -239,10 +239,10 @@ def open_ram(pixels: int, name: str) -> Slots:
 
     Memory grows with each stored image.
     """
-    return Slots(_memory(name), pixels, f"the store of {name} images in memory")
+    return Slots(_memory_file(name), pixels, f"the store of {name} images in memory")
 
 
-def _memory(name: str) -> int:
+def _memory_file(name: str) -> int:
     # An anonymous file: containers limit /dev/shm to 64 MB, and writing to a full one
     # ends in SIGBUS.
     make = getattr(os, "memfd_create", None)
@@ -252,7 +252,7 @@ def _memory(name: str) -> int:
     return make(f"kd-{name}")
 
 
-def _opened(path: Path, pixels: int) -> Slots:
+def _open_slots(path: Path, pixels: int) -> Slots:
     with on_disk(path, WHERE):
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     return Slots(file, pixels, f"'{path}'", path)
@@ -280,7 +280,7 @@ class StoredViews:
             f"{WHERE}: the store of views",
             "Stored views are used; the others are made each time.",
         )
-        self.records = Records(_memory("views"), view_bytes(views), stop)
+        self.records = Records(_memory_file("views"), view_bytes(views), stop)
 
     @property
     def spent(self) -> Loading:

@@ -19,14 +19,14 @@ EXCLUDE = "data.exclude"
 OPTIONAL = ("stamp", "encoded", "group")
 
 
-def decoded(
+def decode_image(
     source: Source, id: int, least: Callable[[int, int], float] | None
 ) -> Decoded:
     """Decode an image, at reduced size if its source can."""
-    return source.decode_reduced(id, least) if reduces(source) else source.decode(id)
+    return source.decode_reduced(id, least) if can_reduce(source) else source.decode(id)
 
 
-def reduces(source: Source) -> TypeGuard[Reducing]:
+def can_reduce(source: Source) -> TypeGuard[Reducing]:
     """Return whether a source's own type defines `decode_reduced`.
 
     An override of `decode` alone must be respected.
@@ -82,7 +82,7 @@ class Subset:
     def decode_reduced(
         self, id: int, least: Callable[[int, int], float] | None
     ) -> Decoded:
-        return decoded(self.source, int(self.ids[id]), least)
+        return decode_image(self.source, int(self.ids[id]), least)
 
 
 def _at(method: Callable[[int], Any], ids: np.ndarray, id: int) -> Any:
@@ -162,7 +162,7 @@ def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
     return validation, test
 
 
-def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
+def exclude_images(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
     """Return the splits without the images listed in a file.
 
     Its lines are `NAME`, `SPLIT:NAME` or `# comment`.

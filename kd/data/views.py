@@ -23,7 +23,7 @@ from kd.core.contracts import Source
 from kd.core.errors import CorruptImage
 from kd.core.seeds import seed_from
 from kd.core.types import Loading, Sample
-from kd.data.subset import decoded
+from kd.data.subset import decode_image
 from kd.files.pixels import centre_crop, could_reduce, least_of_centre, least_of_random
 
 # of ImageNet's pixels, 0 to 255
@@ -114,7 +114,7 @@ class Views:
         begin = time.perf_counter()
         least = getattr(self.transform, "least", None)
         try:
-            image, crc = decoded(self.source, id, least)[:2]
+            image, crc = decode_image(self.source, id, least)[:2]
         except CorruptImage:
             self.spent = self.spent.plus(Loading(decoding=time.perf_counter() - begin))
             if self.on_corrupt == "skip":

@@ -108,7 +108,7 @@ class Watch(threading.Thread):
             number = self.number
             if waited >= self._seconds:
                 workers = self._workers()
-                self.late = late(workers, self.number, self._seconds)
+                self.late = describe_late(workers, self.number, self._seconds)
                 for worker in workers:
                     with suppress(OSError, TypeError):
                         os.kill(worker.pid, signal.SIGKILL)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ class Watch(threading.Thread):
         return RunError(WHERE, self.late, "", remedy)
 
 
-def late(workers: Sequence[BaseProcess], number: int, seconds: float) -> str:
+def describe_late(workers: Sequence[BaseProcess], number: int, seconds: float) -> str:
     """Name the late workers in a sentence.
 
     They are those that the system reports as stopped, else the one whose turn it is.

@@ -192,7 +192,9 @@ class Walk:
         return Folder(relative, above | {identity}, iter(content))
 
 
-def left_out(endings: Counter[str], noun: str = "file", remedy: str = "") -> list[str]:
+def count_unread(
+    endings: Counter[str], noun: str = "file", remedy: str = ""
+) -> list[str]:
     """Return a line that counts unread files or members by ending, or no line."""
     if not endings:
         return []
@@ -209,7 +211,9 @@ def left_out(endings: Counter[str], noun: str = "file", remedy: str = "") -> lis
     return [f"{total} {files} not read: {listed}{remedy}"]
 
 
-def without_images(listed: Sequence[bytes], holding: Sequence[bytes]) -> list[str]:
+def folders_without_images(
+    listed: Sequence[bytes], holding: Sequence[bytes]
+) -> list[str]:
     """Return the listed folders without images.
 
     Of nested ones only the uppermost counts; `holding` are those with images.

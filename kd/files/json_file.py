@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kd.core.errors import KdError, RunError, named
+from kd.core.errors import KdError, RunError, error_summary
 
 Value = TypeVar("Value")
 DAMAGE = (
@@ -58,5 +58,5 @@ def read_json(
         return build(json.loads(content))
     except DAMAGE as error:
         raise kind(
-            config_path, f"'{file}' is damaged ({named(error)})", "", remedy
+            config_path, f"'{file}' is damaged ({error_summary(error)})", "", remedy
         ) from error

@@ -11,7 +11,7 @@ SIGNATURE = "model.sig"  # of all other files of an export; `kd-export --sign` w
 DIGITS = 12  # digits of a hash as shown to users, such as the version of an export
 
 
-def served_first(manifest: Mapping[str, Any]) -> list[str]:
+def graphs_by_priority(manifest: Mapping[str, Any]) -> list[str]:
     """Return the graph names of an export; `kd-serve` loads the first."""
     main = manifest.get("pick", "model.onnx")
     return sorted(
@@ -28,7 +28,7 @@ def checksum(manifest: Mapping[str, Any]) -> str:
     ).hexdigest()
 
 
-def unchanged(manifest: Mapping[str, Any]) -> bool:
+def has_valid_checksum(manifest: Mapping[str, Any]) -> bool:
     """Return whether a manifest is unchanged.
 
     Exports of older builds have no checksum.

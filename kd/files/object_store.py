@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kd.core.errors import DataError, MissingExtra, in_short
+from kd.core.errors import DataError, MissingExtra, first_sentence
 from kd.files.storage import atomic_file
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -103,7 +103,9 @@ def _open(url: str, config_path: str) -> tuple[Any, str]:
     # ValueError: fsspec does not know the protocol
     except (ImportError, ValueError) as error:
         remedy = EXTRAS.get(protocol, "Install the package for fsspec that brings it")
-        wrong = f"'{url}' needs a package that is not installed ({in_short(error)})"
+        wrong = (
+            f"'{url}' needs a package that is not installed ({first_sentence(error)})"
+        )
         raise MissingExtra(config_path, wrong, "", remedy) from error
     return files, files._strip_protocol(url)
 
@@ -137,7 +139,7 @@ def _store_errors(
     except Exception as error:
         if disk and isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
-        wrong = f"'{url}': the store reports: {in_short(error)}"
+        wrong = f"'{url}': the store reports: {first_sentence(error)}"
         remedy = (
             "Check the name, credentials and network, then run the same command again"
         )

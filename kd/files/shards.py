@@ -34,7 +34,7 @@ class Shard:
     origin: str  # its path, or the URL that it was copied from
 
 
-def find(pattern: str, config_path: str, copies: str) -> list[Shard]:
+def find_shards(pattern: str, config_path: str, copies: str) -> list[Shard]:
     """Return the shards of a pattern in its order.
 
     New or changed remote shards are copied first.
@@ -107,7 +107,7 @@ def members(
             sample[ending] = (member.offset_data, size)
     # tarfile treats a damaged or missing header as the end, and would lose the images
     # behind it without a message.
-    if read(file, end, BLOCK) != bytes(BLOCK):
+    if read_bytes(file, end, BLOCK) != bytes(BLOCK):
         wrong = f"the shard '{shard}' is cut short or damaged at byte {end}"
         allowed = "Whole .tar files, which end with empty blocks"
         raise DataError(config_path, wrong, allowed, "Copy or write it again")
@@ -130,13 +130,13 @@ class _Headers:
         return self._file.read(size)
 
 
-def content(path: str, offset: int, size: int) -> bytes:
+def read_member(path: str, offset: int, size: int) -> bytes:
     """Return a member's bytes; opening the shard takes microseconds.
 
     OSError: it cannot be read, or the shard has become shorter.
     """
     with open(path, "rb", buffering=0) as file:
-        data = read(file, offset, size)
+        data = read_bytes(file, offset, size)
     if len(data) < size:
         raise OSError(
             errno.EIO, f"the shard '{path}' has become shorter since it was indexed"
@@ -144,7 +144,7 @@ def content(path: str, offset: int, size: int) -> bytes:
     return data
 
 
-def read(file: BinaryIO, offset: int, size: int) -> bytes:
+def read_bytes(file: BinaryIO, offset: int, size: int) -> bytes:
     """Return `size` bytes of an unbuffered file, whose reads may be short."""
     file.seek(offset)
     blocks = []

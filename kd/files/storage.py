@@ -49,7 +49,7 @@ def atomic_folder(path: Path, config_path: str = "run.folder") -> Iterator[Path]
     old = draft.with_suffix(".old")
     try:
         draft.mkdir(parents=True)
-        with _opened(draft) as descriptor:
+        with _open_descriptor(draft) as descriptor:
             # so that `recover` in another process does not touch it
             with suppress(OSError):
                 _lock(descriptor)
@@ -178,7 +178,7 @@ def flush(path: Path) -> None:
 
     A file system that cannot flush folders is no error.
     """
-    with _opened(path) as descriptor:
+    with _open_descriptor(path) as descriptor:
         try:
             os.fsync(descriptor)
         except OSError as error:
@@ -218,7 +218,7 @@ def _in_use(draft: Path) -> bool:
     """Return whether a draft's writer may be alive, by its lock, else by its age."""
     recent = True
     try:
-        with _opened(draft) as descriptor:
+        with _open_descriptor(draft) as descriptor:
             recent = time.time() - os.fstat(descriptor).st_mtime < ABANDONED
             _lock(descriptor)
             return recent and draft.is_file()
@@ -231,7 +231,7 @@ def _in_use(draft: Path) -> bool:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _open_descriptor(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         yield descriptor
@@ -370,7 +370,7 @@ REMEDY = "Bring the storage back and run the same command again: it resumes"
 Result = TypeVar("Result")
 
 
-def retried(
+def read_with_retries(
     read: Callable[[], Result],
     subject: str,
     config_path: str,

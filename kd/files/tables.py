@@ -109,7 +109,7 @@ def _numbered_rows(reader: Any, skipped: int) -> Iterator[tuple[int, list[str]]]
         ) from error
 
 
-def one_line(number: int, *cells: str) -> None:
+def require_one_line(number: int, *cells: str) -> None:
     """Refuse values with a line break.
 
     An unclosed quote swallows the lines below it.

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 
 @cache
-def environment(folder: Path) -> Environment:
+def templates_of(folder: Path) -> Environment:
     """Return the templates of a folder, and those beside this file.
 
     Those beside this file are everyone's.
@@ -35,18 +35,18 @@ def environment(folder: Path) -> Environment:
     )
 
 
-def rendered(template: Path, **values: Any) -> str:
+def render_template(template: Path, **values: Any) -> str:
     """Return the text of a template; what `*.html.jinja` shows is escaped.
 
     Raises:
         KeyError: a value is missing, such as a key that was cut from a file.
     """
     try:
-        return environment(template.parent).get_template(template.name).render(values)
+        return templates_of(template.parent).get_template(template.name).render(values)
     except UndefinedError as error:
         raise KeyError(str(error)) from error
 
 
 def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows as an HTML table, "" without rows."""
-    return rendered(HERE / "rows.html.jinja", rows=rows)
+    return render_template(HERE / "rows.html.jinja", rows=rows)

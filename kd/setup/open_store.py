@@ -10,7 +10,7 @@ from kd.config.schema import DataSection
 from kd.core.contracts import Backend, Source
 from kd.core.errors import CorruptImage, RunError
 from kd.core.host import free_mib
-from kd.core.ranks import of_rank_0
+from kd.core.ranks import numbers_of_rank_0
 from kd.core.seeds import evenly_spaced
 from kd.data.store import (
     PIXELS,
@@ -122,7 +122,9 @@ def _require_room(
                 if path.is_dir()
             )
             numbers[2] = shutil.disk_usage(existing).free
-    total, there, left = (number / 2**20 for number in of_rank_0(backend, numbers))
+    total, there, left = (
+        number / 2**20 for number in numbers_of_rank_0(backend, numbers)
+    )
     needed = total * ranks if ram else max(0.0, total - there)
     if needed > left:
         copies = (
@@ -164,7 +166,7 @@ def store_views(views: Views, number: int, backend: Backend) -> StoredViews:
         record_bytes(view_bytes(one)) for one in (views, views.small) if one is not None
     )
     total = number * len(views) * sum(sizes) / 2**20
-    [left] = of_rank_0(backend, [free_mib()])
+    [left] = numbers_of_rank_0(backend, [free_mib()])
     if total * backend.local_world_size > left:
         wrong = (
             f"is views, and {number} views of {len(views)} images take {_size(total)}"

@@ -164,7 +164,7 @@ def take_rows(rows: Any, index: Tensor) -> Any:
         return rows.index_select(0, index.to(rows.device))
     if isinstance(rows, np.ndarray):
         return rows[index.cpu().numpy()]
-    return like(rows, [rows[i] for i in index.tolist()])
+    return same_sequence(rows, [rows[i] for i in index.tolist()])
 
 
 def join_rows(columns: list[Any], config_path: str) -> Any:
@@ -176,7 +176,7 @@ def join_rows(columns: list[Any], config_path: str) -> Any:
     if len(columns) == 1:
         return first
     if not isinstance(first, (Tensor, np.ndarray)):
-        return like(first, [row for column in columns for row in column])
+        return same_sequence(first, [row for column in columns for row in column])
     shapes = {tuple(column.shape[1:]) for column in columns}
     if len(shapes) > 1:
         wrong = (
@@ -193,7 +193,7 @@ def join_rows(columns: list[Any], config_path: str) -> Any:
     return torch.cat(columns) if isinstance(first, Tensor) else np.concatenate(columns)
 
 
-def like(sequence: Any, items: list[Any]) -> Any:
+def same_sequence(sequence: Any, items: list[Any]) -> Any:
     """Return `items` as a sequence of the same class: list, tuple, namedtuple."""
     if isinstance(sequence, tuple):
         return type(sequence)(*items) if hasattr(sequence, "_fields") else tuple(items)

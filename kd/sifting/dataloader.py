@@ -370,8 +370,8 @@ class SiftingDataloader:
         """
         for name in COUNTERS:
             setattr(self, name, int(state[name]))
-        self.window.load_state_dict(_under("window.", state))
-        self._order = _under("order.", state)
+        self.window.load_state_dict(_without_prefix("window.", state))
+        self._order = _without_prefix("order.", state)
         self.pending = Pending()
         if isinstance(self.transform, DefaultTransform):
             self.transform.form, self.transform.index = state["format"]
@@ -383,7 +383,7 @@ class SiftingDataloader:
         self._resuming = True
 
 
-def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _without_prefix(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {
         name.removeprefix(prefix): value
         for name, value in state.items()

@@ -21,7 +21,7 @@ from kd.sifting.batch import (
     SiftingBatch,
     SiftingBatchTransform,
     join_rows,
-    like,
+    same_sequence,
     take_rows,
 )
 from kd.sifting.config import UnsupportedDataFormatException
@@ -133,7 +133,7 @@ def _dimensions(batch: Any) -> tuple[int, int | None]:
     if isinstance(batch, Tensor) and batch.ndim:
         return len(batch), batch.shape[1] if batch.ndim > 1 else None
     if isinstance(batch, Tensor) or not len(batch):
-        raise _unable(batch, "batch")
+        raise _not_indexable(batch, "batch")
     lengths = {_length(item) for item in batch if not _is_constant(item)}
     return len(batch), lengths.pop() if len(lengths) == 1 else None
 
@@ -152,7 +152,7 @@ def _form(value: Any, size: int, config_path: str) -> Any:
             raise _mismatch(config_path, size, f"its shape is {list(value.shape)}")
         return ROWS
     if not isinstance(value, (list, tuple)):
-        raise _unable(value, config_path)
+        raise _not_indexable(value, config_path)
     columns = [_length(item) == size for item in value]
     if len(value) == size > 1 and all(columns):
         wrong = f"holds {size} samples, or {size} features of {size} samples"
@@ -190,7 +190,7 @@ def _length(value: Any) -> int | None:
     return len(value)
 
 
-def _unable(value: Any, config_path: str) -> UnsupportedDataFormatException:
+def _not_indexable(value: Any, config_path: str) -> UnsupportedDataFormatException:
     return UnsupportedDataFormatException(
         config_path, f"Unable to index the batch of type {type(value)}", "", REMEDY
     )
@@ -255,7 +255,7 @@ def to_device(value: Any, device: torch.device) -> Any:
             value, {key: to_device(item, device) for key, item in value.items()}
         )
     if isinstance(value, (list, tuple)):
-        return like(value, [to_device(item, device) for item in value])
+        return same_sequence(value, [to_device(item, device) for item in value])
     return value
 
 
@@ -282,7 +282,7 @@ def _map(
     first = trees[0]
     if isinstance(first, Mapping):
         return _with_values(first, values)
-    return like(first, list(values.values()))
+    return same_sequence(first, list(values.values()))
 
 
 def _keys(tree: Any) -> Any:

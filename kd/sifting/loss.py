@@ -79,7 +79,7 @@ def losses_of(
     The model is in evaluation mode, and no gradients are computed.
     """
     device = device_of(model)
-    with _undisturbed(model, device):
+    with _scoring_mode(model, device):
         losses = method(model, sifting, to_device(original, device))
     size = len(sifting)
     if (
@@ -108,7 +108,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+def _scoring_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Switch to evaluation mode.
 
     On exit each submodule's mode and the random states are restored.

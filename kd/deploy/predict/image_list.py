@@ -14,9 +14,9 @@ from pathlib import Path
 from kd.core.errors import DataError
 from kd.deploy.serve.decoding import begins_as_image, check_bytes, read_file
 from kd.files import object_store, shards
-from kd.files.folders import Walk, is_image, left_out
+from kd.files.folders import Walk, count_unread, is_image
 from kd.files.pixels import ENDINGS
-from kd.files.storage import retried
+from kd.files.storage import read_with_retries
 
 WHERE = "kd-predict"
 STDIN = "-"
@@ -71,7 +71,7 @@ class ImageList:
                     ) from error
                 raise
 
-        return retried(read, f"'{self.names[id]}'", WHERE, final=GONE)
+        return read_with_retries(read, f"'{self.names[id]}'", WHERE, final=GONE)
 
 
 def find(source: str, copies: Path) -> ImageList:
@@ -135,7 +135,7 @@ def _folder(root: str) -> ImageList:
         lambda entry: _is_image(os.fsdecode(entry.name)) or is_image(entry),
     )
     images = _files(root, [os.fsdecode(path) for _, path, _ in walk])
-    return replace(images, notes=left_out(walk.unread))
+    return replace(images, notes=count_unread(walk.unread))
 
 
 def _files(folder: str, names: Sequence[str]) -> ImageList:
@@ -171,7 +171,7 @@ def _url(url: str, size: int) -> bytes:
 
 def _member(path: str, offset: int, size: int) -> bytes:
     check_bytes(size)
-    return shards.content(path, offset, size)
+    return shards.read_member(path, offset, size)
 
 
 def _file(source: str) -> ImageList:
@@ -201,7 +201,7 @@ def _shards(pattern: str, copies: Path) -> ImageList:
     names: list[str] = []
     stamps: list[str] = []
     members: list[tuple[str, int, int]] = []  # path, offset and size per image
-    for shard in shards.find(pattern, WHERE, str(copies)):
+    for shard in shards.find_shards(pattern, WHERE, str(copies)):
         try:
             with open(shard.path, "rb", buffering=0) as file:
                 samples = shards.members(file, shard.path, WHERE)

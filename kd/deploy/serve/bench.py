@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kd.core.errors import KdError
-from kd.core.host import end_with
+from kd.core.host import terminate_with_parent
 
 TURN, FEWEST, COLD = 0.3, 8, 3
 """Seconds of a server's turn and its least number of responses; the number of first
@@ -112,7 +112,7 @@ def server(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=end_with(),
+        preexec_fn=terminate_with_parent(),
     )
     try:
         assert process.stdout is not None

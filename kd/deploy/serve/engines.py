@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from kd.core.errors import MissingExtra
-from kd.core.host import versions
+from kd.core.host import package_versions
 from kd.parts import registry
 
 WHERE = "export"
@@ -56,7 +56,7 @@ if sys.platform != "win32":
 def require_version(file: str, least: str) -> None:
     """Refuse a runtime older than a graph needs."""
     runtime = registry.graphs()[file].runtime
-    here = versions(runtime)[runtime]
+    here = package_versions(runtime)[runtime]
     if _digits(here) and _digits(here) < _digits(least):
         wrong, allowed = (
             f"'{file}' needs {runtime} {least}, and {here} is here",

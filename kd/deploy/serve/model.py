@@ -12,8 +12,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from kd.core.errors import BadImage, ConfigError, MissingExtra, ModelError, in_short
-from kd.core.text import one_line
+from kd.core.errors import (
+    BadImage,
+    ConfigError,
+    MissingExtra,
+    ModelError,
+    first_sentence,
+)
+from kd.core.text import is_one_line
 from kd.deploy.serve import self_check
 from kd.deploy.serve.decoding import OpenedImage, decode, open_image, read_file
 from kd.deploy.serve.engines import WHERE, Engine, PerProcess, require_version
@@ -21,7 +27,7 @@ from kd.deploy.serve.limits import LOCAL, Limits, Problem
 from kd.deploy.serve.responses import Answer, Bands, bands, embeddings, predictions
 from kd.deploy.shift import Measures, Reference, measure
 from kd.files.json_file import DAMAGE, read_json
-from kd.files.manifest import MANIFEST, unchanged
+from kd.files.manifest import MANIFEST, has_valid_checksum
 from kd.files.pixels import planes
 from kd.parts import registry
 
@@ -96,7 +102,7 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
     folder = _export_in(folder)
     manifest, config = _json(folder, MANIFEST), _json(folder, CONFIG)
     try:
-        if not unchanged(manifest):
+        if not has_valid_checksum(manifest):
             raise invalid_export(
                 f"'{folder / MANIFEST}' has changed since the export (its checksum"
                 " differs)"
@@ -141,7 +147,7 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
         ) from error
     except DAMAGE as error:
         raise invalid_export(
-            f"'{folder}' has a damaged manifest.json or config.json ({in_short(error)})"
+            f"'{folder}' has a damaged manifest.json or config.json ({first_sentence(error)})"
         ) from error
     known = {name: graph for name, graph in registry.graphs().items() if not graph.code}
     if file not in files or file not in known:
@@ -239,7 +245,7 @@ def _text(value: Any, key: str) -> str:
     if (
         not isinstance(value, str)
         or not 0 < len(value) <= MAX_TEXT
-        or not one_line(value)
+        or not is_one_line(value)
     ):
         raise ValueError(f"{key} is {value!r:.60}, and no line of text")
     return value
@@ -464,7 +470,7 @@ class LoadedGraph(Description):
             raise
         except Exception as error:  # runtimes have their own, unrelated error types
             raise invalid_export(
-                f"the self-check cannot be made ({in_short(error)})"
+                f"the self-check cannot be made ({first_sentence(error)})"
             ) from error
         self_check.require(self.file, found, self.check, self.packages)
         return True
@@ -479,7 +485,7 @@ class LoadedGraph(Description):
                 shape = self.engine(grey).shape
             except Exception as error:  # runtimes have their own, unrelated error types
                 raise invalid_export(
-                    f"the graph fails on a grey image ({in_short(error)})"
+                    f"the graph fails on a grey image ({first_sentence(error)})"
                 ) from error
             if shape != (1, self.output.width):
                 wrong = (
@@ -517,7 +523,7 @@ def load(description: Description, threads: int, slots: int) -> LoadedGraph:
             raise
         except Exception as error:  # runtimes have their own, unrelated error types
             raise invalid_export(
-                f"'{description.file}' cannot be loaded ({in_short(error)})"
+                f"'{description.file}' cannot be loaded ({first_sentence(error)})"
             ) from error
 
     known = {one.name: getattr(description, one.name) for one in fields(description)}

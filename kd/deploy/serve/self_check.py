@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from kd.core.errors import ModelError, in_short
-from kd.core.host import versions
+from kd.core.errors import ModelError, first_sentence
+from kd.core.host import package_versions
 from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.engines import Engine
 from kd.files.pixels import BRANCHES, CENTRE, HEIF, format_of, load_heif
@@ -239,7 +239,7 @@ def differences(
         except Exception as error:  # decoders raise unrelated error types
             wrong = (
                 f"picture {i} of the self-check cannot be decoded on this machine"
-                f" ({in_short(error)})"
+                f" ({first_sentence(error)})"
             )
             raise SelfCheckError("export", wrong) from error
         difference = decoded.pixels.astype(np.float64) - stored
@@ -283,7 +283,10 @@ def require(
     ):
         if not difference <= limit:
             package = title.lower()
-            here, there = versions(package)[package], packages.get(package, "unknown")
+            here, there = (
+                package_versions(package)[package],
+                packages.get(package, "unknown"),
+            )
             wrong = (
                 f"on this processor {what} differ from those at the export: largest"
                 f" difference {difference:.2g}"

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from kd.core.errors import DataError, ModelError, in_short
+from kd.core.errors import DataError, ModelError, first_sentence
 from kd.core.evaluation import Task
-from kd.core.host import versions
+from kd.core.host import package_versions
 from kd.deploy.export import parity
 from kd.deploy.export.claims import IMAGES
 from kd.deploy.export.parity import BATCH, Batches
@@ -142,9 +142,7 @@ class Shown:
             try:
                 crops = [self._crop(line, told) for line in lines]
             except OSError as error:  # of a format that Pillow cannot read here
-                wrong = (
-                    f"an image of the export cannot be decoded here ({in_short(error)})"
-                )
+                wrong = f"an image of the export cannot be decoded here ({first_sentence(error)})"
                 raise DataError(
                     "--data", wrong, "", "Install the decoders that the export had"
                 ) from error
@@ -181,7 +179,7 @@ class Shown:
             for line, (_, pixels) in zip(self.lines, seen, strict=True)
         )
         here, there = (
-            versions("pillow")["pillow"],
+            package_versions("pillow")["pillow"],
             claimed["environment"]["packages"]["pillow"],
         )
         if same == count or here == there:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kd.core.errors import DataError, KdError, ModelError, named
+from kd.core.errors import DataError, KdError, ModelError, error_summary
 from kd.core.evaluation import Task
 from kd.core.options import option
 from kd.core.text import table
@@ -163,7 +163,7 @@ def verify(options: VerifyOptions) -> Verdict:
     except DAMAGE as error:
         wrong = (
             f"'{folder}' has a damaged manifest.json, or one of an older kd"
-            f" ({named(error)})"
+            f" ({error_summary(error)})"
         )
         raise UnreadableExport(
             "export", wrong, "", "Export anew: kd-export RUN"

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from PIL import UnidentifiedImageError
 
-from kd.core.errors import CorruptImage, in_short
+from kd.core.errors import CorruptImage, first_sentence
 from kd.core.types import Decoded
 from kd.files import pixels
 from kd.files.folders import READ_BY
 from kd.files.pixels import FORMATS, MAX_BYTES, Least
-from kd.files.storage import REMEDY, retried
+from kd.files.storage import REMEDY, read_with_retries
 
 
 def read(
@@ -24,7 +24,9 @@ def read(
     allowed = (
         "Every listed file can be read; data.on_corrupt=skip is for damaged images only"
     )
-    return retried(content, subject, config_path, allowed=allowed, remedy=remedy)
+    return read_with_retries(
+        content, subject, config_path, allowed=allowed, remedy=remedy
+    )
 
 
 def read_file(path: str | bytes, subject: str, config_path: str) -> bytes:
@@ -100,7 +102,7 @@ def decode(
     except (
         Exception
     ) as error:  # Pillow's parsers raise errors of any type on damaged data
-        detail = in_short(error)
+        detail = first_sentence(error)
         verb = (
             "is truncated"
             if "truncated" in detail.lower() or isinstance(error, EOFError)

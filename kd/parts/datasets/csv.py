@@ -15,7 +15,7 @@ from kd.core.errors import DataError, did_you_mean
 from kd.core.keys import Keys, ProperFraction, file_key, keys
 from kd.core.text import nfc
 from kd.files.folders import printable
-from kd.files.tables import DELIMITERS, one_line
+from kd.files.tables import DELIMITERS, require_one_line
 from kd.parts.datasets._classes import as_classes
 from kd.parts.datasets._columns import Repeated
 from kd.parts.datasets._files import find_root
@@ -108,7 +108,7 @@ def _read(path: str, config_path: str, options: Options, labels: str) -> list[En
         group = options.group if options.group in header else ""
         entries = list[Entry]()
         for number, row in rows:
-            one_line(number, *(row[column] for column in columns))
+            require_one_line(number, *(row[column] for column in columns))
             name = intern(row[label[0]].strip()) if label else ""
             entries.append(
                 Entry(row[image], name, number, group and row[header.index(group)])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kd.core.errors import DataError, did_you_mean, named, needed
+from kd.core.errors import DataError, did_you_mean, error_summary, import_optional
 from kd.core.facts import DatasetFacts
 from kd.core.keys import Keys, ProperFraction, file_key, keys
 from kd.parts.datasets._classes import name_labels
@@ -136,7 +136,7 @@ def build(
         "the dataset 'hf' needs the package datasets",
         "Run: pip install 'PATH/kd[hf]'",
     )
-    hub = needed("datasets", "data.kind", wrong, remedy)
+    hub = import_optional("datasets", "data.kind", wrong, remedy)
     key = (
         "train_split" if options.val_fraction and split != "test" else f"{split}_split"
     )
@@ -243,7 +243,7 @@ def _load(hub: Any, options: Options) -> dict[str, Any]:
     # errors of the hub, the file system or many parsers: all mean that it cannot be
     # loaded
     except Exception as error:
-        wrong = f"'{options.path}' cannot be loaded ({named(error)})"
+        wrong = f"'{options.path}' cannot be loaded ({error_summary(error)})"
         allowed = (
             "A folder, or a name on the hub with data.name where it has several"
             " configurations"

@@ -11,7 +11,14 @@ import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
 from kd.core.keys import Keys, ProperFraction, file_key, keys
-from kd.files.folders import ENDINGS, Walk, folders, left_out, printable, without_images
+from kd.files.folders import (
+    ENDINGS,
+    Walk,
+    count_unread,
+    folders,
+    folders_without_images,
+    printable,
+)
 from kd.parts.datasets._columns import Repeated, first_few
 from kd.parts.datasets._files import Files, find_root, size_and_stamp
 from kd.parts.datasets._recognize import HELD_OUT, SPLITS
@@ -110,7 +117,7 @@ def build(
 
     files = Files(root, listed())
     column = Repeated([*positions], np.asarray(folder_of))
-    files.notes = (*left_out(walk.unread), *_without_images(walk, column))
+    files.notes = (*count_unread(walk.unread), *_without_images(walk, column))
     start = len(folder) + 1 if folder else 0  # of a path in the folder of the split
     class_of = column._replace(texts=[printable(name[start:]) for name in column.texts])
     if shared and not options.test_split:
@@ -142,7 +149,7 @@ def build(
 
 
 def _without_images(walk: Walk, holding: Repeated) -> list[str]:
-    bare = without_images(walk.folders, holding.texts)
+    bare = folders_without_images(walk.folders, holding.texts)
     if not bare:
         return []
     words = (

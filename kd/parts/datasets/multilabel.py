@@ -19,7 +19,7 @@ from kd.core.errors import DataError
 from kd.core.keys import Keys, ProperFraction, file_key, keys
 from kd.core.text import nfc
 from kd.files.folders import ENDINGS
-from kd.files.tables import DELIMITERS, one_line
+from kd.files.tables import DELIMITERS, require_one_line
 from kd.parts.datasets._columns import Repeated, first_few
 from kd.parts.datasets._files import find_root
 from kd.parts.datasets._lists import Entry, Lists, content, table
@@ -137,7 +137,7 @@ def _table(
         )
     cells = list[tuple[int, str, list[str]]]()
     for number, (name, *more) in rows:
-        one_line(number, name, *more)
+        require_one_line(number, name, *more)
         cells.append((number, name, [cell.strip() for cell in more]))
     classes = [nfc(name) for name in written]
     if twice := sorted(

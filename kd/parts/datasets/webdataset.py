@@ -23,8 +23,15 @@ from kd.core.errors import DataError
 from kd.core.facts import DatasetFacts
 from kd.core.keys import Keys, file_key, keys
 from kd.core.text import nfc
-from kd.files.folders import left_out
-from kd.files.shards import Shard, content, find, members, origins, read
+from kd.files.folders import count_unread
+from kd.files.shards import (
+    Shard,
+    find_shards,
+    members,
+    origins,
+    read_bytes,
+    read_member,
+)
 from kd.parts.datasets._classes import as_classes, name_labels
 from kd.parts.datasets._columns import Names, Repeated
 from kd.parts.datasets._decode import check_bytes
@@ -185,7 +192,7 @@ class _Index:
             np.asarray(sizes),
         )
         self.labels = Repeated([*position], np.asarray(label_of))
-        self.notes = left_out(unread, "member", REMEDY)
+        self.notes = count_unread(unread, "member", REMEDY)
 
 
 class Members(Storage):
@@ -211,7 +218,9 @@ class Members(Storage):
         )
         check_bytes(size, self.subject(row), self.config_path)
         return read_retried(
-            lambda: content(shard, offset, size), self.subject(row), self.config_path
+            lambda: read_member(shard, offset, size),
+            self.subject(row),
+            self.config_path,
         )
 
 
@@ -222,7 +231,7 @@ def build(
     # Reads every header at each start, ten seconds for 100,000 images, mostly tarfile's
     # parsing. An index file beside the shards would save this but could be stale.
     config_path = f"data.{split}"
-    shards = find(getattr(options, split), config_path, options.copies)
+    shards = find_shards(getattr(options, split), config_path, options.copies)
     _check_disjoint(options, split, shards)
     index = _Index(
         shards, partial(_index, options=options, config_path=config_path, labels=labels)
@@ -347,7 +356,9 @@ def _images(
             _Image(
                 key,
                 *image,
-                _label(read(file, *label), f"{shard}/{key}", options, config_path),
+                _label(
+                    read_bytes(file, *label), f"{shard}/{key}", options, config_path
+                ),
             )
         )
     return found, other

@@ -19,7 +19,7 @@ from kd.core.errors import DataError
 from kd.core.evaluation import Evaluation, Evaluator, Split, Task
 from kd.core.facts import NoOptions as Options
 from kd.core.intervals import Samples
-from kd.core.ranks import of_rank_0
+from kd.core.ranks import numbers_of_rank_0
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.types import Batch, Outputs
 from kd.parts.tasks._logits import Answers, gathered, require_images
@@ -162,7 +162,7 @@ class EmbeddingEvaluator(Evaluator):
             student.train(training)
         if not values:
             return {}
-        shared = of_rank_0(
+        shared = numbers_of_rank_0(
             self.backend, [*values.values()]
         )  # another processor may round differently
         return dict(zip(values, shared, strict=True))

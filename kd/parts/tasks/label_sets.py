@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from kd.core.evaluation import Evaluation
 from kd.core.facts import NoOptions as Options
-from kd.core.intervals import Samples, resampled
-from kd.core.ranks import of_rank_0
+from kd.core.intervals import Samples, bootstrap_scores
+from kd.core.ranks import numbers_of_rank_0
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.text import AS_TRAINED
 from kd.core.types import Batch
@@ -199,7 +199,7 @@ class LabelSetsEvaluator(LogitsEvaluator):
                 "kl": divergence(teacher, student),
                 "agreement": jaccard(teacher > 0, student > 0),
             }
-        shared = of_rank_0(
+        shared = numbers_of_rank_0(
             self.backend, [*values.values()]
         )  # another processor may round otherwise
         return dict(zip(values, shared, strict=True))
@@ -213,7 +213,7 @@ class LabelSetsEvaluator(LogitsEvaluator):
         found, (truth, *logits) = {}, self._known
         for prefix, one in zip(("", "teacher_"), logits, strict=False):
             keys, values = [column.key for column in SCORES.own], score(one, truth)
-            drawn = resampled(
+            drawn = bootstrap_scores(
                 lambda ids, one=one: [*score(one[ids], truth[ids]).values()], len(truth)
             )
             drawn = dict(zip(values, drawn.T, strict=True))

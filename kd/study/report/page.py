@@ -8,8 +8,8 @@ from kd.config import instances
 from kd.core.intervals import Samples
 from kd.core.scores import Column
 from kd.core.text import clock, money, number, percent
-from kd.files.manifest import served_first
-from kd.files.templates import rendered
+from kd.files.manifest import graphs_by_priority
+from kd.files.templates import render_template
 from kd.parts import registry
 from kd.study.report import sections
 from kd.study.report.confusion import answers
@@ -39,7 +39,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         for value, what, note in [*tiles[TILES:], *more]
     ]
     commands = [run.manifest.get("environment", {}).get("command") for run in runs]
-    return rendered(
+    return render_template(
         TEMPLATE,
         title=" · ".join(run.name for run in runs),
         lead=f"{len(runs)} runs side by side" if several else _lead(runs[0]),
@@ -159,7 +159,7 @@ def _graphs(run: RunRecord) -> list[Tile]:
     """Return the CPU time and the size of each exported graph."""
     files = run.exported.get("files", {})
     tiles = []
-    for name in served_first(run.exported):
+    for name in graphs_by_priority(run.exported):
         if cpu_ms := run.exported["parity"][name].get("cpu_ms"):
             size = (
                 sum(files[part]["bytes"] for part in registry.graph_files(name)) / 2**20

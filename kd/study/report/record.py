@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kd.config import instances
-from kd.core.intervals import Samples, wilson
+from kd.core.intervals import Samples, wilson_interval
 from kd.core.scores import Column, Scored, Scores
 from kd.core.text import clock, money, percent
 from kd.files.json_file import read_json
@@ -71,7 +71,8 @@ class Predictions:
         for rows in (range(len(self.label)), clean):
             right = sum(self.student[i] == self.label[i] for i in rows)
             ends = " to ".join(
-                percent(end) for end in wilson(right / max(1, len(rows)), len(rows))
+                percent(end)
+                for end in wilson_interval(right / max(1, len(rows)), len(rows))
             )
             shares.append(f"{percent(right / max(1, len(rows)))} ({ends})")
         count = (

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kd import config
-from kd.core.errors import RunError, named
+from kd.core.errors import RunError, error_summary
 from kd.core.references import redact
-from kd.core.text import printed, table
+from kd.core.text import as_one_line, table
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.run_dir import RunDir
 from kd.files.storage import read_rows, write_text
@@ -90,7 +90,7 @@ def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
     except DAMAGE as error:
         wrong = (
             f"a file in '{', '.join(map(str, paths))}' is corrupt or was edited"
-            f" ({named(error)})"
+            f" ({error_summary(error)})"
         )
         remedy = (
             "Restore it; metrics.jsonl and manifest.json are needed, the other .json"
@@ -164,7 +164,7 @@ def summary(runs: Sequence[RunRecord]) -> str:
             change = f"{one['key']}={one['value']}"
             advice = one["advice"].replace(change, f"`{change}`")
             lines.append(
-                printed(
+                as_one_line(
                     f"- **{one['rule']}** ({one['severity']}): {one['evidence']}."
                     f" {advice}"
                 )
@@ -202,5 +202,5 @@ def summary(runs: Sequence[RunRecord]) -> str:
             else ["One configuration.", ""]
         )
     return "\n".join(
-        map(printed, "\n".join(lines).split("\n"))
+        map(as_one_line, "\n".join(lines).split("\n"))
     )  # names and values are a stranger's too

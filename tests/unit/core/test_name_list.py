@@ -2,7 +2,7 @@
 
 import pytest
 
-from kd.core.text import names_of, quoted
+from kd.core.text import list_line, names_of
 
 NAMES = [
     "a/1.jpg",
@@ -19,8 +19,8 @@ NAMES += ["# no remark.jpg", '"quoted".jpg', '"', "a\r.jpg", "ä.jpg", "\\udcff.
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_is_read_as_it_was_written(name):
-    assert "\n" not in quoted(name)
-    assert names_of(f"# a remark\n\n{quoted(name)}\n") == [name]
+    assert "\n" not in list_line(name)
+    assert names_of(f"# a remark\n\n{list_line(name)}\n") == [name]
 
 
 def test_a_list_written_by_hand():
