@@ -26,9 +26,8 @@ from kd.core.types import Loading, Sample
 from kd.data.subset import decode_image
 from kd.files.pixels import centre_crop, could_reduce, least_of_centre, least_of_random
 
-# of ImageNet's pixels, 0 to 255
-MEAN = np.array([123.675, 116.28, 103.53])
-STD = np.array([58.395, 57.12, 57.375])
+MEAN = np.array([123.675, 116.28, 103.53])  # of ImageNet's pixels, 0 to 255
+STD = np.array([58.395, 57.12, 57.375])  # of ImageNet's pixels, 0 to 255
 # logarithms of a random crop's smallest and largest aspect ratio
 ASPECTS = (math.log(3 / 4), math.log(4 / 3))
 ONES = np.ones(784, np.float32)

@@ -21,8 +21,8 @@ from kd.files.json_file import read_json
 from kd.files.storage import atomic_folder, share, write_json
 
 FORMAT = 3  # format of state.json; another number is an error that names it
-TENSORS = "tensors.safetensors"
-STATE = "state.json"
+TENSORS = "tensors.safetensors"  # weights and optimizer state
+STATE = "state.json"  # progress, and checksums of the tensors
 
 
 class Broken(RunError):

@@ -197,8 +197,8 @@ def _check(image: Image.Image, data: bytes, limits: Most) -> None:
 
 # JPEG markers, except those inside a scan's data
 _MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
-_END = 0xD9
-_SCAN = 0xDA
+_END = 0xD9  # marker of an image's end
+_SCAN = 0xDA  # marker of a scan's beginning
 _BARE = (0x01, 0xD8)  # markers without a length
 
 

@@ -27,12 +27,10 @@ from kd.sifting.batch import (
 from kd.sifting.config import UnsupportedDataFormatException
 
 REMEDY = "Pass your own SiftingBatchTransform as batch_transforms"
-# `batch_format_index`: the sample dimension of the batch
-SAMPLE = 0
-FEATURE = 1
-# kinds of leaves; `state_dict` saves them
-ROWS = "one entry a sample"
-CONSTANT = "one value for all samples"
+SAMPLE = 0  # `batch_format_index`: dimension 0 of the batch holds samples
+FEATURE = 1  # the same: dimension 0 holds features, dimension 1 samples
+ROWS = "one entry a sample"  # kind of leaf; `state_dict` saves it
+CONSTANT = "one value for all samples"  # the other kind of leaf
 
 
 class DefaultTransform(SiftingBatchTransform):
