@@ -1,4 +1,4 @@
-"""This file defines the protocols between the parts of kd; read it first.
+"""Parts of kd meet at these protocols; read this file first.
 
 A task's protocols are in `kd/core/evaluation.py`.
 

@@ -1,4 +1,4 @@
-"""These errors can be caused and fixed by a user; commands print no traceback.
+"""A user can cause and fix these errors; commands print them without a traceback.
 
 `Interrupted` is not a KdError: a signal asked the process to stop.
 
@@ -60,7 +60,7 @@ class ConfigError(KdError):
 
 
 class ConfigErrors(ConfigError):
-    """Several configuration errors, one per line."""
+    """Several keys or values of the configuration are wrong, one per line."""
 
     def __init__(self, errors: Iterable[KdError]) -> None:
         self.errors = list(errors)
@@ -85,7 +85,7 @@ class DataError(KdError):
 
 
 class BadImage(KdError):
-    """A picture that an export refuses."""
+    """An export refuses an image."""
 
 
 class CorruptImage(DataError):
@@ -96,7 +96,7 @@ class CorruptImage(DataError):
 
 
 class NotPrepared(DataError):
-    """Images that `Source.prepare` has not made yet."""
+    """An image has not been made by `Source.prepare` yet."""
 
 
 class ModelError(KdError):

@@ -1,4 +1,4 @@
-"""This file has the contracts of a task: a model's predictions and their scores.
+"""A task meets the engine at these protocols: predictions and their scores.
 
 `kd/core/contracts.py` has all others.
 
@@ -22,7 +22,7 @@ from kd.core.types import Batch, Outputs, Plan
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The images of one split in evaluation's view."""
+    """A split has images in evaluation's view."""
 
     loader: Loader
     plan: Plan  # of ascending ids, padded with weight 0
@@ -31,7 +31,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The inputs of `Task.evaluator`."""
+    """`Task.evaluator` gets these inputs."""
 
     backend: Backend
     val: Split
@@ -51,7 +51,10 @@ class Evaluation:
 
 
 class Evaluator(Protocol):
-    """Scores student and teacher on the validation split; a task builds it."""
+    """An evaluator scores student and teacher on the validation split.
+
+    A task builds it.
+    """
 
     loader: Loader
     # the key of the metric that chooses the checkpoint; larger is better

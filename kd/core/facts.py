@@ -13,7 +13,7 @@ class NoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossFacts:
-    """Inputs and capabilities of a loss; every loss must have `facts`."""
+    """A loss declares its inputs and capabilities; every loss must have `facts`."""
 
     teacher: bool = False
     labels: bool = False
@@ -34,7 +34,7 @@ class LossFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFacts:
-    """Static properties of a dataset's options."""
+    """A dataset's options have these static properties."""
 
     # kind of an image's label: "class", or "set" if it may have several
     label: str = "class"
@@ -45,7 +45,7 @@ class DatasetFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFacts:
-    """Static properties of a network's options."""
+    """A network's options have these static properties."""
 
     runs_code: bool = False  # `model` names a function that is imported and called
     trains: bool = False  # it builds a trainable nn.Module, so it may be a student too
@@ -53,7 +53,7 @@ class NetworkFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SifterFacts:
-    """Static properties of a sifter's options."""
+    """A sifter's options have these static properties."""
 
     by_class: bool = False  # it reads each image's class
     delay: int = 0  # first steps of a run, in which it visits all images
@@ -63,10 +63,7 @@ class SifterFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFacts:
-    """Capabilities of a backend and its device, known before it is built.
-
-    They are also in `Backend.facts`.
-    """
+    """A backend and its device have capabilities that are known before building."""
 
     # runs on the CPU, where onnxruntime and OpenVINO can run a teacher
     cpu: bool = False
@@ -91,7 +88,7 @@ class BackendFacts:
 
 
 class Network(NamedTuple):
-    """The inputs of an exporter."""
+    """An exporter gets these inputs."""
 
     program: Callable[[int], Any]
     """(batch) -> the ExportedProgram for this batch size (0: any). It maps uint8 [B, 3,
@@ -106,7 +103,7 @@ class Network(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GraphFile:
-    """A file of an export that holds a network."""
+    """An export has this file, which holds a network."""
 
     runtime: str  # the package that runs it
     # "float32" (must equal PyTorch), or "bf16" or "int8" (may lose some accuracy)
@@ -128,13 +125,13 @@ class GraphFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExporterFacts:
-    """The files of an export format."""
+    """An export format has these files."""
 
     graphs: Mapping[str, GraphFile] = field(default_factory=dict)
 
 
 class FileKey(NamedTuple):
-    """A key of a configuration that `kd.core.keys.file_key` has declared."""
+    """`kd.core.keys.file_key` has declared this key of a configuration."""
 
     key: str  # dotted: "teacher.also.0.model"
     value: str

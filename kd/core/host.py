@@ -1,4 +1,4 @@
-"""This file reads facts of this machine and process, and handles signals."""
+"""Read facts of this machine and process, and handle its signals."""
 
 import ctypes
 import importlib.util
@@ -316,10 +316,10 @@ def _number(path: Path | str, name: str = "") -> float | None:
     return value if math.isfinite(value) else None
 
 
-def shared_memory_mib(folder: str = "/dev/shm") -> float:
+def shared_memory_mib() -> float:
     """Return the free MiB of shared memory; infinity: there is no such folder."""
     try:
-        status = os.statvfs(folder)
+        status = os.statvfs("/dev/shm")
     except OSError:
         return math.inf
     return status.f_bavail * status.f_frsize / 2**20

@@ -1,4 +1,4 @@
-"""95 % intervals of scores: the sampling error from a limited number of images.
+"""A score has a 95 % interval, because its number of images is limited.
 
 They do not cover the variation over seeds, near-duplicate images, and other cameras.
 """

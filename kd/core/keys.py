@@ -192,14 +192,12 @@ def class_of_keys(cls: type) -> type:
         if isinstance(field.default, FieldInfo):  # inherited from a class of keys
             members[field.name] = field.default
             continue
-        defaults: dict[str, Any] = {
-            "default": field.default,
-            "default_factory": field.default_factory,
-        }
-        for name, value in list(defaults.items()):
-            if value is dataclasses.MISSING:
-                del defaults[name]
-        members[field.name] = Field(description=docs.get(field.name), **defaults)
+        default: dict[str, Any] = {}
+        for name in ("default", "default_factory"):
+            value = getattr(field, name)
+            if value is not dataclasses.MISSING:
+                default[name] = value
+        members[field.name] = Field(description=docs.get(field.name), **default)
     hints = {name: hints[name] for name in members}  # without ClassVar and InitVar
     members |= {"__annotations__": hints, "__module__": cls.__module__}
     try:

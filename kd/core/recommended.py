@@ -1,4 +1,4 @@
-"""Recommended lengths, views, sizes and rates of a run.
+"""A run has recommended lengths, views, sizes and rates.
 
 `kd-init` writes them, `auto` takes them, `--check` compares a configuration with them.
 """
@@ -39,7 +39,7 @@ ENLARGED = (
 )
 """One seed (benchmarks/LOG.md)."""
 REPETITIONS = 5
-"""Epochs that show a stored view again: on 1,142 photographs for 300 epochs a student
+"""Epochs that show a stored view again: on 1,142 images for 300 epochs a student
 reached 45.4 % with 8 views, each shown 37 times, and 51.2 % with 60 views. On ten
 classes of Tiny ImageNet in 40 epochs 2 views gave 51.3 %, 8 views 56.1 %, fresh ones
 56.9 % (`curves_*.csv`). On CIFAR-10 12 repetitions were not worse (benchmarks/LOG.md).
@@ -71,7 +71,7 @@ WEIGHED = "weight 1 reached 34.4 %, 0.1 reached 48.0 %, no labels 49.2 %"
 
 
 class Length(NamedTuple):
-    """The length of a student's training."""
+    """A student's training has this length."""
 
     batch_size: int
     epochs: int

@@ -27,7 +27,7 @@ TITLES = {"test": "test", "val": "validation"}  # names of splits as text
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One score."""
+    """A column is one score."""
 
     key: str  # key in a validation row
     title: str
@@ -79,7 +79,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The columns of a task."""
+    """A task has these columns."""
 
     own: tuple[Column, ...]
     """Scores of one model against the labels. The first one chooses the checkpoint;
@@ -333,7 +333,10 @@ def samples_of(
 
 @dataclass(frozen=True, slots=True)
 class GraphScores:
-    """Predictions of an exported graph beside PyTorch's, on the same images."""
+    """An exported graph's predictions were compared with PyTorch's.
+
+    Both are on the same images.
+    """
 
     facts: dict[str, float]  # values by name, for manifest.json of an export
     score: float  # the deciding score, which a quantized graph may lower a little
@@ -346,7 +349,7 @@ class GraphScores:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Results of a finished training."""
+    """A finished training has these results."""
 
     folder: Path
     metrics: Mapping[str, float]  # validation row of the chosen checkpoint

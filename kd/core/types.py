@@ -1,4 +1,4 @@
-"""Frozen dataclasses that parts pass to each other.
+"""Parts pass these frozen dataclasses to each other.
 
 Shape legend: B images of a batch, C classes, D feature width, H W pixels, N images of a
 plan.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add, sub
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ TENSORS = ("ids", "image", "label", "partner_label", "lam", "weight")
 
 
 class Decoded(NamedTuple):
-    """One decoded image from a source."""
+    """A source returns a decoded image."""
 
     image: Image.Image  # RGB, 8 bits a channel
     crc: int  # CRC-32 of the encoded bytes; 0 if unknown
@@ -37,7 +38,7 @@ class Decoded(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A training image: a view of one id, possibly mixed with a partner."""
+    """A training image is a view of one id, possibly mixed with a partner."""
 
     pixels: Tensor  # uint8 [3, H, W], RGB
     label: Label
@@ -51,7 +52,7 @@ class Sample(NamedTuple):
 
 
 class Loading(NamedTuple):
-    """Seconds that batches took to make; zeros if not counted."""
+    """Batches took these seconds to make; zeros if not counted."""
 
     seconds: float = 0.0
     busy: float = 0.0  # the loading thread computed or waited for a core
@@ -61,10 +62,10 @@ class Loading(NamedTuple):
     whole: float = 0.0
 
     def plus(self, loading: Loading) -> Loading:
-        return Loading(*(a + b for a, b in zip(self, loading, strict=True)))
+        return Loading(*map(add, self, loading))
 
     def minus(self, loading: Loading) -> Loading:
-        return Loading(*(a - b for a, b in zip(self, loading, strict=True)))
+        return Loading(*map(sub, self, loading))
 
 
 UNKNOWN = Loading()
@@ -72,7 +73,7 @@ UNKNOWN = Loading()
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch with the ids of its images; always full, and all have one shape."""
+    """A micro-batch has the ids of its images; it is always full and of one shape."""
 
     ids: Tensor  # int64 [B], positions in the dataset
     image: Tensor  # uint8 [B, 3, H, W]; each model normalizes and resizes them itself
@@ -183,7 +184,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The outputs of a model for a batch."""
+    """A model returns these outputs for a batch."""
 
     # [B, C], any float dtype. [B, 0] for a model without classes, which returns
     # features only.
@@ -238,7 +239,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class TeacherOutputs:
-    """The teacher's outputs that are known before its forward."""
+    """Some of the teacher's outputs are known before its forward."""
 
     outputs: Outputs
     # (row, id) of the images without outputs; their rows in `outputs` are 0
@@ -259,7 +260,7 @@ class TeacherOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """The shapes of a loss's inputs, for learned projectors, and the classes."""
+    """A loss's inputs have these shapes, for learned projectors; classes have names."""
 
     num_classes: int
     student_features: int  # width of the pooled features; 0 if no loss needs them
@@ -276,7 +277,7 @@ class Dims:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The images of an epoch in order, with weights. Equal on all ranks."""
+    """A plan has the images of an epoch in order, with weights, equal on all ranks."""
 
     ids: Tensor  # int64 [N]; N is a multiple of the global batch size
     weights: Tensor  # float32 [N]; 1.0 without reweighting
@@ -286,7 +287,7 @@ class Plan:
 
 
 class Small(NamedTuple):
-    """The part of an epoch's plan that shows small images."""
+    """The first steps of an epoch's plan may show small images."""
 
     steps: int  # number of first steps with small images
     needs_full_size: Tensor  # bool [N]: images that the teacher needs at full size
@@ -294,7 +295,7 @@ class Small(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Measured costs per image, in milliseconds."""
+    """An image was measured to cost these milliseconds."""
 
     teacher: float  # forward of the teacher; 0 if its outputs are cached
     forward: float  # forward of the student without gradients (scoring pass)
@@ -302,25 +303,20 @@ class Costs:
     load: float  # decoding and augmentation, divided by the number of worker processes
     overlapped: bool  # whether workers load while the device computes
 
-    def per_image(
-        self,
-        teacher: float = 1.0,
-        forward: float = 0.0,
-        step: float = 1.0,
-        load: float = 1.0,
-    ) -> float:
+    def per_image(self, forward: float = 0.0, step: float = 1.0) -> float:
         """Return the milliseconds per image of the dataset.
 
-        Each argument is a number of operations per image.
+        Args:
+            forward: forwards of the scoring pass per image.
+            step: training steps per image.
         """
-        compute = teacher * self.teacher + forward * self.forward + step * self.step
-        loading = load * self.load
-        return max(compute, loading) if self.overlapped else compute + loading
+        compute = self.teacher + forward * self.forward + step * self.step
+        return max(compute, self.load) if self.overlapped else compute + self.load
 
 
 @dataclass(frozen=True, slots=True)
 class SiftContext:
-    """The dataset that a sifter plans, and its split into batches and ranks."""
+    """A sifter plans this dataset, split into batches and ranks."""
 
     num_images: int
     batch_size: int  # images per optimizer step, over all ranks
@@ -365,7 +361,7 @@ class SiftContext:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Progress of a run. All randomness is a function of (seed, State)."""
+    """A run has this progress; all randomness is a function of (seed, State)."""
 
     step: int = 0  # completed optimizer steps
     epoch: int = 0

@@ -41,7 +41,7 @@ BATCH = 50
 
 
 class Request(NamedTuple):
-    """A worker's task: load one micro-batch."""
+    """A worker must load one micro-batch."""
 
     ids: list[int]
     weights: list[float]
@@ -75,7 +75,10 @@ class Share:
                 first = step * self.batch_size
                 first += (i * self.world_size + self.rank) * self.micro
                 images = slice(first, first + self.micro)
-                is_small = small is not None and step < small.steps
+                is_small = full_size = False
+                if small is not None and step < small.steps:
+                    is_small = True
+                    full_size = bool(small.needs_full_size[images].any())
                 # Plain lists: each tensor in a request would need a file in shared
                 # memory.
                 yield Request(
@@ -83,7 +86,7 @@ class Share:
                     plan.weights[images].tolist(),
                     view,
                     is_small,
-                    is_small and bool(small.needs_full_size[images].any()),
+                    full_size,
                 )
 
 

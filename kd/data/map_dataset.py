@@ -49,7 +49,7 @@ def build(
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Reads and checks the labels of a dataset's items."""
+    """Labels of a dataset's items are read and checked."""
 
     config_path: str  # the data's name for messages, such as "train"
     # "all", "some" (-1: none), "sets" (0 or 1 for each class) or "none" (not read)

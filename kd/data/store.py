@@ -48,7 +48,7 @@ LONGEST = 4.0  # largest aspect at which every image fits into its slot
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """Shrinks a training image to the pixels that a random crop can need."""
+    """Shrink a training image to the pixels that a random crop can need."""
 
     # Every random crop has at least `size` pixels per side. A smaller image is stored
     # as it is.
@@ -78,7 +78,7 @@ class Shrunk:
 
 
 class StoredImage(NamedTuple):
-    """A stored image."""
+    """An image was read from a store."""
 
     image: Image.Image
     crc: int  # CRC-32 of the encoded bytes that it was decoded from

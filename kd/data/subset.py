@@ -40,7 +40,10 @@ def can_reduce(source: Source) -> TypeGuard[Reducing]:
 
 
 class Subset:
-    """Images of a source, by position. See `kd.core.contracts.Source`."""
+    """A subset has some images of a source, by position.
+
+    See `kd.core.contracts.Source`.
+    """
 
     # which images keep their label, bool [N]; None: all that have one
     has_label: np.ndarray | None = None

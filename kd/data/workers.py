@@ -78,7 +78,7 @@ def _ended(pids: str, reason: str) -> RunError:
 
 
 class Watch(threading.Thread):
-    """Kills the workers if a batch does not arrive within a time limit."""
+    """This thread kills the workers if a batch does not arrive in time."""
 
     # `DataLoader(timeout=2)` is not enough: with one of two workers stopped, six of six
     # loops still waited after 15 seconds (torch 2.15). The stopped worker had announced

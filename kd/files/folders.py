@@ -1,4 +1,4 @@
-"""This file lists image files in folders, in order, and what is left out.
+"""List image files in folders, in order, and count what is left out.
 
 Training, `kd init` and `kd-predict` list with these functions. Links are followed;
 hidden names and the folders of storage systems are left out. One `scandir` per folder
@@ -132,7 +132,7 @@ def folders(path: str | os.PathLike[str]) -> list[str]:
 
 
 class Folder(NamedTuple):
-    """This is one folder of a walk."""
+    """A folder of a walk has these entries."""
 
     path: bytes  # below the root
     above: frozenset[tuple[int, int]]  # its parents

@@ -1,4 +1,7 @@
-"""Checksums of an export's manifest.json and files. Imports nothing from kd."""
+"""An export's manifest.json and files have checksums.
+
+This module imports nothing from kd.
+"""
 
 import hashlib
 import json

@@ -86,7 +86,7 @@ is too small.
 
 @dataclass(frozen=True, slots=True)
 class Most:
-    """Limits on an image, read from its header before pixels are decoded."""
+    """An image must keep these limits, which are read from its header."""
 
     pixels: int = MAX_PIXELS
     scans: int = MAX_SCANS
@@ -152,7 +152,7 @@ def open_image(data: bytes, formats: Sequence[str], limits: Most) -> Image.Image
         UnidentifiedImageError: its format is not in `formats`, as Pillow names them.
     """
     # Image.open compares with Image.MAX_IMAGE_PIXELS, a global that kd must not change.
-    # It also reports a phone's JPEG with a second picture behind it as "MPO", to which
+    # It also reports a phone's JPEG with a second image behind it as "MPO", to which
     # rules about "JPEG" would not apply.
     Image.preinit()
     for name in formats:
@@ -253,7 +253,7 @@ def least_of_random(width: int, height: int, size: int, crop: float) -> float:
 
         max(size / min(W, H), size / sqrt(3/4 crop W H))
 
-    which leaves 4/3 size^2 / crop pixels of a photograph, whatever its shape.
+    which leaves 4/3 size^2 / crop pixels of an image, whatever its shape.
     """
     factor = size / min(width, height)
     if crop >= 1.0:
@@ -385,8 +385,8 @@ BRANCHES = (
     *product(["WEBP", "HEIF"], ["RGB", "RGBA"], [1.5], [{}]),
     *product(["PNG", "WEBP"], ["RGB"], [1.5], [{"exif": ORIENTATION % 6}]),
 )
-"""The branches of the decoder, Pillow's and `to_rgb`'s, as pictures that take them:
+"""The branches of the decoder, Pillow's and `to_rgb`'s, as images that take them:
 format, mode, shorter side over that of the crop, options of `Image.save`. A self-check
-has a picture of each. Pillow cannot write, so no picture has: colour of 16 bits a
+has an image of each. Pillow cannot write, so no image has: colour of 16 bits a
 channel, interlaced PNG, JPEG in RGB.
 """

@@ -1,4 +1,4 @@
-"""Files of numbered, checksummed records that several processes may write."""
+"""Several processes may write files of numbered, checksummed records."""
 
 import logging
 import mmap

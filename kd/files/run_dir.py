@@ -28,7 +28,7 @@ BILLED = ("billable_seconds", "began")
 
 
 class RunDir:
-    """The folder of one run. See `kd.engine.run.RunStore`."""
+    """A run has this folder; see `kd.engine.run.RunStore`."""
 
     def __init__(self, path: Path, rank: int = 0, keep: int = 2) -> None:
         """Name a run folder.

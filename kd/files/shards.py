@@ -28,7 +28,7 @@ AT_ONCE = 8  # shards copied at the same time
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A tar file on this machine."""
+    """A shard is a tar file on this machine."""
 
     path: str
     origin: str  # its path, or the URL that it was copied from
@@ -115,7 +115,7 @@ def members(
 
 
 class _Headers:
-    """A shard from which tarfile reads only headers."""
+    """tarfile reads only the headers of a shard."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SiftingBatch(ABC):
-    """Base class of a batch that can be sifted and accumulated.
+    """Derive from this class for a batch that can be sifted and accumulated.
 
     `ListBatch` and `TensorBatch` suit most needs.
     """

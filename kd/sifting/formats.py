@@ -206,10 +206,7 @@ def _mismatch(
 
 
 class TreeBatch(SiftingBatch):
-    """This batch is nested.
-
-    Its form has dicts and lists with ROWS or CONSTANT at their leaves.
-    """
+    """A nested batch has a form: dicts and lists with ROWS or CONSTANT at leaves."""
 
     def __init__(self, data: Any, form: Any) -> None:
         self.data = data

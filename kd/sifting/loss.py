@@ -1,4 +1,4 @@
-"""The user's loss per sample, evaluated without side effects on the training run."""
+"""The user's loss per sample is evaluated without side effects on the training."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from kd.sifting.formats import to_device
 
 
 class Loss:
-    """Base class of the loss per sample: derive from it and implement `loss`."""
+    """Derive from this class and implement `loss`, the loss per sample."""
 
     def loss(
         self,

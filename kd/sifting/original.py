@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Sizes(NamedTuple):
-    """An epoch of this rank has this number of batches and samples; None: not known."""
+    """An epoch of this rank has these numbers of batches and samples; None: unknown."""
 
     batches: int | None
     samples: int | None
