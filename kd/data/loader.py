@@ -143,7 +143,7 @@ class LocalLoader:
         # Not a method of this loader: the DataLoader's iterator would keep it alive,
         # and its workers would never end.
         self._requests.make = partial(self.share.requests, plan, view, start, small)
-        for batch in self._arriving():
+        for batch in self._arriving_batches():
             if isinstance(batch, KdError):
                 try:
                     raise batch
@@ -156,7 +156,7 @@ class LocalLoader:
             self._require_few_skipped()
             yield batch
 
-    def _arriving(self) -> Iterator[Batch | KdError]:
+    def _arriving_batches(self) -> Iterator[Batch | KdError]:
         """Yield batches as they arrive; raise a RunError if a worker dies or hangs."""
         if not self.workers:
             yield from self._batches

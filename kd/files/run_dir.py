@@ -63,7 +63,7 @@ class RunDir:
             wrong = f"'{self.path}' exists and is not a run folder"
             raise RunError("run.name", wrong, "", remedy)
         if self._lock is None:
-            self._enter()
+            self._create_and_lock()
         if not self._folders():
             manifest: dict[str, Any] = {}
             # files of a start that was killed before its first checkpoint
@@ -116,7 +116,7 @@ class RunDir:
         with storage.on_disk(self._metrics_file, "run.folder"):
             storage.append_rows(self._metrics_file, row)
 
-    def alone(self) -> "RunDir":
+    def baseline(self) -> "RunDir":
         """Return the folder of the latest baseline; it may not exist."""
         baseline = Path(str(self.manifest().get("baseline", BASELINE)))
         return RunDir(self.path / baseline.name)
@@ -278,7 +278,7 @@ class RunDir:
             self.rows()  # they have steps
             storage.keep_rows(self._metrics_file, lambda row: row["step"] <= step)
 
-    def _enter(self) -> None:
+    def _create_and_lock(self) -> None:
         with storage.on_disk(self.path, "run.folder"):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             try:

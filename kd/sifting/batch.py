@@ -137,7 +137,7 @@ class Pending:
         """Insert samples at the front, in their order."""
         self.batches.insert(0, batch)
 
-    def joined(self) -> SiftingBatch | None:
+    def join_all(self) -> SiftingBatch | None:
         """Return all samples as one batch, or None if the queue is empty.
 
         The samples stay in the queue.
@@ -148,7 +148,7 @@ class Pending:
 
     def pop(self, size: int) -> SiftingBatch:
         """Remove and return the first `size` samples."""
-        batch = self.joined()
+        batch = self.join_all()
         assert batch is not None
         if len(batch) == size:
             self.batches = []

@@ -131,7 +131,7 @@ class SiftingDataloader:
     def __iter__(self) -> Iterator[Any]:
         if not self._resuming:
             self.position = self.steps_in_epoch = 0
-        batches = self._sifted()
+        batches = self._sifted_batches()
         device = device_of(self.model)
         equal_lengths = self._lengths_agree(device)
         length = self.epoch_lengths(1)[0] if self.counted else 0
@@ -180,7 +180,7 @@ class SiftingDataloader:
         self._order = random_state(self.orig_dataloader)
         return iter(self.orig_dataloader)
 
-    def _sifted(self) -> Iterator[SiftingBatch]:
+    def _sifted_batches(self) -> Iterator[SiftingBatch]:
         """Yield batches to train on.
 
         At each yield, the counters include the batch yielded.
@@ -191,9 +191,9 @@ class SiftingDataloader:
         for original in self._open():
             self.position += 1
             with self.meter.timed("transform"):
-                batch = self._transformed(original)
+                batch = self._to_sifting_batch(original)
             self.size = self.size or len(batch)
-            if self._delays():
+            if self._is_delayed():
                 self.meter.count(len(batch), len(batch))
                 yield batch
                 continue
@@ -201,7 +201,7 @@ class SiftingDataloader:
             while len(self.pending) >= self.size:
                 yield self.pending.pop(self.size)
 
-    def _transformed(self, original: Any) -> SiftingBatch:
+    def _to_sifting_batch(self, original: Any) -> SiftingBatch:
         batch = self.transform.transform(original)
         if not isinstance(batch, SiftingBatch):
             wrong = f"transform() returned a {type(batch).__name__}"
@@ -212,7 +212,7 @@ class SiftingDataloader:
             raise UnsupportedDataFormatException("batch_transforms", wrong, allowed)
         return batch
 
-    def _delays(self) -> bool:
+    def _is_delayed(self) -> bool:
         base = self.sift_config.base
         steps = self.steps_in_epoch if base.repeat_delay_per_epoch else self.steps
         return steps < base.sift_delay
@@ -337,7 +337,7 @@ class SiftingDataloader:
             The window, the counters, the pending samples and the order of the epoch, by
             name.
         """
-        pending = self.pending.joined()
+        pending = self.pending.join_all()
         state: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
         state |= {
             f"window.{name}": value for name, value in self.window.state_dict().items()
@@ -376,7 +376,7 @@ class SiftingDataloader:
         if isinstance(self.transform, DefaultTransform):
             self.transform.form, self.transform.index = state["format"]
         if state["pending"] is not None:
-            self.pending.add(self._transformed(state["pending"]))
+            self.pending.add(self._to_sifting_batch(state["pending"]))
         candidates, selected = state["seen_and_kept"]
         self.metrics["num_orig_samples_seen"] = candidates
         self.metrics["num_orig_samples_kept"] = selected

@@ -57,9 +57,9 @@ class Meter:
         """
         self.training.append(seconds / size)
         if min(len(self.scoring), len(self.training)) >= PILOT:
-            self._judge(keep)
+            self._log_saving(keep)
 
-    def _judge(self, keep: float) -> None:
+    def _log_saving(self, keep: float) -> None:
         score, train = (
             statistics.median(times[PILOT // 4 :])
             for times in (self.scoring, self.training)

@@ -105,7 +105,7 @@ def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> S
     student, provenance = best_student(folder, recipe, classes)
     if index:
         student.project = best_projector(folder, recipe.losses, len(recipe.members))
-    alone = folder.alone()
+    alone = folder.baseline()
     return Subject(
         recipe=recipe,
         student=student,

@@ -312,7 +312,7 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
     manifest, findings, alone = (
         folder.manifest(),
         folder.path / "findings.json",
-        folder.alone(),
+        folder.baseline(),
     )
     trained = recipe.baseline if alone.config_file.is_file() else None
     folders = fit_folders(recipe, manifest.get("data", "")).values()
