@@ -44,7 +44,7 @@ from patience import plot
 
 from _record import RESULTS, commit, write
 from kd.core.intervals import wilson_interval
-from kd.core.text import table
+from kd.core.text import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "cifar10.yaml"
@@ -259,7 +259,7 @@ def summary(rows: Sequence[Row]) -> str:
                 "of it the teacher": f"{100 * mean['teacher_share']:.0f} %",
             }
         )
-    return table(lines)
+    return markdown_table(lines)
 
 
 def earlier(options: argparse.Namespace, theme: str) -> list[Row]:

@@ -66,7 +66,7 @@ import yaml
 
 from _record import commit, newest, write
 from kd.core.intervals import wilson_interval
-from kd.core.text import table
+from kd.core.text import markdown_table
 from kd.models.answer_table import read as read_table
 from kd.models.answer_table import write as write_table
 from kd.study.report.charts import FILE, Axis, Chart, Level, Series, lines
@@ -787,7 +787,7 @@ def report(experiment: str, rows: Sequence[Row]) -> str:
                     "of the teacher": f"{mean['teacher_minutes']:.1f}",
                 }
             )
-    return f"{experiment}\n{table(means)}"
+    return f"{experiment}\n{markdown_table(means)}"
 
 
 def drawn(rows: Sequence[Row]) -> str:

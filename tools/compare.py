@@ -36,7 +36,7 @@ from timm_distillation import Finished, finished, train_with_timm  # noqa: E402
 from _record import write  # noqa: E402
 from kd import config  # noqa: E402
 from kd.core.intervals import wilson_interval  # noqa: E402
-from kd.core.text import table  # noqa: E402
+from kd.core.text import markdown_table  # noqa: E402
 from kd.jobs.train import teach  # noqa: E402
 from kd.setup.data import open_sources  # noqa: E402
 from kd.setup.recipe import resolve  # noqa: E402
@@ -311,7 +311,7 @@ def summary(rows: Sequence[Row]) -> str:
                 ),
             }
         )
-    return table(lines)
+    return markdown_table(lines)
 
 
 def plot(rows: Sequence[Row]) -> str:

@@ -220,7 +220,7 @@ def number(unit: str) -> Callable[[str], float]:
     """Return the type of an option that is a number above 0, with or without
     its unit.
     """
-    return _type(lambda text: options.positive(text.lower().removesuffix(unit)))
+    return _type(lambda text: options.parse_positive(text.lower().removesuffix(unit)))
 
 
 def explained(prefix: str = "", path: str = "") -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kd.cli.command import Parser, add_fields, add_trust, guarded, new_parser, taken
 from kd.core.errors import Interrupted
-from kd.core.text import VARIANTS_NOTE, table, variant_rows
+from kd.core.text import VARIANTS_NOTE, markdown_table, variant_rows
 from kd.deploy.export.flags import ExportOptions, accepted_line
 
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
@@ -46,7 +46,7 @@ def export(argv: Sequence[str] | None = None) -> int:
         for line in exported.lines:
             print(f"  {line}")
         if rows := variant_rows(exported.manifest):
-            print(f"{table(rows)}\n{VARIANTS_NOTE}")
+            print(f"{markdown_table(rows)}\n{VARIANTS_NOTE}")
         cascade = exported.manifest.get("cascade")
         if accepted := exported.manifest.get("accepted") or cascade:
             print(f"{accepted_line(accepted)}, which kd-serve now loads")

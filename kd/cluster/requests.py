@@ -27,7 +27,7 @@ from kd.core.errors import (
     import_optional,
 )
 from kd.core.facts import BackendFacts
-from kd.core.options import option, positive, whole_number
+from kd.core.options import option, parse_positive, whole_number
 from kd.parts import registry
 
 if TYPE_CHECKING:
@@ -86,11 +86,11 @@ class Job:
     """Longest run time."""
     volume: int = option(100, "GIB", COUNT)
     """Disk of each instance."""
-    view_ms: float = option(0.0, "MS", positive)
+    view_ms: float = option(0.0, "MS", parse_positive)
     """Milliseconds of a core per view, which `kd-train CONFIG --check` measures: plan
     the cores that the job needs.
     """
-    images_per_second: float = option(0.0, "N", positive)
+    images_per_second: float = option(0.0, "N", parse_positive)
     """Images per second of the student on one accelerator, for this plan."""
     profiler: bool = option(False)
     """Have SageMaker profile the job: system metrics once per second and a report of

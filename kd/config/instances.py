@@ -13,7 +13,7 @@ import math
 from typing import NamedTuple
 
 from kd.core.errors import ConfigError, did_you_mean
-from kd.core.text import money
+from kd.core.text import format_dollars
 
 PRICED_ON = "2026-09-27"  # date of the prices
 DATA_HOST = "ml.c5.18xlarge"  # the type that a plan proposes for a data group
@@ -167,7 +167,7 @@ def plan(
         " USD "
     )
     text += (
-        f"{money(hosts * data.usd)} an hour ({dearer:.2f} times the price), and pays"
+        f"{format_dollars(hosts * data.usd)} an hour ({dearer:.2f} times the price), and pays"
         " from "
     )
     lines.append(f"{text}{most * dearer / number:,.0f} images/s per accelerator on")

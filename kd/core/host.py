@@ -291,15 +291,15 @@ def free_mib() -> float:
     free_bytes = [float(psutil.virtual_memory().available)]
     for limit_file, usage_file, reclaimable in CONTAINERS:
         folder = Path(limit_file).parent
-        limit = _number(limit_file)
+        limit = _read_number(limit_file)
         if limit is not None:
-            usage = _number(folder / usage_file) or 0.0
-            cache = _number(folder / "memory.stat", reclaimable) or 0.0
+            usage = _read_number(folder / usage_file) or 0.0
+            cache = _read_number(folder / "memory.stat", reclaimable) or 0.0
             free_bytes.append(limit - usage + cache)
     return max(0.0, min(free_bytes) / 2**20)
 
 
-def _number(path: Path | str, name: str = "") -> float | None:
+def _read_number(path: Path | str, name: str = "") -> float | None:
     """Return a number in a file, the first or the one after `name` at a line's start.
 
     None: it is `max`, or missing.

@@ -96,7 +96,7 @@ def clip_to_share(low: float, high: float) -> tuple[float, float]:
     return min(1.0, max(0.0, low)), min(1.0, max(0.0, high))
 
 
-def verdict(low: float, high: float) -> str:
+def interval_verdict(low: float, high: float) -> str:
     """Return what a difference's interval says of the first model."""
     if low > 0:
         return "better"

@@ -71,7 +71,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-def positive(text: str) -> float:
+def parse_positive(text: str) -> float:
     """Parse a number above 0; ValueError: anything else."""
     try:
         value = float(text)
@@ -82,12 +82,12 @@ def positive(text: str) -> float:
     return value
 
 
-def pixels(text: str) -> int:
+def parse_pixels(text: str) -> int:
     """Parse a number of pixels such as 25e6; ValueError: anything else."""
-    return int(positive(text))
+    return int(parse_positive(text))
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Parse a size such as 6MiB and return bytes; ValueError: anything else."""
     match = re.fullmatch(r"([0-9]{1,12})(|B|KiB|MiB|GiB)", text, re.IGNORECASE)
     if match is None or not int(match[1]):

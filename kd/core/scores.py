@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kd.core.intervals import Samples, clip_to_share, verdict
+from kd.core.intervals import Samples, clip_to_share, interval_verdict
 from kd.core.text import percent
 
 DIFFERENCES_NOTE = (
@@ -74,7 +74,7 @@ class Column:
             for number in (value, low, high)
         ]
         unit = " points" if self.unit == "%" else ""
-        return f"{points[0]}{unit} ({points[1]} to {points[2]}): {verdict(low, high)}"
+        return f"{points[0]}{unit} ({points[1]} to {points[2]}): {interval_verdict(low, high)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def markdown_table(rows: list[dict[str, Any]]) -> str:
     """Return rows as an aligned Markdown table, for terminals and report.md."""
     columns = list(rows[0])
     cells = [columns, *[[str(row[column]) for column in columns] for row in rows]]
@@ -75,7 +75,7 @@ VARIANTS_NOTE = (
 """Legend under the table of `variant_rows`."""
 
 
-def number(value: float, unit: str = "", digits: int = 3) -> str:
+def format_number(value: float, unit: str = "", digits: int = 3) -> str:
     """Return a number in few characters, with its unit: 0.123, 12.3, 1,234, 75 %.
 
     The unit "%" is for shares.
@@ -90,12 +90,12 @@ def number(value: float, unit: str = "", digits: int = 3) -> str:
     return f"{value:{form}} {unit}".rstrip()
 
 
-def money(dollars: float) -> str:
+def format_dollars(dollars: float) -> str:
     """Return dollars with enough digits to compare: 12.34, 0.00123."""
     return f"{dollars:,.2f}" if dollars >= 1 else f"{dollars:.3g}"
 
 
-def clock(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return seconds as text: 42 s, 4 min 42 s, 3 h 05 min."""
     rounded = round(seconds)
     if rounded < 60:
@@ -159,7 +159,7 @@ def list_line(name: str) -> str:
     return name if plain else json.dumps(name)
 
 
-def names_of(text: str) -> list[str]:
+def names_in_list(text: str) -> list[str]:
     """Return the names in a list with one name per line.
 
     Empty lines and lines that begin with "#" are ignored.

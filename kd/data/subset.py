@@ -11,7 +11,7 @@ import numpy as np
 from kd.core.contracts import Reducing, Source
 from kd.core.errors import DataError, did_you_mean
 from kd.core.seeds import seed_from
-from kd.core.text import names_of, nfc
+from kd.core.text import names_in_list, nfc
 from kd.core.types import Decoded, Label
 
 EXCLUDE = "data.exclude"
@@ -177,7 +177,7 @@ def exclude_images(file: str, splits: Mapping[str, Source]) -> dict[str, Source]
     except OSError as error:
         wrong = f"'{file}' cannot be read ({error.strerror})"
         raise DataError(EXCLUDE, wrong, "A text file", "Check the path") from error
-    listed = set(map(nfc, names_of(content)))
+    listed = set(map(nfc, names_in_list(content)))
     missing = set(listed)
     remaining = dict(splits)
     for split, source in splits.items():

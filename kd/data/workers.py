@@ -175,10 +175,12 @@ def serve_until_the_trainer_ends(number: int) -> None:
     # trainer that finishes its step still needs its workers. If the trainer dies,
     # torch's worker notices within seconds. Only Linux reports a signal's sender.
     if sys.platform == "linux":
-        threading.Thread(target=_wait, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(
+            target=_end_with_trainer, args=(os.getppid(),), daemon=True
+        ).start()
 
 
-def _wait(trainer: int) -> None:
+def _end_with_trainer(trainer: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
         pass
     os._exit(0)

@@ -71,7 +71,9 @@ def head(folder: Path) -> tuple[State, dict[str, Any]]:
         return State(**content["state"]), content
 
     try:
-        return read_json(folder / STATE, "run.folder", _remedy(folder), build, Broken)
+        return read_json(
+            folder / STATE, "run.folder", _removal_remedy(folder), build, Broken
+        )
     except OSError as error:
         raise _read_error(folder, error) from error
 
@@ -141,10 +143,12 @@ def _read_error(folder: Path, error: Exception) -> RunError:
 
 
 def _broken(folder: Path, wrong: str) -> Broken:
-    return Broken("run.folder", f"checkpoint '{folder}' {wrong}", "", _remedy(folder))
+    return Broken(
+        "run.folder", f"checkpoint '{folder}' {wrong}", "", _removal_remedy(folder)
+    )
 
 
-def _remedy(folder: Path) -> str:
+def _removal_remedy(folder: Path) -> str:
     return (
         f"Remove '{folder}'; the same command then resumes from the checkpoint"
         " before it"

@@ -51,7 +51,7 @@ MOST_KINDS = 6  # endings named in a line
 IsImage = Callable[[os.DirEntry[bytes]], bool]
 
 
-def join(folder: bytes, name: bytes) -> bytes:
+def join_path(folder: bytes, name: bytes) -> bytes:
     """Return the path of a name in a folder; b"" is the root."""
     return folder + b"/" + name if folder else name
 
@@ -166,9 +166,9 @@ class Walk:
             path, above, content = opened[-1]
             name, entry = next(content, (b"", None))
             if entry is not None:
-                yield path, join(path, name), entry
+                yield path, join_path(path, name), entry
             elif name:
-                opened.append(self._open(join(path, name[:-1]), above))
+                opened.append(self._open(join_path(path, name[:-1]), above))
             else:
                 opened.pop()
 

@@ -24,7 +24,7 @@ def is_url(path: str) -> bool:
     return URL.match(path) is not None
 
 
-def join(url: str, name: str) -> str:
+def join_url(url: str, name: str) -> str:
     """Return the URL of a file below another URL."""
     return f"{url.rstrip('/')}/{name}"
 
@@ -35,7 +35,7 @@ def versions(url: str, config_path: str) -> dict[str, tuple[int, str]]:
     A URL with wildcards gives the matches. Folders are left out.
     """
     with _store_errors(url, config_path):
-        files, path = _open(url, config_path)
+        files, path = _open_store(url, config_path)
         infos = {}
         if re.search(r"[*?\[]", path):
             infos = {
@@ -46,7 +46,9 @@ def versions(url: str, config_path: str) -> dict[str, tuple[int, str]]:
         else:
             for name, info in files.find(path, detail=True).items():
                 below = name[len(path) :].lstrip("/")
-                infos[join(url, below) if below or name.endswith("/") else url] = info
+                infos[join_url(url, below) if below or name.endswith("/") else url] = (
+                    info
+                )
         # object stores' consoles write an empty object "photos/" for a folder
         return {
             name: (int(info["size"] or 0), _version(name, info))
@@ -61,7 +63,7 @@ def version(url: str, config_path: str) -> str:
     It changes with the content.
     """
     with _store_errors(url, config_path):
-        files, path = _open(url, config_path)
+        files, path = _open_store(url, config_path)
         return _version(url, files.info(path))
 
 
@@ -71,14 +73,14 @@ def _version(url: str, info: Any) -> str:
     return hashlib.sha256("\0".join([url, *stamps]).encode()).hexdigest()[:12]
 
 
-def read(url: str, config_path: str) -> bytes:
+def read_url(url: str, config_path: str) -> bytes:
     """Read a whole file.
 
     FileNotFoundError and PermissionError are raised as for a local file.
     """
     try:
         with _store_errors(url, config_path, (FileNotFoundError, PermissionError)):
-            files, path = _open(url, config_path)
+            files, path = _open_store(url, config_path)
             return files.cat_file(path)
     except (FileNotFoundError, PermissionError) as error:
         raise type(error)(
@@ -92,14 +94,14 @@ def copy_here(url: str, target: Path, config_path: str) -> None:
         atomic_file(target, config_path) as draft,
         _store_errors(url, config_path, disk=True),
     ):
-        files, path = _open(url, config_path)
+        files, path = _open_store(url, config_path)
         files.get_file(path, str(draft))
 
 
-def _open(url: str, config_path: str) -> tuple[Any, str]:
+def _open_store(url: str, config_path: str) -> tuple[Any, str]:
     protocol = url.partition("://")[0]
     try:
-        files = _store(protocol, os.getpid())
+        files = _file_system(protocol, os.getpid())
     # ValueError: fsspec does not know the protocol
     except (ImportError, ValueError) as error:
         remedy = EXTRAS.get(protocol, "Install the package for fsspec that brings it")
@@ -111,7 +113,7 @@ def _open(url: str, config_path: str) -> tuple[Any, str]:
 
 
 @functools.lru_cache
-def _store(protocol: str, process: int) -> Any:
+def _file_system(protocol: str, process: int) -> Any:
     """Return the process's file system, shared by its threads.
 
     fsspec would make one with a client per thread.

@@ -169,12 +169,12 @@ def open_image(data: bytes, formats: Sequence[str], limits: Most) -> Image.Image
         # as Image.open: not of this format
         except (SyntaxError, IndexError, TypeError, struct.error):
             continue
-        _check(image, data, limits)
+        _require_within(image, data, limits)
         return image
     raise UnidentifiedImageError("cannot identify image file")
 
 
-def _check(image: Image.Image, data: bytes, limits: Most) -> None:
+def _require_within(image: Image.Image, data: bytes, limits: Most) -> None:
     width, height = image.size
     sides = f"{width} x {height}"
     if width * height > limits.pixels:
@@ -261,7 +261,7 @@ def least_of_random(width: int, height: int, size: int, crop: float) -> float:
     return max(factor, size / math.sqrt(0.75 * crop * width * height))
 
 
-def load(
+def decode_rgb(
     image: Image.Image, least: Least | None, margin: float = MARGIN, bits: int = 16
 ) -> tuple[Image.Image, int]:
     """Decode an opened image to upright RGB, and return the bits of its largest value.

@@ -46,7 +46,7 @@ def read_text(path: str | Path) -> str:
         ) from error
 
 
-def table(
+def parse_table(
     text: str, delimiter: str
 ) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
     """Return a table's column names and its lines by number; empty lines are skipped.

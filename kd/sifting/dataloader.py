@@ -17,7 +17,7 @@ from kd.sifting.config import (
 )
 from kd.sifting.formats import DefaultTransform
 from kd.sifting.loss import device_of, losses_of, method_of
-from kd.sifting.original import random_state, restore, resume, sizes_of
+from kd.sifting.original import random_state, restore_order, resume_epoch, sizes_of
 from kd.sifting.timing import Meter, logger, now
 
 COUNTERS = ("steps", "steps_in_epoch", "position", "seen", "draws", "size")
@@ -87,7 +87,9 @@ class SiftingDataloader:
             RelativeProbabilisticSiftConfig, sift_config, "sift_config"
         )
         self.loss_method = method_of(loss_impl)
-        _check(model, orig_dataloader, batch_transforms, batch_format_index, pick)
+        _check_arguments(
+            model, orig_dataloader, batch_transforms, batch_format_index, pick
+        )
         sizes = sizes_of(orig_dataloader)
         self.transform = batch_transforms or DefaultTransform(
             sizes.batch_size, batch_format_index, alone=sizes.batches == 1
@@ -175,8 +177,8 @@ class SiftingDataloader:
         if self._resuming:
             self._resuming = False
             if self.position:
-                return resume(self.orig_dataloader, self._order, self.position)
-            restore(self.orig_dataloader, self._order)
+                return resume_epoch(self.orig_dataloader, self._order, self.position)
+            restore_order(self.orig_dataloader, self._order)
         self._order = random_state(self.orig_dataloader)
         return iter(self.orig_dataloader)
 
@@ -391,7 +393,9 @@ def _without_prefix(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _check(model: Any, loader: Any, transforms: Any, index: Any, pick: Any) -> None:
+def _check_arguments(
+    model: Any, loader: Any, transforms: Any, index: Any, pick: Any
+) -> None:
     has_methods = hasattr(transforms, "transform") and hasattr(
         transforms, "reverse_transform"
     )

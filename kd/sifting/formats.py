@@ -78,12 +78,12 @@ class DefaultTransform(SiftingBatchTransform):
     def _detect(self, batch: Any) -> Any:
         """Return the form of a batch, and set `index` where the batch is no dict."""
         if isinstance(batch, Mapping):
-            lengths = [_length(value) for value in batch.values()]
+            lengths = [_row_count(value) for value in batch.values()]
             lengths = [length for length in lengths if length is not None]
             if not lengths:
                 wrong = "Unable to index the batch: no value has one entry per sample"
                 raise UnsupportedDataFormatException("batch", wrong, "", REMEDY)
-            return _form(batch, self._size(lengths, default=lengths[0]), "batch")
+            return _tree_form(batch, self._size(lengths, default=lengths[0]), "batch")
         if not isinstance(batch, (list, tuple, Tensor)):
             wrong = f"Batches of type {type(batch)} are not supported by default"
             raise UnsupportedDataFormatException(
@@ -95,7 +95,9 @@ class DefaultTransform(SiftingBatchTransform):
         if self.index == SAMPLE or isinstance(batch, Tensor):
             return ROWS
         assert features is not None
-        return [_form(item, features, f"batch[{i}]") for i, item in enumerate(batch)]
+        return [
+            _tree_form(item, features, f"batch[{i}]") for i, item in enumerate(batch)
+        ]
 
     def _size(self, lengths: Sequence[int | None], default: int) -> int:
         """Return the batch size, or `default`.
@@ -132,17 +134,17 @@ def _dimensions(batch: Any) -> tuple[int, int | None]:
         return len(batch), batch.shape[1] if batch.ndim > 1 else None
     if isinstance(batch, Tensor) or not len(batch):
         raise _not_indexable(batch, "batch")
-    lengths = {_length(item) for item in batch if not _is_constant(item)}
+    lengths = {_row_count(item) for item in batch if not _is_constant(item)}
     return len(batch), lengths.pop() if len(lengths) == 1 else None
 
 
-def _form(value: Any, size: int, config_path: str) -> Any:
+def _tree_form(value: Any, size: int, config_path: str) -> Any:
     """Return which leaves of `value` have `size` rows."""
     if _is_constant(value):
         return CONSTANT
     if isinstance(value, Mapping):
         return {
-            key: _form(item, size, f"{config_path}[{key!r}]")
+            key: _tree_form(item, size, f"{config_path}[{key!r}]")
             for key, item in value.items()
         }
     if isinstance(value, (Tensor, np.ndarray)):
@@ -151,7 +153,7 @@ def _form(value: Any, size: int, config_path: str) -> Any:
         return ROWS
     if not isinstance(value, (list, tuple)):
         raise _not_indexable(value, config_path)
-    columns = [_length(item) == size for item in value]
+    columns = [_row_count(item) == size for item in value]
     if len(value) == size > 1 and all(columns):
         wrong = f"holds {size} samples, or {size} features of {size} samples"
         remedy = (
@@ -167,7 +169,9 @@ def _form(value: Any, size: int, config_path: str) -> Any:
         raise _mismatch(
             config_path, size, f"it is a {type(value).__name__} of {len(value)}"
         )
-    return [_form(item, size, f"{config_path}[{i}]") for i, item in enumerate(value)]
+    return [
+        _tree_form(item, size, f"{config_path}[{i}]") for i, item in enumerate(value)
+    ]
 
 
 def _is_constant(value: Any) -> bool:
@@ -178,11 +182,11 @@ def _is_constant(value: Any) -> bool:
     )
 
 
-def _length(value: Any) -> int | None:
+def _row_count(value: Any) -> int | None:
     """Return the length of a part of a batch, or None where it has none."""
     if isinstance(value, Mapping):
         items = [item for item in value.values() if not _is_constant(item)]
-        return _length(items[0]) if items else None
+        return _row_count(items[0]) if items else None
     if _is_constant(value) or not hasattr(value, "__len__"):
         return None
     return len(value)
@@ -217,7 +221,7 @@ class TreeBatch(SiftingBatch):
             if kind == ROWS:
                 sizes.add(len(leaves[0]))
 
-        _map(measure, form, [data])
+        _map_trees(measure, form, [data])
         self.sizes = sorted(sizes)
 
     def __len__(self) -> int:
@@ -230,7 +234,7 @@ class TreeBatch(SiftingBatch):
         def take_leaf(kind: str, leaves: list[Any], config_path: str) -> Any:
             return take_rows(leaves[0], index) if kind == ROWS else leaves[0]
 
-        return TreeBatch(_map(take_leaf, self.form, [self.data]), self.form)
+        return TreeBatch(_map_trees(take_leaf, self.form, [self.data]), self.form)
 
     def join(self, others: Sequence[TreeBatch]) -> TreeBatch:
         def join_leaf(kind: str, leaves: list[Any], config_path: str) -> Any:
@@ -238,7 +242,7 @@ class TreeBatch(SiftingBatch):
             return unite(leaves, config_path)
 
         trees = [self.data, *(batch.data for batch in others)]
-        return TreeBatch(_map(join_leaf, self.form, trees), self.form)
+        return TreeBatch(_map_trees(join_leaf, self.form, trees), self.form)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -254,7 +258,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _map(
+def _map_trees(
     function: Callable[[str, list[Any], str], Any],
     form: Any,
     trees: list[Any],
@@ -266,21 +270,23 @@ def _map(
     """
     if isinstance(form, str):
         return function(form, trees, config_path)
-    keys = _keys(form)
-    if any(_keys(tree) != keys for tree in trees):
+    keys = _tree_keys(form)
+    if any(_tree_keys(tree) != keys for tree in trees):
         wrong = "has another structure than in the first batch"
         raise UnsupportedDataFormatException(config_path, wrong, "All must be equal")
     values = {}
     for key in keys:
         children = [tree[key] for tree in trees]
-        values[key] = _map(function, form[key], children, f"{config_path}[{key!r}]")
+        values[key] = _map_trees(
+            function, form[key], children, f"{config_path}[{key!r}]"
+        )
     first = trees[0]
     if isinstance(first, Mapping):
         return _with_values(first, values)
     return same_sequence(first, list(values.values()))
 
 
-def _keys(tree: Any) -> Any:
+def _tree_keys(tree: Any) -> Any:
     """Return the keys of a mapping or the positions of a sequence, else None."""
     if isinstance(tree, Mapping):
         return tree.keys()

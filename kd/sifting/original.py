@@ -19,7 +19,7 @@ class Sizes(NamedTuple):
 def sizes_of(loader: Any) -> Sizes:
     """Return a loader's facts before an epoch begins."""
     sampler = getattr(loader, "batch_sampler", None)
-    batches = _length(loader)
+    batches = _length_or_none(loader)
     batch_size = getattr(loader, "batch_size", None)
     if batch_size is None:
         batch_size = getattr(sampler, "batch_size", None)
@@ -33,12 +33,14 @@ def sizes_of(loader: Any) -> Sizes:
         samples = batches * batch_size
     elif type(sampler) is torch.utils.data.BatchSampler:
         samples = (
-            batches * batch_size if sampler.drop_last else _length(sampler.sampler)
+            batches * batch_size
+            if sampler.drop_last
+            else _length_or_none(sampler.sampler)
         )
     return Sizes(batches, samples, batch_size)
 
 
-def _length(sized: Any) -> int | None:
+def _length_or_none(sized: Any) -> int | None:
     try:
         return len(sized)
     except (TypeError, NotImplementedError, AttributeError):
@@ -64,7 +66,7 @@ def _generators(loader: Any) -> dict[str, torch.Generator]:
     return generators
 
 
-def restore(loader: Any, order: Mapping[str, Tensor]) -> None:
+def restore_order(loader: Any, order: Mapping[str, Tensor]) -> None:
     """Set torch's random state and those of a loader's generators."""
     torch.set_rng_state(order["torch"].cpu())
     for name, generator in _generators(loader).items():
@@ -72,7 +74,7 @@ def restore(loader: Any, order: Mapping[str, Tensor]) -> None:
             generator.set_state(order[name].cpu())
 
 
-def resume(
+def resume_epoch(
     loader: Iterable[Any], order: dict[str, Tensor], position: int
 ) -> Iterator[Any]:
     """Repeat the epoch of those random states from batch `position` on.
@@ -83,7 +85,7 @@ def resume(
     own position (torchdata's).
     """
     with torch.random.fork_rng(devices=[]):
-        restore(loader, order)
+        restore_order(loader, order)
         batches = iter(loader)
         for _ in itertools.islice(batches, position):
             pass

@@ -8,7 +8,7 @@ from typing import Any
 
 from kd.core.intervals import Samples, paired_interval, wilson_interval
 from kd.core.scores import DIFFERENCES_NOTE, Column, Scored, Scores
-from kd.core.text import VARIANTS_NOTE, percent, table, variant_rows
+from kd.core.text import VARIANTS_NOTE, markdown_table, percent, variant_rows
 from kd.deploy.export.defer import lines_of
 from kd.deploy.export.flags import accepted_line
 from kd.deploy.export.receipt import ALONE, OWN, licence_lines, plain
@@ -55,7 +55,7 @@ def card(facts: Facts) -> str:
         sure=lines_of(facts["output"].get("defer", {})),
         plain=plain,
         percent=percent,
-        table=table,
+        table=markdown_table,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from kd.core.intervals import Samples
 from kd.core.references import reference_or_value
 from kd.core.scores import samples_of
-from kd.core.text import table
+from kd.core.text import markdown_table
 from kd.deploy.export.claims import (
     AboutClaims,
     ChainClaims,
@@ -207,7 +207,7 @@ def licence_lines(facts: Mapping[str, Any]) -> list[str]:
     models.
     """
     found = {plain(what): plain(licence) for what, licence in facts["licences"].items()}
-    lines = table(
+    lines = markdown_table(
         [{"what": what, "licence": licence} for what, licence in found.items()]
     ).split("\n")
     reaching = [

@@ -145,7 +145,9 @@ def _files(folder: str, names: Sequence[str]) -> ImageList:
         return "" if object_store.is_url(names[id]) else os.path.join(folder, names[id])
 
     def content(id: int) -> bytes:
-        return read_file(path(id)) if path(id) else object_store.read(names[id], WHERE)
+        return (
+            read_file(path(id)) if path(id) else object_store.read_url(names[id], WHERE)
+        )
 
     stamps = [_stamp(path(id)) if path(id) else "" for id in range(len(names))]
     remote = any(map(object_store.is_url, names))
@@ -166,7 +168,7 @@ def _stamp(path: str) -> str:
 
 def _url(url: str, size: int) -> bytes:
     check_bytes(size)
-    return object_store.read(url, WHERE)
+    return object_store.read_url(url, WHERE)
 
 
 def _member(path: str, offset: int, size: int) -> bytes:

@@ -26,7 +26,7 @@ from kd.deploy.export.parity import BATCH, Batches
 from kd.deploy.predict.image_list import GONE, find
 from kd.deploy.serve.limits import Problem
 from kd.deploy.verify.comparison import Claims
-from kd.files.pixels import least_of_centre, load, open_training_image, planes
+from kd.files.pixels import decode_rgb, least_of_centre, open_training_image, planes
 
 # files with one CRC-32 that are looked at; of 4,000 PNGs of noise 112 share one with
 # another
@@ -70,7 +70,7 @@ def _cropped(file: bytes, told: Mapping[str, Any]) -> np.ndarray:
         told.get("bits", 16),
     )
     with open_training_image(file) as image:
-        rgb, _ = load(
+        rgb, _ = decode_rgb(
             image, partial(least_of_centre, size=size, crop=crop), margin, bits
         )
     return planes(rgb, size, crop)

@@ -61,7 +61,7 @@ def decode(
     """
     # `kd.files.pixels` defines the conversion to RGB. Not handled: damage that leaves a
     # JPEG decodable. `subject`: the file's name in messages, "file 'apple/1.jpg'";
-    # `least`, `bits`: see `kd.files.pixels.load`.
+    # `least`, `bits`: see `kd.files.pixels.decode_rgb`.
     if not data:
         raise refuse(subject, config_path, "it is empty (0 bytes)")
     try:
@@ -71,7 +71,7 @@ def decode(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"PIL\.")
             with pixels.open_training_image(data) as image:
-                rgb, used = pixels.load(image, least, bits=bits)
+                rgb, used = pixels.decode_rgb(image, least, bits=bits)
                 return Decoded(
                     rgb, zlib.crc32(data), used, image.format or "", len(data)
                 )

@@ -198,9 +198,9 @@ def content(
 
 def table(content: str, path: str) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
     """Return the names of the columns, and the lines of a table by number; see
-    `kd.files.tables.table`.
+    `kd.files.tables.parse_table`.
     """
-    header, rows = tables.table(
+    header, rows = tables.parse_table(
         content, tables.DELIMITERS[os.path.splitext(path)[1].lower()]
     )
     if os.fsencode(header[0].lower()).endswith(ENDINGS):

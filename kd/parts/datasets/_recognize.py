@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kd.files.folders import folders
-from kd.files.tables import DELIMITERS, read_text, table
+from kd.files.tables import DELIMITERS, parse_table, read_text
 
 SPLITS = {
     "train": ("train", "training"),
@@ -100,7 +100,7 @@ def _table(path: Path, root: Path) -> tuple[str, Keys]:
     if path.suffix == ".json":
         name, labels = next(iter(json.loads(path.read_text(encoding="utf-8")).items()))
         return {True: "multilabel"}[isinstance(labels, list) and is_image(name)], {}
-    header, lines = table(read_text(path), DELIMITERS[path.suffix])
+    header, lines = parse_table(read_text(path), DELIMITERS[path.suffix])
     rows = [row for _, row in lines]
     image = next(i for i, cell in enumerate(rows[0]) if is_image(cell.strip()))
     others = [i for i in range(len(header)) if i != image]

@@ -12,7 +12,7 @@ from PIL import Image
 
 from kd.core.contracts import Source
 from kd.core.errors import DataError
-from kd.core.text import list_line, names_of
+from kd.core.text import list_line, names_in_list
 from kd.core.types import Label
 from kd.files.storage import write_text
 from kd.files.templates import render_template
@@ -158,7 +158,7 @@ def _write_exclude(file: Path, pairs: Sequence[Repeat]) -> None:
     names = {f"{pair.first.split}:{pair.first.name}" for pair in pairs if pair.leaks}
     if file.is_file():
         names |= set(
-            names_of(file.read_text(encoding="utf-8", errors="backslashreplace"))
+            names_in_list(file.read_text(encoding="utf-8", errors="backslashreplace"))
         )
     torn = {
         f"{seen.split}:{seen.name}"

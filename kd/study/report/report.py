@@ -8,7 +8,7 @@ from pathlib import Path
 from kd import config
 from kd.core.errors import RunError, error_summary
 from kd.core.references import redact
-from kd.core.text import as_one_line, table
+from kd.core.text import as_one_line, markdown_table
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.run_dir import RunDir
 from kd.files.storage import read_rows, write_text
@@ -187,17 +187,17 @@ def summary(runs: Sequence[RunRecord]) -> str:
             "",
         ]
     if any(run.cost for run in runs):
-        lines += ["Costs:", "", table(price_rows(runs)), ""]
+        lines += ["Costs:", "", markdown_table(price_rows(runs)), ""]
     if len(runs) > 1:
         operators, rows = table_of(runs), differences(runs)
         lines += (
-            ["Profiled, milliseconds per image:", "", table(operators), ""]
+            ["Profiled, milliseconds per image:", "", markdown_table(operators), ""]
             if operators
             else []
         )
         lines += [f"{text}\n" for run in runs if (text := how_to_profile(run))]
         lines += (
-            ["What differs in the configuration:", "", table(rows), ""]
+            ["What differs in the configuration:", "", markdown_table(rows), ""]
             if rows
             else ["One configuration.", ""]
         )

@@ -11,8 +11,8 @@ from kd.core.intervals import (
     Samples,
     bootstrap_interval,
     bootstrap_scores,
+    interval_verdict,
     paired_interval,
-    verdict,
     wilson_interval,
 )
 from kd.core.scores import Column
@@ -74,7 +74,7 @@ def test_better_is_what_mcnemars_exact_test_confirms(images):
     for gained in range(40):
         for lost in range(40):
             shown, p = (
-                verdict(*paired_interval(gained, lost, images))
+                interval_verdict(*paired_interval(gained, lost, images))
                 != "no difference shown",
                 mcnemar(gained, lost),
             )
@@ -84,10 +84,10 @@ def test_better_is_what_mcnemars_exact_test_confirms(images):
 
 def test_verdict():
     assert [
-        verdict(0.01, 0.2),
-        verdict(-0.2, -0.01),
-        verdict(-0.1, 0.1),
-        verdict(0.0, 0.1),
+        interval_verdict(0.01, 0.2),
+        interval_verdict(-0.2, -0.01),
+        interval_verdict(-0.1, 0.1),
+        interval_verdict(0.0, 0.1),
     ] == [
         "better",
         "worse",
@@ -245,5 +245,5 @@ def test_few_images_call_two_equal_models_different_in_five_of_a_hundred_cases_a
                 )
             )
         _, low, high = models[0].minus(models[1])
-        false += verdict(low, high) != "no difference shown"
+        false += interval_verdict(low, high) != "no difference shown"
     assert false <= 0.06 * cases

@@ -8,7 +8,7 @@ from charted import charted
 
 from kd.core.intervals import Samples, paired_interval, wilson_interval
 from kd.core.scores import Scored
-from kd.core.text import clock
+from kd.core.text import format_seconds
 from kd.parts.tasks.single_label import SCORES
 from kd.setup.provenance import chain_lines
 from kd.study.report.page import render
@@ -106,7 +106,7 @@ def test_a_verdict_names_what_was_learned_where_it_was_the_class_alone(keys, nam
 )
 def test_a_cheaper_baseline_gives_no_verdict_but_a_key(changes, cost):
     assert line(80, 60, had=0.91 * cost, **changes).startswith(
-        f"Pays from {clock(cost)}"
+        f"Pays from {format_seconds(cost)}"
     )
     said = line(80, 60, had=0.5 * cost, steps=300, **changes)
     assert said.startswith("No verdict")
