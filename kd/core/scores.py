@@ -74,7 +74,8 @@ class Column:
             for number in (value, low, high)
         ]
         unit = " points" if self.unit == "%" else ""
-        return f"{points[0]}{unit} ({points[1]} to {points[2]}): {interval_verdict(low, high)}"
+        interval = f"{points[1]} to {points[2]}"
+        return f"{points[0]}{unit} ({interval}): {interval_verdict(low, high)}"
 
 
 @dataclass(frozen=True, slots=True)
