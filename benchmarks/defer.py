@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from _record import HERE, folder_of, hardware, write
-from kd.core.intervals import paired, wilson
+from kd.core.intervals import paired_interval, wilson_interval
 from kd.deploy.export.defer import Rule
 from kd.files.run_dir import RunDir
 from kd.models.live_teacher import LiveTeacher
@@ -110,7 +110,7 @@ def pairs(run: str, one: Predictions) -> list[dict[str, Any]]:
             np.where(passed, shown.teacher, shown.student),
             float(passed.mean()),
         )
-        low, high = paired(
+        low, high = paired_interval(
             int((both & ~shown.teacher).sum()),
             int((shown.teacher & ~both).sum()),
             len(both),
@@ -163,7 +163,7 @@ def promises(run: str, one: Predictions, wrong: float) -> list[dict[str, Any]]:
             float((~right[rest][kept]).mean()) if kept.any() else 0.0,
             int(kept.sum()),
         )
-        low, high = wilson(share, count)
+        low, high = wilson_interval(share, count)
         row |= {
             "passed_on": 1 - float(kept.mean()),
             "value": share,

@@ -24,7 +24,7 @@ import numpy as np
 from _load import answered, kd_serve, percentile, request
 
 from _record import write
-from kd.core.intervals import wilson
+from kd.core.intervals import wilson_interval
 from kd.parts import registry
 
 WARM = 50
@@ -83,7 +83,7 @@ def rows(
                 ]
             )
         )
-        low, high = wilson(accuracy, len(images))
+        low, high = wilson_interval(accuracy, len(images))
         weights = export / Path(file).with_suffix(".bin").name
         size = (export / file).stat().st_size + (
             weights.stat().st_size if file.endswith(".xml") else 0

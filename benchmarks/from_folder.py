@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from _record import commit, write
-from kd.core.intervals import wilson
+from kd.core.intervals import wilson_interval
 from kd.deploy.export.variants import size
 from kd.files.run_dir import RunDir
 
@@ -119,7 +119,7 @@ def main() -> None:
     manifest = json.loads((export / "manifest.json").read_text())
     scored = json.loads((given.work / "runs/own/scored.json").read_text())
     row, images = scored["row"], scored["images"]
-    low, high = wilson(row["accuracy"], images)
+    low, high = wilson_interval(row["accuracy"], images)
     accepted = manifest["accepted"]
     found = {
         "folder": given.folder.resolve().name,

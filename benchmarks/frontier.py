@@ -24,7 +24,7 @@ from optuna.study import StudyDirection
 import kd
 from _record import write
 from kd.config.flat import plain
-from kd.core.intervals import wilson
+from kd.core.intervals import wilson_interval
 from kd.jobs.evaluate import evaluate
 from kd.parts.tasks.single_label import SCORES
 from kd.study.sweeps.frontier import picture
@@ -92,7 +92,7 @@ def on_test(found: Any, row: dict[str, Any]) -> dict[str, Any]:
     """Return the row of a trial with its scores of the test images."""
     scored = evaluate(found.folder / row["trial"], trust=True, split="test")
     accuracy, teacher = scored.row["accuracy"], scored.row["teacher_accuracy"]
-    low, high = wilson(accuracy, scored.images)
+    low, high = wilson_interval(accuracy, scored.images)
     own = {
         "val": row["score"],
         "score": accuracy,

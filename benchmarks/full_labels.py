@@ -43,8 +43,8 @@ import yaml
 from patience import plot
 
 from _record import RESULTS, commit, write
-from kd.core.intervals import wilson
-from kd.core.text import table
+from kd.core.intervals import wilson_interval
+from kd.core.text import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "cifar10.yaml"
@@ -175,7 +175,7 @@ def one(options: argparse.Namespace, arm: str, seed: int) -> Row:
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
     train, row = [one for one in rows if one["kind"] == "train"], scored["row"]
-    low, high = wilson(row["accuracy"], scored["images"])
+    low, high = wilson_interval(row["accuracy"], scored["images"])
     percent = {
         key: round(100 * row.get(key, 0.0), 2)
         for key in ("teacher_accuracy", "agreement", "ece")
@@ -259,7 +259,7 @@ def summary(rows: Sequence[Row]) -> str:
                 "of it the teacher": f"{100 * mean['teacher_share']:.0f} %",
             }
         )
-    return table(lines)
+    return markdown_table(lines)
 
 
 def earlier(options: argparse.Namespace, theme: str) -> list[Row]:

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from _record import commit, newest, write
-from kd.core.intervals import wilson
+from kd.core.intervals import wilson_interval
 
 FACTORS = {"losses.0.temperature": (0.5, 1, 2), "optimizer.lr": (1 / 3, 1, 3)}
 
@@ -74,7 +74,7 @@ def main() -> None:
         ]
         scored = json.loads((trial.parent / "scored.json").read_text())
         score, images = scored["row"]["accuracy"], scored["images"]
-        low, high = wilson(score, images)
+        low, high = wilson_interval(score, images)
         rows.append(
             {
                 "folder": name,

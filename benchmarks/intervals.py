@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from _record import write
-from kd.core.intervals import Samples, resampled
+from kd.core.intervals import Samples, bootstrap_scores
 from kd.parts.tasks.embedding import ridge
 from kd.parts.tasks.label_sets import score
 
@@ -95,7 +95,7 @@ def main() -> None:
             return score(own[ids], right[ids])["map"]
 
         return Samples(
-            score(own, right)["map"], replicates=resampled(of, len(part))
+            score(own, right)["map"], replicates=bootstrap_scores(of, len(part))
         ).interval()
 
     kinds: dict[str, tuple[float, Callable[[np.ndarray], tuple[float, float]], int]] = {

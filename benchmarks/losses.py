@@ -25,7 +25,7 @@ from regimes import append, earlier, settings
 
 from _record import write
 from kd import config
-from kd.core.text import table
+from kd.core.text import markdown_table
 from kd.jobs.fill_cache import cache
 from kd.jobs.train import teach, train
 
@@ -119,7 +119,7 @@ def summary(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> str:
                 ),
             }
         )
-    return table(lines)
+    return markdown_table(lines)
 
 
 def main() -> None:

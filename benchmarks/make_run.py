@@ -115,7 +115,7 @@ def of_a_seed(
     end = f", {arm}" if arm else ""
     rows = [
         row(seed, f"distilled{end}", folder, None, fit),
-        row(seed, f"smoothing{end}", folder.alone(), folder),
+        row(seed, f"smoothing{end}", folder.baseline(), folder),
     ]
     steps = settings.run.baseline_steps
     for way in ways:

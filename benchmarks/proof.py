@@ -65,8 +65,8 @@ import timm
 import yaml
 
 from _record import commit, newest, write
-from kd.core.intervals import wilson
-from kd.core.text import table
+from kd.core.intervals import wilson_interval
+from kd.core.text import markdown_table
 from kd.models.answer_table import read as read_table
 from kd.models.answer_table import write as write_table
 from kd.study.report.charts import FILE, Axis, Chart, Level, Series, lines
@@ -723,7 +723,7 @@ def one(
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
     row = scored["row"]
-    low, high = wilson(row["accuracy"], scored["images"])
+    low, high = wilson_interval(row["accuracy"], scored["images"])
     doubts = (
         {"wrong": 0, "doubted": 0, "doubted_right": 0.0}
         if experiment == "wrong_labels"
@@ -787,7 +787,7 @@ def report(experiment: str, rows: Sequence[Row]) -> str:
                     "of the teacher": f"{mean['teacher_minutes']:.1f}",
                 }
             )
-    return f"{experiment}\n{table(means)}"
+    return f"{experiment}\n{markdown_table(means)}"
 
 
 def drawn(rows: Sequence[Row]) -> str:

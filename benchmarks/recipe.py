@@ -37,7 +37,7 @@ from torch.nn import functional
 
 from _record import commit, newest, write
 from examples.residual import network
-from kd.core.text import table
+from kd.core.text import markdown_table
 from kd.data.views import cut, erase, random_box
 from kd.engine.optim import Schedule, groups
 
@@ -207,7 +207,7 @@ def report(rows: Sequence[Row]) -> str:
                     "CPU time": f"{times:.2f}",
                 }
             )
-    return table(shown)
+    return markdown_table(shown)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

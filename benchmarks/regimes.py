@@ -31,7 +31,7 @@ import torch
 
 from _record import write
 from kd import config
-from kd.core.text import table
+from kd.core.text import markdown_table
 from kd.deploy.export.export import ExportOptions, export
 from kd.files.run_dir import RunDir
 from kd.jobs.fill_cache import cache
@@ -357,7 +357,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
                 "seeds": str(len(own)),
             }
         )
-    return table(lines)
+    return markdown_table(lines)
 
 
 def difference(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:

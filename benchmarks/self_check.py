@@ -36,7 +36,7 @@ if library := os.environ.get("MASK_LIBRARY"):
     ctypes.CDLL(library)
 begin = time.process_time()
 import kd
-from kd.core.host import versions
+from kd.core.host import package_versions
 from kd.deploy.serve import self_check
 from kd.deploy.serve.model import read_verified
 folder, file, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -50,7 +50,7 @@ begin = time.process_time()
 arrays = self_check.read(read_verified(model.folder, self_check.FILE, model.files))
 off = self_check.differences(arrays, file, model.engine, model.crop, model.margin, model.bits)
 found = {"start_s": without, "check_s": time.process_time() - begin, "pixels": off.pixels, "logits": off.logits}
-print(json.dumps({**found, "verdict": verdict, **versions("onnxruntime", "openvino", "pillow")}))
+print(json.dumps({**found, "verdict": verdict, **package_versions("onnxruntime", "openvino", "pillow")}))
 """
 MASK = r"""
 #define _GNU_SOURCE

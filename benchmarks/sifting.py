@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from _record import commit, hardware, newest, write
-from kd.core.text import table
+from kd.core.text import markdown_table
 from kd.study.report.charts import FILE, Axis, Series, lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -359,7 +359,7 @@ def summary(rows: Sequence[Row]) -> str:
         text += [
             f"{data}, {schedule} ({EPOCHS[schedule]} epochs)",
             "",
-            table(lines),
+            markdown_table(lines),
             "",
         ]
     return "\n".join(text)

@@ -41,7 +41,7 @@ import yaml
 from sifting import call, differs
 
 from _record import commit, hardware, newest, write
-from kd.core.text import table
+from kd.core.text import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
@@ -298,7 +298,7 @@ def summary(rows: Sequence[Row]) -> str:
                     ),
                 }
             )
-        text += [data, "", table(lines), ""]
+        text += [data, "", markdown_table(lines), ""]
     return "\n".join(text)
 
 

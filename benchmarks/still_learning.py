@@ -25,7 +25,7 @@ from typing import Any
 
 from _record import newest, write
 from kd.core.intervals import Z
-from kd.core.text import table
+from kd.core.text import markdown_table
 from kd.study.learning import learning
 from kd.study.paying import patience_of
 
@@ -167,7 +167,7 @@ def main() -> None:
     )
     parser.add_argument("--curves", type=Path)
     rows = list(pairs(read(parser.parse_args().curves)))
-    print(table(rows))
+    print(markdown_table(rows))
     counts = Counter(row["rule"] for row in rows if row["rule"])
     print(
         ", ".join(f"{name} {count}" for name, count in counts.items())

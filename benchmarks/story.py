@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from _record import HERE, write
 from kd import config
-from kd.core.text import table
+from kd.core.text import markdown_table
 from kd.engine.monitor.evidence import Evidence
 from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir
@@ -215,7 +215,7 @@ def shown(rows: list[dict[str, Any]]) -> str:
                 ),
             }
         )
-    return table(found)
+    return markdown_table(found)
 
 
 def drawn(rows: list[dict[str, Any]]) -> str:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import kd
 from _record import commit, write
 from kd.config.flat import plain
-from kd.core.intervals import wilson
+from kd.core.intervals import wilson_interval
 from kd.jobs.fill_cache import cache
 
 THEME = "tokens_cifar10"
@@ -128,7 +128,7 @@ def train(
     accuracy = scored["row"]["accuracy"]
     percents = [
         round(100 * value, 2)
-        for value in (accuracy, *wilson(accuracy, scored["images"]))
+        for value in (accuracy, *wilson_interval(accuracy, scored["images"]))
     ]
     row = {
         "arm": arm,

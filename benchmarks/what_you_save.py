@@ -42,7 +42,7 @@ from photographs import SIDES, enlarged
 
 from _record import write
 from kd.config.instances import TABLE
-from kd.core.intervals import paired, wilson
+from kd.core.intervals import paired_interval, wilson_interval
 
 Row = dict[str, Any]
 LARGE = "12 MP"
@@ -119,14 +119,14 @@ def scored(system: System, images: Sequence[Path], first: list[bool]) -> Row:
         server.stop()
     first[:] = first or right
     accuracy = sum(right) / len(images)
-    low, high = wilson(accuracy, len(images))
+    low, high = wilson_interval(accuracy, len(images))
     row: Row = {"images": len(images), "accuracy": round(100 * accuracy, 2)}
     row |= {"low": round(100 * low, 2), "high": round(100 * high, 2)}
     lost = sum(a and not b for a, b in zip(first, right, strict=True))
     gained = sum(b and not a for a, b in zip(first, right, strict=True))
     row["behind"] = round(100 * (lost - gained) / len(images), 2)
     row["behind_low"], row["behind_high"] = (
-        round(100 * side, 2) for side in paired(lost, gained, len(images))
+        round(100 * side, 2) for side in paired_interval(lost, gained, len(images))
     )
     row["passed_on"] = round(100 * passed_on / len(images), 2) if system.second else ""
     row["cpu_ms"] = round(1000 * used / len(images), 2)

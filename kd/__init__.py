@@ -1,5 +1,6 @@
-"""kd: train a small vision model to match a large one, with stored teacher outputs and
-sifted data.
+"""kd trains a small vision model to match a large one.
+
+It uses stored teacher outputs and sifted data.
 
     import kd
     run = kd.train("configs/vit_food.yaml", "run.epochs=5")
@@ -34,9 +35,18 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __version__ = "0.3.0"
 __all__ = [
-    "BadImage", "Config", "Distilled", "KdError", "__version__", "distill", "load", "load_config", "region", "sweep",
+    "BadImage",
+    "Config",
+    "Distilled",
+    "KdError",
+    "__version__",
+    "distill",
+    "load",
+    "load_config",
+    "region",
+    "sweep",
     "train",
-]  # fmt: skip
+]
 
 _HOMES = {
     "BadImage": ("kd.core.errors", "BadImage"),

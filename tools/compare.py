@@ -35,8 +35,8 @@ from timm_distillation import Finished, finished, train_with_timm  # noqa: E402
 
 from _record import write  # noqa: E402
 from kd import config  # noqa: E402
-from kd.core.intervals import wilson  # noqa: E402
-from kd.core.text import table  # noqa: E402
+from kd.core.intervals import wilson_interval  # noqa: E402
+from kd.core.text import markdown_table  # noqa: E402
 from kd.jobs.train import teach  # noqa: E402
 from kd.setup.data import open_sources  # noqa: E402
 from kd.setup.recipe import resolve  # noqa: E402
@@ -245,7 +245,7 @@ def _accuracy(row: Row) -> str:
     text = f"{row['accuracy']:.1f}"
     if not row.get("val_images"):
         return text
-    low, high = wilson(row["accuracy"] / 100, row["val_images"])
+    low, high = wilson_interval(row["accuracy"] / 100, row["val_images"])
     return f"{text} ({100 * low:.1f} to {100 * high:.1f})"
 
 
@@ -287,7 +287,7 @@ def summary(rows: Sequence[Row]) -> str:
                 "peak memory": f"{statistics.mean(peaks):.0f} MiB",
             }
         )
-    return table(lines)
+    return markdown_table(lines)
 
 
 def plot(rows: Sequence[Row]) -> str:

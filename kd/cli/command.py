@@ -23,8 +23,8 @@ from kd.core.errors import (
     Interrupted,
     KdError,
     did_you_mean,
-    own_line,
-    raised,
+    error_with_line,
+    last_foreign_line,
 )
 from kd.core.host import signals
 from kd.core.options import field_docs
@@ -80,8 +80,8 @@ def _report_exception(error: Exception) -> int:
         print(text, file=sys.stderr)
         return EXIT_USER
     print(redact(traceback.format_exc()), end="", file=sys.stderr)
-    if own_line(error):
-        text = f"this is an error of your own code, not of kd: {raised(error)}"
+    if last_foreign_line(error):
+        text = f"this is an error of your own code, not of kd: {error_with_line(error)}"
         print(redact(text), file=sys.stderr)
         return EXIT_USER
     text = "this is a bug in kd; please report it with the lines above"
@@ -191,7 +191,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 def number(unit: str) -> Callable[[str], float]:
     """Return the type of an option, a number above 0 with or without its unit."""
-    return _type(lambda text: options.positive(text.lower().removesuffix(unit)))
+    return _type(lambda text: options.parse_positive(text.lower().removesuffix(unit)))
 
 
 def explain_keys(prefix: str = "", path: str = "") -> str:

@@ -20,7 +20,7 @@ from kd.cli.command import (
     run_guarded,
 )
 from kd.core.errors import Interrupted
-from kd.core.text import VARIANTS_NOTE, table, variant_rows
+from kd.core.text import VARIANTS_NOTE, markdown_table, variant_rows
 from kd.deploy.export.flags import ExportOptions, accepted_line
 
 # SageMaker starts a container as `docker run IMAGE serve`, with the export in a folder
@@ -51,7 +51,7 @@ def export(argv: Sequence[str] | None = None) -> int:
         for line in exported.lines:
             print(f"  {line}")
         if rows := variant_rows(exported.manifest):
-            print(f"{table(rows)}\n{VARIANTS_NOTE}")
+            print(f"{markdown_table(rows)}\n{VARIANTS_NOTE}")
         cascade = exported.manifest.get("cascade")
         if accepted := exported.manifest.get("accepted") or cascade:
             print(f"{accepted_line(accepted)}, which kd-serve now loads")

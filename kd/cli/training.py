@@ -300,7 +300,7 @@ def report(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         from kd.core.errors import ConfigError
-        from kd.core.text import table
+        from kd.core.text import markdown_table
         from kd.files.storage import write_text
         from kd.study.report import report as job
 
@@ -313,7 +313,7 @@ def report(argv: Sequence[str] | None = None) -> int:
                 "Name one, such as runs/vit_food",
             )
         if options.price:
-            text = table(job.prices(paths, overrides, options.trust))
+            text = markdown_table(job.prices(paths, overrides, options.trust))
             print(text)
             if options.to:
                 write_text(options.to, text + "\n", "--to")

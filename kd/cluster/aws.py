@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 
 from kd.cluster.requests import aws_module
-from kd.core.errors import RunError, in_short
+from kd.core.errors import RunError, first_sentence
 from kd.files.storage import atomic_folder, refuse_unlisted
 from kd.parts import registry
 
@@ -201,7 +201,7 @@ def _aws_errors(step: str, remedy: str = AGAIN) -> Iterator[None]:
     except Exception as error:
         if not type(error).__module__.startswith(("botocore.", "boto3.")):
             raise
-        raise RunError(step, in_short(error), "", remedy) from error
+        raise RunError(step, first_sentence(error), "", remedy) from error
 
 
 def write_archive(export: Path) -> Path:

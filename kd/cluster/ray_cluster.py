@@ -13,8 +13,8 @@ import ray
 from PIL import features
 from ray.exceptions import RayError
 
-from kd.core.errors import RunError, in_short
-from kd.core.host import versions
+from kd.core.errors import RunError, first_sentence
+from kd.core.host import package_versions
 
 
 def connect(config_path: str) -> None:
@@ -27,7 +27,7 @@ def connect(config_path: str) -> None:
     try:
         ray.init(address, namespace="kd", log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
-        wrong = f"there is no Ray cluster at RAY_ADDRESS={address} ({in_short(error)})"
+        wrong = f"there is no Ray cluster at RAY_ADDRESS={address} ({first_sentence(error)})"
         remedy = "Start with kd-launch, or see docs/scale.md"
         raise RunError(config_path, wrong, "", remedy) from error
     finally:
@@ -57,7 +57,9 @@ def decoding_versions(*packages: str) -> dict[str, str]:
     if "avif" in features.modules:
         libraries.append("avif")
     decoders = {name: features.version(name) or "" for name in libraries}
-    return versions("kd", *packages, "numpy", "pillow", "pillow-heif") | decoders
+    return (
+        package_versions("kd", *packages, "numpy", "pillow", "pillow-heif") | decoders
+    )
 
 
 def check_versions(

@@ -19,9 +19,15 @@ from kd.cluster.aws_limits import limit_errors
 from kd.cluster.cloudwatch import metric_definitions
 from kd.cluster.hosts import PIECE
 from kd.cluster.sagemaker_profiler import profiler_sections
-from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean, needed
+from kd.core.errors import (
+    ConfigError,
+    ConfigErrors,
+    KdError,
+    did_you_mean,
+    import_optional,
+)
 from kd.core.facts import BackendFacts
-from kd.core.options import option, positive, whole_number
+from kd.core.options import option, parse_positive, whole_number
 from kd.parts import registry
 
 if TYPE_CHECKING:
@@ -76,11 +82,11 @@ class Job:
     """Longest run time."""
     volume: int = option(100, "GIB", COUNT)
     """Disk of each instance."""
-    view_ms: float = option(0.0, "MS", positive)
+    view_ms: float = option(0.0, "MS", parse_positive)
     """Milliseconds of a core per view, which `kd-train CONFIG --check` measures: plan
     the cores that the job needs.
     """
-    images_per_second: float = option(0.0, "N", positive)
+    images_per_second: float = option(0.0, "N", parse_positive)
     """Images per second of the student on one accelerator, for this plan."""
     profiler: bool = option(False)
     """Have SageMaker profile the job: system metrics once per second and a report of
@@ -326,7 +332,7 @@ def transform_requests(
 def aws_module(name: str) -> Any:
     """Import a module of the extra `sagemaker`."""
     remedy = "pip install 'PATH/kd[sagemaker]'"
-    return needed(name, "kd-launch", "boto3 is not installed", remedy)
+    return import_optional(name, "kd-launch", "boto3 is not installed", remedy)
 
 
 def validate(operation: str, request: Mapping[str, Any]) -> None:

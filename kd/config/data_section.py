@@ -14,7 +14,7 @@ from kd.core.keys import (
     PositiveFraction,
     file_key,
     keys,
-    part,
+    part_kind,
 )
 
 
@@ -36,7 +36,7 @@ class Progressive(Keys):
 class DataSection(PartSection):
     """The images and how they become batches."""
 
-    kind: str = part("datasets")
+    kind: str = part_kind("datasets")
     """The dataset."""
     test_fraction: Annotated[float, Field(ge=0.0, le=0.9)] = 0.0
     """Share of the validation images that is set aside as a test split, by a hash of

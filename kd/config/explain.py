@@ -12,7 +12,7 @@ from kd.config.schema import Config
 from kd.config.section import PartSection, options_by_kind
 from kd.config.words import allowed, is_list, keys_of, section_of
 from kd.core.errors import ConfigError, PartNotFound, did_you_mean
-from kd.core.keys import extra, fields_of
+from kd.core.keys import declaration, fields_of
 from kd.parts import registry
 
 
@@ -73,7 +73,7 @@ def explain_part(name: str) -> list[tuple[str, str]]:
     for section, field in fields_of(Config).items():
         kind = fields_of(section_of(field.annotation)).get("kind")
         if kind and name in dict(options_by_kind(kind)):
-            module = registry.find(extra(kind)["parts"], name, section)
+            module = registry.find(declaration(kind)["parts"], name, section)
             brackets = "[]" * is_list(field.annotation)
             summaries.append((section + brackets, registry.summary(module)))
     return summaries

@@ -15,8 +15,8 @@ from kd.config.load import apply_overrides, load
 from kd.config.yaml_text import parse_value, read_yaml
 from kd.core.errors import ConfigError, ConfigErrors, KdError
 from kd.core.facts import FileKey
-from kd.core.keys import extra, fields_of
-from kd.core.references import written
+from kd.core.keys import declaration, fields_of
+from kd.core.references import reference_or_value
 
 
 def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
@@ -74,11 +74,11 @@ def file_keys(section: Any, config_path: str = "") -> Iterator[FileKey]:
     for name, field in fields_of(type(section)).items():
         value = getattr(section, name)
         key = f"{config_path}.{name}".lstrip(".")
-        declared = extra(field)
+        declared = declaration(field)
         if "files" in declared and value:
             folder = declared["files"]
             within = folder and f"{config_path}.{folder}"
-            yield FileKey(key, written(value), within, declared["or_name"])
+            yield FileKey(key, reference_or_value(value), within, declared["or_name"])
         elif is_dataclass(value):
             yield from file_keys(value, config_path if name == "options" else key)
         elif isinstance(value, tuple):

@@ -12,7 +12,7 @@ import math
 from typing import NamedTuple
 
 from kd.core.errors import ConfigError, did_you_mean
-from kd.core.text import money
+from kd.core.text import format_dollars
 
 PRICED_ON = "2026-09-27"  # date of the prices
 DATA_HOST = "ml.c5.18xlarge"  # the type that a plan proposes for a data group
@@ -155,7 +155,7 @@ def core_plan(
     )
     lines.append(
         f"data      --data-group {kind}:{hosts} brings {data_cores} cores for USD"
-        f" {money(data_usd)} an hour ({dearer:.2f} times the price), and pays from"
+        f" {format_dollars(data_usd)} an hour ({dearer:.2f} times the price), and pays from"
         f" {loaded * dearer / accelerators:,.0f} images/s per accelerator on"
     )
     if loaded_by_all < trained:

@@ -13,7 +13,7 @@ from kd.config.renamed import KEYS, KINDS
 from kd.config.schema import Config
 from kd.config.section import PartSection, kinds
 from kd.config.words import is_list, keys_of, section_of
-from kd.core.keys import RULES, extra, fields_of
+from kd.core.keys import RULES, declaration, fields_of
 from kd.parts import registry
 
 Schema = dict[str, Any]
@@ -125,7 +125,7 @@ class _SchemaWriter:
         field = fields_of(cls)["kind"]
         meaning = schema["properties"]["kind"].get("description", "")
         if kind != "auto":
-            module = registry.find(extra(field)["parts"], kind, name)
+            module = registry.find(declaration(field)["parts"], kind, name)
             schema["description"] = registry.summary(module)
             meaning = f"{meaning} {kind}: {schema['description']}"
         schema["properties"]["kind"] = {

@@ -20,7 +20,7 @@ from kd.config.schema import BackendSection, Config, RunSection
 from kd.config.validate import validate
 from kd.config.yaml_text import parse_value, read_yaml
 from kd.core.errors import ConfigError, ConfigErrors, KdError
-from kd.core.references import Referenced, written
+from kd.core.references import Referenced, reference_or_value
 
 CHECK = TypeAdapter(Config)
 
@@ -100,7 +100,7 @@ def to_dict(config: Any, values: bool = False) -> Any:
     if values:
         return config
     if not isinstance(config, str) or isinstance(config, Referenced):
-        return written(config)
+        return reference_or_value(config)
     return config.replace("${", "\\${")  # as YAML holds a text that is no reference
 
 

@@ -28,7 +28,7 @@ from kd.config.tuning import Fit, OptimizerSection, Tuning
 from kd.config.words import is_list
 from kd.core.errors import ConfigErrors, KdError
 from kd.core.every import Intervals
-from kd.core.keys import Auto, Field, Keys, fields_of, file_key, keys, part
+from kd.core.keys import Auto, Field, Keys, fields_of, file_key, keys, part_kind
 from kd.parts import registry
 
 RUNTIMES = ("onnxruntime", "openvino")
@@ -88,7 +88,7 @@ class RunSection(Keys):
 class TaskSection(PartSection):
     """What the models predict, and how it is scored."""
 
-    kind: str = part("tasks", "auto")
+    kind: str = part_kind("tasks", "auto")
     """The task. auto: the built-in task that fits labels and losses; the resolved
     config records it.
     """
@@ -138,7 +138,7 @@ class Cache(Keys):
 class NetworkSection(PartSection):
     """A network and its weights."""
 
-    kind: str = part("networks", "timm")
+    kind: str = part_kind("networks", "timm")
     """Source of the outputs: a timm or transformers model, your own function, a graph
     or a table.
     """
@@ -250,7 +250,7 @@ class TeacherSection(NetworkSection):
 class StudentSection(NetworkSection):
     """The small model to train and export."""
 
-    kind: str = part("networks", "timm", only=TRAINED)
+    kind: str = part_kind("networks", "timm", only=TRAINED)
     """A model of timm, or your own function `module:function`, as for teachers."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """Where the weights start."""
@@ -268,7 +268,7 @@ class StudentSection(NetworkSection):
 class LossSection(PartSection):
     """One term of the loss."""
 
-    kind: str = part("losses")
+    kind: str = part_kind("losses")
     """The loss."""
     weight: NonNegativeFloat = 1.0
     """Factor of this term in the sum."""
@@ -278,7 +278,7 @@ class LossSection(PartSection):
 class SifterSection(PartSection):
     """Which images are used in each epoch."""
 
-    kind: str = part("sifters", "none")
+    kind: str = part_kind("sifters", "none")
     """How the images of an epoch are chosen. On balanced classes no kind beat fewer
     epochs in the same CPU time.
     """
@@ -299,7 +299,7 @@ class ProfileSection(Keys):
 class BackendSection(PartSection):
     """The machine."""
 
-    kind: str = part("backends", "auto")
+    kind: str = part_kind("backends", "auto")
     """The backend. auto: cuda if there is a GPU, else cpu; the resolved config records
     it.
     """

@@ -9,15 +9,23 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, InitErrorDetails
 
 from kd.core.errors import ConfigError, KdError, PartNotFound, did_you_mean
-from kd.core.keys import Keys, Refused, checked, details, extra, fields_of, keys
+from kd.core.keys import (
+    Keys,
+    Refused,
+    build_checked,
+    declaration,
+    details,
+    fields_of,
+    keys,
+)
 from kd.parts import registry
 
 
 def kinds(field: FieldInfo) -> list[str]:
     """Return what a key `kind` may name, a word such as `auto` first; else []."""
-    if "parts" not in extra(field):
+    if "parts" not in declaration(field):
         return []
-    names = extra(field)["only"] or registry.names(extra(field)["parts"])
+    names = declaration(field)["only"] or registry.names(declaration(field)["parts"])
     if field.is_required() or field.default in names:
         return [*names]
     return [field.default, *names]
@@ -27,7 +35,7 @@ def options_by_kind(field: FieldInfo) -> Iterator[tuple[str, type]]:
     """Yield each part that a key `kind` may name, with the class of its own keys."""
     for kind in kinds(field):
         if kind != "auto":  # a word, which stands for a part
-            yield kind, registry.options_type(extra(field)["parts"], kind, "kind")
+            yield kind, registry.options_type(declaration(field)["parts"], kind, "kind")
 
 
 @keys
@@ -61,7 +69,7 @@ class PartSection(Keys):
             near = did_you_mean(kind, allowed)
             raise PartNotFound("kind", f"is {kind!r}", ", ".join(allowed), near)
         options = registry.options_type(
-            extra(field)["parts"], cls.present(kind), "kind"
+            declaration(field)["parts"], cls.present(kind), "kind"
         )
         if shared := sorted(fields_of(options).keys() & fields_of(cls).keys()):
             wrong = (
@@ -101,7 +109,7 @@ class PartSection(Keys):
                     option_values[key] = value
                 else:
                     section_values[key] = value
-            options = checked(options_class, option_values)
+            options = build_checked(options_class, option_values)
         except ValidationError as error:
             errors += details(error)
         except (KdError, ValueError, AssertionError) as error:

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kd.config.interpolate import node_of, unresolved
 from kd.config.schema import Config
-from kd.core.errors import ConfigError, did_you_mean, in_short
+from kd.core.errors import ConfigError, did_you_mean, first_sentence
 from kd.core.keys import fields_of
 
 _ODD_KEY = re.compile(
@@ -53,10 +53,10 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
         raw = OmegaConf.load(io.StringIO(as_written(file.read_text(encoding="utf-8"))))
     except OmegaConfBaseException as error:
         config_path = str(getattr(error, "full_key", None) or path)
-        wrong = f"cannot be read: {in_short(str(error).splitlines()[0])}"
+        wrong = f"cannot be read: {first_sentence(str(error).splitlines()[0])}"
         raise ConfigError(config_path, wrong) from error
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        wrong = f"not readable as YAML: {in_short(error, 400)}"
+        wrong = f"not readable as YAML: {first_sentence(error, 400)}"
         raise ConfigError(str(path), wrong) from error
     if not OmegaConf.is_dict(raw):
         raise ConfigError(

@@ -1,3 +1,1 @@
-"""Shared by all rooms: errors, types, contracts, scores, intervals, seeds, text, this
-machine.
-"""
+"""The core is shared by all rooms: errors, types, contracts, scores, seeds, text."""

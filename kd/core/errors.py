@@ -1,4 +1,4 @@
-"""Errors that a user can cause and fix; commands print them without a traceback.
+"""A user can cause and fix these errors; commands print them without a traceback.
 
 `Interrupted` is not a KdError: a signal asked the process to stop.
 
@@ -14,28 +14,33 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-EXCLUSIVE = "They are mutually exclusive"  # "what is allowed" for two keys
+# "what is allowed" for two keys
+EXCLUSIVE = "They are mutually exclusive"
 
 
 class KdError(Exception):
-    """A user's error in one line: the fault, the allowed values, the remedy."""
+    """A user's error reads as one line: the fault, the allowed values, the remedy.
+
+    Args:
+        config_path: the key, option or file that is wrong.
+        wrong: the fault.
+        allowed: the allowed values, or a sentence; "": not stated.
+        remedy: what to do; "": not stated.
+    """
 
     exit_code = 2
 
     def __init__(
         self, config_path: str, wrong: str, allowed: str = "", remedy: str = ""
     ) -> None:
-        self.config_path, self.wrong, self.allowed, self.remedy = (
-            config_path,
-            wrong,
-            allowed,
-            remedy,
-        )
-        stated = (
-            allowed if not allowed or allowed[0].isupper() else f"Allowed: {allowed}"
-        )
+        self.config_path = config_path
+        self.wrong = wrong
+        self.allowed = allowed
+        self.remedy = remedy
+        if allowed and not allowed[0].isupper():
+            allowed = f"Allowed: {allowed}"
         sentences = [
-            _sentence(part) for part in (wrong, stated, remedy) if part.strip()
+            _sentence(text) for text in (wrong, allowed, remedy) if text.strip()
         ]
         place = config_path if config_path.isprintable() else repr(config_path)[1:-1]
         super().__init__(f"{place}: {' '.join(sentences)}")
@@ -55,7 +60,7 @@ class ConfigError(KdError):
 
 
 class ConfigErrors(ConfigError):
-    """Several configuration errors, one per line."""
+    """Several keys or values of the configuration are wrong, one per line."""
 
     def __init__(self, errors: Iterable[KdError]) -> None:
         self.errors = list(errors)
@@ -72,9 +77,7 @@ class PartNotFound(ConfigError):
 
 
 class MissingExtra(KdError):
-    """An optional package is not installed; the remedy names the extra that installs
-    it.
-    """
+    """An optional package is not installed; the remedy names the extra."""
 
 
 class DataError(KdError):
@@ -82,17 +85,18 @@ class DataError(KdError):
 
 
 class BadImage(KdError):
-    """A picture that an export refuses."""
+    """An export refuses an image."""
 
 
 class CorruptImage(DataError):
-    """An image that was read but cannot be decoded; `data.on_corrupt` decides. A failed
-    read is a DataError instead.
+    """An image was read but cannot be decoded; `data.on_corrupt` decides.
+
+    A failed read is a DataError instead.
     """
 
 
 class NotPrepared(DataError):
-    """Images that `Source.prepare` has not made yet."""
+    """An image has not been made by `Source.prepare` yet."""
 
 
 class ModelError(KdError):
@@ -116,8 +120,9 @@ class NonFiniteLoss(KdError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The process was stopped on request. The same command resumes; no `except
-    Exception` may swallow it.
+    """The process was stopped on request; the same command resumes.
+
+    No `except Exception` may swallow it.
     """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -126,33 +131,37 @@ class Interrupted(KeyboardInterrupt):
 FOREIGN: set[str] = set()  # files of parts from outside kd, wherever they are installed
 
 
-def raised(error: BaseException) -> str:
-    """Return `TYPE: message (FILE, line N, in NAME)`; the place only if `own_line`
-    finds it.
+def error_with_line(error: BaseException) -> str:
+    """Return `TYPE: message (FILE, line N, in NAME)`.
+
+    The place is left out if `last_foreign_line` finds none.
     """
-    text, line = named(error, 1000), own_line(error)
-    return f"{text} ({line})" if line else text
+    message = error_summary(error, 1000)
+    line = last_foreign_line(error)
+    return f"{message} ({line})" if line else message
 
 
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # terminal escapes: bold, colours
 _END = re.compile(r"(?<=[\w)'\"\]][.!?])\s+(?=[A-Z])|\s*\n\s*\n")  # end of a sentence
 
 
-def in_short(error: object, most: int = 200) -> str:
-    """Return the first sentence of a foreign message: one line, without control
-    characters, at most `most` long.
+def first_sentence(error: object, length: int = 200) -> str:
+    """Return the first sentence of a foreign message, at most `length` characters.
+
+    It becomes one line without control characters.
     """
-    text = _END.split(_CODES.sub("", str(error)).strip(), maxsplit=1)[0]
-    text = " ".join("".join(one if one.isprintable() else " " for one in text).split())
-    return text[:most].rstrip(" .:;,(") or type(error).__name__
+    sentence = _END.split(_CODES.sub("", str(error)).strip(), maxsplit=1)[0]
+    printable = "".join(char if char.isprintable() else " " for char in sentence)
+    line = " ".join(printable.split())
+    return line[:length].rstrip(" .:;,(") or type(error).__name__
 
 
-def named(error: BaseException, most: int = 200) -> str:
+def error_summary(error: BaseException, length: int = 200) -> str:
     """Return a foreign error as `TYPE: first sentence`."""
-    return f"{type(error).__name__}: {in_short(error, most)}"
+    return f"{type(error).__name__}: {first_sentence(error, length)}"
 
 
-def needed(package: str, config_path: str, wrong: str, remedy: str) -> Any:
+def import_optional(package: str, config_path: str, wrong: str, remedy: str) -> Any:
     """Import an optional package; MissingExtra: it is not installed."""
     try:
         return importlib.import_module(package)
@@ -162,30 +171,26 @@ def needed(package: str, config_path: str, wrong: str, remedy: str) -> Any:
         raise MissingExtra(config_path, wrong, "", remedy) from error
 
 
-def own_line(error: BaseException) -> str:
-    """Return the last line of an error's traceback that is neither kd's nor an
-    installed package's.
+def last_foreign_line(error: BaseException) -> str:
+    """Return the last line of an error's traceback that is a user's own.
+
+    Lines of kd, of Python and of installed packages do not count.
     """
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if _is_foreign(frame.filename)
-    ]
-    return (
-        f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}"
-        if frames
-        else ""
-    )
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_foreign(frame.filename):
+            return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return ""
 
 
 def _is_foreign(file: str) -> bool:
-    known = (
-        str(Path(__file__).parents[1]) + os.sep,
-        os.path.dirname(os.__file__) + os.sep,
-        "<",
-    )
-    return file in FOREIGN or not (
-        file.startswith(known) or "site-packages" in file or "dist-packages" in file
+    if file in FOREIGN:
+        return True
+    kd = str(Path(__file__).parents[1]) + os.sep
+    python = os.path.dirname(os.__file__) + os.sep
+    return not (
+        file.startswith((kd, python, "<"))
+        or "site-packages" in file
+        or "dist-packages" in file
     )
 
 

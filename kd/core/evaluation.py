@@ -1,4 +1,5 @@
-"""The contracts of a task: a model's predictions and their scores.
+"""A task meets the engine at these protocols: predictions and their scores.
+
 `kd/core/contracts.py` has all others.
 
 Shape legend: B images of a batch, C classes, K teachers, N images of a split.
@@ -21,7 +22,7 @@ from kd.core.types import Batch, Outputs, Plan
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The images of one split in evaluation's view."""
+    """A split has images in evaluation's view."""
 
     loader: Loader
     plan: Plan  # of ascending ids, padded with weight 0
@@ -30,44 +31,45 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The inputs of `Task.evaluator`."""
+    """`Task.evaluator` gets these inputs."""
 
     backend: Backend
     val: Split
-    teacher: (
-        Teacher | None
-    )  # outputs for validation images; None if no loss needs a teacher
+    # outputs for validation images; None if no loss needs a teacher
+    teacher: Teacher | None
     num_classes: int
     labelled: bool = True  # whether validation images have labels, all or some
     bank: Callable[[], Split] | None = None  # training images: the k-NN index
-    bank_teacher: Teacher | None = (
-        None  # for training images, if outputs are looked up by id
-    )
-    agreement: Callable[[Outputs, Outputs], Tensor] | None = (
-        None  # (student, teacher) -> cosine [B]
-    )
-    projected: Callable[[Outputs], Tensor | None] | None = (
-        None  # the student's vectors in the teacher's space
-    )
+    # for training images, if outputs are looked up by id
+    bank_teacher: Teacher | None = None
+    # (student, teacher) -> cosine [B]
+    agreement: Callable[[Outputs, Outputs], Tensor] | None = None
+    # the student's vectors in the teacher's space
+    projected: Callable[[Outputs], Tensor | None] | None = None
     members: int = 1  # number of teachers
     partly: bool = False  # whether only some training images have a label
 
 
 class Evaluator(Protocol):
-    """Scores student and teacher on the validation split; a task builds it."""
+    """An evaluator scores student and teacher on the validation split.
+
+    A task builds it.
+    """
 
     loader: Loader
-    selection_metric: (
-        str  # the key of the metric that chooses the checkpoint; larger is better
-    )
+    # the key of the metric that chooses the checkpoint; larger is better
+    selection_metric: str
     labelled: bool  # whether models are scored against labels
     chance: float  # that metric at chance level; 0: unknown
 
     def __call__(
         self, student: nn.Module, stop: Callable[[], bool] = ...
     ) -> dict[str, float]:
-        """Return a validation row (see `kd.core.scores`); {} if `stop`, called before
-        each batch, ended it.
+        """Return a validation row; see `kd.core.scores`.
+
+        Args:
+            student: the student in training.
+            stop: called before each batch; if it returns True, the result is {}.
         """
         ...
 
@@ -76,8 +78,10 @@ class Evaluator(Protocol):
         ...
 
     def standard_error(self, value: float) -> float:
-        """Return the standard error of a value of the selection metric on these images;
-        0: unknown.
+        """Return the standard error of the selection metric; 0: unknown.
+
+        Args:
+            value: a value of that metric on these images.
         """
         return 0.0
 
@@ -86,26 +90,33 @@ class Evaluator(Protocol):
 
         With `labelled`, 1 for each image with a label, `accuracy` is logged as a share
         of those.
+
+        Args:
+            logits_BC: the student's logits.
+            batch: the training batch on the device.
         """
         return {}
 
 
 @runtime_checkable
 class Sampled(Protocol):
-    """An evaluator that keeps the inputs of its last row. Evaluators without it get no
-    confidence interval.
+    """This evaluator keeps the inputs of its last row.
+
+    Evaluators without it get no confidence interval.
     """
 
     def samples(self) -> dict[str, Samples]:
-        """Return the samples behind the scores of the last row, by key. All ranks must
-        call it.
+        """Return the samples behind the scores of the last row, by key.
+
+        All ranks must call it.
         """
         ...
 
 
 class Task(Protocol):
-    """A model's prediction and how it is scored and shown: `tasks/NAME.py:
-    build(options) -> Task`.
+    """A task defines a model's prediction and how it is scored and shown.
+
+    A module `tasks/NAME.py` has `build(options) -> Task`.
 
     The data decides whether all, some or no images have labels, not the task. A task
     that derives from this class inherits the methods of a classification task.
@@ -118,14 +129,18 @@ class Task(Protocol):
     problem_type: str  # transformers' `problem_type`; "": no logits
     label_loss: str  # the loss for training on labels alone: a part of `losses/`
     scores: Scores
-    keeps_topk: (
-        bool  # whether top-k logits and the mass of the rest are enough for its losses
-    )
+    # whether top-k logits and the mass of the rest are enough for its losses
+    keeps_topk: bool
 
     def evaluator(self, setting: Evaluation) -> Evaluator: ...
 
     def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
-        """Return the logits [B, C] of the averaged probabilities of K teachers."""
+        """Return the logits [B, C] of the averaged probabilities of K teachers.
+
+        Args:
+            logits_KBC: logits of each teacher.
+            shares_K: weights of the teachers; they sum to 1.
+        """
         ...
 
     def no_labels(self, images: int, num_classes: int) -> Tensor:
@@ -145,15 +160,26 @@ class Task(Protocol):
     def graph_scores(
         self, outputs: Tensor, reference: Tensor, label: Tensor
     ) -> GraphScores:
-        """Compare a graph's outputs for N images with PyTorch's; `label` is -1 where
-        unknown.
+        """Compare a graph's outputs for N images with PyTorch's.
+
+        Args:
+            outputs: the graph's outputs, float [N, C].
+            reference: PyTorch's outputs, float [N, C].
+            label: the images' labels; -1 where unknown.
         """
         ...
 
     def thresholds(
         self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
-        """Return each class's decision threshold, a probability; {}: predict the class
-        with the largest logit.
+        """Return each class's decision threshold, a probability, and its facts.
+
+        Args:
+            logits_NC: logits of the validation images.
+            label: their labels.
+            classes: class names in the order of the logits.
+
+        Returns:
+            Values by class name; {}: predict the class with the largest logit.
         """
         return {}

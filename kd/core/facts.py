@@ -1,6 +1,4 @@
-"""Static capabilities of a component (`facts` of its module), and options that name
-files.
-"""
+"""Facts are static capabilities of a part, `facts` of its module, and its file keys."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +13,7 @@ class NoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossFacts:
-    """Inputs and capabilities of a loss; every loss must have `facts`."""
+    """A loss declares its inputs and capabilities; every loss must have `facts`."""
 
     teacher: bool = False
     labels: bool = False
@@ -26,9 +24,8 @@ class LossFacts:
     """The activation that it applies to both models' logits: "softmax" (one label per
     image) or "sigmoid" (classes are independent). "": it reads no logits.
     """
-    features: frozenset[str] = (
-        frozenset()
-    )  # names in `Outputs.features` that it reads: "pooled", "tokens"
+    # names in `Outputs.features` that it reads: "pooled", "tokens"
+    features: frozenset[str] = frozenset()
     # it has `agreement(student, teacher)` [B], -1 to 1, which evaluation shows
     agreement: bool = False
     # it has `projected(student)` [B, D] in the teacher's space, by its module `project`
@@ -37,20 +34,18 @@ class LossFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFacts:
-    """Static properties of a dataset's options."""
+    """A dataset's options have these static properties."""
 
-    label: str = (
-        "class"  # kind of an image's label: "class", or "set" if it may have several
-    )
-    root: str = (
-        ""  # the folder whose files are the images; "": the images are stored otherwise
-    )
+    # kind of an image's label: "class", or "set" if it may have several
+    label: str = "class"
+    # the folder whose files are the images; "": the images are stored otherwise
+    root: str = ""
     test: str = ""  # the key that names a test split, if it is set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFacts:
-    """Static properties of a network's options."""
+    """A network's options have these static properties."""
 
     runs_code: bool = False  # `model` names a function that is imported and called
     trains: bool = False  # it builds a trainable nn.Module, so it may be a student too
@@ -58,7 +53,7 @@ class NetworkFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SifterFacts:
-    """Static properties of a sifter's options."""
+    """A sifter's options have these static properties."""
 
     by_class: bool = False  # it reads each image's class
     delay: int = 0  # first steps of a run, in which it visits all images
@@ -68,20 +63,15 @@ class SifterFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFacts:
-    """Capabilities of a backend and its device, known before it is built; also in
-    `Backend.facts`.
-    """
+    """A backend and its device have capabilities that are known before building."""
 
-    cpu: bool = (
-        False  # runs on the CPU, where onnxruntime and OpenVINO can run a teacher
-    )
-    cuda: bool = (
-        False  # torch.cuda names its device, pins memory for it, times and profiles it
-    )
+    # runs on the CPU, where onnxruntime and OpenVINO can run a teacher
+    cpu: bool = False
+    # torch.cuda names its device, pins memory for it, times and profiles it
+    cuda: bool = False
     compiles: bool = False  # compiles a graph for each shape: torch.compile is refused
-    complete: bool = (
-        False  # its device supports all of torch: fused optimizers, float64, sorting
-    )
+    # its device supports all of torch: fused optimizers, float64, sorting
+    complete: bool = False
     inference: bool = True  # torch's inference mode works on its device
     muon: bool = True  # the optimizer muon was tested on it
     # name of its own ZeRO, which applies every step and needs every gradient; "":
@@ -91,31 +81,29 @@ class BackendFacts:
     """CPU threads of torch per rank, from its key `threads`. 0: cores divided by the
     ranks here. None: it has no such key.
     """
-    instances: tuple[str, ...] = (
-        "",
-    )  # prefixes of the SageMaker instance types that it runs on
-    chosen_on: tuple[
-        str, ...
-    ] = ()  # prefixes for which `backend.kind: auto` chooses it; the longest match wins
+    # prefixes of the SageMaker instance types that it runs on
+    instances: tuple[str, ...] = ("",)
+    # prefixes for which `backend.kind: auto` chooses it; the longest match wins
+    chosen_on: tuple[str, ...] = ()
 
 
 class Network(NamedTuple):
-    """The inputs of an exporter."""
+    """An exporter gets these inputs."""
 
     program: Callable[[int], Any]
     """(batch) -> the ExportedProgram for this batch size (0: any). It maps uint8 [B, 3,
     S, S] to logits or vectors.
     """
     onnx: Path  # model.onnx of the same export, if it has one
-    views: Callable[
-        [int], Any
-    ]  # (number) -> batches of that number of training views, each (uint8 [B, 3, S, S], ...)
+    # (number) -> batches of that number of training views, each (uint8 [B, 3, S, S],
+    # ...)
+    views: Callable[[int], Any]
     output: str  # name of the output: "logits" or "embedding"
 
 
 @dataclass(frozen=True, slots=True)
 class GraphFile:
-    """A file of an export that holds a network."""
+    """An export has this file, which holds a network."""
 
     runtime: str  # the package that runs it
     # "float32" (must equal PyTorch), or "bf16" or "int8" (may lose some accuracy)
@@ -124,9 +112,8 @@ class GraphFile:
     # `named`
     option: str = ""
     weights: str = ""  # a second file that holds its weights
-    integer: bool = (
-        False  # its activations are integers too, so sums are equal on all processors
-    )
+    # its activations are integers too, so sums are equal on all processors
+    integer: bool = False
     # loading it may run its code: no endpoint loads it; kd-verify only with --trust
     code: bool = False
     # `--accept` tries cheaper files first; model.onnx, the self-check's reference, has
@@ -138,17 +125,16 @@ class GraphFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExporterFacts:
-    """The files of an export format."""
+    """An export format has these files."""
 
     graphs: Mapping[str, GraphFile] = field(default_factory=dict)
 
 
 class FileKey(NamedTuple):
-    """A key of a configuration that `kd.core.keys.file_key` has declared."""
+    """`kd.core.keys.file_key` has declared this key of a configuration."""
 
     key: str  # dotted: "teacher.also.0.model"
     value: str
-    within: (
-        str  # key of the folder that relative paths start from; "": the working folder
-    )
+    # key of the folder that relative paths start from; "": the working folder
+    within: str
     or_name: bool  # the value may also be a name, such as a model's

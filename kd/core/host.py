@@ -1,6 +1,4 @@
-"""Facts of this machine and process: cores, busy time of threads, free memory,
-versions, signals.
-"""
+"""Read facts of this machine and process, and handle its signals."""
 
 import ctypes
 import importlib.util
@@ -31,33 +29,37 @@ CONTAINERS = (
         "total_inactive_file",
     ),
 )
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""malloc.h's limits of free bytes at the heap's top (default 2**17) and of mapped
-blocks (default 2**16).
-"""
+# malloc.h's limit of free bytes at the heap's top (default 2**17)
+_M_TRIM_THRESHOLD = -1
+# malloc.h's limit of mapped blocks (default 2**16)
+_M_MMAP_MAX = -4
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 # seconds within which two signals count as one: a launcher forwards what its group
 # received
 TOGETHER = 1.0
-_PR_SET_PDEATHSIG = (
-    1  # of prctl(2): the signal that a process gets when its parent ends
-)
+# of prctl(2): the signal that a process gets when its parent ends
+_PR_SET_PDEATHSIG = 1
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Linux's names for units that multiply bfloat16: two of x86, one of ARM. A ViT-B's
 forward of 16 images took 0.97 s with the first on two cores of an AMD EPYC, and 3.6 s
 in float32 on one without (`results/speed/mfu_*.csv`).
 """
-MOST_CONVOLVED, MOST_DEPTHWISE = 0.2, {True: 0.03, False: 0.1}
-"""Shares of multiplications, in convolutions and in depthwise ones, up to which AVX-512
-gains by bfloat16. A step took on two threads, float32 = 1: XCiT of vit_food (share
-0.40) 3.8, ResNet-18 (1.0) 2.6, ConvNeXt 1.2; on one, by the depthwise share: 0 0.61,
-0.01 0.87 and 1.06, 0.055 1.07, 0.09 1.34, 0.13 1.92. A forward: 0.09 0.68, 0.13 1.12.
+MOST_CONVOLVED = 0.2
+"""Share of multiplications in convolutions up to which AVX-512 gains by bfloat16. A
+step took on two threads, float32 = 1: XCiT of vit_food (share 0.40) 3.8, ResNet-18
+(1.0) 2.6, ConvNeXt 1.2.
+"""
+MOST_DEPTHWISE = {True: 0.03, False: 0.1}
+"""The same in depthwise convolutions, with a backward and without. A step took on one
+thread by that share: 0 0.61, 0.01 0.87 and 1.06, 0.055 1.07, 0.09 1.34, 0.13 1.92. A
+forward: 0.09 0.68, 0.13 1.12.
 """
 
 
 def bf16_units(root: Path = Path("/")) -> set[str]:
-    """Return this processor's bfloat16 units; empty if the system does not report them.
+    """Return this processor's bfloat16 units; empty if the system reports none.
+
     `root` holds /proc.
     """
     with suppress(OSError):
@@ -76,31 +78,25 @@ def peak_mib() -> float:
         return psutil.Process().memory_info().peak_wset / 2**20
     import resource  # not on Windows
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
-        2**20 if sys.platform == "darwin" else 2**10
-    )
+    units_per_mib = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units_per_mib
 
 
-def open_files(wanted: int) -> int:
-    """Raise this process's limit of open files as far as the system allows it.
-
-    Returns how many of the wanted files it may open.
-    """
+def open_files(number: int) -> int:
+    """Raise the limit of open files towards `number`; return how many are allowed."""
     if sys.platform == "win32":
-        return wanted
+        return number
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return allowed
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time (user and system) of this process and its worker processes,
-    running or ended.
-    """
+    """Return the CPU time of this process and its children, running or ended."""
     import psutil  # 10 ms of imports
 
     total = sum(os.times()[:4])
@@ -117,8 +113,9 @@ def bf16_pays(
     threads: int,
     root: Path = Path("/"),
 ) -> bool:
-    """Return whether bfloat16 is faster than float32 for a network on this processor,
-    which has bf16 units.
+    """Return whether bfloat16 is faster than float32 on this processor.
+
+    The processor has bf16 units.
 
     `convolved`: share of its multiplications in convolutions; `depthwise`: in depthwise
     convolutions; `trained`: its backward runs too. For processors with bfloat16 in
@@ -132,49 +129,49 @@ def bf16_pays(
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that affinity and cgroups allow this process. `root`
-    holds /proc and /sys.
+    """Return the number of cores that affinity and cgroups allow this process.
+
+    `root` holds /proc and /sys.
     """
-    affinity = getattr(os, "sched_getaffinity", None)
-    allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        allowed = len(os.sched_getaffinity(0))
+    else:
+        allowed = os.cpu_count() or 1
     return max(1, min([allowed, *map(int, _quotas(root))]))
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the CPU quotas of this process's cgroup and its parents, in cores. In v1
-    the period has its own file.
+    """Yield the CPU quotas, in cores, of this process's cgroup and its parents.
+
+    In v1 the period has its own file.
     """
-    for controller, top, file in (
+    for controller, mount, file in (
         ("", "sys/fs/cgroup", "cpu.max"),
         ("cpu", "sys/fs/cgroup/cpu", "cpu.cfs_quota_us"),
     ):
-        group, top = "/", root / top
+        top = root / mount
+        group = "/"
         with suppress(OSError, ValueError):
             for line in (root / "proc/self/cgroup").read_text().splitlines():
                 _, controllers, path = line.split(":", 2)
-                group = path if controller in controllers.split(",") else group
-        own = top / group.lstrip("/")
-        for folder in [
-            own,
-            *(
-                parent
-                for parent in own.parents
-                if parent == top or top in parent.parents
-            ),
-        ]:
+                if controller in controllers.split(","):
+                    group = path
+        folder = top / group.lstrip("/")
+        for level in (folder, *folder.parents):
+            if level != folder and not level.is_relative_to(top):
+                break
             with suppress(OSError, ValueError, ZeroDivisionError):
-                quota, *period = (folder / file).read_text().split()
+                quota, *periods = (level / file).read_text().split()
                 if quota not in ("max", "-1"):
-                    yield int(quota) / int(
-                        period[0]
-                        if period
-                        else (folder / "cpu.cfs_period_us").read_text()
-                    )
+                    if not periods:
+                        periods = [(level / "cpu.cfs_period_us").read_text()]
+                    yield int(quota) / int(periods[0])
 
 
 def process_stat(pid: int | str = "self") -> list[str]:
-    """Return the fields of a process from its state on (`man 5 proc`); empty if the
-    system does not report them.
+    """Return the fields of a process from its state on (`man 5 proc`).
+
+    They are empty if the system does not report them.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
@@ -184,22 +181,23 @@ def process_stat(pid: int | str = "self") -> list[str]:
 
 
 def command_seconds() -> float:
-    """Return the age of this process, or of the torchrun that started it, in seconds;
-    0.0 if unknown.
+    """Return the age of this command in seconds; 0.0: unknown.
+
+    The command is this process, or the torchrun that started it.
     """
-    began = process_stat()
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and began:
-        began = process_stat(began[1]) or began  # field 4 is the parent
-    if not began or not hasattr(time, "CLOCK_BOOTTIME"):
+    stat = process_stat()
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and stat:
+        stat = process_stat(stat[1]) or stat  # field 4 is the parent
+    if not stat or not hasattr(time, "CLOCK_BOOTTIME"):
         return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(began[19]) / os.sysconf(
-        "SC_CLK_TCK"
-    )
+    start_seconds = int(stat[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_seconds
 
 
 class BusyClock:
-    """Seconds in which a thread computed or waited for a core. In the rest of its time
-    it waited for bytes.
+    """This clock counts seconds in which a thread computed or waited for a core.
+
+    In the rest of its time it waited for bytes.
 
     On a shared machine a decoding thread may get a core for a fraction of its time. Its
     CPU time alone would look like waiting for the disk. Only Linux also counts the time
@@ -210,8 +208,9 @@ class BusyClock:
         self._begin = self._now()
 
     def __call__(self) -> float:
-        """Return the seconds since its creation; a call takes 10 microseconds. Only the
-        creating thread may call it.
+        """Return the seconds since its creation; a call takes 10 microseconds.
+
+        Only the creating thread may call it.
         """
         return self._now() - self._begin
 
@@ -233,10 +232,10 @@ def keep_freed_memory() -> bool:
     (`benchmarks/page_faults.py`). Nothing changes with other C libraries, or if the
     user has set glibc's own variables (MALLOC_..., GLIBC_TUNABLES).
     """
-    chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
-        name[:7] == "MALLOC_" for name in os.environ
+    set_by_user = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
+        name.startswith("MALLOC_") for name in os.environ
     )
-    if chosen or platform.libc_ver()[0] != "glibc":
+    if set_by_user or platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
     return all([libc.mallopt(_M_MMAP_MAX, 0), libc.mallopt(_M_TRIM_THRESHOLD, -1)])
@@ -252,8 +251,7 @@ class _Stack(ctypes.Structure):
 
 @contextmanager
 def signal_stack() -> Iterator[None]:
-    """Restore this thread's signal stack after calls of OpenVINO or of code that uses
-    it.
+    """Restore this thread's signal stack after calls of OpenVINO.
 
     Each Core of OpenVINO sets its own signal stack with its first model. When it is
     destroyed it restores the previous one, even if that was freed. Python's handlers
@@ -262,7 +260,8 @@ def signal_stack() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    libc, before = ctypes.CDLL(None), _Stack()
+    libc = ctypes.CDLL(None)
+    before = _Stack()
     libc.sigaltstack(None, ctypes.byref(before))
     try:
         yield
@@ -270,41 +269,40 @@ def signal_stack() -> Iterator[None]:
         libc.sigaltstack(ctypes.byref(before), None)
 
 
-def end_with() -> Callable[[], None] | None:
-    """Return a `preexec_fn` by which a child gets SIGTERM when this process ends,
-    killed or not; Linux only.
+def terminate_with_parent() -> Callable[[], None] | None:
+    """Return a `preexec_fn` by which a child gets SIGTERM when this process ends.
+
+    It also works where this process is killed. Only Linux has it; None elsewhere.
     """
     parent = os.getpid()
 
-    def ask() -> None:
+    def request_signal() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it has ended already
             os._exit(Interrupted.exit_code)
 
-    return ask if sys.platform == "linux" else None
+    return request_signal if sys.platform == "linux" else None
 
 
 def free_mib() -> float:
-    """Return the MiB that processes may still allocate: the smaller of the machine's
-    and the container's.
-    """
+    """Return the MiB that processes may still allocate, here and in the container."""
     import psutil
 
-    free = [float(psutil.virtual_memory().available)]
-    for limit, used, droppable in CONTAINERS:
-        folder, most = Path(limit).parent, _number(limit)
-        if most is not None:
-            free.append(
-                most
-                - (_number(folder / used) or 0.0)
-                + (_number(folder / "memory.stat", droppable) or 0.0)
-            )
-    return max(0.0, min(free) / 2**20)
+    free_bytes = [float(psutil.virtual_memory().available)]
+    for limit_file, usage_file, reclaimable in CONTAINERS:
+        folder = Path(limit_file).parent
+        limit = _read_number(limit_file)
+        if limit is not None:
+            usage = _read_number(folder / usage_file) or 0.0
+            cache = _read_number(folder / "memory.stat", reclaimable) or 0.0
+            free_bytes.append(limit - usage + cache)
+    return max(0.0, min(free_bytes) / 2**20)
 
 
-def _number(path: Path | str, name: str = "") -> float | None:
-    """Return the number after a name in a file of `NAME NUMBER` lines, or the first
-    number; None: `max` or missing.
+def _read_number(path: Path | str, name: str = "") -> float | None:
+    """Return a number in a file, the first or the one after `name` at a line's start.
+
+    None: it is `max`, or missing.
     """
     try:
         lines = [
@@ -318,23 +316,22 @@ def _number(path: Path | str, name: str = "") -> float | None:
     return value if math.isfinite(value) else None
 
 
-def shared_memory_mib(folder: str = "/dev/shm") -> float:
-    """Return the free MiB of shared memory; infinity if the system has no such
-    folder.
-    """
+def shared_memory_mib() -> float:
+    """Return the free MiB of shared memory; infinity: there is no such folder."""
     try:
-        status = os.statvfs(folder)
+        status = os.statvfs("/dev/shm")
     except OSError:
         return math.inf
     return status.f_bavail * status.f_frsize / 2**20
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, machine and command of this process; see
-    `kd.core.references.redact`.
+    """Return versions, machine and command of this process.
+
+    Values of referenced variables are hidden: `kd.core.references.redact`.
     """
     return {
-        "packages": versions(
+        "packages": package_versions(
             "kd",
             "torch",
             "timm",
@@ -355,56 +352,60 @@ def environment() -> dict[str, Any]:
 
 
 def installed(package: str) -> bool:
-    """Return whether a package can be found, without importing it: NNCF reads its
-    telemetry setting at import.
+    """Return whether a package can be found, without importing it.
+
+    NNCF reads its telemetry setting at import.
     """
     return importlib.util.find_spec(package) is not None
 
 
-def versions(*names: str) -> dict[str, str]:
+def package_versions(*names: str) -> dict[str, str]:
     """Return the versions of installed packages."""
-    installed = {}
+    found_versions = {}
     for name in names:
         try:
-            installed[name] = version(name)
+            found_versions[name] = version(name)
         except PackageNotFoundError:
-            installed[name] = "not installed"
-    return installed
+            found_versions[name] = "not installed"
+    return found_versions
 
 
 def processor() -> str:
     """Return the processor's name from the system."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [
-                line.partition(":")[2].strip()
-                for line in file
-                if line.startswith("model name")
-            ]
-        return names[0] if names else platform.processor()
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
     except OSError:
-        return platform.processor()
+        pass
+    return platform.processor()
 
 
 class Signals:
-    """SIGTERM and SIGINT received by this process. They are handled while a command
-    runs.
+    """This object handles SIGTERM and SIGINT while a command runs.
 
     Training writes a checkpoint after its step; anything else ends at once. In Python,
     without a command, Ctrl-C stays a KeyboardInterrupt and SIGTERM ends the process.
     """
 
-    _process, _training, _name, _first = 0, False, "", 0.0
+    _process = 0  # the process whose signals are handled
+    _training = False
+    _name = ""  # the received signal
+    _received = 0.0  # when, seconds
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle signals in this block if this is the main thread, then restore the
-        previous handlers.
+        """Handle signals in this block, then restore the previous handlers.
+
+        Only the main thread handles signals.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._process, self._training, self._name = os.getpid(), False, ""
+        self._process = os.getpid()
+        self._training = False
+        self._name = ""
         before = [signal.signal(number, self._receive) for number in HANDLED]
         try:
             yield
@@ -427,16 +428,16 @@ class Signals:
         return bool(self._name)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if (
-            os.getpid() != self._process
-        ):  # this is a data worker in the same group: it serves until its trainer ends
+        # this is a data worker in the same group: it serves until its trainer ends
+        if os.getpid() != self._process:
             return
-        if self._name and time.monotonic() - self._first < TOGETHER:
+        if self._name and time.monotonic() - self._received < TOGETHER:
             return
         if self._name:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._name, self._first = signal.Signals(number).name, time.monotonic()
+        self._name = signal.Signals(number).name
+        self._received = time.monotonic()
         if not self._training:
             raise Interrupted(self._message())
         # not print: the signal may have interrupted a print

@@ -1,4 +1,4 @@
-"""95 % intervals of scores: the sampling error from a limited number of images.
+"""A score has a 95 % interval, because its number of images is limited.
 
 They do not cover the variation over seeds, near-duplicate images, and other cameras.
 """
@@ -24,9 +24,10 @@ and in 7 % at 200, instead of 5 %. Multiplying it by 1 + 18 / images gives 5 % f
 """
 
 
-def wilson(share: float, images: int) -> tuple[float, float]:
-    """Return the interval of a share of independent images, 0 to 1; (0, 1) for no
-    images.
+def wilson_interval(share: float, images: int) -> tuple[float, float]:
+    """Return the interval of a share of independent images, 0 to 1.
+
+    (0, 1) stands for no images.
 
     E. B. Wilson, J. Am. Stat. Assoc. 22 (1927); recommended for any number of images by
     Brown, Cai and DasGupta, Statistical Science 16 (2001).
@@ -39,25 +40,30 @@ def wilson(share: float, images: int) -> tuple[float, float]:
     return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 
-def paired(gained: int, lost: int, images: int) -> tuple[float, float]:
-    """Return the interval of the difference of two shares of the same images; (-1, 1)
-    for no images.
+def paired_interval(gained: int, lost: int, images: int) -> tuple[float, float]:
+    """Return the interval of the difference of two shares of the same images.
 
-    `gained`: images that only the first model predicts correctly; `lost`: only the
-    second. The adjusted Wald interval of Bonett and Price, J. Educ. Behav. Stat. 37
-    (2012), one of three that Fagerland, Lydersen and Laake recommend (Statistics in
-    Medicine 33, 2014). Like McNemar's test it uses only the discordant images.
+    The adjusted Wald interval of Bonett and Price, J. Educ. Behav. Stat. 37 (2012), one
+    of three that Fagerland, Lydersen and Laake recommend (Statistics in Medicine 33,
+    2014). Like McNemar's test it uses only the discordant images.
+
+    Args:
+        gained: images that only the first model predicts correctly.
+        lost: images that only the second predicts correctly.
+        images: number of all images; 0 gives (-1, 1).
     """
     if not images:
         return -1.0, 1.0
-    up, down = (gained + 1) / (images + 2), (lost + 1) / (images + 2)
+    up = (gained + 1) / (images + 2)
+    down = (lost + 1) / (images + 2)
     half = Z * math.sqrt((up + down - (up - down) ** 2) / (images + 2))
     return max(-1.0, up - down - half), min(1.0, up - down + half)
 
 
-def resampled(score: Callable[[np.ndarray], Any], images: int) -> np.ndarray:
-    """Return a score on `RESAMPLES` bootstrap samples, float64; `score` gets the
-    positions of a sample, int64 [images].
+def bootstrap_scores(score: Callable[[np.ndarray], Any], images: int) -> np.ndarray:
+    """Return a score on `RESAMPLES` bootstrap samples, float64.
+
+    `score` gets the positions of a sample, int64 [images].
 
     Several scores at once are rows: [`RESAMPLES`, scores]. The samples depend only on
     the number of images. So the difference of two models' values, sample by sample, is
@@ -67,83 +73,73 @@ def resampled(score: Callable[[np.ndarray], Any], images: int) -> np.ndarray:
     return np.array([score(draw.integers(0, images, images)) for _ in range(RESAMPLES)])
 
 
-def around(
+def bootstrap_interval(
     value: float, replicates: Sequence[float] | np.ndarray, images: int = 0
 ) -> tuple[float, float]:
-    """Return value - bias +- 1.96 standard errors, both from the bootstrap; wider for
-    few `images`.
+    """Return value - bias +- 1.96 standard errors, both from the bootstrap.
+
+    The interval is wider for few `images`.
 
     Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 5.2. A
     mean average precision of few images is biased upward, and a resample's is biased
     twice: percentiles would lie on the wrong side.
     """
     drawn = np.asarray(replicates, np.float64)
-    wider = 1 + FEW_IMAGES / images if images else 1.0
-    centre, half = 2 * value - float(drawn.mean()), wider * Z * float(drawn.std(ddof=1))
+    widening = 1 + FEW_IMAGES / images if images else 1.0
+    centre = 2 * value - float(drawn.mean())
+    half = widening * Z * float(drawn.std(ddof=1))
     return centre - half, centre + half
 
 
-def within(low: float, high: float) -> tuple[float, float]:
+def clip_to_share(low: float, high: float) -> tuple[float, float]:
     """Return the ends of a share's interval within 0 to 1."""
     return min(1.0, max(0.0, low)), min(1.0, max(0.0, high))
 
 
-def verdict(low: float, high: float) -> str:
-    """Return the verdict of a difference's interval on the first model: better, worse
-    or undecided.
-    """
-    return "better" if low > 0 else "worse" if high < 0 else "no difference shown"
+def interval_verdict(low: float, high: float) -> str:
+    """Return what a difference's interval says of the first model."""
+    if low > 0:
+        return "better"
+    return "worse" if high < 0 else "no difference shown"
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples behind one score of a model: enough for its interval and for that of
-    a difference.
-    """
+    """The samples behind one score are enough for its interval and a difference's."""
 
     value: float
-    right: np.ndarray | None = (
-        None  # bool [N], if the score is the share of N images that are right
-    )
-    replicates: np.ndarray | None = (
-        None  # for any other score: its values on bootstrap samples, see `resampled`
-    )
+    # bool [N], if the score is the share of N images that are right
+    right: np.ndarray | None = None
+    # for any other score: its values on bootstrap samples, see `bootstrap_scores`
+    replicates: np.ndarray | None = None
     images: int = 0  # number of images behind `replicates`; 0: many
-    ends: tuple[float, float] | None = (
-        None  # ends of its interval, if only they were recorded
-    )
+    # ends of its interval, if only they were recorded
+    ends: tuple[float, float] | None = None
     share: bool = True  # whether the score is a share: its interval ends at 0 and 1
 
     def interval(self) -> tuple[float, float]:
         if self.ends is not None:
             return self.ends
         if self.right is not None:
-            return wilson(self.value, len(self.right))
+            return wilson_interval(self.value, len(self.right))
         assert self.replicates is not None
-        ends = around(self.value, self.replicates, self.images)
-        return within(*ends) if self.share else ends
+        ends = bootstrap_interval(self.value, self.replicates, self.images)
+        return clip_to_share(*ends) if self.share else ends
 
-    def minus(self, other: Samples) -> tuple[float, float, float]:
-        """Return the difference from another model's score on the same images, with the
-        ends of its interval.
-        """
-        difference = self.value - other.value
-        if self.right is not None and other.right is not None:
-            gained, lost = (
-                int((self.right & ~other.right).sum()),
-                int((other.right & ~self.right).sum()),
-            )
-            return difference, *paired(gained, lost, len(self.right))
+    def minus(self, baseline: Samples) -> tuple[float, float, float]:
+        """Return the difference from another model on the same images, and its ends."""
+        difference = self.value - baseline.value
+        if self.right is not None and baseline.right is not None:
+            gained = int((self.right & ~baseline.right).sum())
+            lost = int((baseline.right & ~self.right).sum())
+            return difference, *paired_interval(gained, lost, len(self.right))
         assert self.replicates is not None
-        assert other.replicates is not None
-        return difference, *around(
-            difference, self.replicates - other.replicates, self.images
-        )
+        assert baseline.replicates is not None
+        replicates = self.replicates - baseline.replicates
+        return difference, *bootstrap_interval(difference, replicates, self.images)
 
     def record(self) -> dict[str, Any]:
-        """Return JSON values: a hexadecimal digit for four images, or the bootstrap
-        values.
-        """
+        """Return JSON values: a hexadecimal digit for four images, or replicates."""
         if self.right is not None:
             return {
                 "value": self.value,
@@ -151,14 +147,14 @@ class Samples:
                 "right": np.packbits(self.right).tobytes().hex(),
             }
         assert self.replicates is not None
-        drawn = [round(float(one), 6) for one in self.replicates]
-        other = {} if self.share else {"share": False}
-        return {
+        record = {
             "value": self.value,
             "images": self.images,
-            "replicates": drawn,
-            **other,
+            "replicates": [round(float(value), 6) for value in self.replicates],
         }
+        if not self.share:
+            record["share"] = False
+        return record
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Samples:
@@ -168,8 +164,9 @@ class Samples:
                 count=recorded["images"],
             )
             return cls(recorded["value"], right=bits.astype(bool))
-        drawn = np.array(recorded["replicates"], np.float64)
-        share = recorded.get("share", True)
         return cls(
-            recorded["value"], replicates=drawn, images=recorded["images"], share=share
+            recorded["value"],
+            replicates=np.array(recorded["replicates"], np.float64),
+            images=recorded["images"],
+            share=recorded.get("share", True),
         )

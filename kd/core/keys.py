@@ -1,5 +1,6 @@
-"""Keys of a configuration: the base of its sections and of each part's `Options`,
-checked by Pydantic.
+"""A configuration's keys have a base class, checked by Pydantic.
+
+It is the base of the sections and of each part's `Options`.
 
 A field is a key: its type and `Field(ge=...)` say what is allowed, the string under it
 says what it means.
@@ -31,7 +32,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticUndefined
 from typing_extensions import dataclass_transform
 
-from kd.core.errors import ConfigError, KdError, in_short
+from kd.core.errors import ConfigError, KdError, first_sentence
 from kd.core.options import field_docs
 from kd.core.references import Referenced
 
@@ -53,19 +54,20 @@ RULES = ConfigDict(
     frozen_default=True, kw_only_default=True, field_specifiers=(Field,)
 )
 def keys(cls: type[T]) -> type[T]:
-    """Make a class of keys: a frozen dataclass that checks its values;
-    pydantic.ValidationError, a ValueError.
+    """Make a class of keys: a frozen dataclass that checks its values.
+
+    A wrong value raises pydantic.ValidationError, a ValueError.
     """
-    made: Any = dataclass(cls, frozen=True, kw_only=True, config=RULES)
+    checking: Any = dataclass(cls, frozen=True, kw_only=True, config=RULES)
     inherited = {
         name: field
-        for base in reversed(made.__mro__[1:-1])
+        for base in reversed(checking.__mro__[1:-1])
         for name, field in base.__pydantic_fields__.items()
     }
-    for name, field in made.__pydantic_fields__.items():
+    for name, field in checking.__pydantic_fields__.items():
         if name in inherited:  # Pydantic reads the strings of a class itself alone
             field.description = field.description or inherited[name].description
-    return made
+    return checking
 
 
 @keys
@@ -87,48 +89,57 @@ class Keys:
             raise ValueError("a number")
         if isinstance(value, str) and "\0" in value:
             raise ValueError("a zero byte")
-        if (
-            isinstance(value, Referenced) and annotation is bool
-        ):  # the environment holds texts
+        # the environment holds texts
+        if isinstance(value, Referenced) and annotation is bool:
             value = {"true": True, "false": False}.get(value.lower(), value)
         if isinstance(value, bool) and annotation not in (bool, Any):
             value = _word(annotation, value)
         if annotation is bool and not isinstance(value, bool):
             raise ValueError("not true or false")
-        made = check(value)
-        return made if get_origin(annotation) is Literal else referenced(value, made)
+        result = check(value)
+        if get_origin(annotation) is Literal:
+            return result
+        return keep_references(value, result)
 
 
 def _word(annotation: Any, value: bool) -> Any:
-    """Return the word that YAML read as a boolean: a bare `off`, `on`. ValueError: no
-    such word is allowed.
+    """Return the word that YAML read as a boolean, a bare `off` or `on`.
+
+    ValueError: no such word is allowed.
     """
     word = "on" if value else "off"
-    if word in get_args(annotation):
-        return word
-    raise ValueError("a boolean")
+    if word not in get_args(annotation):
+        raise ValueError("a boolean")
+    return word
 
 
-def referenced(value: Any, checked: Any) -> Any:
-    """Return the checked value with the references of its texts. Numbers and enumerated
-    words need no reference.
+def keep_references(value: Any, checked: Any) -> Any:
+    """Return the checked value with the references of its texts.
+
+    Numbers and enumerated words need no reference.
     """
     if isinstance(value, Mapping) and isinstance(checked, dict):
-        return {key: referenced(value.get(key), item) for key, item in checked.items()}
+        return {
+            key: keep_references(value.get(key), item) for key, item in checked.items()
+        }
     if isinstance(value, (list, tuple)) and isinstance(checked, (list, tuple)):
         return type(checked)(
-            referenced(*pair) for pair in zip(value, checked, strict=True)
+            keep_references(*pair) for pair in zip(value, checked, strict=True)
         )
     if isinstance(value, Referenced) and isinstance(checked, str):
         return Referenced(checked, value.reference)
     return checked
 
 
-def part(
+def part_kind(
     folder: str, default: Any = PydanticUndefined, only: tuple[str, ...] = ()
 ) -> Any:
-    """Declare the `kind` of a section that names a part of a folder; `only`: the
-    allowed names.
+    """Declare the `kind` of a section, which names a part of a folder.
+
+    Args:
+        folder: the folder of the parts.
+        default: the default kind.
+        only: the allowed names; empty: all.
     """
     return Field(
         default=default, json_schema_extra={"parts": folder, "only": list(only)}
@@ -138,8 +149,9 @@ def part(
 def file_key(
     default: Any = PydanticUndefined, within: str = "", or_name: bool = False
 ) -> Any:
-    """Declare a key that names input files, so that a launcher can upload them; see
-    `kd.core.facts.FileKey`.
+    """Declare a key that names input files, so that a launcher can upload them.
+
+    See `kd.core.facts.FileKey`.
 
     `within`: the key of the folder that relative paths start from. `or_name`: it may
     also be a name, as a model's.
@@ -150,54 +162,54 @@ def file_key(
 
 
 def fields_of(cls: type) -> dict[str, FieldInfo]:
-    """Return the keys of a class by name, with their types, ranges, defaults and
-    meanings.
-    """
-    return checked_class(cls).__pydantic_fields__  # type: ignore[attr-defined]
+    """Return the keys of a class by name, with types, ranges and meanings."""
+    return class_of_keys(cls).__pydantic_fields__  # type: ignore[attr-defined]
 
 
-def extra(field: FieldInfo) -> Mapping[str, Any]:
-    """Return what `part` or `file_key` declared."""
-    return (
-        field.json_schema_extra if isinstance(field.json_schema_extra, Mapping) else {}
-    )
+def declaration(field: FieldInfo) -> Mapping[str, Any]:
+    """Return what `part_kind` or `file_key` declared."""
+    declared = field.json_schema_extra
+    return declared if isinstance(declared, Mapping) else {}
 
 
 @cache
-def checked_class(cls: type) -> type:
-    """Return a class of keys as it is, and the keys of a plain dataclass: a part from
-    outside may have one.
+def class_of_keys(cls: type) -> type:
+    """Return a class of keys as it is, or make one of a plain dataclass.
+
+    A part from outside may have a plain dataclass.
     """
     if "__pydantic_fields__" in cls.__dict__:
         return cls
-    docs, members = field_docs(cls), {}
+    docs = field_docs(cls)
     try:
         hints = get_type_hints(cls, include_extras=True)
     except NameError as error:
-        raise _unfit(cls, error) from error
-    for field in (field for field in dataclasses.fields(cls) if field.init):
-        given = {"default": field.default, "default_factory": field.default_factory}
-        made: dict[str, Any] = {
-            key: value
-            for key, value in given.items()
-            if value is not dataclasses.MISSING
-        }
-        own = isinstance(field.default, FieldInfo)  # inherited from a class of keys
-        members[field.name] = (
-            field.default if own else Field(description=docs.get(field.name), **made)
-        )
+        raise _unreadable_types(cls, error) from error
+    members: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        if isinstance(field.default, FieldInfo):  # inherited from a class of keys
+            members[field.name] = field.default
+            continue
+        default: dict[str, Any] = {}
+        for name in ("default", "default_factory"):
+            value = getattr(field, name)
+            if value is not dataclasses.MISSING:
+                default[name] = value
+        members[field.name] = Field(description=docs.get(field.name), **default)
     hints = {name: hints[name] for name in members}  # without ClassVar and InitVar
     members |= {"__annotations__": hints, "__module__": cls.__module__}
     try:
         return keys(type(cls.__name__, (Keys,), members))
     except PydanticUserError as error:
-        raise _unfit(cls, error) from error
+        raise _unreadable_types(cls, error) from error
 
 
-def _unfit(cls: type, error: Exception) -> KdError:
+def _unreadable_types(cls: type, error: Exception) -> KdError:
     wrong = (
         f"the types of {cls.__module__}.{cls.__qualname__} cannot be read"
-        f" ({in_short(error)})"
+        f" ({first_sentence(error)})"
     )
     return ConfigError(
         "kind",
@@ -206,21 +218,21 @@ def _unfit(cls: type, error: Exception) -> KdError:
     )
 
 
-def checked(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Build a class of keys, or a plain dataclass, from values;
+def build_checked(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Build a class of keys, or a plain dataclass, from values.
+
     pydantic.ValidationError: they are wrong.
     """
-    made = checked_class(cls)(**values)
-    return (
-        made
-        if isinstance(made, cls)
-        else cls(**{key: getattr(made, key) for key in fields_of(cls)})
-    )
+    instance = class_of_keys(cls)(**values)
+    if isinstance(instance, cls):
+        return instance
+    return cls(**{key: getattr(instance, key) for key in fields_of(cls)})
 
 
 class Refused(ValueError):
-    """A value that breaks a rule which Pydantic does not know; `error.where` is
-    relative to the section.
+    """A value breaks a rule that Pydantic does not know.
+
+    `error.config_path` is relative to the section.
     """
 
     def __init__(self, error: KdError) -> None:
@@ -232,7 +244,7 @@ def details(error: ValidationError) -> list[InitErrorDetails]:
     """Return the errors of a section's part, to be raised among the section's own."""
     return [
         InitErrorDetails(
-            type=_kept(fault["type"]),
+            type=_error_type(fault["type"]),
             loc=fault["loc"],
             input=fault["input"],
             ctx=fault.get("ctx", {}),
@@ -241,9 +253,16 @@ def details(error: ValidationError) -> list[InitErrorDetails]:
     ]
 
 
-def _kept(kind: str) -> Any:
-    """Return the type of an error that kd tells apart, or one for all wrong values:
-    some types cannot be raised.
+def _error_type(kind: str) -> Any:
+    """Return the type of an error that kd tells apart, or one for wrong values.
+
+    Some types cannot be raised.
     """
-    kept = ("missing", "unexpected_keyword_argument", "value_error", "assertion_error")
-    return kind if kind in kept else PydanticCustomError("wrong_value", "a wrong value")
+    if kind in (
+        "missing",
+        "unexpected_keyword_argument",
+        "value_error",
+        "assertion_error",
+    ):
+        return kind
+    return PydanticCustomError("wrong_value", "a wrong value")

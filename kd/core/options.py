@@ -1,5 +1,6 @@
-"""Options of a command, declared once: a dataclass field is a flag, and the string
-under it is its help.
+"""Options of a command are declared once: a dataclass field is a flag.
+
+The string under a field is its help.
 """
 
 import ast
@@ -18,7 +19,8 @@ def option(
     parse: Callable[[str], Any] | None = None,
     flag: str = "",
 ) -> Any:
-    """Declare a dataclass field that is a command-line option;
+    """Declare a dataclass field that is a command-line option.
+
     `kd.cli.command.add_fields` adds it.
 
     `metavar` names the value in the help, `parse` converts the text, `flag` replaces
@@ -33,8 +35,10 @@ def option(
 
 def field_docs(cls: type) -> dict[str, str]:
     """Return the string under each field of a dataclass and its bases."""
-    bases = [field_docs(base) for base in reversed(cls.__bases__) if is_dataclass(base)]
-    docs = {key: text for one in bases for key, text in one.items()}
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__bases__):
+        if is_dataclass(base):
+            docs |= field_docs(base)
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     for node, following in itertools.pairwise(body):
         if (
@@ -49,8 +53,9 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `low` to `high`; ValueError:
-    anything else.
+    """Return a parser of whole numbers from `low` to `high`.
+
+    It raises ValueError for anything else.
     """
 
     def parse(text: str) -> int:
@@ -66,7 +71,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-def positive(text: str) -> float:
+def parse_positive(text: str) -> float:
     """Parse a number above 0; ValueError: anything else."""
     try:
         value = float(text)
@@ -77,20 +82,18 @@ def positive(text: str) -> float:
     return value
 
 
-def pixels(text: str) -> int:
+def parse_pixels(text: str) -> int:
     """Parse a number of pixels such as 25e6; ValueError: anything else."""
-    return int(positive(text))
+    return int(parse_positive(text))
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Parse a size such as 6MiB and return bytes; ValueError: anything else."""
     match = re.fullmatch(r"([0-9]{1,12})(|B|KiB|MiB|GiB)", text, re.IGNORECASE)
     if match is None or not int(match[1]):
         raise ValueError(f"'{text}' is not a size such as 6MiB, 512KiB or 1000000")
-    return (
-        int(match[1])
-        * {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}[match[2].lower()]
-    )
+    units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+    return int(match[1]) * units[match[2].lower()]
 
 
 def one_of(*words: str) -> Callable[[str], str]:

@@ -1,5 +1,6 @@
-"""What the ranks of a run tell each other. All ranks must call these functions; all get
-the same result.
+"""Ranks tell each other numbers by these functions.
+
+All ranks must call them, and all get the same result.
 """
 
 import hashlib
@@ -10,9 +11,10 @@ import torch
 from kd.core.contracts import Backend
 
 
-def gathered(backend: Backend, numbers: Sequence[float]) -> list[list[float]]:
-    """Return the numbers of every rank as float32, whole ones exact below 2^24. All
-    ranks give equally many.
+def gather_numbers(backend: Backend, numbers: Sequence[float]) -> list[list[float]]:
+    """Return the numbers of every rank as float32, whole ones exact below 2^24.
+
+    All ranks give equally many.
     """
     if backend.world_size == 1:
         return [torch.tensor(list(numbers), dtype=torch.float32).tolist()]
@@ -21,12 +23,12 @@ def gathered(backend: Backend, numbers: Sequence[float]) -> list[list[float]]:
     return backend.reduce_sum(table).tolist()
 
 
-def of_rank_0(backend: Backend, numbers: Sequence[float]) -> list[float]:
+def numbers_of_rank_0(backend: Backend, numbers: Sequence[float]) -> list[float]:
     """Return the numbers of rank 0."""
-    return gathered(backend, numbers)[0]
+    return gather_numbers(backend, numbers)[0]
 
 
-def differing(backend: Backend, content: str) -> list[int]:
+def differing_ranks(backend: Backend, content: str) -> list[int]:
     """Return the ranks whose text is not rank 0's."""
-    digests = gathered(backend, hashlib.sha256(content.encode()).digest())
+    digests = gather_numbers(backend, hashlib.sha256(content.encode()).digest())
     return [rank for rank, digest in enumerate(digests) if digest != digests[0]]

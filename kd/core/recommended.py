@@ -1,4 +1,4 @@
-"""Recommended lengths, views, sizes and rates of a run.
+"""A run has recommended lengths, views, sizes and rates.
 
 `kd-init` writes them, `auto` takes them, `--check` compares a configuration with them.
 """
@@ -39,7 +39,7 @@ ENLARGED = (
 )
 """One seed (benchmarks/LOG.md)."""
 REPETITIONS = 5
-"""Epochs that show a stored view again: on 1,142 photographs for 300 epochs a student
+"""Epochs that show a stored view again: on 1,142 images for 300 epochs a student
 reached 45.4 % with 8 views, each shown 37 times, and 51.2 % with 60 views. On ten
 classes of Tiny ImageNet in 40 epochs 2 views gave 51.3 %, 8 views 56.1 %, fresh ones
 56.9 % (`curves_*.csv`). On CIFAR-10 12 repetitions were not worse (benchmarks/LOG.md).
@@ -56,10 +56,13 @@ than 0.003 (0.001: 48.7, 0.006: 43.2), nor decay 0.2 (47.6), averaged weights (4
 crops from 0.1 or 0.75 of the area (45.8, 50.4) or mixup (45.0) was better beyond
 chance.
 """
-LABEL_WEIGHT, MOST_LABEL_WEIGHT = 0.1, 0.3
-"""Weight of a loss on labels beside one on the teacher's outputs, and above which
-`--check` names it where few images have a label; between 0.1 and 1 nothing was
-measured. A batch's few labels are a mean of their own: `WEIGHED`.
+LABEL_WEIGHT = 0.1
+"""Weight of a loss on labels beside one on the teacher's outputs. A batch's few labels
+are a mean of their own: `WEIGHED`.
+"""
+MOST_LABEL_WEIGHT = 0.3
+"""Weight above which `--check` names it where few images have a label; between 0.1 and
+1 nothing was measured.
 """
 WEIGHED = "weight 1 reached 34.4 %, 0.1 reached 48.0 %, no labels 49.2 %"
 """The student's accuracy there, with 15 labels per class, after 10 epochs, one seed
@@ -68,7 +71,7 @@ WEIGHED = "weight 1 reached 34.4 %, 0.1 reached 48.0 %, no labels 49.2 %"
 
 
 class Length(NamedTuple):
-    """The length of a student's training."""
+    """A student's training has this length."""
 
     batch_size: int
     epochs: int
@@ -83,18 +86,21 @@ def length(images: int, accelerator: bool, pretrained: bool) -> Length:
         pretrained: whether the student starts from pretrained weights.
     """
     visits = ACCELERATOR_VISITS if accelerator else VISITS
-    least, most = 10, 300
+    fewest_epochs = 10
+    most_epochs = 300
     if pretrained:
-        visits, least, most = TUNING_VISITS, 5, 30
-    epochs = min(most, max(least, round(visits / max(1, images))))
-    batch_size = 256 if accelerator else 32 if images < 5000 else 64
+        visits = TUNING_VISITS
+        fewest_epochs = 5
+        most_epochs = 30
+    epochs = min(most_epochs, max(fewest_epochs, round(visits / max(1, images))))
+    batch_size = 32 if images < 5000 else 64
+    if accelerator:
+        batch_size = 256
     return Length(min(batch_size, largest_power(images)), epochs)
 
 
 def stored_views(epochs: float) -> int:
-    """Return how many views of each image the teacher's cache should have in a run of
-    `epochs`.
-    """
+    """Return how many views of each image the cache should have for `epochs`."""
     return max(1, min(round(epochs), max(2, round(epochs / REPETITIONS))))
 
 
@@ -110,17 +116,21 @@ def fit_visits(labelled: int, student: float = 0) -> int:
 
 
 def image_side(median: int, accelerator: bool, pretrained_teacher: bool) -> int:
-    """Return the side of training images, pixels, for images whose shorter side has a
-    median.
+    """Return the side of training images, pixels.
+
+    `median`: the median of the images' shorter sides.
     """
-    most = 224 if accelerator else 128 if pretrained_teacher else 64
-    allowed = max(min(most, median), SIZES[0])
+    largest = 128 if pretrained_teacher else 64
+    if accelerator:
+        largest = 224
+    allowed = max(min(largest, median), SIZES[0])
     return max(side for side in SIZES if side <= allowed)
 
 
 def crop_scale(median: int, side: int) -> float:
-    """Return the smallest area of a random crop: images that are enlarged lose less of
-    theirs.
+    """Return the smallest area of a random crop, a share.
+
+    Images that are enlarged lose less of theirs.
     """
     return 0.75 if median < side else 0.35
 

@@ -1,5 +1,6 @@
-"""Environment variables in a configuration: their values are kept out of files and
-messages.
+"""Values of environment variables are kept out of files and messages.
+
+A configuration refers to them.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from typing import Any
 # match anywhere
 SHORTEST = 6
 _VARIABLE = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
-_variables: set[str] = (
-    set()
-)  # names of environment variables used by a configuration of this process
+# names of environment variables used by a configuration of this process
+_variables: set[str] = set()
 
 
 class Referenced(str):
-    """The value of a reference such as `${oc.env:TOKEN}`. Its `repr`, and the text in
-    run folders, is the reference.
+    """A text came from a reference such as `${oc.env:TOKEN}`.
+
+    Its `repr`, and the text in run folders, is the reference.
     """
 
     reference: str
 
     def __new__(cls, value: str, reference: str) -> Referenced:
-        made = super().__new__(cls, value)
-        made.reference = reference
+        referenced = super().__new__(cls, value)
+        referenced.reference = reference
         _variables.update(_VARIABLE.findall(reference))
-        return made
+        return referenced
 
     def __repr__(self) -> str:
         return repr(self.reference)
@@ -37,14 +38,15 @@ class Referenced(str):
         return Referenced, (str(self), self.reference)
 
 
-def written(value: Any) -> Any:
+def reference_or_value(value: Any) -> Any:
     """Return the reference in place of its value; return anything else unchanged."""
     return value.reference if isinstance(value, Referenced) else value
 
 
 def redact(text: str) -> str:
-    """Replace values of a configuration's environment variables by references, except
-    paths and short values.
+    """Replace values of a configuration's environment variables by references.
+
+    Paths and short values are left as they are.
     """
     for name in sorted(_variables):
         value = os.environ.get(name, "")

@@ -1,5 +1,6 @@
-"""The columns of a validation row: a task's scores, their display, and the one that
-chooses the checkpoint.
+"""A validation row has columns: a task's scores and their display.
+
+One of them chooses the checkpoint.
 
 A row holds the student's scores under their keys, a teacher's under `teacher_KEY` (a
 second teacher's under `teacher_KEY_2`), and scores of the student against its teacher.
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kd.core.intervals import Samples, verdict, within
+from kd.core.intervals import Samples, clip_to_share, interval_verdict
 from kd.core.text import percent
 
 DIFFERENCES_NOTE = (
@@ -26,64 +27,68 @@ TITLES = {"test": "test", "val": "validation"}  # names of splits as text
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One score."""
+    """A column is one score."""
 
     key: str  # key in a validation row
     title: str
     # "%": a share, 0 to 1, shown in percent. With "nats" and "" it is shown as a
     # number.
     unit: str = "%"
-    meaning: str = field(
-        default="", compare=False
-    )  # noun phrase after the value; empty: the title
+    # noun phrase after the value; empty: the title
+    meaning: str = field(default="", compare=False)
     smaller: bool = field(default=False, compare=False)  # whether smaller is better
 
     def text(self, value: float, samples: Samples | None = None) -> str:
-        """Return the value with its unit, and its 95 % interval if it is known: `71.6 %
-        (69.0 to 74.1)`.
+        """Return the value with its unit: `71.6 % (69.0 to 74.1)`.
+
+        The 95 % interval is left out without samples.
         """
-        text = (
-            percent(value) if self.unit == "%" else f"{value:.4f} {self.unit}".rstrip()
-        )
-        ends = () if samples is None else samples.interval()
-        ends = within(*ends) if ends and self.unit == "%" else ends
-        return text + (
-            f" ({' to '.join(self.text(end).removesuffix(' %') for end in ends)})"
-            if ends
-            else ""
+        if self.unit == "%":
+            text = percent(value)
+        else:
+            text = f"{value:.4f} {self.unit}".rstrip()
+        if samples is None:
+            return text
+        ends = samples.interval()
+        if self.unit == "%":
+            ends = clip_to_share(*ends)
+        return (
+            f"{text} ({' to '.join(self.text(end).removesuffix(' %') for end in ends)})"
         )
 
     def with_title(self, value: float, samples: Samples | None = None) -> str:
         """Return the title and the value: `accuracy 71.6 %`."""
         return f"{self.title} {self.text(value, samples)}"
 
-    def difference(self, one: Samples, other: Samples) -> str:
-        """Describe the difference between two models: `-5.2 points (-7.9 to -2.4):
-        worse`.
-        """
-        return self.differs(*one.minus(other))
+    def difference(self, samples: Samples, baseline: Samples) -> str:
+        """Describe the difference between two models' scores.
 
-    def differs(self, value: float, low: float, high: float) -> str:
+        For example `-5.2 points (-7.9 to -2.4): worse`.
+        """
+        return self.difference_text(*samples.minus(baseline))
+
+    def difference_text(self, value: float, low: float, high: float) -> str:
         """Format a difference and the ends of its interval like `difference`."""
         points = [
             f"{100 * number:+.1f}" if self.unit == "%" else f"{number:+.4f}"
             for number in (value, low, high)
         ]
         unit = " points" if self.unit == "%" else ""
-        return f"{points[0]}{unit} ({points[1]} to {points[2]}): {verdict(low, high)}"
+        interval = f"{points[1]} to {points[2]}"
+        return f"{points[0]}{unit} ({interval}): {interval_verdict(low, high)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The columns of a task."""
+    """A task has these columns."""
 
     own: tuple[Column, ...]
     """Scores of one model against the labels. The first one chooses the checkpoint;
     larger is better.
     """
-    pair: tuple[
-        Column, ...
-    ]  # scores of the student against its teacher. The first one decides if there are no labels.
+    # scores of the student against its teacher. The first one decides if there are no
+    # labels.
+    pair: tuple[Column, ...]
     # how the own scores are computed, one sentence for the model card; empty: commonly
     # known
     note: str = ""
@@ -98,39 +103,42 @@ class Scores:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of tables and charts: the own scores, and the first score of the
-        student against its teacher.
+        """The columns of tables and charts.
+
+        They are the own scores, and the first score of the student against its teacher.
         """
         return (*self.own, *self.pair[:1])
 
     def cells(
         self, row: Mapping[str, Any], samples: Mapping[str, Samples] | None = None
     ) -> dict[str, str]:
-        """Return a row's values of `columns` as texts by title, with intervals for the
-        scores that have samples.
+        """Return a row's values of `columns` as texts by title.
+
+        Scores that have samples get an interval.
         """
-        known = samples or {}
+        samples = samples or {}
         return {
-            one.title: one.text(row[one.key], known.get(one.key))
-            for one in self.columns
-            if one.key in row
+            column.title: column.text(row[column.key], samples.get(column.key))
+            for column in self.columns
+            if column.key in row
         }
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """Return a row as one line: `accuracy 71.6 % (teacher 77.8 %), agreement 80.1
-        %`.
+        """Return a row as one line.
+
+        For example `accuracy 71.6 % (teacher 77.8 %), agreement 80.1 %`.
         """
         first = self.own[0]
         pair = [column.with_title(row[column.key]) for column in self.pair_in(row)]
         if first.key not in row:
             return ", ".join(pair)
+        text = first.with_title(row[first.key])
         teachers = [
             f"{name} {first.text(values[first.key])}"
             for name, values in self.of_teachers(row).items()
         ]
-        text = first.with_title(row[first.key]) + (
-            f" ({', '.join(teachers)})" if teachers else ""
-        )
+        if teachers:
+            text += f" ({', '.join(teachers)})"
         return ", ".join([text, *pair[:1]])
 
     def pair_in(self, row: Mapping[str, Any]) -> list[Column]:
@@ -138,74 +146,73 @@ class Scores:
         return [column for column in self.pair if column.key in row]
 
     def against_teacher(self, row: Mapping[str, Any], on: str = "") -> str:
-        """Return the scores of the student against its teacher as a sentence, or "".
-        `on`: the images.
+        """Return the scores against the teacher as a sentence, or "".
+
+        `on` names the images.
         """
-        parts = [
-            column.with_title(row[column.key])
-            + (f" ({column.meaning})" if column.meaning else "")
-            for column in self.pair_in(row)
-        ]
-        return (
-            f"Student against its teacher{on and f' on {on} images'}:"
-            f" {', '.join(parts)}."
-            if parts
-            else ""
-        )
+        scores = []
+        for column in self.pair_in(row):
+            meaning = f" ({column.meaning})" if column.meaning else ""
+            scores.append(column.with_title(row[column.key]) + meaning)
+        if not scores:
+            return ""
+        images = f" on {on} images" if on else ""
+        return f"Student against its teacher{images}: {', '.join(scores)}."
 
     def table(
         self,
         models: Mapping[str, Mapping[str, Any]],
         samples: Mapping[str, Mapping[str, Samples]] | None = None,
     ) -> list[dict[str, str]]:
-        """Return the own scores of models, by name, as rows of a table, with intervals
-        from `samples`.
+        """Return the own scores of models, by name, as rows of a table.
+
+        `samples` give the intervals.
         """
         columns = [
             column
             for column in self.own
             if any(column.key in values for values in models.values())
         ]
-        rows, known = [], samples or {}
+        samples = samples or {}
+        rows = []
         for name, values in models.items():
-            own = known.get(name, {})
-            cells = {
-                one.title: (
-                    one.text(values[one.key], own.get(one.key))
-                    if one.key in values
-                    else "-"
-                )
-                for one in columns
-            }
-            rows.append({"model": name, **cells})
+            row = {"model": name}
+            for column in columns:
+                row[column.title] = "-"
+                if column.key in values:
+                    behind = samples.get(name, {}).get(column.key)
+                    row[column.title] = column.text(values[column.key], behind)
+            rows.append(row)
         return rows
 
     def conclusion(self, scored: Scored) -> str:
-        """Return the final score of a run as one line: with intervals, and whether the
-        student reaches its teacher.
+        """Return the final score of a run as one line, with intervals.
+
+        It says whether the student reaches its teacher.
         """
         column = self.deciding(scored.row)
-        text = (
-            f"{scored.title}"
-            f" {column.with_title(scored.row[column.key], scored.samples.get(column.key))}"
-        )
+        student = scored.samples.get(column.key)
+        text = f"{scored.title} {column.with_title(scored.row[column.key], student)}"
         if column not in self.own:
             return text
         for name, values in self.of_teachers(scored.row).items():
-            own = scored.of(name)
-            text += f", {name} {column.text(values[column.key], own.get(column.key))}"
-            difference = scored.against(own, column)
-            text += f"; the student against it {difference}" if difference else ""
-        return text + "".join(
-            f"; {one.with_title(scored.row[one.key])}"
-            for one in self.pair_in(scored.row)[:1]
-        )
+            teacher = scored.of(name)
+            value = column.text(values[column.key], teacher.get(column.key))
+            text += f", {name} {value}"
+            difference = scored.against(teacher, column)
+            if difference:
+                text += f"; the student against it {difference}"
+        for pair in self.pair_in(scored.row)[:1]:
+            text += f"; {pair.with_title(scored.row[pair.key])}"
+        return text
 
     def of_teachers(self, row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """Return each teacher's own scores in a row, by name ("teacher",
-        "teacher 2").
+        """Return each teacher's own scores in a row, by name.
+
+        The names are "teacher", "teacher 2" and so on.
         """
-        teachers, number = {}, 1
+        teachers = {}
+        number = 1
         while number == 1 or f"teacher_{self.own[0].key}_{number}" in row:
             end = f"_{number}" if number > 1 else ""
             keys = {column.key: f"teacher_{column.key}{end}" for column in self.own}
@@ -222,28 +229,28 @@ class Scores:
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Scores:
         own, pair = (
-            tuple(Column(**one) for one in recorded[name]) for name in ("own", "pair")
+            tuple(Column(**column) for column in recorded[name])
+            for name in ("own", "pair")
         )
         return cls(own, pair, recorded.get("note", ""))
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The final score of a run: its chosen checkpoint on the test split, else on the
-    validation split.
+    """The final score of a run belongs to its chosen checkpoint.
+
+    It is on the test split, else on the validation split.
     """
 
-    split: (
-        str  # "test": nothing was chosen on it. "val": it chose one of `evaluations`.
-    )
+    # "test": nothing was chosen on it. "val": it chose one of `evaluations`.
+    split: str
     step: int  # step of the checkpoint
     data: str  # a hash of the split's listing: equal hashes mean equal images
     images: int  # number of scored images
     evaluations: int
     row: Mapping[str, float]  # as a validation row
-    samples: Mapping[
-        str, Samples
-    ]  # samples of the scores in `row`, by key; a score without samples has no interval
+    # samples of the scores in `row`, by key; a score without samples has no interval
+    samples: Mapping[str, Samples]
 
     @property
     def title(self) -> str:
@@ -269,33 +276,29 @@ class Scored:
         )
 
     def of(self, teacher: str) -> Mapping[str, Samples]:
-        """Return a teacher's samples ("teacher", "teacher 2") under the keys of the own
-        scores.
+        """Return a teacher's samples under the keys of the own scores.
+
+        `teacher` is "teacher", "teacher 2" and so on.
         """
         end = teacher.removeprefix("teacher").replace(" ", "_")
-        named = [
-            key
-            for key in self.samples
-            if key.startswith("teacher_") and key.endswith(end)
-        ]
         return {
-            key.removeprefix("teacher_").removesuffix(end): self.samples[key]
-            for key in named
+            key.removeprefix("teacher_").removesuffix(end): samples
+            for key, samples in self.samples.items()
+            if key.startswith("teacher_") and key.endswith(end)
         }
 
-    def against(self, other: Mapping[str, Samples], column: Column) -> str:
-        """Describe the student's difference from another model on the same images; ""
-        if it is unknown.
-        """
-        if column.key not in self.samples or column.key not in other:
-            return ""
-        return column.difference(self.samples[column.key], other[column.key])
+    def against(self, model: Mapping[str, Samples], column: Column) -> str:
+        """Describe the student's difference from another model; "": unknown.
 
-    def same_images(self, other: Scored) -> bool:
-        """Return whether both were scored on the same images, so that their difference
-        can be paired.
+        Both were scored on the same images.
         """
-        return (self.data, self.images) == (other.data, other.images)
+        if column.key not in self.samples or column.key not in model:
+            return ""
+        return column.difference(self.samples[column.key], model[column.key])
+
+    def same_images(self, scored: Scored) -> bool:
+        """Return whether both scores are on the same images, so can be paired."""
+        return (self.data, self.images) == (scored.data, scored.images)
 
     def record(self) -> dict[str, Any]:
         plain = {
@@ -305,14 +308,14 @@ class Scored:
         return {
             **plain,
             "row": dict(self.row),
-            "samples": {key: one.record() for key, one in self.samples.items()},
+            "samples": {key: samples.record() for key, samples in self.samples.items()},
         }
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Scored:
-        values = recorded[
-            "row"
-        ]  # float32; those beside the samples are not rounded, so differences would not agree
+        # float32; those beside the samples are not rounded, so differences would not
+        # agree
+        values = recorded["row"]
         samples = {
             key: Samples.read({**sample, "value": values.get(key, sample["value"])})
             for key, sample in recorded["samples"].items()
@@ -331,21 +334,23 @@ def samples_of(
 
 @dataclass(frozen=True, slots=True)
 class GraphScores:
-    """Predictions of an exported graph beside PyTorch's, on the same images."""
+    """An exported graph's predictions were compared with PyTorch's.
+
+    Both are on the same images.
+    """
 
     facts: dict[str, float]  # values by name, for manifest.json of an export
     score: float  # the deciding score, which a quantized graph may lower a little
     title: str  # of that score
     summary: str  # as text: `same top-1 on 200 of 200 validation images`
-    others: int = 0  # number of images with another prediction
-    share_of: int = (
-        0  # number of images of which the score is a share; 0: it is no share
-    )
+    changed: int = 0  # number of images with another prediction
+    # number of images of which the score is a share; 0: it is no share
+    share_of: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Results of a finished training."""
+    """A finished training has these results."""
 
     folder: Path
     metrics: Mapping[str, float]  # validation row of the chosen checkpoint
@@ -357,21 +362,21 @@ class Trained:
 
 
 def not_finite_text(row: Mapping[str, float]) -> str:
-    """Name the scores of a validation row that are not finite; "" if all are."""
+    """Name the scores of a validation row that are not finite; "": all are."""
     names = [name for name, value in row.items() if not math.isfinite(value)]
-    text = (
+    if not names:
+        return ""
+    return (
         f"validation: {', '.join(names)} are NaN or infinite: so are a model's outputs"
         " for at least one image"
     )
-    return text if names else ""
 
 
 def skipped_text(skipped: int, steps: int) -> str:
-    """Report the number of steps skipped by `optimizer.on_nonfinite: skip`; "" if there
-    were none.
-    """
-    text = (
+    """Report the steps skipped by `optimizer.on_nonfinite: skip`; "": none were."""
+    if not skipped:
+        return ""
+    return (
         f"{skipped} of {steps} optimizer steps were skipped: their gradient was NaN or"
         " infinite."
     )
-    return text if skipped else ""

@@ -8,14 +8,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-FORMULA = (
-    "=",
-    "+",
-    "-",
-    "@",
-    "\t",
-    "\r",
-)  # first characters of cells that spreadsheets run as formulas
+# first characters of cells that spreadsheets run as formulas
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def percent(share: float) -> str:
@@ -23,40 +17,38 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def markdown_table(rows: list[dict[str, Any]]) -> str:
     """Return rows as an aligned Markdown table, for terminals and report.md."""
     columns = list(rows[0])
     cells = [columns, *[[str(row[column]) for column in columns] for row in rows]]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    aligned = [
-        [
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ]
+    lines = [
+        [line[0].ljust(widths[0])]
+        + [cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True)]
         for line in cells
     ]
-    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join(
-        "| " + " | ".join(line) + " |" for line in [aligned[0], rule, *aligned[1:]]
-    )
+    lines.insert(1, ["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 AS_TRAINED = "as trained"  # title of the share of images with PyTorch's prediction
 
 
 def variant_rows(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the measurements of `kd-export --compare` as rows of a table, the fastest
-    on one thread first.
+    """Return the measurements of `kd-export --compare` as rows of a table.
+
+    The fastest on one thread is first.
 
     A score with the title `AS_TRAINED`, of images without labels, has one column.
     """
-    rows, found = [], manifest.get("variants", {})
-    for file, one in sorted(
-        found.items(), key=lambda item: item[1]["speed"]["1"]["p50_ms"]
+    rows = []
+    variants = manifest.get("variants", {})
+    for file, variant in sorted(
+        variants.items(), key=lambda item: item[1]["speed"]["1"]["p50_ms"]
     ):
         mark = " (accepted)" if file == manifest.get("pick") else ""
-        show = percent if one["unit"] == "%" else "{:.4f}".format
-        for threads, speed in one["speed"].items():
+        show = percent if variant["unit"] == "%" else "{:.4f}".format
+        for threads, speed in variant["speed"].items():
             rows.append(
                 {
                     "file": file + mark,
@@ -64,11 +56,11 @@ def variant_rows(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
                     "p50 ms": f"{speed['p50_ms']:.2f}",
                     "p99 ms": f"{speed['p99_ms']:.2f}",
                     "images/s": f"{speed['images_per_second']:.1f}",
-                    "MB": f"{one['bytes'] / 1e6:.2f}",
+                    "MB": f"{variant['bytes'] / 1e6:.2f}",
                     "memory MB": f"{speed['memory_mb']:.0f}",
-                    one["title"]: show(one["score"]),
-                    "95 %": f"{show(one['interval'][0])} to {show(one['interval'][1])}",
-                    AS_TRAINED: show(one["agreement"]),
+                    variant["title"]: show(variant["score"]),
+                    "95 %": " to ".join(map(show, variant["interval"])),
+                    AS_TRAINED: show(variant["agreement"]),
                 }
             )
     return rows
@@ -83,9 +75,10 @@ VARIANTS_NOTE = (
 """Legend under the table of `variant_rows`."""
 
 
-def number(value: float, unit: str = "", digits: int = 3) -> str:
-    """Return a number in few characters, with its unit: 0.123, 12.3, 1,234, 75 %. The
-    unit "%" is for shares.
+def format_number(value: float, unit: str = "", digits: int = 3) -> str:
+    """Return a number in few characters, with its unit: 0.123, 12.3, 1,234, 75 %.
+
+    The unit "%" is for shares.
     """
     if unit == "%":
         return f"{100 * value:.{digits}g} %"
@@ -97,24 +90,25 @@ def number(value: float, unit: str = "", digits: int = 3) -> str:
     return f"{value:{form}} {unit}".rstrip()
 
 
-def money(dollars: float) -> str:
+def format_dollars(dollars: float) -> str:
     """Return dollars with enough digits to compare: 12.34, 0.00123."""
     return f"{dollars:,.2f}" if dollars >= 1 else f"{dollars:.3g}"
 
 
-def clock(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return seconds as text: 42 s, 4 min 42 s, 3 h 05 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.3g} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{seconds:.3g} s" if seconds < 10 else f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
 
 
 def nfc(name: str) -> str:
-    """Return the normalized form (NFC) in which names are compared: macOS writes é as
-    two characters.
+    """Return the normalized form (NFC) in which names are compared.
+
+    macOS writes é as two characters.
     """
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
@@ -122,76 +116,71 @@ def nfc(name: str) -> str:
 JOINERS = "\u200c\u200d"  # inside words of Persian and in emoji
 
 
-def one_line(text: str) -> bool:
-    """Return whether a text is one line without control characters; it may have wide
-    spaces such as U+3000.
+def is_one_line(text: str) -> bool:
+    """Return whether a text is one line without control characters.
+
+    It may have wide spaces such as U+3000.
     """
     return text.isprintable() or all(
-        one.isprintable() or unicodedata.category(one) == "Zs" or one in JOINERS
-        for one in text
+        char.isprintable() or unicodedata.category(char) == "Zs" or char in JOINERS
+        for char in text
     )
 
 
-def printed(text: str) -> str:
-    """Return a stranger's text as one line for terminals, with "?" for each character
-    that is not printed.
+def as_one_line(text: str) -> str:
+    """Return a stranger's text as one line for terminals.
+
+    "?" stands for each character that is not printed.
     """
-    return (
-        text
-        if text.isprintable()
-        else "".join(one if one_line(one) else "?" for one in text)
-    )
+    if text.isprintable():
+        return text
+    return "".join(char if is_one_line(char) else "?" for char in text)
 
 
 def table_cell(text: str) -> str:
-    """Return a text for a CSV cell: a spreadsheet runs one such as =A1 as a formula,
-    unless an apostrophe precedes.
+    """Return a text for a CSV cell.
+
+    A spreadsheet runs one such as =A1 as a formula, unless an apostrophe precedes.
     """
     return f"'{text}" if text.startswith(FORMULA) and not text[1:].isdecimal() else text
 
 
 def class_order(names: Iterable[str]) -> list[str]:
-    """Return class names in order: numeric if all are whole numbers in digits, else
-    alphabetical.
-    """
+    """Return class names in order: numeric if all are digits, else alphabetical."""
     order = sorted(names)
     return sorted(order, key=int) if all(name.isdecimal() for name in order) else order
 
 
-def quoted(name: str) -> str:
-    """Return a name as a line of a list: the name itself, or JSON if the bare name
-    would be read differently.
-    """
+def list_line(name: str) -> str:
+    """Return a name as a line of a list, as JSON where a bare name would be misread."""
     plain = (
         name == name.strip() and name.isprintable() and name[:1] not in ("", '"', "#")
     )
     return name if plain else json.dumps(name)
 
 
-def names_of(text: str) -> list[str]:
-    """Return the names in a list with one name per line. Empty lines and lines that
-    begin with "#" are ignored.
+def names_in_list(text: str) -> list[str]:
+    """Return the names in a list with one name per line.
+
+    Empty lines and lines that begin with "#" are ignored.
     """
-    found = []
-    for line in (
-        line.strip() for line in text.split("\n")
-    ):  # not splitlines: a name may contain U+2028 or U+0085
+    names = []
+    # not splitlines: a name may contain U+2028 or U+0085
+    for line in (line.strip() for line in text.split("\n")):
         if line and not line.startswith("#"):
-            with suppress(
-                ValueError
-            ):  # a handwritten name that begins with a quotation mark
+            # a handwritten name that begins with a quotation mark
+            with suppress(ValueError):
                 line = str(json.loads(line)) if line.startswith('"') else line
-            found.append(line)
-    return found
+            names.append(line)
+    return names
 
 
 def author_name(name: str) -> str:
-    """Return a parameter's name as the network's author wrote it, without the names of
-    wrappers before it.
+    """Return a parameter's name as the network's author wrote it.
+
+    Names of wrappers before it are dropped.
     """
-    first, _, rest = name.partition(".")
-    return (
-        author_name(rest)
-        if first in ("module", "student", "network", "inner") and rest
-        else name
-    )
+    wrapper, _, inner = name.partition(".")
+    if wrapper in ("module", "student", "network", "inner") and inner:
+        return author_name(inner)
+    return name

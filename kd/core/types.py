@@ -1,4 +1,4 @@
-"""Frozen dataclasses that parts pass to each other.
+"""Parts pass these frozen dataclasses to each other.
 
 Shape legend: B images of a batch, C classes, D feature width, H W pixels, N images of a
 plan.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add, sub
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,22 +20,16 @@ Label = int | np.ndarray
 """A class, -1 if unlabelled. With several labels per image int8 [C]: 1 for each class
 in the image, all -1 if unlabelled.
 """
-TENSORS = (
-    "ids",
-    "image",
-    "label",
-    "partner_label",
-    "lam",
-    "weight",
-)  # names of the tensor fields of every batch
+# names of the tensor fields of every batch
+TENSORS = ("ids", "image", "label", "partner_label", "lam", "weight")
 
 
 class Decoded(NamedTuple):
-    """One decoded image from a source."""
+    """A source returns a decoded image."""
 
     image: Image.Image  # RGB, 8 bits a channel
     crc: int  # CRC-32 of the encoded bytes; 0 if unknown
-    used: int = 0
+    used_bits: int = 0
     """For 16 bits per channel: bits of the image's largest value, negative for colour.
     0: an image of 8 bits.
     """
@@ -43,23 +38,21 @@ class Decoded(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A training image: a view of one id, possibly mixed with a partner."""
+    """A training image is a view of one id, possibly mixed with a partner."""
 
     pixels: Tensor  # uint8 [3, H, W], RGB
     label: Label
-    partner_label: (
-        Label  # the label of the mixup partner; equal to `label` without mixing
-    )
+    # the label of the mixup partner; equal to `label` without mixing
+    partner_label: Label
     lam: float  # the share of `label` in the pixels, 0 to 1; 1.0 without mixing
     # False: decoding failed with `data.on_corrupt: skip`, and the pixels are grey
     readable: bool = True
-    crc: int = (
-        0  # CRC-32 of the encoded bytes, of both images if they are mixed; 0 if unknown
-    )
+    # CRC-32 of the encoded bytes, of both images if they are mixed; 0 if unknown
+    crc: int = 0
 
 
 class Loading(NamedTuple):
-    """Seconds that batches took to make; zeros if not counted."""
+    """Batches took these seconds to make; zeros if not counted."""
 
     seconds: float = 0.0
     busy: float = 0.0  # the loading thread computed or waited for a core
@@ -68,11 +61,11 @@ class Loading(NamedTuple):
     # part of `decoding`: images that a JPEG decoder could reduce to half the sides
     whole: float = 0.0
 
-    def plus(self, other: Loading) -> Loading:
-        return Loading(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, loading: Loading) -> Loading:
+        return Loading(*map(add, self, loading))
 
-    def minus(self, other: Loading) -> Loading:
-        return Loading(*(a - b for a, b in zip(self, other, strict=True)))
+    def minus(self, loading: Loading) -> Loading:
+        return Loading(*map(sub, self, loading))
 
 
 UNKNOWN = Loading()
@@ -80,7 +73,7 @@ UNKNOWN = Loading()
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch with the ids of its images; always full, and all have one shape."""
+    """A micro-batch has the ids of its images; it is always full and of one shape."""
 
     ids: Tensor  # int64 [B], positions in the dataset
     image: Tensor  # uint8 [B, 3, H, W]; each model normalizes and resizes them itself
@@ -89,101 +82,94 @@ class Batch:
     lam: Tensor  # float32 [B], the share of `label`; 1.0 without mixing
     weight: Tensor  # float32 [B], from the sifter's plan; 0.0 marks padding
     view: int = 0  # number of the view: `epoch mod views`, or the epoch itself
-    unreadable: tuple[
-        int, ...
-    ] = ()  # ids of images that could not be decoded; their weight is 0
-    crc: tuple[
-        int, ...
-    ] = ()  # `Sample.crc` of each image; empty if unknown. Only the host reads it.
+    # ids of images that could not be decoded; their weight is 0
+    unreadable: tuple[int, ...] = ()
+    # `Sample.crc` of each image; empty if unknown. Only the host reads it.
+    crc: tuple[int, ...] = ()
     loading: Loading = UNKNOWN  # of this batch; the loader adds it up
-    teacher_outputs: TeacherOutputs | None = (
-        None  # known outputs, from a cache or a scoring pass
-    )
+    # known outputs, from a cache or a scoring pass
+    teacher_outputs: TeacherOutputs | None = None
     small: bool = False  # `image` has the small size of `data.progressive`
-    whole: Tensor | None = (
-        # with `small`: the same views at full size, if the teacher predicts some of
-        # them
-        None
-    )
+    # with `small`: the same views at full size, if the teacher predicts some of them
+    full_size: Tensor | None = None
 
     @property
     def labelled(self) -> Tensor:
-        """Whether an image, and its mixing partner if it has one, is labelled, bool
-        [B].
-        """
-        whole = torch.minimum(self.label, self.partner_label)
-        return (whole.view(len(whole), -1) >= 0).all(1)
+        """Whether an image and its mixing partner are labelled, bool [B]."""
+        lowest = torch.minimum(self.label, self.partner_label)
+        return (lowest.view(len(lowest), -1) >= 0).all(1)
 
     @classmethod
     def of(cls, image: Tensor, label: Tensor, ids: Tensor | None = None) -> Batch:
-        """Make a batch of unmixed images [B, ...] with weight 1, labels int64 [B] or
-        int8 [B, C], `ids` int64 [B].
+        """Make a batch of unmixed images [B, ...] with weight 1.
+
+        Labels are int64 [B] or int8 [B, C], `ids` int64 [B].
         """
         ones = torch.ones(len(label), device=label.device)
-        numbers = torch.arange(len(label), device=label.device)
-        return cls(numbers if ids is None else ids, image, label, label, ones, ones)
+        if ids is None:
+            ids = torch.arange(len(label), device=label.device)
+        return cls(ids, image, label, label, ones, ones)
 
     def map(self, move: Callable[[Tensor], Tensor]) -> Batch:
         moved: dict[str, Any] = {name: move(getattr(self, name)) for name in TENSORS}
         if self.teacher_outputs is not None:
             moved["teacher_outputs"] = self.teacher_outputs.map(move)
-        if self.whole is not None:
-            moved["whole"] = move(self.whole)
+        if self.full_size is not None:
+            moved["full_size"] = move(self.full_size)
         return replace(self, **moved)
 
     def take(self, rows: Tensor) -> Batch:
-        """Return the given rows (int64 [K]) of the batch; on the CPU only if it has
-        `crc` or missing outputs.
+        """Return the given rows (int64 [K]) of the batch.
+
+        `rows` must be on the CPU only if the batch has `crc` or missing outputs.
         """
         index = rows.to(self.image.device, non_blocking=True)
-        taken = self.map(lambda tensor: tensor.index_select(0, index))
+        batch = self.map(lambda tensor: tensor.index_select(0, index))
         if self.crc:
-            taken = replace(taken, crc=tuple(self.crc[row] for row in rows.tolist()))
+            batch = replace(batch, crc=tuple(self.crc[row] for row in rows.tolist()))
         if self.teacher_outputs is None or not self.teacher_outputs.missing:
-            return taken
+            return batch
         ids = dict(self.teacher_outputs.missing)
         missing = tuple(
             (new, ids[old]) for new, old in enumerate(rows.tolist()) if old in ids
         )
-        assert taken.teacher_outputs is not None
-        return replace(
-            taken, teacher_outputs=replace(taken.teacher_outputs, missing=missing)
-        )
+        assert batch.teacher_outputs is not None
+        outputs = replace(batch.teacher_outputs, missing=missing)
+        return replace(batch, teacher_outputs=outputs)
 
     @classmethod
     def cat(cls, batches: Sequence[Batch]) -> Batch:
-        """Concatenate batches of one view; teacher outputs are kept if all batches have
-        them.
+        """Concatenate batches of one view.
+
+        Teacher outputs are kept if all batches have them.
         """
         joined: dict[str, Any] = {
-            n: torch.cat([getattr(batch, n) for batch in batches]) for n in TENSORS
+            name: torch.cat([getattr(batch, name) for batch in batches])
+            for name in TENSORS
         }
-        known = [
+        outputs = [
             batch.teacher_outputs
             for batch in batches
             if batch.teacher_outputs is not None
         ]
-        joined["teacher_outputs"] = (
-            TeacherOutputs.cat(known) if len(known) == len(batches) else None
-        )
-        if any(
-            batch.whole is not None for batch in batches
-        ):  # rows without a missing output have outputs
-            sized = next(batch.whole for batch in batches if batch.whole is not None)
-            empty = (
-                sized.new_zeros(len(batch.ids), *sized.shape[1:]) for batch in batches
+        joined["teacher_outputs"] = None
+        if len(outputs) == len(batches):
+            joined["teacher_outputs"] = TeacherOutputs.cat(outputs)
+        sized = [batch.full_size for batch in batches if batch.full_size is not None]
+        if sized:
+            # Zeros stand for a batch without them: all its rows have outputs.
+            joined["full_size"] = torch.cat(
+                [
+                    sized[0].new_zeros(len(batch.ids), *sized[0].shape[1:])
+                    if batch.full_size is None
+                    else batch.full_size
+                    for batch in batches
+                ]
             )
-            wholes = [
-                one if batch.whole is None else batch.whole
-                for one, batch in zip(empty, batches, strict=True)
-            ]
-            joined["whole"] = torch.cat(wholes)
         joined["unreadable"] = tuple(id for batch in batches for id in batch.unreadable)
-        joined["crc"] = (
-            tuple(c for batch in batches for c in batch.crc)
-            if all(batch.crc for batch in batches)
-            else ()
-        )
+        joined["crc"] = ()
+        if all(batch.crc for batch in batches):
+            joined["crc"] = tuple(crc for batch in batches for crc in batch.crc)
         return replace(batches[0], **joined)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
@@ -198,7 +184,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The outputs of a model for a batch."""
+    """A model returns these outputs for a batch."""
 
     # [B, C], any float dtype. [B, 0] for a model without classes, which returns
     # features only.
@@ -212,27 +198,24 @@ class Outputs:
     @property
     def main(self) -> Tensor:
         """The logits, or the first features of a model without classes."""
-        return (
-            self.logits
-            if self.logits.shape[1]
-            else next(iter(self.features.values()), self.logits)
-        )
+        if self.logits.shape[1] or not self.features:
+            return self.logits
+        return next(iter(self.features.values()))
 
     def of(self, member: int) -> Outputs:
-        """Return the outputs with only the features of one of several teachers, under
-        their plain names.
+        """Return the outputs with the features of one of several teachers.
+
+        The features get their plain names.
         """
         if not any("." in name for name in self.features):
             return self
-        named = {
-            tuple(name.partition(".")[::2]): tensor
-            for name, tensor in self.features.items()
-        }
-        end = str(member) if member else ""
-        return Outputs(
-            self.logits,
-            {name: tensor for (name, number), tensor in named.items() if number == end},
-        )
+        member_number = str(member) if member else ""
+        features = {}
+        for key, tensor in self.features.items():
+            name, _, number = key.partition(".")
+            if number == member_number:
+                features[name] = tensor
+        return Outputs(self.logits, features)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
         return Outputs(
@@ -241,53 +224,49 @@ class Outputs:
         )
 
     @classmethod
-    def cat(cls, parts: Sequence[Outputs]) -> Outputs:
-        """Concatenate the outputs of several batches; features are kept if all batches
-        have them.
+    def cat(cls, outputs: Sequence[Outputs]) -> Outputs:
+        """Concatenate the outputs of several batches.
+
+        Features are kept if all batches have them.
         """
-        names = [
-            name
-            for name in parts[0].features
-            if all(name in part.features for part in parts)
-        ]
         features = {
-            name: torch.cat([part.features[name] for part in parts]) for name in names
+            name: torch.cat([output.features[name] for output in outputs])
+            for name in outputs[0].features
+            if all(name in output.features for output in outputs)
         }
-        return cls(torch.cat([part.logits for part in parts]), features)
+        return cls(torch.cat([output.logits for output in outputs]), features)
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherOutputs:
-    """The teacher's outputs that are known before its forward."""
+    """Some of the teacher's outputs are known before its forward."""
 
     outputs: Outputs
-    missing: tuple[
-        tuple[int, int], ...
-    ] = ()  # (row, id) of the images without outputs; their rows in `outputs` are 0
+    # (row, id) of the images without outputs; their rows in `outputs` are 0
+    missing: tuple[tuple[int, int], ...] = ()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TeacherOutputs:
         return replace(self, outputs=self.outputs.map(change))
 
     @classmethod
-    def cat(cls, parts: Sequence[TeacherOutputs]) -> TeacherOutputs:
-        missing, start = [], 0
-        for part in parts:
-            missing += [(start + row, id) for row, id in part.missing]
-            start += len(part.outputs.logits)
-        return cls(Outputs.cat([part.outputs for part in parts]), tuple(missing))
+    def cat(cls, batches: Sequence[TeacherOutputs]) -> TeacherOutputs:
+        missing = []
+        start = 0
+        for batch in batches:
+            missing += [(start + row, id) for row, id in batch.missing]
+            start += len(batch.outputs.logits)
+        return cls(Outputs.cat([batch.outputs for batch in batches]), tuple(missing))
 
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """The shapes of a loss's inputs, for learned projectors, and the classes."""
+    """A loss's inputs have these shapes, for learned projectors; classes have names."""
 
     num_classes: int
     student_features: int  # width of the pooled features; 0 if no loss needs them
     teacher_features: int  # same for the teacher; 0 if the run has no teacher
-    student_tokens: tuple[int, int] = (
-        0,
-        0,
-    )  # number N and width D of the tokens; (0, 0) if no loss needs them
+    # number N and width D of the tokens; (0, 0) if no loss needs them
+    student_tokens: tuple[int, int] = (0, 0)
     teacher_tokens: tuple[int, int] = (0, 0)
     classes: tuple[str, ...] = ()  # class names; empty: unknown
     labels: Callable[[], Tensor] | None = None
@@ -298,7 +277,7 @@ class Dims:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The images of an epoch in order, with weights. Equal on all ranks."""
+    """A plan has the images of an epoch in order, with weights, equal on all ranks."""
 
     ids: Tensor  # int64 [N]; N is a multiple of the global batch size
     weights: Tensor  # float32 [N]; 1.0 without reweighting
@@ -308,15 +287,15 @@ class Plan:
 
 
 class Small(NamedTuple):
-    """The part of an epoch's plan that shows small images."""
+    """The first steps of an epoch's plan may show small images."""
 
     steps: int  # number of first steps with small images
-    asked: Tensor  # bool [N]: images that the teacher needs at full size
+    needs_full_size: Tensor  # bool [N]: images that the teacher needs at full size
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Measured costs per image, in milliseconds."""
+    """An image was measured to cost these milliseconds."""
 
     teacher: float  # forward of the teacher; 0 if its outputs are cached
     forward: float  # forward of the student without gradients (scoring pass)
@@ -324,27 +303,20 @@ class Costs:
     load: float  # decoding and augmentation, divided by the number of worker processes
     overlapped: bool  # whether workers load while the device computes
 
-    def per_image(
-        self,
-        teacher: float = 1.0,
-        forward: float = 0.0,
-        step: float = 1.0,
-        load: float = 1.0,
-    ) -> float:
-        """Return the milliseconds per image of the dataset; each argument is a number
-        of operations per image.
+    def per_image(self, forward: float = 0.0, step: float = 1.0) -> float:
+        """Return the milliseconds per image of the dataset.
+
+        Args:
+            forward: forwards of the scoring pass per image.
+            step: training steps per image.
         """
-        compute = teacher * self.teacher + forward * self.forward + step * self.step
-        return (
-            max(compute, load * self.load)
-            if self.overlapped
-            else compute + load * self.load
-        )
+        compute = self.teacher + forward * self.forward + step * self.step
+        return max(compute, self.load) if self.overlapped else compute + self.load
 
 
 @dataclass(frozen=True, slots=True)
 class SiftContext:
-    """The dataset that a sifter plans, and its split into batches and ranks."""
+    """A sifter plans this dataset, split into batches and ranks."""
 
     num_images: int
     batch_size: int  # images per optimizer step, over all ranks
@@ -356,9 +328,8 @@ class SiftContext:
     """Return every image's class, int64 [num_images]; called only by sifters that need
     it. Data with several labels per image does not allow such sifters.
     """
-    reduce_sum: Callable[
-        [Tensor], Tensor
-    ]  # mean of a CPU tensor over the ranks; all must call it
+    # mean of a CPU tensor over the ranks; all must call it
+    reduce_sum: Callable[[Tensor], Tensor]
     views: int = 0  # number of views per image; 0: a new view every epoch
     # share of the images drawn for an unsifted epoch, balanced over classes; 0: all
     balance: float = 0.0
@@ -372,8 +343,9 @@ class SiftContext:
 
     @classmethod
     def alone(cls, labels: Tensor, batch_size: int, seed: int = 0) -> SiftContext:
-        """Return the context of a single process without micro-batches; `labels` is
-        int64 [num_images].
+        """Return the context of a single process without micro-batches.
+
+        `labels` is int64 [num_images].
         """
         return cls(
             len(labels),
@@ -389,22 +361,19 @@ class SiftContext:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Progress of a run. All randomness is a function of (seed, State)."""
+    """A run has this progress; all randomness is a function of (seed, State)."""
 
     step: int = 0  # completed optimizer steps
     epoch: int = 0
     step_in_epoch: int = 0  # completed steps of the current epoch's plan
     images: int = 0  # images trained on, over all ranks
     seconds: float = 0.0  # training time so far, without evaluation and checkpoints
-    cpu_seconds: float = (
-        0.0  # CPU time of training, over all ranks and their worker processes
-    )
+    # CPU time of training, over all ranks and their worker processes
+    cpu_seconds: float = 0.0
     best: float = -1.0  # best `Evaluator.selection_metric` so far; -1: none
     no_better: int = 0  # latest evaluations in a row without a new best
-    unevaluated: bool = (
-        False  # the run stopped before a due evaluation; the resumed run begins with it
-    )
-    skipped: int = (
-        0  # latest steps in a row that were skipped because of a non-finite gradient
-    )
+    # the run stopped before a due evaluation; the resumed run begins with it
+    unevaluated: bool = False
+    # latest steps in a row that were skipped because of a non-finite gradient
+    skipped: int = 0
     skipped_in_all: int = 0  # all skipped steps so far

@@ -1,1 +1,1 @@
-"""From an image to a batch: views, loader, workers, the store of decoded pixels."""
+"""An image becomes a batch here: views, loader, workers, the store of pixels."""

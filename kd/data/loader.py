@@ -41,18 +41,18 @@ BATCH = 50
 
 
 class Request(NamedTuple):
-    """A worker's task: load one micro-batch."""
+    """A worker must load one micro-batch."""
 
     ids: list[int]
     weights: list[float]
     view: int
     small: bool = False
-    whole: bool = False  # load also at full size, for the teacher
+    full_size: bool = False  # load also at full size, for the teacher
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """This rank's part of each step of a plan."""
+    """A share is this rank's part of each step of a plan."""
 
     batch_size: int  # images of a step, all ranks
     accumulate: int
@@ -66,32 +66,33 @@ class Share:
     def requests(
         self, plan: Plan, view: int, start: int, small: Small | None = None
     ) -> Iterator[Request]:
-        """Yield a plan's micro-batches one by one: a plan as lists would take nine
-        times its memory.
+        """Yield a plan's micro-batches one by one.
+
+        A plan as lists would take nine times its memory.
         """
         for step in range(start, len(plan.ids) // self.batch_size):
             for i in range(self.accumulate):
-                first = (
-                    step * self.batch_size
-                    + (i * self.world_size + self.rank) * self.micro
-                )
-                ids, weights = (
-                    tensor[first : first + self.micro]
-                    for tensor in (plan.ids, plan.weights)
-                )
-                less = small if small is not None and step < small.steps else None
-                whole = less is not None and bool(
-                    less.asked[first : first + self.micro].any()
-                )
+                first = step * self.batch_size
+                first += (i * self.world_size + self.rank) * self.micro
+                images = slice(first, first + self.micro)
+                is_small = full_size = False
+                if small is not None and step < small.steps:
+                    is_small = True
+                    full_size = bool(small.needs_full_size[images].any())
                 # Plain lists: each tensor in a request would need a file in shared
                 # memory.
                 yield Request(
-                    ids.tolist(), weights.tolist(), view, less is not None, whole
+                    plan.ids[images].tolist(),
+                    plan.weights[images].tolist(),
+                    view,
+                    is_small,
+                    full_size,
                 )
 
 
 class LocalLoader:
-    """Load micro-batches on this machine. See `kd.core.contracts.Loader`;
+    """This loader makes micro-batches here; see `kd.core.contracts.Loader`.
+
     docs/design.md says how a step is divided.
     """
 
@@ -104,17 +105,20 @@ class LocalLoader:
         max_skipped: float = 1.0,
         timeout_seconds: float = 600.0,
     ) -> None:
-        """Load from a dataset. Worker processes start with the first epoch; 0 workers:
-        this process loads.
+        """Load from a dataset.
+
+        Worker processes start with the first epoch; 0 workers: this process loads.
 
         `max_skipped`: largest share of undecodable images (one is always allowed);
         `timeout_seconds`: longest wait for a batch.
         """
-        self.dataset, self.share, self.workers = dataset, share, workers
-        self.max_skipped, self.timeout_seconds = max_skipped, timeout_seconds
-        self.unreadable: set[int] = (
-            set()
-        )  # ids of images that could not be decoded, among those loaded so far
+        self.dataset = dataset
+        self.share = share
+        self.workers = workers
+        self.max_skipped = max_skipped
+        self.timeout_seconds = timeout_seconds
+        # ids of images that could not be decoded, among those loaded so far
+        self.unreadable: set[int] = set()
         self.loading = Loading()  # sums over all batches so far
         self._requests = _Requests()
         self._batches = DataLoader(
@@ -124,7 +128,7 @@ class LocalLoader:
             num_workers=workers,
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
-            prefetch_factor=ahead(workers) if workers else None,
+            prefetch_factor=prefetched_batches(workers) if workers else None,
             worker_init_fn=serve_until_the_trainer_ends,
             # fork shares the listing's memory; workers use neither the device nor
             # torch's thread pool
@@ -139,7 +143,7 @@ class LocalLoader:
         # Not a method of this loader: the DataLoader's iterator would keep it alive,
         # and its workers would never end.
         self._requests.make = partial(self.share.requests, plan, view, start, small)
-        for batch in self._arriving():
+        for batch in self._arriving_batches():
             if isinstance(batch, KdError):
                 try:
                     raise batch
@@ -152,15 +156,15 @@ class LocalLoader:
             self._require_few_skipped()
             yield batch
 
-    def _arriving(self) -> Iterator[Batch | KdError]:
+    def _arriving_batches(self) -> Iterator[Batch | KdError]:
         """Yield batches as they arrive; raise a RunError if a worker dies or hangs."""
         if not self.workers:
             yield from self._batches
             return
-        processes, forked = weakref.WeakMethod(self.processes), bool(self.processes())
-        watch = Watch(
-            lambda: (processes() or list)(), self.timeout_seconds
-        )  # its thread may outlive a dropped loader
+        processes = weakref.WeakMethod(self.processes)
+        forked = bool(self.processes())
+        # its thread may outlive a dropped loader
+        watch = Watch(lambda: (processes() or list)(), self.timeout_seconds)
         try:
             if forked:
                 watch.start()
@@ -192,16 +196,19 @@ class LocalLoader:
             watch.close()
 
     def processes(self) -> list[BaseProcess]:
-        """Return the worker processes; none before the first epoch. Torch has no public
-        name for them.
+        """Return the worker processes; none before the first epoch.
+
+        Torch has no public name for them.
         """
         return list(getattr(self._batches._iterator, "_workers", []))
 
     def _abandon(self) -> None:
-        """Kill the remaining workers; torch's signal handler must not raise again for
-        that.
+        """Kill the remaining workers.
+
+        Torch's signal handler must not raise again for that.
         """
-        iterator, processes = self._batches._iterator, self.processes()
+        iterator = self._batches._iterator
+        processes = self.processes()
         if iterator is None:
             return
         with suppress(RuntimeError, ValueError):
@@ -214,27 +221,29 @@ class LocalLoader:
         self._batches._iterator = None
 
     def batch_bytes(self, size: int) -> int:
-        """Return an estimate of the shared memory in bytes that this rank's batches
-        take at `size` pixels.
+        """Return an estimate of the shared memory of batches, bytes.
+
+        This rank's batches have `size` pixels per side.
         """
+        if not self.workers:
+            return 0
         # The loop holds two more batches than the workers prefetch. Each tensor takes
         # whole pages.
         batch = self.share.micro * (3 * size**2 + 36) + 7 * mmap.PAGESIZE
-        return (self.workers * ahead(self.workers) + 2) * batch if self.workers else 0
+        return (self.workers * prefetched_batches(self.workers) + 2) * batch
 
     def _require_few_skipped(self) -> None:
-        images, most = (
-            len(self.dataset),
-            most_skipped(self.max_skipped, len(self.dataset)),
-        )
-        if len(self.unreadable) > most:
+        images = len(self.dataset)
+        allowed_number = most_skipped(self.max_skipped, images)
+        if len(self.unreadable) > allowed_number:
             ids = ", ".join(str(id) for id in sorted(self.unreadable)[:5])
             wrong = (
                 f"{len(self.unreadable)} of {images} images could not be decoded, the"
                 f" first with the ids {ids}"
             )
             allowed = (
-                f"At most {most} (a share of {self.max_skipped:g}, and always one)"
+                f"At most {allowed_number} (a share of {self.max_skipped:g}, and always"
+                " one)"
             )
             remedy = (
                 "Look at the images with data.on_corrupt=error, which names them, or"
@@ -243,7 +252,7 @@ class LocalLoader:
             raise DataError("data.max_skipped", wrong, allowed, remedy)
 
 
-def ahead(workers: int) -> int:
+def prefetched_batches(workers: int) -> int:
     """Return how many micro-batches each worker prefetches."""
     # 15 workers times 4 of 256 images of 224 px were 2.3 GB of shared memory, and on a
     # GPU as much of pinned memory.
@@ -256,19 +265,20 @@ def most_skipped(share: float, images: int) -> int:
 
 
 def end_workers(batches: Any, process: int) -> None:
-    """Tell torch's workers to end before their queues are garbage-collected: torch
-    would wait 5 s for each.
+    """Tell torch's workers to end before their queues are garbage-collected.
+
+    Torch would wait 5 s for each.
     """
     if os.getpid() == process:  # a worker inherits the loader
-        with suppress(
-            RuntimeError
-        ):  # torch's signal handler raises it if another loader's worker was killed
+        # torch's signal handler raises it if another loader's worker was killed
+        with suppress(RuntimeError):
             batches._shutdown_workers()
 
 
 class _Requests(Sampler[Request]):
-    """The requests of the current epoch: the DataLoader keeps its workers and iterates
-    over this again each epoch.
+    """The sampler yields the requests of the current epoch.
+
+    The DataLoader keeps its workers and iterates over it again each epoch.
     """
 
     def __init__(self) -> None:
@@ -279,27 +289,28 @@ class _Requests(Sampler[Request]):
 
 
 class Fetch(TorchDataset[Batch | KdError]):
-    """A dataset of micro-batches, run by a worker process."""
+    """A worker process runs this dataset of micro-batches."""
 
     def __init__(self, dataset: Dataset) -> None:
-        self.dataset, self.small = dataset, getattr(dataset, "small", None)
+        self.dataset = dataset
+        self.small = getattr(dataset, "small", None)
 
     def _spent(self) -> Loading:
-        first, second = (
-            getattr(one, "spent", Loading()) for one in (self.dataset, self.small)
-        )
-        return first.plus(second)
+        spent = getattr(self.dataset, "spent", Loading())
+        return spent.plus(getattr(self.small, "spent", Loading()))
 
     def __getitem__(self, request: Request) -> Batch | KdError:
-        busy, begin, before = BusyClock(), time.perf_counter(), self._spent()
-        dataset, whole = (
-            (self.small if request.small and self.small is not None else self.dataset),
-            None,
-        )
+        busy = BusyClock()
+        begin = time.perf_counter()
+        before = self._spent()
+        dataset = self.dataset
+        if request.small and self.small is not None:
+            dataset = self.small
+        full_size = None
         try:
             samples = [dataset.load(id, request.view) for id in request.ids]
-            if request.whole:
-                whole = torch.stack(
+            if request.full_size:
+                full_size = torch.stack(
                     [self.dataset.load(id, request.view).pixels for id in request.ids]
                 )
         # torch would wrap it into a RuntimeError with the worker's traceback as text
@@ -308,8 +319,8 @@ class Fetch(TorchDataset[Batch | KdError]):
         readable = torch.tensor([sample.readable for sample in samples])
         # A worker builds its batch directly in shared memory.
         image = default_collate([sample.pixels for sample in samples])
-        parts = self._spent().minus(before)
-        loading = parts._replace(seconds=time.perf_counter() - begin, busy=busy())
+        loading = self._spent().minus(before)
+        loading = loading._replace(seconds=time.perf_counter() - begin, busy=busy())
         return Batch(
             ids=torch.tensor(request.ids),
             image=image,
@@ -328,13 +339,14 @@ class Fetch(TorchDataset[Batch | KdError]):
             ),
             loading=loading,
             small=request.small,
-            whole=whole,
+            full_size=full_size,
         )
 
 
 def evaluation_plan(num_images: int, batch_size: int) -> Plan:
-    """Return all images in order, padded with image 0 at weight 0 to a multiple of
-    `batch_size`.
+    """Return all images in order, padded to a multiple of `batch_size`.
+
+    The padding is image 0 at weight 0.
     """
     padding = -num_images % batch_size
     ids = torch.cat([torch.arange(num_images), torch.zeros(padding, dtype=torch.int64)])
@@ -345,8 +357,9 @@ def evaluation_plan(num_images: int, batch_size: int) -> Plan:
 def batches_of(
     dataset: Dataset, ids: Sequence[int], size: int = BATCH
 ) -> Iterator[Batch]:
-    """Yield the images `ids` in batches of up to `size`, on the CPU, without
-    undecodable images.
+    """Yield the readable ones of the images `ids`, in batches of up to `size`.
+
+    The batches are on the CPU.
     """
     for first in range(0, len(ids), size):
         samples = [(id, dataset.load(id, 0)) for id in ids[first : first + size]]

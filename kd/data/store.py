@@ -1,5 +1,6 @@
-"""Store of decoded pixels, on disk or in memory: a Source that wraps another Source and
-decodes each image once.
+"""A store is a Source that wraps another Source and decodes each image once.
+
+It keeps decoded pixels, on disk or in memory.
 
 Also `StoredViews`, a store of repeated views.
 
@@ -29,19 +30,17 @@ from PIL import Image, features
 from kd.core.contracts import Source, Stamped
 from kd.core.errors import CorruptImage, DataError, RunError
 from kd.core.types import Decoded, Label, Loading, Sample
-from kd.data.subset import decoded
+from kd.data.subset import decode_image
 from kd.data.views import EvalTransform, Views
 from kd.files.pixels import least_of_random
 from kd.files.records import Records, Stop, record_bytes
 from kd.files.storage import log, on_disk, open_folder
 
 FORMAT = 5  # raised with every change of a record; a store of another format is rebuilt
-HEAD = struct.Struct(
-    "<IIIQ"
-)  # width, height, the CRC-32 of the encoded bytes, and the file's stamp
-VIEW = struct.Struct(
-    "<Id"
-)  # the CRC-32 of the encoded bytes, and lam; then the partner's label and the pixels
+# width, height, the CRC-32 of the encoded bytes, and the file's stamp
+HEAD = struct.Struct("<IIIQ")
+# the CRC-32 of the encoded bytes, and lam; then the partner's label and the pixels
+VIEW = struct.Struct("<Id")
 WHERE = "data.store"
 PIXELS = "pixels"  # name of the file in a store's folder
 LONGEST = 4.0  # largest aspect at which every image fits into its slot
@@ -49,7 +48,7 @@ LONGEST = 4.0  # largest aspect at which every image fits into its slot
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """Shrinks a training image to the pixels that a random crop can need."""
+    """Shrink a training image to the pixels that a random crop can need."""
 
     # Every random crop has at least `size` pixels per side. A smaller image is stored
     # as it is.
@@ -61,12 +60,11 @@ class Shrunk:
     """
 
     @property
-    def most(self) -> int:
+    def max_pixels(self) -> int:
         """Pixels of a slot: enough for any image up to 4 times as long as wide."""
         pixels = max(LONGEST, 4 / 3 / self.crop) * self.size**2
-        return (
-            math.ceil(pixels + 2 * math.sqrt(LONGEST * pixels)) + 1
-        )  # both sides are rounded up
+        # both sides are rounded up
+        return math.ceil(pixels + 2 * math.sqrt(LONGEST * pixels)) + 1
 
     def __call__(self, image: Image.Image) -> Image.Image:
         factor = self.least(*image.size)
@@ -80,7 +78,7 @@ class Shrunk:
 
 
 class StoredImage(NamedTuple):
-    """A stored image."""
+    """An image was read from a store."""
 
     image: Image.Image
     crc: int  # CRC-32 of the encoded bytes that it was decoded from
@@ -88,14 +86,16 @@ class StoredImage(NamedTuple):
 
 
 class Slots:
-    """An open file with one record per image, for this process and its forks. Others
-    open its `path`, if it has one.
+    """An open file has one record per image, for this process and its forks.
+
+    Others open its `path`, if it has one.
     """
 
     def __init__(
         self, file: int, pixels: int, name: str, path: Path | None = None
     ) -> None:
-        self.pixels, self.path = pixels, path
+        self.pixels = pixels
+        self.path = path
         stop = Stop(
             f"{WHERE}: {name}",
             "Stored images are used; the others are decoded each time.",
@@ -111,29 +111,29 @@ class Slots:
         return StoredImage(Image.frombytes("RGB", (width, height), pixels), crc, stamp)
 
     def write(self, id: int, slot: StoredImage) -> None:
-        self.records.write(
-            id, HEAD.pack(*slot.image.size, slot.crc, slot.stamp) + slot.image.tobytes()
-        )
+        head = HEAD.pack(*slot.image.size, slot.crc, slot.stamp)
+        self.records.write(id, head + slot.image.tobytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is None:  # spawned workers, as on macOS, inherit no memory
             wrong = "is ram, but worker processes do not inherit memory on this system"
-            raise DataError(
-                WHERE, wrong, "none, disk", "Set data.store=disk or data.workers=0"
-            )
-        return _opened, (self.path, self.pixels)
+            remedy = "Set data.store=disk or data.workers=0"
+            raise DataError(WHERE, wrong, "none, disk", remedy)
+        return _open_slots, (self.path, self.pixels)
 
 
 def slot_bytes(pixels: int) -> int:
-    """Return the bytes of a slot in the file: whole pages, so that no two images share
-    a page.
+    """Return the bytes of a slot in the file.
+
+    It has whole pages, so that no two images share a page.
     """
     return record_bytes(HEAD.size + 3 * pixels, mmap.PAGESIZE)
 
 
 class Stored:
-    """A source whose images are decoded once and stored as training needs them. See
-    `kd.core.contracts.Source`.
+    """This source decodes images once and stores them as training needs them.
+
+    See `kd.core.contracts.Source`.
     """
 
     # `decode` returns `keep(image)`, equal from a slot or just decoded; without slots
@@ -145,7 +145,9 @@ class Stored:
     def __init__(
         self, source: Source, keep: Shrunk | EvalTransform, slots: Slots | None = None
     ) -> None:
-        self.source, self.keep, self.slots = source, keep, slots
+        self.source = source
+        self.keep = keep
+        self.slots = slots
         self.classes: Sequence[str] = source.classes
         self.fingerprint = source.fingerprint
         self._stamped = source if isinstance(source, Stamped) else None
@@ -173,7 +175,7 @@ class Stored:
         stamp = self._stamped.stamp(id) if self._stamped is not None else 0
         slot = self.slots.read(id) if self.slots is not None else None
         if slot is None or (slot.stamp != stamp and not self._same[id]):
-            image, crc = decoded(self.source, id, self.keep.least)[:2]
+            image, crc = decode_image(self.source, id, self.keep.least)[:2]
             if slot is not None:
                 self._same[id] = crc == slot.crc
                 if not self._same[id] and not self._same[len(self)]:  # warn once
@@ -189,9 +191,7 @@ class Stored:
         return Decoded(slot.image, slot.crc)
 
     def refresh(self, ids: Iterable[int]) -> int:
-        """Read some images again and return how many have changed since they were
-        stored.
-        """
+        """Read some images again and return how many have changed."""
         # If one sampled file has changed, others may have: the whole store is cleared.
         # Files with stamps are compared as they are used.
         if self.slots is None or self._stamped is not None:
@@ -200,9 +200,8 @@ class Stored:
         for id in ids:
             stored = self.slots.read(id)
             if stored is not None and stored.crc:
-                with suppress(
-                    CorruptImage
-                ):  # training will decode it, and data.on_corrupt decides
+                # training will decode it, and data.on_corrupt decides
+                with suppress(CorruptImage):
                     changed += self.source.decode(id).crc not in (0, stored.crc)
         if changed:
             self.slots.records.clear()
@@ -215,10 +214,11 @@ def identity(source: Source, split: str, rule: dict[str, Any]) -> dict[str, Any]
         name: features.version(name)
         for name in ("jpg", "libjpeg_turbo", "webp", "zlib")
     }
-    listing = {"data": source.fingerprint, "split": split, "images": len(source)}
     return {
         "format": FORMAT,
-        **listing,
+        "data": source.fingerprint,
+        "split": split,
+        "images": len(source),
         "kept": rule,
         "pillow": PIL.__version__,
         "decoders": decoders,
@@ -226,43 +226,42 @@ def identity(source: Source, split: str, rule: dict[str, Any]) -> dict[str, Any]
 
 
 def open_disk(folder: Path, made_from: dict[str, Any], pixels: int) -> Slots:
-    """Open or create the store in a folder made from an `identity`; images have at most
-    `pixels`.
+    """Open or create the store in a folder made from an `identity`.
+
+    Images have at most `pixels`.
     """
     open_folder(folder, made_from, WHERE)
-    return _opened(folder / PIXELS, pixels)
+    return _open_slots(folder / PIXELS, pixels)
 
 
 def open_ram(pixels: int, name: str) -> Slots:
-    """Store images in memory for this process and its future forks. Memory grows with
-    each stored image.
+    """Store images in memory for this process and its future forks.
+
+    Memory grows with each stored image.
     """
-    return Slots(_memory(name), pixels, f"the store of {name} images in memory")
+    return Slots(_memory_file(name), pixels, f"the store of {name} images in memory")
 
 
-def _memory(name: str) -> int:
+def _memory_file(name: str) -> int:
     # An anonymous file: containers limit /dev/shm to 64 MB, and writing to a full one
     # ends in SIGBUS.
     make = getattr(os, "memfd_create", None)
     if make is None:
-        raise RunError(
-            WHERE,
-            "is in memory, which needs Linux",
-            "none, disk",
-            "Set data.store=disk",
-        )
+        wrong = "is in memory, which needs Linux"
+        raise RunError(WHERE, wrong, "none, disk", "Set data.store=disk")
     return make(f"kd-{name}")
 
 
-def _opened(path: Path, pixels: int) -> Slots:
+def _open_slots(path: Path, pixels: int) -> Slots:
     with on_disk(path, WHERE):
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     return Slots(file, pixels, f"'{path}'", path)
 
 
 class StoredViews:
-    """Keeps the first `number` views of each image in memory. See
-    `kd.core.contracts.Dataset`.
+    """This dataset keeps the first `number` views of each image in memory.
+
+    See `kd.core.contracts.Dataset`.
     """
 
     # For this process and its forks. A sample is equal whether it is read or made. An
@@ -270,20 +269,18 @@ class StoredViews:
     # stored.
 
     def __init__(self, views: Views, number: int) -> None:
-        self.views, self.number, self.classes, self.size = (
-            views,
-            number,
-            views.classes,
-            views.size,
-        )
-        self.small = (
-            StoredViews(views.small, number) if views.small is not None else None
-        )
+        self.views = views
+        self.number = number
+        self.classes = views.classes
+        self.size = views.size
+        self.small = None
+        if views.small is not None:
+            self.small = StoredViews(views.small, number)
         stop = Stop(
             f"{WHERE}: the store of views",
             "Stored views are used; the others are made each time.",
         )
-        self.records = Records(_memory("views"), view_bytes(views), stop)
+        self.records = Records(_memory_file("views"), view_bytes(views), stop)
 
     @property
     def spent(self) -> Loading:
@@ -293,16 +290,19 @@ class StoredViews:
         return len(self.views)
 
     def load(self, id: int, view: int) -> Sample:
+        if view >= self.number:
+            return self.views.load(id, view)
         place = view * len(self) + id
-        content = self.records.read(place) if view < self.number else None
+        content = self.records.read(place)
         if content is None:
             sample = self.views.load(id, view)
-            if sample.readable and view < self.number:
+            if sample.readable:
                 partner = np.asarray(sample.partner_label)
                 head = VIEW.pack(sample.crc, sample.lam) + partner.tobytes()
                 self.records.write(place, head + sample.pixels.numpy().tobytes())
             return sample
-        label, (crc, lam) = self.views.source.label(id), VIEW.unpack_from(content)
+        label = self.views.source.label(id)
+        crc, lam = VIEW.unpack_from(content)
         like = np.asarray(label)
         partner = np.frombuffer(content, like.dtype, like.size, VIEW.size)
         pixels = torch.frombuffer(
@@ -315,7 +315,5 @@ class StoredViews:
 
 
 def view_bytes(views: Views) -> int:
-    """Return the largest size of a stored view in bytes, without its record's
-    header.
-    """
+    """Return the largest size of a stored view, bytes, without its record's head."""
     return VIEW.size + np.asarray(views.source.label(0)).nbytes + 3 * views.size**2

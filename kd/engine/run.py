@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Backend, Loader, Sifter, Teacher
-from kd.core.errors import ModelError, in_short
+from kd.core.errors import ModelError, first_sentence
 from kd.core.evaluation import Evaluator
 from kd.core.every import Intervals
 from kd.core.types import Batch, Plan, State, TeacherOutputs
@@ -268,7 +268,7 @@ def shrunk(batch: Batch, times: int) -> Iterator[Batch]:
     except (AssertionError, RuntimeError) as error:
         wrong = (
             f"is {times}, but the student takes no smaller images"
-            f" ({in_short(error, 120)})"
+            f" ({first_sentence(error, 120)})"
         )
         remedy = (
             "Set sifter.shrink=1, or for a ViT of timm student.args={dynamic_img_size:"

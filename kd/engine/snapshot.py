@@ -6,8 +6,8 @@ No random state, and never the teacher.
 import torch
 from torch import Tensor, nn
 
-from kd.core.errors import ModelError, NonFiniteLoss, RunError, in_short
-from kd.core.ranks import differing
+from kd.core.errors import ModelError, NonFiniteLoss, RunError, first_sentence
+from kd.core.ranks import differing_ranks
 from kd.core.types import State
 from kd.engine.criterion import StudentWithLoss
 from kd.engine.meter import AFTER_DIVERGING
@@ -92,7 +92,7 @@ def restore(run: Run) -> State:
     if checkpoint is not None and run.backend.world_size > 1:
         checksums = sorted((name, crc32(tensor)) for name, tensor in tensors.items())
         content = f"{state} {checksums}"
-    if differing(run.backend, content):
+    if differing_ranks(run.backend, content):
         present = "none" if checkpoint is None else f"one of step {state.step}"
         wrong = (
             f"the ranks do not find the same checkpoint; rank {run.backend.rank} finds"
@@ -112,7 +112,7 @@ def restore(run: Run) -> State:
     except RuntimeError as error:
         wrong = (
             f"the checkpoint of step {state.step} does not fit the student's network"
-            f" ({in_short(error)})"
+            f" ({first_sentence(error)})"
         )
         remedy = "Undo the last change of its code, or correct it and start a new run"
         raise RunError("student.model", wrong, LOADABLE, remedy) from error

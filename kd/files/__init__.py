@@ -1,3 +1,1 @@
-"""Files on disk or at a URL: atomic writes, checksummed records, shards, the run
-folder, checkpoints.
-"""
+"""Files are read and written here, on disk or at a URL."""

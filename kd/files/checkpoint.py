@@ -1,5 +1,6 @@
-"""Checkpoints: a folder with tensors.safetensors and state.json, without pickle; whole
-or absent.
+"""A checkpoint is a folder with tensors.safetensors and state.json, without pickle.
+
+It is whole or absent.
 """
 
 import errno
@@ -20,7 +21,8 @@ from kd.files.json_file import read_json
 from kd.files.storage import atomic_folder, share, write_json
 
 FORMAT = 3  # format of state.json; another number is an error that names it
-TENSORS, STATE = "tensors.safetensors", "state.json"
+TENSORS = "tensors.safetensors"  # weights and optimizer state
+STATE = "state.json"  # progress, and checksums of the tensors
 
 
 class Broken(RunError):
@@ -34,8 +36,9 @@ def write(
     info: dict[str, Any],
     best: bool = False,
 ) -> None:
-    """Write a checkpoint folder atomically, tensors as CPU copies; `info` holds JSON
-    values, and `best` is recorded.
+    """Write a checkpoint folder atomically.
+
+    Tensors are copied to the CPU, `info` holds JSON values, and `best` is recorded.
     """
     on_cpu = {
         name: tensor.detach().to("cpu", copy=True).contiguous()
@@ -50,8 +53,9 @@ def write(
 
 
 def head(folder: Path) -> tuple[State, dict[str, Any]]:
-    """Read a checkpoint's state and the content of its state.json; `Broken` if
-    damaged.
+    """Read a checkpoint's state and the content of its state.json.
+
+    `Broken`: it is damaged.
     """
 
     def build(content: Any) -> tuple[State, dict[str, Any]]:
@@ -60,60 +64,55 @@ def head(folder: Path) -> tuple[State, dict[str, Any]]:
                 f"checkpoint '{folder}' has format {content['format']}, this version"
                 f" reads {FORMAT}"
             )
-            raise RunError(
-                "run.folder",
-                wrong,
-                "",
-                f"Choose another run.name, or remove '{folder}'",
-            )
+            remedy = f"Choose another run.name, or remove '{folder}'"
+            raise RunError("run.folder", wrong, "", remedy)
         if content.pop("checksum") != _checksum(content):
             raise ValueError("its content has changed")
         return State(**content["state"]), content
 
     try:
-        return read_json(folder / STATE, "run.folder", _remedy(folder), build, Broken)
+        return read_json(
+            folder / STATE, "run.folder", _removal_remedy(folder), build, Broken
+        )
     except OSError as error:
-        raise _unread(folder, error) from error
+        raise _read_error(folder, error) from error
 
 
 def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
-    """Read a checkpoint folder; `Broken`, which names the tensor, if it is truncated or
-    damaged.
+    """Read a checkpoint folder.
+
+    `Broken`, which names the tensor: it is truncated or damaged.
     """
     state, content = head(folder)
     try:
-        with (folder / TENSORS).open(
-            "rb"
-        ) as file:  # safetensors reports an unreadable file as missing
+        # safetensors reports an unreadable file as missing
+        with (folder / TENSORS).open("rb") as file:
             size = file.seek(0, 2)
         if size != content["bytes"]:
             raise _broken(folder, f"is cut short: {size} of {content['bytes']} bytes")
         tensors = load_file(folder / TENSORS)
     except (OSError, ValueError, SafetensorError) as error:
-        raise _unread(folder, error) from error
+        raise _read_error(folder, error) from error
     for name in tensors.keys() | content["crc32"].keys():
         if name not in tensors or crc32(tensors[name]) != content["crc32"].get(name):
-            raise _broken(
-                folder, f"is damaged: the content of tensor '{name}' has changed"
-            )
+            wrong = f"is damaged: the content of tensor '{name}' has changed"
+            raise _broken(folder, wrong)
     return state, tensors, content["info"]
 
 
 def crc32(tensor: Tensor) -> int:
-    """Return the CRC-32 of a tensor's type, shape and bytes: a damaged header may leave
-    the bytes unchanged.
+    """Return the CRC-32 of a tensor's type, shape and bytes.
+
+    A damaged header may leave the bytes unchanged.
     """
     layout = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
     return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, layout)
 
 
 def _checksum(content: dict[str, Any]) -> int:
-    """Return the CRC-32 of JSON values, the same before they are written and after they
-    are read.
-    """
-    return zlib.crc32(
-        json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode()
-    )
+    """Return the CRC-32 of JSON values, equal before writing and after reading."""
+    reread = json.loads(json.dumps(content))
+    return zlib.crc32(json.dumps(reread, sort_keys=True).encode())
 
 
 def save_tensors(
@@ -123,15 +122,15 @@ def save_tensors(
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as error:  # safetensors reports the OSError only in its text
-        raise OSError(
-            errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error)
-        ) from error
+        number = errno.ENOSPC if "No space" in str(error) else errno.EIO
+        raise OSError(number, str(error)) from error
     share(path)
 
 
-def _unread(folder: Path, error: Exception) -> RunError:
-    """Return the error for a checkpoint that cannot be read: `Broken` if truncated or
-    corrupt, else RunError.
+def _read_error(folder: Path, error: Exception) -> RunError:
+    """Return the error for a checkpoint that cannot be read.
+
+    It is `Broken` if the checkpoint is truncated or corrupt, else a RunError.
     """
     wrong = f"cannot be read ({type(error).__name__}: {error})"
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
@@ -144,10 +143,12 @@ def _unread(folder: Path, error: Exception) -> RunError:
 
 
 def _broken(folder: Path, wrong: str) -> Broken:
-    return Broken("run.folder", f"checkpoint '{folder}' {wrong}", "", _remedy(folder))
+    return Broken(
+        "run.folder", f"checkpoint '{folder}' {wrong}", "", _removal_remedy(folder)
+    )
 
 
-def _remedy(folder: Path) -> str:
+def _removal_remedy(folder: Path) -> str:
     return (
         f"Remove '{folder}'; the same command then resumes from the checkpoint"
         " before it"

@@ -1,4 +1,4 @@
-"""Image files in folders: what is listed, in which order, and what is left out.
+"""List image files in folders, in order, and count what is left out.
 
 Training, `kd init` and `kd-predict` list with these functions. Links are followed;
 hidden names and the folders of storage systems are left out. One `scandir` per folder
@@ -51,7 +51,7 @@ MOST_KINDS = 6  # endings named in a line
 IsImage = Callable[[os.DirEntry[bytes]], bool]
 
 
-def join(folder: bytes, name: bytes) -> bytes:
+def join_path(folder: bytes, name: bytes) -> bytes:
     """Return the path of a name in a folder; b"" is the root."""
     return folder + b"/" + name if folder else name
 
@@ -64,17 +64,19 @@ def printable(name: bytes) -> str:
 def entries_of(
     path: bytes, config_path: str
 ) -> tuple[list[os.DirEntry[bytes]], os.stat_result]:
-    """Return a folder's content without hidden names, and the folder's metadata before
-    listing.
+    """Return a folder's content without hidden names, and the folder's metadata.
+
+    The metadata is read before listing.
     """
     try:
         status = os.stat(path)
         with os.scandir(path) as listing:
+            # macOS ._* too
             entries = [
                 e
                 for e in listing
                 if not e.name.startswith(b".") and e.name not in SYSTEM
-            ]  # macOS ._* too
+            ]
     except OSError as error:
         raise DataError(
             config_path,
@@ -113,61 +115,62 @@ def is_image(entry: os.DirEntry[bytes]) -> bool:
 
 
 def folders(path: str | os.PathLike[str]) -> list[str]:
-    """Return the names of the folders in a folder, sorted, without hidden ones; none if
-    it cannot be listed.
+    """Return the names of the folders in a folder, sorted, without hidden ones.
+
+    The list is empty if the folder cannot be listed.
     """
     try:
-        kept = (
-            e.name
-            for e in os.scandir(path)
-            if e.is_dir() and not e.name.startswith(".")
+        return sorted(
+            entry.name
+            for entry in os.scandir(path)
+            if entry.is_dir()
+            and not entry.name.startswith(".")
+            and os.fsencode(entry.name) not in SYSTEM
         )
-        return sorted(name for name in kept if os.fsencode(name) not in SYSTEM)
     except OSError:
         return []
 
 
 class Folder(NamedTuple):
-    """One folder of a walk."""
+    """A folder of a walk has these entries."""
 
     path: bytes  # below the root
     above: frozenset[tuple[int, int]]  # its parents
-    content: Iterator[
-        tuple[bytes, os.DirEntry[bytes] | None]
-    ]  # names in order; folders end in "/", without entry
+    # names in order; folders end in "/", without entry
+    content: Iterator[tuple[bytes, os.DirEntry[bytes] | None]]
 
 
 class Walk:
-    """The image files below a folder of a root, in byte order of their paths: the same
-    order in every locale.
+    """A walk lists the image files below a folder of a root, in byte order of paths.
+
+    The order is the same in every locale.
     """
 
     def __init__(
         self, root: str, folder: bytes, config_path: str, accept: IsImage = is_image
     ) -> None:
-        self.root, self.folder, self.config_path, self.accept = (
-            os.fsencode(root),
-            folder,
-            config_path,
-            accept,
-        )
+        self.root = os.fsencode(root)
+        self.folder = folder
+        self.config_path = config_path
+        self.accept = accept
         self.folders = list[bytes]()  # all that were listed
-        self.other = Counter[str]()  # files that are no images, by ending
+        self.unread = Counter[str]()  # files that are no images, by ending
 
     def __iter__(self) -> Iterator[tuple[bytes, bytes, os.DirEntry[bytes]]]:
-        """Yield the folder, the path and the entry of each image; one folder at a time
-        is held as objects.
+        """Yield the folder, the path and the entry of each image.
+
+        One folder at a time is held as objects.
         """
-        todo = [self._open(self.folder, frozenset())]
-        while todo:
-            path, above, content = todo[-1]
+        opened = [self._open(self.folder, frozenset())]
+        while opened:
+            path, above, content = opened[-1]
             name, entry = next(content, (b"", None))
             if entry is not None:
-                yield path, join(path, name), entry
+                yield path, join_path(path, name), entry
             elif name:
-                todo.append(self._open(join(path, name[:-1]), above))
+                opened.append(self._open(join_path(path, name[:-1]), above))
             else:
-                todo.pop()
+                opened.pop()
 
     def _open(self, relative: bytes, above: frozenset[tuple[int, int]]) -> Folder:
         path = os.path.join(self.root, relative) if relative else self.root
@@ -184,47 +187,45 @@ class Walk:
             elif self.accept(entry):
                 content.append((entry.name, entry))
             else:
-                self.other[printable(posixpath.splitext(entry.name)[1])] += 1
+                self.unread[printable(posixpath.splitext(entry.name)[1])] += 1
         content.sort(key=lambda pair: pair[0])  # the "/" sorts a folder like its images
         return Folder(relative, above | {identity}, iter(content))
 
 
-def left_out(other: Counter[str], noun: str = "file", remedy: str = "") -> list[str]:
-    """Return a line that counts unread files or shard members by ending; nothing if all
-    are read.
-    """
-    if not other:
+def count_unread(
+    endings: Counter[str], noun: str = "file", remedy: str = ""
+) -> list[str]:
+    """Return a line that counts unread files or members by ending, or no line."""
+    if not endings:
         return []
-    words = []
-    for ending, count in other.most_common(MOST_KINDS):
+    counts = []
+    for ending, count in endings.most_common(MOST_KINDS):
         reader = READ_BY.get(ending.lower(), "")
-        words.append(
-            f"{count} {ending or 'without an ending'}"
-            + (f" ({reader})" if reader else "")
-        )
-    more = (
-        f" and {len(other) - MOST_KINDS} kinds more" if len(other) > MOST_KINDS else ""
-    )
-    count = other.total()
-    verb = "is" if count == 1 else "are"
-    return [
-        f"{count} {noun}{'s' * (count > 1)} {verb} not read:"
-        f" {', '.join(words)}{more}{remedy}"
-    ]
+        hint = f" ({reader})" if reader else ""
+        counts.append(f"{count} {ending or 'without an ending'}{hint}")
+    listed = ", ".join(counts)
+    if len(endings) > MOST_KINDS:
+        listed += f" and {len(endings) - MOST_KINDS} kinds more"
+    total = endings.total()
+    files = f"{noun} is" if total == 1 else f"{noun}s are"
+    return [f"{total} {files} not read: {listed}{remedy}"]
 
 
-def without_images(listed: Sequence[bytes], holding: Sequence[bytes]) -> list[str]:
-    """Return the listed folders without images, only the uppermost of nested ones;
-    `holding`: those with images.
+def folders_without_images(
+    listed: Sequence[bytes], holding: Sequence[bytes]
+) -> list[str]:
+    """Return the listed folders without images.
+
+    Of nested ones only the uppermost counts; `holding` are those with images.
     """
     above: set[bytes] = set()
     for folder in holding:
         while folder not in above:
             above.add(folder)
             folder = posixpath.dirname(folder)
-    bare = sorted(
-        name
-        for name in listed[1:]
-        if name not in above and posixpath.dirname(name) in above
+    uppermost = sorted(
+        folder
+        for folder in listed[1:]
+        if folder not in above and posixpath.dirname(folder) in above
     )
-    return [printable(name) for name in bare]
+    return [printable(folder) for folder in uppermost]

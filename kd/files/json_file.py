@@ -1,5 +1,6 @@
-"""Reader of JSON that may be damaged: truncated by a full disk, edited, or from an
-untrusted source.
+"""Read JSON that may be damaged.
+
+It may be truncated by a full disk, edited, or from an untrusted source.
 """
 
 import json
@@ -7,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kd.core.errors import KdError, RunError, named
+from kd.core.errors import KdError, RunError, error_summary
 
 Value = TypeVar("Value")
 DAMAGE = (
@@ -38,8 +39,9 @@ def read_json(
     kind: type[KdError] = RunError,
     required: bool = False,
 ) -> Value:
-    """Read a JSON file and return `build(content)`, by default an object. OSError: it
-    cannot be read.
+    """Read a JSON file and return `build(content)`, by default an object.
+
+    OSError: it cannot be read.
 
     If the file is damaged (`build` raises one of `DAMAGE`), or `required` and cannot be
     read, raise `kind` at the config path `config_path`.
@@ -56,5 +58,5 @@ def read_json(
         return build(json.loads(content))
     except DAMAGE as error:
         raise kind(
-            config_path, f"'{file}' is damaged ({named(error)})", "", remedy
+            config_path, f"'{file}' is damaged ({error_summary(error)})", "", remedy
         ) from error

@@ -1,4 +1,7 @@
-"""Checksums of an export's manifest.json and files. Imports nothing from kd."""
+"""An export's manifest.json and files have checksums.
+
+This module imports nothing from kd.
+"""
 
 import hashlib
 import json
@@ -11,7 +14,7 @@ SIGNATURE = "model.sig"  # of all other files of an export; `kd-export --sign` w
 DIGITS = 12  # digits of a hash as shown to users, such as the version of an export
 
 
-def served_first(manifest: Mapping[str, Any]) -> list[str]:
+def graphs_by_priority(manifest: Mapping[str, Any]) -> list[str]:
     """Return the graph names of an export; `kd-serve` loads the first."""
     main = manifest.get("pick", "model.onnx")
     return sorted(
@@ -21,18 +24,17 @@ def served_first(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def checksum(manifest: Mapping[str, Any]) -> str:
-    """Return the sha256 of a manifest without its checksum, as compact JSON with sorted
-    keys.
-    """
+    """Return the sha256 of a manifest without its checksum, as sorted compact JSON."""
     content = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
 
 
-def unchanged(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a manifest is unchanged; exports of older builds have no
-    checksum.
+def has_valid_checksum(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a manifest is unchanged.
+
+    Exports of older builds have no checksum.
     """
     return manifest.get("checksum") in (None, checksum(manifest))
 

@@ -1,5 +1,6 @@
-"""Tar shards: names with braces and wildcards, local copies of remote shards, offsets
-of their members.
+"""Tar shards are found, copied to this machine, and indexed.
+
+Their names have braces and wildcards.
 """
 
 import errno
@@ -19,60 +20,51 @@ from kd.files import object_store
 from kd.files.storage import lock, log, on_disk, recover
 
 BLOCK = 512  # bytes of a tar block; headers and contents begin at multiples of it
-MAX_HEADER = (
-    2**20
-)  # largest extended header, bytes. tarfile would read any claimed size.
+# largest extended header, bytes. tarfile would read any claimed size.
+MAX_HEADER = 2**20
 _NUMBER = re.compile(r"([0-9]+)\.")  # digits between the first two dots of a file name
 AT_ONCE = 8  # shards copied at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A tar file on this machine."""
+    """A shard is a tar file on this machine."""
 
     path: str
     origin: str  # its path, or the URL that it was copied from
 
 
-def find(pattern: str, config_path: str, copies: str) -> list[Shard]:
-    """Return the shards of a pattern in its order; new or changed remote shards are
-    copied first.
+def find_shards(pattern: str, config_path: str, copies: str) -> list[Shard]:
+    """Return the shards of a pattern in its order.
+
+    New or changed remote shards are copied first.
     """
     names = origins(pattern, config_path)
     if not object_store.is_url(pattern):
         return [Shard(name, name) for name in names]
-    return _copied(names, Path(os.path.expanduser(copies)), config_path)
+    return _copy_shards(names, Path(os.path.expanduser(copies)), config_path)
 
 
 def origins(pattern: str, config_path: str) -> list[str]:
-    """Return the paths or URLs of a pattern's shards in its order; nothing is
-    copied.
-    """
+    """Return the paths or URLs of a pattern's shards in its order, without copying."""
     if pattern.startswith("pipe:"):
-        raise DataError(
-            config_path,
-            f"'{pattern}' is a pipe",
-            "Paths or URLs of .tar files",
-            "Name the shards' URL",
-        )
+        wrong = f"'{pattern}' is a pipe"
+        allowed = "Paths or URLs of .tar files"
+        raise DataError(config_path, wrong, allowed, "Name the shards' URL")
     remote = object_store.is_url(pattern)
     names: dict[str, None] = {}
     missing: list[str] = []
     for path in _expand_braces(pattern if remote else os.path.expanduser(pattern)):
-        if remote:
-            matches = (
-                list(object_store.versions(path, config_path))
-                if glob.has_magic(path)
-                else [path]
-            )
-        else:
-            matches = (
-                sorted(glob.glob(path))
-                if glob.has_magic(path)
-                else [path] * os.path.isfile(path)
-            )
+        matches = [path]
+        if remote and glob.has_magic(path):
+            matches = list(object_store.versions(path, config_path))
+        elif not remote and glob.has_magic(path):
+            matches = sorted(glob.glob(path))
+        elif not remote and not os.path.isfile(path):
+            matches = []
         names.update(dict.fromkeys(matches))
-        missing.extend([] if matches else [path])
+        if not matches:
+            missing.append(path)
     if missing:
         raise _no_shard(missing, config_path, remote)
     return list(names)
@@ -81,8 +73,9 @@ def origins(pattern: str, config_path: str) -> list[str]:
 def members(
     file: BinaryIO, shard: str, config_path: str, named: Collection[str] = ()
 ) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return offset and size of the members of an open shard, by key and ending:
-    {"dir/0001": {"jpg": (512, 99)}}.
+    """Return offset and size of the members of an open shard, by key and ending.
+
+    For example {"dir/0001": {"jpg": (512, 99)}}.
 
     A key ends at the first dot of the file name, as in WebDataset. Exception: if only
     digits stand between the first two dots, the key ends at the second, so
@@ -97,40 +90,37 @@ def members(
             folder, _, base = member.name.rpartition("/")
             key, _, ending = base.partition(".")
             while ending.lower() not in named and (number := _NUMBER.match(ending)):
-                key, ending = f"{key}.{number[1]}", ending[number.end() :]
+                key = f"{key}.{number[1]}"
+                ending = ending[number.end() :]
             if not key or not ending or member.isdir():
                 continue
-            key, ending = f"{folder}/{key}" if folder else key, ending.lower()
+            if folder:
+                key = f"{folder}/{key}"
+            ending = ending.lower()
             if not member.isreg() or member.sparse is not None:
                 wrong = f"'{member.name}' in the shard '{shard}' is a link"
                 raise DataError(config_path, wrong, "Plain files", "Write it anew")
             sample = samples.setdefault(key, {})
             if ending in sample:
-                raise DataError(
-                    config_path,
-                    f"the shard '{shard}' has '{member.name}' twice",
-                    "",
-                    "Write it anew",
-                )
+                wrong = f"the shard '{shard}' has '{member.name}' twice"
+                raise DataError(config_path, wrong, "", "Write it anew")
             sample[ending] = (member.offset_data, size)
     # tarfile treats a damaged or missing header as the end, and would lose the images
     # behind it without a message.
-    if read(file, end, BLOCK) != bytes(BLOCK):
+    if read_bytes(file, end, BLOCK) != bytes(BLOCK):
         wrong = f"the shard '{shard}' is cut short or damaged at byte {end}"
-        raise DataError(
-            config_path,
-            wrong,
-            "Whole .tar files, which end with empty blocks",
-            "Copy or write it again",
-        )
+        allowed = "Whole .tar files, which end with empty blocks"
+        raise DataError(config_path, wrong, allowed, "Copy or write it again")
     return samples
 
 
 class _Headers:
-    """A shard from which tarfile reads only headers."""
+    """tarfile reads only the headers of a shard."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self.seek, self.tell = file, file.seek, file.tell
+        self._file = file
+        self.seek = file.seek
+        self.tell = file.tell
 
     def read(self, size: int) -> bytes:
         if size > MAX_HEADER:
@@ -140,12 +130,13 @@ class _Headers:
         return self._file.read(size)
 
 
-def content(path: str, offset: int, size: int) -> bytes:
-    """Return a member; OSError also if the shard has become shorter. Opening it takes
-    microseconds.
+def read_member(path: str, offset: int, size: int) -> bytes:
+    """Return a member's bytes; opening the shard takes microseconds.
+
+    OSError: it cannot be read, or the shard has become shorter.
     """
     with open(path, "rb", buffering=0) as file:
-        data = read(file, offset, size)
+        data = read_bytes(file, offset, size)
     if len(data) < size:
         raise OSError(
             errno.EIO, f"the shard '{path}' has become shorter since it was indexed"
@@ -153,35 +144,33 @@ def content(path: str, offset: int, size: int) -> bytes:
     return data
 
 
-def read(file: BinaryIO, offset: int, size: int) -> bytes:
+def read_bytes(file: BinaryIO, offset: int, size: int) -> bytes:
     """Return `size` bytes of an unbuffered file, whose reads may be short."""
     file.seek(offset)
-    parts = []
-    while size > 0 and (part := file.read(size)):
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+    blocks = []
+    while size > 0 and (block := file.read(size)):
+        blocks.append(block)
+        size -= len(block)
+    return b"".join(blocks)
 
 
 def _no_shard(missing: Sequence[str], config_path: str, remote: bool) -> DataError:
     folder = os.path.dirname(missing[0]) or "."
     files = os.listdir(folder) if os.path.isdir(folder) and not remote else []
-    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    wrong = f"no shard '{missing[0]}'"
+    if len(missing) > 1:
+        wrong += f" and {len(missing) - 1} more"
     remedy = (
         did_you_mean(os.path.basename(missing[0]), files)
         or "Check the path and the range in the braces"
     )
-    return DataError(
-        config_path,
-        f"no shard '{missing[0]}'{more}",
-        "A path with braces or wildcards",
-        remedy,
-    )
+    return DataError(config_path, wrong, "A path with braces or wildcards", remedy)
 
 
-def _copied(urls: Sequence[str], folder: Path, config_path: str) -> list[Shard]:
-    """Copy missing shards to this machine. One process copies; the others wait for its
-    lock.
+def _copy_shards(urls: Sequence[str], folder: Path, config_path: str) -> list[Shard]:
+    """Copy missing shards to this machine.
+
+    One process copies; the others wait for its lock.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         versions = list(
@@ -223,12 +212,14 @@ def _expand_braces(pattern: str) -> list[str]:
     if match[3] is not None:
         choices = match[3].split(",")
     else:
-        first, last = int(match[1]), int(match[2])
+        first = int(match[1])
+        last = int(match[2])
         padded = any(
             len(text) > 1 and text.startswith("0") for text in (match[1], match[2])
         )
         width = max(len(match[1]), len(match[2])) if padded else 0
         step = 1 if first <= last else -1
         choices = [f"{number:0{width}d}" for number in range(first, last + step, step)]
-    head, tails = pattern[: match.start()], _expand_braces(pattern[match.end() :])
+    head = pattern[: match.start()]
+    tails = _expand_braces(pattern[match.end() :])
     return [head + choice + tail for choice in choices for tail in tails]

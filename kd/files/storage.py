@@ -1,4 +1,4 @@
-"""Atomic files and folders, JSON lines, file locks, repeated reads."""
+"""Files and folders are written atomically here, rows appended, files locked."""
 
 import errno
 import hashlib
@@ -23,37 +23,35 @@ except ImportError:  # on Windows, where the endpoint runs without locks
     fcntl = None
 
 MANIFEST = "manifest.json"
-LEFTOVER = re.compile(
-    r"\.(.+)\.[0-9a-f]+\.(tmp|old)"
-)  # drafts, and folders being replaced
+# drafts, and folders being replaced
+LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+\.(tmp|old)")
 # seconds after which a draft without a lock counts as left by a killed process
 ABANDONED = 3600.0
 # seconds that a reader waits for the manifest of a folder just created by its writer
 MANIFEST_WAIT = 10.0
-LAST = (
-    2**26
-)  # bytes read from the end of a file of rows: 60,000 log windows, or two days of machine samples
-LINE = (
-    2**20
-)  # longest line of such a file, bytes. A longer line is not kd's and is skipped in parts.
+# bytes read from the end of a file of rows: 60,000 log windows, or two days of machine
+# samples
+LAST = 2**26
+# longest line of such a file, bytes. A longer line is not kd's and is skipped in parts.
+LINE = 2**20
 REPLACED = "A new or empty folder, or an older export, which is replaced"
 log = logging.getLogger("kd")
 
 
 @contextmanager
 def atomic_folder(path: Path, config_path: str = "run.folder") -> Iterator[Path]:
-    """Yield a draft that replaces the folder `path` if the block succeeds. `recover`
-    repairs after a kill.
+    """Yield a draft that replaces the folder `path` if the block succeeds.
+
+    `recover` repairs after a kill.
     """
     recover(path.parent, path.name)
     draft = _beside(path)
     old = draft.with_suffix(".old")
     try:
         draft.mkdir(parents=True)
-        with _opened(draft) as descriptor:
-            with suppress(
-                OSError
-            ):  # so that `recover` in another process does not touch it
+        with _open_descriptor(draft) as descriptor:
+            # so that `recover` in another process does not touch it
+            with suppress(OSError):
                 _lock(descriptor)
             yield draft
             for file in (*draft.rglob("*"), draft):
@@ -85,29 +83,25 @@ def refuse_unlisted(folder: Path, names: Collection[str], config_path: str) -> N
     for path in sorted(folder.rglob("*")):
         holds_files = path.is_dir() and not path.is_symlink() and any(path.iterdir())
         if path.relative_to(folder).as_posix() not in names and not holds_files:
+            remedy = "Move it away, or choose another folder"
             raise RunError(
-                config_path,
-                f"'{path}' belongs to no export",
-                REPLACED,
-                "Move it away, or choose another folder",
+                config_path, f"'{path}' belongs to no export", REPLACED, remedy
             )
 
 
 def recover(folder: Path, name: str = "", alone: bool = False) -> None:
-    """Remove drafts (of `name`, or all) left by killed processes; restore folders that
-    were being replaced.
+    """Remove drafts left by killed processes; restore folders being replaced.
+
+    `name`: only those of this name; "": all.
 
     `alone`: no other process writes here, so every draft is abandoned.
     """
-    for leftover in sorted(
-        folder.glob(".*.*.*")
-    ):  # the `old` of a draft sorts before its `tmp`
+    # the `old` of a draft sorts before its `tmp`
+    for leftover in sorted(folder.glob(".*.*.*")):
         match = LEFTOVER.fullmatch(leftover.name)
-        if (
-            match is None
-            or name not in ("", match[1])
-            or (not alone and _in_use(leftover.with_suffix(".tmp")))
-        ):
+        if match is None or name not in ("", match[1]):
+            continue
+        if not alone and _in_use(leftover.with_suffix(".tmp")):
             continue
         if match[2] == "old" and not (folder / match[1]).exists():
             with suppress(OSError):
@@ -128,8 +122,9 @@ def remove_folder(path: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path, config_path: str = "run.folder") -> Iterator[Path]:
-    """Yield the path of a draft that becomes `path` if the block succeeds, else is
-    removed.
+    """Yield a draft's path; the draft becomes `path` if the block succeeds.
+
+    Else it is removed.
     """
     draft = _beside(path)
     try:
@@ -160,17 +155,12 @@ def write_json(path: Path, content: Any, config_path: str = "run.folder") -> Non
 
 def disk_error(error: OSError, path: Path, config_path: str) -> RunError:
     """Turn an OSError into one line with a remedy."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    wrong = (
-        f"the disk is full at '{path}'"
-        if full
-        else f"cannot write '{path}' ({error.strerror or error})"
-    )
-    remedy = (
-        "Free space and run the same command again: it resumes"
-        if full
-        else "Choose a folder that you may write"
-    )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        wrong = f"the disk is full at '{path}'"
+        remedy = "Free space and run the same command again: it resumes"
+    else:
+        wrong = f"cannot write '{path}' ({error.strerror or error})"
+        remedy = "Choose a folder that you may write"
     return RunError(config_path, wrong, "", remedy)
 
 
@@ -184,32 +174,32 @@ def on_disk(path: Path, config_path: str) -> Iterator[None]:
 
 
 def flush(path: Path) -> None:
-    """Make a file, or a folder's list of files, durable. A file system that cannot
-    flush folders is no error.
+    """Make a file, or a folder's list of files, durable.
+
+    A file system that cannot flush folders is no error.
     """
-    with _opened(path) as descriptor:
+    with _open_descriptor(path) as descriptor:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if not path.is_dir() or error.errno not in (
-                errno.EINVAL,
-                errno.ENOSYS,
-                errno.ENOTSUP,
-            ):
+            unsupported = error.errno in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+            if not (unsupported and path.is_dir()):
                 raise
 
 
 def share(path: Path) -> None:
-    """Give a file its folder's read permissions: safetensors lets only the owner read
-    it.
+    """Give a file its folder's read permissions.
+
+    safetensors lets only the owner read it.
     """
     with suppress(OSError):  # a file system without permissions
         path.chmod(0o644 & path.parent.stat().st_mode)
 
 
 def _beside(path: Path) -> Path:
-    """Return a new hidden name in the same folder; random, because processes in two
-    containers may share a PID.
+    """Return a new hidden name in the same folder.
+
+    It is random, because processes in two containers may share a PID.
     """
     return path.parent / f".{path.name}.{uuid4().hex[:12]}.tmp"
 
@@ -219,18 +209,16 @@ def _delete(path: Path, config_path: str) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     except OSError as error:
         log.warning(
-            f"{config_path}: cannot remove '{path}' ({error.strerror or error}). It is not"
-            " needed any more."
+            f"{config_path}: cannot remove '{path}' ({error.strerror or error}). It is"
+            " not needed any more."
         )
 
 
 def _in_use(draft: Path) -> bool:
-    """Return whether a draft's writer may be alive, by its lock, else by the draft's
-    age.
-    """
+    """Return whether a draft's writer may be alive, by its lock, else by its age."""
     recent = True
     try:
-        with _opened(draft) as descriptor:
+        with _open_descriptor(draft) as descriptor:
             recent = time.time() - os.fstat(descriptor).st_mtime < ABANDONED
             _lock(descriptor)
             return recent and draft.is_file()
@@ -243,7 +231,7 @@ def _in_use(draft: Path) -> bool:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _open_descriptor(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         yield descriptor
@@ -257,18 +245,17 @@ def append_rows(path: Path, *rows: Mapping[str, Any]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def keep_rows(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file of JSON lines with only the wanted rows; do nothing if it is
-    missing.
-    """
+def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a file of JSON lines with only the rows to keep, if the file exists."""
     if path.is_file():
-        rows = [row for row in read_rows(path, last=None) if wanted(row)]
+        rows = [row for row in read_rows(path, last=None) if keep(row)]
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
-    """Return the rows in the last `last` bytes (None: all) of a file of JSON lines; []
-    if it is missing.
+    """Return the rows in the last `last` bytes (None: all) of a file of JSON lines.
+
+    A missing file gives [].
 
     A line that is not a JSON object was truncated and is skipped: the next start may
     have written after it.
@@ -278,21 +265,24 @@ def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
     with path.open("rb") as file:
         skipped = 0 if last is None else max(0, path.stat().st_size - last)
         file.seek(skipped)
-        rows, whole = [], not skipped
-        while part := file.readline(LINE):
-            ends = part.endswith(b"\n")
-            if whole and (ends or len(part) < LINE):
+        rows = []
+        at_start = not skipped  # whether a line begins here
+        while line := file.readline(LINE):
+            ends = line.endswith(b"\n")
+            if at_start and (ends or len(line) < LINE):
                 with suppress(ValueError, RecursionError):
-                    rows.append(json.loads(part))
-            whole = ends
+                    rows.append(json.loads(line))
+            at_start = ends
     return [row for row in rows if isinstance(row, dict)]
 
 
 def lock(path: Path, config_path: str) -> IO[str] | None:
-    """Take the exclusive lock of a file until the result is closed; None if another
-    process holds it.
+    """Take the exclusive lock of a file until the result is closed.
+
+    None: another process holds it.
     """
-    file, owned = path.open("a"), False
+    file = path.open("a")
+    owned = False
     try:
         owned = take_lock(file, path, config_path)
     finally:
@@ -316,8 +306,9 @@ def _lock(file: IO[Any] | int) -> None:
 
 
 def take_lock(file: IO[Any], path: Path, config_path: str) -> bool:
-    """Take the exclusive lock of an open file until it is closed. Return False if
-    another process holds it.
+    """Take the exclusive lock of an open file until it is closed.
+
+    False: another process holds it.
     """
     try:
         _lock(file)
@@ -328,32 +319,29 @@ def take_lock(file: IO[Any], path: Path, config_path: str) -> bool:
             f"'{path.parent}' lies on a file system without locks"
             f" ({error.strerror or error})"
         )
-        raise RunError(
-            config_path,
-            wrong,
-            "One writer at a time",
-            "Choose a folder on another file system",
-        ) from error
+        remedy = "Choose a folder on another file system"
+        raise RunError(config_path, wrong, "One writer at a time", remedy) from error
     return True
 
 
 def hashed_folder(parent: Path, name: str, identity: dict[str, Any]) -> Path:
-    """Return the folder of a content; its name ends in a hash of everything that the
-    content depends on.
+    """Return the folder of a content.
+
+    Its name ends in a hash of everything that the content depends on.
     """
-    return (
-        parent
-        / f"{name}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}"
-    )
+    content = json.dumps(identity, sort_keys=True)
+    return parent / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
 def open_folder(
     folder: Path, identity: dict[str, Any], config_path: str, writable: bool = True
 ) -> None:
-    """Open or create a folder made from `identity` (JSON values). Any number of
-    processes may call it.
+    """Open or create a folder made from `identity` (JSON values).
+
+    Any number of processes may call it.
     """
-    file, deadline = folder / MANIFEST, time.monotonic() + MANIFEST_WAIT
+    file = folder / MANIFEST
+    deadline = time.monotonic() + MANIFEST_WAIT
     if writable:
         recover(folder, MANIFEST)
         if not file.is_file():
@@ -367,25 +355,22 @@ def open_folder(
         stored = read_json(file, config_path, remedy)
     for name in identity | stored:
         if stored.get(name) != identity.get(name):
-            old, new = (str(each.get(name))[:60] for each in (stored, identity))
+            old = str(stored.get(name))[:60]
+            new = str(identity.get(name))[:60]
             wrong = (
                 f"'{folder}' was made with another {name} ({old}; this run has {new})"
             )
-            raise RunError(
-                config_path, wrong, "A folder holds the data of one identity", remedy
-            )
+            allowed = "A folder holds the data of one identity"
+            raise RunError(config_path, wrong, allowed, remedy)
 
 
-PAUSES = (
-    0.1,
-    0.4,
-    1.5,
-)  # seconds between tries: a network storage's failover takes a second or two
+# seconds between tries: a network storage's failover takes a second or two
+PAUSES = (0.1, 0.4, 1.5)
 REMEDY = "Bring the storage back and run the same command again: it resumes"
 Result = TypeVar("Result")
 
 
-def retried(
+def read_with_retries(
     read: Callable[[], Result],
     subject: str,
     config_path: str,
@@ -394,8 +379,9 @@ def retried(
     remedy: str = REMEDY,
     final: tuple[type[OSError], ...] = (),
 ) -> Result:
-    """Return `read()`; repeat it after a pause if it raises an OSError other than
-    `final`.
+    """Return `read()`; repeat it after a pause if it raises an OSError.
+
+    Those of `final` are raised at once.
     """
     pauses = list(PAUSES)
     while True:

@@ -1,5 +1,6 @@
-"""Read text files and tables from editors and spreadsheets: encodings, delimiters, a
-first line `sep=;`.
+"""Read text files and tables from editors and spreadsheets.
+
+They differ in encodings, delimiters, and a first line `sep=;`.
 """
 
 import codecs
@@ -20,8 +21,9 @@ UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_text(path: str | Path) -> str:
-    """Read a text in UTF-8, or in UTF-16 with a BOM; ValueError: it is in neither.
-    Encodings are not guessed.
+    """Read a text in UTF-8, or in UTF-16 with a BOM.
+
+    Encodings are not guessed. ValueError: it is in neither.
     """
     data = Path(path).read_bytes()
     if data.startswith(UTF_16):
@@ -29,19 +31,14 @@ def read_text(path: str | Path) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line, start = (
-            data.count(b"\n", 0, error.start) + 1,
-            data.rfind(b"\n", 0, error.start) + 1,
-        )
-        shown = (
-            data[max(start, error.start - 20) : error.start + 10]
-            .partition(b"\n")[0]
-            .decode("latin-1")
-            .strip()
-        )
+        line = data.count(b"\n", 0, error.start) + 1
+        start = data.rfind(b"\n", 0, error.start) + 1
+        start = max(start, error.start - 20)
+        excerpt = data[start : error.start + 10].partition(b"\n")[0]
+        latin_1 = excerpt.decode("latin-1").strip()
         wrong = (
-            f"line {line} is not UTF-8 ('{shown}' where it is read as Latin-1). UTF-8,"
-            " or UTF-16 as Excel writes it"
+            f"line {line} is not UTF-8 ('{latin_1}' where it is read as Latin-1)."
+            " UTF-8, or UTF-16 as Excel writes it"
         )
         raise ValueError(
             f"{wrong}. Save it as 'CSV UTF-8', or run: iconv -f cp1252 -t utf-8 FILE"
@@ -49,7 +46,7 @@ def read_text(path: str | Path) -> str:
         ) from error
 
 
-def table(
+def parse_table(
     text: str, delimiter: str
 ) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
     """Return a table's column names and its lines by number; empty lines are skipped.
@@ -58,18 +55,23 @@ def table(
     that is most frequent in the first line (`delimiter` in a tie). ValueError: fewer
     than two columns, an empty or repeated name, or a line of another length.
     """
-    skipped, told = 0, SEPARATOR.match(text)
-    if told:
-        text, delimiter, skipped = text[told.end() :], told[1], 1
+    separator = SEPARATOR.match(text)
+    skipped = 0
+    if separator:
+        text = text[separator.end() :]
+        delimiter = separator[1]
+        skipped = 1
     else:
         first = next((line for line in text.splitlines() if line.strip()), "")
         delimiter = max((delimiter, ",", ";", "\t"), key=first.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    lines = _quoted(reader, skipped)
+    lines = _numbered_rows(reader, skipped)
     header = [name.strip() for name in next((row for _, row in lines if row), [])]
     if len(header) < 2:
         wrong = "its first line does not name two columns or more"
-        raise ValueError(wrong + (f": it is '{header[0]}'" if header else ""))
+        if header:
+            wrong += f": it is '{header[0]}'"
+        raise ValueError(wrong)
     if "" in header[1:]:
         raise ValueError("a column has no name")
     if twice := [name for name, count in Counter(header).items() if count > 1]:
@@ -89,9 +91,10 @@ def table(
     return header, rows()
 
 
-def _quoted(reader: Any, skipped: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield rows by the number of their last line; ValueError: an unclosed quote, or
-    text after a closing quote.
+def _numbered_rows(reader: Any, skipped: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield rows by the number of their last line.
+
+    ValueError: a quote is unclosed, or text follows a closing quote.
     """
     try:
         for row in reader:
@@ -106,14 +109,15 @@ def _quoted(reader: Any, skipped: int) -> Iterator[tuple[int, list[str]]]:
         ) from error
 
 
-def one_line(number: int, *cells: str) -> None:
-    """Refuse values with a line break: an unclosed quote swallows the lines
-    below it.
+def require_one_line(number: int, *cells: str) -> None:
+    """Refuse values with a line break.
+
+    An unclosed quote swallows the lines below it.
     """
-    if wrong := next((cell for cell in cells if "\n" in cell or "\r" in cell), ""):
-        lines = wrong.splitlines()
-        shown = f"'{lines[0][:40]}' to '{lines[-1][:40]}'"
-        raise ValueError(
-            f"a quoted value goes over {len(lines)} lines, {shown}, and ends in line"
-            f" {number}"
-        )
+    for cell in cells:
+        if "\n" in cell or "\r" in cell:
+            lines = cell.splitlines()
+            raise ValueError(
+                f"a quoted value goes over {len(lines)} lines, '{lines[0][:40]}' to"
+                f" '{lines[-1][:40]}', and ends in line {number}"
+            )

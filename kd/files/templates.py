@@ -1,5 +1,6 @@
-"""Pages and cards from templates (Jinja2). HTML is escaped by Jinja; a name that a
-template misses is an error.
+"""Pages and cards are rendered from Jinja2's templates.
+
+HTML is escaped by Jinja; a name that a template misses is an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,10 @@ HERE = Path(__file__).parent
 
 
 @cache
-def environment(folder: Path) -> Environment:
-    """Return the templates of a folder, and those beside this file, which are
-    everyone's.
+def templates_of(folder: Path) -> Environment:
+    """Return the templates of a folder, and those beside this file.
+
+    Those beside this file are everyone's.
     """
     return Environment(
         loader=FileSystemLoader([folder, HERE]),
@@ -33,18 +35,18 @@ def environment(folder: Path) -> Environment:
     )
 
 
-def rendered(template: Path, **values: Any) -> str:
+def render_template(template: Path, **values: Any) -> str:
     """Return the text of a template; what `*.html.jinja` shows is escaped.
 
     Raises:
         KeyError: a value is missing, such as a key that was cut from a file.
     """
     try:
-        return environment(template.parent).get_template(template.name).render(values)
+        return templates_of(template.parent).get_template(template.name).render(values)
     except UndefinedError as error:
         raise KeyError(str(error)) from error
 
 
 def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows as an HTML table, "" without rows."""
-    return rendered(HERE / "rows.html.jinja", rows=rows)
+    return render_template(HERE / "rows.html.jinja", rows=rows)

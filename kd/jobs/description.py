@@ -167,7 +167,7 @@ def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
     from kd.setup.open_store import keep_rules
 
     most = sum(
-        slot_bytes(rule.most) * size
+        slot_bytes(rule.max_pixels) * size
         for rule, size in zip(keep_rules(section), sizes, strict=True)
     )
     return [

@@ -15,7 +15,7 @@ from kd.core.contracts import Source
 from kd.core.errors import ModelError, RunError
 from kd.core.evaluation import Sampled
 from kd.core.host import environment, signals
-from kd.core.ranks import of_rank_0
+from kd.core.ranks import numbers_of_rank_0
 from kd.core.scores import Scored, Trained, skipped_text
 from kd.core.types import State
 from kd.engine.loop import train
@@ -414,7 +414,7 @@ def evaluate_and_checkpoint(
         known = (
             known if known is not None and known.data == source.fingerprint else None
         )
-    [is_known] = of_rank_0(backend, [known is not None])
+    [is_known] = numbers_of_rank_0(backend, [known is not None])
     if is_known:
         return known
     if backend.rank == 0:

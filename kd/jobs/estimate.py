@@ -16,7 +16,7 @@ import torch
 from kd.config import instances
 from kd.core.contracts import Backend, Sifter, Teacher
 from kd.core.host import cores
-from kd.core.text import clock, money
+from kd.core.text import format_dollars, format_seconds
 from kd.core.types import Batch, Costs, Outputs
 from kd.engine.criterion import StudentWithLoss
 from kd.jobs.stopwatch import FEWEST, Timed, loading, timed
@@ -311,7 +311,11 @@ def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
         "evaluations": len(data.val) * scoring / 1000,
     }
     text, total = (
-        ", ".join(f"{name} {clock(taken)}" for name, taken in seconds.items() if taken),
+        ", ".join(
+            f"{name} {format_seconds(taken)}"
+            for name, taken in seconds.items()
+            if taken
+        ),
         sum(seconds.values()),
     )
     if asking:
@@ -335,7 +339,7 @@ def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
         else ""
     )
     lines = [
-        f"time      about {clock(total)}: {text}",
+        f"time      about {format_seconds(total)}: {text}",
         (
             f"speed     {run.steps * length.batch_size / distilling:.0f} images/s;"
             f" {each} ms per image, {precision}, {device}{notes}; another load of this"
@@ -348,7 +352,7 @@ def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
     if hourly := recipe.config.price.per_hour or instances.price_per_hour(
         recipe.config.price.instance
     ):
-        known = f"about USD {money(hourly * total / 3600)}"
+        known = f"about USD {format_dollars(hourly * total / 3600)}"
         if accelerated and on_cpu:
             known = (
                 "not known: the times are those of this machine's CPU, not of an"
@@ -374,8 +378,8 @@ def same_cost(cost: float, alone: float, fixed: bool) -> tuple[float, str]:
     """
     times = 1.0 if fixed else max(1.0, AIM * cost / alone)
     line = (
-        f"baseline  labels alone cost at most {clock(times * alone)}, fit and"
-        f" distillation {clock(cost)}"
+        f"baseline  labels alone cost at most {format_seconds(times * alone)}, fit and"
+        f" distillation {format_seconds(cost)}"
     )
     line += ", counted in CPU or device time"
     return times, line + (

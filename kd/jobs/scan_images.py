@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kd.core.contracts import Source
 from kd.core.errors import CorruptImage, DataError, NotPrepared
-from kd.core.text import quoted
+from kd.core.text import list_line
 from kd.data.loader import most_skipped
 from kd.deploy.serve.decoding import refusal
 from kd.deploy.serve.limits import Limits
@@ -54,7 +54,7 @@ class Looked:
             self.damaged[f"{split}:{source.name(id)}"] = error
             return
         self.album.add(number, id, decoded)
-        self.used_bits[decoded.used] += 1
+        self.used_bits[decoded.used_bits] += 1
         if reason := refusal(decoded, limits):
             self.refusals[reason] += 1
 
@@ -154,7 +154,7 @@ def _damaged(
     names, first = list(damaged), next(iter(damaged.values()))
     write_text(
         file,
-        "\n".join(["# Damaged images, for data.exclude.", *map(quoted, names), ""]),
+        "\n".join(["# Damaged images, for data.exclude.", *map(list_line, names), ""]),
     )
     more = f", ... (all in '{file}')" if len(names) > MOST_NAMED else ""
     listed = ", ".join(names[:MOST_NAMED]) + more

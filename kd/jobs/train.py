@@ -15,8 +15,8 @@ from kd.config import Config
 from kd.core.contracts import Backend
 from kd.core.errors import ConfigError, FolderInUse, ModelError, RunError
 from kd.core.host import peak_mib
-from kd.core.ranks import of_rank_0
-from kd.core.references import redact, written
+from kd.core.ranks import numbers_of_rank_0
+from kd.core.references import redact, reference_or_value
 from kd.core.scores import Trained
 from kd.files.run_dir import BASELINE, BILLED, RunDir
 from kd.files.storage import read_rows, write_text
@@ -200,7 +200,9 @@ def open_run(record: Record, rank: int) -> Iterator[RunDir]:
             for key in sorted(old.keys() | record.keys.keys()):
                 before, now = old.get(key), record.keys.get(key)
                 if before != now and not is_free(key):
-                    differences.append(f"{key} ({written(before)} -> {written(now)})")
+                    differences.append(
+                        f"{key} ({reference_or_value(before)} -> {reference_or_value(now)})"
+                    )
         folder.open(record.yaml, differences)
         if rank == 0 and stored not in (None, record.yaml):
             write_text(
@@ -247,7 +249,7 @@ def obtain_teachers(recipe: Recipe, data: Data, backend: Backend) -> Teachers:
     teachers = load_teachers(recipe, data, weights)
     if divided.shard:
         size = getattr(teachers.model, "input_size", 0)
-        first = int(of_rank_0(backend, [size])[0])
+        first = int(numbers_of_rank_0(backend, [size])[0])
         if first != size:  # what its trainer wrote, which other ranks do not read
             wrong = f"the weights are for {first} px, which rank 0 alone knows"
             raise ModelError(
@@ -344,7 +346,7 @@ def open_fit(
                 )  # it may have been fitted since the first check
             except FolderInUse as error:
                 outcome, holder = IN_USE, str(error.wrong)
-        [outcome] = of_rank_0(backend, [outcome])
+        [outcome] = numbers_of_rank_0(backend, [outcome])
         if outcome == FITTED:
             return None
         if outcome == MINE:

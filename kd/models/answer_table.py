@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kd.core.errors import ModelError, in_short
+from kd.core.errors import ModelError, first_sentence
 from kd.files.storage import share
 
 ENDINGS = (".safetensors", ".npz", ".csv", ".tsv")
@@ -89,7 +89,7 @@ def read(path: str, config_path: str) -> AnswerTable:
     try:
         found = (_csv if ending in (".csv", ".tsv") else _binary)(file)
     except FAILURES as error:
-        reason = in_short(error)
+        reason = first_sentence(error)
         allowed = "logits or embeddings, with names; see docs/weights.md"
         raise ModelError(
             config_path,
@@ -289,7 +289,7 @@ def read_vectors(path: str, config_path: str) -> tuple[list[str], Tensor]:
         vectors = _tensor(found["vectors"])
         names = _texts(found.get("classes")) or json.loads(text.get("classes", "[]"))
     except FAILURES as error:
-        reason = in_short(error)
+        reason = first_sentence(error)
         allowed = "A .safetensors or .npz file with `vectors` [classes, width]"
         raise ModelError(
             config_path,

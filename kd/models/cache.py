@@ -360,7 +360,7 @@ class CachedTeacher:
             ~whole & (batch.weight > 0).numpy()
         )  # padding and unreadable images have weight 0
         missing = tuple((row, ids[row]) for row in np.flatnonzero(wanted).tolist())
-        if missing and batch.small and batch.whole is None:
+        if missing and batch.small and batch.full_size is None:
             wrong = (
                 f"'{self.store.folder}', view {batch.view}: image {missing[0][1]} has"
                 " changed since its record"

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kd.core.errors import ModelError, in_short
+from kd.core.errors import ModelError, first_sentence
 from kd.models import packages
 from kd.models.timm_folder import folder_classes
 
@@ -267,7 +267,7 @@ def _safetensors(config_path: str, file: Path) -> Tensors:
     except (SafetensorError, OSError) as error:
         raise ModelError(
             config_path,
-            f"'{file}' is not whole safetensors ({in_short(error)})",
+            f"'{file}' is not whole safetensors ({first_sentence(error)})",
             "",
             "Write the file anew",
         ) from error
@@ -303,7 +303,9 @@ def _pickle(config_path: str, file: Path) -> Any:
             )
     named = ", ".join(foreign[:3]) or " ".join(re.findall(r"GLOBAL (\S+)", text)[:1])
     reason = (
-        f"objects of {named}, whose reading may run code" if named else in_short(text)
+        f"objects of {named}, whose reading may run code"
+        if named
+        else first_sentence(text)
     )
     script = "TorchScript" in text
     remedy = (

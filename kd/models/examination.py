@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from kd.core.errors import KdError, ModelError, named
+from kd.core.errors import KdError, ModelError, error_summary
 from kd.models.examined import (
     ALONE,
     IMAGES,
@@ -284,7 +284,7 @@ def fails(config_path: str, name: str, size: int, error: Exception) -> ModelErro
         f"Set data.image_size, {config_path}.input_size or {config_path}.args where it has them, or"
         " correct its preprocessing"
     )
-    wrong = f"'{name}' fails on images of {size}x{size} pixels ({named(error)})"
+    wrong = f"'{name}' fails on images of {size}x{size} pixels ({error_summary(error)})"
     return ModelError(
         f"{config_path}.model", wrong, "A model from square RGB images", remedy
     )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from kd.core.errors import ModelError, in_short
+from kd.core.errors import ModelError, first_sentence
 from kd.models.checkpoints import KNOWN, Tensors, Weights
 
 is_averaged = re.compile(
@@ -113,7 +113,11 @@ def take(
         if others
         else ""
     )
-    wrote = in_short(f"its trainer wrote: {weights.trainer}") if weights.trainer else ""
+    wrote = (
+        first_sentence(f"its trainer wrote: {weights.trainer}")
+        if weights.trainer
+        else ""
+    )
     return taken._replace(steps=tuple(filter(None, (chosen, *taken.steps, wrote))))
 
 

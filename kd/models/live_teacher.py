@@ -103,7 +103,7 @@ class LiveTeacher(Uncached):
 
     def _forward(self, batch: Batch) -> list[Outputs]:
         image, size = (
-            (batch.image if batch.whole is None else batch.whole),
+            (batch.image if batch.full_size is None else batch.full_size),
             self.micro_batch or batch.image.shape[0],
         )
         asked: Any = [image.split(size)]

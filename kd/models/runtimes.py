@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kd.core.errors import MissingExtra, ModelError, in_short, needed
+from kd.core.errors import MissingExtra, ModelError, first_sentence, import_optional
 from kd.core.host import installed, signal_stack
 from kd.core.types import Outputs
 from kd.models.classifier import Classifier
@@ -230,7 +230,10 @@ def open_session(
 
 
 def _no_graph(config_path: str, source: Path | bytes, error: Exception) -> ModelError:
-    reason, name = in_short(error), "it" if isinstance(source, bytes) else f"'{source}'"
+    reason, name = (
+        first_sentence(error),
+        "it" if isinstance(source, bytes) else f"'{source}'",
+    )
     return ModelError(
         config_path,
         f"{name} is no graph that onnxruntime can run ({reason})",
@@ -348,11 +351,11 @@ def require(name: str, option: str, extra: str = "") -> Any:
         if extra
         else f"pip install {name}, or export with --no-onnx"
     )
-    return needed(name, option, f"{name} is not installed", remedy)
+    return import_optional(name, option, f"{name} is not installed", remedy)
 
 
 def _failed(tool: str, error: Exception) -> ModelError:
-    reason = in_short(error)
+    reason = first_sentence(error)
     remedy = "Export with --no-onnx: timm and Hugging Face load that folder"
     return ModelError(
         "student.model", f"{tool} cannot express this network ({reason})", "", remedy

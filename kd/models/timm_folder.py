@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.core.errors import ModelError, named
+from kd.core.errors import ModelError, error_summary
 from kd.files.json_file import read_json
 from kd.models.classifier import Classifier
 
@@ -220,7 +220,7 @@ def _unanswered(repository: str) -> str:
             )
             outcome.append("")
         except Exception as error:
-            outcome.append(named(error))
+            outcome.append(error_summary(error))
 
     thread = Thread(target=ask, daemon=True)  # name resolution has no timeout
     thread.start()

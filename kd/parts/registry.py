@@ -13,7 +13,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from kd.core.errors import FOREIGN, PartNotFound, did_you_mean, raised
+from kd.core.errors import FOREIGN, PartNotFound, did_you_mean, error_with_line
 from kd.core.facts import (
     BackendFacts,
     DatasetFacts,
@@ -118,7 +118,7 @@ def _imported(path: str, config_path: str, known: list[str]) -> ModuleType:
             ) from error
         if path.startswith("kd."):
             raise  # the part exists, but a package that it imports does not
-        wrong = f"importing {path!r} raises {raised(error)}"
+        wrong = f"importing {path!r} raises {error_with_line(error)}"
         raise PartNotFound(config_path, wrong, "", "Correct the module") from error
     if not path.startswith("kd."):
         FOREIGN.add(str(module.__file__))
@@ -132,9 +132,11 @@ def options_type(folder: str, kind: str, config_path: str) -> type[Any]:
 
 def default_options(folder: str, kind: str, /, **changes: Any) -> Any:
     """Return default Options of one of kd's parts, with `changes`, for derived runs."""
-    from kd.core.keys import checked  # kd-serve lists the exporters without Pydantic
+    from kd.core.keys import (
+        build_checked,  # kd-serve lists the exporters without Pydantic
+    )
 
-    return checked(options_type(folder, kind, folder), changes)
+    return build_checked(options_type(folder, kind, folder), changes)
 
 
 def build(

@@ -15,8 +15,14 @@ from torch import nn
 
 from kd.config.schema import TeacherSection
 from kd.core.contracts import Backend, HasWarnings, Source, TeacherModel
-from kd.core.errors import CorruptImage, ModelError, NotPrepared, RunError, named
-from kd.core.ranks import of_rank_0
+from kd.core.errors import (
+    CorruptImage,
+    ModelError,
+    NotPrepared,
+    RunError,
+    error_summary,
+)
+from kd.core.ranks import numbers_of_rank_0
 from kd.core.seeds import evenly_spaced
 from kd.core.types import Batch
 from kd.data.views import Views
@@ -262,9 +268,11 @@ def choose_teacher(setting: Setting) -> TeacherReport:
         except (
             Exception
         ) as failure:  # an operator without bfloat16, such as a Fourier transform
-            line = f"{mode}; its forward fails ({named(failure)})"
+            line = f"{mode}; its forward fails ({error_summary(failure)})"
         near = error.get("of_std", math.inf) <= LARGEST_ERROR
-        [near] = of_rank_0(backend, [near])  # last bits may differ on another machine
+        [near] = numbers_of_rank_0(
+            backend, [near]
+        )  # last bits may differ on another machine
         if not near:
             exact, error = (
                 replace(mode, precision="fp32"),

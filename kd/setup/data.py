@@ -19,8 +19,8 @@ from kd.config.tuning import Augment
 from kd.core.contracts import Backend, Dataset, HasWarnings, Source
 from kd.core.errors import ConfigError, DataError
 from kd.core.host import cores, shared_memory_mib
-from kd.core.ranks import of_rank_0
-from kd.core.text import class_order, one_line
+from kd.core.ranks import numbers_of_rank_0
+from kd.core.text import class_order, is_one_line
 from kd.data.loader import LocalLoader, Share
 from kd.data.views import (
     FORMAT,
@@ -293,9 +293,9 @@ def open_sources(plan: DataPlan) -> Data:
         **({"test": listed("test", train.classes)} if named else {}),
     }
     if plan.exclude:
-        from kd.data.subset import without  # only if images are left out
+        from kd.data.subset import exclude_images  # only if images are left out
 
-        splits = without(plan.exclude, splits)
+        splits = exclude_images(plan.exclude, splits)
     train, val = splits["train"], splits["val"]
     if plan.labels_per_class:
         from kd.data.subset import keep_labels  # only if labels are withheld
@@ -314,7 +314,7 @@ def _require_printable(classes: Sequence[str]) -> None:
     """Refuse a class name that no export could have as a label: logs and responses
     repeat it.
     """
-    if odd := [name for name in classes if not one_line(name)]:
+    if odd := [name for name in classes if not is_one_line(name)]:
         wrong = f"the class {odd[0]!a:.200} has a control character or a line break"
         raise DataError(
             "data.kind", wrong, "Class names that are printed as one line", "Rename it"
@@ -499,7 +499,7 @@ def _remote(
 
     token = secrets.randbelow(2**24)
     pools = [Pool(both, 0, token, section.deadline)] if backend.rank == 0 else []
-    [shared] = of_rank_0(backend, [token])
+    [shared] = numbers_of_rank_0(backend, [token])
     pool = (
         pools[0] if pools else Pool(both, backend.rank, int(shared), section.deadline)
     )

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kd.core.text import clock, percent
+from kd.core.text import format_seconds, percent
 
 FILE = Path(__file__).with_name("curves.csv")
 NEAR = 4.0
@@ -219,15 +219,18 @@ def plan(table: Sequence[Measured]) -> str:
     labels, best = (max(arm, key=lambda row: row.accuracy) for arm in (alone, taught))
     text = (
         f"{best.title}: labels alone reached {percent(labels.accuracy)} at most, after"
-        f" {clock(labels.seconds)}; "
+        f" {format_seconds(labels.seconds)}; "
     )
     level = max(accuracy for _, accuracy in labels.curve)
     paid = [seconds for row in taught if (seconds := pays_from(row, level)) is not None]
     if not paid:
-        return text + f"distilling {percent(best.accuracy)} after {clock(best.seconds)}"
+        return (
+            text
+            + f"distilling {percent(best.accuracy)} after {format_seconds(best.seconds)}"
+        )
     teacher = f"teacher {percent(best.teacher)}"
     return (
-        text + f"distilling was better from {clock(min(paid))} on, and reached"
+        text + f"distilling was better from {format_seconds(min(paid))} on, and reached"
         f" {percent(best.accuracy)} ({teacher})"
     )
 

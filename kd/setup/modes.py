@@ -15,8 +15,8 @@ from torch import nn
 
 from kd.config.schema import QUANTIZED, RUNTIMES
 from kd.core.contracts import Backend
-from kd.core.errors import KdError, ModelError, named
-from kd.core.ranks import of_rank_0
+from kd.core.errors import KdError, ModelError, error_summary
+from kd.core.ranks import numbers_of_rank_0
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import StudentWithLoss
 from kd.models.classifier import count_attention
@@ -113,7 +113,7 @@ def torch_mode(
         and own_precision == "bf16"
         and backend.bf16_pays(partial(made_of, network), trained)
     )
-    [pays] = of_rank_0(backend, [pays])
+    [pays] = numbers_of_rank_0(backend, [pays])
     precision = ("bf16" if pays else "fp32") if precision == "auto" else precision
     if attention == "auto":  # without attention layers there is one kernel
         attention = own_kernel if count_attention(module) else "unfused"
@@ -161,7 +161,7 @@ def require(work: Work, config_path: str, mode: ExecutionMode) -> None:
 
 def in_short(error: Any) -> str:
     """Return the message of an error, short enough for one line."""
-    return error.wrong if isinstance(error, KdError) else named(error)
+    return error.wrong if isinstance(error, KdError) else error_summary(error)
 
 
 class Trial:

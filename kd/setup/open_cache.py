@@ -14,7 +14,7 @@ import torch
 from kd.config.schema import QUANTIZED, Cache
 from kd.core.contracts import Dataset, Teacher
 from kd.core.errors import ConfigError, CorruptImage, ModelError
-from kd.core.ranks import of_rank_0
+from kd.core.ranks import numbers_of_rank_0
 from kd.core.seeds import evenly_spaced
 from kd.core.types import Batch
 from kd.files.records import record_bytes
@@ -163,7 +163,7 @@ def open_cache(report: TeacherReport, setting: Setting) -> CachedTeacher:
         if path
         else hashed_folder(Path(data.plan.folder) / "caches", name, made_from)
     )
-    [writable] = of_rank_0(backend, [backend.rank == 0 and owned(folder)])
+    [writable] = numbers_of_rank_0(backend, [backend.rank == 0 and owned(folder)])
     if backend.rank == 0 and not writable:
         log.info(
             "teacher.cache: '%s' has another writer or may not be written; it is read"

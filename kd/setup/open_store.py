@@ -10,7 +10,7 @@ from kd.config.schema import DataSection
 from kd.core.contracts import Backend, Source
 from kd.core.errors import CorruptImage, RunError
 from kd.core.host import free_mib
-from kd.core.ranks import of_rank_0
+from kd.core.ranks import numbers_of_rank_0
 from kd.core.seeds import evenly_spaced
 from kd.data.store import (
     PIXELS,
@@ -67,9 +67,9 @@ def open_store(
     slots: list[Slots] = []
     for each, path, rule in zip(made_from, folders, rules, strict=True):
         slots.append(
-            open_ram(rule.most, each["split"])
+            open_ram(rule.max_pixels, each["split"])
             if ram
-            else open_disk(path, each, rule.most)
+            else open_disk(path, each, rule.max_pixels)
         )
     opened = Stored(train, rules[0], slots[0]), Stored(val, rules[1], slots[1])
     for split, stored in (
@@ -93,9 +93,9 @@ def decoded_bytes(splits: Splits, rules: tuple[Shrunk, EvalTransform]) -> float:
     images.
     """
     train, val = splits
-    return _mean_bytes(train, rules[0]) * len(train) + slot_bytes(rules[1].most) * len(
-        val
-    )
+    return _mean_bytes(train, rules[0]) * len(train) + slot_bytes(
+        rules[1].max_pixels
+    ) * len(val)
 
 
 def _require_room(
@@ -122,7 +122,9 @@ def _require_room(
                 if path.is_dir()
             )
             numbers[2] = shutil.disk_usage(existing).free
-    total, there, left = (number / 2**20 for number in of_rank_0(backend, numbers))
+    total, there, left = (
+        number / 2**20 for number in numbers_of_rank_0(backend, numbers)
+    )
     needed = total * ranks if ram else max(0.0, total - there)
     if needed > left:
         copies = (
@@ -164,7 +166,7 @@ def store_views(views: Views, number: int, backend: Backend) -> StoredViews:
         record_bytes(view_bytes(one)) for one in (views, views.small) if one is not None
     )
     total = number * len(views) * sum(sizes) / 2**20
-    [left] = of_rank_0(backend, [free_mib()])
+    [left] = numbers_of_rank_0(backend, [free_mib()])
     if total * backend.local_world_size > left:
         wrong = (
             f"is views, and {number} views of {len(views)} images take {_size(total)}"
@@ -194,7 +196,7 @@ def _mean_bytes(source: Source, rule: Shrunk) -> float:
         except CorruptImage:
             continue  # training will decode it, and data.on_corrupt decides
         found.append(slot_bytes(image.width * image.height))
-    return sum(found) / len(found) if found else float(slot_bytes(rule.most))
+    return sum(found) / len(found) if found else float(slot_bytes(rule.max_pixels))
 
 
 def _size(mib: float) -> str:

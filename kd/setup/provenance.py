@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kd.core.scores import TITLES, Scores
-from kd.core.text import printed
-from kd.files.manifest import DIGITS, served_first
+from kd.core.text import as_one_line
+from kd.files.manifest import DIGITS, graphs_by_priority
 from kd.setup.open_cache import CHECKED
 
 
@@ -23,7 +23,7 @@ def chain_lines(manifest: Mapping[str, Any]) -> list[str]:
         lines += _student_lines(chain["student"], manifest.get("calibration", {}))
     if chain:
         lines += _graph_lines(manifest)
-    return [printed(line.replace("`", "'")) for line in lines]
+    return [as_one_line(line.replace("`", "'")) for line in lines]
 
 
 def _teacher_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -71,7 +71,7 @@ def _student_lines(
 
 
 def _graph_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
-    for name in served_first(manifest):
+    for name in graphs_by_priority(manifest):
         parity = manifest["parity"][name]
         equal = (
             f"the same prediction on {parity['same_top1']} of "

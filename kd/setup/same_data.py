@@ -11,9 +11,9 @@ import numpy as np
 
 from kd.core.contracts import Backend, Source
 from kd.core.errors import CorruptImage, DataError
-from kd.core.ranks import differing
+from kd.core.ranks import differing_ranks
 from kd.core.seeds import evenly_spaced
-from kd.core.text import quoted
+from kd.core.text import list_line
 
 SAMPLED = 64
 """Files of a split whose bytes are compared. If one in twenty has changed, that is
@@ -36,7 +36,7 @@ def same_contents(splits: Mapping[str, Source], backend: Backend) -> dict[str, i
         for id in evenly_spaced(len(source), SAMPLED):
             with suppress(CorruptImage):
                 crc = zlib.crc32(encoded(id)) if encoded else source.decode(id).crc
-                contents[quoted(f"{split}:{source.name(id)}")] = crc
+                contents[list_line(f"{split}:{source.name(id)}")] = crc
     digest = f"{[source.fingerprint for source in splits.values()]} {contents}"
     require_equal(digest, facts(splits, contents), backend)
     return contents
@@ -49,7 +49,7 @@ def facts(splits: Mapping[str, Source], contents: Mapping[str, int]) -> Iterator
     for split, source in splits.items():
         yield f"'{split}' with the classes {', '.join(source.classes)}"
         for id, size in enumerate(getattr(source, "sizes", ["?"] * len(source))):
-            name = quoted(f"{split}:{source.name(id)}")
+            name = list_line(f"{split}:{source.name(id)}")
             label = np.asarray(source.label(id)).tolist()
             yield (
                 f"{name} ({size} bytes, CRC-32 {contents.get(name, '?')}, label"
@@ -64,15 +64,15 @@ def require_equal(digest: str, facts: Iterable[str], backend: Backend) -> None:
     All ranks must call this. It costs one small reduction; the facts are drawn only if
     digests differ.
     """
-    if not differing(backend, digest):
+    if not differing_ranks(backend, digest):
         return
     lines = [*facts, digest]  # the last ones differ in any case
     place = bisect_left(
         range(2**28),
         1,
-        key=lambda place: bool(differing(backend, f"{lines[: place + 1]}")),
+        key=lambda place: bool(differing_ranks(backend, f"{lines[: place + 1]}")),
     )
-    rank = differing(backend, lines[place])[0]
+    rank = differing_ranks(backend, lines[place])[0]
     wrong = (
         f"rank {rank} has other images than rank 0; the first that differs is on this"
         f" rank {lines[place]:.300}"

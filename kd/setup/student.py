@@ -15,7 +15,7 @@ from kd.config.reads import loss_facts
 from kd.config.schema import LossSection
 from kd.config.tuning import Tuning
 from kd.core.contracts import Backend, Teacher
-from kd.core.errors import ConfigError, ModelError, raised
+from kd.core.errors import ConfigError, ModelError, error_with_line
 from kd.core.host import environment
 from kd.core.seeds import seed_from
 from kd.core.text import author_name
@@ -416,7 +416,7 @@ def _asked(key: str, model: str, method: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a foreign method may raise anything
-        wrong = f"needs {method} of '{model}', which fails: {raised(error)}"
+        wrong = f"needs {method} of '{model}', which fails: {error_with_line(error)}"
         raise ModelError(
             key, wrong, "A method as timm's", f"Correct it, or set {key}=1"
         ) from error

@@ -1,5 +1,4 @@
-"""Drop-in names for scripts written for SageMaker's `smart_sifting`, in any PyTorch
-loop.
+"""These names replace those of SageMaker's `smart_sifting`, in any PyTorch loop.
 
 Parameters, defaults, errors and metric names are as documented there; docs/sifting.md
 lists where each name stood.

@@ -1,4 +1,4 @@
-"""The configuration classes of smart sifting, and its three exceptions."""
+"""Smart sifting has these configuration classes and three exceptions."""
 
 import dataclasses
 import math
@@ -11,8 +11,9 @@ from kd.core.errors import KdError, did_you_mean
 
 
 class SiftConfigValidationException(KdError):
-    """A key of the sift configuration is missing or unknown, or its value is of a wrong
-    type or size.
+    """A key of the sift configuration or its value is wrong.
+
+    The key is missing or unknown, or the value is of a wrong type or size.
     """
 
 
@@ -24,70 +25,76 @@ class LossImplementationNotProvidedException(KdError):
     """There is no `Loss`, or it does not return one value per sample."""
 
 
-_REQUIRED: Any = (
-    object()
-)  # a missing key raises our exception, of keyword arguments and of dicts
+# a missing key raises our exception, of keyword arguments and of dicts
+_REQUIRED: Any = object()
 
 
 @dataclass(frozen=True)
 class SiftingBaseConfig:
-    """The delay before sifting begins. SiftConfigValidationException: a value is not
-    allowed.
+    """This configuration sets the delay before sifting begins.
+
+    Args:
+        sift_delay: training steps on all samples before sifting begins.
+        repeat_delay_per_epoch: apply the delay at the start of each epoch.
+
+    Raises:
+        SiftConfigValidationException: a value is not allowed.
     """
 
-    sift_delay: int = 1000  # training steps on all samples before sifting begins
-    repeat_delay_per_epoch: bool = False  # apply the delay at the start of each epoch
+    sift_delay: int = 1000
+    repeat_delay_per_epoch: bool = False
 
     def __post_init__(self) -> None:
         require_integer("SiftingBaseConfig.sift_delay", self.sift_delay, least=0)
         repeat = self.repeat_delay_per_epoch
-        require(
-            "SiftingBaseConfig.repeat_delay_per_epoch",
-            repeat,
-            isinstance(repeat, bool),
-            "True or False",
-        )
+        key = "SiftingBaseConfig.repeat_delay_per_epoch"
+        require(key, repeat, isinstance(repeat, bool), "True or False")
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Sifting by loss. SiftConfigValidationException: `sift_config` is missing or not
-    allowed.
+    """This configuration selects sifting by loss.
+
+    Args:
+        sift_config: a `SiftingBaseConfig` or a dict of its keys; required.
+
+    Raises:
+        SiftConfigValidationException: `sift_config` is missing or not allowed.
     """
 
-    sift_config: SiftingBaseConfig | Mapping[str, Any] = (
-        _REQUIRED  # or a dict of its keys
-    )
+    sift_config: SiftingBaseConfig | Mapping[str, Any] = _REQUIRED
 
     def __post_init__(self) -> None:
         config = from_dict(
             SiftingBaseConfig, self.sift_config, "LossConfig.sift_config"
         )
-        object.__setattr__(
-            self, "sift_config", config
-        )  # the class is frozen; this replaces a dict by its class
+        # the class is frozen; this replaces a dict by its class
+        object.__setattr__(self, "sift_config", config)
 
 
 @dataclass(frozen=True)
 class RelativeProbabilisticSiftConfig:
-    """Keep a sample with probability q**beta, q (0 to 1) the rank of its loss among
-    recent ones: 1 / (1 + beta) of all.
+    """Keep a sample with probability q**beta.
 
-    SiftConfigValidationException: a key is missing, or its value is not allowed.
+    q (0 to 1) is the rank of its loss among recent ones, so that 1 / (1 + beta) of all
+    are kept.
+
+    Args:
+        beta_value: above 0: 0.5 keeps 67 %, 1 keeps 50 %, 2 keeps 33 %, 3 keeps 25 %.
+        loss_history_length: number of previous losses that a new one is compared with.
+        loss_based_sift_config: a `LossConfig` or a dict of its keys.
+
+    Raises:
+        SiftConfigValidationException: a key is missing, or its value is not allowed.
     """
 
-    beta_value: float = (
-        _REQUIRED  # above 0: 0.5 keeps 67 %, 1 keeps 50 %, 2 keeps 33 %, 3 keeps 25 %
-    )
-    loss_history_length: int = (
-        _REQUIRED  # previous losses that a new one is compared with
-    )
-    loss_based_sift_config: LossConfig | Mapping[str, Any] = (
-        _REQUIRED  # or a dict of its keys
-    )
+    beta_value: float = _REQUIRED
+    loss_history_length: int = _REQUIRED
+    loss_based_sift_config: LossConfig | Mapping[str, Any] = _REQUIRED
 
     def __post_init__(self) -> None:
-        name, beta = "RelativeProbabilisticSiftConfig", self.beta_value
+        name = "RelativeProbabilisticSiftConfig"
+        beta = self.beta_value
         valid = (
             isinstance(beta, Real)
             and not isinstance(beta, bool)
@@ -128,12 +135,11 @@ def from_dict(kind: type[Config], value: object, config_path: str) -> Config:
         )
     for key in value:
         if key not in names:
-            allowed, remedy = (
+            raise SiftConfigValidationException(
+                config_path,
+                f"has an unknown key {key!r}",
                 f"Allowed: {', '.join(names)}",
                 did_you_mean(str(key), names),
-            )
-            raise SiftConfigValidationException(
-                config_path, f"has an unknown key {key!r}", allowed, remedy
             )
     return kind(**value)
 
@@ -151,8 +157,9 @@ def require(config_path: str, value: object, valid: bool, allowed: str) -> None:
 
 
 def require_integer(config_path: str, value: object, least: int) -> None:
-    """Raise SiftConfigValidationException if a value is missing, no integer, or below
-    `least`.
+    """Raise SiftConfigValidationException unless a value is an integer.
+
+    It must be `least` or more.
     """
     valid = (
         isinstance(value, Integral)

@@ -1,6 +1,4 @@
-"""`SiftingDataloader`: wraps a loader and yields full batches of the samples with high
-losses.
-"""
+"""`SiftingDataloader` wraps a loader and yields full batches of high losses."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -19,15 +17,16 @@ from kd.sifting.config import (
 )
 from kd.sifting.formats import DefaultTransform
 from kd.sifting.loss import device_of, losses_of, method_of
-from kd.sifting.original import random_state, restore, resume, sizes_of
+from kd.sifting.original import random_state, restore_order, resume_epoch, sizes_of
 from kd.sifting.timing import Meter, logger, now
 
 COUNTERS = ("steps", "steps_in_epoch", "position", "seen", "draws", "size")
 
 
 class SiftingDataloader:
-    """Score every batch of a loader with the current model and yield full batches of
-    the selected samples.
+    """Score every batch of a loader and yield batches of the selected samples.
+
+    The current model scores them.
 
     The first `sift_delay` batches pass unchanged and unscored, a short last one
     included. Later batches are scored in evaluation mode. A sample is kept with
@@ -80,26 +79,23 @@ class SiftingDataloader:
         pick: Literal["fixed", "bernoulli"] = "fixed",
         seed: int = 0,
     ) -> None:
-        self.orig_dataloader, self.model, self.pick, self.seed = (
-            orig_dataloader,
-            model,
-            pick,
-            seed,
-        )
+        self.orig_dataloader = orig_dataloader
+        self.model = model
+        self.pick = pick
+        self.seed = seed
         self.sift_config = from_dict(
             RelativeProbabilisticSiftConfig, sift_config, "sift_config"
         )
         self.loss_method = method_of(loss_impl)
-        _check(model, orig_dataloader, batch_transforms, batch_format_index, pick)
+        _check_arguments(
+            model, orig_dataloader, batch_transforms, batch_format_index, pick
+        )
         sizes = sizes_of(orig_dataloader)
-        alone = sizes.batches == 1
         self.transform = batch_transforms or DefaultTransform(
-            sizes.batch_size, batch_format_index, alone
+            sizes.batch_size, batch_format_index, alone=sizes.batches == 1
         )
-        self.window, self.pending = (
-            LossWindow(self.sift_config.loss_history_length),
-            Pending(),
-        )
+        self.window = LossWindow(self.sift_config.loss_history_length)
+        self.pending = Pending()
         self.meter = Meter(log_batch_data)
         self.steps = self.steps_in_epoch = self.position = self.seen = self.draws = 0
         self.size = 0  # number of samples of a full batch; 0 before the first batch
@@ -117,8 +113,10 @@ class SiftingDataloader:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The latest values under smart sifting's names: `num_orig_samples_seen`,
-        `num_orig_samples_kept`, ...
+        """The latest values under smart sifting's names.
+
+        For example `num_orig_samples_seen` and `num_orig_samples_kept`, numbers of
+        samples.
         """
         return self.meter.metrics
 
@@ -135,30 +133,28 @@ class SiftingDataloader:
     def __iter__(self) -> Iterator[Any]:
         if not self._resuming:
             self.position = self.steps_in_epoch = 0
-        batches, device = self._sifted(), device_of(self.model)
-        equal_lengths, length = (
-            self._lengths_agree(device),
-            (self.epoch_lengths(1)[0] if self.counted else 0),
-        )
+        batches = self._sifted_batches()
+        device = device_of(self.model)
+        equal_lengths = self._lengths_agree(device)
+        length = self.epoch_lengths(1)[0] if self.counted else 0
         while True:
             start = now()
             batch = next(batches, None)
             if not equal_lengths and not _gather([batch is not None], device).all():
-                if (
-                    batch is not None
-                ):  # another rank has no batch left: this one goes into the next epoch
+                # another rank has no batch left: this one goes into the next epoch
+                if batch is not None:
                     self.pending.put_back(batch)
                 break
             if batch is None:
                 break
-            self.steps, self.steps_in_epoch = self.steps + 1, self.steps_in_epoch + 1
+            self.steps += 1
+            self.steps_in_epoch += 1
             self.meter.log(len(batch), now() - start)
             with self.meter.timed("reverse_transform"):
                 converted = self.transform.reverse_transform(batch)
             if last := self.steps_in_epoch == length:
-                next(
-                    batches, None
-                )  # score the rest of the epoch now, since the loop does not come back
+                # score the rest of the epoch now, since the loop does not come back
+                next(batches, None)
                 self.position = self.steps_in_epoch = 0
             pilot = self.draws > 0 and self.meter.saving is None
             start = now(device if pilot else None)
@@ -173,34 +169,33 @@ class SiftingDataloader:
                 " for the next epoch"
             )
             logger.warning(text, self.position, self.size, len(self.pending))
-        self.position = self.steps_in_epoch = (
-            0  # a checkpoint from here on starts an epoch
-        )
+        # a checkpoint from here on starts an epoch
+        self.position = self.steps_in_epoch = 0
 
     def _open(self) -> Iterator[Any]:
         """Begin an epoch of the original loader, or resume the one of a checkpoint."""
         if self._resuming:
             self._resuming = False
             if self.position:
-                return resume(self.orig_dataloader, self._order, self.position)
-            restore(self.orig_dataloader, self._order)
+                return resume_epoch(self.orig_dataloader, self._order, self.position)
+            restore_order(self.orig_dataloader, self._order)
         self._order = random_state(self.orig_dataloader)
         return iter(self.orig_dataloader)
 
-    def _sifted(self) -> Iterator[SiftingBatch]:
-        """Yield batches to train on. At each yield, the counters include the batch
-        yielded.
+    def _sifted_batches(self) -> Iterator[SiftingBatch]:
+        """Yield batches to train on.
+
+        At each yield, the counters include the batch yielded.
         """
-        while (
-            self.size and len(self.pending) >= self.size
-        ):  # put back, or from a checkpoint
+        # put back, or from a checkpoint
+        while self.size and len(self.pending) >= self.size:
             yield self.pending.pop(self.size)
         for original in self._open():
             self.position += 1
             with self.meter.timed("transform"):
-                batch = self._transformed(original)
+                batch = self._to_sifting_batch(original)
             self.size = self.size or len(batch)
-            if self._delays():
+            if self._is_delayed():
                 self.meter.count(len(batch), len(batch))
                 yield batch
                 continue
@@ -208,7 +203,7 @@ class SiftingDataloader:
             while len(self.pending) >= self.size:
                 yield self.pending.pop(self.size)
 
-    def _transformed(self, original: Any) -> SiftingBatch:
+    def _to_sifting_batch(self, original: Any) -> SiftingBatch:
         batch = self.transform.transform(original)
         if not isinstance(batch, SiftingBatch):
             wrong = f"transform() returned a {type(batch).__name__}"
@@ -219,14 +214,14 @@ class SiftingDataloader:
             raise UnsupportedDataFormatException("batch_transforms", wrong, allowed)
         return batch
 
-    def _delays(self) -> bool:
+    def _is_delayed(self) -> bool:
         base = self.sift_config.base
-        return (
-            self.steps_in_epoch if base.repeat_delay_per_epoch else self.steps
-        ) < base.sift_delay
+        steps = self.steps_in_epoch if base.repeat_delay_per_epoch else self.steps
+        return steps < base.sift_delay
 
     def _sift(self, batch: SiftingBatch, original: Any) -> None:
-        size, beta = len(batch), float(self.sift_config.beta_value)
+        size = len(batch)
+        beta = float(self.sift_config.beta_value)
         with self.meter.timed(
             "calculate_relevance_values", wait_for=device_of(self.model)
         ):
@@ -241,12 +236,14 @@ class SiftingDataloader:
             selected = batch.take(index)
         with self.meter.timed("accumulate"):
             self.pending.add(selected)
-        self.seen, self.draws = self.seen + size, self.draws + 1
+        self.seen += size
+        self.draws += 1
         self.meter.count(size, len(selected))
 
     def _lengths_agree(self, device: torch.device) -> bool:
-        """Return whether all ranks yield equally many batches this epoch without a flag
-        per batch.
+        """Return whether all ranks yield equally many batches.
+
+        Then no flag per batch is needed in this epoch.
         """
         if _rank_and_size()[1] == 1:
             return True
@@ -261,11 +258,14 @@ class SiftingDataloader:
         return predictable and bool((table == table[0]).all())
 
     def __len__(self) -> int:
-        """Return the number of batches of the current epoch, or of the next one between
-        epochs.
+        """Return the number of batches of the current or the next epoch.
 
-        TypeError: as of `epoch_lengths`, and before the first delay is over, because
-        epochs differ then.
+        Returns:
+            The number for the current epoch; between epochs for the next one.
+
+        Raises:
+            TypeError: as of `epoch_lengths`, and before the first delay is over,
+                because epochs differ then.
         """
         base = self.sift_config.base
         steps_before = self.steps - self.steps_in_epoch
@@ -281,10 +281,19 @@ class SiftingDataloader:
         return self.epoch_lengths(1)[0]
 
     def epoch_lengths(self, epochs: int) -> list[int]:
-        """Return the numbers of batches of the next epochs, for a schedule; the current
-        one counts as a whole.
+        """Return the numbers of batches of the next epochs.
 
-        TypeError: they are not known: `pick="bernoulli"`, or a loader without a length.
+        A schedule needs them. The current epoch counts as a whole.
+
+        Args:
+            epochs: number of epochs, the current one included.
+
+        Returns:
+            One number of batches per epoch.
+
+        Raises:
+            TypeError: they are not known: `pick="bernoulli"`, or a loader without a
+                length.
         """
         batches, samples, batch_size = sizes_of(self.orig_dataloader)
         if (
@@ -298,50 +307,52 @@ class SiftingDataloader:
                 " advance"
             )
         size = self.size or min(batch_size, samples)
-        base, lengths = self.sift_config.base, []
-        under_way = 0 < self.position <= batches
-        position, yielded = (
-            (self.position, self.steps_in_epoch) if under_way else (0, 0)
-        )
-        steps, seen, pending = self.steps, self.seen, len(self.pending)
+        base = self.sift_config.base
+        beta = float(self.sift_config.beta_value)
+        position = yielded = 0
+        if 0 < self.position <= batches:
+            position = self.position
+            yielded = self.steps_in_epoch
+        steps = self.steps
+        samples_seen = self.seen
+        pending = len(self.pending)
+        lengths = []
         for _ in range(epochs):
-            delay = base.sift_delay - (
-                yielded if base.repeat_delay_per_epoch else steps
-            )
+            steps_before = yielded if base.repeat_delay_per_epoch else steps
+            delay = base.sift_delay - steps_before
             flushed, pending = divmod(pending, size)  # batches that were put back
-            passed = min(
-                batches - position, max(0, delay - flushed)
-            )  # batches of the delay
+            # batches of the delay
+            passed = min(batches - position, max(0, delay - flushed))
             scored = max(0, samples - (position + passed) * size)  # samples
-            full, pending = divmod(
-                pending + quota(seen, scored, float(self.sift_config.beta_value)), size
-            )
-            lengths.append(yielded + flushed + passed + full)
-            steps, seen = steps + flushed + passed + full, seen + scored
+            full, pending = divmod(pending + quota(samples_seen, scored, beta), size)
+            yielded += flushed + passed + full
+            lengths.append(yielded)
+            steps += flushed + passed + full
+            samples_seen += scored
             position = yielded = 0
         return lengths
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, the counters, the pending samples and the order of the
-        epoch, as of the last batch.
+        """Return the state as of the last batch, for `torch.save`.
+
+        Returns:
+            The window, the counters, the pending samples and the order of the epoch, by
+            name.
         """
-        pending = self.pending.joined()
+        pending = self.pending.join_all()
         state: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
         state |= {
             f"window.{name}": value for name, value in self.window.state_dict().items()
         }
-        order = (
-            self._order
-            if self.position or self._resuming
-            else random_state(self.orig_dataloader)
-        )
+        order = self._order
+        if not self.position and not self._resuming:
+            order = random_state(self.orig_dataloader)
         state |= {f"order.{name}": value for name, value in order.items()}
-        state["pending"] = (
-            None if pending is None else self.transform.reverse_transform(pending)
-        )
-        if isinstance(
-            self.transform, DefaultTransform
-        ):  # too few pending samples may not show the format
+        state["pending"] = None
+        if pending is not None:
+            state["pending"] = self.transform.reverse_transform(pending)
+        # too few pending samples may not show the format
+        if isinstance(self.transform, DefaultTransform):
             state["format"] = [self.transform.form, self.transform.index]
         state["seen_and_kept"] = [
             self.metrics["num_orig_samples_seen"],
@@ -350,63 +361,64 @@ class SiftingDataloader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`, with the same loader; the next iteration yields the
-        remaining batches of the epoch.
+        """Resume from a state, with the same loader.
 
-        Between epochs the next iteration first sets torch's random state to that of
-        `state`, so that its order and all later draws are those of the run that saved
-        it.
+        The next iteration yields the remaining batches of the epoch. Between epochs it
+        first sets torch's random state to that of `state`, so that its order and all
+        later draws are those of the run that saved it.
+
+        Args:
+            state: the result of `state_dict` on this rank.
         """
         for name in COUNTERS:
             setattr(self, name, int(state[name]))
-        self.window.load_state_dict(_under("window.", state))
-        self._order = _under("order.", state)
+        self.window.load_state_dict(_without_prefix("window.", state))
+        self._order = _without_prefix("order.", state)
         self.pending = Pending()
         if isinstance(self.transform, DefaultTransform):
             self.transform.form, self.transform.index = state["format"]
         if state["pending"] is not None:
-            self.pending.add(self._transformed(state["pending"]))
-        seen, selected = state["seen_and_kept"]
-        self.metrics.update(num_orig_samples_seen=seen, num_orig_samples_kept=selected)
+            self.pending.add(self._to_sifting_batch(state["pending"]))
+        candidates, selected = state["seen_and_kept"]
+        self.metrics["num_orig_samples_seen"] = candidates
+        self.metrics["num_orig_samples_kept"] = selected
         self._resuming = True
 
 
-def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _without_prefix(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {
-        name[len(prefix) :]: value
+        name.removeprefix(prefix): value
         for name, value in state.items()
         if name.startswith(prefix)
     }
 
 
-def _check(model: Any, loader: Any, transforms: Any, index: Any, pick: Any) -> None:
+def _check_arguments(
+    model: Any, loader: Any, transforms: Any, index: Any, pick: Any
+) -> None:
     has_methods = hasattr(transforms, "transform") and hasattr(
         transforms, "reverse_transform"
     )
-    valid = transforms is None or (has_methods and not isinstance(transforms, type))
-    transform = "None or an object of a class derived from SiftingBatchTransform"
-    is_index = index is None or (index in (0, 1) and not isinstance(index, bool))
-    iterable = "a DataLoader or another iterable of batches"
-    require(
-        "SiftingDataloader.model",
-        model,
-        isinstance(model, nn.Module),
-        "a torch.nn.Module",
-    )
-    require(
-        "SiftingDataloader.orig_dataloader",
-        loader,
-        hasattr(loader, "__iter__"),
-        iterable,
-    )
-    require("SiftingDataloader.batch_transforms", transforms, valid, transform)
-    require("SiftingDataloader.batch_format_index", index, is_index, "0 or 1")
-    require(
-        "SiftingDataloader.pick",
-        pick,
-        pick in ("fixed", "bernoulli"),
-        "'fixed' or 'bernoulli'",
-    )
+    is_transform = has_methods and not isinstance(transforms, type)
+    is_index = index in (0, 1) and not isinstance(index, bool)
+    for name, value, valid, allowed in (
+        ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
+        (
+            "orig_dataloader",
+            loader,
+            hasattr(loader, "__iter__"),
+            "a DataLoader or another iterable of batches",
+        ),
+        (
+            "batch_transforms",
+            transforms,
+            transforms is None or is_transform,
+            "None or an object of a class derived from SiftingBatchTransform",
+        ),
+        ("batch_format_index", index, index is None or is_index, "0 or 1"),
+        ("pick", pick, pick in ("fixed", "bernoulli"), "'fixed' or 'bernoulli'"),
+    ):
+        require(f"SiftingDataloader.{name}", value, valid, allowed)
 
 
 def _rank_and_size() -> tuple[int, int]:
@@ -417,12 +429,14 @@ def _rank_and_size() -> tuple[int, int]:
 
 
 def _gather(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return the values of all ranks, int64 [ranks, len(values)], by SUM alone. All
-    ranks must call it.
+    """Return the values of all ranks by SUM alone, int64 [ranks, len(values)].
+
+    All ranks must call it.
     """
     rank, size = _rank_and_size()
-    on = torch.device("cpu") if dist.get_backend() == "gloo" else device
-    table = torch.zeros(size, len(values), dtype=torch.int64, device=on)
+    if dist.get_backend() == "gloo":
+        device = torch.device("cpu")
+    table = torch.zeros(size, len(values), dtype=torch.int64, device=device)
     table[rank] = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(table)
     return table.cpu()

@@ -1,5 +1,6 @@
-"""The structure of a list, tuple, dict or tensor batch, detected once from the first,
-and batches of that structure.
+"""The structure of a batch is detected once, from the first batch.
+
+A batch is a list, a tuple, a dict or a tensor.
 
 Not `torch.utils._pytree`: it knows exact classes only. A transformers `BatchEncoding`,
 a UserDict, would be one leaf unless registered for the whole process. And whether a
@@ -20,17 +21,16 @@ from kd.sifting.batch import (
     SiftingBatch,
     SiftingBatchTransform,
     join_rows,
-    like,
+    same_sequence,
     take_rows,
 )
 from kd.sifting.config import UnsupportedDataFormatException
 
 REMEDY = "Pass your own SiftingBatchTransform as batch_transforms"
-SAMPLE, FEATURE = 0, 1  # `batch_format_index`: the sample dimension of the batch
-ROWS, CONSTANT = (
-    "one entry a sample",
-    "one value for all samples",
-)  # kinds of leaves; `state_dict` saves them
+SAMPLE = 0  # `batch_format_index`: dimension 0 of the batch holds samples
+FEATURE = 1  # the same: dimension 0 holds features, dimension 1 samples
+ROWS = "one entry a sample"  # kind of leaf; `state_dict` saves it
+CONSTANT = "one value for all samples"  # the other kind of leaf
 
 
 class DefaultTransform(SiftingBatchTransform):
@@ -45,10 +45,17 @@ class DefaultTransform(SiftingBatchTransform):
     """
 
     def __init__(self, batch_size: int | None, index: int | None, alone: bool) -> None:
-        """`alone`: the loader has one batch, which may be shorter than its
-        batch size.
+        """Convert batches of a loader.
+
+        Args:
+            batch_size: samples of a full batch; None: unknown.
+            index: `batch_format_index`; None: it is detected.
+            alone: whether the loader has one batch, which may be shorter than its batch
+                size.
         """
-        self.batch_size, self.index, self.alone = batch_size, index, alone
+        self.batch_size = batch_size
+        self.index = index
+        self.alone = alone
         self.form: Any = None
 
     def transform(self, batch: Any) -> TreeBatch:
@@ -64,24 +71,19 @@ class DefaultTransform(SiftingBatchTransform):
         return tree
 
     def reverse_transform(self, batch: Any) -> Any:
-        return (
-            batch.data.movedim(0, 1)
-            if isinstance(batch.data, Tensor) and self.index == FEATURE
-            else batch.data
-        )
+        if isinstance(batch.data, Tensor) and self.index == FEATURE:
+            return batch.data.movedim(0, 1)
+        return batch.data
 
     def _detect(self, batch: Any) -> Any:
         """Return the form of a batch, and set `index` where the batch is no dict."""
         if isinstance(batch, Mapping):
-            lengths = [
-                length
-                for value in batch.values()
-                if (length := _length(value)) is not None
-            ]
+            lengths = [_row_count(value) for value in batch.values()]
+            lengths = [length for length in lengths if length is not None]
             if not lengths:
                 wrong = "Unable to index the batch: no value has one entry per sample"
                 raise UnsupportedDataFormatException("batch", wrong, "", REMEDY)
-            return _form(batch, self._size(lengths, default=lengths[0]), "batch")
+            return _tree_form(batch, self._size(lengths, default=lengths[0]), "batch")
         if not isinstance(batch, (list, tuple, Tensor)):
             wrong = f"Batches of type {type(batch)} are not supported by default"
             raise UnsupportedDataFormatException(
@@ -89,24 +91,25 @@ class DefaultTransform(SiftingBatchTransform):
             )
         samples, features = _dimensions(batch)
         if self.index is None:
-            self.index = self._which(batch, samples, features)
+            self.index = self._sample_dimension(batch, samples, features)
         if self.index == SAMPLE or isinstance(batch, Tensor):
             return ROWS
         assert features is not None
-        return [_form(part, features, f"batch[{i}]") for i, part in enumerate(batch)]
+        return [
+            _tree_form(item, features, f"batch[{i}]") for i, item in enumerate(batch)
+        ]
 
     def _size(self, lengths: Sequence[int | None], default: int) -> int:
-        """Return the batch size; `default` if the loader has none, or if its only batch
-        is shorter.
+        """Return the batch size, or `default`.
+
+        `default`: the loader has no batch size, or its only batch is shorter.
         """
         if self.batch_size is None or (self.alone and self.batch_size not in lengths):
             return default
         return self.batch_size
 
-    def _which(self, batch: Any, samples: int, features: int | None) -> int:
-        """Return whether the batch is a list of samples or of features, from the batch
-        size.
-        """
+    def _sample_dimension(self, batch: Any, samples: int, features: int | None) -> int:
+        """Return `SAMPLE` or `FEATURE`, from the batch size."""
         default = samples if isinstance(batch, Tensor) or features is None else features
         size = self._size([samples, features], default)
         if samples == features == size:
@@ -123,24 +126,25 @@ class DefaultTransform(SiftingBatchTransform):
 
 
 def _dimensions(batch: Any) -> tuple[int, int | None]:
-    """Return the sizes of dimensions 0 and 1; None where there is no dimension 1, or
-    its sizes differ.
+    """Return the sizes of dimensions 0 and 1.
+
+    None: there is no dimension 1, or its sizes differ.
     """
     if isinstance(batch, Tensor) and batch.ndim:
         return len(batch), batch.shape[1] if batch.ndim > 1 else None
     if isinstance(batch, Tensor) or not len(batch):
-        raise _unable(batch, "batch")
-    lengths = {_length(part) for part in batch if not _is_constant(part)}
+        raise _not_indexable(batch, "batch")
+    lengths = {_row_count(item) for item in batch if not _is_constant(item)}
     return len(batch), lengths.pop() if len(lengths) == 1 else None
 
 
-def _form(value: Any, size: int, config_path: str) -> Any:
+def _tree_form(value: Any, size: int, config_path: str) -> Any:
     """Return which leaves of `value` have `size` rows."""
     if _is_constant(value):
         return CONSTANT
     if isinstance(value, Mapping):
         return {
-            key: _form(item, size, f"{config_path}[{key!r}]")
+            key: _tree_form(item, size, f"{config_path}[{key!r}]")
             for key, item in value.items()
         }
     if isinstance(value, (Tensor, np.ndarray)):
@@ -148,8 +152,8 @@ def _form(value: Any, size: int, config_path: str) -> Any:
             raise _mismatch(config_path, size, f"its shape is {list(value.shape)}")
         return ROWS
     if not isinstance(value, (list, tuple)):
-        raise _unable(value, config_path)
-    columns = [_length(item) == size for item in value]
+        raise _not_indexable(value, config_path)
+    columns = [_row_count(item) == size for item in value]
     if len(value) == size > 1 and all(columns):
         wrong = f"holds {size} samples, or {size} features of {size} samples"
         remedy = (
@@ -165,7 +169,9 @@ def _form(value: Any, size: int, config_path: str) -> Any:
         raise _mismatch(
             config_path, size, f"it is a {type(value).__name__} of {len(value)}"
         )
-    return [_form(item, size, f"{config_path}[{i}]") for i, item in enumerate(value)]
+    return [
+        _tree_form(item, size, f"{config_path}[{i}]") for i, item in enumerate(value)
+    ]
 
 
 def _is_constant(value: Any) -> bool:
@@ -176,16 +182,17 @@ def _is_constant(value: Any) -> bool:
     )
 
 
-def _length(value: Any) -> int | None:
+def _row_count(value: Any) -> int | None:
     """Return the length of a part of a batch, or None where it has none."""
     if isinstance(value, Mapping):
-        return next(
-            (_length(item) for item in value.values() if not _is_constant(item)), None
-        )
-    return len(value) if hasattr(value, "__len__") and not _is_constant(value) else None
+        items = [item for item in value.values() if not _is_constant(item)]
+        return _row_count(items[0]) if items else None
+    if _is_constant(value) or not hasattr(value, "__len__"):
+        return None
+    return len(value)
 
 
-def _unable(value: Any, config_path: str) -> UnsupportedDataFormatException:
+def _not_indexable(value: Any, config_path: str) -> UnsupportedDataFormatException:
     return UnsupportedDataFormatException(
         config_path, f"Unable to index the batch of type {type(value)}", "", REMEDY
     )
@@ -203,18 +210,18 @@ def _mismatch(
 
 
 class TreeBatch(SiftingBatch):
-    """A nested batch, and its form: dicts and lists with ROWS or CONSTANT at their
-    leaves.
-    """
+    """A nested batch has a form: dicts and lists with ROWS or CONSTANT at leaves."""
 
     def __init__(self, data: Any, form: Any) -> None:
-        self.data, self.form = data, form
+        self.data = data
+        self.form = form
         sizes: set[int] = set()
-        _map(
-            lambda kind, parts, _: sizes.add(len(parts[0])) if kind == ROWS else None,
-            form,
-            [data],
-        )
+
+        def measure(kind: str, leaves: list[Any], config_path: str) -> None:
+            if kind == ROWS:
+                sizes.add(len(leaves[0]))
+
+        _map_trees(measure, form, [data])
         self.sizes = sorted(sizes)
 
     def __len__(self) -> int:
@@ -224,23 +231,18 @@ class TreeBatch(SiftingBatch):
         return iter(self.data)
 
     def take(self, index: Tensor) -> TreeBatch:
-        def leaf(kind: str, parts: list[Any], config_path: str) -> Any:
-            return take_rows(parts[0], index) if kind == ROWS else parts[0]
+        def take_leaf(kind: str, leaves: list[Any], config_path: str) -> Any:
+            return take_rows(leaves[0], index) if kind == ROWS else leaves[0]
 
-        return TreeBatch(_map(leaf, self.form, [self.data]), self.form)
+        return TreeBatch(_map_trees(take_leaf, self.form, [self.data]), self.form)
 
     def join(self, others: Sequence[TreeBatch]) -> TreeBatch:
-        def leaf(kind: str, parts: list[Any], config_path: str) -> Any:
-            return (
-                join_rows(parts, config_path)
-                if kind == ROWS
-                else _one(parts, config_path)
-            )
+        def join_leaf(kind: str, leaves: list[Any], config_path: str) -> Any:
+            unite = join_rows if kind == ROWS else _common_value
+            return unite(leaves, config_path)
 
-        return TreeBatch(
-            _map(leaf, self.form, [self.data, *(batch.data for batch in others)]),
-            self.form,
-        )
+        trees = [self.data, *(batch.data for batch in others)]
+        return TreeBatch(_map_trees(join_leaf, self.form, trees), self.form)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -252,46 +254,40 @@ def to_device(value: Any, device: torch.device) -> Any:
             value, {key: to_device(item, device) for key, item in value.items()}
         )
     if isinstance(value, (list, tuple)):
-        return like(value, [to_device(item, device) for item in value])
+        return same_sequence(value, [to_device(item, device) for item in value])
     return value
 
 
-def _map(
+def _map_trees(
     function: Callable[[str, list[Any], str], Any],
     form: Any,
     trees: list[Any],
     config_path: str = "batch",
 ) -> Any:
-    """Return trees of one form as one tree, with `function(kind, leaves, where)` at
-    each leaf.
+    """Return trees of one form as one tree.
+
+    `function(kind, leaves, config_path)` makes each leaf.
     """
     if isinstance(form, str):
         return function(form, trees, config_path)
-    keys = _keys(form)
-    if any(_keys(tree) != keys for tree in trees):
+    keys = _tree_keys(form)
+    if any(_tree_keys(tree) != keys for tree in trees):
         wrong = "has another structure than in the first batch"
         raise UnsupportedDataFormatException(config_path, wrong, "All must be equal")
-    values = {
-        key: _map(
-            function,
-            form[key],
-            [tree[key] for tree in trees],
-            f"{config_path}[{key!r}]",
+    values = {}
+    for key in keys:
+        children = [tree[key] for tree in trees]
+        values[key] = _map_trees(
+            function, form[key], children, f"{config_path}[{key!r}]"
         )
-        for key in keys
-    }
     first = trees[0]
-    return (
-        _with_values(first, values)
-        if isinstance(first, Mapping)
-        else like(first, list(values.values()))
-    )
+    if isinstance(first, Mapping):
+        return _with_values(first, values)
+    return same_sequence(first, list(values.values()))
 
 
-def _keys(tree: Any) -> Any:
-    """Return the keys of a mapping or the positions of a sequence; None for anything
-    else.
-    """
+def _tree_keys(tree: Any) -> Any:
+    """Return the keys of a mapping or the positions of a sequence, else None."""
     if isinstance(tree, Mapping):
         return tree.keys()
     return range(len(tree)) if isinstance(tree, (list, tuple)) else None
@@ -304,17 +300,16 @@ def _with_values(mapping: Any, values: dict[Any, Any]) -> Any:
     return result
 
 
-def _one(parts: list[Any], config_path: str) -> Any:
-    first = parts[0]
-    for part in parts[1:]:
-        equal = (
-            torch.equal(first, part)
-            if isinstance(first, Tensor) and isinstance(part, Tensor)
-            else first == part
-        )
+def _common_value(values: list[Any], config_path: str) -> Any:
+    first = values[0]
+    for value in values[1:]:
+        if isinstance(first, Tensor) and isinstance(value, Tensor):
+            equal = torch.equal(first, value)
+        else:
+            equal = first == value
         if not equal:
             wrong = (
-                f"is one value for the whole batch ({first!r}) and another ({part!r})"
+                f"is one value for the whole batch ({first!r}) and another ({value!r})"
                 " in the next one"
             )
             allowed = "Sifted samples of several batches share one value"

@@ -1,5 +1,4 @@
-"""Sifting under the module names of Amazon's package, in the Hugging Face `Trainer`,
-and times of a Lightning run.
+"""Sifting works under Amazon's module names, with the Trainer and Lightning.
 
 None of these packages is imported for it.
 """
@@ -92,10 +91,12 @@ def enable_sifting(
 
 
 def _steps(loader: SiftingDataloader, args: Any) -> int:
-    """Return the optimizer steps of all epochs; an incomplete gradient accumulation at
-    the end of one is no step.
+    """Return the optimizer steps of all epochs.
+
+    An incomplete gradient accumulation at the end of an epoch is no step.
     """
-    epochs, accumulate = args.num_train_epochs, args.gradient_accumulation_steps
+    epochs = args.num_train_epochs
+    accumulate = args.gradient_accumulation_steps
     num_full = int(epochs)
     try:
         lengths = loader.epoch_lengths(num_full + 1)
@@ -111,26 +112,27 @@ def _steps(loader: SiftingDataloader, args: Any) -> int:
 
 
 def _callback_class() -> type[Any]:
-    """Return the Callback class of the Lightning package that is imported already, or
-    else of an installed one.
+    """Return the Callback class of a Lightning package.
+
+    The one that is imported already is preferred.
     """
     for name in sorted(PACKAGES, key=lambda name: name not in sys.modules):
         try:
             return importlib.import_module(name).Callback
         except ModuleNotFoundError:
             continue
-    wrong = "Lightning is not installed"
     raise MissingExtra(
         "TrainingMetricsRecorder",
-        wrong,
+        "Lightning is not installed",
         "",
         "pip install lightning (or pytorch-lightning)",
     )
 
 
 class TrainingMetricsRecorder:
-    """Lightning callback: log how long forward, backward and optimizer take.
-    MissingExtra: there is no Lightning.
+    """Log how long forward, backward and optimizer take.
+
+    This is a Lightning callback.
 
     `latencies` holds the latest values in seconds under smart sifting's names, measured
     on the host. On a GPU they are accurate only where the loop synchronizes. The
@@ -139,13 +141,19 @@ class TrainingMetricsRecorder:
     With the `SiftingDataloader` that the Trainer reads, the bar has a length, and a
     resumed run equals one that was not interrupted, within an epoch and after it. Not
     handled: ranks whose shards differ in length.
+
+    Args:
+        loader: the `SiftingDataloader` that the Trainer reads; None: only times are
+            logged.
+
+    Raises:
+        MissingExtra: Lightning is not installed.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         base = _callback_class()
-        if not issubclass(
-            cls, base
-        ):  # derived here, so that importing kd.sifting does not import Lightning
+        # derived here, so that importing kd.sifting does not import Lightning
+        if not issubclass(cls, base):
             cls = type(
                 cls.__name__,
                 (cls, base),
@@ -154,7 +162,8 @@ class TrainingMetricsRecorder:
         return object.__new__(cls)
 
     def __init__(self, loader: SiftingDataloader | None = None) -> None:
-        self.loader, self._state = loader, dict[str, Any]()
+        self.loader = loader
+        self._state: dict[str, Any] = {}
         self.train_step_count = 0
         self.latencies: dict[str, float] = {}
         self._begin = self._last = 0.0
@@ -174,23 +183,23 @@ class TrainingMetricsRecorder:
         states = checkpoint["loops"]["fit_loop"]["state_dict"].get(
             "combined_loader", []
         )
-        self._state = next(
-            ({"loader": one} for one in states if "order.torch" in one), {}
-        )
-        self._state |= {RANDOM: checkpoint[RANDOM]} if RANDOM in checkpoint else {}
+        self._state = {}
+        sifted = [state for state in states if "order.torch" in state]
+        if sifted:
+            self._state["loader"] = sifted[0]
+        if RANDOM in checkpoint:
+            self._state[RANDOM] = checkpoint[RANDOM]
 
     def on_train_start(self, *args: Any, **kwargs: Any) -> None:
-        if (
-            self.loader is not None and "loader" in self._state
-        ):  # Lightning restores loaders within an epoch only
+        # Lightning restores loaders within an epoch only
+        if self.loader is not None and "loader" in self._state:
             self.loader.load_state_dict(self._state["loader"])
         if RANDOM in self._state:  # it restores none
             torch.set_rng_state(self._state[RANDOM].cpu())
 
     def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
-        if (
-            self.loader is not None
-        ):  # epochs differ in length, which Lightning reads once
+        # epochs differ in length, which Lightning reads once
+        if self.loader is not None:
             trainer.fit_loop.max_batches = len(self.loader)
 
     def _lap(self, name: str) -> None:
@@ -217,12 +226,14 @@ class TrainingMetricsRecorder:
 
 
 def install_as_smart_sifting() -> None:
-    """Let `import smart_sifting...` find the names of `kd.sifting`; KdError: Amazon's
-    own package is installed.
+    """Let `import smart_sifting...` find the names of `kd.sifting`.
 
     Call it before the script's imports, or run a script unchanged: `python -c "import
     kd.sifting as s, runpy; s.install_as_smart_sifting(); runpy.run_path('train.py',
     run_name='__main__')"`.
+
+    Raises:
+        KdError: Amazon's own package is installed.
     """
     import kd.sifting
 
@@ -230,12 +241,8 @@ def install_as_smart_sifting() -> None:
         return
     if NAME in sys.modules or importlib.util.find_spec(NAME) is not None:
         wrong = f"the package {NAME} is installed"
-        raise KdError(
-            "install_as_smart_sifting",
-            wrong,
-            "It is not replaced",
-            "Drop the call, or uninstall the package",
-        )
+        remedy = "Drop the call, or uninstall the package"
+        raise KdError("install_as_smart_sifting", wrong, "It is not replaced", remedy)
     modules = {NAME: ModuleType(NAME)}
     for path, names in MODULES.items():
         folder, _, last = path.partition(".")
@@ -246,5 +253,6 @@ def install_as_smart_sifting() -> None:
         for name in names:
             setattr(module, name, getattr(kd.sifting, name))
     for module in modules.values():
-        module.__file__, module.__path__ = __file__, []
+        module.__file__ = __file__
+        module.__path__ = []
     sys.modules.update(modules)

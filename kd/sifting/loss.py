@@ -1,4 +1,4 @@
-"""The user's loss per sample, evaluated without side effects on the training run."""
+"""The user's loss per sample is evaluated without side effects on the training."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from kd.sifting.formats import to_device
 
 
 class Loss:
-    """Base class of the loss per sample: derive from it and implement `loss`."""
+    """Derive from this class and implement `loss`, the loss per sample."""
 
     def loss(
         self,
@@ -26,8 +26,10 @@ class Loss:
     ) -> Tensor:
         """Return one loss per sample, float [B], with `reduction="none"`.
 
-        `model` is the loader's, `transformed_batch` the batch after `batch_transforms`,
-        `original_batch` the one of the original loader on the model's device.
+        Args:
+            model: the loader's model.
+            transformed_batch: the batch after `batch_transforms`.
+            original_batch: the batch of the original loader, on the model's device.
         """
         raise _not_implemented(self)
 
@@ -36,18 +38,17 @@ LossMethod = Callable[[nn.Module, SiftingBatch, Any], Tensor]
 
 
 def method_of(loss_impl: Any) -> LossMethod:
-    """Return the `loss` method of a user's object, whether or not it derives from
-    `Loss`.
+    """Return the `loss` method of a user's object.
+
+    The object need not derive from `Loss`.
 
     Read from the class, because Amazon's example sets an attribute of that name:
     `self.loss = CrossEntropyLoss()`.
     """
     if loss_impl is None or isinstance(loss_impl, type):
-        wrong = (
-            "is missing"
-            if loss_impl is None
-            else f"is the class {loss_impl.__name__}, not an instance"
-        )
+        wrong = "is missing"
+        if loss_impl is not None:
+            wrong = f"is the class {loss_impl.__name__}, not an instance"
         allowed = "It must be an object of a class derived from kd.sifting.Loss"
         raise LossImplementationNotProvidedException(
             "loss_impl", wrong, allowed, "Pass loss_impl=MyLoss()"
@@ -73,11 +74,12 @@ def _not_implemented(loss_impl: Any) -> LossImplementationNotProvidedException:
 def losses_of(
     method: LossMethod, model: nn.Module, sifting: SiftingBatch, original: Any
 ) -> Tensor:
-    """Return the losses [B] of a batch by the current model, in evaluation mode,
-    without gradients.
+    """Return the losses [B] of a batch by the current model.
+
+    The model is in evaluation mode, and no gradients are computed.
     """
     device = device_of(model)
-    with _undisturbed(model, device):
+    with _scoring_mode(model, device):
         losses = method(model, sifting, to_device(original, device))
     size = len(sifting)
     if (
@@ -85,10 +87,10 @@ def losses_of(
         or losses.numel() != size
         or (losses.ndim and len(losses) != size)
     ):
-        shape = (
-            list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        )
-        wrong = f"loss() returned {shape} for {size} samples"
+        returned: Any = type(losses).__name__
+        if isinstance(losses, Tensor):
+            returned = list(losses.shape)
+        wrong = f"loss() returned {returned} for {size} samples"
         allowed = f"One value per sample is needed: [{size}]"
         remedy = (
             'Use reduction="none", and the mean over the other dimensions of a sample'
@@ -106,9 +108,10 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Switch to evaluation mode; on exit restore each submodule's mode and the random
-    states.
+def _scoring_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Switch to evaluation mode.
+
+    On exit each submodule's mode and the random states are restored.
 
     DDP's broadcast of buffers in the forward pass is switched off: ranks may score
     different numbers of batches, and a rank that broadcasts alone would hang. torch
@@ -117,9 +120,9 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     synced = [
-        (m, m.require_forward_param_sync)
-        for m, _ in modes
-        if isinstance(m, DistributedDataParallel)
+        (module, module.require_forward_param_sync)
+        for module, _ in modes
+        if isinstance(module, DistributedDataParallel)
     ]
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices, device_type="cuda"), torch.no_grad():

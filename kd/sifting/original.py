@@ -1,4 +1,4 @@
-"""The loader that is sifted: how much it yields, and the order of its epochs."""
+"""The original loader has a length, and an order that can be repeated."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,9 +9,7 @@ from torch import Tensor
 
 
 class Sizes(NamedTuple):
-    """How many batches and samples an epoch of this rank has, and the samples of a full
-    batch; None: not known.
-    """
+    """An epoch of this rank has these numbers of batches and samples; None: unknown."""
 
     batches: int | None
     samples: int | None
@@ -21,24 +19,28 @@ class Sizes(NamedTuple):
 def sizes_of(loader: Any) -> Sizes:
     """Return a loader's facts before an epoch begins."""
     sampler = getattr(loader, "batch_sampler", None)
-    batches, batch_size = _length(loader), getattr(loader, "batch_size", None)
+    batches = _length_or_none(loader)
+    batch_size = getattr(loader, "batch_size", None)
     if batch_size is None:
         batch_size = getattr(sampler, "batch_size", None)
-    if batches is None or not isinstance(batch_size, int):
-        return Sizes(batches, None, batch_size if isinstance(batch_size, int) else None)
+    if not isinstance(batch_size, int):
+        return Sizes(batches, None, None)
+    if batches is None:
+        return Sizes(None, None, batch_size)
     samples = None
-    if getattr(
-        sampler, "even_batches", False
-    ):  # accelerate's per-rank sampler: every batch is full
+    # accelerate's per-rank sampler: every batch is full
+    if getattr(sampler, "even_batches", False):
         samples = batches * batch_size
     elif type(sampler) is torch.utils.data.BatchSampler:
         samples = (
-            batches * batch_size if sampler.drop_last else _length(sampler.sampler)
+            batches * batch_size
+            if sampler.drop_last
+            else _length_or_none(sampler.sampler)
         )
     return Sizes(batches, samples, batch_size)
 
 
-def _length(sized: Any) -> int | None:
+def _length_or_none(sized: Any) -> int | None:
     try:
         return len(sized)
     except (TypeError, NotImplementedError, AttributeError):
@@ -46,31 +48,25 @@ def _length(sized: Any) -> int | None:
 
 
 def random_state(loader: Any) -> dict[str, Tensor]:
-    """Return the states of the generators that determine the order of the
-    next epoch.
-    """
-    own = {
-        name: generator.get_state() for name, generator in _generators(loader).items()
-    }
-    return {"torch": torch.get_rng_state(), **own}
+    """Return the generators' states that determine the order of an epoch."""
+    states = {"torch": torch.get_rng_state()}
+    for name, generator in _generators(loader).items():
+        states[name] = generator.get_state()
+    return states
 
 
 def _generators(loader: Any) -> dict[str, torch.Generator]:
-    holders = {
-        "loader": loader,
-        "sampler": getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-    }
-    found = {
-        name: getattr(holder, "generator", None) for name, holder in holders.items()
-    }
-    return {
-        name: generator
-        for name, generator in found.items()
-        if isinstance(generator, torch.Generator)
-    }
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batch_sampler, "sampler", None)
+    generators = {}
+    for name, holder in (("loader", loader), ("sampler", sampler)):
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generators[name] = generator
+    return generators
 
 
-def restore(loader: Any, order: Mapping[str, Tensor]) -> None:
+def restore_order(loader: Any, order: Mapping[str, Tensor]) -> None:
     """Set torch's random state and those of a loader's generators."""
     torch.set_rng_state(order["torch"].cpu())
     for name, generator in _generators(loader).items():
@@ -78,17 +74,18 @@ def restore(loader: Any, order: Mapping[str, Tensor]) -> None:
             generator.set_state(order[name].cpu())
 
 
-def resume(
+def resume_epoch(
     loader: Iterable[Any], order: dict[str, Tensor], position: int
 ) -> Iterator[Any]:
-    """Repeat the epoch of those random states from batch `position` on; the caller's
-    random state does not change.
+    """Repeat the epoch of those random states from batch `position` on.
+
+    The caller's random state does not change.
 
     Not handled: an order drawn from numpy or `random`, and a loader that restores its
     own position (torchdata's).
     """
     with torch.random.fork_rng(devices=[]):
-        restore(loader, order)
+        restore_order(loader, order)
         batches = iter(loader)
         for _ in itertools.islice(batches, position):
             pass

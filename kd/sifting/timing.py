@@ -1,6 +1,4 @@
-"""The metrics of sifting under smart sifting's names, and the check that it
-saves time.
-"""
+"""Metrics of sifting have smart sifting's names; a check says if it saves time."""
 
 import logging
 import statistics
@@ -18,7 +16,7 @@ PILOT = 24
 
 
 class Meter:
-    """Counts and times; users read the dict `metrics`."""
+    """A meter has counts and times; users read the dict `metrics`."""
 
     def __init__(self, log_batch_data: bool) -> None:
         self.log_batch_data = log_batch_data
@@ -28,18 +26,18 @@ class Meter:
         }
         self.scoring: list[float] = []  # seconds per scored sample, in the pilot
         self.training: list[float] = []  # seconds per trained sample, in the pilot
-        self.saving: float | None = (
-            None  # predicted share of an epoch's time; None during the pilot
-        )
+        # predicted share of an epoch's time; None during the pilot
+        self.saving: float | None = None
 
-    def count(self, seen: int, selected: int) -> None:
-        self.metrics["num_orig_samples_seen"] += seen
+    def count(self, candidates: int, selected: int) -> None:
+        self.metrics["num_orig_samples_seen"] += candidates
         self.metrics["num_orig_samples_kept"] += selected
 
     @contextmanager
     def timed(self, name: str, wait_for: torch.device | None = None) -> Iterator[None]:
-        """Time one function of sifting, on the host; the pilot waits for a device if
-        one is given.
+        """Time one function of sifting, on the host.
+
+        The pilot waits for a device if one is given.
         """
         device = wait_for if self.saving is None else None
         start = now(device)
@@ -53,14 +51,15 @@ class Meter:
             )
 
     def train(self, seconds: float, size: int, keep: float) -> None:
-        """Record the time of a training step; at the end of the pilot, log the
-        predicted saving.
+        """Record the time of a training step.
+
+        At the end of the pilot, log the predicted saving.
         """
         self.training.append(seconds / size)
         if min(len(self.scoring), len(self.training)) >= PILOT:
-            self._judge(keep)
+            self._log_saving(keep)
 
-    def _judge(self, keep: float) -> None:
+    def _log_saving(self, keep: float) -> None:
         score, train = (
             statistics.median(times[PILOT // 4 :])
             for times in (self.scoring, self.training)
@@ -81,14 +80,14 @@ class Meter:
             )
 
     def record_losses(self, losses: torch.Tensor, index: torch.Tensor) -> None:
-        """Record the losses of a candidate batch and of its selected samples; copies
-        them from the device.
+        """Record the losses of a candidate batch and its selected samples.
+
+        They are copied from the device.
         """
         if self.log_batch_data:
             self.metrics["relevance_values"] = losses.tolist()
-            self.metrics["relevance_values_kept"] = losses[
-                index.to(losses.device)
-            ].tolist()
+            selected = losses[index.to(losses.device)]
+            self.metrics["relevance_values_kept"] = selected.tolist()
 
     def log(self, size: int, seconds: float) -> None:
         self.metrics["Batch size for next sifted batch"] = size

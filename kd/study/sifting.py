@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kd.core.text import percent, table
+from kd.core.text import markdown_table, percent
 
 Row = Mapping[str, Any]
 # an epoch is cold if its share of teacher-predicted images exceeds other epochs' by
@@ -68,7 +68,7 @@ def sifted(
                 "seconds": f"{seconds:.1f}" + ("" if is_warm[number] else " (cold)"),
             }
         )
-    text = f"## Sifting\n\n{table(rows)}\n"
+    text = f"## Sifting\n\n{markdown_table(rows)}\n"
     if not (times[True] and times[False]):
         return (
             f"{text}\nNot measured: no warm epoch was"

@@ -114,11 +114,11 @@ def test_a_graph_is_scored_against_pytorch_and_the_labels(name):
         answer_B.clone() if task.label == "class" else (logits_BC > 0).to(torch.int8)
     )
     same = task.graph_scores(logits_BC, logits_BC, label)
-    assert (same.score, same.facts["same_top1"], same.others) == (1.0, B, 0)
+    assert (same.score, same.facts["same_top1"], same.changed) == (1.0, B, 0)
     wrong_BC = logits_BC.clone()
     wrong_BC[0] = -wrong_BC[0]
     other = task.graph_scores(wrong_BC, logits_BC, label)
-    assert (other.facts["same_top1"], other.others) == (B - 1, 1)
+    assert (other.facts["same_top1"], other.changed) == (B - 1, 1)
     assert other.score < 1
     unknown = torch.full_like(label, -1)
     assert task.graph_scores(wrong_BC, logits_BC, unknown).facts["same_top1"] == B - 1

@@ -30,7 +30,7 @@ from kd import config
 from kd.cli.__main__ import COMMANDS, main
 from kd.config.explain import explain
 from kd.config.schema import Config
-from kd.core.text import clock
+from kd.core.text import format_seconds
 
 
 @pytest.fixture
@@ -86,7 +86,8 @@ def test_from_teach_to_export(fitted, written, command, tmp_path):
     run = tmp_path / "runs" / "tiny"
     rows = [last_row(folder) for folder in (teacher.parent, run, run / "labels_only")]
     fit, own, alone = (
-        f"{clock(row['cpu_seconds'])} ({clock(row['seconds'])})" for row in rows
+        f"{format_seconds(row['cpu_seconds'])} ({format_seconds(row['seconds'])})"
+        for row in rows
     )
     times = (
         f"the teacher's fit {fit}, the student with new outputs {own}, labels alone"
@@ -320,7 +321,7 @@ def test_a_baseline_gives_a_verdict_of_equal_cost_and_a_named_length_stays(
     # a few steps of milliseconds: on a busy machine the labels' may have cost less than
     # estimated
     assert (" of CPU time against " in said) == ("No verdict" not in said)
-    assert f"labels alone {clock(alone['cpu_seconds'])} (" in said
+    assert f"labels alone {format_seconds(alone['cpu_seconds'])} (" in said
     assert "| total CPU time |" in first.out
     assert (
         "Whether the student was still learning is not known: 2 evaluations"

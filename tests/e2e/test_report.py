@@ -16,7 +16,7 @@ import torch
 from charted import charted
 
 import kd
-from kd.core.text import money
+from kd.core.text import format_dollars
 from kd.engine.monitor.profiler import Profiler
 from kd.parts.tasks import single_label
 from kd.study.report.page import render
@@ -95,7 +95,7 @@ def test_the_page_shows_the_numbers_of_the_files(run, page, command):
         "[...document.querySelectorAll('.tiles + .card td')].map(cell =>"
         " cell.textContent)"
     )
-    assert f"$ {money(36 * billable / 3600)}" in below
+    assert f"$ {format_dollars(36 * billable / 3600)}" in below
 
     timeline = [
         json.loads(line) for line in (run / "timeline_0.jsonl").read_text().splitlines()

@@ -17,7 +17,7 @@ from pieces import paint
 from PIL import Image
 
 from kd import config
-from kd.core.intervals import wilson
+from kd.core.intervals import wilson_interval
 from kd.core.text import percent
 from kd.files.run_dir import RunDir
 from kd.jobs.train import train
@@ -103,7 +103,7 @@ def test_predictions_and_tile_use_the_averaged_weights(told):
     right = int((shares.argmax(1) == labels).sum())
     low, high = (
         percent(end).removesuffix(" %")
-        for end in wilson(right / len(labels), len(labels))
+        for end in wilson_interval(right / len(labels), len(labels))
     )
     tile = re.findall(
         r'<div class="tile"><b>(.*?)</b><span>(.*?)</span><small>(.*?)</small>', page

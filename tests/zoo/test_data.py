@@ -263,16 +263,16 @@ def test_kd_init_finds_what_roboflow_exports_and_says_what_is_left_out(
 
 
 def test_foreign_messages_are_one_sentence_without_codes():
-    from kd.core.errors import in_short
+    from kd.core.errors import first_sentence
 
     bold = (
         "Weights only load failed. You have two options, \x1b[1mdo those steps only if"
         " you trust it\x1b[0m. \n\t(1) ..."
     )
-    assert in_short(ValueError(bold)) == "Weights only load failed"
-    assert in_short(OSError("one\r\ntwo\x00three\x07")) == "one two three"
-    assert in_short(KeyError()) == "KeyError"
-    assert len(in_short("x" * 999)) == 200
+    assert first_sentence(ValueError(bold)) == "Weights only load failed"
+    assert first_sentence(OSError("one\r\ntwo\x00three\x07")) == "one two three"
+    assert first_sentence(KeyError()) == "KeyError"
+    assert len(first_sentence("x" * 999)) == 200
 
 
 def test_class_order_that_a_teacher_does_not_have_is_named(tmp_path):

@@ -15,7 +15,7 @@ from timm.layers import Linear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kd.core.intervals import around, resampled
+from kd.core.intervals import bootstrap_interval, bootstrap_scores
 from kd.core.text import percent
 from kd.deploy.export.parity import Batches, eager_runner
 from kd.models.classifier import Classifier, Network
@@ -114,8 +114,8 @@ def gain(logits_NC: Tensor, divided_NC: Tensor, label_N: Tensor) -> tuple[float,
         for each in (logits_NC, divided_NC)
     )
     gain_N = (before_N - after_N).numpy()
-    return around(
-        gain_N.mean(), resampled(lambda picks: gain_N[picks].mean(), len(gain_N))
+    return bootstrap_interval(
+        gain_N.mean(), bootstrap_scores(lambda picks: gain_N[picks].mean(), len(gain_N))
     )
 
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kd.core.intervals import Samples, paired, wilson
+from kd.core.intervals import Samples, paired_interval, wilson_interval
 from kd.core.scores import DIFFERENCES_NOTE, Column, Scored, Scores
-from kd.core.text import VARIANTS_NOTE, percent, table, variant_rows
+from kd.core.text import VARIANTS_NOTE, markdown_table, percent, variant_rows
 from kd.deploy.export.defer import lines_of
 from kd.deploy.export.flags import accepted_line
 from kd.deploy.export.receipt import ALONE, OWN, licence_lines, plain
-from kd.files.manifest import DIGITS, served_first
-from kd.files.templates import rendered
+from kd.files.manifest import DIGITS, graphs_by_priority
+from kd.files.templates import render_template
 from kd.models.licences import UNKNOWN
 from kd.setup.provenance import chain_lines
 
@@ -31,7 +31,7 @@ def card(facts: Facts) -> str:
     """
     about = facts["about"]
     timm = about["library"] == "timm"
-    return rendered(
+    return render_template(
         TEMPLATE,
         facts=facts,
         about=about,
@@ -55,7 +55,7 @@ def card(facts: Facts) -> str:
         sure=lines_of(facts["output"].get("defer", {})),
         plain=plain,
         percent=percent,
-        table=table,
+        table=markdown_table,
     )
 
 
@@ -124,7 +124,7 @@ def _scores(facts: Facts) -> dict[str, Any]:
         "note": scores.note,
         "differences": [
             f"{titles[OWN]} against {titles.get(name, name)}: {column.title}"
-            f" {column.differs(*_difference(gain))}"
+            f" {column.difference_text(*_difference(gain))}"
             for name, gain in recorded["differences"].items()
         ],
         "split_note": (
@@ -141,7 +141,9 @@ def interval(one: Facts) -> tuple[float, float] | None:
     one, else None.
     """
     return (
-        wilson(one["value"], one["images"]) if "images" in one else one.get("interval")
+        wilson_interval(one["value"], one["images"])
+        if "images" in one
+        else one.get("interval")
     )
 
 
@@ -151,7 +153,7 @@ def _difference(one: Facts) -> tuple[float, float, float]:
     """
     if "gained" in one:
         gained, lost, images = one["gained"], one["lost"], one["images"]
-        return (gained - lost) / images, *paired(gained, lost, images)
+        return (gained - lost) / images, *paired_interval(gained, lost, images)
     return one["value"], one["interval"][0], one["interval"][1]
 
 
@@ -160,7 +162,7 @@ def _graphs(facts: Facts) -> dict[str, Any]:
     if not facts["parity"]:
         return {}
     score, rows = Column(**facts["scores"]["columns"]["own"][0]), []
-    for file in served_first(facts):
+    for file in graphs_by_priority(facts):
         graph, cells = facts["parity"][file], {"file": file}
         if "cosine" in graph:
             cells["mean cosine with PyTorch"] = f"{graph['cosine']:.6f}"

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kd.core.errors import ConfigError, ModelError
 from kd.core.evaluation import Task
-from kd.core.intervals import wilson
+from kd.core.intervals import wilson_interval
 from kd.core.text import percent
 
 
@@ -87,7 +87,7 @@ class Rule:
             sure = math.ceil((1 - self.share) * len(value_N))
             return (float(value_N[sure - 1]) if sure else 1.0), 0.0
         upper = {
-            int(i): wilson(wrong_N[i] / (i + 1), int(i) + 1)[1]
+            int(i): wilson_interval(wrong_N[i] / (i + 1), int(i) + 1)[1]
             for i in np.flatnonzero(last_N)
         }
         held = [i for i, bound in upper.items() if bound <= self.wrong]
@@ -258,7 +258,7 @@ def _passed(sure_N: np.ndarray) -> dict[str, Any]:
     return {
         "images": len(sure_N),
         "passed_on": share,
-        "passed_on_interval": wilson(share, len(sure_N)),
+        "passed_on_interval": wilson_interval(share, len(sure_N)),
     }
 
 
@@ -270,7 +270,7 @@ def _wrong(sure_N: np.ndarray, right_N: np.ndarray) -> dict[str, Any]:
     return {
         "answered": answered,
         "wrong": share,
-        "wrong_interval": wilson(share, answered),
+        "wrong_interval": wilson_interval(share, answered),
     }
 
 

@@ -14,8 +14,8 @@ from kd import config
 from kd.config.reads import loss_facts
 from kd.config.schema import BackendSection, DataSection, LossSection, StudentSection
 from kd.core.errors import ModelError, RunError
-from kd.core.host import environment, versions
-from kd.core.references import written
+from kd.core.host import environment, package_versions
+from kd.core.references import reference_or_value
 from kd.core.types import Dims
 from kd.deploy.export import graphs
 from kd.deploy.export.card import card, loading
@@ -105,7 +105,7 @@ def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> S
     student, provenance = best_student(folder, recipe, classes)
     if index:
         student.project = best_projector(folder, recipe.losses, len(recipe.members))
-    alone = folder.alone()
+    alone = folder.baseline()
     return Subject(
         recipe=recipe,
         student=student,
@@ -291,7 +291,7 @@ def _origin(section: StudentSection) -> str:
     if section.checkpoint:
         return f"started from the {packages.title(section.checkpoint)}"
     if section.init == "pretrained":
-        return f"started from the pretrained `{written(section.model)}`"
+        return f"started from the pretrained `{reference_or_value(section.model)}`"
     return "trained from random initial weights"
 
 
@@ -336,7 +336,9 @@ def output_of(student: Classifier, made: Made) -> OutputClaims:
 def _environment() -> dict[str, Any]:
     found = environment()
     found.pop("command")  # it contains the user's paths, and this file is published
-    found["packages"] |= versions("onnx", "onnxscript", "onnxruntime", "openvino")
+    found["packages"] |= package_versions(
+        "onnx", "onnxscript", "onnxruntime", "openvino"
+    )
     return found
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kd.core.errors import ConfigError, ModelError, did_you_mean
 from kd.core.host import cores
-from kd.core.options import option, positive, whole_number
+from kd.core.options import option, parse_positive, whole_number
 from kd.parts import registry
 
 if TYPE_CHECKING:  # they import torch, and `kd-export --help` needs none
@@ -112,7 +112,7 @@ class ExportOptions:
     """
     index: bool = option(False)
     """for an embedding student: embeddings searchable in an existing teacher index"""
-    tolerance: float = option(1e-3, "X", positive)
+    tolerance: float = option(1e-3, "X", parse_positive)
     """largest difference of a float32 graph's logits"""
     images: int = option(2000, "N", whole_number(0, 10**9))
     """validation images compared, evenly spaced; 0: all"""

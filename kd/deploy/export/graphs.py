@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kd.core.errors import MissingExtra, ModelError, named
+from kd.core.errors import MissingExtra, ModelError, error_summary
 from kd.core.evaluation import Task
 from kd.core.facts import GraphFile, Network
 from kd.core.host import cores
@@ -279,9 +279,9 @@ class _Workbench:
         except Exception as error:  # any type: runtimes and NNCF have their own
             self._remove(name)
             self.made.lines.append(
-                f"left out: {name}, because writing it failed ({named(error)})"
+                f"left out: {name}, because writing it failed ({error_summary(error)})"
             )
-            self.failures[name] = f"cannot be written ({named(error)})"
+            self.failures[name] = f"cannot be written ({error_summary(error)})"
         return self.failures.get(name, "")
 
     def _remove(self, name: str) -> None:

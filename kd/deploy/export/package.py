@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kd.core.errors import RunError
 from kd.files.checkpoint import save_tensors
-from kd.files.manifest import MANIFEST, SIGNATURE, checksum, sha256, unchanged
+from kd.files.manifest import MANIFEST, SIGNATURE, checksum, has_valid_checksum, sha256
 from kd.files.storage import REPLACED, atomic_folder, refuse_unlisted, write_json
 
 
@@ -79,7 +79,7 @@ def refuse_other(folder: Path) -> None:
         content = json.loads((folder / MANIFEST).read_bytes())
         listed = (
             {**content["files"], MANIFEST: None, SIGNATURE: None}
-            if unchanged(content)
+            if has_valid_checksum(content)
             else {}
         )
     if (

@@ -18,7 +18,12 @@ import torch
 
 from kd.core.errors import DataError, ModelError
 from kd.core.evaluation import Task
-from kd.core.intervals import around, paired, resampled, wilson
+from kd.core.intervals import (
+    bootstrap_interval,
+    bootstrap_scores,
+    paired_interval,
+    wilson_interval,
+)
 from kd.core.scores import GraphScores
 from kd.core.seeds import evenly_spaced
 from kd.data.loader import batches_of
@@ -91,10 +96,10 @@ class GraphOutputs:
         """
         found = self.scores(name, task)
         if found.share_of:
-            return wilson(found.score, found.share_of)
-        return around(
+            return wilson_interval(found.score, found.share_of)
+        return bootstrap_interval(
             found.score,
-            resampled(
+            bootstrap_scores(
                 lambda picks: self.scores(name, task, picks).score, len(self.labels)
             ),
         )
@@ -113,10 +118,14 @@ class GraphOutputs:
             expected = self.outputs[EAGER].argmax(1)
             label = self.labels if bool((self.labels >= 0).any()) else expected
             was, now = expected == label, self.outputs[name].argmax(1) == label
-            return paired(int((was & ~now).sum()), int((now & ~was).sum()), images)
-        return around(
+            return paired_interval(
+                int((was & ~now).sum()), int((now & ~was).sum()), images
+            )
+        return bootstrap_interval(
             self.drop(name, task),
-            resampled(lambda picks: self.drop(name, task, picks), len(self.labels)),
+            bootstrap_scores(
+                lambda picks: self.drop(name, task, picks), len(self.labels)
+            ),
         )
 
     def facts(self, name: str, task: Task) -> ParityClaims:
@@ -250,9 +259,9 @@ def check_exact(
     name: str, scores: GraphScores, difference: float, tolerance: float, images: int
 ) -> None:
     """Require a graph's outputs to equal PyTorch's within the tolerance."""
-    if difference > tolerance or scores.others:
+    if difference > tolerance or scores.changed:
         wrong = (
-            f"values differ from PyTorch's by up to {difference:.2g}; {scores.others}"
+            f"values differ from PyTorch's by up to {difference:.2g}; {scores.changed}"
             f" of {images} predictions change"
         )
         remedy = "Nothing was written; export with --no-onnx, or report the network"

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from kd.core.intervals import Samples
-from kd.core.references import written
+from kd.core.references import reference_or_value
 from kd.core.scores import samples_of
-from kd.core.text import table
+from kd.core.text import markdown_table
 from kd.deploy.export.claims import (
     AboutClaims,
     ChainClaims,
@@ -96,7 +96,7 @@ def about(subject: Subject) -> AboutClaims:
     """Return manifest.json's entries on the network and its training data."""
     recipe, student = subject.recipe, subject.student
     return {
-        "model": plain_name(written(recipe.student.model)),
+        "model": plain_name(reference_or_value(recipe.student.model)),
         "parameters": count_parameters(student.network),  # those of model.safetensors
         "library": "timm" if is_timm(student.network) else "pytorch",
         "losses": [loss.kind for loss in recipe.losses],
@@ -176,7 +176,7 @@ def chain_of(subject: Subject) -> ChainClaims:
     if recipe.members and recipe.losses:
         members = {
             config_path: {
-                "name": plain_name(written(one.model)),
+                "name": plain_name(reference_or_value(one.model)),
                 "source": _source(recipe, config_path),
             }
             for config_path, one in recipe.members.items()
@@ -207,7 +207,7 @@ def licence_lines(facts: Mapping[str, Any]) -> list[str]:
     models.
     """
     found = {plain(what): plain(licence) for what, licence in facts["licences"].items()}
-    lines = table(
+    lines = markdown_table(
         [{"what": what, "licence": licence} for what, licence in found.items()]
     ).split("\n")
     reaching = [

@@ -7,7 +7,7 @@ It covers manifest.json, which has the hash of every other file.
 from pathlib import Path
 from typing import Any
 
-from kd.core.errors import ConfigError, ModelError, in_short, needed
+from kd.core.errors import ConfigError, ModelError, first_sentence, import_optional
 from kd.files.manifest import SIGNATURE
 
 KEYS = "A PEM file of the curve P-256, P-384 or P-521, without a password"
@@ -32,7 +32,7 @@ def sign(folder: Path, private_key: Path) -> None:
         )
         signer.set_hashing_config(hashing).sign(folder, folder / SIGNATURE)
     except (OSError, TypeError, ValueError) as error:
-        wrong = f"'{private_key}' is no key that can be used ({in_short(error)})"
+        wrong = f"'{private_key}' is no key that can be used ({first_sentence(error)})"
         raise ConfigError("--sign", wrong, KEYS, f"Make one: {MAKE}") from error
 
 
@@ -44,7 +44,7 @@ def require_signature(folder: Path, public_key: Path) -> None:
     try:
         verifier = verifying.Config().use_elliptic_key_verifier(public_key=public_key)
     except (OSError, TypeError, ValueError) as error:
-        wrong = f"'{public_key}' is no public key that can be used ({in_short(error)})"
+        wrong = f"'{public_key}' is no public key that can be used ({first_sentence(error)})"
         raise ConfigError(
             "--signed-by", wrong, "The public key of who signed, PEM", "Ask for it"
         ) from error
@@ -54,13 +54,14 @@ def require_signature(folder: Path, public_key: Path) -> None:
         Exception
     ) as error:  # a stranger's file: the library and its parsers raise many types
         raise ModelError(
-            "signature", f"not by this key, or not of these files ({in_short(error)})"
+            "signature",
+            f"not by this key, or not of these files ({first_sentence(error)})",
         ) from error
 
 
 def _library(module: str, config_path: str) -> Any:
     remedy = "pip install 'PATH/kd[sign]'"
-    return needed(
+    return import_optional(
         f"model_signing.{module}",
         config_path,
         "the package model-signing is not installed",

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from kd.core.evaluation import Task
-from kd.core.intervals import within
+from kd.core.intervals import clip_to_share
 from kd.deploy.export import parity
 from kd.deploy.export.claims import QualityClaims, SpeedClaims, VariantClaims
 from kd.deploy.serve import bench
@@ -66,7 +66,7 @@ def quality(name: str, outputs: parity.GraphOutputs, task: Task) -> QualityClaim
         "title": scores.title,
         "unit": unit,
         "score": scores.score,
-        "interval": within(*ends) if unit == "%" else ends,
+        "interval": clip_to_share(*ends) if unit == "%" else ends,
         "drop": outputs.drop(name, task),
         "agreement": (
             scores.facts["same_top1"] / max(1, images)

@@ -16,9 +16,9 @@ from pathlib import Path
 from kd.core.errors import DataError
 from kd.deploy.serve.decoding import begins_as_image, check_bytes, read_file
 from kd.files import object_store, shards
-from kd.files.folders import Walk, is_image, left_out
+from kd.files.folders import Walk, count_unread, is_image
 from kd.files.pixels import ENDINGS
-from kd.files.storage import retried
+from kd.files.storage import read_with_retries
 
 WHERE = "kd-predict"
 STDIN = "-"
@@ -65,7 +65,7 @@ class ImageList:
                     raise OSError(wrong) from error
                 raise
 
-        return retried(read, f"'{self.names[id]}'", WHERE, final=GONE)
+        return read_with_retries(read, f"'{self.names[id]}'", WHERE, final=GONE)
 
 
 def find(source: str, copies: Path) -> ImageList:
@@ -109,7 +109,7 @@ def _folder(root: str) -> ImageList:
         lambda entry: _is_image(os.fsdecode(entry.name)) or is_image(entry),
     )
     images = _files(root, [os.fsdecode(path) for _, path, _ in walk])
-    return replace(images, notes=left_out(walk.other))
+    return replace(images, notes=count_unread(walk.unread))
 
 
 def _files(folder: str, names: Sequence[str]) -> ImageList:
@@ -119,7 +119,9 @@ def _files(folder: str, names: Sequence[str]) -> ImageList:
         return "" if object_store.is_url(names[id]) else os.path.join(folder, names[id])
 
     def content(id: int) -> bytes:
-        return read_file(path(id)) if path(id) else object_store.read(names[id], WHERE)
+        return (
+            read_file(path(id)) if path(id) else object_store.read_url(names[id], WHERE)
+        )
 
     stamps = [_stamp(path(id)) for id in range(len(names))]
     remote = any(map(object_store.is_url, names))
@@ -146,7 +148,7 @@ def _below_url(prefix: str) -> ImageList:
     def read(id: int) -> bytes:
         size, _ = versions[urls[id]]
         check_bytes(size)
-        return object_store.read(urls[id], WHERE)
+        return object_store.read_url(urls[id], WHERE)
 
     return ImageList(urls, read, stamps, lambda id: "", remote=True)
 
@@ -177,7 +179,7 @@ def _shards(pattern: str, copies: Path) -> ImageList:
     names: list[str] = []
     stamps: list[str] = []
     members: list[tuple[str, int, int]] = []  # path, offset and size per image
-    for shard in shards.find(pattern, WHERE, str(copies)):
+    for shard in shards.find_shards(pattern, WHERE, str(copies)):
         try:
             with open(shard.path, "rb", buffering=0) as file:
                 samples = shards.members(file, shard.path, WHERE)
@@ -200,6 +202,6 @@ def _shards(pattern: str, copies: Path) -> ImageList:
     def read(id: int) -> bytes:
         path, offset, size = members[id]
         check_bytes(size)
-        return shards.content(path, offset, size)
+        return shards.read_member(path, offset, size)
 
     return ImageList(names, read, stamps, lambda id: members[id][0])

@@ -14,7 +14,7 @@ from typing import IO
 
 from kd.core.errors import RunError
 from kd.core.host import cores as usable_cores
-from kd.core.options import option, pixels, whole_number
+from kd.core.options import option, parse_pixels, whole_number
 from kd.deploy.predict.image_list import ImageList, find
 from kd.deploy.predict.results import WHERE, Journal, check_format, open_journal
 from kd.deploy.predict.rows import ASKED, MEASURES, Predictor, Row, in_order
@@ -52,7 +52,7 @@ class PredictOptions:
     """labels of each image, best first; 0: all"""
     cores: int = option(0, "N", whole_number(0, 10**9), flag="--threads")
     """cores to use; 0: all that affinity and cgroup allow"""
-    max_pixels: int = option(100_000_000, "N", pixels)
+    max_pixels: int = option(100_000_000, "N", parse_pixels)
     """most pixels of an image (default 1e8)"""
     self_check: bool = option(True)
     """run the self-check first; exit with code 3 if it fails"""

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from kd.core.errors import DataError, FolderInUse, RunError, needed
+from kd.core.errors import DataError, FolderInUse, RunError, import_optional
 from kd.core.text import FORMULA, table_cell
 from kd.deploy.predict.image_list import ImageList
 from kd.deploy.predict.rows import ASKED, MEASURES, STAMP, Row
@@ -317,5 +317,5 @@ def check_format(target: Path) -> None:
 
 def _pyarrow() -> tuple[Any, Any]:
     remedy = "pip install pyarrow, or write .csv or .jsonl"
-    parquet = needed("pyarrow.parquet", WHERE, "Parquet needs pyarrow", remedy)
+    parquet = import_optional("pyarrow.parquet", WHERE, "Parquet needs pyarrow", remedy)
     return sys.modules["pyarrow"], parquet

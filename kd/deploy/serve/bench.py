@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kd.core.errors import KdError
-from kd.core.host import end_with
+from kd.core.host import terminate_with_parent
 
 TURN = 0.3  # least seconds of a server's turn
 FEWEST = 8  # least number of responses in a turn
@@ -93,7 +93,7 @@ def server(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=end_with(),
+        preexec_fn=terminate_with_parent(),
     )  # fmt: skip
     try:
         assert process.stdout is not None

@@ -17,8 +17,8 @@ from kd.files.pixels import (
     MARGIN,
     Beyond,
     count_scans,
+    decode_rgb,
     least_of_centre,
-    load,
     planes,
     reduce,
 )
@@ -131,7 +131,7 @@ def decode(opened: OpenedImage, bits: int = 16) -> Image.Image:
     """Decode an opened image to upright RGB and close it; Problem 400 if damaged."""
     try:
         with opened.image as image:
-            rgb, _ = load(image, None, bits=bits)
+            rgb, _ = decode_rgb(image, None, bits=bits)
     except Beyond as error:
         raise Problem(422, f"The image {error.wrong}. {error.allowed}.") from error
     except MemoryError:

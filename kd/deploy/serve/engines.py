@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from kd.core.errors import MissingExtra
-from kd.core.host import versions
+from kd.core.host import package_versions
 from kd.parts import registry
 
 WHERE = "export"
@@ -58,7 +58,7 @@ if sys.platform != "win32":
 def require_version(file: str, least: str) -> None:
     """Refuse a runtime older than a graph needs."""
     runtime = registry.graphs()[file].runtime
-    installed = versions(runtime)[runtime]
+    installed = package_versions(runtime)[runtime]
     if _digits(installed) and _digits(installed) < _digits(least):
         wrong = f"'{file}' needs {runtime} {least}, and {installed} is here"
         allowed = f"{runtime} {least} or newer"

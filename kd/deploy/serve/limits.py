@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from kd.core.options import option, pixels, positive, size, whole_number
+from kd.core.options import (
+    option,
+    parse_pixels,
+    parse_positive,
+    parse_size,
+    whole_number,
+)
 from kd.files.pixels import MAX_SCANS, Most
 
 MIB = 2**20  # bytes
@@ -24,11 +30,11 @@ RETRY_SECONDS = 1  # seconds in Retry-After: the smallest positive integer
 class Limits:
     """Limits of requests and connections; beyond them a request gets 4xx or 503."""
 
-    max_body: int = option(BODY, "SIZE", size)
+    max_body: int = option(BODY, "SIZE", parse_size)
     """largest request body (default 25MiB; 6MiB as `serve`, as of SageMaker's real-time
     endpoints)
     """
-    max_pixels: int = option(25_000_000, "N", pixels)
+    max_pixels: int = option(25_000_000, "N", parse_pixels)
     """most pixels of an image in memory (default 25e6); a JPEG, decoded at a reduced
     size, may have 2.56 times that
     """
@@ -41,7 +47,7 @@ class Limits:
     """most requests computed or waiting for a thread, their bodies complete; further
     ones get 503 (default 32)
     """
-    max_buffered: int = option(128 * MIB, "SIZE", size)
+    max_buffered: int = option(128 * MIB, "SIZE", parse_size)
     """most bytes of all request bodies in memory (default 128MiB); further requests get
     503
     """
@@ -50,13 +56,13 @@ class Limits:
     measured, which took 5 MB.
     """
     max_header_bytes: int = 65_536  # of one request; hyper's buffer of a connection
-    idle_seconds: float = option(75.0, "S", positive, flag="--keep-alive")
+    idle_seconds: float = option(75.0, "S", parse_positive, flag="--keep-alive")
     """seconds that a connection stays open before the header of its next request is
     complete (default 75, longer than the 60 of common proxies)
     """
-    body_seconds: float = option(10.0, "S", positive, flag="--body-timeout")
+    body_seconds: float = option(10.0, "S", parse_positive, flag="--body-timeout")
     """seconds from the end of the headers to the end of the body (default 10)"""
-    deadline: float = option(10.0, "S", positive)
+    deadline: float = option(10.0, "S", parse_positive)
     """seconds from the end of the body to the response (default 10)"""
     drain_seconds: float = option(0.0, "S", whole_number(0, 3600), flag="--drain")
     """seconds from SIGTERM until the port closes; /ping gets 503, requests are served

@@ -12,8 +12,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from kd.core.errors import BadImage, ConfigError, MissingExtra, ModelError, in_short
-from kd.core.text import one_line
+from kd.core.errors import (
+    BadImage,
+    ConfigError,
+    MissingExtra,
+    ModelError,
+    first_sentence,
+)
+from kd.core.text import is_one_line
 from kd.deploy.serve import self_check
 from kd.deploy.serve.decoding import OpenedImage, decode, open_image, read_file
 from kd.deploy.serve.engines import WHERE, Engine, PerProcess, require_version
@@ -21,7 +27,7 @@ from kd.deploy.serve.limits import LOCAL, Limits, Problem
 from kd.deploy.serve.responses import Answer, Bands, bands, embeddings, predictions
 from kd.deploy.shift import Measures, Reference, measure
 from kd.files.json_file import DAMAGE, read_json
-from kd.files.manifest import MANIFEST, unchanged
+from kd.files.manifest import MANIFEST, has_valid_checksum
 from kd.files.pixels import planes
 from kd.parts import registry
 
@@ -96,7 +102,7 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
         wrong = f"'{folder}' lacks {error} in manifest.json or config.json"
         raise invalid_export(wrong) from error
     except DAMAGE as error:
-        wrong = f"has a damaged manifest.json or config.json ({in_short(error)})"
+        wrong = f"has a damaged manifest.json or config.json ({first_sentence(error)})"
         raise invalid_export(f"'{folder}' {wrong}") from error
     _require_graph(description)
     read_verified(folder, CONFIG, description.files)
@@ -135,7 +141,7 @@ def _parse_manifest(
 
     Raises one of `DAMAGE` for a value that kd does not write.
     """
-    if not unchanged(manifest):
+    if not has_valid_checksum(manifest):
         wrong = "has changed since the export (its checksum differs)"
         raise invalid_export(f"'{folder / MANIFEST}' {wrong}")
     files = {
@@ -260,7 +266,7 @@ def _text(value: Any, key: str) -> str:
     if (
         not isinstance(value, str)
         or not 0 < len(value) <= MAX_TEXT
-        or not one_line(value)
+        or not is_one_line(value)
     ):
         raise ValueError(f"{key} is {value!r:.60}, and no line of text")
     return value
@@ -462,7 +468,7 @@ class LoadedGraph(Description):
         except self_check.SelfCheckError:
             raise
         except Exception as error:  # runtimes have their own, unrelated error types
-            wrong = f"the self-check cannot be made ({in_short(error)})"
+            wrong = f"the self-check cannot be made ({first_sentence(error)})"
             raise invalid_export(wrong) from error
         self_check.require(self.file, differences, self.check, self.packages)
         return True
@@ -474,7 +480,7 @@ class LoadedGraph(Description):
             try:
                 shape = self.engine(grey).shape
             except Exception as error:  # runtimes have their own, unrelated error types
-                wrong = f"the graph fails on a grey image ({in_short(error)})"
+                wrong = f"the graph fails on a grey image ({first_sentence(error)})"
                 raise invalid_export(wrong) from error
             if shape != (1, self.output.width):
                 wrong = (
@@ -507,7 +513,7 @@ def load(description: Description, threads: int, slots: int) -> LoadedGraph:
         except MissingExtra:
             raise
         except Exception as error:  # runtimes have their own, unrelated error types
-            wrong = f"'{file}' cannot be loaded ({in_short(error)})"
+            wrong = f"'{file}' cannot be loaded ({first_sentence(error)})"
             raise invalid_export(wrong) from error
 
     values = {

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from kd.core.errors import ModelError, in_short
-from kd.core.host import versions
+from kd.core.errors import ModelError, first_sentence
+from kd.core.host import package_versions
 from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.engines import WHERE, Engine
 from kd.files.pixels import BRANCHES, CENTRE, HEIF, format_of, load_heif
@@ -232,7 +232,7 @@ def differences(
             decoded = prepare(content, side, crop, margin=margin, bits=bits)
         except Exception as error:  # decoders raise unrelated error types
             wrong = f"picture {i} of the self-check cannot be decoded on this machine"
-            raise SelfCheckError(WHERE, f"{wrong} ({in_short(error)})") from error
+            raise SelfCheckError(WHERE, f"{wrong} ({first_sentence(error)})") from error
         difference = decoded.pixels.astype(np.float64) - expected[i]
         mean = np.abs(difference.mean(axis=(1, 2))).max()
         largest = max(np.abs(difference).max(), mean * LEVELS / MEAN)
@@ -275,7 +275,7 @@ def _require_within(
     if difference <= limit:
         return
     package = title.lower()
-    here = versions(package)[package]
+    here = package_versions(package)[package]
     there = packages.get(package, "unknown")
     wrong = (
         f"on this processor {values} differ from those at the export: largest"

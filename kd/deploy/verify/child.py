@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kd.core.errors import ModelError, in_short
-from kd.core.host import end_with
+from kd.core.errors import ModelError, first_sentence
+from kd.core.host import terminate_with_parent
 from kd.deploy.serve.engines import open_graph
 
 SECONDS = 120.0  # seconds for one batch, with loading. Chosen, not measured
@@ -35,7 +35,11 @@ class Confined:
         self.path, self.width = path, width
         pipe, none = subprocess.PIPE, subprocess.DEVNULL
         self.process = subprocess.Popen(
-            argv, stdin=pipe, stdout=pipe, stderr=none, preexec_fn=end_with()
+            argv,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=none,
+            preexec_fn=terminate_with_parent(),
         )
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
@@ -105,7 +109,7 @@ def main(path: Path) -> None:
     try:
         run = open_graph(path)
     except Exception as error:  # runtimes have their own, unrelated error types
-        failed = in_short(error)
+        failed = first_sentence(error)
     while line := sys.stdin.buffer.readline():
         shape = json.loads(line)
         pixels = np.frombuffer(
@@ -115,7 +119,7 @@ def main(path: Path) -> None:
         try:
             answer = np.asarray(run(pixels), np.float32) if run is not None else answer
         except Exception as error:
-            failed = in_short(error)
+            failed = first_sentence(error)
         head = (
             {"error": failed}
             if failed

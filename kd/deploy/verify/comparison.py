@@ -28,8 +28,8 @@ from typing import (
 
 from safetensors import SafetensorError
 
-from kd.core.errors import ConfigError, DataError, KdError, named
-from kd.core.host import cores, processor, versions
+from kd.core.errors import ConfigError, DataError, KdError, error_summary
+from kd.core.host import cores, package_versions, processor
 from kd.deploy.export.claims import (
     FILES,
     IMAGES,
@@ -106,7 +106,7 @@ class Claims:
     """
 
     def __post_init__(self) -> None:
-        here = versions("kd", "onnxruntime", "openvino", "pillow", "torch")
+        here = package_versions("kd", "onnxruntime", "openvino", "pillow", "torch")
         there = {
             name: at(self.claimed, ("environment", "packages", name)) for name in here
         }
@@ -153,7 +153,7 @@ class Claims:
         except KdError as error:
             self.refuse(what, error.wrong)
         except (*DAMAGE, OSError, RuntimeError, SafetensorError) as error:
-            self.refuse(what, f"cannot be read ({named(error)})")
+            self.refuse(what, f"cannot be read ({error_summary(error)})")
 
     @property
     def rows(self) -> list[Row]:

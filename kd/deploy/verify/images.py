@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from kd.core.errors import DataError, ModelError, in_short
+from kd.core.errors import DataError, ModelError, first_sentence
 from kd.core.evaluation import Task
-from kd.core.host import versions
+from kd.core.host import package_versions
 from kd.deploy.export import parity
 from kd.deploy.export.claims import IMAGES
 from kd.deploy.export.parity import BATCH, Batches
 from kd.deploy.predict.image_list import GONE, find
 from kd.deploy.serve.limits import Problem
 from kd.deploy.verify.comparison import Claims
-from kd.files.pixels import least_of_centre, load, open_training_image, planes
+from kd.files.pixels import decode_rgb, least_of_centre, open_training_image, planes
 
 # files with one CRC-32 that are looked at; of 4,000 PNGs of noise 112 share one with
 # another
@@ -70,7 +70,7 @@ def _cropped(file: bytes, told: Mapping[str, Any]) -> np.ndarray:
         told.get("bits", 16),
     )
     with open_training_image(file) as image:
-        rgb, _ = load(
+        rgb, _ = decode_rgb(
             image, partial(least_of_centre, size=size, crop=crop), margin, bits
         )
     return planes(rgb, size, crop)
@@ -142,9 +142,7 @@ class Shown:
             try:
                 crops = [self._crop(line, told) for line in lines]
             except OSError as error:  # of a format that Pillow cannot read here
-                wrong = (
-                    f"an image of the export cannot be decoded here ({in_short(error)})"
-                )
+                wrong = f"an image of the export cannot be decoded here ({first_sentence(error)})"
                 raise DataError(
                     "--data", wrong, "", "Install the decoders that the export had"
                 ) from error
@@ -181,7 +179,7 @@ class Shown:
             for line, (_, pixels) in zip(self.lines, seen, strict=True)
         )
         here, there = (
-            versions("pillow")["pillow"],
+            package_versions("pillow")["pillow"],
             claimed["environment"]["packages"]["pillow"],
         )
         if same == count or here == there:

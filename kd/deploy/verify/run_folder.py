@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kd.core.errors import KdError
-from kd.core.host import versions
+from kd.core.host import package_versions
 from kd.deploy.export import parity
 from kd.deploy.export.calibrate import divide_logits
 from kd.deploy.export.claims import RUN
@@ -62,7 +62,7 @@ def show_run(
             "scores": with_gaps(told["scores"], scores_of(subject)),
         }
     if (
-        versions("timm")["timm"] == told["environment"]["packages"]["timm"]
+        package_versions("timm")["timm"] == told["environment"]["packages"]["timm"]
         and not known.old
     ):
         found["config.json"] = export_files(

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kd.core.errors import DataError, KdError, ModelError, named
+from kd.core.errors import DataError, KdError, ModelError, error_summary
 from kd.core.evaluation import Task
 from kd.core.options import option
-from kd.core.text import table
+from kd.core.text import markdown_table
 from kd.deploy.export.claims import FILES, IMAGES, RUN, SECOND
 from kd.deploy.export.receipt import licence_lines
 from kd.deploy.export.signature import require_signature
@@ -96,7 +96,7 @@ class Verdict:
             {key: text[:MOST_SHOWN] for key, text in row._asdict().items()}
             for row in self.rows
         ]
-        return [*stated, table(rows), self.line]
+        return [*stated, markdown_table(rows), self.line]
 
     @property
     def line(self) -> str:
@@ -163,7 +163,7 @@ def verify(options: VerifyOptions) -> Verdict:
     except DAMAGE as error:
         wrong = (
             f"'{folder}' has a damaged manifest.json, or one of an older kd"
-            f" ({named(error)})"
+            f" ({error_summary(error)})"
         )
         raise UnreadableExport(
             "export", wrong, "", "Export anew: kd-export RUN"

@@ -21,7 +21,7 @@ from kd.core.errors import (
     DataError,
     KdError,
     ModelError,
-    named,
+    error_summary,
 )
 from kd.core.seeds import evenly_spaced
 from kd.data.loader import LocalLoader, Share, evaluation_plan
@@ -400,7 +400,7 @@ def _fails(config_path: str, images: Tensor, error: Exception) -> ModelError:
     remedy = "Resize in the transform, or in the module"
     if not images.is_floating_point():
         remedy = "End the transform in float pixels: image.float() / 255"
-    wrong = f"fails on images of train, {pixels}: {named(error)}"
+    wrong = f"fails on images of train, {pixels}: {error_summary(error)}"
     return ModelError(
         config_path, wrong, "Both models take the images of train as they are", remedy
     )

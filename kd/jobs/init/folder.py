@@ -116,7 +116,7 @@ def _sampled(data: Data) -> tuple[int, int, int, int]:
         try:
             decoded = train.decode(id)
             sides.append(min(decoded.image.size))
-            bits = max(bits, decoded.used)
+            bits = max(bits, decoded.used_bits)
         except CorruptImage as error:
             damaged.append(error.wrong)
         if time.monotonic() > end:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from kd.core.references import redact
 from kd.core.scores import Scores
-from kd.core.text import clock, percent
+from kd.core.text import format_seconds, percent
 from kd.core.types import State
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class Console:
         seconds = (self._warm + self._evaluation) * state.step * (
             1 / self._progress - 1
         ) + self._filling
-        return f", about {clock(seconds)} left"
+        return f", about {format_seconds(seconds)} left"
 
 
 def _pairs(values: Mapping[str, float]) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kd.core.errors import ConfigError, MissingExtra, did_you_mean, named
+from kd.core.errors import ConfigError, MissingExtra, did_you_mean, error_summary
 
 log = logging.getLogger("kd")
 
@@ -53,7 +53,7 @@ class Trackers:
         except Exception as error:
             self._started.pop(name, None)
             log.warning(
-                f"run.trackers: '{name}' failed ({named(error)}). Training goes on"
+                f"run.trackers: '{name}' failed ({error_summary(error)}). Training goes on"
                 " without it."
             )
             return None

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kd.core.errors import BackendError, KdError, ModelError, in_short
+from kd.core.errors import BackendError, KdError, ModelError, first_sentence
 from kd.core.facts import BackendFacts
 from kd.core.host import bf16_pays, bf16_units
 from kd.core.text import author_name
@@ -84,7 +84,10 @@ class DDPBackend:
             self._join()
             self._joined = True
         except (dist.DistError, RuntimeError, ValueError) as error:
-            reason, waited = in_short(error), f"{self.timeout.total_seconds():g} s"
+            reason, waited = (
+                first_sentence(error),
+                f"{self.timeout.total_seconds():g} s",
+            )
             wrong = (
                 f"the ranks that {self.launch.launcher} started did not connect within"
                 f" {waited} ({reason})"

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from kd.core.errors import BackendError, MissingExtra, in_short
+from kd.core.errors import BackendError, MissingExtra, first_sentence
 from kd.core.facts import BackendFacts
 from kd.core.keys import Keys, keys
 from kd.parts.backends._ddp import DDPBackend, select_gpu
@@ -92,7 +92,7 @@ class SMDDP(DDPBackend):
         except RuntimeError as error:
             wrong = (
                 "is true, but this release of smddp refuses the all-gather that"
-                f" sharding needs ({in_short(error)})"
+                f" sharding needs ({first_sentence(error)})"
             )
             remedy = (
                 "Install a newer release, set backend.kind=cuda, or teacher.shard=false"
@@ -121,7 +121,7 @@ def build(options: Options, precision: str, timeout_seconds: float) -> DDPBacken
         if options.fallback == "none":
             wrong = (
                 f"is 'smddp', but the library {LIBRARY} cannot be imported"
-                f" ({in_short(error)})"
+                f" ({first_sentence(error)})"
             )
             allowed = "AWS ships it in PyTorch containers for P4d and P4de, not on PyPI"
             remedy = (

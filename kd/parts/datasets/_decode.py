@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from PIL import UnidentifiedImageError
 
-from kd.core.errors import CorruptImage, in_short
+from kd.core.errors import CorruptImage, first_sentence
 from kd.core.types import Decoded
 from kd.files import pixels
 from kd.files.folders import READ_BY
 from kd.files.pixels import FORMATS, MAX_BYTES, Least
-from kd.files.storage import REMEDY, retried
+from kd.files.storage import REMEDY, read_with_retries
 
 
 def read_retried(
@@ -25,7 +25,9 @@ def read_retried(
     allowed = (
         "Every listed file can be read; data.on_corrupt=skip is for damaged images only"
     )
-    return retried(read_bytes, subject, config_path, allowed=allowed, remedy=remedy)
+    return read_with_retries(
+        read_bytes, subject, config_path, allowed=allowed, remedy=remedy
+    )
 
 
 def read_image_file(path: str | bytes, subject: str, config_path: str) -> bytes:
@@ -55,7 +57,7 @@ def decode_image(
     """Decode an image file to upright RGB, 8 bits per channel, with its CRC-32."""
     # `kd.files.pixels` defines the conversion to RGB. Not handled: damage that leaves a
     # JPEG decodable. `subject`: the file's name in messages, "file 'apple/1.jpg'";
-    # `least`, `bits`: see `kd.files.pixels.load`.
+    # `least`, `bits`: see `kd.files.pixels.decode_rgb`.
     if not data:
         raise corrupt_image(subject, config_path, "it is empty (0 bytes)")
     try:
@@ -65,7 +67,7 @@ def decode_image(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"PIL\.")
             with pixels.open_training_image(data) as image:
-                rgb, used_bits = pixels.load(image, least, bits=bits)
+                rgb, used_bits = pixels.decode_rgb(image, least, bits=bits)
                 return Decoded(
                     rgb, zlib.crc32(data), used_bits, image.format or "", len(data)
                 )
@@ -85,7 +87,7 @@ def decode_image(
         raise  # an error of the machine, not of the image
     # Pillow's parsers raise errors of any type on damaged data.
     except Exception as error:
-        detail = in_short(error)
+        detail = first_sentence(error)
         truncated = "truncated" in detail.lower() or isinstance(error, EOFError)
         verb = "is truncated" if truncated else "cannot be decoded"
         wrong = f"the image {verb} ({detail})"

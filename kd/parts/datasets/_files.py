@@ -10,7 +10,7 @@ import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
 from kd.files.folders import folders, printable
-from kd.files.storage import retried
+from kd.files.storage import read_with_retries
 from kd.parts.datasets._columns import Names
 from kd.parts.datasets._decode import corrupt_image, read_image_file
 from kd.parts.datasets._source import Storage, file_stamp
@@ -56,7 +56,7 @@ def size_and_stamp(path: bytes) -> tuple[int, int]:
     except OSError:
         if os.path.islink(path):
             return -1, 0
-        status = retried(
+        status = read_with_retries(
             lambda: os.stat(path), f"file '{printable(path)}'", Files.config_path
         )
     return status.st_size, file_stamp(status)

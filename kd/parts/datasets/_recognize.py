@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kd.files.folders import folders
-from kd.files.tables import DELIMITERS, read_text, table
+from kd.files.tables import DELIMITERS, parse_table, read_text
 
 SPLITS = {
     "train": ("train", "training"),
@@ -96,7 +96,7 @@ def _recognize_table(path: Path, root: Path) -> tuple[str, Keys]:
         if not isinstance(labels, list) or not is_image(name):
             raise ValueError("no image with a list of labels")
         return "multilabel", {}
-    header, lines = table(read_text(path), DELIMITERS[path.suffix])
+    header, lines = parse_table(read_text(path), DELIMITERS[path.suffix])
     rows = [row for _, row in lines]
     image = next(i for i, cell in enumerate(rows[0]) if is_image(cell.strip()))
     other_columns = [i for i in range(len(header)) if i != image]

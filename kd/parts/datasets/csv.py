@@ -14,7 +14,7 @@ from kd.core.errors import DataError, did_you_mean
 from kd.core.keys import Keys, ProperFraction, file_key, keys
 from kd.core.text import nfc
 from kd.files.folders import printable
-from kd.files.tables import DELIMITERS, one_line
+from kd.files.tables import DELIMITERS, require_one_line
 from kd.parts.datasets._classes import as_classes
 from kd.parts.datasets._columns import Categorical
 from kd.parts.datasets._files import find_root
@@ -124,7 +124,7 @@ def _read_list(
         list_rows = list[ListRow]()
         for number, row in rows:
             cells = [row[column] for column in columns]
-            one_line(number, *cells)
+            require_one_line(number, *cells)
             label = "" if labels == "none" else intern(cells[1].strip())
             group = row[header.index(options.group)] if has_group else ""
             list_rows.append(ListRow(cells[0], label, number, group))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kd.core.errors import DataError, did_you_mean, named, needed
+from kd.core.errors import DataError, did_you_mean, error_summary, import_optional
 from kd.core.facts import DatasetFacts
 from kd.core.keys import Keys, ProperFraction, file_key, keys
 from kd.parts.datasets._classes import name_labels
@@ -137,7 +137,7 @@ def build(
     options: Options, split: str, classes: Sequence[str] | None, labels: str = "all"
 ) -> ImageSource:
     """Load a split; unlabelled data needs no label column."""
-    hub = needed(
+    hub = import_optional(
         "datasets",
         "data.kind",
         "the dataset 'hf' needs the package datasets",
@@ -243,7 +243,7 @@ def _load_splits(hub: Any, options: Options) -> dict[str, Any]:
     # errors of the hub, the file system or many parsers: all mean that it cannot be
     # loaded
     except Exception as error:
-        wrong = f"'{options.path}' cannot be loaded ({named(error)})"
+        wrong = f"'{options.path}' cannot be loaded ({error_summary(error)})"
         allowed = (
             "A folder, or a name on the hub with data.name where it has several"
             " configurations"

@@ -11,7 +11,14 @@ import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
 from kd.core.keys import Keys, ProperFraction, file_key, keys
-from kd.files.folders import ENDINGS, Walk, folders, left_out, printable, without_images
+from kd.files.folders import (
+    ENDINGS,
+    Walk,
+    count_unread,
+    folders,
+    folders_without_images,
+    printable,
+)
 from kd.parts.datasets._columns import Categorical, first_few
 from kd.parts.datasets._files import Files, find_root, size_and_stamp
 from kd.parts.datasets._recognize import HELD_OUT, SPLITS
@@ -108,7 +115,7 @@ def build(
 
     files = Files(root, listed())
     holding = [*code_of]
-    files.notes = (*left_out(walk.other), *_bare_folders_note(walk, holding))
+    files.notes = (*count_unread(walk.unread), *_bare_folders_note(walk, holding))
     start = len(folder) + 1 if folder else 0  # of a path in the folder of the split
     class_of = Categorical(
         [printable(path[start:]) for path in holding], np.asarray(codes)
@@ -144,7 +151,7 @@ def build(
 
 
 def _bare_folders_note(walk: Walk, holding: Sequence[bytes]) -> list[str]:
-    bare = without_images(walk.folders, holding)
+    bare = folders_without_images(walk.folders, holding)
     if not bare:
         return []
     if len(bare) == 1:

@@ -18,7 +18,7 @@ from kd.core.errors import DataError
 from kd.core.keys import Keys, ProperFraction, file_key, keys
 from kd.core.text import nfc
 from kd.files.folders import ENDINGS
-from kd.files.tables import DELIMITERS, one_line
+from kd.files.tables import DELIMITERS, require_one_line
 from kd.parts.datasets._columns import Categorical, first_few
 from kd.parts.datasets._files import find_root
 from kd.parts.datasets._lists import ListRow, Lists, parse_table, read_list_file
@@ -141,7 +141,7 @@ def _parse_label_table(
         )
     rows = list[tuple[int, str, list[str]]]()
     for number, (name, *cells) in lines:
-        one_line(number, name, *cells)
+        require_one_line(number, name, *cells)
         rows.append((number, name, [cell.strip() for cell in cells]))
     classes = [nfc(name) for name in header]
     # in two Unicode forms

@@ -20,8 +20,15 @@ from kd.core.errors import DataError
 from kd.core.facts import DatasetFacts
 from kd.core.keys import Keys, file_key, keys
 from kd.core.text import nfc
-from kd.files.folders import left_out
-from kd.files.shards import Shard, content, find, members, origins, read
+from kd.files.folders import count_unread
+from kd.files.shards import (
+    Shard,
+    find_shards,
+    members,
+    origins,
+    read_bytes,
+    read_member,
+)
 from kd.parts.datasets._classes import as_classes, name_labels
 from kd.parts.datasets._columns import Categorical, Names
 from kd.parts.datasets._decode import check_file_size, read_retried
@@ -158,7 +165,7 @@ class Members(Storage):
         subject = self.subject(row)
         check_file_size(size, subject, self.config_path)
         return read_retried(
-            lambda: content(shard, offset, size), subject, self.config_path
+            lambda: read_member(shard, offset, size), subject, self.config_path
         )
 
 
@@ -169,7 +176,7 @@ def build(
     # Reads every header at each start, ten seconds for 100,000 images, mostly tarfile's
     # parsing. An index file beside the shards would save this but could be stale.
     config_path = f"data.{split}"
-    shards = find(getattr(options, split), config_path, options.copies)
+    shards = find_shards(getattr(options, split), config_path, options.copies)
     _check_disjoint(options, split, shards)
     storage, written = _index_shards(shards, options, config_path, labels)
     if not len(storage.names):
@@ -218,7 +225,7 @@ def _index_shards(
         np.asarray(offsets),
         config_path,
     )
-    storage.notes = left_out(unread_endings, "member", KEY_NOTE)
+    storage.notes = count_unread(unread_endings, "member", KEY_NOTE)
     return storage, Categorical([*code_of], np.asarray(codes))
 
 
@@ -318,7 +325,9 @@ def _list_samples(
                 f"At most {MAX_LABEL}",
                 "Repair the shard, or set data.label_key",
             )
-        text = _read_label(read(file, *label), f"{shard}/{key}", options, config_path)
+        text = _read_label(
+            read_bytes(file, *label), f"{shard}/{key}", options, config_path
+        )
         images.append(_Image(key, *image, text))
     return images, unread
 

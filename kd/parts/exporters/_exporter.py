@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kd.core.facts import Network
-from kd.core.host import installed, versions
+from kd.core.host import installed, package_versions
 
 Engine = Callable[
     [np.ndarray], np.ndarray
@@ -67,7 +67,7 @@ class Exporter:
             for newest_ir, newest, name in self.oldest
             if ir <= newest_ir and opset <= newest
         )
-        return next(found, versions(self.runtime)[self.runtime])
+        return next(found, package_versions(self.runtime)[self.runtime])
 
     def metadata(self, path: Path) -> dict[str, str]:
         """Return the texts in a graph's file that kd does not write, such as a licence,

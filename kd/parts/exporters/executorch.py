@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kd.core.errors import needed
+from kd.core.errors import import_optional
 from kd.core.facts import ExporterFacts, GraphFile, Network
 from kd.core.facts import NoOptions as Options
 from kd.parts.exporters._exporter import Engine, Exporter
@@ -47,12 +47,14 @@ class ExecuTorch(Exporter):
     def load(
         self, file: str, content: bytes, weights: bytes, threads: int, slots: int
     ) -> Engine:
-        torch = needed("torch", "export", "torch is not installed", "pip install torch")
+        torch = import_optional(
+            "torch", "export", "torch is not installed", "pip install torch"
+        )
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"
             )  # its classes say that they are experimental
-            runtime = needed(
+            runtime = import_optional(
                 "executorch.runtime",
                 "export",
                 "executorch is not installed",

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kd.core.errors import ModelError, needed
+from kd.core.errors import ModelError, import_optional
 from kd.core.facts import ExporterFacts, GraphFile, Network
 from kd.core.facts import NoOptions as Options
 from kd.core.host import installed
@@ -50,7 +50,7 @@ class ONNX(Exporter):
     def load(
         self, file: str, content: bytes, weights: bytes, threads: int, slots: int
     ) -> Engine:
-        runtime = needed(
+        runtime = import_optional(
             "onnxruntime",
             "export",
             "onnxruntime is not installed",
@@ -107,7 +107,9 @@ class ONNX(Exporter):
 
 def _opened(path: Path) -> tuple[Any, Any]:
     """Return the onnx package and the model of a file, without external weights."""
-    onnx = needed("onnx", "export", "onnx is not installed", "pip install onnx")
+    onnx = import_optional(
+        "onnx", "export", "onnx is not installed", "pip install onnx"
+    )
     try:
         return onnx, onnx.load(path, load_external_data=False)
     except (

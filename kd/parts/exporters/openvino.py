@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kd.core.errors import needed
+from kd.core.errors import import_optional
 from kd.core.facts import ExporterFacts, GraphFile, Network
 from kd.core.facts import NoOptions as Options
 from kd.core.host import installed, signal_stack
@@ -155,7 +155,7 @@ class OpenVINO(Exporter):
 
 def _import(config_path: str) -> Any:
     remedy = "pip install 'PATH/kd[openvino]', or choose --file model.onnx"
-    return needed("openvino", config_path, "openvino is not installed", remedy)
+    return import_optional("openvino", config_path, "openvino is not installed", remedy)
 
 
 def post_training(source: Path, path: Path, views: Any) -> None:
@@ -187,7 +187,7 @@ def _nncf() -> Iterator[Any]:
     )  # nothing is sent to Intel: NNCF's telemetry is off
     level = logging.getLogger("nncf").level
     with signal_stack(), quiet(), redirect_stdout(io.StringIO()):
-        yield needed(
+        yield import_optional(
             "nncf", "--int8", "nncf is not installed", "pip install 'PATH/kd[nncf]'"
         )
     logging.getLogger("nncf").setLevel(level)

@@ -5,7 +5,7 @@ it.
 import io
 from pathlib import Path
 
-from kd.core.errors import needed
+from kd.core.errors import import_optional
 from kd.core.facts import ExporterFacts, GraphFile, Network
 from kd.core.facts import NoOptions as Options
 from kd.parts.exporters._exporter import Engine, Exporter
@@ -30,7 +30,9 @@ class TorchExport(Exporter):
     def load(
         self, file: str, content: bytes, weights: bytes, threads: int, slots: int
     ) -> Engine:
-        torch = needed("torch", "export", "torch is not installed", "pip install torch")
+        torch = import_optional(
+            "torch", "export", "torch is not installed", "pip install torch"
+        )
         module = torch.export.load(io.BytesIO(content)).module()
         return torch.no_grad()(lambda image: module(torch.from_numpy(image)).numpy())
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from kd.core.errors import ModelError, named
+from kd.core.errors import ModelError, error_summary
 from kd.models.classifier import Preprocessing
 from kd.models.spec import Spec
 
@@ -58,9 +58,7 @@ def read_processor(spec: Spec, hub: Any) -> Any:
             if file.is_file()
         ]
         wrong = there[0] if there else f"'{spec.model}' has no preprocessor_config.json"
-        wrong = (
-            f"{wrong} ({named(error)}), so that nothing says how pixels are normalized"
-        )
+        wrong = f"{wrong} ({error_summary(error)}), so that nothing says how pixels are normalized"
         remedy = (
             "Write it there:"
             " AutoImageProcessor.from_pretrained(...).save_pretrained(folder)"
@@ -119,7 +117,7 @@ def _prepared(spec: Spec, processor: Any, image: Image.Image) -> torch.Tensor:
     except (
         Exception
     ) as error:  # transformers raises many types, all caused by the folder
-        wrong = f"the processor of '{spec.model}' fails ({named(error)})"
+        wrong = f"the processor of '{spec.model}' fails ({error_summary(error)})"
         numbers = _keys(
             processor,
             ("image_mean", "image_std", "rescale_factor", "size", "crop_size"),

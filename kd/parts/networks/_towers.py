@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.core.errors import ModelError, named, needed
+from kd.core.errors import ModelError, error_summary, import_optional
 from kd.core.types import Outputs
 from kd.models.checkpoints import require_no_adapter
 from kd.models.classifier import Classifier
@@ -29,7 +29,7 @@ def library(config_path: str) -> Any:
         "needs the package transformers, which is not installed",
         "pip install 'PATH/kd[transformers]'",
     )
-    return needed("transformers", f"{config_path}.kind", wrong, remedy)
+    return import_optional("transformers", f"{config_path}.kind", wrong, remedy)
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def quiet(hub: Any) -> Iterator[None]:
 
 
 def refused(spec: Spec, error: Exception) -> ModelError:
-    wrong = f"'{spec.model}' cannot be loaded ({named(error)})"
+    wrong = f"'{spec.model}' cannot be loaded ({error_summary(error)})"
     allowed = (
         "A folder that save_pretrained wrote, or an id on the hub; weights as"
         " safetensors"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.core.errors import ModelError, in_short
+from kd.core.errors import ModelError, first_sentence
 from kd.core.facts import NetworkFacts
 from kd.core.types import Outputs
 from kd.models.checkpoints import read
@@ -51,7 +51,7 @@ def build(
     except TypeError as error:
         raise ModelError(
             f"{spec.config_path}.args",
-            f"'{spec.model}' refuses them ({in_short(error)})",
+            f"'{spec.model}' refuses them ({first_sentence(error)})",
             "",
             "Correct them",
         ) from error

@@ -16,7 +16,7 @@ from pydantic import NonNegativeFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kd.core.errors import ModelError, in_short
+from kd.core.errors import ModelError, first_sentence
 from kd.core.keys import Keys, file_key, keys
 from kd.models.answer_table import read_vectors
 from kd.models.classifier import Classifier
@@ -224,7 +224,7 @@ def text_vectors(
     ) as error:  # transformers raises many types, all caused by the folder
         wrong = (
             f"'{spec.model}' has no tokenizer that can be loaded"
-            f" ({in_short(error, 150)})"
+            f" ({first_sentence(error, 150)})"
         )
         allowed = "Its tokenizer beside the model, or a file of vectors"
         remedy = f"Add it to the folder, or set {spec.config_path}.vectors"

@@ -18,7 +18,7 @@ from kd.core.errors import DataError
 from kd.core.evaluation import Evaluation, Evaluator, Split, Task
 from kd.core.facts import NoOptions as Options
 from kd.core.intervals import Samples
-from kd.core.ranks import of_rank_0
+from kd.core.ranks import numbers_of_rank_0
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.types import Batch, Outputs
 from kd.parts.tasks._logits import Answers, gather_images, require_images
@@ -160,7 +160,7 @@ class EmbeddingEvaluator(Evaluator):
         if not values:
             return {}
         # Another processor may round differently.
-        shared = of_rank_0(self.backend, [*values.values()])
+        shared = numbers_of_rank_0(self.backend, [*values.values()])
         return dict(zip(values, shared, strict=True))
 
     def of(self, teacher: Teacher) -> EmbeddingEvaluator:

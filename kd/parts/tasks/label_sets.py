@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from kd.core.evaluation import Evaluation
 from kd.core.facts import NoOptions as Options
-from kd.core.intervals import Samples, resampled
-from kd.core.ranks import of_rank_0
+from kd.core.intervals import Samples, bootstrap_scores
+from kd.core.ranks import numbers_of_rank_0
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.text import AS_TRAINED
 from kd.core.types import Batch
@@ -184,7 +184,7 @@ class LabelSetsEvaluator(LogitsEvaluator):
             values["kl"] = divergence(teacher_NC, student_NC)
             values["agreement"] = jaccard(teacher_NC > 0, student_NC > 0)
         # Another processor may round otherwise.
-        shared = of_rank_0(self.backend, [*values.values()])
+        shared = numbers_of_rank_0(self.backend, [*values.values()])
         return dict(zip(values, shared, strict=True))
 
     def samples(self) -> dict[str, Samples]:
@@ -202,7 +202,7 @@ class LabelSetsEvaluator(LogitsEvaluator):
 def _bootstrap(logits_NC: Tensor, truth_NC: Tensor) -> dict[str, Samples]:
     images = len(truth_NC)
     values = score(logits_NC, truth_NC)
-    rows = resampled(
+    rows = bootstrap_scores(
         lambda ids: [*score(logits_NC[ids], truth_NC[ids]).values()], images
     )
     replicates = dict(zip(values, rows.T, strict=True))

@@ -12,10 +12,10 @@ from PIL import Image
 
 from kd.core.contracts import Source
 from kd.core.errors import DataError
-from kd.core.text import names_of, quoted
+from kd.core.text import list_line, names_in_list
 from kd.core.types import Label
 from kd.files.storage import write_text
-from kd.files.templates import rendered
+from kd.files.templates import render_template
 from kd.study.audit.copies import MIRRORED, Album, Pairs
 
 FOLDER = "audit"  # in a run folder
@@ -158,7 +158,7 @@ def _write_exclude(file: Path, pairs: Sequence[Repeat]) -> None:
     names = {f"{pair.first.split}:{pair.first.name}" for pair in pairs if pair.leaks}
     if file.is_file():
         names |= set(
-            names_of(file.read_text(encoding="utf-8", errors="backslashreplace"))
+            names_in_list(file.read_text(encoding="utf-8", errors="backslashreplace"))
         )
     torn = {
         f"{seen.split}:{seen.name}"
@@ -170,13 +170,13 @@ def _write_exclude(file: Path, pairs: Sequence[Repeat]) -> None:
         "# Lines for data.exclude. Of a photograph in two splits, the copy that is"
         " trained on."
     ]
-    lines += map(quoted, sorted(names))
+    lines += map(list_line, sorted(names))
     if torn - names:
         lines.append(
             "# One photograph with two labels. Remove the # of a line to leave that"
             " image out:"
         )
-    lines += [f"# {quoted(name)}" for name in sorted(torn - names)]
+    lines += [f"# {list_line(name)}" for name in sorted(torn - names)]
     write_text(file, "\n".join([*lines, ""]))
 
 
@@ -251,7 +251,9 @@ def page(
         for caption, images in figures[:SHOWN]
     ]
     template = Path(__file__).parent / "findings.html.jinja"
-    return rendered(template, title=title, note=note, figures=drawn, count=len(figures))
+    return render_template(
+        template, title=title, note=note, figures=drawn, count=len(figures)
+    )
 
 
 def _decoded(source: Source, id: int) -> str:

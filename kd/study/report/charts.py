@@ -16,7 +16,7 @@ from typing import Any
 import vl_convert
 from markupsafe import Markup
 
-from kd.core.text import number
+from kd.core.text import format_number
 
 Spec = dict[str, Any]
 POINTS = 300  # most points of a line: a pixel of the smallest chart has one
@@ -341,15 +341,16 @@ def _rows(
     """Return the numbers of a chart: a row for each x, a column for each line."""
     at = {line.name: dict(zip(line.x, line.y, strict=True)) for line in series}
     constant = {
-        level.name: number(level.y or 0.0, y_axis.unit, DIGITS) for level in levels
+        level.name: format_number(level.y or 0.0, y_axis.unit, DIGITS)
+        for level in levels
     }
     rows = []
     for x in sorted({x for values in at.values() for x in values}):
         cells = {
-            name: number(values[x], y_axis.unit, DIGITS) if x in values else "-"
+            name: format_number(values[x], y_axis.unit, DIGITS) if x in values else "-"
             for name, values in at.items()
         }
-        rows.append({x_axis.title: number(x, x_axis.unit), **cells, **constant})
+        rows.append({x_axis.title: format_number(x, x_axis.unit), **cells, **constant})
     return rows
 
 

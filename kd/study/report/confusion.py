@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kd.core.intervals import paired, wilson
+from kd.core.intervals import paired_interval, wilson_interval
 from kd.core.text import percent
 from kd.study.report.charts import Axis, Level, Series, lines
 from kd.study.report.record import FEWEST, Predictions, RunRecord
@@ -323,10 +323,10 @@ def _summary(
 ) -> str:
     images, count = len(passed), int(passed.sum())
     both = np.where(passed, shown.teacher, shown.student)
-    low, high = paired(
+    low, high = paired_interval(
         int((both & ~shown.teacher).sum()), int((shown.teacher & ~both).sum()), images
     )
-    ends = " to ".join(map(percent, wilson(count / images, images)))
+    ends = " to ".join(map(percent, wilson_interval(count / images, images)))
     cost = _cost(one, count / images)
     begin = (
         "Where every image is passed on"

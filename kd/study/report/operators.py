@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from kd.core.text import number
+from kd.core.text import format_number
 from kd.engine.monitor.evidence import Evidence
 from kd.study.report.record import RunRecord
 from kd.study.report.view import Bar, Card, Grid, Section, bars, color
@@ -159,7 +159,9 @@ def table_of(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
 
 
 def _cell(ms: float, share: float, form: str) -> str:
-    return f"{number(ms, 'ms')} ({100 * share:.0f} %)" + (f", {form}" if form else "")
+    return f"{format_number(ms, 'ms')} ({100 * share:.0f} %)" + (
+        f", {form}" if form else ""
+    )
 
 
 def machine_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
@@ -168,13 +170,13 @@ def machine_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
         "images per step": lambda run: (
             f"{int(run.keys.get('data.batch_size', 0) or 0):,}"
         ),
-        "images/s of steady steps": lambda run: number(_steady(run)),
+        "images/s of steady steps": lambda run: format_number(_steady(run)),
         "ranks": lambda run: str(run.manifest.get("world_size", 1)),
         "peak memory of rank 0": lambda run: (
             f"{run.manifest['peak_mib']:,} MiB" if "peak_mib" in run.manifest else "-"
         ),
         "optimizer per rank": lambda run: (
-            number(run.train[-1]["optimizer_mib"], "MiB")
+            format_number(run.train[-1]["optimizer_mib"], "MiB")
             if run.train and "optimizer_mib" in run.train[-1]
             else "-"
         ),

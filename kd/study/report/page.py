@@ -7,9 +7,9 @@ from typing import Any
 from kd.config import instances
 from kd.core.intervals import Samples
 from kd.core.scores import Column
-from kd.core.text import clock, money, number, percent
-from kd.files.manifest import served_first
-from kd.files.templates import rendered
+from kd.core.text import format_dollars, format_number, format_seconds, percent
+from kd.files.manifest import graphs_by_priority
+from kd.files.templates import render_template
 from kd.parts import registry
 from kd.study.report import sections
 from kd.study.report.confusion import answers
@@ -39,7 +39,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         for value, what, note in [*tiles[TILES:], *more]
     ]
     commands = [run.manifest.get("environment", {}).get("command") for run in runs]
-    return rendered(
+    return render_template(
         TEMPLATE,
         title=" · ".join(run.name for run in runs),
         lead=f"{len(runs)} runs side by side" if several else _lead(runs[0]),
@@ -146,7 +146,7 @@ def _tiles(run: RunRecord) -> tuple[list[Tile], list[Tile]]:
     ]
     sizes = run.manifest.get("parameters", {})
     counts = [
-        (f"{number(sizes[who] / 1e6)} M", f"parameters of the {who}", "")
+        (f"{format_number(sizes[who] / 1e6)} M", f"parameters of the {who}", "")
         for who in ("student", "teacher")
         if sizes.get(who)
     ]
@@ -159,7 +159,7 @@ def _graphs(run: RunRecord) -> list[Tile]:
     """Return the CPU time and the size of each exported graph."""
     files = run.exported.get("files", {})
     tiles = []
-    for name in served_first(run.exported):
+    for name in graphs_by_priority(run.exported):
         if cpu_ms := run.exported["parity"][name].get("cpu_ms"):
             size = (
                 sum(files[part]["bytes"] for part in registry.graph_files(name)) / 2**20
@@ -183,7 +183,9 @@ def _circumstances(run: RunRecord) -> list[Tile]:
         tiles.append((decides.text(run.best[decides.key]), best, flatters))
     if run.train:
         speed = f"{run.images_per_second:,.0f}"
-        tiles.append((speed, "images per second", f"{clock(run.seconds)} of training"))
+        tiles.append(
+            (speed, "images per second", f"{format_seconds(run.seconds)} of training")
+        )
     for home in run.manifest.get("teacher_home", {}).values():
         if "equal" in home:
             what = "same top class as the teacher under its own preprocessing"
@@ -197,8 +199,8 @@ def _circumstances(run: RunRecord) -> list[Tile]:
             )
         )
     if run.cost:
-        price = f"{clock(run.billable)} at $ {run.per_hour:g} an hour"
-        tiles.append((f"$ {money(run.cost)}", "for this run", price))
+        price = f"{format_seconds(run.billable)} at $ {run.per_hour:g} an hour"
+        tiles.append((f"$ {format_dollars(run.cost)}", "for this run", price))
     return tiles
 
 
@@ -253,7 +255,7 @@ def _compared(runs: Sequence[RunRecord]) -> list[Section]:
                 f"{run.steps:,}" + (f", {run.skipped:,} skipped" if run.skipped else "")
             ),
             "images/s": f"{run.images_per_second:,.0f}",
-            "training": clock(run.seconds),
+            "training": format_seconds(run.seconds),
         }
         for name, run in entries
     ]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kd.config import instances
-from kd.core.intervals import Samples, wilson
+from kd.core.intervals import Samples, wilson_interval
 from kd.core.scores import Column, Scored, Scores
-from kd.core.text import clock, money, percent
+from kd.core.text import format_dollars, format_seconds, percent
 from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir
 from kd.setup.recipe import Recipe, as_long, fit_folders
@@ -71,7 +71,8 @@ class Predictions:
         for rows in (range(len(self.label)), clean):
             right = sum(self.student[i] == self.label[i] for i in rows)
             ends = " to ".join(
-                percent(end) for end in wilson(right / max(1, len(rows)), len(rows))
+                percent(end)
+                for end in wilson_interval(right / max(1, len(rows)), len(rows))
             )
             shares.append(f"{percent(right / max(1, len(rows)))} ({ends})")
         count = (
@@ -311,7 +312,7 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
     manifest, findings, alone = (
         folder.manifest(),
         folder.path / "findings.json",
-        folder.alone(),
+        folder.baseline(),
     )
     trained = recipe.baseline if alone.config_file.is_file() else None
     folders = fit_folders(recipe, manifest.get("data", "")).values()
@@ -462,11 +463,13 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
             {
                 "run": run.name,
                 "images/s": f"{run.images_per_second:.0f}",
-                "billable": clock(run.billable),
+                "billable": format_seconds(run.billable),
                 "USD/h": f"{run.per_hour:.3f}" if run.per_hour else "-",
-                "USD": money(run.cost) if run.cost else "-",
-                "USD an epoch": money(own / epochs) if own and epochs else "-",
-                "USD a point": money(run.cost / gained) if run.cost and gained else "-",
+                "USD": format_dollars(run.cost) if run.cost else "-",
+                "USD an epoch": format_dollars(own / epochs) if own and epochs else "-",
+                "USD a point": format_dollars(run.cost / gained)
+                if run.cost and gained
+                else "-",
                 "score": (
                     score.with_title(value, run.samples.get(score.key))
                     if run.best

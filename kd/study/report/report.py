@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kd import config
-from kd.core.errors import RunError, named
+from kd.core.errors import RunError, error_summary
 from kd.core.references import redact
-from kd.core.text import printed, table
+from kd.core.text import as_one_line, markdown_table
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.run_dir import RunDir
 from kd.files.storage import read_rows, write_text
@@ -90,7 +90,7 @@ def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
     except DAMAGE as error:
         wrong = (
             f"a file in '{', '.join(map(str, paths))}' is corrupt or was edited"
-            f" ({named(error)})"
+            f" ({error_summary(error)})"
         )
         remedy = (
             "Restore it; metrics.jsonl and manifest.json are needed, the other .json"
@@ -164,7 +164,7 @@ def summary(runs: Sequence[RunRecord]) -> str:
             change = f"{one['key']}={one['value']}"
             advice = one["advice"].replace(change, f"`{change}`")
             lines.append(
-                printed(
+                as_one_line(
                     f"- **{one['rule']}** ({one['severity']}): {one['evidence']}."
                     f" {advice}"
                 )
@@ -187,20 +187,20 @@ def summary(runs: Sequence[RunRecord]) -> str:
             "",
         ]
     if any(run.cost for run in runs):
-        lines += ["Costs:", "", table(price_rows(runs)), ""]
+        lines += ["Costs:", "", markdown_table(price_rows(runs)), ""]
     if len(runs) > 1:
         operators, rows = table_of(runs), differences(runs)
         lines += (
-            ["Profiled, milliseconds per image:", "", table(operators), ""]
+            ["Profiled, milliseconds per image:", "", markdown_table(operators), ""]
             if operators
             else []
         )
         lines += [f"{text}\n" for run in runs if (text := how_to_profile(run))]
         lines += (
-            ["What differs in the configuration:", "", table(rows), ""]
+            ["What differs in the configuration:", "", markdown_table(rows), ""]
             if rows
             else ["One configuration.", ""]
         )
     return "\n".join(
-        map(printed, "\n".join(lines).split("\n"))
+        map(as_one_line, "\n".join(lines).split("\n"))
     )  # names and values are a stranger's too

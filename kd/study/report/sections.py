@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kd.core.scores import Column
-from kd.core.text import VARIANTS_NOTE, clock, number, percent, variant_rows
+from kd.core.text import (
+    VARIANTS_NOTE,
+    format_number,
+    format_seconds,
+    percent,
+    variant_rows,
+)
 from kd.engine.monitor.timeline import APART, SPANS
 from kd.setup.provenance import chain_lines
 from kd.study.paying import Arms
@@ -104,7 +110,7 @@ def _curve(
             if level.y is not None
         }
         rows = {
-            name: [(value, tint, number(value, unit))]
+            name: [(value, tint, format_number(value, unit))]
             for name, (value, tint) in last.items()
         }
         return [Card(title, bars=bars(rows))]
@@ -182,13 +188,13 @@ def _total(run: RunRecord, parts: Mapping[str, float], title: str) -> Card:
     shares = [share for share in shares if share.percent >= LEAST_SHARE]
     legend = [
         (
-            f"{share.name} {clock(parts[share.name] / 1000)} ({share.percent:.1f} %)",
+            f"{share.name} {format_seconds(parts[share.name] / 1000)} ({share.percent:.1f} %)",
             share.color,
         )
         for share in shares
     ]
     hint = (
-        f"{clock(total / 1000)} for {run.steps:,} steps, from the opened run folder to"
+        f"{format_seconds(total / 1000)} for {run.steps:,} steps, from the opened run folder to"
         " the end."
     )
     return Card(title, [hint], shares, total, legend=legend)
@@ -217,11 +223,13 @@ def _windows(run: RunRecord, parts: Mapping[str, float]) -> list[Card]:
     )
     names = {"first": "The first step took", "warm-up": "A step of the warm-up took"}
     notes = [
-        f"{names[row['kind']]} {number(row['wall_ms'] / row['steps'], 'ms')}."
+        f"{names[row['kind']]} {format_number(row['wall_ms'] / row['steps'], 'ms')}."
         for row in before
     ]
     notes += (
-        [f"The slowest step after it was {slow[0]:.0f}, with {number(slow[1], 'ms')}."]
+        [
+            f"The slowest step after it was {slow[0]:.0f}, with {format_number(slow[1], 'ms')}."
+        ]
         if slow
         else []
     )

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from kd.core.intervals import Samples
 from kd.core.scores import DIFFERENCES_NOTE, Scores, samples_of, skipped_text
-from kd.core.text import clock, table
+from kd.core.text import format_seconds, markdown_table
 from kd.study.learning import LONGER
 from kd.study.paying import ENOUGH, Arms, cost_of_step, has_stopped, learned
 from kd.study.report.record import RunRecord, on_cpu, total
@@ -40,7 +40,7 @@ def described(run: RunRecord) -> list[str]:
             **cells,
             "parameters": f"{parameters / 1e6:.2f} M" if parameters else "-",
             "training images/s": f"{speed:.0f}" if speed else "-",
-            f"training, {clock_of(run)}": clock(spent) if spent else "-",
+            f"training, {clock_of(run)}": format_seconds(spent) if spent else "-",
         }
         for cells, (parameters, speed, spent) in zip(
             scores.table(models, samples), sizes, strict=True
@@ -51,7 +51,13 @@ def described(run: RunRecord) -> list[str]:
         if scored is not None
         else []
     )
-    lines = [*stands, *on, table(rows), "", *differences(scores, row, samples, student)]
+    lines = [
+        *stands,
+        *on,
+        markdown_table(rows),
+        "",
+        *differences(scores, row, samples, student),
+    ]
     lines += [comparison, ""] if comparison else []
     for of, one in (("", run), ("Labels only: ", baseline)):
         lines += (
@@ -75,7 +81,7 @@ def described(run: RunRecord) -> list[str]:
         "Chosen from the evaluations on the validation split by"
         f" {column.with_title(run.best[column.key])}; seed {seed}"
     )
-    lines += [f"{best}; {clock(run.seconds)} of training.", ""]
+    lines += [f"{best}; {format_seconds(run.seconds)} of training.", ""]
     if text := verdict(run):
         lines += [text, "", *curves_table(run)]
     return lines + ([learning_text(run), ""] if scored is not None else [])
@@ -139,21 +145,21 @@ def verdict(run: RunRecord) -> str:
             " verdict at equal cost"
         )
         return (
-            f"No verdict: {text}, which still learned; they had {clock(had)} of"
-            f" {clock(cost)}. {more}. {training}"
+            f"No verdict: {text}, which still learned; they had {format_seconds(had)} of"
+            f" {format_seconds(cost)}. {more}. {training}"
         )
     answer, paid = (
         learned(run).answer,
         ("Does not pay" if found == "worse" else "Not shown to pay"),
     )
     if found == "better":
-        paid = f"Pays from {clock(arms.pays_from)} of {clocked} on"
+        paid = f"Pays from {format_seconds(arms.pays_from)} of {clocked} on"
     elif answer == "learning":
         paid = "Not within this run: the student is still learning"
     else:
         stopped = f": {'both have' if ended else 'the student has'} stopped"
         paid += stopped if answer == "stopped" else " within this run"
-    costs = f"{clock(cost)} of {clocked} against {clock(had)}"
+    costs = f"{format_seconds(cost)} of {clocked} against {format_seconds(had)}"
     costs += "" if equal else ", in which they had stopped improving"
     return f"{paid}: {text} at the end, for {costs}, with one seed. {training}"
 
@@ -169,7 +175,8 @@ def costs_of(run: RunRecord, alone: RunRecord) -> list[str]:
         ("labels alone", alone.spent, alone.seconds),
     )
     return [
-        f"{name} {clock(cost)}" + (f" ({clock(wall)})" if wall else "")
+        f"{name} {format_seconds(cost)}"
+        + (f" ({format_seconds(wall)})" if wall else "")
         for name, cost, wall in parts
         if cost
     ]
@@ -188,7 +195,7 @@ def curves_table(run: RunRecord) -> list[str]:
 
     rows = [
         {
-            f"total {clock_of(run)}": clock(cost),
+            f"total {clock_of(run)}": format_seconds(cost),
             "distilled": cell(distilled),
             "labels alone": cell(alone),
         }
@@ -202,7 +209,7 @@ def curves_table(run: RunRecord) -> list[str]:
     return [
         f"Best validation {column.title} so far; {clock_of(run)} with {teacher}:",
         "",
-        table(rows),
+        markdown_table(rows),
         "",
     ]
 
@@ -224,5 +231,7 @@ def learning_text(run: RunRecord) -> str:
         return text
     key = "steps" if run.keys.get("run.steps") else "epochs"
     outputs = "with the stored" if run.keys.get("teacher.cache.views") else "without"
-    takes = f"takes about {clock(LONGER * each * run.steps)} of {clock_of(run)}"
+    takes = (
+        f"takes about {format_seconds(LONGER * each * run.steps)} of {clock_of(run)}"
+    )
     return f"{text} `run.{key}={LONGER}x` {takes}, {outputs} outputs of the teacher."

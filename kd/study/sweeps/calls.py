@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from kd.core.errors import ConfigError, MissingExtra, did_you_mean, in_short
+from kd.core.errors import ConfigError, MissingExtra, did_you_mean, first_sentence
 
 Built = TypeVar("Built")
 
@@ -47,11 +47,13 @@ def constructed(config_path: str, text: str, build: Callable[[], Built]) -> Buil
             return build()
     except ImportError as error:
         package = error.name or "what Optuna names"
-        wrong = f"'{text}' needs a package that is not installed ({in_short(error)})"
+        wrong = (
+            f"'{text}' needs a package that is not installed ({first_sentence(error)})"
+        )
         raise MissingExtra(config_path, wrong, "", f"pip install {package}") from error
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ConfigError(
-            config_path, f"'{text}' is refused by Optuna ({in_short(error)})"
+            config_path, f"'{text}' is refused by Optuna ({first_sentence(error)})"
         ) from error
 
 

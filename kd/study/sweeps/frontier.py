@@ -61,7 +61,7 @@ def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
     costs, key, with_costs = known["costs"], rows[0]["key"], []
     for row in rows:
         alone = tried.last_row(
-            f"{row['trial']}/{RunDir(tried.folder / row['trial']).alone().path.name}"
+            f"{row['trial']}/{RunDir(tried.folder / row['trial']).baseline().path.name}"
         )
         baseline = {"labels_only": alone[key]} if key in alone else {}
         with_costs.append({**row, **costs.get(row["trial"], {}), **baseline})

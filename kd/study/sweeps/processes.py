@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kd.core.errors import Interrupted, KdError
-from kd.core.host import end_with
+from kd.core.host import terminate_with_parent
 
 POLL = 0.5  # seconds between two checks of the commands, which take minutes
 LAST_BYTES = 2**14
@@ -56,7 +56,7 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                preexec_fn=end_with(),
+                preexec_fn=terminate_with_parent(),
                 pass_fds=inherited,
             )
         self.running[name] = process, output

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kd.core.scores import Column
-from kd.core.text import table
+from kd.core.text import markdown_table
 from kd.files.run_dir import RunDir
 from kd.study.sifting import work
 from kd.study.sweeps import frontier
@@ -57,7 +57,7 @@ def table_of(
         )
     for values, error in tried.failed():
         lines.append({**blank, **frontier.named(values), "": f"failed: {error}"})
-    return table(lines)
+    return markdown_table(lines)
 
 
 def _work(tried: Trials, name: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ import optuna
 from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 
-from kd.core.errors import ConfigError, RunError, did_you_mean, in_short
+from kd.core.errors import ConfigError, RunError, did_you_mean, first_sentence
 from kd.core.scores import Column, Scores
 from kd.core.seeds import seed_from
 from kd.study.sweeps.calls import classes_of, constructed, named
@@ -185,7 +185,7 @@ def opened(
     except Exception as error:  # a database has its own errors
         if not storage:
             wrong, remedy = (
-                f"'{journal}' is damaged ({in_short(error)})",
+                f"'{journal}' is damaged ({first_sentence(error)})",
                 "Remove it: finished runs stay",
             )
             raise RunError("run.folder", wrong, "", remedy) from error
@@ -193,7 +193,7 @@ def opened(
             "A URL of Optuna's, such as sqlite:///sweep.db or postgresql://HOST/NAME"
         )
         raise RunError(
-            "--storage", f"cannot be opened ({in_short(error)})", allowed
+            "--storage", f"cannot be opened ({first_sentence(error)})", allowed
         ) from error
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kd import config
 from kd.config import Config
-from kd.core.errors import ConfigError, needed
+from kd.core.errors import ConfigError, import_optional
 from kd.study.sweeps.space import Space
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def sweep(
     for name, number, least in (("jobs", jobs, 1), ("trials", trials, 0)):
         if not isinstance(number, int) or number < least:
             raise ConfigError(name, f"is {number!r}", f"A whole number >= {least}")
-    needed(
+    import_optional(
         "optuna",
         "kd-sweep",
         "the package optuna is not installed",

@@ -28,7 +28,7 @@ from kd.config.explain import explain
 from kd.config.flat import flat
 from kd.config.schema import Member
 from kd.core.errors import ConfigErrors, RunError
-from kd.core.keys import extra, fields_of
+from kd.core.keys import declaration, fields_of
 from kd.core.types import State
 from kd.files.manifest import checksum
 from kd.files.run_dir import RunDir
@@ -749,7 +749,7 @@ def test_every_key_whose_text_speaks_of_files_is_declared_as_one_or_known_not_to
         declared |= {
             f"{config_path}{name}"
             for name, field in fields_of(cls).items()
-            if "files" in extra(field)
+            if "files" in declaration(field)
         }
     missing = {
         key for key in texts if key.partition(" ")[0] not in declared | written | inside

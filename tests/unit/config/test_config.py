@@ -19,7 +19,7 @@ from kd.config.explain import explain
 from kd.config.tuning import Augment
 from kd.core.errors import ConfigError, ConfigErrors, KdError
 from kd.core.host import environment
-from kd.core.keys import extra, fields_of
+from kd.core.keys import declaration, fields_of
 from kd.core.references import redact
 from kd.parts import registry
 from kd.setup.recipe import resolve
@@ -638,7 +638,7 @@ def test_a_parts_keys_never_collide_with_those_of_its_section(folder, name):
         cls
         for cls in sections()
         for f in fields_of(cls).values()
-        if extra(f).get("parts") == folder
+        if declaration(f).get("parts") == folder
     )
     own = {f.name for f in dataclasses.fields(section)}
     assert not own & {

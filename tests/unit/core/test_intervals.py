@@ -9,11 +9,11 @@ import pytest
 from kd.core.intervals import (
     RESAMPLES,
     Samples,
-    around,
-    paired,
-    resampled,
-    verdict,
-    wilson,
+    bootstrap_interval,
+    bootstrap_scores,
+    interval_verdict,
+    paired_interval,
+    wilson_interval,
 )
 from kd.core.scores import Column
 
@@ -26,31 +26,36 @@ def test_wilson_is_newcombes_method_3(right, images, low, high):
     """Newcombe, Statistics in Medicine 17 (1998), table I: both examples to four
     digits.
     """
-    assert wilson(right / images, images) == (
+    assert wilson_interval(right / images, images) == (
         pytest.approx(low, abs=5e-5),
         pytest.approx(high, abs=5e-5),
     )
 
 
 def test_wilson_at_the_ends():
-    assert wilson(0.0, 20) == (
+    assert wilson_interval(0.0, 20) == (
         0.0,
         pytest.approx(0.1611, abs=5e-5),
     )  # the same table: 0 of 20
-    assert wilson(1.0, 29) == (pytest.approx(1 - 0.1170, abs=5e-5), pytest.approx(1.0))
-    assert wilson(0.5, 0) == (0.0, 1.0)
+    assert wilson_interval(1.0, 29) == (
+        pytest.approx(1 - 0.1170, abs=5e-5),
+        pytest.approx(1.0),
+    )
+    assert wilson_interval(0.5, 0) == (0.0, 1.0)
 
 
 def test_paired_is_that_of_bonett_and_price():
     """Fagerland, Lydersen and Laake (2014), airways of 21 patients: 1 against 7
     discordant pairs.
     """
-    assert paired(1, 7, 21) == (
+    assert paired_interval(1, 7, 21) == (
         pytest.approx(-0.508, abs=1e-3),
         pytest.approx(-0.013, abs=1e-3),
     )
-    assert paired(7, 1, 21) == tuple(-end for end in reversed(paired(1, 7, 21)))
-    assert paired(3, 3, 0) == (-1.0, 1.0)
+    assert paired_interval(7, 1, 21) == tuple(
+        -end for end in reversed(paired_interval(1, 7, 21))
+    )
+    assert paired_interval(3, 3, 0) == (-1.0, 1.0)
 
 
 def mcnemar(gained: int, lost: int) -> float:
@@ -69,7 +74,8 @@ def test_better_is_what_mcnemars_exact_test_confirms(images):
     for gained in range(40):
         for lost in range(40):
             shown, p = (
-                verdict(*paired(gained, lost, images)) != "no difference shown",
+                interval_verdict(*paired_interval(gained, lost, images))
+                != "no difference shown",
                 mcnemar(gained, lost),
             )
             assert not (shown and p > 0.1), (gained, lost)
@@ -78,10 +84,10 @@ def test_better_is_what_mcnemars_exact_test_confirms(images):
 
 def test_verdict():
     assert [
-        verdict(0.01, 0.2),
-        verdict(-0.2, -0.01),
-        verdict(-0.1, 0.1),
-        verdict(0.0, 0.1),
+        interval_verdict(0.01, 0.2),
+        interval_verdict(-0.2, -0.01),
+        interval_verdict(-0.1, 0.1),
+        interval_verdict(0.0, 0.1),
     ] == [
         "better",
         "worse",
@@ -94,7 +100,7 @@ def test_verdict():
 def test_wilson_holds_the_truth_in_93_of_100_samples(truth):
     draw = np.random.default_rng(0)
     ends = np.array(
-        [wilson(right / 200, 200) for right in draw.binomial(200, truth, 2000)]
+        [wilson_interval(right / 200, 200) for right in draw.binomial(200, truth, 2000)]
     )
     assert 0.93 <= ((ends[:, 0] <= truth) & (truth <= ends[:, 1])).mean() <= 0.98
 
@@ -102,14 +108,14 @@ def test_wilson_holds_the_truth_in_93_of_100_samples(truth):
 def test_paired_holds_the_truth_in_93_of_100_samples():
     draw = np.random.default_rng(1)
     table = draw.multinomial(200, [0.06, 0.03, 0.91], 2000)
-    ends = np.array([paired(gained, lost, 200) for gained, lost, _ in table])
+    ends = np.array([paired_interval(gained, lost, 200) for gained, lost, _ in table])
     assert 0.93 <= ((ends[:, 0] <= 0.03) & (ends[:, 1] >= 0.03)).mean() <= 0.98
 
 
 def test_the_bootstrap_of_a_mean_is_its_standard_error():
     values = np.random.default_rng(2).normal(3.0, 2.0, 500)
-    replicates = resampled(lambda ids: values[ids].mean(), len(values))
-    low, high = around(values.mean(), replicates)
+    replicates = bootstrap_scores(lambda ids: values[ids].mean(), len(values))
+    low, high = bootstrap_interval(values.mean(), replicates)
     assert len(replicates) == RESAMPLES
     assert (high - low) / 2 == pytest.approx(
         1.96 * values.std() / math.sqrt(500), rel=0.15
@@ -123,7 +129,7 @@ def test_the_bias_of_the_bootstrap_is_taken_off():
     """The largest of few values is too small; the interval says so. By hand: 2 x 5 - 4,
     and 1.96 x sqrt(2).
     """
-    assert around(5.0, [3.0, 5.0]) == pytest.approx(
+    assert bootstrap_interval(5.0, [3.0, 5.0]) == pytest.approx(
         (6 - 1.959964 * math.sqrt(2), 6 + 1.959964 * math.sqrt(2))
     )
 
@@ -134,10 +140,13 @@ def test_the_same_samples_for_all_models():
     """
     values = np.random.default_rng(3).random(300)
     one, other = (
-        resampled(lambda ids, add=add: values[ids].mean() + add, 300)
+        bootstrap_scores(lambda ids, add=add: values[ids].mean() + add, 300)
         for add in (0.0, 0.1)
     )
-    assert around(0.1, other - one) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert bootstrap_interval(0.1, other - one) == (
+        pytest.approx(0.1),
+        pytest.approx(0.1),
+    )
 
 
 def test_samples_survive_their_record():
@@ -192,7 +201,7 @@ def test_a_difference_of_samples():
     )
     assert Samples(0.9, right=one).minus(Samples(0.8, right=other)) == (
         pytest.approx(0.1),
-        *paired(10, 0, 100),
+        *paired_interval(10, 0, 100),
     )
     spread = np.random.default_rng(5).normal(0, 0.1, RESAMPLES)
     found = Samples(0.6, replicates=0.6 + spread).minus(
@@ -224,7 +233,7 @@ def test_few_images_call_two_equal_models_different_in_five_of_a_hundred_cases_a
         models = []
         for _ in range(2):
             score = shared + 0.7 * draw.normal(size=truth.shape)
-            drawn = resampled(
+            drawn = bootstrap_scores(
                 lambda ids, score=score, truth=truth: average_precision(
                     truth[ids], score[ids]
                 ),
@@ -236,5 +245,5 @@ def test_few_images_call_two_equal_models_different_in_five_of_a_hundred_cases_a
                 )
             )
         _, low, high = models[0].minus(models[1])
-        false += verdict(low, high) != "no difference shown"
+        false += interval_verdict(low, high) != "no difference shown"
     assert false <= 0.06 * cases

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kd.core.text import names_of, quoted
+from kd.core.text import list_line, names_in_list
 
 NAMES = [
     "a/1.jpg",
@@ -19,14 +19,14 @@ NAMES += ["# no remark.jpg", '"quoted".jpg', '"', "a\r.jpg", "ä.jpg", "\\udcff.
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_is_read_as_it_was_written(name):
-    assert "\n" not in quoted(name)
-    assert names_of(f"# a remark\n\n{quoted(name)}\n") == [name]
+    assert "\n" not in list_line(name)
+    assert names_in_list(f"# a remark\n\n{list_line(name)}\n") == [name]
 
 
 def test_a_list_written_by_hand():
-    assert names_of("a.jpg\r\n  b.jpg\n#c.jpg\n \nval:d e.jpg") == [
+    assert names_in_list("a.jpg\r\n  b.jpg\n#c.jpg\n \nval:d e.jpg") == [
         "a.jpg",
         "b.jpg",
         "val:d e.jpg",
     ]
-    assert names_of('"begins so.jpg') == ['"begins so.jpg']
+    assert names_in_list('"begins so.jpg') == ['"begins so.jpg']

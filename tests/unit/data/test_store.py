@@ -139,14 +139,14 @@ def test_every_image_up_to_four_times_as_long_as_wide_has_room(crop):
         (4032, 3024),
     ]:
         kept = rule(Image.new("RGB", (width, height)))
-        assert kept.width * kept.height <= rule.most
+        assert kept.width * kept.height <= rule.max_pixels
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_an_image_is_the_same_from_its_slot_and_decoded_once(tmp_path, kind):
     rule = Shrunk(16, 0.5)
     source = Pictures([(20, 14), (90, 50), (300, 31), (9, 70)] * 2)
-    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.most))
+    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.max_pixels))
     expected = [
         pixels(rule(Pictures(source.sizes).decode(id).image))
         for id in range(len(source))
@@ -156,7 +156,7 @@ def test_an_image_is_the_same_from_its_slot_and_decoded_once(tmp_path, kind):
             image = stored.decode(id).image
             assert image.mode == "RGB"
             assert np.array_equal(pixels(image), expected[id])
-    kept_not = [id for id in range(8) if expected[id].size > 3 * rule.most]
+    kept_not = [id for id in range(8) if expected[id].size > 3 * rule.max_pixels]
     assert source.decoded == 8 + 2 * len(kept_not)
     assert (len(stored), stored.label(3), stored.name(2)) == (8, 1, "noise/2")
     assert (stored.classes, stored.fingerprint) == (source.classes, source.fingerprint)
@@ -174,7 +174,7 @@ def test_views_of_small_images_are_those_without_a_store(
     """
     source = imagefolder.build(imagefolder.Options(root=str(photos)), "train", None)
     rule = Shrunk(16, 0.35)
-    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.most))
+    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.max_pixels))
     plain, kept = (
         Views(each, TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, mixing)
         for each in (source, stored)
@@ -190,7 +190,9 @@ def test_views_of_small_images_are_those_without_a_store(
 def test_evaluation_is_bit_identical_for_every_image(tmp_path, crop):
     source = Pictures([(20, 14), (90, 50), (300, 31), (9, 70), (16, 16)])
     rule = EvalTransform(16, crop)
-    stored = Stored(source, rule, opened("disk", tmp_path, len(source), rule.most))
+    stored = Stored(
+        source, rule, opened("disk", tmp_path, len(source), rule.max_pixels)
+    )
     plain, kept = (
         Views(source, EvalTransform(16, crop), 16, 0),
         Views(stored, EvalTransform(16, 1.0), 16, 0),
@@ -214,7 +216,7 @@ def test_without_slots_the_pixels_are_the_same():
 def test_workers_share_what_they_decode(tmp_path, kind):
     rule = Shrunk(16, 0.5)
     source = Pictures([(90, 50), (60, 70)] * 12)
-    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.most))
+    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.max_pixels))
     plan = Plan(torch.arange(24), torch.ones(24))
     filled = list(
         LocalLoader(
@@ -241,7 +243,7 @@ def test_a_disk_store_travels_to_workers_that_are_started_anew_and_ram_says_why_
     tmp_path,
 ):
     source, rule = Pictures([(90, 50)] * 4), Shrunk(16, 0.5)
-    stored = Stored(source, rule, opened("disk", tmp_path, 4, rule.most))
+    stored = Stored(source, rule, opened("disk", tmp_path, 4, rule.max_pixels))
     first = pixels(stored.decode(2).image)
     other = pickle.loads(pickle.dumps(stored))
     before = other.source.decoded
@@ -254,7 +256,7 @@ def test_a_disk_store_travels_to_workers_that_are_started_anew_and_ram_says_why_
             r" data\.workers=0"
         ),
     ):
-        pickle.dumps(Stored(source, rule, opened("ram", tmp_path, 4, rule.most)))
+        pickle.dumps(Stored(source, rule, opened("ram", tmp_path, 4, rule.max_pixels)))
 
 
 def _fill(folder: str, count: int, ready, go) -> None:
@@ -262,7 +264,7 @@ def _fill(folder: str, count: int, ready, go) -> None:
     stored = Stored(
         Pictures([(90, 50), (60, 70)], length=count),
         rule,
-        opened("disk", Path(folder), count, rule.most),
+        opened("disk", Path(folder), count, rule.max_pixels),
     )
     ready.set()
     go.wait()
@@ -285,7 +287,7 @@ def test_several_runs_begin_and_fill_one_store_together(tmp_path):
         run.join(30)
     assert [run.exitcode for run in runs] == [0, 0, 0]
     rule, source = Shrunk(16, 0.5), Pictures([(90, 50), (60, 70)], length=40)
-    stored = Stored(source, rule, opened("disk", tmp_path, 40, rule.most))
+    stored = Stored(source, rule, opened("disk", tmp_path, 40, rule.max_pixels))
     kept = [pixels(stored.decode(id).image) for id in range(40)]
     assert source.decoded == 0
     assert all(
@@ -298,7 +300,7 @@ def test_several_runs_begin_and_fill_one_store_together(tmp_path):
 def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
     rule = Shrunk(16, 0.5)
     source = Pictures([(90, 50)] * 3)
-    stored = Stored(source, rule, opened("disk", tmp_path, 3, rule.most))
+    stored = Stored(source, rule, opened("disk", tmp_path, 3, rule.max_pixels))
     expected = [pixels(stored.decode(id).image) for id in range(3)]
     assert stored.slots is not None
     stride, path = stored.slots.records.stride, tmp_path / "store" / PIXELS
@@ -308,7 +310,7 @@ def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
     else:
         content[stride : stride + Records.HEAD.size] = Records.HEAD.pack(7, 2**31)
     path.write_bytes(content)
-    again = Stored(source, rule, opened("disk", tmp_path, 3, rule.most))
+    again = Stored(source, rule, opened("disk", tmp_path, 3, rule.max_pixels))
     before = source.decoded
     assert all(
         np.array_equal(pixels(again.decode(id).image), expected[id]) for id in range(3)
@@ -321,12 +323,16 @@ def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
 def test_a_file_that_was_cut_short_is_made_whole(tmp_path):
     rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 3)
     expected = pixels(
-        Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2).image
+        Stored(source, rule, opened("disk", tmp_path, 3, rule.max_pixels))
+        .decode(2)
+        .image
     )
     os.truncate(tmp_path / "store" / PIXELS, 100)
     assert np.array_equal(
         pixels(
-            Stored(source, rule, opened("disk", tmp_path, 3, rule.most)).decode(2).image
+            Stored(source, rule, opened("disk", tmp_path, 3, rule.max_pixels))
+            .decode(2)
+            .image
         ),
         expected,
     )
@@ -335,7 +341,7 @@ def test_a_file_that_was_cut_short_is_made_whole(tmp_path):
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_a_corrupt_image_is_what_it_was_without_a_store(tmp_path, kind):
     rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 5, broken=True)
-    stored = Stored(source, rule, opened(kind, tmp_path, 5, rule.most))
+    stored = Stored(source, rule, opened(kind, tmp_path, 5, rule.max_pixels))
     for _ in range(2):
         with pytest.raises(
             DataError, match=r"data\.root: noise/3: the image is truncated"
@@ -352,7 +358,7 @@ def test_a_corrupt_image_is_what_it_was_without_a_store(tmp_path, kind):
 
 def test_a_slot_remembers_the_bytes_that_it_came_from(tmp_path):
     rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 4)
-    kept = Stored(source, rule, opened("disk", tmp_path, 4, rule.most))
+    kept = Stored(source, rule, opened("disk", tmp_path, 4, rule.max_pixels))
     first = [kept.decode(id).crc for id in range(4)]
     assert first == [Pictures(source.sizes).decode(id).crc for id in range(4)]
     assert [kept.decode(id).crc for id in range(4)] == first
@@ -411,7 +417,9 @@ def test_files_of_one_size_that_were_exchanged_are_decoded_again(
 
     def seen() -> tuple[str, dict[str, bytes]]:
         source = listed(root)
-        kept = Stored(source, rule, opened("disk", tmp_path, len(source), rule.most))
+        kept = Stored(
+            source, rule, opened("disk", tmp_path, len(source), rule.max_pixels)
+        )
         loader = LocalLoader(
             Views(kept, EvalTransform(16, 1.0), 16, 0), Share(2, 1, 0, 1), workers
         )
@@ -458,7 +466,7 @@ def test_files_that_were_only_touched_are_compared_once_a_run(tmp_path, caplog):
     rule, sources = Shrunk(16, 0.5), (Dated([(90, 50)] * 8), Dated([(90, 50)] * 8))
     sources[1].times = 2
     hosts = [
-        Stored(source, rule, opened("disk", tmp_path, 8, rule.most))
+        Stored(source, rule, opened("disk", tmp_path, 8, rule.max_pixels))
         for source in sources
     ]
     expected = [pixels(hosts[0].decode(id).image) for id in range(8)]

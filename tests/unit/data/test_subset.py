@@ -10,7 +10,7 @@ from pieces import names
 
 from kd.core.contracts import HasWarnings, Source, Stamped
 from kd.core.errors import DataError
-from kd.data.subset import decoded, keep_labels, set_aside
+from kd.data.subset import decode_image, keep_labels, set_aside
 
 
 @dataclass
@@ -185,4 +185,4 @@ class Wrapped:
     [(Whole(), "reduced"), (Watched(), "watched"), (Wrapped(Whole()), "wrapped")],
 )
 def test_a_decode_of_ones_own_is_never_passed_by(source, expected):
-    assert decoded(source, 0, lambda width, height: 0.5) == expected
+    assert decode_image(source, 0, lambda width, height: 0.5) == expected

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from subjects import CLASSES, PIXELS
 from vnni import needs_vnni
 
-from kd.core.intervals import Samples, resampled
+from kd.core.intervals import Samples, bootstrap_scores
 from kd.core.scores import Scored
 from kd.deploy.export import parity, variants
 from kd.deploy.export.export import write
@@ -266,7 +266,7 @@ def scored(logits: torch.Tensor, truth: torch.Tensor) -> Scored:
         ("teacher_", logits + torch.linspace(-3, 3, len(logits))[:, None]),
     ):
         scores = label_sets.score(values, truth)
-        drawn = resampled(
+        drawn = bootstrap_scores(
             lambda ids, values=values: label_sets.score(values[ids], truth[ids])["map"],
             len(truth),
         )

@@ -21,9 +21,9 @@ def test_files_are_listed_and_read(aws):
         assert [
             size for size, _ in object_store.versions(url, "data.train").values()
         ] == [5]
-    assert object_store.read("s3://bucket/a/file", "data.train") == b"whole"
+    assert object_store.read_url("s3://bucket/a/file", "data.train") == b"whole"
     with pytest.raises(FileNotFoundError):
-        object_store.read("s3://bucket/a/other", "data.train")
+        object_store.read_url("s3://bucket/a/other", "data.train")
 
 
 def test_a_version_changes_with_the_content(aws):

@@ -15,7 +15,7 @@ from pieces import base, teacher_at
 
 from kd import config
 from kd.core.errors import ModelError
-from kd.core.intervals import paired, wilson
+from kd.core.intervals import paired_interval, wilson_interval
 from kd.jobs.distill import require_teacher
 from kd.jobs.evaluate import evaluate
 from kd.jobs.train import train
@@ -72,7 +72,7 @@ def test_a_run_scores_its_best_checkpoint_on_the_test_images(run):
 def test_the_report_says_what_the_intervals_say(run):
     text, found = (run / "report.md").read_text(), evaluate(run, split="test")
     accuracy, images = found.row["accuracy"], found.images
-    low, high = wilson(accuracy, images)
+    low, high = wilson_interval(accuracy, images)
     assert f"On {images} test images:" in text
     assert f"{100 * accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})" in text
     assert f"Scored once, on {images} test images on which nothing was chosen." in text
@@ -80,7 +80,9 @@ def test_the_report_says_what_the_intervals_say(run):
         found.samples["accuracy"].right,
         found.samples["teacher_accuracy"].right,
     )
-    ends = paired(int((own & ~teacher).sum()), int((teacher & ~own).sum()), images)
+    ends = paired_interval(
+        int((own & ~teacher).sum()), int((teacher & ~own).sum()), images
+    )
     expected = "({:+.1f} to {:+.1f})".format(*(100 * end for end in ends))
     assert (
         next(

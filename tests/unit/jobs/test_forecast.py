@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kd import config
-from kd.core.text import clock as spoken
+from kd.core.text import format_seconds as spoken
 from kd.jobs import estimate, stopwatch
 from kd.jobs.forecast import forecast
 from kd.jobs.stopwatch import timed

@@ -98,7 +98,7 @@ def test_a_graphs_outputs_equal_pytorchs():
     answers = GraphOutputs(outputs, torch.tensor([1, 1]), [], {})
     found = answers.scores("model.onnx", task)
     assert found.facts == {"same_top1": 1, "correct": 2, "accuracy": 1.0}
-    assert (found.others, found.score, found.title) == (1, 1.0, "accuracy")
+    assert (found.changed, found.score, found.title) == (1, 1.0, "accuracy")
     assert answers.difference("model.onnx") == 2.5
     with pytest.raises(
         ModelError, match=r"differ from PyTorch's by up to 2\.5; 1 of 2 predictions"

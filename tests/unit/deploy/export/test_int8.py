@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kd.core.host import installed
-from kd.core.intervals import paired, wilson
+from kd.core.intervals import paired_interval, wilson_interval
 from kd.deploy.export.parity import EAGER, GraphOutputs, compare, eager_runner
 from kd.deploy.export.variants import quality
 from kd.models import runtimes
@@ -80,7 +80,7 @@ def test_the_interval_is_that_of_the_same_images():
     outputs[1:4] = torch.eye(4)[0]  # and wrong three times
     found = GraphOutputs({EAGER: reference, "graph": outputs}, labels, [], {})
     assert found.drop("graph", SingleLabel()) == pytest.approx(0.1)
-    assert found.drop_interval("graph", SingleLabel()) == paired(3, 1, 20)
+    assert found.drop_interval("graph", SingleLabel()) == paired_interval(3, 1, 20)
 
 
 @pytest.mark.parametrize(
@@ -90,17 +90,17 @@ def test_the_interval_is_that_of_the_same_images():
             [0, 0, 1, 1, *[-1] * 6],  # PyTorch is right twice, the graph once
             {"same_top1": 5, "labelled": 4, "correct": 1, "accuracy": 0.25},
             ("accuracy", 0.25),
-            wilson(0.25, 4),
+            wilson_interval(0.25, 4),
             0.25,
-            paired(2, 1, 4),
+            paired_interval(2, 1, 4),
         ),
         (
             [-1] * 10,
             {"same_top1": 5, "labelled": 0},
             ("as trained", 0.5),
-            wilson(0.5, 10),
+            wilson_interval(0.5, 10),
             0.5,
-            paired(5, 0, 10),
+            paired_interval(5, 0, 10),
         ),
     ],
 )

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from rich.console import Console as RichConsole
 
-from kd.core.text import table
+from kd.core.text import markdown_table
 from kd.core.types import State
 from kd.jobs.progress.console import Console
 from kd.parts.tasks.embedding import SCORES as EMBEDDING
@@ -148,7 +148,7 @@ def test_the_table_is_aligned_markdown():
         {"model": "teacher", "accuracy": "97.0 %"},
         {"model": "student", "accuracy": "9.1 %"},
     ]
-    assert table(rows).splitlines() == [
+    assert markdown_table(rows).splitlines() == [
         "| model   | accuracy |",
         "| ------- | -------: |",
         "| teacher |   97.0 % |",

@@ -10,7 +10,7 @@ from pieces import WITHOUT_HEIF
 from PIL import Image
 
 from kd.core.errors import DataError
-from kd.files.tables import table
+from kd.files.tables import parse_table
 from kd.parts.datasets.csv import Options, build, facts
 
 IMAGES = (
@@ -365,9 +365,9 @@ def test_names_in_another_unicode_form(root):
 def test_the_line_of_an_open_quote_is_that_of_an_editor():
     """Excel's first line, which names the separator, counts."""
     with pytest.raises(ValueError, match=r"^line 4: a quote is not closed"):
-        list(table('sep=;\nname;label\na;"b\nc;d\n', "list.csv")[1])
+        list(parse_table('sep=;\nname;label\na;"b\nc;d\n', "list.csv")[1])
     with pytest.raises(ValueError, match=r"^line 3: a quote is not closed"):
-        list(table('name;label\na;"b\nc;d\n', "list.csv")[1])
+        list(parse_table('name;label\na;"b\nc;d\n', "list.csv")[1])
 
 
 @pytest.mark.parametrize("lists", [("a.txt", "v.csv", ""), ("a.csv", "v.tsv", "t.TXT")])

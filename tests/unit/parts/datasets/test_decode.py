@@ -439,7 +439,7 @@ def test_bits_of_16(kind):
     """
     data = stored(grey16(12), kind)
     found = decode_image(data, "file", "data.root")
-    assert (found.used, max(np.asarray(found.image).ravel())) == (
+    assert (found.used_bits, max(np.asarray(found.image).ravel())) == (
         12,
         63 * 64 >> 8,
     )  # nearly black
@@ -450,7 +450,10 @@ def test_bits_of_16(kind):
     ):
         decode_image(stored(grey16(14), kind), "file", "data.root", bits=12)
     plain = decode_image(stored(NOISE, kind), "file", "data.root", bits=12)
-    assert (plain.used, np.array_equal(np.asarray(plain.image), np.asarray(NOISE))) == (
+    assert (
+        plain.used_bits,
+        np.array_equal(np.asarray(plain.image), np.asarray(NOISE)),
+    ) == (
         0,
         True,
     )
@@ -460,7 +463,7 @@ def test_bits_of_16_in_colour():
     """Pillow keeps the upper 8 bits of them, so that they cannot be scaled."""
     rows = b"".join(b"\0" + struct.pack(">6H", 4095, 0, 9, 1, 2, 3) for _ in range(2))
     data = png(2, 2, 16, 2, rows)
-    assert decode_image(data, "file", "data.root").used == -12
+    assert decode_image(data, "file", "data.root").used_bits == -12
     with pytest.raises(
         DataError,
         match=r"16 bits a channel in colour; only grey images allow data\.bits=12",

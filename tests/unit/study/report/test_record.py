@@ -9,7 +9,7 @@ import pytest
 
 from kd.core.intervals import Samples
 from kd.core.scores import Scored
-from kd.core.text import money
+from kd.core.text import format_dollars
 from kd.parts.tasks.embedding import SCORES as EMBEDDING
 from kd.parts.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.study.report.confusion import short_names
@@ -74,8 +74,8 @@ def test_the_cost_of_a_run_by_hand():
     own = (
         2 * 3.0 * 40 / 3600
     )  # issue 62: an epoch cost 6.00, with the teacher's fit and the baseline in it
-    assert rows[0]["USD an epoch"] == money(own / 2)
-    assert rows[0]["USD a point"] == money(12 / 80)
+    assert rows[0]["USD an epoch"] == format_dollars(own / 2)
+    assert rows[0]["USD a point"] == format_dollars(12 / 80)
     assert [row["saving"] for row in rows] == ["-", f"{100 * (1 - 4.5 / 6):.1f} %", "-"]
     assert rows[2]["USD"] == "-"
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from charted import charted
 
-from kd.core.intervals import Samples, paired, wilson
+from kd.core.intervals import Samples, paired_interval, wilson_interval
 from kd.core.scores import Scored
-from kd.core.text import clock
+from kd.core.text import format_seconds
 from kd.parts.tasks.single_label import SCORES
 from kd.setup.provenance import chain_lines
 from kd.study.report.page import render
@@ -57,7 +57,9 @@ def line(
     ],
 )
 def test_a_verdict_is_cautious_where_the_interval_holds_0(distilled, alone, expected):
-    low, high = paired(max(0, distilled - alone), max(0, alone - distilled), 100)
+    low, high = paired_interval(
+        max(0, distilled - alone), max(0, alone - distilled), 100
+    )
     said = line(distilled, alone, had=57.0)
     assert said.startswith(
         f"{expected}: accuracy {distilled - alone:+}.0 points ({100 * low:+.1f} to"
@@ -104,7 +106,7 @@ def test_a_verdict_names_what_was_learned_where_it_was_the_class_alone(keys, nam
 )
 def test_a_cheaper_baseline_gives_no_verdict_but_a_key(changes, cost):
     assert line(80, 60, had=0.91 * cost, **changes).startswith(
-        f"Pays from {clock(cost)}"
+        f"Pays from {format_seconds(cost)}"
     )
     said = line(80, 60, had=0.5 * cost, steps=300, **changes)
     assert said.startswith("No verdict")
@@ -265,7 +267,7 @@ def test_a_report_has_both_curves_as_a_table_and_says_whether_the_student_had_st
 
 
 def test_a_cell_has_an_interval_where_samples_are_known():
-    row, (low, high) = {"accuracy": 0.7, "agreement": 0.9}, wilson(0.7, 100)
+    row, (low, high) = {"accuracy": 0.7, "agreement": 0.9}, wilson_interval(0.7, 100)
     expected = {
         "accuracy": f"70.0 % ({100 * low:.1f} to {100 * high:.1f})",
         "agreement": "90.0 %",

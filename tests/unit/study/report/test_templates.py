@@ -10,7 +10,7 @@ from PIL import Image
 
 from kd.core.types import Decoded
 from kd.deploy.export.receipt import plain
-from kd.files.templates import html_table, rendered
+from kd.files.templates import html_table, render_template
 from kd.parts.tasks import single_label
 from kd.study.audit.lists import Seen, page
 from kd.study.report.page import render
@@ -125,9 +125,9 @@ def test_a_table_is_escaped_and_the_card_runs_no_template():
 
 def test_a_missing_value_is_an_error_and_no_empty_text(tmp_path):
     (tmp_path / "page.html.jinja").write_text("{{ facts.name }}")
-    assert rendered(tmp_path / "page.html.jinja", facts={"name": "<"}) == "&lt;"
+    assert render_template(tmp_path / "page.html.jinja", facts={"name": "<"}) == "&lt;"
     with pytest.raises(KeyError, match="name"):
-        rendered(tmp_path / "page.html.jinja", facts={})
+        render_template(tmp_path / "page.html.jinja", facts={})
 
 
 def test_a_run_of_the_name_of_its_teacher_keeps_both_in_the_numbers():
