@@ -55,7 +55,8 @@ def report(
     file = target or paths[0] / "report.html"
     with _damage_as_one_line(paths):
         runs = distinct([read(path, images, overrides, trust) for path in paths])
-        page, text = redact(render(runs)), redact(summary(runs))
+        page = redact(render(runs))
+        text = redact(summary(runs))
     write_text(file, page, "--to")
     return Report(file, len(page.encode()), text)
 
@@ -82,9 +83,7 @@ def prices(
 
 @contextmanager
 def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
-    """Convert an error from foreign values in a run's files into a RunError of one
-    line.
-    """
+    """Convert an error from foreign values in a run's files into one line."""
     try:
         yield
     except DAMAGE as error:
@@ -112,18 +111,15 @@ def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
 def read(
     path: Path, images: int, overrides: Sequence[str] = (), trust: bool = False
 ) -> RunRecord:
-    """Read a run folder; a negative number of images leaves out the models'
-    predictions.
-    """
+    """Read a run folder, without predictions if the number of images is negative."""
     folder, recipe = _opened(path, overrides, trust)
-    counted, note = None, ""
-    exported, profiled = (
-        path / "export" / "manifest.json",
-        path / "profile" / "operators.json",
-    )
+    exported = path / "export" / "manifest.json"
+    profile = path / "profile" / "operators.json"
+    predictions = None
+    note = ""
     if images >= 0 and folder.best_row():
         vouched = Trust.of(trust, overrides, recipe.data)
-        counted, note = answers(folder, recipe, images, vouched)
+        predictions, note = answers(folder, recipe, images, vouched)
     return replace(
         record_of(folder, recipe),
         timeline={
@@ -134,13 +130,13 @@ def read(
             file.stem.partition("_")[2]: read_rows(file)
             for file in sorted(path.glob("monitor_*.jsonl"))
         },
-        answers=counted,
+        answers=predictions,
         exported=(
             read_json(exported, "run", "Remove the file") if exported.is_file() else {}
         ),
         profile=(
-            read_json(profiled, "run", "Remove the file", profile_of)
-            if profiled.is_file()
+            read_json(profile, "run", "Remove the file", profile_of)
+            if profile.is_file()
             else {}
         ),
         notes=(note,) if note else (),
@@ -153,54 +149,45 @@ def _opened(path: Path, overrides: Sequence[str], trust: bool) -> tuple[RunDir, 
 
 
 def summary(runs: Sequence[RunRecord]) -> str:
-    """Return runs as Markdown: each run, findings, comparisons, means over seeds,
-    costs, different keys.
-    """
+    """Return runs as Markdown: each run, and comparisons of several."""
+    several = len(runs) > 1
     lines = [f"# {', '.join(run.name for run in runs)}", ""]
     for run in runs:
-        lines += ["", f"## {run.name}", ""] if len(runs) > 1 else []
-        lines += described(run)
-        for one in run.findings:
-            change = f"{one['key']}={one['value']}"
-            advice = one["advice"].replace(change, f"`{change}`")
-            lines.append(
-                printed(
-                    f"- **{one['rule']}** ({one['severity']}): {one['evidence']}."
-                    f" {advice}"
-                )
-            )
-        lines += [""] if run.findings else []
-        if drawn := chain_lines(run.exported):
-            lines += ["Where the export comes from:", "", "```", *drawn, "```", ""]
-    if len(runs) > 1 and (compared := verdicts(runs)):
+        if several:
+            lines += ["", f"## {run.name}", ""]
+        lines += [*described(run), *_finding_lines(run)]
+        if chain := chain_lines(run.exported):
+            lines += ["Where the export comes from:", "", "```", *chain, "```", ""]
+    if several and (comparisons := verdicts(runs)):
         lines += ["On the same images, with the 95 % interval of the difference:", ""]
-        lines += [*(f"- {line}" for line in compared), ""]
+        lines += [*(f"- {line}" for line in comparisons), ""]
     for group in repeats(runs):
+        names = ", ".join(run.name for run in group)
         cells = ", ".join(
             f"{title} {text}" for title, text in mean_cells(group).items()
         )
-        lines += [
-            (
-                f"Mean of {len(group)} seeds ({', '.join(run.name for run in group)}),"
-                f" 95 % interval: {cells}."
-            ),
-            "",
-        ]
+        mean = f"Mean of {len(group)} seeds ({names}), 95 % interval: {cells}."
+        lines += [mean, ""]
     if any(run.cost for run in runs):
         lines += ["Costs:", "", table(price_rows(runs)), ""]
-    if len(runs) > 1:
-        operators, rows = table_of(runs), differences(runs)
-        lines += (
-            ["Profiled, milliseconds per image:", "", table(operators), ""]
-            if operators
-            else []
-        )
+    if several:
+        if rows := table_of(runs):
+            lines += ["Profiled, milliseconds per image:", "", table(rows), ""]
         lines += [f"{text}\n" for run in runs if (text := how_to_profile(run))]
-        lines += (
-            ["What differs in the configuration:", "", table(rows), ""]
-            if rows
-            else ["One configuration.", ""]
-        )
-    return "\n".join(
-        map(printed, "\n".join(lines).split("\n"))
-    )  # names and values are a stranger's too
+        if rows := differences(runs):
+            lines += ["What differs in the configuration:", "", table(rows), ""]
+        else:
+            lines += ["One configuration.", ""]
+    # names and values are a stranger's too
+    return "\n".join(map(printed, "\n".join(lines).split("\n")))
+
+
+def _finding_lines(run: RunRecord) -> list[str]:
+    """Return the findings of a run's rules as lines of Markdown."""
+    lines = []
+    for finding in run.findings:
+        change = f"{finding['key']}={finding['value']}"
+        advice = finding["advice"].replace(change, f"`{change}`")
+        head = f"- **{finding['rule']}** ({finding['severity']})"
+        lines.append(printed(f"{head}: {finding['evidence']}. {advice}"))
+    return [*lines, ""] if lines else []
