@@ -1,4 +1,4 @@
-"""Predict validation images with student and teacher, cached in a run's answers.json."""
+"""Predict validation images with student and teacher, cached in answers.json."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -52,7 +52,7 @@ class Predictions:
     of: int
     pictures: Sequence[Picture] = ()
     student_sure: Sequence[float] = ()
-    """The student's probability for its prediction, calibrated on every second image."""
+    """The probability of the student's prediction, calibrated on every second image."""
     cpu_ms: Mapping[str, float] = field(default_factory=dict)
     """CPU milliseconds per image by model; empty: they ran on a GPU."""
     leaked: Sequence[int] = ()
@@ -197,7 +197,7 @@ class RunRecord:
 
     @property
     def unfinished_text(self) -> str:
-        """The progress as a sentence, if the run or its baseline is unfinished."""
+        """The progress as a sentence, of the run or else of its baseline."""
         name = self.name
         progress = self.unfinished
         if not progress and self.baseline is not None:
@@ -225,7 +225,7 @@ class RunRecord:
 
     @property
     def spent(self) -> float | None:
-        """Cost of training, in seconds of all CPUs or accelerators; None: not recorded."""
+        """Cost of training, seconds of all CPUs or accelerators; None: not recorded."""
         return spent_of(self.train, self.manifest)
 
     @property

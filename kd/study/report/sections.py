@@ -211,7 +211,7 @@ def _windows(run: RunRecord, span_ms: Mapping[str, float]) -> list[Card]:
     ]
     slowest = [row["slowest"] for row in rows if row.get("slowest")]
     if slowest:
-        step, ms = max(slowest, key=lambda step_and_ms: step_and_ms[1])
+        step, ms, *_ = max(slowest, key=lambda entry: entry[1])
         notes.append(
             f"The slowest step after it was {step:.0f}, with {number(ms, 'ms')}."
         )

@@ -182,7 +182,7 @@ def _not_better(run: RunRecord, outcome: str, alone_stopped: bool) -> str:
 
 
 def costs_of(run: RunRecord, alone: RunRecord) -> list[str]:
-    """Return the costs of both arms by origin, with wall-clock time where one passed."""
+    """Return the costs of both arms by origin, with the wall-clock time of each."""
     texts = []
     for name, cost, seconds in (
         ("the teacher's fit", run.fitting_spent, run.fitting),
@@ -222,7 +222,7 @@ def curves_table(run: RunRecord) -> list[str]:
 
 
 def learning_text(run: RunRecord) -> str:
-    """Report whether a finished run's student still learned; the cost of a longer one."""
+    """Report whether a finished run's student still learned, and what more costs."""
     answer, reason = learned(run)
     statements = {
         "learning": "The student was still learning",

@@ -1,4 +1,4 @@
-"""`kd.sweep`: train a configuration with many settings and find the best."""
+"""Train a configuration with many settings and find the best (`kd.sweep`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Sweep:
     """Results of a sweep."""
 
     folder: Path
-    """`run.folder`/NAME_sweep: run folders of the trials, journal.log, sweep.md,
-    best.yaml, frontier.svg.
+    """`run.folder`/NAME_sweep, which has the run folders of the trials, journal.log,
+    sweep.md, best.yaml and frontier.svg.
     """
     best: Path  # the best configuration, for `kd-train`
     rows: list[dict[str, Any]]
@@ -34,9 +34,8 @@ class Sweep:
     """Rows for the best configuration with other seeds, also with `test`: `score` and
     `interval` on test images.
     """
-    tested: dict[
-        str, Any
-    ]  # `score` and `interval` of the best trial on test images; {} without a test split
+    tested: dict[str, Any]
+    """`score` and `interval` of the best trial on test images; {} without such."""
     text: str  # the table, and the seed's part of the best score
     study: optuna.Study
 
@@ -52,8 +51,9 @@ def sweep(
     objectives: str = "",
     jobs: int = 1,
 ) -> Sweep:
-    """Train a configuration with many settings, like `kd-sweep`. The same call resumes
-    after a kill.
+    """Train a configuration with many settings, like `kd-sweep`.
+
+    The same call resumes after a kill.
 
     Args:
         settings: a YAML file, its contents, or a loaded Config.
@@ -69,14 +69,17 @@ def sweep(
         objectives: scores and costs for a Pareto front, such as "accuracy,ms,mb".
         jobs: parallel trials; each gets its share of the cores.
 
+    Returns:
+        The trials, the best configuration, and its scores.
+
     Raises:
         ConfigError: a key, value or option is wrong, or nothing varies.
         MissingExtra: Optuna, or a package of a sampler, is not installed.
         RunError: no trial finished, or the storage cannot be opened.
     """
-    for name, number, least in (("jobs", jobs, 1), ("trials", trials, 0)):
-        if not isinstance(number, int) or number < least:
-            raise ConfigError(name, f"is {number!r}", f"A whole number >= {least}")
+    for name, count, least in (("jobs", jobs, 1), ("trials", trials, 0)):
+        if not isinstance(count, int) or count < least:
+            raise ConfigError(name, f"is {count!r}", f"A whole number >= {least}")
     needed(
         "optuna",
         "kd-sweep",
@@ -85,9 +88,8 @@ def sweep(
     )
     from kd.study.sweeps.conduct import planned, trained  # imports Optuna
 
-    space = Space.read(
-        config.to_dict(settings) if isinstance(settings, Config) else settings,
-        overrides,
-    )
+    if isinstance(settings, Config):
+        settings = config.to_dict(settings)
+    space = Space.read(settings, overrides)
     plan = planned(space, trials, sampler, pruner, by, objectives)
     return Sweep(**trained(plan, storage, jobs))
