@@ -45,7 +45,7 @@ class Learning(NamedTuple):
     reason: str
 
 
-def learning(scores: Sequence[tuple[float, float]], images: int) -> Learning:
+def judge_learning(scores: Sequence[tuple[float, float]], images: int) -> Learning:
     """Compare the two intervals of a run by a share, such as the accuracy.
 
     It still learned if a run `LONGER` times as long would gain more than the 95 %

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kd.study.learning import Learning, learning
+from kd.study.learning import Learning, judge_learning
 from kd.study.report.record import RunRecord, spent_of, total
 
 # validation score of each evaluation by cost, in the unit of `RunRecord.spent`
@@ -119,7 +119,7 @@ def patience_of(evaluations: int) -> int:
     return max(LEAST, math.ceil(evaluations / 2))
 
 
-def length_alone(run: RunRecord) -> dict[str, int]:
+def baseline_length(run: RunRecord) -> dict[str, int]:
     """Return `run.steps` and `run.patience` of labels alone, for a finished run.
 
     The arm gets what distilling cost in all. The arm is an instrument, not the product,
@@ -153,7 +153,7 @@ def cost_of_step(run: RunRecord) -> float | None:
     return cost * student_share / steps
 
 
-def learned(run: RunRecord) -> Learning:
+def judge_run(run: RunRecord) -> Learning:
     """Return whether the student of a finished run still learned."""
     if run.gave_up:
         return Learning(
@@ -162,4 +162,4 @@ def learned(run: RunRecord) -> Learning:
     column = run.selection_metric
     scores = [(row["step"] / run.steps, float(row[column.key])) for row in run.val]
     images = run.manifest.get("validation_images", 0) if column.unit == "%" else 0
-    return learning(scores, images)
+    return judge_learning(scores, images)

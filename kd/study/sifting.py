@@ -30,13 +30,13 @@ def sifting_text(ratio: float, full: float, sifted: float) -> str:
     )
 
 
-def sifted(
+def sifting_table(
     epochs: Sequence[Row], train: Sequence[Row], manifest: Mapping[str, Any]
 ) -> str:
     """Return a table of a sifted run's epochs and the time saved, as Markdown.
 
     It is "" without sifting. The rows are those of metrics.jsonl, oldest first. Times
-    exclude cold epochs: see `warm`.
+    exclude cold epochs: see `warm_epochs`.
     """
     num_images = manifest.get("images")
     if not num_images:
@@ -50,7 +50,7 @@ def sifted(
     sifted_seconds = []
     start = 0.0
     for number, (row, is_warm) in enumerate(
-        zip(epochs, warm(epochs, train), strict=True)
+        zip(epochs, warm_epochs(epochs, train), strict=True)
     ):
         seconds = row["seconds"] - start
         start = row["seconds"]
@@ -82,7 +82,9 @@ def sifted(
     )
 
 
-def work(epochs: Sequence[Row], train: Sequence[Row], images: int) -> dict[str, str]:
+def work_cells(
+    epochs: Sequence[Row], train: Sequence[Row], images: int
+) -> dict[str, str]:
     """Return table cells of a sifted run: images trained on, and CPU seconds."""
     if not epochs or not train or not images:
         return {"images trained": "-", "training, CPU s": "-"}
@@ -93,7 +95,7 @@ def work(epochs: Sequence[Row], train: Sequence[Row], images: int) -> dict[str, 
     }
 
 
-def warm(epochs: Sequence[Row], train: Sequence[Row]) -> list[bool]:
+def warm_epochs(epochs: Sequence[Row], train: Sequence[Row]) -> list[bool]:
     """Return which epochs are warm.
 
     Those are not the first one, nor those in which the teacher predicted extra images.

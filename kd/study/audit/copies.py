@@ -76,7 +76,7 @@ class Album:
         """
         image = decoded.image
         pixels = image.resize(
-            (2 * SIDE, 2 * SIDE), Image.Resampling.NEAREST, inside(image)
+            (2 * SIDE, 2 * SIDE), Image.Resampling.NEAREST, box_inside_bars(image)
         )
         row = len(self)
         values = (np.asarray(pixels.reduce(2).convert("L")), decoded.crc, split, id)
@@ -85,7 +85,7 @@ class Album:
         self._show(row + 1)
 
 
-def inside(image: Image.Image) -> tuple[float, float, float, float]:
+def box_inside_bars(image: Image.Image) -> tuple[float, float, float, float]:
     """Return the box inside black bars: left, top, right and bottom in pixels."""
     small = image.resize((GRID, GRID), Image.Resampling.NEAREST).convert("L")
     bright = small.point([255 * (grey > BLACK) for grey in range(256)])
@@ -305,11 +305,13 @@ def _overlaid(first: np.ndarray, second: np.ndarray, variant: int) -> np.ndarray
     """
     equal = (first == second).all((1, 2))  # also true for blank pictures
     pictures = (first[:, :, ::-1] if variant >= MIRRORED else first).astype(np.float32)
-    full = cells(0.0, 1.0)
+    full = cell_means(0.0, 1.0)
     target, target_detail = _standardized(full @ second.astype(np.float32) @ full.T)
     best = np.where(equal, 1.0, -1.0)
     for rows, columns in _alignments(variant):
-        crop, detail = _standardized(cells(*rows) @ pictures @ cells(*columns).T)
+        crop, detail = _standardized(
+            cell_means(*rows) @ pictures @ cell_means(*columns).T
+        )
         score = ((crop * target).sum((1, 2)) + (detail * target_detail).sum((1, 2))) / 2
         best = np.maximum(best, score)
     return best
@@ -334,7 +336,7 @@ def _centred(pictures: np.ndarray, flat: float) -> np.ndarray:
     return centred / np.sqrt(squares + flat * CELLS * CELLS)
 
 
-def cells(low: float, high: float) -> np.ndarray:
+def cell_means(low: float, high: float) -> np.ndarray:
     """Return the matrix of cell means over an interval of a side, float32 [G, S]."""
     edges = low + (high - low) * np.arange(CELLS + 1) / CELLS
     pixels = np.arange(SIDE + 1) / SIDE

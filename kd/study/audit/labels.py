@@ -54,7 +54,9 @@ class Doubt(NamedTuple):
     label_probability: float
 
 
-def labelled(ids: np.ndarray, shares: np.ndarray, source: Source) -> TeacherAnswers:
+def labelled_answers(
+    ids: np.ndarray, shares: np.ndarray, source: Source
+) -> TeacherAnswers:
     """Return the predictions for the images `ids` that have a label.
 
     `shares` [N, C] are the probabilities.
@@ -80,7 +82,7 @@ def labelled(ids: np.ndarray, shares: np.ndarray, source: Source) -> TeacherAnsw
     )
 
 
-def joined(batches: Sequence[TeacherAnswers]) -> TeacherAnswers:
+def join_answers(batches: Sequence[TeacherAnswers]) -> TeacherAnswers:
     """Return the predictions of several batches as one."""
     batches = [batch for batch in batches if len(batch.id)]
     if not batches:
@@ -121,7 +123,7 @@ def write_labels(
         confidence = f"({100 * doubt.confidence:.0f} %)"
         caption = f"{doubt.image.label}, or {doubt.prediction} {confidence}?"
         figures.append((caption, [doubt.image]))
-    limits = LIMITS.format(planted=planted(answers["val"]))
+    limits = LIMITS.format(planted=trial_text(answers["val"]))
     page = lists.page(
         "Labels that the teacher doubts, the surest first", figures, splits, limits
     )
@@ -143,7 +145,7 @@ def _doubts(
     answer: TeacherAnswers, split: str, source: Source, classes: Sequence[str]
 ) -> list[Doubt]:
     """Return a split's doubted labels, most certain first."""
-    rows = doubted(
+    rows = doubted_rows(
         answer.label, answer.prediction, answer.confidence, answer.label_probability
     )
     doubts = []
@@ -157,7 +159,7 @@ def _doubts(
     return doubts
 
 
-def write_repeats(
+def add_repeats(
     answers: dict[str, TeacherAnswers], splits: Mapping[str, Source], target: Path
 ) -> list[str]:
     """Add pairs between splits with similar outputs to duplicates.csv.
@@ -215,7 +217,7 @@ def _album(
     return album, row_of
 
 
-def doubted(
+def doubted_rows(
     label: np.ndarray,
     prediction: np.ndarray,
     confidence: np.ndarray,
@@ -233,7 +235,7 @@ def doubted(
     return rows[np.argsort(ratio, kind="stable")]
 
 
-def planted(answer: TeacherAnswers) -> str:
+def trial_text(answer: TeacherAnswers) -> str:
     """Change k random labels; report how many are among the first k doubted ones."""
     count = round(PLANTED * len(answer.id))
     if count < FEWEST:
@@ -243,7 +245,9 @@ def planted(answer: TeacherAnswers) -> str:
     label_probability = answer.label_probability.copy()
     label[rows] = answer.trial_label[rows]
     label_probability[rows] = answer.trial_probability[rows]
-    doubts = doubted(label, answer.prediction, answer.confidence, label_probability)
+    doubts = doubted_rows(
+        label, answer.prediction, answer.confidence, label_probability
+    )
     right = int(np.isin(doubts[:count], rows).sum())
     trial = (
         f"Of {count} validation labels that were changed at random for a trial {right}"

@@ -31,7 +31,7 @@ MOST_CONFUSIONS = 20  # rows of that list, a screen long
 MOST_LETTERS = 24  # of a class name, half a card wide
 
 
-def answers(runs: Sequence[RunRecord]) -> list[Section]:
+def prediction_sections(runs: Sequence[RunRecord]) -> list[Section]:
     """Show the predictions of each run that has some on labelled images."""
     sections = []
     for run in runs:
@@ -40,7 +40,7 @@ def answers(runs: Sequence[RunRecord]) -> list[Section]:
             continue
         name = f" of {run.name}" if len(runs) > 1 else ""
         grids = [Grid([_by_class(predictions), _confusion(predictions)], 2)]
-        if cards := pair(predictions):
+        if cards := pair_cards(predictions):
             grids.append(Grid(cards, 2))
         if predictions.pictures:
             grids.append(Grid([_photographs(predictions)]))
@@ -185,7 +185,7 @@ def _frequent_confusions(counts: Sequence[Sequence[int]], names: Sequence[str]) 
     hints = []
     if rows:
         hints = [f"The {len(rows)} most frequent of {len(confusions)} confusions."]
-    return Card("Confusion", hints, table=rows, left=heads[:2])
+    return Card("Confusion", hints, table=rows, left_columns=heads[:2])
 
 
 def _photographs(predictions: Predictions) -> Card:
@@ -263,7 +263,7 @@ class Half:
         return float(self.sure[cut]) if cut < len(self.sure) else float("inf")
 
 
-def pair(predictions: Predictions) -> list[Card]:
+def pair_cards(predictions: Predictions) -> list[Card]:
     """Show the pair as cards; [] without a teacher or with fewer than 20 images."""
     if not predictions.teacher or len(predictions.student_sure) < 20:
         return []

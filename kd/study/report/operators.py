@@ -83,12 +83,7 @@ def form_of(family: str, rows: Sequence[dict[str, Any]]) -> str:
     return ", ".join(filter(None, [form, "fused" if fused else "unfused"]))
 
 
-def _batch_size(run: RunRecord) -> int:
-    """Return the images of a step on all ranks; 0: unknown."""
-    return int(run.keys.get("data.batch_size", 0) or 0)
-
-
-def grouped(run: RunRecord, by_family: bool) -> dict[str, Cost]:
+def operator_costs(run: RunRecord, by_family: bool) -> dict[str, Cost]:
     """Return the costs of a profile's operators by name or family, largest first."""
     if not run.profile:
         return {}
@@ -99,7 +94,7 @@ def grouped(run: RunRecord, by_family: bool) -> dict[str, Cost]:
             name = family_of(name)
             name = "attention" if name == FUSED_ATTENTION else name
         groups.setdefault(name, []).append(row)
-    images = run.profile["steps"] * (_batch_size(run) or 1)
+    images = run.profile["steps"] * (run.count("data.batch_size") or 1)
     sums = {name: sum(row["ms"] for row in rows) for name, rows in groups.items()}
     return {
         name: (
@@ -111,14 +106,14 @@ def grouped(run: RunRecord, by_family: bool) -> dict[str, Cost]:
     }
 
 
-def parts_of(run: RunRecord) -> dict[str, Cost]:
+def part_costs(run: RunRecord) -> dict[str, Cost]:
     """Return the costs of a steady step's parts, from the timeline of the run."""
     step = Evidence(run.timeline, ()).step()
     ms_of = defaultdict[str, float](float)
     for name, ms in step.items():
         ms_of[PARTS.get(name, "other")] += ms
     step_ms = sum(step.values()) or 1.0
-    images = _batch_size(run) or 1
+    images = run.count("data.batch_size") or 1
     return {name: (ms / images, ms / step_ms, "") for name, ms in ms_of.items()}
 
 
@@ -134,9 +129,9 @@ def how_to_profile(run: RunRecord) -> str:
     )
 
 
-def table_of(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
+def operator_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     """Return a row for each family of operators, with a column for each profile."""
-    profiles = {run.name: grouped(run, True) for run in runs if run.profile}
+    profiles = {run.name: operator_costs(run, True) for run in runs if run.profile}
     if not profiles:
         return []
     names = dict.fromkeys(name for costs in profiles.values() for name in costs)
@@ -169,7 +164,7 @@ def _machine_cells(run: RunRecord) -> dict[str, str]:
     peak = run.manifest.get("peak_mib")
     optimizer = last.get("optimizer_mib")
     return {
-        "images per step": f"{_batch_size(run):,}",
+        "images per step": f"{run.count('data.batch_size'):,}",
         "images/s of steady steps": number(_steady_images_per_second(run)),
         "ranks": str(run.manifest.get("world_size", 1)),
         "peak memory of rank 0": "-" if peak is None else f"{peak:,} MiB",
@@ -183,21 +178,21 @@ def _steady_images_per_second(run: RunRecord) -> float:
     A steady step has no evaluation, checkpoint or profile.
     """
     ms = sum(Evidence(run.timeline, ()).step().values())
-    return 1000 * _batch_size(run) / ms if ms else run.images_per_second
+    return 1000 * run.count("data.batch_size") / ms if ms else run.images_per_second
 
 
-def operators(runs: Sequence[RunRecord]) -> list[Section]:
+def operator_sections(runs: Sequence[RunRecord]) -> list[Section]:
     """Show what a step computes; for several runs also the parts of their steps."""
     names = [run.name for run in runs]
     legend = [(name, color(i)) for i, name in enumerate(names)] if len(runs) > 1 else []
-    profiles = [grouped(run, False) for run in runs]
+    profiles = [operator_costs(run, False) for run in runs]
     longest = dict.fromkeys(name for profile in profiles for name in [*profile][:TOP])
     cards = []
     if longest:
         title = f"The {TOP} operators with the most time"
         cards.append(Card(title, legend=legend, bars=_bars([*longest], profiles)))
     if len(runs) > 1:
-        steps = [parts_of(run) for run in runs]
+        steps = [part_costs(run) for run in runs]
         order = [
             name
             for name in dict.fromkeys([*PARTS.values(), "other"])
@@ -206,8 +201,8 @@ def operators(runs: Sequence[RunRecord]) -> list[Section]:
         if order:
             bars = _bars(order, steps)
             cards.append(Card("Parts of a step", legend=legend, bars=bars))
-    if rows := table_of(runs):
-        cards.append(Card("What they compute, and how", table=rows, left=names))
+    if rows := operator_rows(runs):
+        cards.append(Card("What they compute, and how", table=rows, left_columns=names))
     if len(runs) > 1:
         cards.append(Card("Batch, speed, memory", table=machine_rows(runs)))
     notes = [text for run in runs if (text := how_to_profile(run))]

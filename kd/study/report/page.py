@@ -12,14 +12,14 @@ from kd.files.manifest import served_first
 from kd.files.templates import rendered
 from kd.parts import registry
 from kd.study.report import sections
-from kd.study.report.confusion import answers
-from kd.study.report.operators import operators
+from kd.study.report.confusion import prediction_sections
+from kd.study.report.operators import operator_sections
 from kd.study.report.record import (
     RunRecord,
     differences,
     mean_cells,
     price_rows,
-    repeats,
+    seed_groups,
     teachers_of,
     verdicts,
 )
@@ -47,17 +47,17 @@ def render(runs: Sequence[RunRecord]) -> str:
         chips=[] if several else [chip for chip in _chips(runs[0]) if chip],
         unfinished=[run.unfinished_text for run in runs if run.unfinished_text],
         tiles=tiles[:TILES],
-        more_numbers=Card(table=rows, left=["note"]) if rows else None,
+        more_numbers=Card(table=rows, left_columns=["note"]) if rows else None,
         findings=_findings(runs),
         judged=not any(run.unfinished and not run.findings for run in runs),
         sections=[
             *_compared(runs),
             *sections.paying(runs),
             *sections.curves(runs),
-            *operators(runs),
+            *operator_sections(runs),
             *sections.time(runs),
             *sections.machine(runs),
-            *answers(runs),
+            *prediction_sections(runs),
             *sections.variants(runs),
             *sections.chain(runs),
             *_costs(runs),
@@ -217,7 +217,7 @@ def _compared(runs: Sequence[RunRecord]) -> list[Section]:
     blank = dict.fromkeys(rows[0], "-")
     for name, values in teachers_of(runs).items():
         rows.append(blank | {"run": name} | runs[0].scores.cells(values))
-    for group in repeats(runs):
+    for group in seed_groups(runs):
         title = f"mean of {len(group)} seeds"
         end = ", with its 95 % interval"
         rows.append(blank | {"run": title + end} | mean_cells(group))
@@ -229,7 +229,7 @@ def _compared(runs: Sequence[RunRecord]) -> list[Section]:
     if changed := differences(runs):
         names = [run.name for run in runs]
         title = "What differs in the configuration"
-        cards.append(Card(title, table=changed, left=names))
+        cards.append(Card(title, table=changed, left_columns=names))
     return section("Side by side", cards)
 
 

@@ -32,7 +32,7 @@ FILE = "answers.json"
 MOST_PICTURES = 24  # most pictures on which the models differ, 6 kB each in the page
 
 
-def answers(
+def read_predictions(
     folder: RunDir, recipe: Recipe, images: int, vouched: Trust
 ) -> tuple[Predictions | None, str]:
     """Return the predictions of student and teacher, and a note if some are missing.
@@ -71,7 +71,7 @@ def answers(
             models: dict[str, Any] = {"student": best.to(device).eval()}
             if model is not None:
                 models["teacher"] = LiveTeacher(model, device).validation()
-            stored = ask_all(models, data.views()[1], images, device)
+            stored = predict_all(models, data.views()[1], images, device)
             stored["belongs"] = belongs
             write_json(folder.path / FILE, stored)
     except KdError as error:
@@ -156,7 +156,7 @@ def _pictures(
     return pictures
 
 
-def ask_all(
+def predict_all(
     models: Mapping[str, Any], views: Dataset, images: int, device: torch.device
 ) -> dict[str, Any]:
     """Run models in float32 on `images` images of a split in evaluation's view; 0: all.

@@ -170,22 +170,22 @@ class RunRecord:
     @property
     def gave_up(self) -> bool:
         """Whether it ended early, after `run.patience` evaluations without a best."""
-        patience = self._count("run.patience")
+        patience = self.count("run.patience")
         decides = str(self.manifest.get("decides"))
         scores = [float(row[decides]) for row in self.val if decides in row]
         if not scores:
             return False
         return 0 < patience < len(scores) - scores.index(max(scores))
 
-    def _count(self, key: str) -> int:
+    def count(self, key: str) -> int:
         """Return a number in the configuration; 0 if it is missing."""
         return int(self.keys.get(key, 0) or 0)
 
     @property
     def unfinished(self) -> str:
         """The progress of an unfinished run; "" for a finished one."""
-        steps = self._count("run.steps")
-        epochs = self._count("run.epochs")
+        steps = self.count("run.steps")
+        epochs = self.count("run.epochs")
         epoch = int(self.train[-1]["epoch"]) if self.train else 0
         ended = self.gave_up or (self.steps >= steps if steps else epoch >= epochs)
         evaluated = not self.steps or (self.val and self.val[-1]["step"] >= self.steps)
@@ -225,7 +225,7 @@ class RunRecord:
 
     @property
     def spent(self) -> float | None:
-        """Cost of training, seconds of all CPUs or accelerators; None: not recorded."""
+        """Cost of training, seconds of all CPUs or accelerators; None: unknown."""
         return spent_of(self.train, self.manifest)
 
     @property
@@ -251,10 +251,10 @@ class RunRecord:
     @property
     def per_hour(self) -> float:
         """US dollars per hour for all machines; 0: unknown."""
-        price = float(self.keys.get("price.per_hour", 0.0) or 0.0)
+        price = self.keys.get("price.per_hour")
         if not price:
             price = instances.price_per_hour(str(self.keys.get("price.instance", "")))
-        return int(self.manifest.get("machines", 1)) * price
+        return int(self.manifest.get("machines", 1)) * float(price)
 
     @property
     def cost(self) -> float:
@@ -328,7 +328,7 @@ def differences(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     return rows
 
 
-def repeats(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
+def seed_groups(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Return groups of runs that differ only in the seed, the first of each seed.
 
     The runs of a group are scored on the same split.

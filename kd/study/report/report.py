@@ -15,19 +15,19 @@ from kd.files.storage import read_rows, write_text
 from kd.setup.finished import Trust, opened_run
 from kd.setup.provenance import chain_lines
 from kd.setup.recipe import Recipe, resolve
-from kd.study.report.operators import how_to_profile, profile_of, table_of
+from kd.study.report.operators import how_to_profile, operator_rows, profile_of
 from kd.study.report.page import render
-from kd.study.report.predictions import answers
+from kd.study.report.predictions import read_predictions
 from kd.study.report.record import (
     RunRecord,
     differences,
     mean_cells,
     price_rows,
     record_of,
-    repeats,
+    seed_groups,
     verdicts,
 )
-from kd.study.report.summary import described
+from kd.study.report.summary import summary_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ def report(
     """
     file = target or paths[0] / "report.html"
     with _damage_as_one_line(paths):
-        runs = distinct([read(path, images, overrides, trust) for path in paths])
+        runs = with_distinct_names(
+            [read_run(path, images, overrides, trust) for path in paths]
+        )
         page = redact(render(runs))
         text = redact(summary(runs))
     write_text(file, page, "--to")
@@ -66,7 +68,9 @@ def prices(
 ) -> list[dict[str, str]]:
     """Return a table that compares the costs of runs."""
     with _damage_as_one_line(paths):
-        runs = distinct([record_of(*_opened(path, overrides, trust)) for path in paths])
+        runs = with_distinct_names(
+            [record_of(*_opened(path, overrides, trust)) for path in paths]
+        )
         if not any(run.cost for run in runs):
             remedy = (
                 "Add price.instance=ml.g5.xlarge, or price.per_hour=1.5, behind the"
@@ -98,7 +102,7 @@ def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
         raise RunError("run", wrong, "", remedy) from error
 
 
-def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
+def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Number repeated run names."""
     names = [run.name for run in runs]
     counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
@@ -108,7 +112,7 @@ def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
     ]
 
 
-def read(
+def read_run(
     path: Path, images: int, overrides: Sequence[str] = (), trust: bool = False
 ) -> RunRecord:
     """Read a run folder, without predictions if the number of images is negative."""
@@ -119,7 +123,7 @@ def read(
     note = ""
     if images >= 0 and folder.best_row():
         vouched = Trust.of(trust, overrides, recipe.data)
-        predictions, note = answers(folder, recipe, images, vouched)
+        predictions, note = read_predictions(folder, recipe, images, vouched)
     return replace(
         record_of(folder, recipe),
         timeline={
@@ -155,13 +159,13 @@ def summary(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         if several:
             lines += ["", f"## {run.name}", ""]
-        lines += [*described(run), *_finding_lines(run)]
+        lines += [*summary_lines(run), *_finding_lines(run)]
         if chain := chain_lines(run.exported):
             lines += ["Where the export comes from:", "", "```", *chain, "```", ""]
     if several and (comparisons := verdicts(runs)):
         lines += ["On the same images, with the 95 % interval of the difference:", ""]
         lines += [*(f"- {line}" for line in comparisons), ""]
-    for group in repeats(runs):
+    for group in seed_groups(runs):
         names = ", ".join(run.name for run in group)
         cells = ", ".join(
             f"{title} {text}" for title, text in mean_cells(group).items()
@@ -171,7 +175,7 @@ def summary(runs: Sequence[RunRecord]) -> str:
     if any(run.cost for run in runs):
         lines += ["Costs:", "", table(price_rows(runs)), ""]
     if several:
-        if rows := table_of(runs):
+        if rows := operator_rows(runs):
             lines += ["Profiled, milliseconds per image:", "", table(rows), ""]
         lines += [f"{text}\n" for run in runs if (text := how_to_profile(run))]
         if rows := differences(runs):

@@ -11,7 +11,7 @@ from kd.setup.provenance import chain_lines
 from kd.study.paying import Arms
 from kd.study.report.charts import Axis, Chart, Level, Series, evenly, lines, stack
 from kd.study.report.record import RunRecord, teachers_of
-from kd.study.report.summary import clock_of, learning_text, verdict
+from kd.study.report.summary import clock_of, learning_text, paying_verdict
 from kd.study.report.view import (
     Card,
     Grid,
@@ -137,7 +137,11 @@ def paying(runs: Sequence[RunRecord]) -> list[Section]:
         cost = Axis(f"seconds of {clock_of(run)}", zero=True)
         chart = lines(series, WIDE, cost, Axis(unit=column.unit), levels)
         cards.append(
-            Card(run.name, chart=chart, notes=[f"{verdict(run)} {learning_text(run)}"])
+            Card(
+                run.name,
+                chart=chart,
+                notes=[f"{paying_verdict(run)} {learning_text(run)}"],
+            )
         )
     hint = (
         "Validation scores over all that was spent, the teacher's fit and stored"
@@ -318,5 +322,5 @@ def variants(runs: Sequence[RunRecord]) -> list[Section]:
     for run in runs:
         if rows := variant_rows(run.exported):
             title = run.name if len(runs) > 1 else ""
-            cards.append(Card(title, table=rows, left=["file"]))
+            cards.append(Card(title, table=rows, left_columns=["file"]))
     return section("Which file to ship", cards, VARIANTS_NOTE)

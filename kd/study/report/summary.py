@@ -7,14 +7,14 @@ from kd.core.intervals import Samples
 from kd.core.scores import DIFFERENCES_NOTE, Column, samples_of, skipped_text
 from kd.core.text import clock, table
 from kd.study.learning import LONGER
-from kd.study.paying import ENOUGH, Arms, cost_of_step, has_stopped, learned
+from kd.study.paying import ENOUGH, Arms, cost_of_step, has_stopped, judge_run
 from kd.study.report.record import RunRecord, on_cpu, total
-from kd.study.sifting import sifted
+from kd.study.sifting import sifting_table
 
 ALONE = "student, labels only"
 
 
-def described(run: RunRecord) -> list[str]:
+def summary_lines(run: RunRecord) -> list[str]:
     """Return the scores of a run with notes as lines of Markdown."""
     lines = []
     if progress := run.unfinished_text:
@@ -33,7 +33,7 @@ def described(run: RunRecord) -> list[str]:
     )
     seed = run.keys.get("run.seed", 0)
     lines += [f"{best}; seed {seed}; {clock(run.seconds)} of training.", ""]
-    if text := verdict(run):
+    if text := paying_verdict(run):
         lines += [text, "", *curves_table(run)]
     if scored is not None:
         lines += [learning_text(run), ""]
@@ -108,7 +108,7 @@ def _note_lines(run: RunRecord) -> list[str]:
         lines += [f"Labels only: {text}", ""]
     for config_path, home in run.manifest.get("teacher_home", {}).items():
         lines.append(f"{config_path[0].upper()}{config_path[1:]}: {home['text']}.\n")
-    if text := sifted(run.epochs, run.train, run.manifest):
+    if text := sifting_table(run.epochs, run.train, run.manifest):
         lines.append(text)
     if run.scored is not None:
         lines += [run.scored.note, ""]
@@ -122,7 +122,7 @@ def clock_of(run: RunRecord) -> str:
     return "CPU time" if on_cpu(run.manifest) else "device time"
 
 
-def verdict(run: RunRecord) -> str:
+def paying_verdict(run: RunRecord) -> str:
     """Report from which cost on distillation pays, against labels alone.
 
     Both are scored on the same images. The cost includes the fit of a fitted teacher,
@@ -172,7 +172,7 @@ def verdict(run: RunRecord) -> str:
 
 def _not_better(run: RunRecord, outcome: str, alone_stopped: bool) -> str:
     """Report that a student was not better; whether it may become so."""
-    answer = learned(run).answer
+    answer = judge_run(run).answer
     if answer == "learning":
         return "Not within this run: the student is still learning"
     text = "Does not pay" if outcome == "worse" else "Not shown to pay"
@@ -223,7 +223,7 @@ def curves_table(run: RunRecord) -> list[str]:
 
 def learning_text(run: RunRecord) -> str:
     """Report whether a finished run's student still learned, and what more costs."""
-    answer, reason = learned(run)
+    answer, reason = judge_run(run)
     statements = {
         "learning": "The student was still learning",
         "stopped": "The student had stopped learning",

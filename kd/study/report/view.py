@@ -47,7 +47,7 @@ class Card:
     pictures: Sequence[Any] = ()
     legend: Sequence[tuple[str, str]] = ()  # names with their colours
     table: Sequence[Mapping[str, Any]] = ()
-    left: Sequence[str] = ()  # columns that are aligned to the left
+    left_columns: Sequence[str] = ()  # columns that are aligned to the left
     text: str = ""  # keeps its spaces
     notes: Sequence[str] = ()
 

@@ -27,7 +27,7 @@ from kd.study.sweeps.processes import failure
 from kd.study.sweeps.search import (
     Goal,
     Sampler,
-    opened,
+    open_study,
     pruner_of,
     rehearse,
     sampler_of,
@@ -36,10 +36,11 @@ from kd.study.sweeps.space import (
     Space,
     Trial,
     require_different,
-    sharing,
+    sharing_overrides,
     student_alike,
 )
-from kd.study.sweeps.trials import Trials, alone
+from kd.study.sweeps.sweep import Sweep
+from kd.study.sweeps.trials import Trials, sweep_lock
 
 FRESH = 2  # number of other seeds with which the best trial is trained again
 log = logging.getLogger("kd")
@@ -74,11 +75,11 @@ class SweepPlan:
         return len(alike) > 1 or not {*COSTS}.isdisjoint(self.goal.objectives)
 
     def trial(self, values: Mapping[str, str], threads: int, baseline: bool) -> Trial:
-        shared = sharing(self.space.load(values), threads)
+        shared = sharing_overrides(self.space.load(values), threads)
         return self.space.trial(values, f"{self.name}_sweep", shared, baseline)
 
 
-def planned(
+def plan_sweep(
     space: Space, trials: int, sampler: str, pruner: str, by: str, objectives: str
 ) -> SweepPlan:
     """Check a sweep; see `kd.study.sweeps.sweep.sweep`."""
@@ -90,7 +91,7 @@ def planned(
     combinations = space.probes() if build_sampler else space.combinations()
     folder = f"{first.run.name}_sweep"
     probes = [
-        space.trial(values, folder, sharing(space.load(values), 1))
+        space.trial(values, folder, sharing_overrides(space.load(values), 1))
         for values in combinations
     ]
     require_different(probes)
@@ -98,9 +99,9 @@ def planned(
     return SweepPlan(space, goal, trials, build_sampler, built_pruner, probes)
 
 
-def trained(plan: SweepPlan, storage: str, jobs: int) -> dict[str, Any]:
-    """Train a sweep, and return the fields of `kd.study.sweeps.sweep.Sweep`."""
-    with alone(plan.folder):
+def train_sweep(plan: SweepPlan, storage: str, jobs: int) -> Sweep:
+    """Train the trials of a sweep, and write its results."""
+    with sweep_lock(plan.folder):
         file = plan.folder / "sweep.json"
         # a resumed trial keeps the sweep's initial number of threads, so its bits do
         # not change
@@ -133,7 +134,7 @@ def trained(plan: SweepPlan, storage: str, jobs: int) -> dict[str, Any]:
     fresh.train(jobs, final=True)
     if failed := fresh.failed():
         raise failure(failed[0][1])
-    with alone(plan.folder):
+    with sweep_lock(plan.folder):
         return _write_results(plan, trials, winner, fresh.rows())
 
 
@@ -146,8 +147,8 @@ def _trials(plan: SweepPlan, storage: str, trial_of: Any) -> Trials:
         plan.goal.objectives,
     )
     name = f"{plan.name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:8]}"
-    with alone(plan.folder):
-        study = opened(name, storage, plan.folder, plan.goal, plan.pruner)
+    with sweep_lock(plan.folder):
+        study = open_study(name, storage, plan.folder, plan.goal, plan.pruner)
     return Trials(plan.folder, study, plan.space, plan.goal, trial_of)
 
 
@@ -194,7 +195,7 @@ def _best(trials: Trials) -> Trial:
 
 def _write_results(
     plan: SweepPlan, trials: Trials, winner: Trial, fresh: list[dict[str, Any]]
-) -> dict[str, Any]:
+) -> Sweep:
     """Test the best, time the students, and write best.yaml and sweep.md."""
     folder = plan.folder
     best = folder / "best.yaml"
@@ -207,22 +208,14 @@ def _write_results(
     teacher = {}
     notes = []
     if plan.sized:
-        rows, teacher = frontier.measured(trials, rows)
-        notes.append(frontier.write(rows, teacher, column, folder))
-    table = ranking.table_of(rows, trials, column, teacher)
-    luck = ranking.luck(rows, fresh, tested, column)
+        rows, teacher = frontier.with_costs(trials, rows)
+        notes.append(frontier.write_frontier(rows, teacher, column, folder))
+    table = ranking.trials_table(rows, trials, column, teacher)
+    luck = ranking.luck_text(rows, fresh, tested, column)
     hints = (
         f"`kd-train {best}` trains the best again; `kd-report {folder}/*/` shows all"
         " curves on one page."
     )
     text = "\n\n".join([table, *notes, luck, hints])
     write_text(folder / "sweep.md", text + "\n")
-    return {
-        "folder": folder,
-        "best": best,
-        "rows": rows,
-        "fresh": fresh,
-        "tested": tested,
-        "text": text,
-        "study": trials.study,
-    }
+    return Sweep(folder, best, rows, fresh, tested, text, trials.study)

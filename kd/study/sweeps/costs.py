@@ -27,7 +27,7 @@ COSTS = ("ms", "mb")  # objectives of a sweep that are no scores; smaller is bet
 SECONDS = 2.0  # most seconds of timing per model
 
 
-def timed(
+def measure_costs(
     loads: Mapping[str, Callable[[], Classifier]], sides: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
     """Return the costs of models, given functions that load them.

@@ -21,8 +21,8 @@ from kd.setup.build_teacher import load_fitted
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 from kd.study.report.charts import FILE, Axis, Level, Points, Series, points
-from kd.study.sweeps.costs import student_of, timed
-from kd.study.sweeps.search import Goal, front
+from kd.study.sweeps.costs import measure_costs, student_of
+from kd.study.sweeps.search import Goal, on_pareto_front
 from kd.study.sweeps.space import Trial, student_alike
 from kd.study.sweeps.trials import Trials
 
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 log = logging.getLogger("kd")
 
 
-def measured(trials: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
+def with_costs(trials: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
     """Return the rows of trials with their students' costs, and the teacher's row.
 
     The teacher's may be {}. A finished student has `ms`, `mb` (10^6 bytes),
@@ -53,20 +53,20 @@ def measured(trials: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
     """
     costs = _stored_costs(trials, rows)
     key = rows[0]["key"]
-    with_costs = []
+    costed_rows = []
     for row in rows:
         name = row["trial"]
-        with_costs.append({**row, **costs.get(name, {})})
+        costed_rows.append({**row, **costs.get(name, {})})
         baseline = RunDir(trials.folder / name).alone().path.name
         scores = trials.last_row(f"{name}/{baseline}")
         if key in scores:
-            with_costs[-1]["labels_only"] = scores[key]
-    _number(trials.goal, key, with_costs)
+            costed_rows[-1]["labels_only"] = scores[key]
+    _number(trials.goal, key, costed_rows)
     teachers = trials.goal.scores.of_teachers(trials.last_row(rows[0]["trial"]))
     score = teachers.get(TEACHER, {}).get(key)
     if TEACHER not in costs or score is None:
-        return with_costs, {}
-    return with_costs, {"score": score, **costs[TEACHER]}
+        return costed_rows, {}
+    return costed_rows, {"score": score, **costs[TEACHER]}
 
 
 def _stored_costs(trials: Trials, rows: Sequence[Row]) -> dict[str, Row]:
@@ -89,13 +89,13 @@ def _number(goal: Goal, key: str, rows: Sequence[Row]) -> None:
         [row["score"] if name == key else row[name] for name in goal.objectives]
         for row in order
     ]
-    holds = front(points, goal.directions)
+    holds = on_pareto_front(points, goal.directions)
     for number, (row, hold) in enumerate(zip(order, holds, strict=True), 1):
         row |= {"number": number, "frontier": hold}
 
 
-def cells(rows: Sequence[Row], column: Column) -> list[dict[str, str]]:
-    """Return the table cells of `measured` rows; [] if nothing was measured."""
+def cost_cells(rows: Sequence[Row], column: Column) -> list[dict[str, str]]:
+    """Return the table cells of `with_costs` rows; [] if nothing was measured."""
     if not any("ms" in row or "untimed" in row for row in rows):
         return [{} for _ in rows]
     columns: list[tuple[str, str, Callable[..., str]]] = [
@@ -112,15 +112,17 @@ def cells(rows: Sequence[Row], column: Column) -> list[dict[str, str]]:
     ]
 
 
-def write(rows: Sequence[Row], teacher: Row, column: Column, folder: Path) -> str:
-    """Write frontier.svg of `measured` rows, and return the text below their table."""
+def write_frontier(
+    rows: Sequence[Row], teacher: Row, column: Column, folder: Path
+) -> str:
+    """Write frontier.svg of `with_costs` rows; return the text below their table."""
     if not any("ms" in row for row in rows):
         return "No student could be timed."
-    write_text(folder / "frontier.svg", picture(rows, teacher, column))
+    write_text(folder / "frontier.svg", frontier_svg(rows, teacher, column))
     return f"{NOTE.format(processor())} `{folder / 'frontier.svg'}` shows the points."
 
 
-def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
+def frontier_svg(rows: Sequence[Row], teacher: Row, column: Column) -> str:
     """Return score against milliseconds as SVG; at least one row must be timed."""
     order = sorted((row for row in rows if "ms" in row), key=lambda row: row["number"])
     frontier = [row for row in order if row["frontier"]]
@@ -144,7 +146,7 @@ def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
     stairs = Series("frontier", COLORS["frontier"], x, y)
     notes = []
     for row in order:
-        values = ", ".join(named(row["values"]).values())
+        values = ", ".join(value_texts(row["values"]).values())
         score = column.text(row["score"])
         notes.append(f"{row['number']}  {values}: {row['ms']:.3g} ms, {score}")
     notes.append("upright: 95 % intervals")
@@ -160,7 +162,7 @@ def _points(name: str, rows: Sequence[Row]) -> Points:
     return Points(name, COLORS[name], at, numbers, intervals)
 
 
-def named(values: Mapping[str, str]) -> dict[str, str]:
+def value_texts(values: Mapping[str, str]) -> dict[str, str]:
     """Return the values of a trial as text, in place of a `student` section its keys.
 
     They are its model, arguments and weights.
@@ -196,7 +198,7 @@ def _costs(folder: Path, ended: Mapping[str, Trial]) -> dict[str, Row]:
         loads[TEACHER] = partial(_teacher, first)
         sides[TEACHER] = first.config.data.image_size
     log.info("sweep: %d models are timed in turns", len(loads))
-    costs = timed(loads, sides)
+    costs = measure_costs(loads, sides)
     for name, trial in ended.items():
         costs[name] = costs[first_names[student_alike(trial)]]
     return costs

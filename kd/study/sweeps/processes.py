@@ -82,7 +82,7 @@ class Processes:
         return lines
 
 
-def run(name: str, words: Sequence[str], output: Path) -> None:
+def run_command(name: str, words: Sequence[str], output: Path) -> None:
     """Run a command to its end; raise its error."""
     with Processes() as processes:
         processes.start(name, words, output)

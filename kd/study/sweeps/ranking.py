@@ -9,12 +9,12 @@ from typing import Any
 from kd.core.scores import Column
 from kd.core.text import table
 from kd.files.run_dir import RunDir
-from kd.study.sifting import work
+from kd.study.sifting import work_cells
 from kd.study.sweeps import frontier
 from kd.study.sweeps.trials import Trials
 
 
-def table_of(
+def trials_table(
     rows: Sequence[dict[str, Any]],
     trials: Trials,
     column: Column,
@@ -22,25 +22,25 @@ def table_of(
 ) -> str:
     """Return the table of trials; `teacher`: its row, if the students differ."""
     title = f"{column.title} (95 %)"
-    costs = frontier.cells([*rows, teacher] if teacher else rows, column)
+    costs = frontier.cost_cells([*rows, teacher] if teacher else rows, column)
     sifted = any(trials.trial(row).config.sifter.kind != "none" for row in rows)
     lines = []
     for row, cost_cells in zip(rows, costs, strict=False):
         values = dict(row["values"])
         for key in trials.space.ranges:
             values[key] = f"{float(values[key]):.4g}"
-        line = {**frontier.named(values), title: _with_interval(row, column)}
+        line = {**frontier.value_texts(values), title: _with_interval(row, column)}
         if sifted:
             run = RunDir(trials.folder / row["trial"])
             images = int(run.manifest().get("images", 0))
-            line |= work(run.metrics("epoch"), run.metrics("train"), images)
+            line |= work_cells(run.metrics("epoch"), run.metrics("train"), images)
         lines.append({**line, **cost_cells, "": _remarks(row, row is rows[0])})
     blank = dict.fromkeys(lines[0], "-")
     if teacher:
         score = column.text(teacher["score"])
         lines.append({**blank, title: score, **costs[-1], "": "the teacher"})
     for values, error in trials.failed():
-        lines.append({**blank, **frontier.named(values), "": f"failed: {error}"})
+        lines.append({**blank, **frontier.value_texts(values), "": f"failed: {error}"})
     return table(lines)
 
 
@@ -62,7 +62,7 @@ def _with_interval(row: Mapping[str, Any], column: Column) -> str:
     return column.text(row["score"]) + (f" ({ends})" if ends else "")
 
 
-def luck(
+def luck_text(
     rows: Sequence[dict[str, Any]],
     fresh: Sequence[dict[str, Any]],
     tested: Mapping[str, Any],

@@ -154,7 +154,7 @@ def rehearse(
         study.tell(trial, [float(number)] * len(goal.directions))
 
 
-def opened(
+def open_study(
     name: str, storage: str, folder: Path, goal: Goal, pruner: optuna.pruners.BasePruner
 ) -> optuna.Study:
     """Create or load a study.
@@ -184,7 +184,7 @@ def opened(
         ) from error
 
 
-def front(
+def on_pareto_front(
     points: Sequence[Sequence[float]], directions: Sequence[StudyDirection]
 ) -> list[bool]:
     """Return whether each point is on the Pareto front.

@@ -210,7 +210,7 @@ def require_different(trials: Iterable[Trial]) -> None:
                 raise ConfigError(key, wrong, allowed, "Leave one out")
 
 
-def sharing(settings: Config, threads: int) -> list[str]:
+def sharing_overrides(settings: Config, threads: int) -> list[str]:
     """Return the overrides by which trials share teacher outputs and decoded images.
 
     The views are as in a single run. Outputs are rounded to float16, as in every cache.

@@ -27,7 +27,7 @@ class Sweep:
     rows: list[dict[str, Any]]
     """One row per trial, best first: `trial`, `values`, `score` on validation images,
     and its `interval` if known. If the students differ also their costs, see
-    `kd.study.sweeps.frontier.measured`. The last ones have `pruned`, the number of
+    `kd.study.sweeps.frontier.with_costs`. The last ones have `pruned`, the number of
     evaluations after which they were ended.
     """
     fresh: list[dict[str, Any]]
@@ -86,10 +86,10 @@ def sweep(
         "the package optuna is not installed",
         "pip install 'PATH/kd[sweep]'",
     )
-    from kd.study.sweeps.conduct import planned, trained  # imports Optuna
+    from kd.study.sweeps.conduct import plan_sweep, train_sweep  # imports Optuna
 
     if isinstance(settings, Config):
         settings = config.to_dict(settings)
     space = Space.read(settings, overrides)
-    plan = planned(space, trials, sampler, pruner, by, objectives)
-    return Sweep(**trained(plan, storage, jobs))
+    plan = plan_sweep(space, trials, sampler, pruner, by, objectives)
+    return train_sweep(plan, storage, jobs)

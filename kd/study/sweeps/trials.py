@@ -25,8 +25,8 @@ from kd.core.scores import Scored
 from kd.files.run_dir import RunDir
 from kd.files.storage import on_disk, take_lock
 from kd.setup.recipe import resolve
-from kd.study.sweeps.costs import COSTS, student_of, timed
-from kd.study.sweeps.processes import POLL, Processes, run
+from kd.study.sweeps.costs import COSTS, measure_costs, student_of
+from kd.study.sweeps.processes import POLL, Processes, run_command
 from kd.study.sweeps.search import Goal, Sampler
 from kd.study.sweeps.space import Space, Trial, prepared_alike, write_yaml
 
@@ -34,7 +34,7 @@ log = logging.getLogger("kd")
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def sweep_lock(folder: Path) -> Iterator[None]:
     """Wait until no other process of the sweep is in such a block."""
     with on_disk(folder, "run.folder"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ class Trials:
 
         `final`: score test images too.
         """
-        with alone(self.folder):
+        with sweep_lock(self.folder):
             self._begin(sampler is None)
         attempts: dict[str, Attempt] = {}
         with ExitStack() as claims, Processes() as processes:
@@ -165,7 +165,7 @@ class Trials:
         scored = folder.scored()
         if scored is None or scored.split != "test":
             words = ["train", write_yaml(trial, self.folder)]
-            run("test", words, self.folder / f"{trial.name}.log")
+            run_command("test", words, self.folder / f"{trial.name}.log")
             scored = folder.scored()
         if scored is None:
             wrong = f"'{folder.path}' was not scored"
@@ -208,7 +208,7 @@ class Trials:
             if len(trials) > 1:
                 log.info("sweep: kd-%s for all trials", job)
                 words = [job, write_yaml(trials[0], self.folder)]
-                run(job, words, self.folder / "prepare.log")
+                run_command(job, words, self.folder / "prepare.log")
 
     def _enqueue_again(self, record: FrozenTrial) -> None:
         # a kill while the values were drawn leaves some
@@ -217,7 +217,7 @@ class Trials:
 
     def _next(self, count: int, sampler: Sampler | None) -> Attempt | None:
         """Take a trial that waits, or draw one; None: nothing is left at present."""
-        with alone(self.folder):
+        with sweep_lock(self.folder):
             self._retry_interrupted()
             records = self._records()
             drawn = sum("continues" not in record.user_attrs for record in records)
@@ -260,7 +260,7 @@ class Trials:
         processes.start(trial.name, words, output, [attempt.claim.fileno()])
 
     def _hopeless(self, attempt: Attempt) -> bool:
-        """Report new validation rows; return whether to end a run that is not scored."""
+        """Report new rows, and return whether the pruner ends a run without a score."""
         if not self._report(attempt) or not attempt.study_trial.should_prune():
             return False
         return RunDir(self.folder / attempt.trial.name).scored() is None
@@ -329,7 +329,7 @@ class Trials:
                 facts[objective] = final[objective]
         if not {*COSTS}.isdisjoint(self.goal.objectives):
             load = partial(student_of, self.folder, trial)
-            facts |= timed({"": load}, {"": trial.config.data.image_size})[""]
+            facts |= measure_costs({"": load}, {"": trial.config.data.image_size})[""]
         return facts
 
 
