@@ -20,12 +20,21 @@ class Planned:
     keep = 1.0
     """Share of the images that a sifted epoch visits."""
 
-    def __init__(self, context: SiftContext) -> None:
+    def __init__(self, context: SiftContext, limits: Any = None) -> None:
+        """`limits`: options with `keep`, `warmup` and `anneal`; None: keep all."""
         self.context = context
+        self.limits = limits
+        if limits is not None:
+            self.keep = limits.keep
 
     def is_full(self, epoch: int, progress: float) -> bool:
-        """Return whether an epoch visits all images."""
-        return True
+        """Return whether an epoch visits all images.
+
+        Those are the first `warmup` ones, and those that begin in the last share
+        `anneal`.
+        """
+        limits = self.limits
+        return limits is None or epoch < limits.warmup or progress >= 1 - limits.anneal
 
     def steps(self, epoch: int, progress: float) -> int:
         share = self.context.balance if self.is_full(epoch, progress) else self.keep
@@ -117,11 +126,3 @@ def num_selected(context: SiftContext, keep: float) -> int:
     batches = context.num_images // context.batch_size
     target = round(keep * context.num_images / context.batch_size)
     return min(max(1, target), batches) * context.batch_size
-
-
-def is_full_epoch(epoch: int, progress: float, limits: Any) -> bool:
-    """Return whether an epoch is not sifted.
-
-    Those are the first `warmup` ones, and those that begin in the last share `anneal`.
-    """
-    return epoch < limits.warmup or progress >= 1 - limits.anneal

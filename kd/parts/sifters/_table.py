@@ -13,7 +13,6 @@ from kd.parts.sifters._plan import (
     Planned,
     full_plan,
     generator,
-    is_full_epoch,
     num_selected,
     shuffled,
 )
@@ -46,9 +45,7 @@ class Remembering(Planned):
     """
 
     def __init__(self, limits: Limits, context: SiftContext) -> None:
-        super().__init__(context)
-        self.limits = limits
-        self.keep = limits.keep
+        super().__init__(context, limits)
         count = context.num_images
         self.epoch = NEVER
         self.loss_N = torch.full((count,), torch.nan)
@@ -60,16 +57,13 @@ class Remembering(Planned):
         """Keep the losses on the device; they are read once per epoch."""
         self._pending.append((ids, losses))
 
-    def is_full(self, epoch: int, progress: float) -> bool:
-        return is_full_epoch(epoch, progress, self.limits)
-
     def plan(self, epoch: int, progress: float) -> Plan:
         new = epoch != self.epoch
         if new:
             self._gather()
             self._fold()
             self.epoch = epoch
-        if Remembering.is_full(self, epoch, progress):
+        if Planned.is_full(self, epoch, progress):
             return full_plan(self.context, epoch)
         if new:
             self.look()

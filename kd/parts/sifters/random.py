@@ -9,7 +9,6 @@ from kd.parts.sifters._plan import (
     Planned,
     full_plan,
     generator,
-    is_full_epoch,
     num_selected,
     shuffled,
 )
@@ -34,14 +33,6 @@ class Random(Planned):
     other pruning methods.
     """
 
-    def __init__(self, options: Options, context: SiftContext) -> None:
-        super().__init__(context)
-        self.options = options
-        self.keep = options.keep
-
-    def is_full(self, epoch: int, progress: float) -> bool:
-        return is_full_epoch(epoch, progress, self.options)
-
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return the share `keep` of all images, or all in first and last epochs."""
         if self.is_full(epoch, progress):
@@ -55,4 +46,4 @@ class Random(Planned):
 
 def build(options: Options, context: SiftContext) -> Random:
     """Build the random baseline."""
-    return Random(options, context)
+    return Random(context, options)

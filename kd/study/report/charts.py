@@ -149,9 +149,9 @@ def points(
     groups: Sequence[Points],
     size: tuple[int, int],
     axes: tuple[Axis, Axis],
-    levels: Sequence[Level] = (),
-    stairs: Series | None = None,
-    notes: Sequence[str] = (),
+    levels: Sequence[Level],
+    stairs: Series,
+    notes: Sequence[str],
 ) -> Chart:
     """Draw points with their texts and intervals.
 
@@ -169,22 +169,16 @@ def points(
     data = {"values": rows}
     place = {"x": x, "y": y}
     ends = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}
-    beside = {"type": "text", "align": "left", "dx": 7, "dy": -6, "aria": False}
+    circle = {"type": "circle", "size": 50, "opacity": 1, "aria": False}
+    text_mark = {"type": "text", "align": "left", "dx": 7, "dy": -6, "aria": False}
+    texts = {**place, "text": {"field": "text"}}
     layers = [
         {"data": data, "mark": {"type": "rule", "aria": False}, "encoding": ends},
-        {
-            "data": data,
-            "mark": {"type": "circle", "size": 50, "opacity": 1, "aria": False},
-            "encoding": place,
-        },
-        {
-            "data": data,
-            "mark": beside,
-            "encoding": {**place, "text": {"field": "text"}},
-        },
+        {"data": data, "mark": circle, "encoding": place},
+        {"data": data, "mark": text_mark, "encoding": texts},
         *_level_layers(levels, x, y),
     ]
-    if stairs is not None and stairs.x:
+    if stairs.x:
         mark = {"type": "line", "interpolate": "step-after", "aria": False}
         layers.append(_layer(_values(stairs), mark, stairs.name, place))
     title = {
@@ -237,7 +231,7 @@ def thinned(line: Series) -> Series:
     picks = evenly(len(line.x), POINTS)
     x = [float(line.x[i]) for i in picks]
     y = [float(line.y[i]) for i in picks]
-    return Series(line.name, line.color, x, y)
+    return replace(line, x=x, y=y)
 
 
 def evenly(count: int, limit: int) -> Sequence[int]:

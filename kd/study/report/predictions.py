@@ -1,7 +1,7 @@
 """Predict validation images with student and teacher, cached in answers.json."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from kd.models.inference import predict
 from kd.models.live_teacher import LiveTeacher
 from kd.parts.tasks.single_label import temperature
 from kd.setup.build_teacher import load_fitted
-from kd.setup.data import open_sources
+from kd.setup.data import Data, open_sources
 from kd.setup.finished import Trust
 from kd.setup.recipe import Recipe
 from kd.setup.student import best_student
@@ -58,32 +58,12 @@ def read_predictions(
         stored = _stored(folder, belongs)
         if stored is None:
             vouched.check_models({**recipe.members, "student": recipe.student})
-            model = load_fitted(recipe, data).model
-            if not data.labelled:
-                raise RunError(
-                    "data.labels",
-                    "has no label: predictions are counted by label",
-                    "Labelled images",
-                    "",
-                )
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            best, _ = best_student(folder, recipe, data.classes)
-            models: dict[str, Any] = {"student": best.to(device).eval()}
-            if model is not None:
-                models["teacher"] = LiveTeacher(model, device).validation()
-            stored = predict_all(models, data.views()[1], images, device)
+            stored = _predict(folder, recipe, data, images)
             stored["belongs"] = belongs
             write_json(folder.path / FILE, stored)
     except KdError as error:
         return None, f"No predictions of the models on validation images: {error}"
-    repeats = with_ids(read_repeats(folder.path / FOLDER), data.splits)
-    leaked_names = {
-        image.name
-        for pair in repeats
-        if pair.leaks
-        for image in (pair.first, pair.second)
-        if image.split == "val"
-    }
+    leaked_names = _leaked_names(folder, data)
     predictions = Predictions(
         classes=tuple(data.classes),
         label=stored["label"],
@@ -100,7 +80,7 @@ def read_predictions(
     )
     try:
         views = data.shown(data.val, on_corrupt="skip")
-        pictures = _pictures(stored, views, data.classes)
+        pictures = _pictures(stored, views, list(data.classes))
     except DataError as error:  # every missing file takes retries: one is enough
         return predictions, f"No photographs: {error}"
     return replace(predictions, pictures=pictures), ""
@@ -116,13 +96,36 @@ def _stored(folder: RunDir, belongs: Mapping[str, Any]) -> dict[str, Any] | None
     return content if content.get("belongs") == belongs else None
 
 
+def _predict(folder: RunDir, recipe: Recipe, data: Data, images: int) -> dict[str, Any]:
+    """Load the models of a run, and predict validation images."""
+    teacher = load_fitted(recipe, data).model
+    if not data.labelled:
+        wrong = "has no label: predictions are counted by label"
+        raise RunError("data.labels", wrong, "Labelled images", "")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    student, _ = best_student(folder, recipe, data.classes)
+    models: dict[str, Any] = {"student": student.to(device).eval()}
+    if teacher is not None:
+        models["teacher"] = LiveTeacher(teacher, device).validation()
+    return predict_all(models, data.views()[1], images, device)
+
+
+def _leaked_names(folder: RunDir, data: Data) -> set[str]:
+    """Return the validation images that the run folder lists in another split too."""
+    repeats = with_ids(read_repeats(folder.path / FOLDER), data.splits)
+    images = [
+        image for pair in repeats if pair.leaks for image in (pair.first, pair.second)
+    ]
+    return {image.name for image in images if image.split == "val"}
+
+
 def _of_pixels(model: Any, batch: Any) -> Any:
     """Run a model that takes pixels on a batch."""
     return model(batch.image)
 
 
 def _pictures(
-    stored: Mapping[str, Any], views: Views, classes: Sequence[str]
+    stored: Mapping[str, Any], views: Views, classes: list[str]
 ) -> list[Picture]:
     """Return the images on which the models differ, the surest right teacher first."""
     if "teacher" not in stored:

@@ -206,8 +206,8 @@ class RunRecord:
         if not progress:
             return ""
         return (
-            f"{name} has not finished: {progress}. It was stopped, or it still runs; the"
-            " command that started it resumes it."
+            f"{name} has not finished: {progress}. It was stopped, or it still runs;"
+            " the command that started it resumes it."
         )
 
     @property

@@ -1,9 +1,10 @@
 """Turn run folders into one HTML page and a summary for terminals."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kd import config
 from kd.core.errors import RunError, named
@@ -117,8 +118,6 @@ def read_run(
 ) -> RunRecord:
     """Read a run folder, without predictions if the number of images is negative."""
     folder, recipe = _opened(path, overrides, trust)
-    exported = path / "export" / "manifest.json"
-    profile = path / "profile" / "operators.json"
     predictions = None
     note = ""
     if images >= 0 and folder.best_row():
@@ -135,16 +134,15 @@ def read_run(
             for file in sorted(path.glob("monitor_*.jsonl"))
         },
         answers=predictions,
-        exported=(
-            read_json(exported, "run", "Remove the file") if exported.is_file() else {}
-        ),
-        profile=(
-            read_json(profile, "run", "Remove the file", profile_of)
-            if profile.is_file()
-            else {}
-        ),
+        exported=_json_if_any(path / "export" / "manifest.json"),
+        profile=_json_if_any(path / "profile" / "operators.json", profile_of),
         notes=(note,) if note else (),
     )
+
+
+def _json_if_any(file: Path, *read: Callable[[Any], Any]) -> Any:
+    """Return the content of a file; {} without it."""
+    return read_json(file, "run", "Remove the file", *read) if file.is_file() else {}
 
 
 def _opened(path: Path, overrides: Sequence[str], trust: bool) -> tuple[RunDir, Recipe]:

@@ -87,8 +87,8 @@ class Trials:
             row = {**record.user_attrs, "values": texts_of(record.params)}
             row.pop("continues", None)
             if record.state == TrialState.PRUNED:
-                row["score"] = record.value
-                row["pruned"] = len(record.intermediate_values)
+                evaluations = len(record.intermediate_values)
+                row |= {"score": record.value, "pruned": evaluations}
             sign = 1 if self.goal.columns[row["key"]].smaller else -1
             order = [
                 self.space.axes[key].to_internal_repr(value)
