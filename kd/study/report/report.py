@@ -10,7 +10,7 @@ from kd import config
 from kd.core.errors import RunError, named
 from kd.core.references import redact
 from kd.core.text import printed, table
-from kd.files.json_file import DAMAGE, read_json
+from kd.files.json_file import DAMAGE, object_of, read_json
 from kd.files.run_dir import RunDir
 from kd.files.storage import read_rows, write_text
 from kd.setup.finished import Trust, opened_run
@@ -140,9 +140,11 @@ def read_run(
     )
 
 
-def _json_if_any(file: Path, *read: Callable[[Any], Any]) -> Any:
+def _json_if_any(
+    file: Path, build: Callable[[Any], dict[str, Any]] = object_of
+) -> dict[str, Any]:
     """Return the content of a file; {} without it."""
-    return read_json(file, "run", "Remove the file", *read) if file.is_file() else {}
+    return read_json(file, "run", "Remove the file", build) if file.is_file() else {}
 
 
 def _opened(path: Path, overrides: Sequence[str], trust: bool) -> tuple[RunDir, Recipe]:

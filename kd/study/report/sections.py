@@ -24,10 +24,9 @@ from kd.study.report.view import (
 
 SAMPLES = 240  # most drawn samples of a machine
 WINDOWS = 80  # most bars in the chart of log windows
-# sizes of charts, pixels: a third of the page, a half, all
-SMALL = (300, 220)
-HALF = (515, 230)
-WIDE = (1050, 260)
+SMALL = (300, 220)  # pixels of a chart of a third of the page's width
+HALF = (515, 230)  # of half of the width
+WIDE = (1050, 260)  # of all of it
 LEAST_SHARE = 0.05  # percent of the time below which a part is not drawn
 
 
