@@ -33,6 +33,9 @@ class Random(Planned):
     other pruning methods.
     """
 
+    def __init__(self, options: Options, context: SiftContext) -> None:
+        super().__init__(context, options)
+
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return the share `keep` of all images, or all in first and last epochs."""
         if self.is_full(epoch, progress):
@@ -46,4 +49,4 @@ class Random(Planned):
 
 def build(options: Options, context: SiftContext) -> Random:
     """Build the random baseline."""
-    return Random(context, options)
+    return Random(options, context)
