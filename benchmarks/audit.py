@@ -176,8 +176,8 @@ def scale(count: int) -> dict[str, Any]:
             + 24 * 24 * (BASES[0].T @ waves @ BASES[0])
             + rng.normal(size=(10_000, 24, 24)) * 2
         )
-        album._room[0][start : start + 10_000] = drawn.clip(0, 255).astype(np.uint8)
-    for part, value in zip(album._room[1:], (0, 0, np.arange(count)), strict=True):
+        album._columns[0][start : start + 10_000] = drawn.clip(0, 255).astype(np.uint8)
+    for part, value in zip(album._columns[1:], (0, 0, np.arange(count)), strict=True):
         part[:] = value
     album._show(count)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -33,7 +33,7 @@ from sklearn.metrics import average_precision_score
 from sklearn.model_selection import StratifiedKFold
 
 import _record
-from kd.study.audit.labels import doubted
+from kd.study.audit.labels import doubted_rows
 
 IMAGES, SIDE, SEEDS, FOLDS = 5000, 96, (0, 1, 2), 5
 WIDTH = 128  # principal components of the features: a fit takes a second
@@ -113,7 +113,7 @@ def probabilities(
 
 def by_kd(label: np.ndarray, shares: np.ndarray) -> np.ndarray:
     """Return kd's list of doubted labels, rows, most certain first."""
-    return doubted(
+    return doubted_rows(
         label, shares.argmax(1), shares.max(1), shares[np.arange(len(label)), label]
     )
 

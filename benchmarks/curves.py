@@ -53,7 +53,7 @@ from kd.setup.finished import opened_run
 from kd.setup.recipe import resolve
 from kd.study.report.charts import FILE, Axis, Level, Series, lines
 from kd.study.report.record import RunRecord, record_of
-from kd.study.report.summary import verdict
+from kd.study.report.summary import paying_verdict
 
 Row = dict[str, Any]
 COLORS = {
@@ -485,7 +485,7 @@ def run(options: argparse.Namespace, cell: Cell) -> list[Row]:
         )
     ]
     if record.baseline is not None:
-        rows[0] |= {"verdict": verdict(record)}
+        rows[0] |= {"verdict": paying_verdict(record)}
         rows.append(row_of(record.baseline, cell, "labels", config.student.model))
     return rows
 

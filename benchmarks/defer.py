@@ -45,7 +45,7 @@ from kd.setup.finished import opened_run
 from kd.setup.recipe import resolve
 from kd.setup.student import best_student
 from kd.study.report.confusion import Half
-from kd.study.report.predictions import ask_all
+from kd.study.report.predictions import predict_all
 from kd.study.report.record import Predictions
 
 RESAMPLES, MOST_PASSED = 20, 0.15
@@ -85,7 +85,7 @@ def asked(path: Path, test: bool) -> Predictions:
             "student": student.eval(),
             "teacher": LiveTeacher(teacher, device).validation(),
         }
-        found = ask_all(models, data.views()[1], 0, device)
+        found = predict_all(models, data.views()[1], 0, device)
     lists = (found["label"], found["student"], found["teacher"])
     more = {"student_sure": found["student_sure"], "cpu_ms": found["cpu_ms"]}
     return Predictions(tuple(data.classes), *lists, of=found["of"], **more)

@@ -27,8 +27,8 @@ from kd.config.flat import plain
 from kd.core.intervals import wilson_interval
 from kd.jobs.evaluate import evaluate
 from kd.parts.tasks.single_label import SCORES
-from kd.study.sweeps.frontier import picture
-from kd.study.sweeps.search import front
+from kd.study.sweeps.frontier import frontier_svg
+from kd.study.sweeps.search import on_pareto_front
 
 PIXELS = {"mean": [0.491, 0.482, 0.447], "std": [0.247, 0.243, 0.262]}
 OWN = {
@@ -189,7 +189,7 @@ def main() -> None:
     timed = sorted((row for row in rows if "ms" in row), key=lambda row: row["ms"])
     for row, holds in zip(
         timed,
-        front([(row["ms"], row["score"]) for row in timed], LESS_TIME),
+        on_pareto_front([(row["ms"], row["score"]) for row in timed], LESS_TIME),
         strict=True,
     ):
         row["frontier"] = holds
@@ -197,7 +197,7 @@ def main() -> None:
     teacher = {"score": rows[0]["teacher"], **costs["teacher"]}
     command = shown(["python benchmarks/frontier.py", *sys.argv[1:]])
     file = write("frontier_cifar10", command, rows_of(rows, fresh, teacher))
-    file.with_suffix(".svg").write_text(picture(rows, teacher, SCORES.own[0]))
+    file.with_suffix(".svg").write_text(frontier_svg(rows, teacher, SCORES.own[0]))
     print(found.text)
 
 

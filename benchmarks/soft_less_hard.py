@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kd.study.report.charts import FILE, Axis, Chart, Points
+from kd.study.report.charts import FILE, Axis, Chart, Points, Series
 from kd.study.report.charts import points as drawn_points
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,9 +136,8 @@ def panel(shown: Sequence[Point], x_axis: Axis, named: bool) -> Chart:
             for one in own
         ]
         groups.append(Points(name, color, at, texts, intervals))
-    return drawn_points(
-        groups, SIZE, (x_axis, Axis("soft less hard, points of accuracy"))
-    )
+    axes = (x_axis, Axis("soft less hard, points of accuracy"))
+    return drawn_points(groups, SIZE, axes, [], Series("", "", [], []), [])
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from _record import newest, write
 from kd.core.intervals import Z
 from kd.core.text import markdown_table
-from kd.study.learning import learning
+from kd.study.learning import judge_learning
 from kd.study.paying import patience_of
 
 Row = dict[str, Any]
@@ -128,7 +128,7 @@ def pairs(rows: Sequence[Row]) -> Iterator[Row]:
             row["setup"] == "trays" or len(scores) < EVALUATIONS
         ):  # its score is no share; ended by patience
             continue
-        answer = learning(scores, VALIDATION.get(row["setup"], 200))
+        answer = judge_learning(scores, VALIDATION.get(row["setup"], 200))
         known = {
             "setup": row["setup"],
             "cell": row["cell"],

@@ -363,7 +363,7 @@ class Recount:
             best = max(score for _, score in self.curve(self.alone))
             curve = self.curve(self.run)
             worse = [i for i, (_, score) in enumerate(curve) if score <= best]
-            start, _ = curve[min(max([-1, *worse]) + 1, len(curve) - 1)]
+            start = curve[min(max([-1, *worse]) + 1, len(curve) - 1)][0]
             expected.append(f"Pays from {clock(start)} of CPU time on")
         word = difference_word(difference)
         written = word

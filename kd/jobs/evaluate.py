@@ -32,10 +32,10 @@ from kd.setup.recipe import Recipe, resolve
 from kd.study.audit import lists
 from kd.study.audit.labels import (
     TeacherAnswers,
-    joined,
-    labelled,
+    add_repeats,
+    join_answers,
+    labelled_answers,
     write_labels,
-    write_repeats,
 )
 
 READ = 1024  # cache records read at once: 4 MB for 1,000 classes
@@ -118,7 +118,7 @@ def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
         known = [_stored(run.teacher.store, data.plan.views, data.train)]
         left = np.setdiff1d(left, known[0].id)
     answers = {
-        "train": joined([*known, answers_to(live, shown, left.tolist())]),
+        "train": join_answers([*known, answers_to(live, shown, left.tolist())]),
         "val": answers_to(
             live.validation(), data.shown(data.val, "skip"), range(len(data.val))
         ),
@@ -126,7 +126,7 @@ def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
     target = folder / lists.FOLDER
     return [
         *write_labels(answers, data.splits, data.classes, target),
-        *write_repeats(answers, data.splits, target),
+        *add_repeats(answers, data.splits, target),
         f"listed    in '{target}', with pictures",
     ]
 
@@ -147,9 +147,11 @@ def _stored(store: Store, views: int, source: Source) -> TeacherAnswers:
         rows = np.flatnonzero(count)
         if total is not None and len(rows):
             found.append(
-                labelled(np.asarray(ids)[rows], total[rows] / count[rows, None], source)
+                labelled_answers(
+                    np.asarray(ids)[rows], total[rows] / count[rows, None], source
+                )
             )
-    return joined(found)
+    return join_answers(found)
 
 
 def answers_to(teacher: Any, shown: Views, ids: Sequence[int]) -> TeacherAnswers:
@@ -163,6 +165,6 @@ def answers_to(teacher: Any, shown: Views, ids: Sequence[int]) -> TeacherAnswers
         (one.ids, one.outputs.logits.float().softmax(-1))
         for one in predict(teacher, batches, device)
     )
-    return joined(
-        [labelled(ids.numpy(), shares.numpy(), source) for ids, shares in asked]
+    return join_answers(
+        [labelled_answers(ids.numpy(), shares.numpy(), source) for ids, shares in asked]
     )

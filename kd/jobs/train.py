@@ -74,7 +74,7 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
                 result = replace(result, baseline=distill(unaided, inner, title, final))
         if setting.backend.rank == 0:
             from kd.study.report.record import record_of  # imports for the end of a run
-            from kd.study.report.summary import described
+            from kd.study.report.summary import summary_lines
 
             path, shown = recipe.path, shlex.quote(str(recipe.path))
             following = (
@@ -88,7 +88,7 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
             lines = [
                 f"# {record.name}",
                 "",
-                *described(record_of(folder, recipe)),
+                *summary_lines(record_of(folder, recipe)),
                 following,
                 "",
             ]
@@ -102,10 +102,10 @@ def record_length(recipe: Recipe, folder: RunDir, backend: Backend) -> None:
     run. All ranks must call it.
     """
     if not RunDir(folder.path / BASELINE).config_file.is_file():
-        from kd.study.paying import length_alone  # imports for the end of a run
+        from kd.study.paying import baseline_length  # imports for the end of a run
         from kd.study.report.record import record_of
 
-        folder.record(**{BASELINE: length_alone(record_of(folder, recipe))})
+        folder.record(**{BASELINE: baseline_length(record_of(folder, recipe))})
     backend.barrier()
 
 

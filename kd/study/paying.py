@@ -1,6 +1,4 @@
-"""Does a teacher pay? The student, and the same student on labels alone, over their
-total cost.
-"""
+"""Compare a student with the same one on labels alone, over their total cost."""
 
 from __future__ import annotations
 
@@ -8,21 +6,21 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kd.study.learning import Learning, learning
+from kd.study.learning import Learning, judge_learning
 from kd.study.report.record import RunRecord, spent_of, total
 
-Curve = Mapping[
-    float, float
-]  # validation score of each evaluation by cost, in the unit of `RunRecord.spent`
+# validation score of each evaluation by cost, in the unit of `RunRecord.spent`
+Curve = Mapping[float, float]
 
 # smallest share of the cost that labels alone must have had: CPU times vary by a few
 # percent
 ENOUGH = 0.9
 AIM = 1.1
-"""Cost of labels alone that is aimed at, as a share of the cost of distilling. Eleven
-checks of two runs, on a loaded machine, told 0.97 to 1.13 times the steps that took as
-much. A verdict needs `ENOUGH`, so a length suffices where the estimate is up to 18 %
-too small.
+"""Cost of labels alone that is aimed at, as a share of the cost of distilling.
+
+Eleven checks of two runs, on a loaded machine, told 0.97 to 1.13 times the steps that
+took as much. A verdict needs `ENOUGH`, so a length suffices where the estimate is up to
+18 % too small.
 """
 ROWS = 6  # of the table in a terminal
 
@@ -35,9 +33,7 @@ class Arms(NamedTuple):
 
     @classmethod
     def of(cls, run: RunRecord) -> Arms | None:
-        """Return the arms of a run; None without a baseline or without
-        recorded costs.
-        """
+        """Return the arms of a run; None without a baseline or recorded costs."""
         before = total((run.fitting_spent, run.at_hand))
         if run.baseline is None or before is None:
             return None
@@ -56,8 +52,9 @@ class Arms(NamedTuple):
 
     @property
     def pays_from(self) -> float:
-        """The cost from which on the distilled student stays better than the best of
-        labels alone; at most its own.
+        """The cost from which on the distilled student stays above `best`.
+
+        It is at most the student's own.
         """
         no_better = max(
             (cost for cost, score in self.distilled.items() if score <= self.best),
@@ -69,8 +66,9 @@ class Arms(NamedTuple):
         )
 
     def table(self) -> list[tuple[float, ...]]:
-        """Return a few costs up to the end with the best score of each arm so far; NaN
-        before its first.
+        """Return a few costs up to the end with the best score of each arm so far.
+
+        A score is NaN before the arm's first one.
         """
         costs = [self.end * number / ROWS for number in range(1, ROWS + 1)]
         return [
@@ -87,29 +85,29 @@ def best_of(curve: Curve, cost: float = math.inf) -> float:
 
 
 def curve_of(run: RunRecord, before: float) -> dict[float, float]:
-    """Return a run's scores over its cost, after a cost `before`; empty if none is
-    recorded.
+    """Return a run's scores over its cost, which a cost `before` precedes.
+
+    The curve is empty if no cost is recorded.
     """
-    costs = {
-        row["step"]: spent_of([row], run.manifest) for row in run.train
-    }  # a log window ends at an evaluation
-    spent = [
-        (costs.get(row["step"]), float(row[run.selection_metric.key]))
-        for row in run.val
-    ]
-    return {before + cost: score for cost, score in spent if cost is not None}
+    # a log window ends at an evaluation
+    costs = {row["step"]: spent_of([row], run.manifest) for row in run.train}
+    curve = {}
+    for row in run.val:
+        cost = costs.get(row["step"])
+        if cost is not None:
+            curve[before + cost] = float(row[run.selection_metric.key])
+    return curve
 
 
 def has_stopped(curve: Curve) -> bool:
-    """Return whether labels alone no longer improve: no new best in half of the
-    evaluations, and in several.
-    """
+    """Return whether half of the evaluations, and several, brought no new best."""
     scores = [*curve.values()]
     return len(scores) - 1 - scores.index(max(scores)) >= patience_of(len(scores))
 
 
 LEAST = 5
 """Fewest evaluations without a new best that end labels alone: half of a few is chance.
+
 Half of twenty would have ended one of three measured arms after 14, at no loss of its
 best score; five were too few in a fit on labels, whose accuracy stood below 72.0 % for
 five evaluations and rose to 76.5 % (benchmarks/still_learning.py, column `cut`).
@@ -117,46 +115,45 @@ five evaluations and rose to 76.5 % (benchmarks/still_learning.py, column `cut`)
 
 
 def patience_of(evaluations: int) -> int:
-    """Return after how many evaluations in a row without a new best labels
-    alone end.
-    """
+    """Return the evaluations in a row without a new best that end labels alone."""
     return max(LEAST, math.ceil(evaluations / 2))
 
 
-def length_alone(run: RunRecord) -> dict[str, int]:
-    """Return steps and patience of the arm on labels alone of a finished run:
-    `run.steps`, `run.patience`.
+def baseline_length(run: RunRecord) -> dict[str, int]:
+    """Return `run.steps` and `run.patience` of labels alone, for a finished run.
 
-    It gets what distilling cost in all. The arm is an instrument, not the product, so a
-    stopwatch may set its length.
+    The arm gets what distilling cost in all. The arm is an instrument, not the product,
+    so a stopwatch may set its length.
     """
-    cost, each = run.spent_in_all, cost_of_step(run)
-    needed = math.ceil(AIM * cost / each) if cost and each else 0
-    return {"steps": max(run.steps, needed), "patience": patience_of(len(run.val))}
+    cost = run.spent_in_all
+    step_cost = cost_of_step(run)
+    steps = run.steps
+    if cost and step_cost:
+        steps = max(steps, math.ceil(AIM * cost / step_cost))
+    return {"steps": steps, "patience": patience_of(len(run.val))}
 
 
 def cost_of_step(run: RunRecord) -> float | None:
-    """Return the cost of a step of the student without its teacher, in the unit of
-    `RunRecord.spent`; None: unknown.
+    """Return the cost of a step of the student without its teacher.
 
-    The first log window, whose steps warm up, counts only if there is no other.
+    It is in the unit of `RunRecord.spent`; None: unknown. The first log window, whose
+    steps warm up, counts only if there is no other.
     """
-    rows, first = run.train[1:] or run.train, run.train[:-1][:1]
+    rows = run.train[1:] or run.train
     if not rows or run.spent is None:
         return None
-    asked = sum(row.get("ms_teacher", 0.0) for row in rows)
-    whole = sum(
+    warm_up = run.train[:-1][:1]
+    teacher_ms = sum(row.get("ms_teacher", 0.0) for row in rows)
+    total_ms = sum(
         value for row in rows for name, value in row.items() if name.startswith("ms_")
     )
-    spent = run.spent - (spent_of(first, run.manifest) or 0.0)
-    return (
-        spent
-        * (1 - asked / whole if whole else 1.0)
-        / (run.steps - sum(row["step"] for row in first))
-    )
+    student_share = 1 - teacher_ms / total_ms if total_ms else 1.0
+    cost = run.spent - (spent_of(warm_up, run.manifest) or 0.0)
+    steps = run.steps - sum(row["step"] for row in warm_up)
+    return cost * student_share / steps
 
 
-def learned(run: RunRecord) -> Learning:
+def judge_run(run: RunRecord) -> Learning:
     """Return whether the student of a finished run still learned."""
     if run.gave_up:
         return Learning(
@@ -164,6 +161,5 @@ def learned(run: RunRecord) -> Learning:
         )
     column = run.selection_metric
     scores = [(row["step"] / run.steps, float(row[column.key])) for row in run.val]
-    return learning(
-        scores, run.manifest.get("validation_images", 0) if column.unit == "%" else 0
-    )
+    images = run.manifest.get("validation_images", 0) if column.unit == "%" else 0
+    return judge_learning(scores, images)

@@ -18,7 +18,7 @@ from kd.models.recognize import identify
 from kd.models.spec import Spec
 from kd.models.timm_folder import cached, folder_config, input_keys
 from kd.parts import registry
-from kd.study.sweeps.costs import timed
+from kd.study.sweeps.costs import measure_costs
 
 WHERE = "--teacher"
 # largest MB of weights chosen by default without a GPU: a ViT-S has 88, a ViT-B 346
@@ -169,7 +169,7 @@ def find_student(
         small = mb is None or 4 * parameters / 1e6 <= mb
         if small and ms is not None:
             log.info("timing %s on images of %d px ...", name, size)
-            took = SERVING_MS + timed({name: make}, {name: size})[name].get(
+            took = SERVING_MS + measure_costs({name: make}, {name: size})[name].get(
                 "ms", float("inf")
             )
             found += (

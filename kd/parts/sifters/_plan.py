@@ -1,6 +1,4 @@
-"""Shared by sifters that decide before images are loaded: full epochs, exact counts,
-random orders.
-"""
+"""Plan epochs before images are loaded: all images, exact counts, random orders."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,19 +12,29 @@ from kd.core.types import Batch, Costs, Plan, SiftContext
 
 
 class Planned:
-    """Decides in the plan; every loaded image is trained on and no image is scored. See
-    `kd.core.contracts.Sifter`.
+    """Decides in the plan; every loaded image is trained on and no image is scored.
+
+    See `kd.core.contracts.Sifter`.
     """
 
     keep = 1.0
     """Share of the images that a sifted epoch visits."""
 
-    def __init__(self, context: SiftContext) -> None:
+    def __init__(self, context: SiftContext, limits: Any = None) -> None:
+        """`limits`: options with `keep`, `warmup` and `anneal`; None: keep all."""
         self.context = context
+        self.limits = limits
+        if limits is not None:
+            self.keep = limits.keep
 
     def is_full(self, epoch: int, progress: float) -> bool:
-        """Return whether an epoch visits all images."""
-        return True
+        """Return whether an epoch visits all images.
+
+        Those are the first `warmup` ones, and those that begin in the last share
+        `anneal`.
+        """
+        limits = self.limits
+        return limits is None or epoch < limits.warmup or progress >= 1 - limits.anneal
 
     def steps(self, epoch: int, progress: float) -> int:
         share = self.context.balance if self.is_full(epoch, progress) else self.keep
@@ -34,9 +42,7 @@ class Planned:
         return images // self.context.batch_size
 
     def cost(self, costs: Costs) -> float:
-        """Return `keep` times the full cost: a skipped image takes neither loading nor
-        a forward pass.
-        """
+        """Return `keep` times the full cost, since a skipped image is not loaded."""
         return self.keep * costs.per_image()
 
     def stream(
@@ -64,16 +70,16 @@ def generator(context: SiftContext, purpose: str, epoch: int) -> torch.Generator
 
 
 def full_plan(context: SiftContext, epoch: int) -> Plan:
-    """Plan a random permutation of all images, cut to a multiple of the global batch
-    size, or a balanced share of them.
+    """Plan all images in a random order, or a balanced share of them.
 
-    Each epoch drops other images, so no image is left out permanently. With several
-    views per image, each view drops a fixed set, so after one epoch of a view the
-    teacher's cache has all of its logits.
+    They are cut to a multiple of the global batch size. Each epoch drops other images,
+    so no image is left out permanently. With several views per image, each view drops a
+    fixed set, so after one epoch of a view the teacher's cache has all of its logits.
     """
     if context.balance:
         return balanced_plan(context, epoch)
-    count, views = context.num_images, context.views
+    count = context.num_images
+    views = context.views
     remainder = count % context.batch_size
     ids = torch.randperm(count, generator=generator(context, "order", epoch))
     if views > 1 and remainder:
@@ -86,10 +92,10 @@ def full_plan(context: SiftContext, epoch: int) -> Plan:
 
 
 def balanced_plan(context: SiftContext, epoch: int) -> Plan:
-    """Plan the share `context.balance` of the images, balanced over the classes as far
-    as each has enough.
+    """Plan the share `context.balance` of the images, balanced over the classes.
 
-    No image is drawn twice: both would have the same pixels.
+    A class that has too few images for that gives all of them. No image is drawn twice:
+    both would have the same pixels.
     """
     count = num_selected(context, context.balance)
     ids = torch.randperm(
@@ -116,16 +122,7 @@ def shuffled(context: SiftContext, epoch: int, ids: Tensor, weights: Tensor) -> 
 
 
 def num_selected(context: SiftContext, keep: float) -> int:
-    """Return the multiple of the global batch size nearest to the share `keep` of all
-    images; at least one batch.
-    """
+    """Return the share `keep` of all images in whole global batches, at least one."""
     batches = context.num_images // context.batch_size
     target = round(keep * context.num_images / context.batch_size)
     return min(max(1, target), batches) * context.batch_size
-
-
-def is_full_epoch(epoch: int, progress: float, limits: Any) -> bool:
-    """Return whether an epoch is not sifted: the first `warmup`, and those that begin
-    in the last share `anneal`.
-    """
-    return epoch < limits.warmup or progress >= 1 - limits.anneal

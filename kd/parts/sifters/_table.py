@@ -1,4 +1,4 @@
-"""Shared by sifters with a memory: a table of training losses by image id.
+"""Keep a table of training losses by image id, for sifters with a memory.
 
 Legend: N images of the dataset, K images of some kind.
 """
@@ -13,7 +13,6 @@ from kd.parts.sifters._plan import (
     Planned,
     full_plan,
     generator,
-    is_full_epoch,
     num_selected,
     shuffled,
 )
@@ -38,16 +37,15 @@ class Limits(Keys):
 
 
 class Remembering(Planned):
-    """Visits unknown images and those skipped for too long; `choose` selects among the
-    rest.
+    """Visits unknown images and those skipped for too long.
 
-    The table is updated once per epoch and is equal on all ranks. Not handled: with
-    mixup a loss belongs to two images but is assigned to the first.
+    `choose` selects among the others. The table is updated once per epoch and is equal
+    on all ranks. Not handled: with mixup a loss belongs to two images but is assigned
+    to the first.
     """
 
     def __init__(self, limits: Limits, context: SiftContext) -> None:
-        super().__init__(context)
-        self.limits, self.keep = limits, limits.keep
+        super().__init__(context, limits)
         count = context.num_images
         self.epoch = NEVER
         self.loss_N = torch.full((count,), torch.nan)
@@ -59,16 +57,13 @@ class Remembering(Planned):
         """Keep the losses on the device; they are read once per epoch."""
         self._pending.append((ids, losses))
 
-    def is_full(self, epoch: int, progress: float) -> bool:
-        return is_full_epoch(epoch, progress, self.limits)
-
     def plan(self, epoch: int, progress: float) -> Plan:
         new = epoch != self.epoch
         if new:
             self._gather()
             self._fold()
             self.epoch = epoch
-        if Remembering.is_full(self, epoch, progress):
+        if Planned.is_full(self, epoch, progress):
             return full_plan(self.context, epoch)
         if new:
             self.look()
@@ -81,32 +76,31 @@ class Remembering(Planned):
         """Return the images without a known loss, bool [N]."""
         return self.seen_N == NEVER
 
-    def choose(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        """Choose `room` of the ids `rest`; return them and their weights."""
+    def choose(self, candidates: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Choose `count` of the ids `candidates`; return them and their weights."""
         raise NotImplementedError
 
     def _sifted(self, epoch: int) -> Plan:
-        unknown_N, size = self.unknown(), self.context.batch_size
+        size = self.context.batch_size
+        unknown_N = self.unknown()
         count = max(
             num_selected(self.context, self.keep), int(unknown_N.sum()) // size * size
         )
-        overdue = (unknown_N | (epoch - self.seen_N > self.limits.refresh)).nonzero()[
-            :, 0
-        ]
-        overdue = overdue[torch.argsort(self.seen_N[overdue], stable=True)][
-            :count
-        ]  # oldest first, if not all fit
-        rest_N = torch.ones(self.context.num_images, dtype=torch.bool)
-        rest_N[overdue] = False
-        chosen, weights = self.choose(rest_N.nonzero()[:, 0], count - len(overdue))
+        overdue_N = unknown_N | (epoch - self.seen_N > self.limits.refresh)
+        overdue = overdue_N.nonzero()[:, 0]
+        # oldest first, if not all fit
+        overdue = overdue[torch.argsort(self.seen_N[overdue], stable=True)][:count]
+        candidate_N = torch.ones(self.context.num_images, dtype=torch.bool)
+        candidate_N[overdue] = False
+        chosen, weights = self.choose(candidate_N.nonzero()[:, 0], count - len(overdue))
         weights = torch.cat([torch.ones(len(overdue)), weights])
-        return shuffled(
-            self.context, epoch, torch.cat([overdue, chosen]), weights / weights.mean()
-        )
+        ids = torch.cat([overdue, chosen])
+        return shuffled(self.context, epoch, ids, weights / weights.mean())
 
     def ascending(self, score_K: Tensor) -> Tensor:
-        """Return positions sorted by score; ties are broken at random, else the
-        dataset's order would decide.
+        """Return positions sorted by score; ties are broken at random.
+
+        Otherwise the dataset's order would decide.
         """
         shuffle = torch.randperm(
             len(score_K), generator=generator(self.context, "ties", self.epoch)
@@ -114,11 +108,8 @@ class Remembering(Planned):
         return shuffle[torch.argsort(score_K[shuffle], stable=True)]
 
     def _gather(self) -> None:
-        """Average the observed losses over the ranks, so the table is equal on all of
-        them.
-        """
-        count = self.context.num_images
-        sums = torch.zeros(2, count)
+        """Average the observed losses over the ranks, which then have equal tables."""
+        sums = torch.zeros(2, self.context.num_images)
         if self._pending:
             ids = torch.cat([ids for ids, _ in self._pending]).cpu()
             losses = torch.cat([losses for _, losses in self._pending]).float().cpu()
@@ -126,12 +117,13 @@ class Remembering(Planned):
             sums[1].index_put_((ids,), torch.ones(len(ids)), accumulate=True)
             self._pending = []
         sums = self.context.reduce_sum(sums)
-        seen = sums[1] > 0
-        self.fresh_N[seen] = sums[0][seen] / sums[1][seen]
+        observed = sums[1] > 0
+        self.fresh_N[observed] = sums[0][observed] / sums[1][observed]
 
     def _fold(self) -> None:
         fresh = ~self.fresh_N.isnan()
-        self.loss_N[fresh], self.seen_N[fresh] = self.fresh_N[fresh], self.epoch
+        self.loss_N[fresh] = self.fresh_N[fresh]
+        self.seen_N[fresh] = self.epoch
         self.fresh_N.fill_(torch.nan)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -144,7 +136,8 @@ class Remembering(Planned):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned, on this number of ranks or another one."""
-        self.epoch, self._pending = int(state["epoch"]), []
+        self.epoch = int(state["epoch"])
+        self._pending = []
         for name in _TABLE:
             getattr(self, f"{name}_N").copy_(state[name])
 

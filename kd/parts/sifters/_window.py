@@ -1,5 +1,4 @@
-"""Relative probabilistic sifting: rank a loss among recent ones, turn the rank into a
-probability, draw.
+"""Draw images by the ranks of their losses among recent ones.
 
 An image whose loss has percentile u among the recent losses is kept with probability
 u**beta (Selective-Backprop, arXiv:1910.00762; the table of kept fractions of Amazon's
@@ -34,39 +33,39 @@ class LossWindow:
         self.losses_L = torch.full((length,), math.inf)
         """float32 [L], newest last; infinite in the unfilled part."""
         self.count = torch.zeros((), dtype=torch.int64)
-        """Number of losses pushed so far; a tensor, so that XLA does not compile a
-        graph for each value.
+        """Number of losses pushed so far.
+
+        It is a tensor, so that XLA does not compile a graph for each value.
         """
 
     def percentile(self, losses_B: Tensor, tie_rank_B: Tensor) -> Tensor:
-        """Return each loss's percentile among the window and its own batch, float64 [B]
-        in [0, 1]; float32 on mps.
+        """Return each loss's percentile among the window and its own batch.
 
-        `tie_rank_B` is its rank among equal losses (itself included), 0 to 1. NaN
-        counts as infinite. The batch itself is included, so the first batch has ranks
-        too and old losses count less.
+        It is in [0, 1], float64 [B]; float32 on mps. `tie_rank_B` is its rank among
+        equal losses (itself included), 0 to 1. NaN counts as infinite. The batch itself
+        is included, so the first batch has ranks too and old losses count less.
         """
         losses_B = _clean(losses_B)
-        self._follow(losses_B.device)
+        self._move_to(losses_B.device)
+        # unfilled entries are infinite and sort last
         ordered = torch.cat([self.losses_L, losses_B]).sort().values
-        filled = self.count.clamp(max=len(self.losses_L)) + len(
-            losses_B
-        )  # unfilled entries are infinite and sort last
+        filled = self.count.clamp(max=len(self.losses_L)) + len(losses_B)
         below_B = torch.searchsorted(ordered, losses_B)
         upto_B = torch.searchsorted(ordered, losses_B, right=True).clamp(max=filled)
         return (below_B + tie_rank_B * (upto_B - below_B)) / filled
 
     def push(self, losses_B: Tensor) -> None:
         losses_B = _clean(losses_B)
-        self._follow(losses_B.device)
+        self._move_to(losses_B.device)
         self.losses_L = torch.cat([self.losses_L, losses_B])[len(losses_B) :]
         self.count = self.count + len(losses_B)
 
     def probability(
         self, losses_B: Tensor, beta: float, generator: torch.Generator
     ) -> Tensor:
-        """Return each image's probability of being kept, [B], and push the losses; ties
-        are broken at random.
+        """Return each image's probability of being kept, [B], and push the losses.
+
+        Ties are broken at random.
         """
         tie_rank_B = torch.rand(len(losses_B), generator=generator, dtype=torch.float64)
         tie_rank_B = tie_rank_B.to(_precision(losses_B.device)).to(
@@ -84,11 +83,10 @@ class LossWindow:
         size: int | None = None,
     ) -> Tensor:
         """Draw the images of a candidate batch to keep, and push the losses.
-        `generator` is on the CPU.
 
-        With `size` exactly `size` images are kept, the same number on all ranks; with
-        None each image is drawn independently. Returns ascending positions in the
-        batch, int64 [K], on the device of the losses.
+        `generator` is on the CPU. With `size` exactly `size` images are kept, the same
+        number on all ranks; with None each image is drawn independently. Returns
+        ascending positions in the batch, int64 [K], on the device of the losses.
         """
         probability_B = self.probability(losses_B, beta, generator)
         if size is None:
@@ -99,79 +97,66 @@ class LossWindow:
         return {"losses": self.losses_L.clone(), "count": self.count.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load the losses of a checkpoint; if its window is longer than this one, only
-        the newest.
-        """
-        losses, length = state["losses"].to(self.losses_L), len(self.losses_L)
+        """Load the losses of a checkpoint, of a longer window only the newest."""
+        losses = state["losses"].to(self.losses_L)
+        length = len(self.losses_L)
         empty = torch.full((max(0, length - len(losses)),), math.inf).to(self.losses_L)
         self.losses_L = torch.cat([empty, losses])[-length:]
         self.count = state["count"].to(self.count).clamp(max=len(losses))
 
-    def _follow(self, device: torch.device) -> None:
-        """Move to the device of the losses. The model is often moved there after the
-        window was made.
-        """
+    def _move_to(self, device: torch.device) -> None:
+        """Move to the device of the losses, to which the model is often moved late."""
         if self.losses_L.device != device:
-            self.losses_L, self.count = self.losses_L.to(device), self.count.to(device)
+            self.losses_L = self.losses_L.to(device)
+            self.count = self.count.to(device)
 
 
-def quota(seen: int, size: int, beta: float) -> int:
-    """Return how many of the next `size` images to keep after `seen` images, to keep 1
-    / (1 + beta) overall.
+def quota(start: int, size: int, beta: float) -> int:
+    """Return how many of the next `size` images after `start` images to keep.
 
-    A fraction of an image is carried to the next batch: the sum over batches is the
-    floor of the exact total.
+    Of all images 1 / (1 + beta) are kept. A fraction of an image is carried to the next
+    batch: the sum over batches is the floor of the exact total.
     """
-    return math.floor((seen + size) / (1 + beta) + 1e-9) - math.floor(
-        seen / (1 + beta) + 1e-9
-    )
+    before = math.floor(start / (1 + beta) + 1e-9)
+    return math.floor((start + size) / (1 + beta) + 1e-9) - before
 
 
 def generator_at(seed: int, rank: int, position: int) -> torch.Generator:
-    """Return the CPU generator of one draw, a function of its position in the run, so
-    no state is saved.
-    """
+    """Return the CPU generator of the draw at a position, which needs no state."""
     return torch.Generator().manual_seed(seed_from(seed, "sift", rank, position))
 
 
 def bernoulli(probability_B: Tensor, generator: torch.Generator) -> Tensor:
-    """Keep each image with its own probability; return int64 [K]. K is random, so this
-    waits for the device.
+    """Keep each image with its own probability; return int64 [K].
+
+    K is random, so this waits for the device.
     """
-    uniform_B = torch.rand(
-        len(probability_B), generator=generator, dtype=torch.float64
-    ).to(probability_B)
-    return (uniform_B < probability_B).nonzero().flatten()
+    uniform_B = torch.rand(len(probability_B), generator=generator, dtype=torch.float64)
+    return (uniform_B.to(probability_B) < probability_B).nonzero().flatten()
 
 
 def inclusion(probability_B: Tensor, size: int) -> Tensor:
-    """Scale probabilities to inclusion probabilities [B] that sum to `size`, each at
-    most 1.
+    """Scale probabilities to inclusion probabilities [B] that sum to `size`.
 
     The largest ones are capped at 1. The excess is distributed over the others in
     proportion.
     """
-    ordered, order = probability_B.clamp(
-        min=torch.finfo(probability_B.dtype).tiny
-    ).sort(descending=True)
-    rest = ordered.flip(0).cumsum(0).flip(0)
+    positive_B = probability_B.clamp(min=torch.finfo(probability_B.dtype).tiny)
+    ordered, order = positive_B.sort(descending=True)
+    tail_sums = ordered.flip(0).cumsum(0).flip(0)
     positions = torch.arange(len(ordered), device=ordered.device)
-    scale = (
-        size - positions
-    ) / rest  # scale of this and all later ones, if all earlier ones are capped
+    # scale of this and all later ones, if all earlier ones are capped
+    scale = (size - positions) / tail_sums
     capped = (scale * ordered > 1).long().cumprod(0).sum().clamp(max=len(ordered) - 1)
-    factor = scale.index_select(
-        0, capped[None]
-    )  # `scale[capped]` would wait for the device
-    scaled = torch.where(
-        positions < capped, 1.0, (ordered * factor).clamp(min=0, max=1)
-    )
+    # `scale[capped]` would wait for the device
+    factor = scale.index_select(0, capped[None])
+    scaled = (ordered * factor).clamp(min=0, max=1)
+    scaled = torch.where(positions < capped, 1.0, scaled)
     return torch.empty_like(scaled).scatter_(0, order, scaled)
 
 
 def systematic(inclusion_B: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Draw exactly `size` images with these inclusion probabilities, by systematic
-    sampling.
+    """Draw exactly `size` images by systematic sampling, with inclusion probabilities.
 
     Returns int64 [K], ascending and distinct. Joint probabilities depend on the order
     of the batch, which should therefore be random.
@@ -180,13 +165,11 @@ def systematic(inclusion_B: Tensor, size: int, generator: torch.Generator) -> Te
     start = start.to(inclusion_B.device, inclusion_B.dtype, non_blocking=True)
     steps = torch.arange(size, device=inclusion_B.device)
     index = torch.searchsorted(inclusion_B.cumsum(0), start + steps, right=True)
+    if not size:
+        return index
     # In exact arithmetic the positions are distinct and in range. Rounding may shift a
     # boundary by one image.
-    return (
-        (index - steps).cummax(0).values.clamp(max=len(inclusion_B) - size) + steps
-        if size
-        else index
-    )
+    return (index - steps).cummax(0).values.clamp(max=len(inclusion_B) - size) + steps
 
 
 def _clean(losses_B: Tensor) -> Tensor:

@@ -41,25 +41,25 @@ class History(Remembering):
         super().__init__(options, context)
         self.floor = options.floor
 
-    def choose(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    def choose(self, candidates: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return the hard images and a draw of the easy ones."""
-        easy, hard = self._split(rest, room)
+        easy, hard = self._split(candidates, count)
         draws = generator(self.context, "sift", self.epoch)
-        drawn = easy[torch.randperm(len(easy), generator=draws)[: room - len(hard)]]
-        return torch.cat([hard, drawn]), torch.ones(room)
+        drawn = easy[torch.randperm(len(easy), generator=draws)[: count - len(hard)]]
+        return torch.cat([hard, drawn]), torch.ones(count)
 
-    def _split(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        """Split `rest` into easy images to draw from and hard images to keep."""
-        num_skipped = len(rest) - room
+    def _split(self, candidates: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Split candidates into easy images to draw from and hard images to keep."""
+        num_skipped = len(candidates) - count
         if num_skipped <= 0:
-            return rest[:0], rest
-        score = self.loss_N[rest]
-        order = rest[self.ascending(score)]
-        below_mean = int((score < score.mean()).sum())
+            return candidates[:0], candidates
+        loss_K = self.loss_N[candidates]
+        order = candidates[self.ascending(loss_K)]
+        below_mean = int((loss_K < loss_K.mean()).sum())
         # enough easy images that each keeps a probability of `floor` when num_skipped
         # are skipped
         least = math.ceil(num_skipped / max(1 - self.floor, 1e-9))
-        num_easy = min(max(below_mean, least), len(rest))
+        num_easy = min(max(below_mean, least), len(candidates))
         return order[:num_easy], order[num_easy:]
 
 

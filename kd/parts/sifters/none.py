@@ -6,8 +6,9 @@ from kd.parts.sifters._plan import Planned, full_plan
 
 
 class Everything(Planned):
-    """Keeps all images. Not handled: a dataset smaller than one batch, which is refused
-    before the run.
+    """Keeps all images.
+
+    Not handled: a dataset smaller than one batch, which is refused before the run.
     """
 
     def plan(self, epoch: int, progress: float) -> Plan:

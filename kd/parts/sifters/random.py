@@ -1,6 +1,4 @@
-"""Visit a new random subset each epoch: the baseline for other sifters at equal
-`keep`.
-"""
+"""Visit a new random subset each epoch, the baseline of sifters at equal `keep`."""
 
 import torch
 from pydantic import NonNegativeInt
@@ -11,7 +9,6 @@ from kd.parts.sifters._plan import (
     Planned,
     full_plan,
     generator,
-    is_full_epoch,
     num_selected,
     shuffled,
 )
@@ -30,27 +27,20 @@ class Options(Keys):
 
 
 class Random(Planned):
-    """Repeated random subsets (RS2, arXiv:2305.18424): uniform, without replacement
-    within an epoch, weight 1.
+    """Draws a uniform subset without replacement in each epoch (RS2, arXiv:2305.18424).
 
-    A strong baseline for distillation: in arXiv:2403.07854 it is no worse than other
-    pruning methods.
+    Each image has weight 1. In arXiv:2403.07854 it is, for distillation, no worse than
+    other pruning methods.
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
-        super().__init__(context)
-        self.options, self.keep = options, options.keep
-
-    def is_full(self, epoch: int, progress: float) -> bool:
-        return is_full_epoch(epoch, progress, self.options)
+        super().__init__(context, options)
 
     def plan(self, epoch: int, progress: float) -> Plan:
-        """Return the share `keep` of all images; all images in the first and last
-        epochs.
-        """
+        """Return the share `keep` of all images, or all in first and last epochs."""
         if self.is_full(epoch, progress):
             return full_plan(self.context, epoch)
-        count = num_selected(self.context, self.options.keep)
+        count = num_selected(self.context, self.keep)
         ids = torch.randperm(
             self.context.num_images, generator=generator(self.context, "subset", epoch)
         )

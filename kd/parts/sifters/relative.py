@@ -1,5 +1,6 @@
-"""Score candidates with the current model; keep those with high losses relative to
-recent ones (SageMaker's rule).
+"""Keep candidates whose losses under the current model are high among recent ones.
+
+This is SageMaker's rule.
 
 Legend: B images of a step on all ranks, M images of a micro-batch (a chunk), G chunks
 of a step (accumulate x ranks).
@@ -53,86 +54,79 @@ class Options(Keys):
 
 
 class Relative:
-    """Relative probabilistic sifting (Selective-Backprop, arXiv:1910.00762). See
-    `kd.core.contracts.Sifter`.
+    """Sifts by relative probabilities (Selective-Backprop, arXiv:1910.00762).
 
-    The number kept of each chunk is fixed, 1 / (1 + beta) of all candidates over the
-    epochs, drawn in proportion to their probabilities. So all ranks make the same
-    number of steps, shapes are constant, and the length of an epoch is known in
-    advance. The step reuses the teacher's outputs of the scoring pass. Percentiles are
-    taken over the losses of all ranks. An epoch keeps whole steps. Kept images have
-    weight 1: like SageMaker's rule, this is biased towards hard images.
+    See `kd.core.contracts.Sifter`. The number kept of each chunk is fixed, 1 / (1 +
+    beta) of all candidates over the epochs, drawn in proportion to their probabilities.
+    So all ranks make the same number of steps, shapes are constant, and the length of
+    an epoch is known in advance. The step reuses the teacher's outputs of the scoring
+    pass. Percentiles are taken over the losses of all ranks. An epoch keeps whole
+    steps. Kept images have weight 1: like SageMaker's rule, this is biased towards hard
+    images.
 
     A resumed epoch begins at the oldest candidates whose kept images were not trained
     on yet, with the saved draws.
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
-        self.options, self.context = options, context
+        self.options = options
+        self.context = context
         self.window = LossWindow(options.loss_history_length)
         self.epoch = NO_EPOCH
         self.counts: list[int] = []
         """Number of images kept of each chunk, by candidate step of this epoch."""
         self.decided: dict[int, Tensor] = {}
-        """Kept positions, int64 [G, K], by candidate step of this epoch; only steps
-        with images still pending.
+        """Kept positions, int64 [G, K], by candidate step of this epoch.
+
+        Only steps with images still pending are in it.
         """
 
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return all images as candidates, and the exact number of optimizer steps."""
         if epoch != self.epoch:
-            self.epoch, self.decided = epoch, {}
+            self.epoch = epoch
+            self.decided = {}
             self.counts = self._counts(epoch)
         plan = full_plan(self.context, epoch)
-        return Plan(
-            plan.ids, plan.weights, steps=sum(self.counts) // self.context.micro_batch
-        )
+        steps = sum(self.counts) // self.context.micro_batch
+        return Plan(plan.ids, plan.weights, steps=steps)
 
     def steps(self, epoch: int, progress: float) -> int:
         return sum(self._counts(epoch)) // self.context.micro_batch
 
     def _counts(self, epoch: int) -> list[int]:
-        """Return how many images of each chunk are kept, by candidate step of
-        an epoch.
-        """
+        """Return how many images of a chunk each candidate step of an epoch keeps."""
         candidates = self.context.num_images // self.context.batch_size
-        micro, delay, scored = self.context.micro_batch, self.options.sift_delay, 0
-        unsifted = steps = 0
+        micro = self.context.micro_batch
+        delay = self.options.sift_delay
+        scored = unsifted = sifted = steps = 0
         for _ in range(epoch + 1):
             unsifted = min(delay, candidates)
+            sifted = candidates - unsifted
             # A fraction of a step is carried to the next epoch: dropping it would cost
             # an epoch of 17 candidate steps at beta 0.5 a 34th of its images (64.7
             # instead of 66.7 %).
-            steps = quota(scored, candidates - unsifted, self.options.beta_value)
-            steps = (
-                steps if unsifted else max(1, steps)
-            )  # an epoch has at least one step
-            scored += candidates - unsifted
+            steps = quota(scored, sifted, self.options.beta_value)
+            if not unsifted:  # an epoch has at least one step
+                steps = max(1, steps)
+            scored += sifted
             if not self.options.repeat_delay_per_epoch:
                 delay -= unsifted
-        kept = [
-            n * steps * micro // max(1, candidates - unsifted)
-            for n in range(candidates - unsifted + 1)
-        ]
-        return [micro] * unsifted + [
-            after - before for before, after in itertools.pairwise(kept)
-        ]
+        totals = [n * steps * micro // max(1, sifted) for n in range(sifted + 1)]
+        counts = [after - before for before, after in itertools.pairwise(totals)]
+        return [micro] * unsifted + counts
 
     def first(self, start: int) -> int:
-        """Return the candidate step that holds the first image of optimizer step
-        `start`.
-        """
+        """Return the candidate step with the first image of optimizer step `start`."""
         return self._locate(start)[0]
 
     def _locate(self, start: int) -> tuple[int, int]:
-        """Return that candidate step, and the number of images of each of its chunks
-        used by earlier steps.
-        """
-        used = start * self.context.micro_batch
-        for number, count in enumerate(self.counts):
-            if used < count:
-                return number, used
-            used -= count
+        """Return that candidate step and, of each of its chunks, the images before."""
+        skipped = start * self.context.micro_batch
+        for candidate_step, count in enumerate(self.counts):
+            if skipped < count:
+                return candidate_step, skipped
+            skipped -= count
         return len(self.counts), 0
 
     def stream(
@@ -140,19 +134,25 @@ class Relative:
     ) -> Iterator[Batch]:
         """Yield full micro-batches of kept images, those of a whole step together."""
         micro = self.context.micro_batch
-        local = self.context.batch_size // (micro * self.context.world_size)
+        accumulate = self.context.batch_size // (micro * self.context.world_size)
         incoming = iter(batches)
-        number, used = self._locate(start)
-        pools: list[list[Batch]] = [[] for _ in range(local)]
+        candidate_step, skipped = self._locate(start)
+        pools: list[list[Batch]] = [[] for _ in range(accumulate)]
         steps = sum(self.counts) // micro
-        while start < steps and (group := list(itertools.islice(incoming, local))):
-            for i, part in enumerate(self._select(number, group, score)):
-                if used:  # images trained on before the checkpoint
-                    part = part.take(torch.arange(used, len(part.ids)))
-                if len(part.ids):
-                    pools[i].append(part)
-            number, used = number + 1, 0
-            while sum(len(part.ids) for part in pools[0]) >= micro:
+        while start < steps:
+            chunks = list(itertools.islice(incoming, accumulate))
+            if not chunks:
+                return
+            for pool, batch in zip(
+                pools, self._select(candidate_step, chunks, score), strict=False
+            ):
+                if skipped:  # images trained on before the checkpoint
+                    batch = batch.take(torch.arange(skipped, len(batch.ids)))
+                if len(batch.ids):
+                    pool.append(batch)
+            candidate_step += 1
+            skipped = 0
+            while (pending := sum(len(batch.ids) for batch in pools[0])) >= micro:
                 joined = [Batch.cat(pool) for pool in pools]
                 rows = torch.arange(len(joined[0].ids))
                 pools = [
@@ -163,28 +163,29 @@ class Relative:
                 # otherwise XLA would compile a graph for each way to assemble a batch
                 score.cut()
                 yield from full
-                self._drop_draws(number, sum(len(part.ids) for part in pools[0]))
+                self._drop_draws(candidate_step, pending - micro)
                 start += 1
 
-    def _select(self, number: int, group: list[Batch], score: Score) -> list[Batch]:
+    def _select(
+        self, candidate_step: int, chunks: list[Batch], score: Score
+    ) -> list[Batch]:
         """Return the kept images of this rank's chunks of a candidate step."""
-        count = self.counts[number]
+        count = self.counts[candidate_step]
         if count == self.context.micro_batch:
-            return group
-        losses_B, scored = score(group, self.options.shrink)
-        if number not in self.decided:
-            self.decided[number] = self._decide(number, count, losses_B)
-        rows_of_chunk = self.decided[number].view(
-            len(group), self.context.world_size, count
-        )[:, self.context.rank]
-        return [
-            batch.take(rows) for batch, rows in zip(scored, rows_of_chunk, strict=True)
-        ]
+            return chunks
+        losses_B, scored = score(chunks, self.options.shrink)
+        if candidate_step not in self.decided:
+            self.decided[candidate_step] = self._decide(candidate_step, losses_B)
+        rows = self.decided[candidate_step]
+        rows = rows.view(len(chunks), self.context.world_size, count)
+        rows = rows[:, self.context.rank]
+        return [batch.take(chosen) for batch, chosen in zip(scored, rows, strict=True)]
 
-    def _decide(self, number: int, count: int, losses_B: Tensor) -> Tensor:
-        """Draw the kept positions, int64 [G, count]; equal on all ranks."""
+    def _decide(self, candidate_step: int, losses_B: Tensor) -> Tensor:
+        """Draw the kept positions, int64 [G, K]; equal on all ranks."""
+        count = self.counts[candidate_step]
         candidates = self.context.num_images // self.context.batch_size
-        position = self.epoch * candidates + number
+        position = self.epoch * candidates + candidate_step
         draws = generator_at(self.context.seed, 0, position)
         losses_B = losses_B if self.context.on_device else losses_B.cpu()
         probability_B = self.window.probability(
@@ -195,13 +196,13 @@ class Relative:
             [systematic(inclusion(chunk, count), count, draws) for chunk in chunks]
         )
 
-    def _drop_draws(self, number: int, pending: int) -> None:
-        oldest = number
+    def _drop_draws(self, candidate_step: int, pending: int) -> None:
+        """Drop the draws of steps before the one with the oldest pending image."""
         while pending > 0:
-            oldest -= 1
-            pending -= self.counts[oldest]
+            candidate_step -= 1
+            pending -= self.counts[candidate_step]
         self.decided = {
-            step: rows for step, rows in self.decided.items() if step >= oldest
+            step: rows for step, rows in self.decided.items() if step >= candidate_step
         }
 
     def cost(self, costs: Costs) -> float:
@@ -214,29 +215,28 @@ class Relative:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the window and the draws with pending images; equal on all ranks."""
-        draws = {f"draw.{number}": rows for number, rows in self.decided.items()}
+        draws = {f"draw.{step}": rows for step, rows in self.decided.items()}
         window = {
             f"window.{name}": value for name, value in self.window.state_dict().items()
         }
         return {"epoch": torch.tensor(self.epoch), **window, **draws}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what `state_dict` returned; the micro-batch size must be the same, the
-        number of ranks may differ.
+        """Load what `state_dict` returned.
+
+        The micro-batch size must be the same, the number of ranks may differ.
         """
         self.epoch = int(state["epoch"])
         self.counts = self._counts(self.epoch) if self.epoch >= 0 else []
-        parts = {
-            name.partition(".")[2]: value
-            for name, value in state.items()
-            if name.startswith("window.")
-        }
-        self.window.load_state_dict(parts)
-        self.decided = {
-            int(n.partition(".")[2]): rows
-            for n, rows in state.items()
-            if n.startswith("draw.")
-        }
+        window = {}
+        self.decided = {}
+        for name, value in state.items():
+            kind, _, key = name.partition(".")
+            if kind == "window":
+                window[key] = value
+            elif kind == "draw":
+                self.decided[int(key)] = value
+        self.window.load_state_dict(window)
 
 
 def facts(options: Options) -> SifterFacts:

@@ -1,5 +1,4 @@
-"""Choose the views of an epoch by the teacher's stored outputs, before they are
-decoded.
+"""Choose an epoch's views by the teacher's stored outputs, before they are decoded.
 
 Legend: N images of the dataset, V views of each, K images of some kind, C classes.
 """
@@ -76,57 +75,55 @@ class ByAnswers(Remembering):
         return self.epoch % len(self.score_VN)
 
     def is_full(self, epoch: int, progress: float) -> bool:
-        """Return True also for an epoch with a new view, of which no output is
-        stored.
-        """
-        view, answers = epoch % len(self.score_VN), self.context.answers
-        first = epoch < len(self.score_VN) and not (
-            answers and bool(answers(view, range(self.context.batch_size))[1].all())
-        )
-        return first or super().is_full(epoch, progress)
+        """Return True also for an epoch with a new view, of which nothing is stored."""
+        if epoch < len(self.score_VN):  # its view is new
+            answers = self.context.answers
+            first_batch = range(self.context.batch_size)
+            if answers is None or not answers(epoch, first_batch)[1].all():
+                return True
+        return super().is_full(epoch, progress)
 
     def _fold(self) -> None:
         if self.epoch == NEVER:
-            self._find()
+            self._mark_stored()
         else:
             new_N = self.score_VN[self.view].isnan() & ~self.fresh_N.isnan()
             self.score_VN[self.view, new_N] = STORED
         super()._fold()
 
-    def _find(self) -> None:
-        """Find the outputs that are stored before the first epoch; equal on
-        all ranks.
-        """
-        answers, found = self.context.answers, torch.zeros_like(self.score_VN)
+    def _mark_stored(self) -> None:
+        """Mark outputs that are stored before the first epoch; equal on all ranks."""
+        answers = self.context.answers
         if answers is None:
             return
-        own = torch.arange(
+        rank_ids = torch.arange(
             self.context.rank, self.context.num_images, self.context.world_size
         )
-        for view, found_N in enumerate(found):
-            for ids in own.split(READ):
-                found_N[ids] = answers(view, ids.tolist())[1].float()
-        self.score_VN[self.context.reduce_sum(found) > 0] = STORED
+        stored_VN = torch.zeros_like(self.score_VN)
+        for view, stored_N in enumerate(stored_VN):
+            for ids in rank_ids.split(READ):
+                stored_N[ids] = answers(view, ids.tolist())[1].float()
+        self.score_VN[self.context.reduce_sum(stored_VN) > 0] = STORED
 
     def look(self) -> None:
         """Score views with newly stored outputs; equal on all ranks."""
-        missing = (self.score_VN[self.view] == STORED).nonzero()[:, 0]
-        found = torch.zeros(2, self.context.num_images)
-        for ids in missing[self.context.rank :: self.context.world_size].split(READ):
-            score, known = self._read(ids)
-            found[:, ids] = torch.stack([score.where(known, 0.0), known.float()])
-        found = self.context.reduce_sum(found)
-        known_N = found[1] > 0
-        self.score_VN[self.view, known_N] = found[0, known_N]
+        unread = (self.score_VN[self.view] == STORED).nonzero()[:, 0]
+        # their scores, and 1 for each known one
+        scores = torch.zeros(2, self.context.num_images)
+        for ids in unread[self.context.rank :: self.context.world_size].split(READ):
+            score_K, known_K = self._score(ids)
+            scores[:, ids] = torch.stack([score_K.where(known_K, 0.0), known_K.float()])
+        scores = self.context.reduce_sum(scores)
+        known_N = scores[1] > 0
+        self.score_VN[self.view, known_N] = scores[0, known_N]
 
-    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores of images, float32 [K], and a mask of known ones,
-        bool [K].
-        """
+    def _score(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores of images, float32 [K], and a mask of known ones [K]."""
         answers = self.context.answers
         assert answers is not None, "the configuration was checked"
-        kind, asked = self.options.score, ids.tolist()
-        logits_KC, known_K = answers(self.view, asked)
+        kind = self.options.score
+        id_list = ids.tolist()
+        logits_KC, known_K = answers(self.view, id_list)
         log_KC = logits_KC.float().log_softmax(1)
         if kind == "entropy":
             return -(log_KC.exp() * log_KC).sum(1), known_K
@@ -136,49 +133,45 @@ class ByAnswers(Remembering):
         if kind == "divergence":
             mean_KC = torch.zeros_like(log_KC)
             for view in range(len(self.score_VN)):
-                other_KC, there_K = answers(view, asked)
-                mean_KC = mean_KC + other_KC.float().softmax(1) / len(self.score_VN)
-                known_K = known_K & there_K & ~self.score_VN[view, ids].isnan()
-            return (log_KC.exp() * (log_KC - mean_KC.clamp(min=1e-12).log())).sum(
-                1
-            ), known_K
+                view_KC, stored_K = answers(view, id_list)
+                mean_KC = mean_KC + view_KC.float().softmax(1) / len(self.score_VN)
+                known_K = known_K & stored_K & ~self.score_VN[view, ids].isnan()
+            excess_KC = log_KC - mean_KC.clamp(min=1e-12).log()
+            return (log_KC.exp() * excess_KC).sum(1), known_K
         return F.nll_loss(log_KC, self.context.labels()[ids], reduction="none"), known_K
 
     def unknown(self) -> Tensor:
-        """Return the images without a score for this view, or never seen by the
-        student.
-        """
+        """Return the images without a score for this view or a loss of the student."""
         return ~self.score_VN[self.view].isfinite() | super().unknown()
 
-    def choose(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    def choose(self, candidates: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return the chosen images and their weights."""
-        score_K = self.score_VN[self.view, rest]
+        score_K = self.score_VN[self.view, candidates]
         if self.options.score == "learnable":
-            score_K = self.loss_N[rest] - score_K
-        order, spare = rest[self.ascending(score_K)], len(rest) - room
-        if self.options.choose == "drawn" and spare and room:
-            return self._draw(order, room)
-        start = {"hardest": spare, "drawn": 0, "easiest": 0, "middle": spare // 2}[
-            self.options.choose
-        ]
-        return order[start : start + room], torch.ones(room)
+            score_K = self.loss_N[candidates] - score_K
+        order = candidates[self.ascending(score_K)]
+        num_skipped = len(candidates) - count
+        if self.options.choose == "drawn" and num_skipped and count:
+            return self._draw(order, count)
+        starts = {"hardest": num_skipped, "middle": num_skipped // 2}
+        start = starts.get(self.options.choose, 0)
+        return order[start : start + count], torch.ones(count)
 
-    def _draw(self, order: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        """Sample without replacement, harder images more often; the expected share is
-        `keep`.
+    def _draw(self, order: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Sample without replacement, harder images more often.
+
+        The expected share is `keep`.
         """
         draws = generator(self.context, "sift", self.epoch)
-        shuffle = torch.randperm(
-            len(order), generator=draws
-        )  # a systematic draw depends on the order
+        # a systematic draw depends on the order
+        shuffle = torch.randperm(len(order), generator=draws)
         rank_K = (shuffle + 0.5) / len(order)
-        likely_K = inclusion(
-            (rank_K.double() ** (1 / self.keep - 1)).clamp(min=LEAST), room
-        )
-        drawn = systematic(likely_K, room, draws)
-        weights = (
-            1 / likely_K[drawn].float() if self.options.reweight else torch.ones(room)
-        )
+        probability_K = (rank_K.double() ** (1 / self.keep - 1)).clamp(min=LEAST)
+        inclusion_K = inclusion(probability_K, count)
+        drawn = systematic(inclusion_K, count, draws)
+        weights = torch.ones(count)
+        if self.options.reweight:
+            weights = 1 / inclusion_K[drawn].float()
         return order[shuffle[drawn]], weights
 
     def state_dict(self) -> dict[str, Tensor]:

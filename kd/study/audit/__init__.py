@@ -1,3 +1,4 @@
-"""Audit of data: repeated images, and labels that a teacher doubts. Uses NumPy, Pillow
-and faiss, no torch.
+"""Find repeated images, and labels that a teacher doubts.
+
+Uses NumPy and Pillow, no torch.
 """

@@ -1,13 +1,13 @@
-"""Find pairs of images of the same photograph: copies, re-encoded, cropped, mirrored,
-with black bars.
+"""Find pairs of images of the same photograph.
 
-An album has a small grey picture of each image without black bars (576 bytes), and
-64-bit hashes of the picture, 9 crops, and their mirror images. Three filters follow
-each other: equal bits of a hash in one of 16 tables (time N log N), correlated low
-frequencies, and the correlation of the aligned pictures. `audit_peers_*.csv` compares
-this with imagehash, pdqhash and embeddings, which miss crops or list pairs of different
-photographs, and with faiss in place of the tables: a few more pairs, six times the CPU
-time at 100,000 pictures, and 65 MB with an OpenMP of its own.
+They are copies, re-encoded, cropped, mirrored, or have black bars. An album has a small
+grey picture of each image without black bars (576 bytes), and 64-bit hashes of the
+picture, 9 crops, and their mirror images. Three filters follow each other: equal bits
+of a hash in one of 16 tables (time N log N), correlated low frequencies, and the
+correlation of the aligned pictures. `audit_peers_*.csv` compares this with imagehash,
+pdqhash and embeddings, which miss crops or list pairs of different photographs, and
+with faiss in place of the tables: a few more pairs, six times the CPU time at 100,000
+pictures, and 65 MB with an OpenMP of its own.
 
 Legend: N images, V variants, P pairs, S = 24 pixels, G = 12 cells, F = 64 frequencies.
 """
@@ -31,8 +31,9 @@ SPANS = ((0.0, 1.0), (0.0, 0.9), (0.05, 0.95), (0.1, 1.0))
 one of nine.
 """
 CROPS = ((0, 0), *((y, x) for y in (1, 2, 3) for x in (1, 2, 3)))
-"""Row and column index into `SPANS` of each variant; the mirror image's variants
-follow.
+"""Row and column index into `SPANS` of each variant.
+
+The variants of the mirror image follow.
 """
 MIRRORED = len(CROPS)
 """The first variant of the mirror image."""
@@ -54,44 +55,46 @@ class Album:
     [N].
     """
 
-    def __init__(self, most: int) -> None:
-        """Reserve space for `most` images; memory is allocated on use."""
-        numbers = [np.empty(most, kind) for kind in (np.uint32, np.uint8, np.int64)]
-        self._room = [np.empty((most, SIDE, SIDE), np.uint8), *numbers]
+    def __init__(self, capacity: int) -> None:
+        """Reserve space for `capacity` images; memory is allocated on use."""
+        numbers = [np.empty(capacity, kind) for kind in (np.uint32, np.uint8, np.int64)]
+        self._columns = [np.empty((capacity, SIDE, SIDE), np.uint8), *numbers]
         self._show(0)
 
     def _show(self, count: int) -> None:
         self.luma, self.crc, self.split, self.id = (
-            column[:count] for column in self._room
+            column[:count] for column in self._columns
         )
 
     def __len__(self) -> int:
         return len(self.id)
 
     def add(self, split: int, id: int, decoded: Decoded) -> None:
-        """Add an image, given its id and split number. Four pixels of each of 24 x 24
-        cells are read.
+        """Add an image, given its id and split number.
+
+        Four pixels of each of 24 x 24 cells are read.
         """
         image = decoded.image
         pixels = image.resize(
-            (2 * SIDE, 2 * SIDE), Image.Resampling.NEAREST, inside(image)
+            (2 * SIDE, 2 * SIDE), Image.Resampling.NEAREST, box_inside_bars(image)
         )
         row = len(self)
         values = (np.asarray(pixels.reduce(2).convert("L")), decoded.crc, split, id)
-        for column, value in zip(self._room, values, strict=True):
+        for column, value in zip(self._columns, values, strict=True):
             column[row] = value
         self._show(row + 1)
 
 
-def inside(image: Image.Image) -> tuple[float, float, float, float]:
+def box_inside_bars(image: Image.Image) -> tuple[float, float, float, float]:
     """Return the box inside black bars: left, top, right and bottom in pixels."""
     small = image.resize((GRID, GRID), Image.Resampling.NEAREST).convert("L")
     bright = small.point([255 * (grey > BLACK) for grey in range(256)])
-    left, top, right, bottom = bright.getbbox() or (0, 0, GRID, GRID)
-    if min(right - left, bottom - top) < LEAST_LEFT * GRID:
-        left, top, right, bottom = 0, 0, GRID, GRID
-    x, y = image.width / GRID, image.height / GRID
-    return left * x, top * y, right * x, bottom * y
+    x0, y0, x1, y1 = bright.getbbox() or (0, 0, 0, 0)
+    if min(x1 - x0, y1 - y0) < LEAST_LEFT * GRID:
+        return 0, 0, image.width, image.height
+    x = image.width / GRID
+    y = image.height / GRID
+    return x0 * x, y0 * y, x1 * x, y1 * y
 
 
 class Pairs(NamedTuple):
@@ -116,16 +119,15 @@ TABLES = 16
 WINDOW = 16
 """Hashes compared with each in a table: of many equal ones others in each table."""
 MOST_BITS = 14
-"""Differing bits of 63 in a candidate pair: it only preselects pairs for `ROUGHLY`, so
-it is generous.
+"""Differing bits of 63 in a candidate pair.
+
+It only preselects pairs for `ROUGHLY`, so it is generous.
 """
 ROUGHLY = 0.8
 """Smallest correlation of the low frequencies of a candidate pair."""
 _ROWS = 4096  # pictures per batch, some 10 MB as float32
 _DULL = 0.5
-"""Grey levels of a constant beside the frequencies, so that blank pictures
-are alike.
-"""
+"""Grey levels of a constant beside the frequencies: blank pictures are alike."""
 _STABLE = np.array(
     [WAVES * v + u for v in range(WAVES) for u in range(WAVES) if 0 < u + v < WAVES]
 )
@@ -133,8 +135,9 @@ _STABLE = np.array(
 
 
 def candidates(luma: np.ndarray) -> Pairs:
-    """Return pairs of pictures [N, S, S] and variants of them whose low frequencies
-    correlate.
+    """Return pairs of pictures [N, S, S] whose low frequencies correlate.
+
+    The first picture of a pair is taken as each of its variants.
     """
     pairs = similar_hashes(hashes(luma))
     for start in range(0, len(pairs.first), _ROWS):
@@ -148,8 +151,9 @@ def candidates(luma: np.ndarray) -> Pairs:
 
 
 def hashes(luma: np.ndarray) -> np.ndarray:
-    """Return the signs of the low frequencies of each variant as 64 bits, uint64 [N,
-    V]; pictures [N, S, S].
+    """Return the signs of each variant's low frequencies as 64 bits, uint64 [N, V].
+
+    The pictures are [N, S, S].
     """
     hashes_NV = np.empty((len(luma), 2 * MIRRORED), np.uint64)
     for start in range(0, len(luma), _ROWS):
@@ -170,32 +174,28 @@ def similar_hashes(hashes_NV: np.ndarray) -> Pairs:
     count = len(hashes_NV)
     rng = np.random.default_rng(0)
     bits = int(np.clip(np.ceil(np.log2(max(2, count))), 8, 24))
-    whole = np.ascontiguousarray(hashes_NV[:, 0])
+    hash_N = np.ascontiguousarray(hashes_NV[:, 0])
     packed = np.zeros(0, np.uint64)
     for _ in range(TABLES):
         chosen = np.isin(
             np.arange(WAVES * WAVES), rng.choice(_STABLE, bits, replace=False)
         )
         mask = np.packbits(chosen).view(np.uint64)[0]
-        order = np.argsort(whole & mask, kind="stable")
-        table = (whole & mask)[order]
+        order = np.argsort(hash_N & mask, kind="stable")
+        table = (hash_N & mask)[order]
         hits = [packed]
         for variant in range(hashes_NV.shape[1]):
-            variants = hashes_NV[:, variant]
-            start, end = (
-                np.searchsorted(table, variants & mask, side)
-                for side in ("left", "right")
-            )
-            start += rng.integers(0, 1 << 30, count) % np.maximum(
-                1, end - start - WINDOW + 1
-            )
+            variant_N = hashes_NV[:, variant]
+            start = np.searchsorted(table, variant_N & mask, "left")
+            end = np.searchsorted(table, variant_N & mask, "right")
+            surplus = np.maximum(1, end - start - WINDOW + 1)
+            start += rng.integers(0, 1 << 30, count) % surplus
             for step in range(WINDOW):
-                rows = np.flatnonzero(start + step < end)
-                others = order[start[rows] + step]
-                alike = (_ones(variants[rows] ^ whole[others]) <= MOST_BITS) & (
-                    rows != others
-                )
-                hits.append(_packed(rows[alike], others[alike], variant))
+                first = np.flatnonzero(start + step < end)
+                second = order[start[first] + step]
+                differing = _ones(variant_N[first] ^ hash_N[second])
+                alike = (differing <= MOST_BITS) & (first != second)
+                hits.append(_packed(first[alike], second[alike], variant))
         packed = np.unique(np.concatenate(hits))
     first = packed >> np.uint64(36)
     second = packed >> np.uint64(8) & np.uint64(2**28 - 1)
@@ -207,11 +207,9 @@ def similar_hashes(hashes_NV: np.ndarray) -> Pairs:
 
 
 def _packed(first: np.ndarray, second: np.ndarray, variant: int) -> np.ndarray:
-    """Return each pair as a number; (a, b) equals (b, a) if the first is not
-    cropped.
-    """
+    """Return each pair as a number; (a, b) equals (b, a) if neither is cropped."""
     if variant in (0, MIRRORED):
-        first, second = np.minimum(first, second), np.maximum(first, second)
+        first, second = np.sort([first, second], axis=0)
     return (
         first.astype(np.uint64) << np.uint64(36)
         | second.astype(np.uint64) << np.uint64(8)
@@ -230,8 +228,9 @@ def _ones(bits: np.ndarray) -> np.ndarray:
 
 
 def spectra(luma: np.ndarray, variant: int) -> np.ndarray:
-    """Return the low frequencies of a variant of pictures [N, S, S], float32 [N, F] of
-    length 1.
+    """Return the low frequencies of a variant of pictures [N, S, S].
+
+    They are float32 [N, F] of length 1.
     """
     y, x = CROPS[variant % MIRRORED]
     pictures = luma[:, :, ::-1] if variant >= MIRRORED else luma
@@ -243,8 +242,9 @@ def spectra(luma: np.ndarray, variant: int) -> np.ndarray:
 
 
 def frequencies(low: float, high: float) -> np.ndarray:
-    """Return the lowest frequencies of a cosine transform over a part of a side,
-    float32 [8, S].
+    """Return the low frequencies of a cosine transform over an interval of a side.
+
+    They are float32 [8, S].
     """
     edges = (np.clip(np.arange(SIDE + 1) / SIDE, low, high) - low) / (high - low)
     k = np.arange(WAVES)[:, None]
@@ -259,13 +259,11 @@ BASES = [frequencies(*span) for span in SPANS]
 LEAST = 0.88
 """Smallest score of a pair."""
 CELLS = 12
-"""Compared cells per side: half a picture's side, so that a crop need not align with
-pixels.
-"""
-FLAT, FLAT_DETAIL = 16.0, 2.0
-"""Variances of a picture and of its detail below which it is blank; grey levels
-squared.
-"""
+"""Compared cells per side: half a side, since a crop need not align with pixels."""
+FLAT = 16.0
+"""Variance of a picture below which it is blank, grey levels squared."""
+FLAT_DETAIL = 2.0
+"""The same for its detail."""
 WIDE = (
     (0.0, 1.0),
     *(
@@ -279,8 +277,9 @@ _CHUNK = 2048  # pairs per batch: 5 MB for one picture of each as float32
 
 
 def same_photograph(album: Album, pairs: Pairs) -> Pairs:
-    """Return the pairs whose aligned pictures, and their detail, correlate; each once,
-    most similar first.
+    """Return the pairs whose aligned pictures, and their detail, correlate.
+
+    Each pair is listed once, the most similar first.
     """
     scores = np.zeros(len(pairs.first))
     for variant in np.unique(pairs.variant):
@@ -300,40 +299,44 @@ def same_photograph(album: Album, pairs: Pairs) -> Pairs:
 
 
 def _overlaid(first: np.ndarray, second: np.ndarray, variant: int) -> np.ndarray:
-    """Return the best score [P] over alignments of the second pictures [P, S, S] with
-    parts of the first.
+    """Return the best score [P] over alignments of pictures [P, S, S].
+
+    The second pictures are aligned with crops of the first.
     """
     equal = (first == second).all((1, 2))  # also true for blank pictures
     pictures = (first[:, :, ::-1] if variant >= MIRRORED else first).astype(np.float32)
-    full = cells(0.0, 1.0)
-    target, target_detail = _standard(full @ second.astype(np.float32) @ full.T)
+    full = cell_means(0.0, 1.0)
+    target, target_detail = _standardized(full @ second.astype(np.float32) @ full.T)
     best = np.where(equal, 1.0, -1.0)
-    for row_span, column_span in _alignments(variant):
-        part, detail = _standard(cells(*row_span) @ pictures @ cells(*column_span).T)
-        score = ((part * target).sum((1, 2)) + (detail * target_detail).sum((1, 2))) / 2
+    for rows, columns in _alignments(variant):
+        crop, detail = _standardized(
+            cell_means(*rows) @ pictures @ cell_means(*columns).T
+        )
+        score = ((crop * target).sum((1, 2)) + (detail * target_detail).sum((1, 2))) / 2
         best = np.maximum(best, score)
     return best
 
 
-def _standard(pictures: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return pictures [P, G, G] and their detail (difference from a blur), each with
-    mean 0 and length at most 1.
+def _standardized(pictures: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return pictures [P, G, G] and their detail, the difference from a blur.
+
+    Each has mean 0 and length at most 1.
     """
     detail = pictures - _BLUR @ pictures @ _BLUR.T
     return _centred(pictures, FLAT), _centred(detail, FLAT_DETAIL)
 
 
 def _centred(pictures: np.ndarray, flat: float) -> np.ndarray:
-    """Return pictures [P, G, G] with mean 0 and length at most 1, shorter if their
-    variance is near `flat`.
+    """Return pictures [P, G, G] with mean 0 and length at most 1.
+
+    They are shorter if their variance is near `flat`.
     """
     centred = pictures - pictures.mean((1, 2), keepdims=True)
-    return centred / np.sqrt(
-        (centred * centred).sum((1, 2), keepdims=True) + flat * CELLS * CELLS
-    )
+    squares = (centred * centred).sum((1, 2), keepdims=True)
+    return centred / np.sqrt(squares + flat * CELLS * CELLS)
 
 
-def cells(low: float, high: float) -> np.ndarray:
+def cell_means(low: float, high: float) -> np.ndarray:
     """Return the matrix of cell means over an interval of a side, float32 [G, S]."""
     edges = low + (high - low) * np.arange(CELLS + 1) / CELLS
     pixels = np.arange(SIDE + 1) / SIDE
@@ -349,13 +352,13 @@ def _alignments(
 ) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
     """Yield intervals of rows and of columns of equal length, near a variant's crop."""
     y, x = (UNKNOWN, UNKNOWN) if variant == UNKNOWN else CROPS[variant % MIRRORED]
-    for row_span in _near(y):
-        for column_span in _near(x):
-            if np.isclose(np.ptp(row_span), np.ptp(column_span)):
-                yield row_span, column_span
+    for rows in _intervals_near(y):
+        for columns in _intervals_near(x):
+            if np.isclose(np.ptp(rows), np.ptp(columns)):
+                yield rows, columns
 
 
-def _near(span: int) -> list[tuple[float, float]]:
+def _intervals_near(span: int) -> list[tuple[float, float]]:
     """Return intervals of a side near one of `SPANS`; `UNKNOWN`: anywhere."""
     if span == UNKNOWN:
         return list(WIDE)

@@ -27,9 +27,8 @@ FEWEST = 10  # smallest useful number of changed labels
 # 0.1
 WIDTH = 64
 NEIGHBOURS = 5  # training images compared with a validation image
-ROWS = (
-    1024  # validation images per batch: their cosines with 100,000 others take 400 MB
-)
+# validation images per batch: their cosines with 100,000 others take 400 MB
+ROWS = 1024
 
 
 class TeacherAnswers(NamedTuple):
@@ -55,17 +54,21 @@ class Doubt(NamedTuple):
     label_probability: float
 
 
-def labelled(ids: np.ndarray, shares: np.ndarray, source: Source) -> TeacherAnswers:
-    """Return the predictions for the images `ids` that have a label, from the
-    probabilities `shares` [N, C].
+def labelled_answers(
+    ids: np.ndarray, shares: np.ndarray, source: Source
+) -> TeacherAnswers:
+    """Return the predictions for the images `ids` that have a label.
+
+    `shares` [N, C] are the probabilities.
     """
     label = np.array([source.label(int(id)) for id in ids])
     rows = np.flatnonzero(label >= 0)
-    ids, shares, label = ids[rows], shares[rows], label[rows]
+    ids = ids[rows]
+    shares = shares[rows]
+    label = label[rows]
     classes = shares.shape[1]
-    trial_label = (
-        label + 1 + ids * 7919 % max(1, classes - 1)
-    ) % classes  # a prime spreads the ids over the classes
+    # a prime spreads the ids over the classes
+    trial_label = (label + 1 + ids * 7919 % max(1, classes - 1)) % classes
     image = np.arange(len(label))
     return TeacherAnswers(
         id=ids,
@@ -79,11 +82,12 @@ def labelled(ids: np.ndarray, shares: np.ndarray, source: Source) -> TeacherAnsw
     )
 
 
-def joined(batches: Sequence[TeacherAnswers]) -> TeacherAnswers:
+def join_answers(batches: Sequence[TeacherAnswers]) -> TeacherAnswers:
     """Return the predictions of several batches as one."""
     batches = [batch for batch in batches if len(batch.id)]
     if not batches:
-        ids, shares = np.zeros(0, np.int64), np.zeros(0)
+        ids = np.zeros(0, np.int64)
+        shares = np.zeros(0)
         return TeacherAnswers(
             ids, ids, ids, shares, shares, ids, shares, np.zeros((0, 1), np.float32)
         )
@@ -97,11 +101,12 @@ def write_labels(
     target: Path,
 ) -> list[str]:
     """Write labels.csv and labels.html; return a summary of the doubted labels."""
-    doubts, counts = [], []
+    doubts = []
+    counts = []
     for split, answer in answers.items():
-        listed = _doubts(answer, split, splits[split], classes)
-        counts.append(f"{len(listed)} of {len(answer.id)} in '{split}'")
-        doubts += listed
+        split_doubts = _doubts(answer, split, splits[split], classes)
+        counts.append(f"{len(split_doubts)} of {len(answer.id)} in '{split}'")
+        doubts += split_doubts
     doubts.sort(key=lambda doubt: (doubt.rank, doubt.image))
     head = (
         "split",
@@ -113,17 +118,12 @@ def write_labels(
     )
     rows = [(*doubt.image[:3], *doubt[2:]) for doubt in doubts]
     lists.write_table(target / "labels.csv", [head, *rows])
-    figures = [
-        (
-            (
-                f"{doubt.image.label}, or {doubt.prediction}"
-                f" ({100 * doubt.confidence:.0f} %)?"
-            ),
-            [doubt.image],
-        )
-        for doubt in doubts
-    ]
-    limits = LIMITS.format(planted=planted(answers["val"]))
+    figures = []
+    for doubt in doubts:
+        confidence = f"({100 * doubt.confidence:.0f} %)"
+        caption = f"{doubt.image.label}, or {doubt.prediction} {confidence}?"
+        figures.append((caption, [doubt.image]))
+    limits = LIMITS.format(planted=trial_text(answers["val"]))
     page = lists.page(
         "Labels that the teacher doubts, the surest first", figures, splits, limits
     )
@@ -145,39 +145,36 @@ def _doubts(
     answer: TeacherAnswers, split: str, source: Source, classes: Sequence[str]
 ) -> list[Doubt]:
     """Return a split's doubted labels, most certain first."""
-    rows = doubted(
+    rows = doubted_rows(
         answer.label, answer.prediction, answer.confidence, answer.label_probability
     )
     doubts = []
     for rank, row in enumerate(rows):
         id = int(answer.id[row])
         image = lists.Seen(split, source.name(id), classes[int(answer.label[row])], id)
-        confidence, share = (
-            round(float(part[row]), 4)
-            for part in (answer.confidence, answer.label_probability)
-        )
-        doubts.append(
-            Doubt(rank, image, classes[int(answer.prediction[row])], confidence, share)
-        )
+        prediction = classes[int(answer.prediction[row])]
+        confidence = round(float(answer.confidence[row]), 4)
+        share = round(float(answer.label_probability[row]), 4)
+        doubts.append(Doubt(rank, image, prediction, confidence, share))
     return doubts
 
 
-def write_repeats(
+def add_repeats(
     answers: dict[str, TeacherAnswers], splits: Mapping[str, Source], target: Path
 ) -> list[str]:
-    """Add to duplicates.csv the pairs between splits with similar outputs that show one
-    photograph.
+    """Add pairs between splits with similar outputs to duplicates.csv.
+
+    Only those that show one photograph are added.
     """
-    train, val = answers["train"], answers["val"]
+    train = answers["train"]
+    val = answers["val"]
     if not len(train.id) or not len(val.id):
         return []
     val_rows, train_rows = neighbours(train.vector, val.vector)
     ids = {"val": val.id, "train": train.id[np.unique(train_rows)]}
     album, row_of = _album(ids, splits)
-    first, second = (
-        row_of["train"][train.id[train_rows]],
-        row_of["val"][val.id[val_rows]],
-    )
+    first = row_of["train"][train.id[train_rows]]
+    second = row_of["val"][val.id[val_rows]]
     readable = (first >= 0) & (second >= 0)
     variant = np.full(readable.sum(), UNKNOWN)
     candidates = Pairs(
@@ -202,14 +199,15 @@ def write_repeats(
 def _album(
     ids: Mapping[str, np.ndarray], splits: Mapping[str, Source]
 ) -> tuple[Album, dict[str, np.ndarray]]:
-    """Decode images of splits; return their album, and the row of each id in it (-1:
-    none).
+    """Decode images of splits; return their album, and the row of each id in it.
+
+    The row of an unreadable image is -1.
     """
     album = Album(sum(map(len, ids.values())))
     row_of = {split: np.full(len(splits[split]), -1) for split in ids}
     numbers = [*splits]
-    for split, wanted in ids.items():
-        for id in map(int, wanted):
+    for split, split_ids in ids.items():
+        for id in map(int, split_ids):
             try:
                 decoded = splits[split].decode(id)
             except CorruptImage:  # data.on_corrupt decides where a run reads it
@@ -219,39 +217,37 @@ def _album(
     return album, row_of
 
 
-def doubted(
+def doubted_rows(
     label: np.ndarray,
     prediction: np.ndarray,
     confidence: np.ndarray,
     label_probability: np.ndarray,
 ) -> np.ndarray:
-    """Return the images for which the teacher predicts another class, as rows of [N],
-    the most doubtful label first.
+    """Return the rows of [N] for which the teacher predicts another class.
 
-    They are ranked by the label's probability over that of the prediction. In
-    `audit_labels_peers_*.csv` this finds more mistakes than confidence relative to each
-    class (arXiv:1911.00068), and about as many as the best of cleanlab's rules; it was
-    chosen on those data.
+    The most doubtful label comes first. They are ranked by the label's probability over
+    that of the prediction. In `audit_labels_peers_*.csv` this finds more mistakes than
+    confidence relative to each class (arXiv:1911.00068), and about as many as the best
+    of cleanlab's rules; it was chosen on those data.
     """
     rows = np.flatnonzero(prediction != label)
     ratio = label_probability[rows] / confidence[rows]
     return rows[np.argsort(ratio, kind="stable")]
 
 
-def planted(answer: TeacherAnswers) -> str:
-    """Change k random labels of a split and report how many of them are among the first
-    k doubted labels.
-    """
-    rows = np.random.default_rng(0).permutation(len(answer.id))[
-        : round(PLANTED * len(answer.id))
-    ]
-    count = len(rows)
+def trial_text(answer: TeacherAnswers) -> str:
+    """Change k random labels; report how many are among the first k doubted ones."""
+    count = round(PLANTED * len(answer.id))
     if count < FEWEST:
         return "How many was not measured: there are too few validation images"
-    label, label_probability = answer.label.copy(), answer.label_probability.copy()
+    rows = np.random.default_rng(0).permutation(len(answer.id))[:count]
+    label = answer.label.copy()
+    label_probability = answer.label_probability.copy()
     label[rows] = answer.trial_label[rows]
     label_probability[rows] = answer.trial_probability[rows]
-    doubts = doubted(label, answer.prediction, answer.confidence, label_probability)
+    doubts = doubted_rows(
+        label, answer.prediction, answer.confidence, label_probability
+    )
     right = int(np.isin(doubts[:count], rows).sum())
     trial = (
         f"Of {count} validation labels that were changed at random for a trial {right}"
@@ -262,23 +258,23 @@ def planted(answer: TeacherAnswers) -> str:
 
 def narrow(vectors: np.ndarray) -> np.ndarray:
     """Return vectors [N, D] of length 1, D at most 64, by a fixed random projection."""
-    wide = vectors.astype(np.float32)
-    if wide.shape[1] > WIDTH:
-        wide = wide @ np.random.default_rng(0).normal(
-            size=(wide.shape[1], WIDTH)
-        ).astype(np.float32)
-    return wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12)
+    vectors = vectors.astype(np.float32)
+    width = vectors.shape[1]
+    if width > WIDTH:
+        projection = np.random.default_rng(0).normal(size=(width, WIDTH))
+        vectors = vectors @ projection.astype(np.float32)
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
 def neighbours(train: np.ndarray, val: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return index pairs (in `val`, in `train`): for each row of `val`, its 5 nearest
-    by cosine in `train`.
+    """Return the 5 rows of `train` nearest to each row of `val` by cosine.
+
+    Returned are index pairs: the rows of `val`, and those of `train`.
     """
     count = min(NEIGHBOURS, len(train))
     nearest = np.empty((len(val), count), np.int64)
     for start in range(0, len(val), ROWS):
-        cosines = val[start : start + ROWS] @ train.T
-        nearest[start : start + ROWS] = np.argpartition(-cosines, count - 1, axis=1)[
-            :, :count
-        ]
+        batch = slice(start, start + ROWS)
+        order = np.argpartition(-(val[batch] @ train.T), count - 1, axis=1)
+        nearest[batch] = order[:, :count]
     return np.repeat(np.arange(len(val)), count), nearest.ravel()

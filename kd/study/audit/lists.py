@@ -19,11 +19,15 @@ from kd.files.templates import render_template
 from kd.study.audit.copies import MIRRORED, Album, Pairs
 
 FOLDER = "audit"  # in a run folder
-DUPLICATES, EXCLUDE = "duplicates.csv", "exclude.txt"  # files in that folder
+DUPLICATES = "duplicates.csv"  # in that folder
+EXCLUDE = "exclude.txt"  # in that folder
 SHOWN = 200  # most findings on a page, which then has a few MB
 SIDE = 160  # pixels of an image's longer side on a page: two fit side by side
-COPY, PICTURE, PART, MIRROR = "same bytes", "same picture", "a part", "mirrored"
-"""Kinds of a repeat."""
+# kinds of a repeat
+COPY = "same bytes"
+PICTURE = "same picture"
+PART = "a part"
+MIRROR = "mirrored"
 HEAD = (
     "kind",
     "score",
@@ -73,36 +77,27 @@ def label_text(label: Label, classes: Sequence[str]) -> str:
 
 
 def repeats(album: Album, pairs: Pairs, splits: Mapping[str, Source]) -> list[Repeat]:
-    """Return the relevant pairs, worst first: in two splits, or in one split with two
-    labels.
-    """
-    names, sources = [*splits], [*splits.values()]
+    """Return the pairs in two splits, or in one with two labels, worst first."""
+    names = [*splits]
 
-    def seen(row: int) -> Seen:
-        split, id = int(album.split[row]), int(album.id[row])
-        source = sources[split]
-        return Seen(
-            names[split],
-            source.name(id),
-            label_text(source.label(id), source.classes),
-            id,
-        )
+    def image_of(row: int) -> Seen:
+        split = names[album.split[row]]
+        source = splits[split]
+        id = int(album.id[row])
+        label = label_text(source.label(id), source.classes)
+        return Seen(split, source.name(id), label, id)
 
-    found = []
-    for row, other_row, variant, score in zip(*pairs, strict=True):
+    relevant = []
+    for *rows, variant, score in zip(*pairs, strict=True):
         first, second = sorted(
-            (int(row), int(other_row)),
-            key=lambda row: (album.split[row], album.id[row]),
+            map(int, rows), key=lambda row: (album.split[row], album.id[row])
         )
-        pair = Repeat(
-            _kind(album, first, second, variant),
-            round(float(score), 3),
-            seen(first),
-            seen(second),
-        )
+        kind = _kind(album, first, second, variant)
+        images = map(image_of, (first, second))
+        pair = Repeat(kind, round(float(score), 3), *images)
         if pair.leaks or pair.contradicts:
-            found.append(pair)
-    return worst_first(found)
+            relevant.append(pair)
+    return worst_first(relevant)
 
 
 def _kind(album: Album, first: int, second: int, variant: int) -> str:
@@ -134,8 +129,9 @@ def worst_first(pairs: Iterable[Repeat]) -> list[Repeat]:
 def write_repeats(
     folder: Path, pairs: Sequence[Repeat], splits: Mapping[str, Source]
 ) -> None:
-    """Write duplicates.csv, duplicates.html and exclude.txt into a folder; exclude.txt
-    keeps its existing names.
+    """Write duplicates.csv, duplicates.html and exclude.txt into a folder.
+
+    exclude.txt keeps its existing names.
     """
     rows = [
         (pair.kind, pair.score, *pair.first[:3], *pair.second[:3]) for pair in pairs
@@ -152,31 +148,31 @@ def write_repeats(
 
 
 def _write_exclude(file: Path, pairs: Sequence[Repeat]) -> None:
-    """Write the lines for `data.exclude`, those of pairs with two labels as comments;
-    keep the names in the file.
+    """Write the lines for `data.exclude`, and keep the names in the file.
+
+    Those of pairs with two labels are comments.
     """
     names = {f"{pair.first.split}:{pair.first.name}" for pair in pairs if pair.leaks}
     if file.is_file():
-        names |= set(
-            names_in_list(file.read_text(encoding="utf-8", errors="backslashreplace"))
-        )
-    torn = {
-        f"{seen.split}:{seen.name}"
+        content = file.read_text(encoding="utf-8", errors="backslashreplace")
+        names |= set(names_in_list(content))
+    contradicting = {
+        f"{image.split}:{image.name}"
         for pair in pairs
         if not pair.leaks
-        for seen in (pair.first, pair.second)
-    }
+        for image in (pair.first, pair.second)
+    } - names
     lines = [
         "# Lines for data.exclude. Of a photograph in two splits, the copy that is"
         " trained on."
     ]
     lines += map(list_line, sorted(names))
-    if torn - names:
+    if contradicting:
         lines.append(
             "# One photograph with two labels. Remove the # of a line to leave that"
             " image out:"
         )
-    lines += [f"# {list_line(name)}" for name in sorted(torn - names)]
+    lines += [f"# {list_line(name)}" for name in sorted(contradicting)]
     write_text(file, "\n".join([*lines, ""]))
 
 
@@ -188,8 +184,8 @@ def read_repeats(folder: Path) -> list[Repeat]:
     try:
         with file.open(
             newline="", encoding="utf-8", errors="surrogateescape"
-        ) as opened:
-            rows = list(csv.reader(opened))[1:]
+        ) as stream:
+            rows = list(csv.reader(stream))[1:]
         return [
             Repeat(kind, float(score), Seen(a, b, c), Seen(d, e, f))
             for kind, score, a, b, c, d, e, f in rows
@@ -201,8 +197,9 @@ def read_repeats(folder: Path) -> list[Repeat]:
 
 
 def with_ids(pairs: Sequence[Repeat], splits: Mapping[str, Source]) -> list[Repeat]:
-    """Return pairs that were read from a list with the ids of their images; drop those
-    whose images were removed.
+    """Return pairs that were read from a list with the ids of their images.
+
+    Pairs whose images were removed are dropped.
     """
     if not pairs:
         return []
@@ -211,15 +208,15 @@ def with_ids(pairs: Sequence[Repeat], splits: Mapping[str, Source]) -> list[Repe
         for split, source in splits.items()
         for id in range(len(source))
     }
-    kept = []
+    present = []
     for pair in pairs:
-        first, second = (
-            seen._replace(id=ids.get(seen[:2], -1))
-            for seen in (pair.first, pair.second)
-        )
-        if first.id >= 0 and second.id >= 0:
-            kept.append(pair._replace(first=first, second=second))
-    return kept
+        first_id = ids.get(pair.first[:2])
+        second_id = ids.get(pair.second[:2])
+        if first_id is not None and second_id is not None:
+            first = pair.first._replace(id=first_id)
+            second = pair.second._replace(id=second_id)
+            present.append(pair._replace(first=first, second=second))
+    return present
 
 
 def write_table(file: Path, rows: Sequence[Sequence[object]]) -> None:
@@ -237,29 +234,27 @@ def page(
     note: str = "",
 ) -> str:
     """Return a self-contained HTML page with the images of the first findings."""
-    drawn = [
-        (
-            caption,
-            [
-                {
-                    "name": f"{seen.split}: {seen.name} ({seen.label})",
-                    "data": _decoded(splits[seen.split], seen.id),
-                }
-                for seen in images
-            ],
-        )
-        for caption, images in figures[:SHOWN]
-    ]
+    drawn = []
+    for caption, images in figures[:SHOWN]:
+        cells = [
+            {
+                "name": f"{image.split}: {image.name} ({image.label})",
+                "data": _image_data(splits[image.split], image.id),
+            }
+            for image in images
+        ]
+        drawn.append((caption, cells))
     template = Path(__file__).parent / "findings.html.jinja"
     return render_template(
         template, title=title, note=note, figures=drawn, count=len(figures)
     )
 
 
-def _decoded(source: Source, id: int) -> str:
+def _image_data(source: Source, id: int) -> str:
+    """Return a thumbnail; "" for an image that can no longer be read."""
     try:
         return thumbnail(source.decode(id).image)
-    except DataError:  # it could be read a moment ago
+    except DataError:
         return ""
 
 

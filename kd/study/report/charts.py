@@ -1,11 +1,11 @@
-"""Charts, drawn by Vega-Lite as SVG: lines over a quantity, stacked bars, points with
-numbers.
+"""Draw charts by Vega-Lite as SVG.
 
-A function a kind returns a `Chart`: a specification of Vega-Lite, which `svg` draws,
-and its numbers as a table. A further kind, such as a heat map, is a further
-specification (https://vega.github.io/vega-lite/docs/). A page sets the colours by CSS
-variables (`PAGE`), so that one drawing serves light and dark screens; a file has them
-in it (`FILE`).
+The kinds are lines over a quantity, stacked bars, and points with numbers. A function
+of each returns a `Chart`: a specification of Vega-Lite, which `svg` draws, and its
+numbers as a table. A further kind, such as a heat map, is a further specification
+(https://vega.github.io/vega-lite/docs/). A page sets the colours by CSS variables
+(`PAGE`), so that one drawing serves light and dark screens; a file has them in it
+(`FILE`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,8 @@ Spec = dict[str, Any]
 POINTS = 300  # most points of a line: a pixel of the smallest chart has one
 BESIDE = 16  # room for texts at the ends of a logarithmic axis, pixels
 FEW = 12  # most points of a line that are marked: with more the marks touch
-LETTER, SYMBOL = (
-    7,
-    46,
-)  # widths in a legend, pixels: of a letter, and of what stands around a name
+LETTER = 7  # width of a letter in a legend, pixels
+SYMBOL = 46  # width of what stands around a name in a legend, pixels
 DIGITS = 4  # of the numbers in a table
 DASHES = [2, 4]  # pixels drawn and left out of a level's line
 SHARE = "format(datum.value * 100, '~g') + ' %'"
@@ -67,9 +65,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """Points of one colour, each with a text beside it and an upright interval where it
-    is known.
-    """
+    """Points of one colour, each with a text and an upright interval if it is known."""
 
     name: str
     color: str
@@ -88,14 +84,13 @@ class Axis:
     log: bool = False
 
     def spec(self, field: str, grid: bool) -> Spec:
-        """Return the encoding of a field by this axis; one with a grid ends at round
-        numbers.
-        """
-        axis = (
-            {"grid": grid, "labelExpr": SHARE} if self.unit == "%" else {"grid": grid}
-        )
+        """Return the encoding of a field; an axis with a grid ends at round numbers."""
+        axis: Spec = {"grid": grid}
+        if self.unit == "%":
+            axis["labelExpr"] = SHARE
         scale: Spec = {"zero": self.zero, "nice": grid and not self.log}
-        scale |= {"type": "log", "padding": BESIDE} if self.log else {}
+        if self.log:
+            scale |= {"type": "log", "padding": BESIDE}
         return {
             "field": field,
             "type": "quantitative",
@@ -126,8 +121,9 @@ def lines(
     y_axis: Axis,
     levels: Sequence[Level] = (),
 ) -> Chart:
-    """Draw lines over a common x axis; at least one has a point. `size`: width and
-    height, pixels.
+    """Draw lines over a common x axis; at least one has a point.
+
+    `size`: width and height, pixels.
     """
     series = [thinned(line) for line in series if len(line.x)]
     names = {line.name for line in series}  # a run may be called "teacher"
@@ -135,79 +131,56 @@ def lines(
         replace(level, name=f"{level.name} (level)") if level.name in names else level
         for level in levels
     ]
-    colors = _colors([*series, *levels], size[0], "stroke")
-    x, y = x_axis.spec("x", grid=False), y_axis.spec("y", grid=True)
-    layers = _levels(levels, x, y)
+    x = x_axis.spec("x", grid=False)
+    y = y_axis.spec("y", grid=True)
+    encoding = {"x": x, "y": y, "order": {"field": "i"}}
+    layers = _level_layers(levels, x, y)
     for line in series:
-        mark = {
-            "type": "line",
-            "point": {"size": 24} if len(line.x) <= FEW else False,
-            "aria": False,
-        }
-        layers.append(
-            _layer(
-                _points_of(line),
-                mark,
-                line.name,
-                {"x": x, "y": y, "order": {"field": "i"}},
-            )
-        )
+        point = {"size": 24} if len(line.x) <= FEW else False
+        mark = {"type": "line", "point": point, "aria": False}
+        layers.append(_layer(_values(line), mark, line.name, encoding))
+    colors = _colors([*series, *levels], size[0], "stroke")
     spec = {**_frame(size), "layer": layers, "encoding": {"color": colors}}
-    return Chart(
-        spec,
-        _rows(
-            series, x_axis, y_axis, [level for level in levels if level.y is not None]
-        ),
-    )
+    horizontal = [level for level in levels if level.y is not None]
+    return Chart(spec, _rows(series, x_axis, y_axis, horizontal))
 
 
 def points(
     groups: Sequence[Points],
     size: tuple[int, int],
     axes: tuple[Axis, Axis],
-    levels: Sequence[Level] = (),
-    stairs: Series | None = None,
-    notes: Sequence[str] = (),
+    levels: Sequence[Level],
+    stairs: Series,
+    notes: Sequence[str],
 ) -> Chart:
-    """Draw points with their texts and intervals; `stairs` join some, `notes` are lines
-    of text below.
+    """Draw points with their texts and intervals.
+
+    `stairs` join some, `notes` are lines of text below.
     """
-    x, y = axes[0].spec("x", grid=False), axes[1].spec("y", grid=True)
+    x = axes[0].spec("x", grid=False)
+    y = axes[1].spec("y", grid=True)
     groups = [group for group in groups if group.at]
-    rows = [
-        {
-            "x": at[0],
-            "y": at[1],
-            "text": text or "",
-            "low": ends[0] if ends else at[1],
-            "high": ends[1] if ends else at[1],
-            "series": group.name,
-        }
-        for group in groups
-        for at, text, ends in zip_longest(group.at, group.texts, group.intervals)
-    ]
-    interval = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}
+    rows = []
+    for group in groups:
+        for at, text, interval in zip_longest(group.at, group.texts, group.intervals):
+            low, high = interval or (at[1], at[1])
+            values = {"x": at[0], "y": at[1], "low": low, "high": high}
+            rows.append({**values, "text": text or "", "series": group.name})
+    data = {"values": rows}
+    place = {"x": x, "y": y}
+    ends = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}
+    circle = {"type": "circle", "size": 50, "opacity": 1, "aria": False}
+    text_mark = {"type": "text", "align": "left", "dx": 7, "dy": -6, "aria": False}
+    texts = {**place, "text": {"field": "text"}}
     layers = [
-        {
-            "data": {"values": rows},
-            "mark": {"type": "rule", "aria": False},
-            "encoding": interval,
-        },
-        {
-            "data": {"values": rows},
-            "mark": {"type": "circle", "size": 50, "opacity": 1, "aria": False},
-            "encoding": {"x": x, "y": y},
-        },
-        {
-            "data": {"values": rows},
-            "mark": {"type": "text", "align": "left", "dx": 7, "dy": -6, "aria": False},
-            "encoding": {"x": x, "y": y, "text": {"field": "text"}},
-        },
-        *_levels(levels, x, y),
+        {"data": data, "mark": {"type": "rule", "aria": False}, "encoding": ends},
+        {"data": data, "mark": circle, "encoding": place},
+        {"data": data, "mark": text_mark, "encoding": texts},
+        *_level_layers(levels, x, y),
     ]
-    if stairs is not None and stairs.x:
+    if stairs.x:
         mark = {"type": "line", "interpolate": "step-after", "aria": False}
-        layers.append(_layer(_points_of(stairs), mark, stairs.name, {"x": x, "y": y}))
+        layers.append(_layer(_values(stairs), mark, stairs.name, place))
     title = {
         "text": [*notes],
         "orient": "bottom",
@@ -216,10 +189,8 @@ def points(
         "offset": 12,
     }
     colors = _colors([*groups, *levels], size[0], "circle")
-    frame = {
-        "width": size[0],
-        "height": size[1],
-    }  # of the plot: the notes are as high as they are
+    # the size of the plot: the notes are as high as they are
+    frame = {"width": size[0], "height": size[1]}
     return Chart(
         {**frame, "layer": layers, "encoding": {"color": colors}, "title": title}
     )
@@ -230,22 +201,23 @@ def stack(
 ) -> Chart:
     """Draw stacked bars, one per x; all series have the same x."""
     bars = [
-        {"x": at, "y": value, "series": layer.name, "layer": i}
+        {"x": x, "y": y, "series": layer.name, "layer": i}
         for i, layer in enumerate(series)
-        for at, value in zip(layer.x, layer.y, strict=True)
-        if value > 0
+        for x, y in zip(layer.x, layer.y, strict=True)
+        if y > 0
     ]
+    x_encoding = {
+        "field": "x",
+        "type": "ordinal",
+        "title": x_axis.title,
+        "axis": {"labelOverlap": True, "labelSeparation": 14},
+    }
     spec = {
         **_frame(size),
         "data": {"values": bars},
         "mark": {"type": "bar", "aria": False},
         "encoding": {
-            "x": {
-                "field": "x",
-                "type": "ordinal",
-                "title": x_axis.title,
-                "axis": {"labelOverlap": True, "labelSeparation": 14},
-            },
+            "x": x_encoding,
             "y": y_axis.spec("y", grid=True),
             "color": _colors(series, size[0], "square"),
             "order": {"field": "layer"},
@@ -257,23 +229,16 @@ def stack(
 def thinned(line: Series) -> Series:
     """Return a line of at most `POINTS` points, evenly thinned, with the last one."""
     picks = evenly(len(line.x), POINTS)
-    return Series(
-        line.name,
-        line.color,
-        [float(line.x[i]) for i in picks],
-        [float(line.y[i]) for i in picks],
-    )
+    x = [float(line.x[i]) for i in picks]
+    y = [float(line.y[i]) for i in picks]
+    return replace(line, x=x, y=y)
 
 
-def evenly(count: int, most: int) -> Sequence[int]:
-    """Return at most `most` of the first `count` numbers, evenly spaced, always
-    including the last.
-    """
-    return (
-        range(count)
-        if count <= most
-        else [i * (count - 1) // (most - 1) for i in range(most)]
-    )
+def evenly(count: int, limit: int) -> Sequence[int]:
+    """Return at most `limit` of the first `count` numbers, evenly, with the last."""
+    if count <= limit:
+        return range(count)
+    return [i * (count - 1) // (limit - 1) for i in range(limit)]
 
 
 def _frame(size: tuple[int, int]) -> Spec:
@@ -288,45 +253,40 @@ def _frame(size: tuple[int, int]) -> Spec:
 def _layer(
     values: Sequence[Mapping[str, Any]], mark: Spec, name: str, encoding: Spec
 ) -> Spec:
-    named = [{**value, "series": name} for value in values]
-    return {"data": {"values": named}, "mark": mark, "encoding": encoding}
+    rows = [{**value, "series": name} for value in values]
+    return {"data": {"values": rows}, "mark": mark, "encoding": encoding}
 
 
-def _points_of(line: Series) -> list[Spec]:
+def _values(line: Series) -> list[Spec]:
     return [
         {"x": x, "y": y, "i": i}
         for i, (x, y) in enumerate(zip(line.x, line.y, strict=True))
     ]
 
 
-def _levels(levels: Sequence[Level], x: Spec, y: Spec) -> list[Spec]:
+def _level_layers(levels: Sequence[Level], x: Spec, y: Spec) -> list[Spec]:
     """Return a layer for each dashed line."""
     mark = {"type": "rule", "strokeDash": DASHES, "strokeWidth": 1.8, "aria": False}
-    return [
-        _layer(
-            [{"x": level.x, "y": level.y}],
-            mark,
-            level.name,
-            {"x": x} if level.y is None else {"y": y},
-        )
-        for level in levels
-    ]
+    layers = []
+    for level in levels:
+        encoding = {"x": x} if level.y is None else {"y": y}
+        values = [{"x": level.x, "y": level.y}]
+        layers.append(_layer(values, mark, level.name, encoding))
+    return layers
 
 
 def _colors(series: Sequence[Series | Level | Points], width: int, symbol: str) -> Spec:
-    """Return the encoding of series by their colours, with a legend below the chart if
-    there are several.
-    """
+    """Return the encoding of series by colours; a legend, if there are several."""
     colors = {line.name: line.color for line in series}
-    longest = LETTER * max(len(name) for name in colors) + SYMBOL
-    columns = max(1, width // longest)
+    column_width = LETTER * max(map(len, colors)) + SYMBOL
     legend = {
         "title": None,
         "orient": "bottom",
-        "columns": columns,
+        "columns": max(1, width // column_width),
         "labelLimit": width - SYMBOL,
+        "columnPadding": 16,
+        "symbolType": symbol,
     }
-    legend |= {"columnPadding": 16, "symbolType": symbol}
     return {
         "field": "series",
         "type": "nominal",
@@ -339,16 +299,16 @@ def _rows(
     series: Sequence[Series], x_axis: Axis, y_axis: Axis, levels: Sequence[Level]
 ) -> list[dict[str, str]]:
     """Return the numbers of a chart: a row for each x, a column for each line."""
-    at = {line.name: dict(zip(line.x, line.y, strict=True)) for line in series}
+    curves = {line.name: dict(zip(line.x, line.y, strict=True)) for line in series}
     constant = {
         level.name: format_number(level.y or 0.0, y_axis.unit, DIGITS)
         for level in levels
     }
     rows = []
-    for x in sorted({x for values in at.values() for x in values}):
+    for x in sorted({x for curve in curves.values() for x in curve}):
         cells = {
-            name: format_number(values[x], y_axis.unit, DIGITS) if x in values else "-"
-            for name, values in at.items()
+            name: format_number(curve[x], y_axis.unit, DIGITS) if x in curve else "-"
+            for name, curve in curves.items()
         }
         rows.append({x_axis.title: format_number(x, x_axis.unit), **cells, **constant})
     return rows

@@ -1,4 +1,4 @@
-"""One or several runs as one self-contained HTML file."""
+"""Render one or several runs as a self-contained HTML file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,14 +12,14 @@ from kd.files.manifest import graphs_by_priority
 from kd.files.templates import render_template
 from kd.parts import registry
 from kd.study.report import sections
-from kd.study.report.confusion import answers
-from kd.study.report.operators import operators
+from kd.study.report.confusion import prediction_sections
+from kd.study.report.operators import operator_sections
 from kd.study.report.record import (
     RunRecord,
     differences,
     mean_cells,
     price_rows,
-    repeats,
+    seed_groups,
     teachers_of,
     verdicts,
 )
@@ -33,10 +33,10 @@ Tile = tuple[str, str, str]  # value, name, note
 def render(runs: Sequence[RunRecord]) -> str:
     """Return the page of at least one run."""
     several = len(runs) > 1
-    tiles, more = ([], []) if several else _tiles(runs[0])
+    tiles, further_tiles = ([], []) if several else _tiles(runs[0])
     rows = [
-        {"what": what, "value": value, "note": note}
-        for value, what, note in [*tiles[TILES:], *more]
+        {"what": name, "value": value, "note": note}
+        for value, name, note in [*tiles[TILES:], *further_tiles]
     ]
     commands = [run.manifest.get("environment", {}).get("command") for run in runs]
     return render_template(
@@ -47,17 +47,17 @@ def render(runs: Sequence[RunRecord]) -> str:
         chips=[] if several else [chip for chip in _chips(runs[0]) if chip],
         unfinished=[run.unfinished_text for run in runs if run.unfinished_text],
         tiles=tiles[:TILES],
-        more_numbers=Card(table=rows, left=["note"]) if rows else None,
+        more_numbers=Card(table=rows, left_columns=["note"]) if rows else None,
         findings=_findings(runs),
         judged=not any(run.unfinished and not run.findings for run in runs),
         sections=[
             *_compared(runs),
             *sections.paying(runs),
             *sections.curves(runs),
-            *operators(runs),
+            *operator_sections(runs),
             *sections.time(runs),
             *sections.machine(runs),
-            *answers(runs),
+            *prediction_sections(runs),
             *sections.variants(runs),
             *sections.chain(runs),
             *_costs(runs),
@@ -69,30 +69,23 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 
 def _lead(run: RunRecord) -> str:
-    student, teacher = (
-        short_model(run.keys.get(f"{who}.model", "")) for who in ("student", "teacher")
-    )
-    return (
-        f"{student}, distilled from {teacher}"
-        if teacher
-        else f"{student}, trained on labels"
-    )
+    student = short_model(run.keys.get("student.model", ""))
+    teacher = short_model(run.keys.get("teacher.model", ""))
+    if teacher:
+        return f"{student}, distilled from {teacher}"
+    return f"{student}, trained on labels"
 
 
 def _chips(run: RunRecord) -> list[str]:
     """Return facts about a run, "" for unknown ones."""
     environment = run.manifest.get("environment", {})
     machine = environment.get("machine", {})
-    images, classes = (
-        run.manifest.get("images", 0),
-        len(run.manifest.get("classes", ())),
-    )
+    images = f"{run.manifest.get('images', 0):,} training images"
+    if classes := len(run.manifest.get("classes", ())):
+        images = f"{classes} classes, {images}"
     return [
         str(run.manifest.get("date", "")),
-        (
-            f"{run.keys.get('data.kind', '')},"
-            f" {f'{classes} classes, ' if classes else ''}{images:,} training images"
-        ),
+        f"{run.keys.get('data.kind', '')}, {images}",
         f"step {run.steps:,}",
         f"{run.manifest.get('backend', 'cpu')} x {run.manifest.get('world_size', 1)}",
         (
@@ -118,9 +111,7 @@ def _findings(runs: Sequence[RunRecord]) -> list[dict[str, Any]] | None:
 
 
 def short_model(name: object) -> str:
-    """Return a model's name without folders; for an export the name of its run or
-    teacher.
-    """
+    """Return a model's name without folders; for an export that of its run."""
     text = str(name or "")
     return text.rstrip("/").removesuffix("/export").rpartition("/")[2] or text
 
@@ -129,30 +120,31 @@ def _tiles(run: RunRecord) -> tuple[list[Tile], list[Tile]]:
     """Return the most telling numbers with their intervals, and further ones."""
     decides = run.selection_metric
     first = _scores(run, decides)
-    rest = [
+    further = [
         tile
         for column in run.scores.own
         if column != decides
         for tile in _scores(run, column)
     ]
-    pair = run.scores.pair_in(run.counted)
-    pairs = [
+    pairs = []
+    for column in run.scores.pair_in(run.counted):
+        meaning = "" if pairs else column.meaning
+        value = column.text(run.counted[column.key])
+        pairs.append((value, column.title, meaning))
+    parameters = run.manifest.get("parameters", {})
+    sizes = [
         (
-            column.text(run.counted[column.key]),
-            column.title,
-            "" if i else column.meaning,
+            f"{format_number(parameters[model] / 1e6)} M",
+            f"parameters of the {model}",
+            "",
         )
-        for i, column in enumerate(pair)
+        for model in ("student", "teacher")
+        if parameters.get(model)
     ]
-    sizes = run.manifest.get("parameters", {})
-    counts = [
-        (f"{format_number(sizes[who] / 1e6)} M", f"parameters of the {who}", "")
-        for who in ("student", "teacher")
-        if sizes.get(who)
-    ]
-    graphs = _graphs(run)
-    first = [*first, *pairs[:1], *counts[:1], *graphs[:1]]
-    return first, [*rest, *pairs[1:], *counts[1:], *graphs[1:], *_circumstances(run)]
+    for tiles in (pairs, sizes, _graphs(run)):
+        first += tiles[:1]
+        further += tiles[1:]
+    return first, [*further, *_circumstances(run)]
 
 
 def _graphs(run: RunRecord) -> list[Tile]:
@@ -161,26 +153,21 @@ def _graphs(run: RunRecord) -> list[Tile]:
     tiles = []
     for name in graphs_by_priority(run.exported):
         if cpu_ms := run.exported["parity"][name].get("cpu_ms"):
-            size = (
-                sum(files[part]["bytes"] for part in registry.graph_files(name)) / 2**20
-            )
-            tiles.append(
-                (f"{cpu_ms:.3g} ms", f"per image on the CPU, {name}", f"{size:.3g} MiB")
-            )
+            size = sum(files[file]["bytes"] for file in registry.graph_files(name))
+            mib = f"{size / 2**20:.3g} MiB"
+            tiles.append((f"{cpu_ms:.3g} ms", f"per image on the CPU, {name}", mib))
     return tiles
 
 
 def _circumstances(run: RunRecord) -> list[Tile]:
     """Return how the run went and what it cost."""
-    decides, tiles = run.selection_metric, []
-    if len(run.val) > 1 and decides.key in run.best:
-        flatters = (
-            ""
-            if run.scored is not None and run.scored.split == "test"
-            else "on this split, which flatters it"
-        )
-        best = f"validation {decides.title}, chosen from {len(run.val)} evaluations"
-        tiles.append((decides.text(run.best[decides.key]), best, flatters))
+    tiles = []
+    column = run.selection_metric
+    if len(run.val) > 1 and column.key in run.best:
+        tested = run.scored is not None and run.scored.split == "test"
+        note = "" if tested else "on this split, which flatters it"
+        name = f"validation {column.title}, chosen from {len(run.val)} evaluations"
+        tiles.append((column.text(run.best[column.key]), name, note))
     if run.train:
         speed = f"{run.images_per_second:,.0f}"
         tiles.append(
@@ -188,16 +175,12 @@ def _circumstances(run: RunRecord) -> list[Tile]:
         )
     for home in run.manifest.get("teacher_home", {}).values():
         if "equal" in home:
-            what = "same top class as the teacher under its own preprocessing"
-            tiles.append((percent(home["equal"]), what, home["text"]))
+            name = "same top class as the teacher under its own preprocessing"
+            tiles.append((percent(home["equal"]), name, home["text"]))
     if run.skipped:
-        tiles.append(
-            (
-                f"{run.skipped} of {run.steps}",
-                "steps were skipped",
-                "their gradient was NaN or infinite",
-            )
-        )
+        steps = f"{run.skipped} of {run.steps}"
+        note = "their gradient was NaN or infinite"
+        tiles.append((steps, "steps were skipped", note))
     if run.cost:
         price = f"{format_seconds(run.billable)} at $ {run.per_hour:g} an hour"
         tiles.append((f"$ {format_dollars(run.cost)}", "for this run", price))
@@ -205,25 +188,24 @@ def _circumstances(run: RunRecord) -> list[Tile]:
 
 
 def _scores(run: RunRecord, column: Column) -> list[Tile]:
-    """Return value, name and interval of a score for the student, its teachers and the
-    baseline.
-    """
-    scored = run.scored
-    models: dict[str, tuple[Mapping[str, Any], Mapping[str, Samples]]] = {
-        "": (run.counted, run.samples)
-    }
+    """Return a score of the student, its teachers and the baseline with intervals."""
+    title = f"{run.split} {column.title}"
+    models: list[tuple[str, Mapping[str, Any], Mapping[str, Samples]]] = [
+        (title, run.counted, run.samples)
+    ]
     for name, values in run.scores.of_teachers(run.counted).items():
-        models[f", {name}"] = values, scored.of(name) if scored is not None else {}
+        samples = {} if run.scored is None else run.scored.of(name)
+        models.append((f"{title}, {name}", values, samples))
     if run.baseline is not None:
-        models[", labels only"] = run.baseline.counted, run.baseline.samples
+        baseline = run.baseline
+        models.append((f"{title}, labels only", baseline.counted, baseline.samples))
     tiles = []
-    for name, (values, samples) in models.items():
+    for name, values, samples in models:
         if column.key in values:
-            value, _, ends = column.text(
-                values[column.key], samples.get(column.key)
-            ).partition(" (")
+            text = column.text(values[column.key], samples.get(column.key))
+            value, _, ends = text.partition(" (")
             interval = f"95 % interval {ends.removesuffix(')')}" if ends else ""
-            tiles.append((value, f"{run.split} {column.title}{name}", interval))
+            tiles.append((value, name, interval))
     return tiles
 
 
@@ -232,67 +214,54 @@ def _compared(runs: Sequence[RunRecord]) -> list[Section]:
         return []
     entries: list[tuple[str, RunRecord]] = []
     for run in runs:
-        entries += [(run.name, run)]
-        entries += (
-            [(f"{run.name}, labels only", run.baseline)]
-            if run.baseline is not None
-            else []
-        )
-    titles = {
-        title: "-" for _, run in entries for title in run.scores.cells(run.counted)
-    }
-    rows = [
-        {
-            "run": name,
-            **titles,
-            **run.scores.cells(run.counted, run.samples),
-            "scored on": (
-                f"{run.scored.images:,} {run.split}"
-                if run.scored is not None
-                else run.split
-            ),
-            "steps": (
-                f"{run.steps:,}" + (f", {run.skipped:,} skipped" if run.skipped else "")
-            ),
-            "images/s": f"{run.images_per_second:,.0f}",
-            "training": format_seconds(run.seconds),
-        }
-        for name, run in entries
-    ]
+        entries.append((run.name, run))
+        if run.baseline is not None:
+            entries.append((f"{run.name}, labels only", run.baseline))
+    titles = [title for _, run in entries for title in run.scores.cells(run.counted)]
+    score_blanks = dict.fromkeys(titles, "-")
+    rows = [{"run": name, **score_blanks, **_run_cells(run)} for name, run in entries]
     blank = dict.fromkeys(rows[0], "-")
-    rows += [
-        blank | {"run": name} | runs[0].scores.cells(values)
-        for name, values in teachers_of(runs).items()
-    ]
-    for group in repeats(runs):
-        for name, same in (
-            ("", group),
-            (", labels only", [run.baseline for run in group if run.baseline]),
-        ):
-            if len(same) == len(group):
-                title = f"mean of {len(group)} seeds{name}, with its 95 % interval"
-                rows.append(blank | {"run": title} | mean_cells(same))
+    for name, values in teachers_of(runs).items():
+        rows.append(blank | {"run": name} | runs[0].scores.cells(values))
+    for group in seed_groups(runs):
+        title = f"mean of {len(group)} seeds"
+        end = ", with its 95 % interval"
+        rows.append(blank | {"run": title + end} | mean_cells(group))
+        baselines = [run.baseline for run in group if run.baseline]
+        if len(baselines) == len(group):
+            title += ", labels only"
+            rows.append(blank | {"run": title + end} | mean_cells(baselines))
     cards = [Card("Results", table=rows, notes=verdicts(runs))]
     if changed := differences(runs):
-        cards.append(
-            Card(
-                "What differs in the configuration",
-                table=changed,
-                left=[run.name for run in runs],
-            )
-        )
+        names = [run.name for run in runs]
+        title = "What differs in the configuration"
+        cards.append(Card(title, table=changed, left_columns=names))
     return section("Side by side", cards)
+
+
+def _run_cells(run: RunRecord) -> dict[str, str]:
+    """Return the scores, steps and speed of a run as cells of a table."""
+    images = run.split
+    if run.scored is not None:
+        images = f"{run.scored.images:,} {run.split}"
+    steps = f"{run.steps:,}"
+    if run.skipped:
+        steps += f", {run.skipped:,} skipped"
+    return {
+        **run.scores.cells(run.counted, run.samples),
+        "scored on": images,
+        "steps": steps,
+        "images/s": f"{run.images_per_second:,.0f}",
+        "training": format_seconds(run.seconds),
+    }
 
 
 def _costs(runs: Sequence[RunRecord]) -> list[Section]:
     if not any(run.cost for run in runs):
         return []
-    priced = any(
-        not float(run.keys.get("price.per_hour", 0) or 0) for run in runs if run.cost
-    )
-    hint = (
-        f"On-demand list prices of {instances.PRICED_ON}, us-east-1. " if priced else ""
-    )
+    hint = ""
+    if any(run.cost and not run.keys.get("price.per_hour") for run in runs):
+        hint = f"On-demand list prices of {instances.PRICED_ON}, us-east-1. "
     hint += (
         "Cost = price an hour x billable time. Billable is the time from start to end,"
         " with set-up and evaluations."
@@ -303,15 +272,16 @@ def _costs(runs: Sequence[RunRecord]) -> list[Section]:
 def _settings(
     runs: Sequence[RunRecord],
 ) -> dict[str, list[tuple[str, bool, list[Any]]]]:
-    """Return by section the keys, whether the runs differ in it, and the values: one
-    for all, or one per run.
+    """Return keys by section, whether the runs differ in one, and its values.
+
+    There is one value for all runs, or one per run.
     """
     changed = {row["key"] for row in differences(runs)}
     settings: dict[str, list[tuple[str, bool, list[Any]]]] = {}
-    for key in {key: None for run in runs for key in run.keys}:
+    for key in dict.fromkeys(key for run in runs for key in run.keys):
         values = [run.keys.get(key, "") for run in runs]
-        values = values if key in changed or key == "run.name" else values[:1]
-        settings.setdefault(key.partition(".")[0], []).append(
-            (key, key in changed, values)
-        )
+        if key not in changed and key != "run.name":
+            values = values[:1]
+        rows = settings.setdefault(key.partition(".")[0], [])
+        rows.append((key, key in changed, values))
     return settings

@@ -1,6 +1,4 @@
-"""Predictions of student and teacher on validation images, cached in a run's
-answers.json.
-"""
+"""Predict validation images with student and teacher, cached in answers.json."""
 
 import time
 from collections.abc import Mapping
@@ -23,7 +21,7 @@ from kd.models.inference import predict
 from kd.models.live_teacher import LiveTeacher
 from kd.parts.tasks.single_label import temperature
 from kd.setup.build_teacher import load_fitted
-from kd.setup.data import open_sources
+from kd.setup.data import Data, open_sources
 from kd.setup.finished import Trust
 from kd.setup.recipe import Recipe
 from kd.setup.student import best_student
@@ -34,21 +32,18 @@ FILE = "answers.json"
 MOST_PICTURES = 24  # most pictures on which the models differ, 6 kB each in the page
 
 
-def answers(
+def read_predictions(
     folder: RunDir, recipe: Recipe, images: int, vouched: Trust
 ) -> tuple[Predictions | None, str]:
-    """Return the predictions of the best student and its teacher (or None), and a note
-    if some are missing.
+    """Return the predictions of student and teacher, and a note if some are missing.
 
     They are read from the run folder, or computed now on one device, for `images` of
     the validation split, evenly spaced; 0: all. A teacher is loaded, never fitted.
     `vouched`: the permissions of `--trust`.
     """
+    # embeddings and sets of labels cannot be counted as predictions
     if recipe.task.logits != "softmax" or not recipe.read.teacher_logits:
-        return (
-            None,
-            "",
-        )  # embeddings and sets of labels cannot be counted as predictions
+        return None, ""
     try:
         vouched.check_folder(recipe.data)
         data = open_sources(recipe.data)
@@ -63,41 +58,13 @@ def answers(
         stored = _stored(folder, belongs)
         if stored is None:
             vouched.check_models({**recipe.members, "student": recipe.student})
-            model = load_fitted(recipe, data).model
-            if not data.labelled:
-                raise RunError(
-                    "data.labels",
-                    "has no label: predictions are counted by label",
-                    "Labelled images",
-                    "",
-                )
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            best, _ = best_student(folder, recipe, data.classes)
-            models: dict[str, Any] = {"student": best.to(device).eval()}
-            models |= (
-                {}
-                if model is None
-                else {"teacher": LiveTeacher(model, device).validation()}
-            )
-            stored = {
-                **ask_all(models, data.views()[1], images, device),
-                "belongs": belongs,
-            }
+            stored = _predict(folder, recipe, data, images)
+            stored["belongs"] = belongs
             write_json(folder.path / FILE, stored)
     except KdError as error:
         return None, f"No predictions of the models on validation images: {error}"
-    pairs = [
-        pair
-        for pair in with_ids(read_repeats(folder.path / FOLDER), data.splits)
-        if pair.leaks
-    ]
-    leaks = {
-        seen.name
-        for pair in pairs
-        for seen in (pair.first, pair.second)
-        if seen.split == "val"
-    }
-    found = Predictions(
+    leaked_names = _leaked_names(folder, data)
+    predictions = Predictions(
         classes=tuple(data.classes),
         label=stored["label"],
         student=stored["student"],
@@ -108,30 +75,48 @@ def answers(
         leaked=[
             i
             for i, id in enumerate(stored["ids"])
-            if leaks and data.val.name(id) in leaks
+            if leaked_names and data.val.name(id) in leaked_names
         ],
     )
     try:
-        pictures = _pictures(
-            stored, data.shown(data.val, on_corrupt="skip"), list(data.classes)
-        )
+        views = data.shown(data.val, on_corrupt="skip")
+        pictures = _pictures(stored, views, list(data.classes))
     except DataError as error:  # every missing file takes retries: one is enough
-        return found, f"No photographs: {error}"
-    return replace(found, pictures=pictures), ""
+        return predictions, f"No photographs: {error}"
+    return replace(predictions, pictures=pictures), ""
 
 
 def _stored(folder: RunDir, belongs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the predictions stored by an earlier report, if they are the chosen
-    checkpoint's for these images.
-    """
+    """Return what an earlier report stored for this checkpoint and these images."""
     try:
         content = read_json(folder.path / FILE, "run", "Remove the file")
-    except (
-        OSError,
-        RunError,
-    ):  # a damaged file counts as missing: the models run again
+    # a damaged file counts as missing: the models run again
+    except (OSError, RunError):
         return None
     return content if content.get("belongs") == belongs else None
+
+
+def _predict(folder: RunDir, recipe: Recipe, data: Data, images: int) -> dict[str, Any]:
+    """Load the models of a run, and predict validation images."""
+    teacher = load_fitted(recipe, data).model
+    if not data.labelled:
+        wrong = "has no label: predictions are counted by label"
+        raise RunError("data.labels", wrong, "Labelled images", "")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    student, _ = best_student(folder, recipe, data.classes)
+    models: dict[str, Any] = {"student": student.to(device).eval()}
+    if teacher is not None:
+        models["teacher"] = LiveTeacher(teacher, device).validation()
+    return predict_all(models, data.views()[1], images, device)
+
+
+def _leaked_names(folder: RunDir, data: Data) -> set[str]:
+    """Return the validation images that the run folder lists in another split too."""
+    repeats = with_ids(read_repeats(folder.path / FOLDER), data.splits)
+    images = [
+        image for pair in repeats if pair.leaks for image in (pair.first, pair.second)
+    ]
+    return {image.name for image in images if image.split == "val"}
 
 
 def _of_pixels(model: Any, batch: Any) -> Any:
@@ -140,43 +125,42 @@ def _of_pixels(model: Any, batch: Any) -> Any:
 
 
 def _pictures(
-    stored: Mapping[str, Any], shown: Views, classes: list[str]
+    stored: Mapping[str, Any], views: Views, classes: list[str]
 ) -> list[Picture]:
-    """Return the images on which the models differ, first those with the teacher right,
-    by its confidence.
-    """
+    """Return the images on which the models differ, the surest right teacher first."""
     if "teacher" not in stored:
         return []
-    differ = [
-        i
-        for i, answer in enumerate(stored["student"])
-        if answer != stored["teacher"][i]
-    ]
-    differ.sort(
-        key=lambda i: (
-            stored["teacher"][i] != stored["label"][i],
-            -stored["teacher_share"][i],
-        )
-    )
+    label = stored["label"]
+    student = stored["student"]
+    teacher = stored["teacher"]
+    teacher_share = stored["teacher_share"]
+    positions = [i for i, answer in enumerate(student) if answer != teacher[i]]
+    positions.sort(key=lambda i: (teacher[i] != label[i], -teacher_share[i]))
     pictures = []
-    for i in differ:
+    for i in positions:
+        if len(pictures) == MOST_PICTURES:
+            break
         id = stored["ids"][i]
-        truth, teacher, student = (
-            classes[stored[name][i]] for name in ("label", "teacher", "student")
-        )
-        sure, own = (stored[f"{name}_share"][i] for name in ("teacher", "student"))
-        if len(pictures) < MOST_PICTURES and (sample := shown.load(id, 0)).readable:
-            small = thumbnail(Image.fromarray(sample.pixels.permute(1, 2, 0).numpy()))
-            pictures.append(
-                Picture(
-                    shown.source.name(id), truth, teacher, sure, student, own, small
-                )
+        sample = views.load(id, 0)
+        if not sample.readable:
+            continue
+        pixels = sample.pixels.permute(1, 2, 0).numpy()
+        pictures.append(
+            Picture(
+                name=views.source.name(id),
+                truth=classes[label[i]],
+                teacher=classes[teacher[i]],
+                teacher_share=teacher_share[i],
+                student=classes[student[i]],
+                student_share=stored["student_share"][i],
+                data=thumbnail(Image.fromarray(pixels)),
             )
+        )
     return pictures
 
 
-def ask_all(
-    models: Mapping[str, Any], shown: Dataset, images: int, device: torch.device
+def predict_all(
+    models: Mapping[str, Any], views: Dataset, images: int, device: torch.device
 ) -> dict[str, Any]:
     """Run models in float32 on `images` images of a split in evaluation's view; 0: all.
 
@@ -185,13 +169,15 @@ def ask_all(
     other models a batch. `student_sure`: its probabilities after a temperature fitted
     on every second image; `cpu_ms`: CPU time per image by model.
     """
-    sampled = evenly_spaced(len(shown), images or len(shown))
-    content: dict[str, Any] = {"of": len(shown), "ids": [], "label": []}
-    content |= {f"{name}{part}": [] for name in models for part in ("", "_share")}
-    logits: list[torch.Tensor] = []
+    chosen = evenly_spaced(len(views), images or len(views))
+    content: dict[str, Any] = {"of": len(views), "ids": [], "label": []}
+    for name in models:
+        content[name] = []
+        content[f"{name}_share"] = []
+    student_logits: list[torch.Tensor] = []
     seconds = dict.fromkeys(models, 0.0)
-    for every in batches_of(shown, sampled):
-        batch = every.take((every.label >= 0).nonzero()[:, 0])
+    for batch in batches_of(views, chosen):
+        batch = batch.take((batch.label >= 0).nonzero()[:, 0])
         if not len(batch.ids):
             continue
         content["ids"] += batch.ids.tolist()
@@ -203,25 +189,30 @@ def ask_all(
             (answer,) = predict(forward, [batch], device)
             seconds[name] += time.process_time() - start
             logits_BC = answer.outputs.logits.float()
+            if takes_pixels:
+                student_logits.append(logits_BC)
             best = logits_BC.softmax(-1).max(-1)
-            logits += [logits_BC] if takes_pixels else []
             content[name] += best.indices.tolist()
-            content[f"{name}_share"] += [
-                round(share, 4) for share in best.values.tolist()
-            ]
+            shares = [round(share, 4) for share in best.values.tolist()]
+            content[f"{name}_share"] += shares
     content["student_sure"] = []
-    if logits:
-        logits_NC, label_N = torch.cat(logits), torch.tensor(content["label"])
-        chosen_NC, labels = logits_NC[::2], label_N[::2]
-        wrong = bool(
-            (chosen_NC.argmax(1) != labels).any()
-        )  # without a mistake there is no best temperature
-        by = temperature(chosen_NC, labels) if wrong else 1.0
-        content["student_sure"] = (logits_NC.double() / by).softmax(1).amax(1).tolist()
-    count = max(1, len(content["label"]))
-    content["cpu_ms"] = (
-        {}
-        if device.type != "cpu"
-        else {name: 1000 * each / count for name, each in seconds.items()}
-    )
+    if student_logits:
+        logits_NC = torch.cat(student_logits)
+        label_N = torch.tensor(content["label"])
+        content["student_sure"] = _calibrated_shares(logits_NC, label_N)
+    content["cpu_ms"] = {}
+    if device.type == "cpu":
+        count = max(1, len(content["label"]))
+        for name, total in seconds.items():
+            content["cpu_ms"][name] = 1000 * total / count
     return content
+
+
+def _calibrated_shares(logits_NC: torch.Tensor, label_N: torch.Tensor) -> list[float]:
+    """Return the largest probability of each image, with a fitted temperature."""
+    fit_NC = logits_NC[::2]
+    fit_label = label_N[::2]
+    divisor = 1.0
+    if (fit_NC.argmax(1) != fit_label).any():  # no mistake, no best temperature
+        divisor = temperature(fit_NC, fit_label)
+    return (logits_NC.double() / divisor).softmax(1).amax(1).tolist()

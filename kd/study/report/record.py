@@ -1,4 +1,4 @@
-"""Values of a run folder for a report; nothing is computed on a device."""
+"""Read the values of a run folder for a report, without computing on a device."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from kd.setup.recipe import Recipe, as_long, fit_folders
 # 30 to 70 %
 FEWEST = 20
 T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t for a 95 % interval of the mean of 2, 3, ... values; for more values the
-last one, which is wider.
+"""Student's t for a 95 % interval of the mean of 1, 2, 3, ... values.
+
+For more values the last one is taken, which is wider.
 """
 
 
@@ -50,31 +51,24 @@ class Predictions:
     # images of the validation split; more than predicted if only a part was requested
     of: int
     pictures: Sequence[Picture] = ()
-    student_sure: Sequence[
-        float
-    ] = ()  # the student's probability for its prediction, calibrated on every second image
+    student_sure: Sequence[float] = ()
+    """The probability of the student's prediction, calibrated on every second image."""
     cpu_ms: Mapping[str, float] = field(default_factory=dict)
     """CPU milliseconds per image by model; empty: they ran on a GPU."""
     leaked: Sequence[int] = ()
-    """Positions in `label` of images that are also in another split, if the run folder
-    lists them.
-    """
+    """Positions in `label` of images that the run folder lists in another split too."""
 
     def without_leaks(self) -> str:
-        """Report the accuracy with and without images that are also in another split;
-        "" without such images.
-        """
+        """Report the accuracy with and without images that are in another split too."""
         if not self.leaked:
             return ""
-        clean = sorted({*range(len(self.label))} - {*self.leaked})
+        images = range(len(self.label))
         shares = []
-        for rows in (range(len(self.label)), clean):
+        for rows in (images, sorted({*images} - {*self.leaked})):
             right = sum(self.student[i] == self.label[i] for i in rows)
-            ends = " to ".join(
-                percent(end)
-                for end in wilson_interval(right / max(1, len(rows)), len(rows))
-            )
-            shares.append(f"{percent(right / max(1, len(rows)))} ({ends})")
+            share = right / max(1, len(rows))
+            ends = " to ".join(map(percent, wilson_interval(share, len(rows))))
+            shares.append(f"{percent(share)} ({ends})")
         count = (
             f"{len(self.leaked)} of {len(self.label)} validation images are also in"
             " another split"
@@ -101,9 +95,7 @@ class Predictions:
         ]
 
     def confusion(self) -> list[list[int]]:
-        """Return the confusion matrix: counts by label (row) and the student's
-        prediction (column).
-        """
+        """Return counts by label (row) and the student's prediction (column)."""
         table = [[0] * len(self.classes) for _ in self.classes]
         for label, answer in zip(self.label, self.student, strict=True):
             table[label][answer] += 1
@@ -115,32 +107,27 @@ class RunRecord:
     """One run folder."""
 
     name: str
-    keys: Mapping[
-        str, Any
-    ]  # the configuration as {"section.key": value}; texts from the environment are references
+    # the configuration as {"section.key": value}; texts from the environment are
+    # references
+    keys: Mapping[str, Any]
     manifest: Mapping[str, Any]
     train: Sequence[Mapping[str, Any]]
     val: Sequence[Mapping[str, Any]]
     epochs: Sequence[Mapping[str, Any]]
     scores: Scores  # columns of `val`
-    timeline: Mapping[int, Sequence[Mapping[str, Any]]] = field(
-        default_factory=dict
-    )  # log windows by rank
-    monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(
-        default_factory=dict
-    )  # samples by host and rank
+    # log windows by rank
+    timeline: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    # samples by host and rank
+    monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     findings: Sequence[Mapping[str, Any]] = ()
-    profile: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # profile/operators.json of `Profiler`
+    # profile/operators.json of `Profiler`
+    profile: Mapping[str, Any] = field(default_factory=dict)
     answers: Predictions | None = None
-    scored: Scored | None = (
-        None  # final score of the chosen checkpoint; None: the run has not ended
-    )
+    # final score of the chosen checkpoint; None: the run has not ended
+    scored: Scored | None = None
     chosen: int = -1  # step of the chosen checkpoint; -1: unknown
-    exported: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # manifest.json of `export/`, if there is one
+    # manifest.json of `export/`, if there is one
+    exported: Mapping[str, Any] = field(default_factory=dict)
     baseline: RunRecord | None = None  # the same student trained on labels alone
     fitting: float = 0.0  # seconds of fitting its teachers, in this run or earlier
     fitting_spent: float | None = 0.0  # same, in the unit of `spent`
@@ -152,19 +139,16 @@ class RunRecord:
 
     @property
     def best(self) -> Mapping[str, Any]:
-        """The validation row of the chosen checkpoint, else the first one with the
-        highest score; may be empty.
+        """The validation row of the chosen checkpoint, else that of the best score.
+
+        Of equal scores it is the first one; without evaluations it is empty.
         """
-        key, step = (
-            self.selection_metric.key,
-            (self.chosen if self.scored is None else self.scored.step),
-        )
+        step = self.chosen if self.scored is None else self.scored.step
         chosen = [row for row in self.val if row["step"] == step]
-        return (
-            chosen[-1]
-            if chosen
-            else max(self.val, key=lambda row: row.get(key, -math.inf), default={})
-        )
+        if chosen:
+            return chosen[-1]
+        key = self.selection_metric.key
+        return max(self.val, key=lambda row: row.get(key, -math.inf), default={})
 
     @property
     def counted(self) -> Mapping[str, Any]:
@@ -185,50 +169,46 @@ class RunRecord:
 
     @property
     def gave_up(self) -> bool:
-        """Whether it ended early, after `run.patience` evaluations without a
-        new best.
-        """
-        patience, decides = (
-            int(self.keys.get("run.patience", 0) or 0),
-            str(self.manifest.get("decides")),
-        )
+        """Whether it ended early, after `run.patience` evaluations without a best."""
+        patience = self.count("run.patience")
+        decides = str(self.manifest.get("decides"))
         scores = [float(row[decides]) for row in self.val if decides in row]
-        return (
-            0 < patience < len(scores) - scores.index(max(scores)) if scores else False
-        )
+        if not scores:
+            return False
+        return 0 < patience < len(scores) - scores.index(max(scores))
+
+    def count(self, key: str) -> int:
+        """Return a number in the configuration; 0 if it is missing."""
+        return int(self.keys.get(key, 0) or 0)
 
     @property
     def unfinished(self) -> str:
         """The progress of an unfinished run; "" for a finished one."""
-        steps, epochs = (
-            int(self.keys.get(f"run.{key}", 0) or 0) for key in ("steps", "epochs")
-        )
+        steps = self.count("run.steps")
+        epochs = self.count("run.epochs")
         epoch = int(self.train[-1]["epoch"]) if self.train else 0
         ended = self.gave_up or (self.steps >= steps if steps else epoch >= epochs)
-        if ended and (
-            not self.steps or (self.val and self.val[-1]["step"] >= self.steps)
-        ):
+        evaluated = not self.steps or (self.val and self.val[-1]["step"] >= self.steps)
+        if ended and evaluated:
             return ""
-        return (
-            f"step {self.steps:,} of {steps:,}"
-            if steps
-            else f"step {self.steps:,}, epoch {epoch} of {epochs}"
-        )
+        if steps:
+            return f"step {self.steps:,} of {steps:,}"
+        return f"step {self.steps:,}, epoch {epoch} of {epochs}"
 
     @property
     def unfinished_text(self) -> str:
-        """A sentence if the run or its baseline is unfinished."""
-        for one, who in (
-            (self, self.name),
-            (self.baseline, f"{self.name} (labels only)"),
-        ):
-            if one is not None and one.unfinished:
-                ended = f"{who} has not finished: {one.unfinished}."
-                return (
-                    f"{ended} It was stopped, or it still runs; the command that"
-                    " started it resumes it."
-                )
-        return ""
+        """The progress as a sentence, of the run or else of its baseline."""
+        name = self.name
+        progress = self.unfinished
+        if not progress and self.baseline is not None:
+            name = f"{self.name} (labels only)"
+            progress = self.baseline.unfinished
+        if not progress:
+            return ""
+        return (
+            f"{name} has not finished: {progress}. It was stopped, or it still runs;"
+            " the command that started it resumes it."
+        )
 
     @property
     def skipped(self) -> int:
@@ -245,9 +225,7 @@ class RunRecord:
 
     @property
     def spent(self) -> float | None:
-        """Cost of training: CPU seconds of all processes, or seconds of all
-        accelerators; None: not recorded.
-        """
+        """Cost of training, seconds of all CPUs or accelerators; None: unknown."""
         return spent_of(self.train, self.manifest)
 
     @property
@@ -263,9 +241,7 @@ class RunRecord:
 
     @property
     def billable(self) -> float:
-        """Billable seconds, from start to end of all starts of the run; training time
-        if unknown.
-        """
+        """Billable seconds, with set-up and evaluations; training time if unknown."""
         return float(self.manifest.get("billable_seconds", self.seconds))
 
     @property
@@ -275,19 +251,20 @@ class RunRecord:
     @property
     def per_hour(self) -> float:
         """US dollars per hour for all machines; 0: unknown."""
-        own = float(self.keys.get("price.per_hour", 0.0) or 0.0)
-        each = own or instances.price_per_hour(str(self.keys.get("price.instance", "")))
-        return int(self.manifest.get("machines", 1)) * each
+        price = self.keys.get("price.per_hour")
+        if not price:
+            price = instances.price_per_hour(str(self.keys.get("price.instance", "")))
+        return int(self.manifest.get("machines", 1)) * float(price)
 
     @property
     def cost(self) -> float:
         return self.per_hour * self.billable / 3600
 
 
-def total(parts: Iterable[float | None]) -> float | None:
-    """Return the sum of parts; None if one of them is unknown."""
-    known = list(parts)
-    return None if None in known else sum(filter(None, known))
+def total(costs: Iterable[float | None]) -> float | None:
+    """Return the sum of costs; None if one of them is unknown."""
+    costs = list(costs)
+    return None if None in costs else sum(filter(None, costs))
 
 
 def on_cpu(manifest: Mapping[str, Any]) -> bool:
@@ -298,9 +275,7 @@ def on_cpu(manifest: Mapping[str, Any]) -> bool:
 def spent_of(
     rows: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]
 ) -> float | None:
-    """Return the cost of the steps up to the last row, in the unit of
-    `RunRecord.spent`.
-    """
+    """Return the cost of the steps up to the last row, as `RunRecord.spent`."""
     last = rows[-1] if rows else {}
     if on_cpu(manifest):
         return last.get("cpu_seconds")
@@ -309,14 +284,17 @@ def spent_of(
 
 def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
     """Read the scores of a run and of its baseline, without timings and predictions."""
-    manifest, findings, alone = (
-        folder.manifest(),
-        folder.path / "findings.json",
-        folder.baseline(),
-    )
-    trained = recipe.baseline if alone.config_file.is_file() else None
+    manifest = folder.manifest()
+    findings = folder.path / "findings.json"
+    baseline_folder = folder.baseline()
+    baseline = None
+    if recipe.baseline is not None and baseline_folder.config_file.is_file():
+        baseline = record_of(baseline_folder, as_long(recipe.baseline, folder))
+    scores = recipe.task.scores
+    if "scores" in manifest:
+        scores = Scores.read(manifest["scores"])
     folders = fit_folders(recipe, manifest.get("data", "")).values()
-    fits = [rows for one, _ in folders if (rows := RunDir(one.path).metrics("train"))]
+    fits = [RunDir(fit_folder.path).metrics("train") for fit_folder, _ in folders]
     return RunRecord(
         name=recipe.name,
         keys=recipe.record.shown,
@@ -325,64 +303,49 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
         val=folder.metrics("val"),
         chosen=folder.best_row().get("step", -1),
         epochs=folder.metrics("epoch"),
-        scores=(
-            Scores.read(manifest["scores"])
-            if "scores" in manifest
-            else recipe.task.scores
-        ),
+        scores=scores,
         findings=(
             read_json(findings, "run", "Remove the file", list)
             if findings.is_file()
             else ()
         ),
         scored=folder.scored(),
-        fitting=sum(float(rows[-1]["seconds"]) for rows in fits),
-        fitting_spent=(
-            total(spent_of(rows, manifest) for rows in fits)
-            if len(fits) == len(folders)
-            else None
-        ),
-        baseline=(
-            None if trained is None else record_of(alone, as_long(trained, folder))
-        ),
+        fitting=sum(float(rows[-1]["seconds"]) for rows in fits if rows),
+        fitting_spent=total(spent_of(rows, manifest) for rows in fits),
+        baseline=baseline,
     )
 
 
 def differences(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return the keys whose values differ between runs, except the name, as rows with a
-    column for each run.
-    """
-    keys = sorted(
-        {key for run in runs for key in run.keys} - {"run.name", "run.folder"}
-    )
-    changed = (
-        key for key in keys if len({str(run.keys.get(key, "-")) for run in runs}) > 1
-    )
-    return [
-        {"key": key, **{run.name: run.keys.get(key, "-") for run in runs}}
-        for key in changed
-    ]
+    """Return a row for each key that differs between runs, except their name."""
+    keys = {key for run in runs for key in run.keys} - {"run.name", "run.folder"}
+    names = [run.name for run in runs]
+    rows = []
+    for key in sorted(keys):
+        values = [run.keys.get(key, "-") for run in runs]
+        if len(set(map(str, values))) > 1:
+            rows.append({"key": key, **dict(zip(names, values, strict=True))})
+    return rows
 
 
-def repeats(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Return groups of runs that differ only in the seed and are scored on the same
-    split; the first of each seed.
+def seed_groups(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """Return groups of runs that differ only in the seed, the first of each seed.
+
+    The runs of a group are scored on the same split.
     """
     groups: dict[tuple[tuple[str, str], ...], dict[Any, RunRecord]] = {}
     for run in runs:
         keys = run.keys.keys() - {"run.name", "run.folder", "run.seed"}
-        group = groups.setdefault(
-            (("", run.split), *((key, str(run.keys[key])) for key in sorted(keys))), {}
-        )
+        settings = ((key, str(run.keys[key])) for key in sorted(keys))
+        group = groups.setdefault((("", run.split), *settings), {})
         group.setdefault(run.keys.get("run.seed"), run)
     return [[*group.values()] for group in groups.values() if len(group) > 1]
 
 
 def mean_cells(runs: Sequence[RunRecord]) -> dict[str, str]:
-    """Return the mean of each score of several runs with the 95 % interval of that mean
-    (Student's t), by title.
-    """
-    cells, quantile = {}, T_975[min(len(runs), len(T_975)) - 1]
+    """Return the mean of each score with its 95 % interval (Student's t), by title."""
+    quantile = T_975[min(len(runs), len(T_975)) - 1]
+    cells = {}
     for column in runs[0].scores.columns:
         values = [
             float(run.counted[column.key]) for run in runs if column.key in run.counted
@@ -397,21 +360,20 @@ def mean_cells(runs: Sequence[RunRecord]) -> dict[str, str]:
 def teachers_of(
     runs: Sequence[RunRecord], split: str = "counted"
 ) -> dict[str, Mapping[str, float]]:
-    """Return each teacher's "counted" or "validation" scores by name; a shared teacher
-    appears once.
+    """Return each teacher's "counted" or "validation" scores by name.
+
+    A shared teacher appears once.
     """
-    found: dict[str, tuple[str, Mapping[str, float]]] = {}
+    teachers: dict[str, tuple[str, str, Mapping[str, float]]] = {}
     for run in runs:
         row = run.counted if split == "counted" else run.best
         for name, values in run.scores.of_teachers(row).items():
-            found.setdefault(
-                f"{run.manifest.get('teacher') or run.name} {name}",
-                (f"{name} of {run.name}", values),
-            )
-    names = [name.rpartition(" of ")[0] for name, _ in found.values()]
+            teacher = f"{run.manifest.get('teacher') or run.name} {name}"
+            teachers.setdefault(teacher, (name, run.name, values))
+    names = [name for name, _, _ in teachers.values()]
     return {
-        short if names.count(short) == 1 else name: values
-        for short, (name, values) in zip(names, found.values(), strict=True)
+        name if names.count(name) == 1 else f"{name} of {run}": values
+        for name, run, values in teachers.values()
     }
 
 
@@ -421,44 +383,45 @@ def verdicts(runs: Sequence[RunRecord]) -> list[str]:
     By the selection metric, with the 95 % interval of the difference; only models
     scored on the same images.
     """
-    first, lines = runs[0], []
+    first = runs[0]
+    lines = []
     for run in runs:
-        if run.scored is None:
+        scored = run.scored
+        if scored is None:
             continue
-        models = {
-            name: run.scored.of(name) for name in run.scores.of_teachers(run.counted)
-        }
-        if (
-            run is not first
-            and first.scored is not None
-            and run.scored.same_images(first.scored)
-        ):
+        models = {name: scored.of(name) for name in run.scores.of_teachers(run.counted)}
+        if run is not first and first.scored and scored.same_images(first.scored):
             models[first.name] = first.samples
+        column = run.selection_metric
         for name, samples in models.items():
-            if text := run.scored.against(samples, run.selection_metric):
-                lines.append(
-                    f"{run.name} against {name}: {run.selection_metric.title} {text}"
-                )
+            if text := scored.against(samples, column):
+                lines.append(f"{run.name} against {name}: {column.title} {text}")
     return lines
 
 
 def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
-    """Return a table of runs: throughput, billable time, cost, saving relative to the
-    first run with a price.
+    """Return throughput, billable time, cost and saving of each run as rows.
 
-    As SageMaker computes: cost = price per hour x billable seconds / 3600. An epoch's
-    cost counts only the student's own steps, and saving = 1 - cost / cost of the first
-    run.
+    The saving is relative to the first run with a price. As SageMaker computes: cost =
+    price per hour x billable seconds / 3600. An epoch's cost counts only the student's
+    own steps, and saving = 1 - cost / cost of the first run.
     """
-    costs = [run.per_hour * run.seconds / 3600 for run in runs]
-    rows, first = [], next((number for number, cost in enumerate(costs) if cost), 0)
-    for number, (run, own) in enumerate(zip(runs, costs, strict=True)):
-        score, epochs = (
-            run.selection_metric,
-            len(run.epochs) or (run.train[-1]["epoch"] if run.train else 0),
-        )
-        value = float(run.counted.get(score.key, 0.0))
-        gained = 100 * value if score.unit == "%" else 0.0
+    rows = []
+    first_cost = 0.0
+    for run in runs:
+        epochs = len(run.epochs)
+        if not epochs and run.train:
+            epochs = run.train[-1]["epoch"]
+        column = run.selection_metric
+        value = float(run.counted.get(column.key, 0.0))
+        points = 100 * value if column.unit == "%" else 0.0
+        score = saving = "-"
+        if run.best:
+            score = column.with_title(value, run.samples.get(column.key))
+        cost = run.per_hour * run.seconds / 3600  # of the steps alone
+        if cost and first_cost:
+            saving = f"{100 * (1 - cost / first_cost):.1f} %"
+        first_cost = first_cost or cost
         rows.append(
             {
                 "run": run.name,
@@ -466,20 +429,14 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
                 "billable": format_seconds(run.billable),
                 "USD/h": f"{run.per_hour:.3f}" if run.per_hour else "-",
                 "USD": format_dollars(run.cost) if run.cost else "-",
-                "USD an epoch": format_dollars(own / epochs) if own and epochs else "-",
-                "USD a point": format_dollars(run.cost / gained)
-                if run.cost and gained
+                "USD an epoch": format_dollars(cost / epochs)
+                if cost and epochs
                 else "-",
-                "score": (
-                    score.with_title(value, run.samples.get(score.key))
-                    if run.best
-                    else "-"
-                ),
-                "saving": (
-                    f"{100 * (1 - own / costs[first]):.1f} %"
-                    if own and number != first
-                    else "-"
-                ),
+                "USD a point": format_dollars(run.cost / points)
+                if run.cost and points
+                else "-",
+                "score": score,
+                "saving": saving,
             }
         )
     return rows

@@ -1,6 +1,4 @@
-"""The sections of a report: functions from runs to what the page shows, [] if the runs
-have no content for it.
-"""
+"""Turn runs into the sections of a page, [] if they have no content for one."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,18 +17,22 @@ from kd.setup.provenance import chain_lines
 from kd.study.paying import Arms
 from kd.study.report.charts import Axis, Chart, Level, Series, evenly, lines, stack
 from kd.study.report.record import RunRecord, teachers_of
-from kd.study.report.summary import clock_of, learning_text, verdict
-from kd.study.report.view import Card, Grid, Section, TimeShare, bars, color, section
+from kd.study.report.summary import clock_of, learning_text, paying_verdict
+from kd.study.report.view import (
+    Card,
+    Grid,
+    Section,
+    TimeShare,
+    color,
+    scaled_bars,
+    section,
+)
 
-SAMPLES, WINDOWS = (
-    240,
-    80,
-)  # most drawn samples of a machine; bars in the chart of log windows
-SMALL, HALF, WIDE = (
-    (300, 220),
-    (515, 230),
-    (1050, 260),
-)  # sizes of charts, pixels: a third of the page, a half, all
+SAMPLES = 240  # most drawn samples of a machine
+WINDOWS = 80  # most bars in the chart of log windows
+SMALL = (300, 220)  # pixels of a chart of a third of the page's width
+HALF = (515, 230)  # of half of the width
+WIDE = (1050, 260)  # of all of it
 LEAST_SHARE = 0.05  # percent of the time below which a part is not drawn
 
 
@@ -67,18 +69,14 @@ def _score_chart(column: Column, runs: Sequence[RunRecord]) -> list[Card]:
 
 
 def _over_steps(runs: Sequence[RunRecord], kind: str, key: str) -> list[Series]:
-    """Return the finite values of a key over the steps of each run, from rows that have
-    it.
-    """
+    """Return the finite values of a key over the steps of each run."""
     series = []
     for i, run in enumerate(runs):
         rows = [
             row for row in getattr(run, kind) if key in row and math.isfinite(row[key])
         ]
-        steps, values = (
-            [float(row["step"]) for row in rows],
-            [float(row[key]) for row in rows],
-        )
+        steps = [float(row["step"]) for row in rows]
+        values = [float(row[key]) for row in rows]
         series.append(Series(run.name, color(i), steps, values))
     return series
 
@@ -100,9 +98,8 @@ def _curve(
     series = [line for line in series if line.x]
     if not series:
         return []
-    if all(
-        len(line.x) < 3 for line in series
-    ):  # equal steps: the later evaluation counts
+    if all(len(line.x) < 3 for line in series):
+        # of equal steps the later evaluation counts
         last = {line.name: (line.y[-1], line.color) for line in series}
         last |= {
             level.name: (level.y, level.color)
@@ -113,28 +110,29 @@ def _curve(
             name: [(value, tint, format_number(value, unit))]
             for name, (value, tint) in last.items()
         }
-        return [Card(title, bars=bars(rows))]
+        return [Card(title, bars=scaled_bars(rows))]
     return [
         Card(title, chart=lines(series, SMALL, Axis("step"), Axis(unit=unit), levels))
     ]
 
 
 def paying(runs: Sequence[RunRecord]) -> list[Section]:
-    """Draw the scores of runs and of their baselines over the total cost; the best of
-    labels alone stays level.
+    """Draw the scores of runs and of their baselines over the total cost.
+
+    The best of labels alone is drawn as a level.
     """
     cards = []
     for run in runs:
-        if (arms := Arms.of(run)) is None:
+        arms = Arms.of(run)
+        if arms is None:
             continue
         column = run.selection_metric
         series = [
-            Series(
-                "distilled", "var(--c1)", [*arms.distilled], [*arms.distilled.values()]
-            ),
-            Series(
-                "labels alone", "var(--soft)", [*arms.alone], [*arms.alone.values()]
-            ),
+            Series(name, tint, [*curve], [*curve.values()])
+            for name, tint, curve in (
+                ("distilled", "var(--c1)", arms.distilled),
+                ("labels alone", "var(--soft)", arms.alone),
+            )
         ]
         teachers = run.scores.of_teachers(run.best).items()
         levels = [
@@ -144,7 +142,11 @@ def paying(runs: Sequence[RunRecord]) -> list[Section]:
         cost = Axis(f"seconds of {clock_of(run)}", zero=True)
         chart = lines(series, WIDE, cost, Axis(unit=column.unit), levels)
         cards.append(
-            Card(run.name, chart=chart, notes=[f"{verdict(run)} {learning_text(run)}"])
+            Card(
+                run.name,
+                chart=chart,
+                notes=[f"{paying_verdict(run)} {learning_text(run)}"],
+            )
         )
     hint = (
         "Validation scores over all that was spent, the teacher's fit and stored"
@@ -164,14 +166,12 @@ def time(runs: Sequence[RunRecord]) -> list[Section]:
             *sorted(recorded - set(SPANS)),
         ]
         if names:
-            parts = {
+            span_ms = {
                 name: sum(float(row["ms"].get(name, 0.0)) for row in rows)
                 for name in names
             }
-            cards.append(
-                _total(run, parts, run.name if len(runs) > 1 else "The whole run")
-            )
-            cards += _windows(run, parts)
+            title = run.name if len(runs) > 1 else "The whole run"
+            cards += [_total(run, span_ms, title), *_windows(run, span_ms)]
     hint = (
         "Wall-clock time of rank 0, by what it was spent on. In the chart, each bar is"
         " one log window."
@@ -179,20 +179,16 @@ def time(runs: Sequence[RunRecord]) -> list[Section]:
     return section("Where the time went", cards, hint)
 
 
-def _total(run: RunRecord, parts: Mapping[str, float], title: str) -> Card:
-    total = sum(parts.values()) or 1.0
-    shares = [
-        TimeShare(name, 100 * ms / total, _span_color(name))
-        for name, ms in parts.items()
-    ]
-    shares = [share for share in shares if share.percent >= LEAST_SHARE]
-    legend = [
-        (
-            f"{share.name} {format_seconds(parts[share.name] / 1000)} ({share.percent:.1f} %)",
-            share.color,
-        )
-        for share in shares
-    ]
+def _total(run: RunRecord, span_ms: Mapping[str, float], title: str) -> Card:
+    total = sum(span_ms.values()) or 1.0
+    shares = []
+    legend = []
+    for name, ms in span_ms.items():
+        share = TimeShare(name, 100 * ms / total, _span_color(name))
+        if share.percent >= LEAST_SHARE:
+            shares.append(share)
+            text = f"{name} {format_seconds(ms / 1000)} ({share.percent:.1f} %)"
+            legend.append((text, share.color))
     hint = (
         f"{format_seconds(total / 1000)} for {run.steps:,} steps, from the opened run folder to"
         " the end."
@@ -204,35 +200,30 @@ def _span_color(name: str) -> str:
     return f"var(--{name})" if name in SPANS else "var(--other)"
 
 
-def _windows(run: RunRecord, parts: Mapping[str, float]) -> list[Card]:
-    before = [
-        row for row in run.timeline[0] if row["steps"] and row["kind"] != "steady"
-    ]
+def _windows(run: RunRecord, span_ms: Mapping[str, float]) -> list[Card]:
+    """Draw the time of a step in each log window, by what it was spent on."""
     rows = [row for row in run.timeline[0] if row["kind"] == "steady"]
     if not rows:
         return []
     rows = [rows[i] for i in evenly(len(rows), WINDOWS)]
-    steps, layers = [float(row["step"]) for row in rows], []
-    for name in (name for name, ms in parts.items() if ms and name not in APART):
-        values = [float(row["ms"].get(name, 0.0)) / row["steps"] for row in rows]
-        layers.append(Series(name, _span_color(name), steps, values))
-    slow = max(
-        (row["slowest"] for row in rows if row.get("slowest")),
-        key=lambda entry: entry[1],
-        default=None,
-    )
+    steps = [float(row["step"]) for row in rows]
+    layers = []
+    for name, ms in span_ms.items():
+        if ms and name not in APART:
+            values = [float(row["ms"].get(name, 0.0)) / row["steps"] for row in rows]
+            layers.append(Series(name, _span_color(name), steps, values))
     names = {"first": "The first step took", "warm-up": "A step of the warm-up took"}
     notes = [
         f"{names[row['kind']]} {format_number(row['wall_ms'] / row['steps'], 'ms')}."
-        for row in before
+        for row in run.timeline[0]
+        if row["steps"] and row["kind"] != "steady"
     ]
-    notes += (
-        [
-            f"The slowest step after it was {slow[0]:.0f}, with {format_number(slow[1], 'ms')}."
-        ]
-        if slow
-        else []
-    )
+    slowest = [row["slowest"] for row in rows if row.get("slowest")]
+    if slowest:
+        step, ms, *_ = max(slowest, key=lambda entry: entry[1])
+        notes.append(
+            f"The slowest step after it was {step:.0f}, with {format_number(ms, 'ms')}."
+        )
     chart = stack(
         layers, WIDE, Axis("last step of the window"), Axis(unit="ms", zero=True)
     )
@@ -247,17 +238,15 @@ def machine(runs: Sequence[RunRecord]) -> list[Section]:
             if len(rows) > 1:
                 host = name.rpartition("_")[0]
                 title = f"{run.name}, {host}" if len(runs) > 1 else host
-                grids.append(
-                    Grid(_host(title, [rows[i] for i in evenly(len(rows), SAMPLES)]), 2)
-                )
-    return (
-        [Section("The machine", grids, "Samples of the machine, one a second.")]
-        if grids
-        else []
-    )
+                samples = [rows[i] for i in evenly(len(rows), SAMPLES)]
+                grids.append(Grid(_host(title, samples), 2))
+    if not grids:
+        return []
+    return [Section("The machine", grids, "Samples of the machine, one a second.")]
 
 
 def _host(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Card]:
+    """Draw the load of a machine; `rows` are samples of it."""
     times = [float(row["time"]) - float(rows[0]["time"]) for row in rows]
     cores = [[value / 100 for value in row["cpu"] or [0.0]] for row in rows]
     mean = [sum(loads) / len(loads) for loads in cores]
@@ -304,9 +293,8 @@ def _columns(
 def _of_gpus(
     rows: Sequence[Mapping[str, Any]], key: str, scale: float
 ) -> dict[str, list[float]]:
-    count = min(
-        len(row.get("gpu") or ()) for row in rows
-    )  # a resumed run may have other GPUs
+    # a resumed run may have other GPUs
+    count = min(len(row.get("gpu") or ()) for row in rows)
     return {
         f"GPU {i}": [float(row["gpu"][i].get(key) or 0.0) / scale for row in rows]
         for i in range(count)
@@ -325,27 +313,19 @@ def _samples(
 
 
 def chain(runs: Sequence[RunRecord]) -> list[Section]:
-    """Show the provenance of `export/` from the teacher to the graphs, with the
-    comparison at each arrow.
-    """
-    texts = {
-        _name_among(runs, run): "\n".join(chain_lines(run.exported)) for run in runs
-    }
-    return section(
-        "Where the export comes from",
-        [Card(name, text=text) for name, text in texts.items() if text],
-    )
+    """Show how `export/` was made from the teacher, with each comparison."""
+    cards = []
+    for run in runs:
+        if text := "\n".join(chain_lines(run.exported)):
+            cards.append(Card(run.name if len(runs) > 1 else "", text=text))
+    return section("Where the export comes from", cards)
 
 
 def variants(runs: Sequence[RunRecord]) -> list[Section]:
     """Show the measurements of `kd-export --compare`."""
-    tables = {_name_among(runs, run): variant_rows(run.exported) for run in runs}
-    cards = [
-        Card(name, table=rows, left=["file"]) for name, rows in tables.items() if rows
-    ]
+    cards = []
+    for run in runs:
+        if rows := variant_rows(run.exported):
+            title = run.name if len(runs) > 1 else ""
+            cards.append(Card(title, table=rows, left_columns=["file"]))
     return section("Which file to ship", cards, VARIANTS_NOTE)
-
-
-def _name_among(runs: Sequence[RunRecord], run: RunRecord) -> str:
-    """Return the name of a run where there are several."""
-    return run.name if len(runs) > 1 else ""

@@ -1,4 +1,4 @@
-"""What a page shows: sections of cards. `page.html.jinja` lays them out."""
+"""Hold what a page shows: sections of cards, laid out by `page.html.jinja`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Card:
     pictures: Sequence[Any] = ()
     legend: Sequence[tuple[str, str]] = ()  # names with their colours
     table: Sequence[Mapping[str, Any]] = ()
-    left: Sequence[str] = ()  # columns that are aligned to the left
+    left_columns: Sequence[str] = ()  # columns that are aligned to the left
     text: str = ""  # keeps its spaces
     notes: Sequence[str] = ()
 
@@ -75,14 +75,14 @@ def section(title: str, cards: Sequence[Card], hint: str = "") -> list[Section]:
     return [Section(title, [Grid(cards)], hint)] if cards else []
 
 
-def bars(rows: Mapping[str, Sequence[tuple[float, str, str]]]) -> dict[str, list[Bar]]:
-    """Return bars by name, from values with colour and text; the longest value has the
-    whole width.
-    """
-    longest = (
-        max((value for values in rows.values() for value, *_ in values), default=0.0)
-        or 1.0
+def scaled_bars(
+    rows: Mapping[str, Sequence[tuple[float, str, str]]],
+) -> dict[str, list[Bar]]:
+    """Return bars by name, from values with colour and text, scaled to the longest."""
+    longest = max(
+        (value for values in rows.values() for value, *_ in values), default=0.0
     )
+    longest = longest or 1.0
     return {
         name: [Bar(100 * value / longest, *style) for value, *style in values]
         for name, values in rows.items()

@@ -1,5 +1,6 @@
-"""Conduct a sweep: check everything, train the trials, train the best again with other
-seeds, and write the results.
+"""Conduct a sweep: check everything, train the trials, and write the results.
+
+The best trial is trained again with other seeds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kd.study.sweeps.processes import failure
 from kd.study.sweeps.search import (
     Goal,
     Sampler,
-    opened,
+    open_study,
     pruner_of,
     rehearse,
     sampler_of,
@@ -35,10 +36,11 @@ from kd.study.sweeps.space import (
     Space,
     Trial,
     require_different,
-    sharing,
+    sharing_overrides,
     student_alike,
 )
-from kd.study.sweeps.trials import Trials, alone
+from kd.study.sweeps.sweep import Sweep
+from kd.study.sweeps.trials import Trials, sweep_lock
 
 FRESH = 2  # number of other seeds with which the best trial is trained again
 log = logging.getLogger("kd")
@@ -53,16 +55,14 @@ class SweepPlan:
     count: int  # number of drawn trials; 0: all combinations
     sampler: Sampler | None
     pruner: optuna.pruners.BasePruner
-    probes: Sequence[
-        Trial
-    ]  # all combinations, or a few trials that together have each value
+    # all combinations, or a few trials that together have each value
+    probes: Sequence[Trial]
 
     @property
     def name(self) -> str:
         """The run's own name."""
-        return self.probes[0].config.run.name.removesuffix(
-            f"_sweep/{self.probes[0].name}"
-        )
+        probe = self.probes[0]
+        return probe.config.run.name.removesuffix(f"_sweep/{probe.name}")
 
     @property
     def folder(self) -> Path:
@@ -75,37 +75,33 @@ class SweepPlan:
         return len(alike) > 1 or not {*COSTS}.isdisjoint(self.goal.objectives)
 
     def trial(self, values: Mapping[str, str], threads: int, baseline: bool) -> Trial:
-        return self.space.trial(
-            values,
-            f"{self.name}_sweep",
-            sharing(self.space.load(values), threads),
-            baseline,
-        )
+        shared = sharing_overrides(self.space.load(values), threads)
+        return self.space.trial(values, f"{self.name}_sweep", shared, baseline)
 
 
-def planned(
+def plan_sweep(
     space: Space, trials: int, sampler: str, pruner: str, by: str, objectives: str
 ) -> SweepPlan:
     """Check a sweep; see `kd.study.sweeps.sweep.sweep`."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     first = space.load(space.probes()[0])
     goal = Goal.read(build_task(first.task).scores, by, objectives)
-    draw = sampler_of(sampler, space, trials, first.run.seed)
-    end = pruner_of(pruner, goal)
-    combinations = space.probes() if draw else space.combinations()
+    build_sampler = sampler_of(sampler, space, trials, first.run.seed)
+    built_pruner = pruner_of(pruner, goal)
+    combinations = space.probes() if build_sampler else space.combinations()
     folder = f"{first.run.name}_sweep"
     probes = [
-        space.trial(values, folder, sharing(space.load(values), 1))
+        space.trial(values, folder, sharing_overrides(space.load(values), 1))
         for values in combinations
     ]
     require_different(probes)
-    rehearse(space, goal, draw, end)
-    return SweepPlan(space, goal, trials, draw, end, probes)
+    rehearse(space, goal, build_sampler, built_pruner)
+    return SweepPlan(space, goal, trials, build_sampler, built_pruner, probes)
 
 
-def trained(plan: SweepPlan, storage: str, jobs: int) -> dict[str, Any]:
-    """Train a sweep, and return the fields of `kd.study.sweeps.sweep.Sweep`."""
-    with alone(plan.folder):
+def train_sweep(plan: SweepPlan, storage: str, jobs: int) -> Sweep:
+    """Train the trials of a sweep, and write its results."""
+    with sweep_lock(plan.folder):
         file = plan.folder / "sweep.json"
         # a resumed trial keeps the sweep's initial number of threads, so its bits do
         # not change
@@ -117,33 +113,29 @@ def trained(plan: SweepPlan, storage: str, jobs: int) -> dict[str, Any]:
             "Remove the file",
             lambda content: int(content["threads"]),
         )
-    tried = _trials(
-        plan, storage, partial(plan.trial, threads=threads, baseline=plan.sized)
-    )
-    done = len(tried.rows())
+    trial_of = partial(plan.trial, threads=threads)
+    trials = _trials(plan, storage, partial(trial_of, baseline=plan.sized))
+    count = len(trials.rows())
     log.info(
         "sweep: '%s', study '%s', %d trials recorded",
         plan.folder,
-        tried.study.study_name,
-        done,
+        trials.study.study_name,
+        count,
     )
-    if not done:
+    if not count:
         log.info(
             "sweep: runs that have ended in an earlier study are read, not trained"
             " again"
         )
-    tried.train(jobs, plan.count, plan.sampler)
-    winner = _best(tried)
-    again = _trials(
-        _with_seeds(plan, winner),
-        storage,
-        partial(plan.trial, threads=threads, baseline=False),
-    )
-    again.train(jobs, final=True)
-    if failed := again.failed():
+    trials.train(jobs, plan.count, plan.sampler)
+    winner = _best(trials)
+    seeds_plan = _with_seeds(plan, winner)
+    fresh = _trials(seeds_plan, storage, partial(trial_of, baseline=False))
+    fresh.train(jobs, final=True)
+    if failed := fresh.failed():
         raise failure(failed[0][1])
-    with alone(plan.folder):
-        return _written(plan, tried, winner, again.rows())
+    with sweep_lock(plan.folder):
+        return _write_results(plan, trials, winner, fresh.rows())
 
 
 def _trials(plan: SweepPlan, storage: str, trial_of: Any) -> Trials:
@@ -155,8 +147,8 @@ def _trials(plan: SweepPlan, storage: str, trial_of: Any) -> Trials:
         plan.goal.objectives,
     )
     name = f"{plan.name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:8]}"
-    with alone(plan.folder):
-        study = opened(name, storage, plan.folder, plan.goal, plan.pruner)
+    with sweep_lock(plan.folder):
+        study = open_study(name, storage, plan.folder, plan.goal, plan.pruner)
     return Trials(plan.folder, study, plan.space, plan.goal, trial_of)
 
 
@@ -164,25 +156,24 @@ def _with_seeds(plan: SweepPlan, winner: Trial) -> SweepPlan:
     """Return a plan that trains a trial with seeds that no other trial has."""
     newest = max(trial.config.run.seed for trial in plan.probes)
     seeds = [str(newest + 1 + number) for number in range(FRESH)]
-    lists = {**{key: [text] for key, text in winner.values.items()}, "run.seed": seeds}
+    choices = {key: [text] for key, text in winner.values.items()} | {"run.seed": seeds}
     axes = {
         key: optuna.distributions.CategoricalDistribution(texts)
-        for key, texts in lists.items()
+        for key, texts in choices.items()
     }
-    never = optuna.pruners.NopPruner()
-    goal = replace(plan.goal, objectives=())
     return replace(
         plan,
         space=replace(plan.space, axes=axes),
-        goal=goal,
-        pruner=never,
+        goal=replace(plan.goal, objectives=()),
+        pruner=optuna.pruners.NopPruner(),
         sampler=None,
     )
 
 
-def _best(tried: Trials) -> Trial:
-    rows = [row for row in tried.rows() if "pruned" not in row]
-    failed = tried.failed()
+def _best(trials: Trials) -> Trial:
+    """Return the best of the trials that were not pruned."""
+    rows = [row for row in trials.rows() if "pruned" not in row]
+    failed = trials.failed()
     if not rows and failed:
         raise failure(failed[0][1])
     if not rows:
@@ -196,47 +187,35 @@ def _best(tried: Trials) -> Trial:
         wrong = "the trials were not all scored on the same validation images"
         remedy = (
             "Sweep no key that changes them; where the images have changed, remove"
-            f" '{tried.folder}'"
+            f" '{trials.folder}'"
         )
         raise RunError("data", wrong, "One validation split", remedy)
-    return tried.trial(rows[0])
+    return trials.trial(rows[0])
 
 
-def _written(
-    plan: SweepPlan, tried: Trials, winner: Trial, fresh: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Score the best on the test images, time the students, and write best.yaml and
-    sweep.md.
-    """
-    folder, best = plan.folder, plan.folder / "best.yaml"
+def _write_results(
+    plan: SweepPlan, trials: Trials, winner: Trial, fresh: list[dict[str, Any]]
+) -> Sweep:
+    """Test the best, time the students, and write best.yaml and sweep.md."""
+    folder = plan.folder
+    best = folder / "best.yaml"
     baseline = plan.space.load(winner.values).run.baseline  # the user's own setting
     run = replace(winner.config.run, name=f"{plan.name}_best", baseline=baseline)
     write_text(best, config.dump(replace(winner.config, run=run)))
-    tested = tried.test(winner) if any("test" in row for row in fresh) else {}
-    rows = tried.rows()
-    column, reference, notes = (
-        tried.goal.columns[rows[0]["key"]],
-        dict[str, Any](),
-        list[str](),
-    )
+    tested = trials.test(winner) if any("test" in row for row in fresh) else {}
+    rows = trials.rows()
+    column = trials.goal.columns[rows[0]["key"]]
+    teacher = {}
+    notes = []
     if plan.sized:
-        rows, reference = frontier.measured(tried, rows)
-        notes = [frontier.write(rows, reference, column, folder)]
-    shown = ranking.table_of(rows, tried, column, reference)
+        rows, teacher = frontier.with_costs(trials, rows)
+        notes.append(frontier.write_frontier(rows, teacher, column, folder))
+    table = ranking.trials_table(rows, trials, column, teacher)
+    luck = ranking.luck_text(rows, fresh, tested, column)
     hints = (
         f"`kd-train {best}` trains the best again; `kd-report {folder}/*/` shows all"
         " curves on one page."
     )
-    text = "\n\n".join(
-        [shown, *notes, ranking.luck(rows, fresh, tested, column), hints]
-    )
+    text = "\n\n".join([table, *notes, luck, hints])
     write_text(folder / "sweep.md", text + "\n")
-    fields = {
-        "folder": folder,
-        "best": best,
-        "rows": rows,
-        "fresh": fresh,
-        "tested": tested,
-        "text": text,
-    }
-    return {**fields, "study": tried.study}
+    return Sweep(folder, best, rows, fresh, tested, text, trials.study)

@@ -1,4 +1,4 @@
-"""What a student costs: the CPU time per image, the size of its graph, its parameters.
+"""Measure what students cost: CPU time per image, size of the graph, parameters.
 
 Each model is exported to ONNX as by `kd-export`, and the exporter's clock times several
 in turns.
@@ -27,13 +27,16 @@ COSTS = ("ms", "mb")  # objectives of a sweep that are no scores; smaller is bet
 SECONDS = 2.0  # most seconds of timing per model
 
 
-def timed(
+def measure_costs(
     loads: Mapping[str, Callable[[], Classifier]], sides: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
-    """Return the costs of models, given functions that load them; `sides`: image sizes
-    in pixels.
+    """Return the costs of models, given functions that load them.
+
+    `sides`: image sizes in pixels.
     """
-    costs, calls, draw = dict[str, dict[str, Any]](), {}, np.random.default_rng(0)
+    costs: dict[str, dict[str, Any]] = {}
+    calls = {}
+    rng = np.random.default_rng(0)
     for name, load in loads.items():
         try:
             model = load().eval()
@@ -42,10 +45,10 @@ def timed(
             costs[name] = {"untimed": str(error)}
             continue
         costs[name] = {"mb": len(graph) / 1e6, "parameters": count_parameters(model)}
-        image = draw.integers(0, 256, (1, 3, sides[name], sides[name]), np.uint8)
+        image = rng.integers(0, 256, (1, 3, sides[name], sides[name]), np.uint8)
         calls[name] = partial(runtimes.onnx_runner(graph), image)
-    for name, took in cpu_ms(calls, SECONDS * len(calls)).items():
-        costs[name]["ms"] = took
+    for name, ms in cpu_ms(calls, SECONDS * len(calls)).items():
+        costs[name]["ms"] = ms
     return costs
 
 

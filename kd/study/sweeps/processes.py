@@ -1,6 +1,4 @@
-"""Run commands of kd in processes of their own, stop them, and report how
-they ended.
-"""
+"""Run commands of kd in processes of their own, stop them, and tell how they ended."""
 
 from __future__ import annotations
 
@@ -16,15 +14,14 @@ from kd.core.host import terminate_with_parent
 
 POLL = 0.5  # seconds between two checks of the commands, which take minutes
 LAST_BYTES = 2**14
-"""Bytes at the end of an output searched for its last line: kd's error is one line of
-some hundred bytes.
+"""Bytes at the end of an output searched for its last line.
+
+kd's error is one line of some hundred bytes.
 """
 
 
 class Processes:
-    """Running commands; at the end, or when this process is killed, the remaining ones
-    get SIGTERM.
-    """
+    """Running commands, which get SIGTERM at the end or when this process is killed."""
 
     def __init__(self) -> None:
         self.running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
@@ -46,8 +43,9 @@ class Processes:
         output: Path,
         inherited: Sequence[int] = (),
     ) -> None:
-        """Start `kd WORDS` under a name; its output is appended to a file. `inherited`:
-        open files that it keeps.
+        """Start `kd WORDS` under a name; its output is appended to a file.
+
+        `inherited`: open files that it keeps.
         """
         command = [sys.executable, "-m", "kd", *words]
         with output.open("ab") as file:
@@ -64,16 +62,13 @@ class Processes:
 
     def stop(self, name: str) -> None:
         """Let a command write a checkpoint and end."""
-        if (
-            name not in self.stopped
-        ):  # a second signal would end it without a checkpoint
+        # a second signal would end it without a checkpoint
+        if name not in self.stopped:
             self.running[name][0].terminate()
         self.stopped.add(name)
 
     def ended(self) -> dict[str, str]:
-        """Return the commands that ended since the last call, with the last line of
-        output for failed ones.
-        """
+        """Return the commands that ended since the last call, with their errors."""
         lines = {}
         for name, (process, output) in list(self.running.items()):
             code = process.poll()
@@ -87,7 +82,7 @@ class Processes:
         return lines
 
 
-def run(name: str, words: Sequence[str], output: Path) -> None:
+def run_command(name: str, words: Sequence[str], output: Path) -> None:
     """Run a command to its end; raise its error."""
     with Processes() as processes:
         processes.start(name, words, output)
@@ -111,8 +106,7 @@ def _last_line(code: int, output: Path) -> str:
         return f"was ended by signal {-code}"
     if code == 1:
         return f"ended with a traceback, which '{output}' has"
-    with output.open("rb") as opened:
-        opened.seek(max(0, output.stat().st_size - LAST_BYTES))
-        lines = opened.read().decode(errors="replace").split("\n")
-    texts = [line.strip() for line in lines if line.strip()]
-    return texts[-1] if texts else f"ended with exit code {code}"
+    with output.open("rb") as file:
+        file.seek(max(0, output.stat().st_size - LAST_BYTES))
+        text = file.read().decode(errors="replace").strip()
+    return text.split("\n")[-1].strip() or f"ended with exit code {code}"

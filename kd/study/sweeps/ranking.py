@@ -1,6 +1,4 @@
-"""The results of a sweep as text: the table of its trials, and what part of the best
-score is luck.
-"""
+"""Write the results of a sweep: its trials, and what of the best score is luck."""
 
 from __future__ import annotations
 
@@ -11,62 +9,50 @@ from typing import Any
 from kd.core.scores import Column
 from kd.core.text import markdown_table
 from kd.files.run_dir import RunDir
-from kd.study.sifting import work
+from kd.study.sifting import work_cells
 from kd.study.sweeps import frontier
 from kd.study.sweeps.trials import Trials
 
 
-def table_of(
+def trials_table(
     rows: Sequence[dict[str, Any]],
-    tried: Trials,
+    trials: Trials,
     column: Column,
-    reference: dict[str, Any],
+    teacher: dict[str, Any],
 ) -> str:
-    """Return the table of trials; `reference`: the teacher's row, if the students
-    differ.
-    """
-    title, lines = f"{column.title} (95 %)", []
-    more = frontier.cells([*rows, reference] if reference else rows, column)
-    sifted = any(tried.trial(row).config.sifter.kind != "none" for row in rows)
-    for row, cells in zip(rows, more, strict=False):
-        marks = [
-            "best" * (row is rows[0]),
-            "frontier" * row.get("frontier", False),
-            row.get("untimed", ""),
-        ]
-        marks.append(f"pruned at evaluation {row['pruned']}" if "pruned" in row else "")
-        spent = _work(tried, row["trial"]) if sifted else {}
-        measured = {**spent, **cells, "": ", ".join(filter(None, marks))}
-        values = {key: f"{float(row['values'][key]):.4g}" for key in tried.space.ranges}
-        lines.append(
-            {
-                **frontier.named(row["values"] | values),
-                title: _with_interval(row, column),
-                **measured,
-            }
-        )
+    """Return the table of trials; `teacher`: its row, if the students differ."""
+    title = f"{column.title} (95 %)"
+    costs = frontier.cost_cells([*rows, teacher] if teacher else rows, column)
+    sifted = any(trials.trial(row).config.sifter.kind != "none" for row in rows)
+    lines = []
+    for row, cost_cells in zip(rows, costs, strict=False):
+        values = dict(row["values"])
+        for key in trials.space.ranges:
+            values[key] = f"{float(values[key]):.4g}"
+        line = {**frontier.value_texts(values), title: _with_interval(row, column)}
+        if sifted:
+            run = RunDir(trials.folder / row["trial"])
+            images = int(run.manifest().get("images", 0))
+            line |= work_cells(run.metrics("epoch"), run.metrics("train"), images)
+        lines.append({**line, **cost_cells, "": _remarks(row, row is rows[0])})
     blank = dict.fromkeys(lines[0], "-")
-    if reference:
-        lines.append(
-            {
-                **blank,
-                title: column.text(reference["score"]),
-                **more[-1],
-                "": "the teacher",
-            }
-        )
-    for values, error in tried.failed():
-        lines.append({**blank, **frontier.named(values), "": f"failed: {error}"})
+    if teacher:
+        score = column.text(teacher["score"])
+        lines.append({**blank, title: score, **costs[-1], "": "the teacher"})
+    for values, error in trials.failed():
+        lines.append({**blank, **frontier.value_texts(values), "": f"failed: {error}"})
     return markdown_table(lines)
 
 
-def _work(tried: Trials, name: str) -> dict[str, str]:
-    run = RunDir(tried.folder / name)
-    rows = run.rows()
-    epochs, train = (
-        [row for row in rows if row["kind"] == kind] for kind in ("epoch", "train")
-    )
-    return work(epochs, train, int(run.manifest().get("images", 0)))
+def _remarks(row: Mapping[str, Any], best: bool) -> str:
+    remarks = ["best"] if best else []
+    if row.get("frontier"):
+        remarks.append("frontier")
+    if "untimed" in row:
+        remarks.append(row["untimed"])
+    if "pruned" in row:
+        remarks.append(f"pruned at evaluation {row['pruned']}")
+    return ", ".join(remarks)
 
 
 def _with_interval(row: Mapping[str, Any], column: Column) -> str:
@@ -76,41 +62,32 @@ def _with_interval(row: Mapping[str, Any], column: Column) -> str:
     return column.text(row["score"]) + (f" ({ends})" if ends else "")
 
 
-def luck(
+def luck_text(
     rows: Sequence[dict[str, Any]],
     fresh: Sequence[dict[str, Any]],
     tested: Mapping[str, Any],
     column: Column,
 ) -> str:
-    """Report the best trial's scores with other seeds and on test images, or that these
-    are unknown.
-    """
-    best, count, again = rows[0]["score"], len(rows), [row["score"] for row in fresh]
-    difference = (best - statistics.mean(again)) * (-1 if column.smaller else 1)
-    points = (
-        f"{100 * difference:+.1f} points"
-        if column.unit == "%"
-        else f"{difference:+.4f} {column.unit}".rstrip()
-    )
+    """Report the best trial's scores with other seeds, and on test images if known."""
+    best = rows[0]["score"]
+    scores = [row["score"] for row in fresh]
+    difference = (best - statistics.mean(scores)) * (-1 if column.smaller else 1)
+    points = f"{difference:+.4f} {column.unit}".rstrip()
+    if column.unit == "%":
+        points = f"{100 * difference:+.1f} points"
     text = (
-        f"The best of {count} trials has {column.with_title(best)} on validation"
-        " images. Trained again with "
+        f"The best of {len(rows)} trials has {column.with_title(best)} on validation"
+        f" images. Trained again with {len(fresh)} other seeds it has"
+        f" {' and '.join(map(column.text, scores))}: the seed's part of the best score"
+        f" is {points}."
     )
-    text += (
-        f"{len(fresh)} other seeds it has"
-        f" {' and '.join(column.text(score) for score in again)}: "
-    )
-    text += f"the seed's part of the best score is {points}. "
     if not tested:
         return (
-            text
-            + "The images' part is not known: all of these were scored on the images"
-            " that chose the best. data.test_fraction=0.3 keeps some apart."
+            f"{text} The images' part is not known: all of these were scored on the"
+            " images that chose the best. data.test_fraction=0.3 keeps some apart."
         )
-    others = " and ".join(
-        _with_interval(row["test"], column) for row in fresh if "test" in row
-    )
+    tests = [_with_interval(row["test"], column) for row in fresh if "test" in row]
     return (
-        text + "On test images, which chose nothing, the best has"
-        f" {_with_interval(tested, column)}, the others {others}."
+        f"{text} On test images, which chose nothing, the best has"
+        f" {_with_interval(tested, column)}, the others {' and '.join(tests)}."
     )

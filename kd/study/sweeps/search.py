@@ -1,6 +1,4 @@
-"""The search of a sweep in Optuna's terms: what is optimized, by which sampler and
-pruner, and the stored study.
-"""
+"""Set up Optuna for a sweep: what is optimized, sampler, pruner, stored study."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from optuna.study import StudyDirection
 from kd.core.errors import ConfigError, RunError, did_you_mean, first_sentence
 from kd.core.scores import Column, Scores
 from kd.core.seeds import seed_from
-from kd.study.sweeps.calls import classes_of, constructed, named
+from kd.study.sweeps.calls import classes_of, construct, construct_named
 from kd.study.sweeps.costs import COSTS
 from kd.study.sweeps.space import Space
 
@@ -38,11 +36,14 @@ class Goal:
     def read(cls, scores: Scores, by: str, objectives: str) -> Goal:
         """Check the keys of scores and objectives, such as `accuracy,ms`."""
         keys = tuple(filter(None, objectives.replace(" ", "").split(",")))
-        goal = cls(
-            scores, by or next((key for key in keys if key not in COSTS), ""), keys
-        )
-        for option, key in goal._named():
-            allowed = [*goal.columns, *(COSTS if option == "--objectives" else ())]
+        score_keys = [key for key in keys if key not in COSTS]
+        if not by and score_keys:
+            by = score_keys[0]
+        goal = cls(scores, by, keys)
+        for option, key in goal._options():
+            allowed = [*goal.columns]
+            if option == "--objectives":
+                allowed += COSTS
             if key not in allowed:
                 near = did_you_mean(key, allowed) or "Choose one of them"
                 raise ConfigError(
@@ -62,58 +63,49 @@ class Goal:
 
     @property
     def directions(self) -> list[StudyDirection]:
-        smaller = {
-            *COSTS,
-            *(key for key, column in self.columns.items() if column.smaller),
-        }
+        smaller = {key for key, column in self.columns.items() if column.smaller}
+        smaller.update(COSTS)
         return [
             StudyDirection.MINIMIZE if key in smaller else StudyDirection.MAXIMIZE
             for key in self.objectives or (self.by,)
         ]
 
     def key_in(self, row: Mapping[str, Any]) -> str:
-        """Return the key of the ranking score in a validation row, which must have all
-        scores that are named.
-        """
-        for option, key in self._named():
-            if key not in (*row, *COSTS):
-                allowed = (
-                    f"Allowed: {', '.join(key for key in self.columns if key in row)}"
-                )
-                raise ConfigError(
-                    option,
-                    f"is '{key}', which these runs do not have",
-                    allowed,
-                    "Choose one of them",
-                )
+        """Return the key of the ranking score; the row must have all named scores."""
+        for option, key in self._options():
+            if key not in row and key not in COSTS:
+                columns = [column for column in self.columns if column in row]
+                wrong = f"is '{key}', which these runs do not have"
+                allowed = f"Allowed: {', '.join(columns)}"
+                raise ConfigError(option, wrong, allowed, "Choose one of them")
         return self.by or self.scores.deciding(row).key
 
-    def _named(self) -> list[tuple[str, str]]:
-        by = [("--by", self.by)] if self.by and self.by not in self.objectives else []
-        return by + [("--objectives", key) for key in self.objectives]
+    def _options(self) -> list[tuple[str, str]]:
+        """Return each named key with its option."""
+        options = [("--objectives", key) for key in self.objectives]
+        if self.by and self.by not in self.objectives:
+            options.insert(0, ("--by", self.by))
+        return options
 
 
 def sampler_of(text: str, space: Space, trials: int, seed: int) -> Sampler | None:
-    """Return a function of a trial's number that builds its sampler; None: all
-    combinations are trained in order.
+    """Return a function of a trial's number that builds its sampler.
 
-    A sampler's random numbers depend on `run.seed` and the trial's number alone, in any
-    process.
+    None: all combinations are trained in order. A sampler's random numbers depend on
+    `run.seed` and the trial's number alone, in any process.
     """
     if text == "grid" or not (text or space.ranges or trials):
-        if space.ranges or trials:
-            wrong = (
-                f"is grid, but '{space.ranges[0]}' has a range"
-                if space.ranges
-                else "is grid, which trains all"
-            )
-            raise ConfigError(
-                "--sampler",
-                wrong,
-                "Lists key=a,b,c without --trials",
-                "Leave --sampler out",
-            )
-        return None
+        if not (space.ranges or trials):
+            return None
+        wrong = "is grid, which trains all"
+        if space.ranges:
+            wrong = f"is grid, but '{space.ranges[0]}' has a range"
+        raise ConfigError(
+            "--sampler",
+            wrong,
+            "Lists key=a,b,c without --trials",
+            "Leave --sampler out",
+        )
     sampler = partial(_seeded, text or "tpe", seed)
     sampler(0)  # its name is checked first
     if not trials:
@@ -126,9 +118,8 @@ def sampler_of(text: str, space: Space, trials: int, seed: int) -> Sampler | Non
 
 def _seeded(text: str, seed: int, number: int) -> optuna.samplers.BaseSampler:
     classes = classes_of(optuna.samplers, "Sampler")
-    return named(
-        classes, "--sampler", text, seed=seed_from(seed, "trial", number) % NUMPY_SEEDS
-    )
+    trial_seed = seed_from(seed, "trial", number) % NUMPY_SEEDS
+    return construct_named(classes, "--sampler", text, seed=trial_seed)
 
 
 def pruner_of(text: str, goal: Goal) -> optuna.pruners.BasePruner:
@@ -141,53 +132,49 @@ def pruner_of(text: str, goal: Goal) -> optuna.pruners.BasePruner:
             "Optuna prunes by one objective",
         )
     classes = classes_of(optuna.pruners, "Pruner")
-    return named({"none": classes.pop("nop"), **classes}, "--pruner", text)
+    classes = {"none": classes.pop("nop"), **classes}
+    return construct_named(classes, "--pruner", text)
 
 
 def rehearse(
     space: Space, goal: Goal, sampler: Sampler | None, pruner: optuna.pruners.BasePruner
 ) -> None:
-    """Let sampler and pruner run in memory: what they refuse or lack is an error before
-    anything is trained.
-    """
+    """Run sampler and pruner in memory, to report what they refuse before training."""
     study = optuna.create_study(
         directions=goal.directions, sampler=sampler and sampler(0), pruner=pruner
     )
     axes = space.axes if sampler else {}
     for number in range(REHEARSED):
-        trial = constructed(
+        trial = construct(
             "--sampler", type(study.sampler).__name__, partial(study.ask, dict(axes))
         )
         if not goal.objectives:
             trial.report(number, 0)
-            constructed("--pruner", type(pruner).__name__, trial.should_prune)
+            construct("--pruner", type(pruner).__name__, trial.should_prune)
         study.tell(trial, [float(number)] * len(goal.directions))
 
 
-def opened(
+def open_study(
     name: str, storage: str, folder: Path, goal: Goal, pruner: optuna.pruners.BasePruner
 ) -> optuna.Study:
-    """Create or load a study in a storage (a URL; "": a journal in the sweep's
-    folder).
+    """Create or load a study.
+
+    `storage`: a URL; "": a journal in the sweep's folder.
     """
     journal = folder / "journal.log"
     try:
-        kept = storage or optuna.storages.JournalStorage(
-            JournalFileBackend(str(journal))
-        )
         return optuna.create_study(
             study_name=name,
-            storage=kept,
+            storage=storage
+            or optuna.storages.JournalStorage(JournalFileBackend(str(journal))),
             directions=goal.directions,
             pruner=pruner,
             load_if_exists=True,
         )
     except Exception as error:  # a database has its own errors
         if not storage:
-            wrong, remedy = (
-                f"'{journal}' is damaged ({first_sentence(error)})",
-                "Remove it: finished runs stay",
-            )
+            wrong = f"'{journal}' is damaged ({first_sentence(error)})"
+            remedy = "Remove it: finished runs stay"
             raise RunError("run.folder", wrong, "", remedy) from error
         allowed = (
             "A URL of Optuna's, such as sqlite:///sweep.db or postgresql://HOST/NAME"
@@ -197,11 +184,12 @@ def opened(
         ) from error
 
 
-def front(
+def on_pareto_front(
     points: Sequence[Sequence[float]], directions: Sequence[StudyDirection]
 ) -> list[bool]:
-    """Return whether each point is on the Pareto front: no other is as good in all and
-    better in one.
+    """Return whether each point is on the Pareto front.
+
+    No other point is then as good in all and better in one.
     """
     study = optuna.create_study(directions=directions)
     study.add_trials(optuna.trial.create_trial(values=list(point)) for point in points)

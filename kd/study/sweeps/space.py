@@ -1,5 +1,6 @@
-"""The space of a sweep: keys with lists or ranges of values; and the configuration of
-each trial.
+"""Read the space of a sweep, and make the configuration of each trial.
+
+The space has keys with lists or ranges of values.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from kd.files.storage import write_text
 from kd.parts import registry
 from kd.setup.auto import completed
 from kd.setup.recipe import flatten, is_free
-from kd.study.sweeps.calls import call_of, constructed
+from kd.study.sweeps.calls import construct, parse_call
 
 COUNTED = ("run.every.evaluate", "data.test", "data.exclude")
 """Keys that change no weight but affect a score."""
 NAME_LETTERS = 60
-"""Letters of a trial's values in its folder name: with the hash it stays far below the
-limit of 255 bytes.
+"""Letters of a trial's values in its folder name.
+
+With the hash it stays far below the limit of 255 bytes.
 """
 RANGES = "uniform(LOW,HIGH), loguniform(LOW,HIGH), integers(LOW,HIGH)"
 
@@ -55,33 +57,26 @@ class Space:
 
     @classmethod
     def read(cls, settings: Any, overrides: Sequence[str]) -> Space:
-        fixed, axes = [], {}
-        keys = [
-            re.sub(r"\[(\w+)\]", r".\1", override.partition("=")[0])
-            for override in overrides
-        ]
-        for i, override in enumerate(overrides):
-            key = override.partition("=")[0]
+        """Read the keys of overrides, each of which stands in the command once."""
+        fixed = []
+        axes = {}
+        keys = [override.partition("=")[0] for override in overrides]
+        plain_keys = [re.sub(r"\[(\w+)\]", r".\1", key) for key in keys]
+        for i, (key, override) in enumerate(zip(keys, overrides, strict=True)):
             axis = axis_of(override)
             if axis is None:
                 fixed.append(override)
                 continue
             if is_free(key):
-                wrong, allowed = (
-                    "changes no weight of a student, but has several values",
-                    "One value",
-                )
                 raise ConfigError(
                     key,
-                    wrong,
-                    allowed,
+                    "changes no weight of a student, but has several values",
+                    "One value",
                     "Sweep a key that is learned with, such as optimizer.lr",
                 )
-            if keys[i] in keys[i + 1 :]:
-                wrong, allowed = (
-                    "stands again behind its list",
-                    "One list of a key, standing last",
-                )
+            if plain_keys[i] in plain_keys[i + 1 :]:
+                wrong = "stands again behind its list"
+                allowed = "One list of a key, standing last"
                 raise ConfigError(key, wrong, allowed, "Leave one out")
             axes[key] = axis
         if not axes:
@@ -100,8 +95,9 @@ class Space:
         return [key for key, axis in self.axes.items() if not hasattr(axis, "choices")]
 
     def combinations(self) -> list[dict[str, str]]:
-        """Return all combinations of the lists, in the order of the command; a range
-        counts with its ends.
+        """Return all combinations of the lists, in the order of the command.
+
+        A range counts with its ends.
         """
         return [
             dict(zip(self.axes, texts, strict=True))
@@ -109,19 +105,13 @@ class Space:
         ]
 
     def probes(self) -> list[dict[str, str]]:
-        """Return few combinations that together have each value of a list and the ends
-        of each range.
-        """
+        """Return few combinations with each value of a list and each end of a range."""
         ends = self._ends()
         first = {key: texts[0] for key, texts in ends.items()}
-        return [
-            first,
-            *(
-                {**first, key: text}
-                for key, texts in ends.items()
-                for text in texts[1:]
-            ),
-        ]
+        probes = [first]
+        for key, texts in ends.items():
+            probes += [{**first, key: text} for text in texts[1:]]
+        return probes
 
     def _ends(self) -> dict[str, list[str]]:
         return {
@@ -129,11 +119,9 @@ class Space:
             for key, axis in self.axes.items()
         }
 
-    def load(self, values: Mapping[str, str], *more: str) -> Config:
-        return config.load(
-            self.settings,
-            [*self.fixed, *(f"{key}={text}" for key, text in values.items()), *more],
-        )
+    def load(self, values: Mapping[str, str], *overrides: str) -> Config:
+        varying = [f"{key}={text}" for key, text in values.items()]
+        return config.load(self.settings, [*self.fixed, *varying, *overrides])
 
     def trial(
         self,
@@ -142,33 +130,34 @@ class Space:
         shared: Sequence[str],
         baseline: bool = False,
     ) -> Trial:
-        """Return a trial. `name`: the sweep's folder; `shared`: common overrides;
-        `baseline`: keep the baseline.
+        """Return a trial.
+
+        `name`: the sweep's folder; `shared`: common overrides; `baseline`: keep the
+        baseline.
         """
-        loaded = self.load(
-            values, *shared, *([] if baseline else ["run.baseline=false"])
-        )
+        overrides = [*shared] if baseline else [*shared, "run.baseline=false"]
+        loaded = self.load(values, *overrides)
         keys = flatten(config.to_dict(loaded, values=True))
         counted = {
             key: keys[key]
             for key in keys
             if key.startswith(COUNTED) or not is_free(key, "backend.threads")
         }
-        hashed = hashlib.sha256(
-            json.dumps(counted, sort_keys=True, default=str).encode()
-        ).hexdigest()[:8]
+        content = json.dumps(counted, sort_keys=True, default=str)
+        digest = hashlib.sha256(content.encode()).hexdigest()[:8]
         texts = "_".join(
             f"{key.rpartition('.')[2]}-{text}" for key, text in values.items()
         )
-        own = f"{re.sub(r'[^A-Za-z0-9.+-]+', '_', texts)[:NAME_LETTERS]}_{hashed}"
-        return Trial(
-            own, values, replace(loaded, run=replace(loaded.run, name=f"{name}/{own}"))
-        )
+        letters = re.sub(r"[^A-Za-z0-9.+-]+", "_", texts)[:NAME_LETTERS]
+        trial_name = f"{letters}_{digest}"
+        run = replace(loaded.run, name=f"{name}/{trial_name}")
+        return Trial(trial_name, values, replace(loaded, run=run))
 
 
 def axis_of(override: str) -> Any:
-    """Return Optuna's distribution of the list or range in `key=TEXT`; None: it is one
-    value.
+    """Return Optuna's distribution of the list or range in `key=TEXT`.
+
+    None: it is one value.
     """
     from optuna.distributions import (
         CategoricalDistribution,
@@ -183,94 +172,90 @@ def axis_of(override: str) -> Any:
         "integers": IntDistribution,
     }
     word = re.match(r"(\w+)\(", text)
-    name, numbers, options = call_of(text)
-    if word is None or (word[1] not in kinds and len(numbers) < 2):
+    name, ends, options = parse_call(text)
+    if word is None or (word[1] not in kinds and len(ends) < 2):
         texts = alternatives(override)
         return CategoricalDistribution(texts) if len(texts) > 1 else None
-    numeric = [
-        number
-        for number in numbers
-        if isinstance(number, (int, float)) and math.isfinite(number)
-    ]
-    whole = all(isinstance(number, int) for number in numeric)
-    rising = len(numeric) == len(numbers) == 2 and numeric[0] < numeric[1]
-    if name not in kinds or options or not rising or (name == "integers" and not whole):
+    types = int if name == "integers" else (int, float)
+    numeric = all(isinstance(end, types) and math.isfinite(end) for end in ends)
+    rising = numeric and len(ends) == 2 and ends[0] < ends[1]
+    if name not in kinds or options or not rising:
         wrong = f"'{text}' is no range"
-        raise ConfigError(
-            key,
-            wrong,
-            RANGES,
-            "LOW is below HIGH, and both are whole numbers for integers",
-        )
-    return constructed(key, text, lambda: kinds[name](*numbers))
+        remedy = "LOW is below HIGH, and both are whole numbers for integers"
+        raise ConfigError(key, wrong, RANGES, remedy)
+    return construct(key, text, lambda: kinds[name](*ends))
 
 
 def _ends_of(axis: Any) -> Sequence[Any]:
-    """Return the values of a list, or of a range its ends and, if it is of fractions,
-    one between them.
+    """Return the values of a list, or the ends of a range.
+
+    A range of fractions has a further value between its ends.
     """
     if hasattr(axis, "choices"):
         return axis.choices
-    between = (
-        [axis.low + (axis.high - axis.low) / 3] if isinstance(axis.low, float) else []
-    )
-    return [axis.low, axis.high, *between]
+    if isinstance(axis.low, float):
+        return [axis.low, axis.high, axis.low + (axis.high - axis.low) / 3]
+    return [axis.low, axis.high]
 
 
 def require_different(trials: Iterable[Trial]) -> None:
     """Refuse two trials that make the same run, naming a key in which they differ."""
-    seen: dict[str, Trial] = {}
+    first_of: dict[str, Trial] = {}
     for trial in trials:
-        other = seen.setdefault(trial.name.rpartition("_")[2], trial)
+        first = first_of.setdefault(trial.name.rpartition("_")[2], trial)
         for key, text in trial.values.items():
-            if text != other.values[key]:
-                wrong = f"'{other.values[key]}' and '{text}' make the same run"
-                raise ConfigError(
-                    key, wrong, "Values of which each changes the run", "Leave one out"
-                )
+            if text != first.values[key]:
+                wrong = f"'{first.values[key]}' and '{text}' make the same run"
+                allowed = "Values of which each changes the run"
+                raise ConfigError(key, wrong, allowed, "Leave one out")
 
 
-def sharing(settings: Config, threads: int) -> list[str]:
-    """Return the overrides that let trials share the teacher's outputs and decoded
-    images.
+def sharing_overrides(settings: Config, threads: int) -> list[str]:
+    """Return the overrides by which trials share teacher outputs and decoded images.
 
     The views are as in a single run. Outputs are rounded to float16, as in every cache.
     If a run's length is in steps, or a loss reads features, no cache is set: its size
     is unknown here, or large.
     """
-    backend, read, found = settings.backend, reads(settings.losses), []
+    overrides = []
+    backend = settings.backend
     facts = registry.facts("backends", backend.kind, backend.options, "backend.kind")
     if facts.cpu and facts.threads == 0:
-        found.append(f"backend.threads={threads}")
+        overrides.append(f"backend.threads={threads}")
     if settings.data.store == "ram":
-        found.append("data.store=disk")
-    teacher, views = settings.teacher, settings.data.views
+        overrides.append("data.store=disk")
+    views = settings.data.views
     if not views and not settings.run.steps:
         views = completed(settings).run.epochs
-    settled = (
-        not teacher.model or teacher.cache.views or teacher.shard or teacher.pipeline
-    )
-    if views and not settled and read.teacher_logits and not read.features:
-        found.append(f"teacher.cache.views={views}")
-    return found
+    teacher = settings.teacher
+    several_processes = teacher.shard or teacher.pipeline
+    cacheable = teacher.model and not teacher.cache.views and not several_processes
+    needs = reads(settings.losses)
+    if views and cacheable and needs.teacher_logits and not needs.features:
+        overrides.append(f"teacher.cache.views={views}")
+    return overrides
 
 
 def prepared_alike(trial: Trial) -> str:
-    """Return the key of teacher, cache and images: trials with equal keys share one
-    preparation.
-    """
-    one = trial.config
+    """Return a text that is equal for trials with one teacher, cache and images."""
+    settings = trial.config
     return repr(
-        (one.data, one.teacher, one.task, one.backend, one.run.seed, reads(one.losses))
+        (
+            settings.data,
+            settings.teacher,
+            settings.task,
+            settings.backend,
+            settings.run.seed,
+            reads(settings.losses),
+        )
     )
 
 
 def student_alike(trial: Trial) -> str:
-    """Return the key of the network and the image size: equal keys, equal latency."""
-    one = trial.config.student
-    return repr(
-        (one.kind, one.model, one.args, one.options, trial.config.data.image_size)
-    )
+    """Return a text that is equal for students of one network and image size."""
+    student = trial.config.student
+    side = trial.config.data.image_size
+    return repr((student.kind, student.model, student.args, student.options, side))
 
 
 def write_yaml(trial: Trial, folder: Path) -> str:

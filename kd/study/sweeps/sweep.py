@@ -1,4 +1,4 @@
-"""`kd.sweep`: train a configuration with many settings and find the best."""
+"""Train a configuration with many settings and find the best (`kd.sweep`)."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ class Sweep:
     """Results of a sweep."""
 
     folder: Path
-    """`run.folder`/NAME_sweep: run folders of the trials, journal.log, sweep.md,
-    best.yaml, frontier.svg.
+    """`run.folder`/NAME_sweep, which has the run folders of the trials, journal.log,
+    sweep.md, best.yaml and frontier.svg.
     """
     best: Path  # the best configuration, for `kd-train`
     rows: list[dict[str, Any]]
     """One row per trial, best first: `trial`, `values`, `score` on validation images,
     and its `interval` if known. If the students differ also their costs, see
-    `kd.study.sweeps.frontier.measured`. The last ones have `pruned`, the number of
+    `kd.study.sweeps.frontier.with_costs`. The last ones have `pruned`, the number of
     evaluations after which they were ended.
     """
     fresh: list[dict[str, Any]]
     """Rows for the best configuration with other seeds, also with `test`: `score` and
     `interval` on test images.
     """
-    tested: dict[
-        str, Any
-    ]  # `score` and `interval` of the best trial on test images; {} without a test split
+    tested: dict[str, Any]
+    """`score` and `interval` of the best trial on test images; {} without such."""
     text: str  # the table, and the seed's part of the best score
     study: optuna.Study
 
@@ -52,8 +51,9 @@ def sweep(
     objectives: str = "",
     jobs: int = 1,
 ) -> Sweep:
-    """Train a configuration with many settings, like `kd-sweep`. The same call resumes
-    after a kill.
+    """Train a configuration with many settings, like `kd-sweep`.
+
+    The same call resumes after a kill.
 
     Args:
         settings: a YAML file, its contents, or a loaded Config.
@@ -69,25 +69,27 @@ def sweep(
         objectives: scores and costs for a Pareto front, such as "accuracy,ms,mb".
         jobs: parallel trials; each gets its share of the cores.
 
+    Returns:
+        The trials, the best configuration, and its scores.
+
     Raises:
         ConfigError: a key, value or option is wrong, or nothing varies.
         MissingExtra: Optuna, or a package of a sampler, is not installed.
         RunError: no trial finished, or the storage cannot be opened.
     """
-    for name, number, least in (("jobs", jobs, 1), ("trials", trials, 0)):
-        if not isinstance(number, int) or number < least:
-            raise ConfigError(name, f"is {number!r}", f"A whole number >= {least}")
+    for name, count, least in (("jobs", jobs, 1), ("trials", trials, 0)):
+        if not isinstance(count, int) or count < least:
+            raise ConfigError(name, f"is {count!r}", f"A whole number >= {least}")
     import_optional(
         "optuna",
         "kd-sweep",
         "the package optuna is not installed",
         "pip install 'PATH/kd[sweep]'",
     )
-    from kd.study.sweeps.conduct import planned, trained  # imports Optuna
+    from kd.study.sweeps.conduct import plan_sweep, train_sweep  # imports Optuna
 
-    space = Space.read(
-        config.to_dict(settings) if isinstance(settings, Config) else settings,
-        overrides,
-    )
-    plan = planned(space, trials, sampler, pruner, by, objectives)
-    return Sweep(**trained(plan, storage, jobs))
+    if isinstance(settings, Config):
+        settings = config.to_dict(settings)
+    space = Space.read(settings, overrides)
+    plan = plan_sweep(space, trials, sampler, pruner, by, objectives)
+    return train_sweep(plan, storage, jobs)

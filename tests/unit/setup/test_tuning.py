@@ -30,7 +30,7 @@ from kd.models.classifier import Classifier
 from kd.parts.tasks.single_label import SingleLabel
 from kd.setup.recipe import resolve
 from kd.setup.student import parameter_groups
-from kd.study.report.report import read
+from kd.study.report.report import read_run
 
 NETWORKS = {
     "ViT": (
@@ -513,12 +513,12 @@ def test_a_run_that_ended_early_says_so_and_is_finished(settings, capsys):
         for line in (result.folder / "metrics.jsonl").read_text().splitlines()
     ]
     assert max(row["epoch"] for row in rows) == 3
-    assert read(result.folder, 0).unfinished == ""
+    assert read_run(result.folder, 0).unfinished == ""
     text = (result.folder / "config.yaml").read_text()
     (result.folder / "config.yaml").write_text(
         text.replace("patience: 2", "patience: 3")
     )
-    assert "epoch 3 of 9" in read(result.folder, 0).unfinished
+    assert "epoch 3 of 9" in read_run(result.folder, 0).unfinished
 
 
 def test_a_fit_is_tuned_and_stops_as_a_student(settings, tmp_path, caplog):

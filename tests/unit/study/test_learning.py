@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kd.study.learning import LONGER, learning
+from kd.study.learning import LONGER, judge_learning
 
 
 def curve(score, evaluations=20):
@@ -26,7 +26,7 @@ def test_the_growth_between_two_parts_is_carried_on_with_the_logarithm_of_the_st
             (-2.5, "stopped"),
         ):
             slope = times * error / math.log(LONGER)
-            answer = learning(
+            answer = judge_learning(
                 curve(lambda at, slope=slope: 0.4 + slope * math.log(at / 0.675), 200),
                 images,
             ).answer
@@ -35,10 +35,12 @@ def test_the_growth_between_two_parts_is_carried_on_with_the_logarithm_of_the_st
 
 def test_the_decay_at_the_end_is_no_learning_and_neither_is_the_start():
     assert (
-        learning(curve(lambda at: 0.5 if at < 0.8 else 0.6), 1000).answer == "stopped"
+        judge_learning(curve(lambda at: 0.5 if at < 0.8 else 0.6), 1000).answer
+        == "stopped"
     )
     assert (
-        learning(curve(lambda at: 0.1 if at < 0.2 else 0.6), 1000).answer == "stopped"
+        judge_learning(curve(lambda at: 0.1 if at < 0.2 else 0.6), 1000).answer
+        == "stopped"
     )
 
 
@@ -67,7 +69,9 @@ def test_two_runs_of_the_study_of_curves(validation, answer):
     """
     scores = [float(score) / 100 for score in validation.split()]
     assert (
-        learning([((i + 1) / 20, score) for i, score in enumerate(scores)], 200).answer
+        judge_learning(
+            [((i + 1) / 20, score) for i, score in enumerate(scores)], 200
+        ).answer
         == answer
     )
 
@@ -77,6 +81,6 @@ def test_two_runs_of_the_study_of_curves(validation, answer):
     [(5, 1000, "5 evaluations"), (20, 0, "not recorded")],
 )
 def test_it_cannot_always_tell(evaluations, images, reason):
-    found = learning(curve(lambda at: at, evaluations), images)
+    found = judge_learning(curve(lambda at: at, evaluations), images)
     assert found.answer == "unknown"
     assert reason in found.reason

@@ -10,10 +10,10 @@ from kd.study.paying import (
     AIM,
     LEAST,
     Arms,
+    baseline_length,
     best_of,
     cost_of_step,
     has_stopped,
-    length_alone,
 )
 from kd.study.report.record import RunRecord
 
@@ -101,18 +101,21 @@ def test_labels_alone_get_the_cost_of_fit_outputs_and_student():
     stored = {"device": "cpu", "at_hand": {"outputs": 9, "cpu_seconds": 30.0}}
     one = run([0.1] * 20, asked=0.25, fitting_spent=90.0, manifest=stored)
     assert cost_of_step(one) == pytest.approx(0.45)
-    assert length_alone(one) == {"steps": math.ceil(AIM * 180.0 / 0.45), "patience": 10}
+    assert baseline_length(one) == {
+        "steps": math.ceil(AIM * 180.0 / 0.45),
+        "patience": 10,
+    }
     assert (
-        length_alone(replace(one, fitting_spent=None))["steps"] == 100
+        baseline_length(replace(one, fitting_spent=None))["steps"] == 100
     )  # unknown: as long as the student
-    assert length_alone(run([0.1] * 3))["patience"] == LEAST
+    assert baseline_length(run([0.1] * 3))["patience"] == LEAST
     on_gpus = replace(
         run(asked=0.5), manifest={"device": "cuda", "world_size": 2}, fitting_spent=8.0
     )
     assert cost_of_step(on_gpus) == pytest.approx(
         0.01
     )  # two GPUs for one second, half of it for the student
-    assert length_alone(on_gpus)["steps"] == pytest.approx(AIM * 100 * 10.0, abs=1)
+    assert baseline_length(on_gpus)["steps"] == pytest.approx(AIM * 100 * 10.0, abs=1)
 
 
 def test_a_step_costs_what_it_takes_without_its_teacher_and_without_the_first_window():

@@ -22,9 +22,15 @@ from kd.models.cache import Codec, open_store
 from kd.parts import registry
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
-from kd.study.audit.labels import TeacherAnswers, doubted, narrow, neighbours, planted
+from kd.study.audit.labels import (
+    TeacherAnswers,
+    doubted_rows,
+    narrow,
+    neighbours,
+    trial_text,
+)
 from kd.study.audit.lists import Repeat, Seen, read_repeats, write_table
-from kd.study.report.report import read
+from kd.study.report.report import read_run
 
 
 def test_labels_are_doubted_by_their_share_of_the_predicted_probability():
@@ -36,10 +42,10 @@ def test_labels_are_doubted_by_their_share_of_the_predicted_probability():
     confidence = np.array([0.9, 0.9, 0.7, 0.6, 0.75, 0.55, 0.4])
     label_probability = np.array([0.9, 0.9, 0.7, 0.6, 0.2, 0.4, 0.1])
     ratio = {4: 0.2 / 0.75, 5: 0.4 / 0.55, 6: 0.1 / 0.4}
-    listed = doubted(label, prediction, confidence, label_probability).tolist()
+    listed = doubted_rows(label, prediction, confidence, label_probability).tolist()
     assert listed == sorted(ratio, key=ratio.__getitem__) == [6, 4, 5]
     assert (
-        doubted(*(np.zeros(0, kind) for kind in (int, int, float, float))).tolist()
+        doubted_rows(*(np.zeros(0, kind) for kind in (int, int, float, float))).tolist()
         == []
     )
 
@@ -111,7 +117,7 @@ def test_the_lists_recall_is_measured_with_this_teacher():
         np.arange(400),
         np.zeros((400, 1)),
     )
-    told = planted(
+    told = trial_text(
         TeacherAnswers(
             row,
             label,
@@ -152,7 +158,7 @@ def test_the_lists_recall_is_measured_with_this_teacher():
             )
         )
     )
-    assert "not measured" in planted(few)
+    assert "not measured" in trial_text(few)
 
 
 @pytest.mark.parametrize("views", [0, 2])
@@ -254,7 +260,7 @@ def test_only_an_image_of_another_split_is_a_leak(distilled, tmp_path):
     """
     folder = shutil.copytree(distilled, tmp_path / "run")
     val = [f"val/{name}/{i:02d}.jpg" for name in CLASSES for i in range(4)]
-    known = read(folder, 0).answers
+    known = read_run(folder, 0).answers
     assert known is not None
     assert known.without_leaks() == ""
     pairs = [
@@ -285,7 +291,7 @@ def test_only_an_image_of_another_split_is_a_leak(distilled, tmp_path):
     ]
     rows = [(one.kind, one.score, *one.first[:3], *one.second[:3]) for one in pairs]
     write_table(folder / "audit" / "duplicates.csv", [*head, *rows])
-    found = read(folder, 0).answers
+    found = read_run(folder, 0).answers
     assert found is not None
     assert len(found.leaked) == 1
     assert "1 of 13 validation images" in found.without_leaks()
@@ -297,7 +303,7 @@ def test_only_an_image_of_another_split_is_a_leak(distilled, tmp_path):
     assert f"{100 * sum(rest) / 12:.1f} %" in found.without_leaks()
     seen = []
     for images in (7, 6, 5):  # of a part of the images `leaked` holds places, not ids
-        some = read(folder, images).answers
+        some = read_run(folder, images).answers
         ids = json.loads((folder / "answers.json").read_text())["ids"]
         assert some is not None
         assert [ids[i] for i in some.leaked] == [

@@ -14,9 +14,9 @@ from kd.study.audit.copies import (
     MIRRORED,
     SPANS,
     Album,
+    box_inside_bars,
     frequencies,
     hashes,
-    inside,
     spectra,
 )
 
@@ -105,11 +105,11 @@ def test_a_dark_picture_is_not_cut_for_bars():
         Image.new("RGB", (200, 100), (10, 10, 10)),
         Image.new("RGB", (20, 10), "white"),
     )
-    assert inside(dark) == (0, 0, 200, 100)
+    assert box_inside_bars(dark) == (0, 0, 200, 100)
     dark.paste(lamp, (90, 45))
-    assert inside(dark) == (0, 0, 200, 100)
+    assert box_inside_bars(dark) == (0, 0, 200, 100)
     barred = ImageOps.expand(Image.new("RGB", (200, 100), "white"), (0, 30))
-    assert inside(barred) == pytest.approx((0, 30, 200, 130), abs=1)
+    assert box_inside_bars(barred) == pytest.approx((0, 30, 200, 130), abs=1)
 
 
 def test_one_image_or_none_has_no_copy():
@@ -162,9 +162,9 @@ def test_a_score_is_the_mean_of_two_correlations():
         np.corrcoef(a.ravel(), b.ravel())[0, 1]
         for a, b in ((one, other), (detail(one), detail(other)))
     ]
-    whole = copies.cells(0.0, 1.0)
+    whole = copies.cell_means(0.0, 1.0)
     parts = [
-        copies._standard(whole @ luma[None].astype(np.float32) @ whole.T)
+        copies._standardized(whole @ luma[None].astype(np.float32) @ whole.T)
         for luma in pictures.luma
     ]
     measured = [(a * b).sum() for a, b in zip(*parts, strict=True)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kd.study.report.confusion import Half, pair
+from kd.study.report.confusion import Half, pair_cards
 from kd.study.report.record import Predictions
 
 CLASSES = ("apple", "fig", "pear")
@@ -33,12 +33,12 @@ def test_a_worse_student_passes_all_on_and_an_equal_one_no_image():
         one, student=[(label + 1) % 3 for label in one.label], teacher=one.label
     )
     assert Half.of(wrong, 0).threshold() == float("inf")
-    assert "Where every image is passed on" in pair(wrong)[1].hints[0]
+    assert "Where every image is passed on" in pair_cards(wrong)[1].hints[0]
     assert Half.of(replace(one, student=one.label), 0).threshold() == pytest.approx(
         min(one.student_sure[::2])
     )
 
 
 def test_nothing_is_shown_without_a_teacher():
-    assert pair(replace(answers(100, 3), teacher=[])) == []
-    assert "CPU" not in str(pair(replace(answers(100, 3), cpu_ms={})))
+    assert pair_cards(replace(answers(100, 3), teacher=[])) == []
+    assert "CPU" not in str(pair_cards(replace(answers(100, 3), cpu_ms={})))

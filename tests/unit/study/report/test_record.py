@@ -20,7 +20,7 @@ from kd.study.report.record import (
     differences,
     mean_cells,
     price_rows,
-    repeats,
+    seed_groups,
     teachers_of,
     verdicts,
 )
@@ -164,12 +164,14 @@ def seeded(seed: int, accuracy: float, **keys) -> RunRecord:
 def test_runs_that_differ_in_the_seed_alone():
     group = [seeded(seed, accuracy) for seed, accuracy in enumerate((0.70, 0.72, 0.74))]
     other = seeded(3, 0.9, **{"optimizer.lr": 1.0})
-    assert [[run.name for run in one] for one in repeats([*group, other])] == [
+    assert [[run.name for run in one] for one in seed_groups([*group, other])] == [
         ["s0", "s1", "s2"]
     ]
-    assert repeats([group[0], group[0]]) == []  # the same run twice is no second seed
+    assert (
+        seed_groups([group[0], group[0]]) == []
+    )  # the same run twice is no second seed
     tested = replace(group[0], scored=Scored("test", 1, "a", 9, 1, group[0].val[0], {}))
-    assert [[run.name for run in one] for one in repeats([tested, *group[1:]])] == [
+    assert [[run.name for run in one] for one in seed_groups([tested, *group[1:]])] == [
         ["s1", "s2"]
     ]
     # t = 4.303, standard deviation 2 points: 4.303 * 2 / sqrt(3)
@@ -184,12 +186,12 @@ def test_a_seed_counts_once_in_the_mean_of_seeds():
     """
     zero, one = seeded(0, 0.70), seeded(1, 0.72)
     again = replace(seeded(0, 0.90), name="again")
-    (group,) = repeats([zero, again, zero, one])
+    (group,) = seed_groups([zero, again, zero, one])
     assert group == [zero, one]
     assert mean_cells(group)["accuracy"] == "71.0 ± 12.7 %"
     assert "Mean of 2 seeds (s0, s1)" in summary([zero, again, zero, one])
     assert "mean of 2 seeds" in render([zero, again, zero, one])
-    assert repeats([zero, again]) == []
+    assert seed_groups([zero, again]) == []
 
 
 def test_a_strangers_findings_and_names_leave_the_terminal_alone():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kd.study.sifting import sifted, sifting_text, warm, work
+from kd.study.sifting import sifting_table, sifting_text, warm_epochs, work_cells
 
 COUNTS = {"images": 100, "batch_size": 8}
 
@@ -42,7 +42,7 @@ def test_the_saving_is_that_of_warm_epochs():
     """Issue 62: the mean of a cold full epoch and a warm one (20 s) was compared: 62 %
     and 5 epochs were said.
     """
-    text = sifted(*rows(COLD), COUNTS)
+    text = sifting_table(*rows(COLD), COUNTS)
     cells = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in text.splitlines()
@@ -61,13 +61,13 @@ def test_the_saving_is_that_of_warm_epochs():
 
 def test_an_epoch_in_which_a_cache_is_filled_is_cold():
     filling = [(96.0, 9.0, 96.0), (48.0, 5.0, 48.0), (48.0, 3.0, 2.0), (96.0, 6.0, 0.0)]
-    assert warm(*rows(filling)) == [False, False, True, True]
+    assert warm_epochs(*rows(filling)) == [False, False, True, True]
     live = [
         (96.0, 9.0, 96.0),
         (48.0, 5.0, 48.0),
         (96.0, 9.0, 96.0),
     ]  # without a cache it answers in each
-    assert warm(*rows(live)) == [False, True, True]
+    assert warm_epochs(*rows(live)) == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def test_an_epoch_in_which_a_cache_is_filled_is_cold():
     [(COLD[:4], "full"), ([COLD[0], COLD[4], (48.0, 6.0, 96.0)], "sifted")],
 )
 def test_a_run_without_warm_epochs_of_both_kinds_reports_no_saving(epochs, missing):
-    text = sifted(*rows(epochs), COUNTS)
+    text = sifting_table(*rows(epochs), COUNTS)
     assert f"Not measured: no warm epoch was {missing}" in text
     assert "saves" not in text
 
 
 def test_a_run_that_visited_everything_has_no_section():
-    assert sifted(*rows(COLD[:1]), COUNTS) == sifted([], [], COUNTS) == ""
+    assert sifting_table(*rows(COLD[:1]), COUNTS) == sifting_table([], [], COUNTS) == ""
 
 
 def test_the_work_of_a_run_is_the_share_of_its_images_and_its_last_cpu_seconds():
@@ -89,10 +89,10 @@ def test_the_work_of_a_run_is_the_share_of_its_images_and_its_last_cpu_seconds()
     train = [
         {**row, "cpu_seconds": 2.0 * number} for number, row in enumerate(train, 1)
     ]
-    assert work(epochs, train, 100) == {
+    assert work_cells(epochs, train, 100) == {
         "images trained": "67.2 %",
         "training, CPU s": "10",
     }
-    assert set(work([], train, 100).values()) == {"-"}, (
+    assert set(work_cells([], train, 100).values()) == {"-"}, (
         "a run that ended before its first epoch"
     )

@@ -13,7 +13,7 @@ from kd.parts.tasks.single_label import SCORES
 from kd.setup.provenance import chain_lines
 from kd.study.report.page import render
 from kd.study.report.record import RunRecord
-from kd.study.report.summary import described, verdict
+from kd.study.report.summary import paying_verdict, summary_lines
 
 
 def of(right):
@@ -45,7 +45,9 @@ def line(
     steps=100,
     **changes,
 ):
-    return verdict(run(distilled, cost, baseline=run(alone, had, steps), **changes))
+    return paying_verdict(
+        run(distilled, cost, baseline=run(alone, had, steps), **changes)
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_a_verdict_is_cautious_where_the_interval_holds_0(distilled, alone, expe
         f" {100 * high:+.1f})"
     )
     assert "for 1 min 00 s of CPU time against 57 s" in said
-    assert verdict(run(80, 60.0)) == ""
+    assert paying_verdict(run(80, 60.0)) == ""
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_unrecorded_costs_give_no_verdict():
 
 def test_beside_an_accelerator_its_time_counts():
     alone = run(60, 1.0, manifest={"device": "cuda", "world_size": 2})
-    said = verdict(
+    said = paying_verdict(
         run(80, 500.0, baseline=alone, manifest={"device": "cuda", "world_size": 2})
     )
     assert said.startswith("Pays from 14 s of device time on")
@@ -202,12 +204,12 @@ def test_the_form_of_a_verdict(distilled, alone, form):
     """Labels alone that have stopped are held level: no verdict needs a longer run of
     them.
     """
-    said = verdict(
+    said = paying_verdict(
         graded(distilled, fitting_spent=50.0, baseline=graded(alone, each=2.4))
     )
     assert said.startswith(f"{form}: accuracy ")
     assert "for 4 min 10 s of CPU time against 4 min 00 s" in said
-    said = verdict(
+    said = paying_verdict(
         graded(distilled, fitting_spent=50.0, baseline=graded(alone, each=1.0))
     )
     assert said.startswith("No verdict" if alone is RISING else f"{form}: accuracy ")
@@ -220,7 +222,7 @@ def test_a_report_has_both_curves_as_a_table_and_says_whether_the_student_had_st
         baseline=graded(FLAT),
         keys={"teacher.cache.views": 4},
     )
-    lines = described(one)
+    lines = summary_lines(one)
     cells = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in "\n".join(lines).splitlines()
@@ -261,9 +263,13 @@ def test_a_report_has_both_curves_as_a_table_and_says_whether_the_student_had_st
         50.0 + 10 * i for i in range(1, 21)
     ]
     assert {*drawn["labels alone, best"]} == {0.5}
-    assert "`run.steps=3x`" in described(graded(RISING, keys={"run.steps": 100}))[-2]
-    assert "had stopped learning" in described(graded(FLAT))[-2]
-    assert "not known: 2 evaluations are too few" in described(graded([0.5, 0.6]))[-2]
+    assert (
+        "`run.steps=3x`" in summary_lines(graded(RISING, keys={"run.steps": 100}))[-2]
+    )
+    assert "had stopped learning" in summary_lines(graded(FLAT))[-2]
+    assert (
+        "not known: 2 evaluations are too few" in summary_lines(graded([0.5, 0.6]))[-2]
+    )
 
 
 def test_a_cell_has_an_interval_where_samples_are_known():

@@ -24,9 +24,15 @@ from kd.core.scores import Column
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.study.sweeps import frontier
-from kd.study.sweeps.costs import timed
-from kd.study.sweeps.frontier import COLORS, cells, named, picture, write
-from kd.study.sweeps.search import front
+from kd.study.sweeps.costs import measure_costs
+from kd.study.sweeps.frontier import (
+    COLORS,
+    cost_cells,
+    frontier_svg,
+    value_texts,
+    write_frontier,
+)
+from kd.study.sweeps.search import on_pareto_front
 from kd.study.sweeps.space import Space, student_alike
 from kd.study.sweeps.sweep import sweep
 
@@ -36,11 +42,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def rows_of(seed: int, count: int, smaller: bool = False) -> list[dict]:
-    """Return rows as `measured` does, from chance; costs and scores are apart."""
+    """Return rows as `with_costs` does, from chance; costs and scores are apart."""
     draw = random.Random(seed)
     costs = sorted(0.3 * 1.37 ** (i + draw.random() / 2) for i in range(count))
     scores = [draw.randint(10, 90) / 100 for _ in costs]
-    holds = front(
+    holds = on_pareto_front(
         list(zip(costs, scores, strict=True)), [SMALLER, SMALLER if smaller else LARGER]
     )
     return [
@@ -77,7 +83,9 @@ def test_the_frontier_is_what_its_definition_gives(seed, smaller):
             as_good = other_ms <= ms and not better(score, other)
             beaten |= as_good and (other_ms < ms or better(other, score))
         expected.append(not beaten)
-    assert front(points, [SMALLER, SMALLER if smaller else LARGER]) == expected
+    assert (
+        on_pareto_front(points, [SMALLER, SMALLER if smaller else LARGER]) == expected
+    )
     assert any(expected)
 
 
@@ -117,7 +125,7 @@ def test_the_points_of_the_picture_are_the_numbers_of_the_rows(seed):
     rows, teacher = rows_of(seed, 8), {"score": 0.95, "ms": 30.0}
     rows[3]["labels_only"] = 0.07
     root = ElementTree.fromstring(
-        picture([*rows, {"trial": "gone"}], teacher, ACCURACY)
+        frontier_svg([*rows, {"trial": "gone"}], teacher, ACCURACY)
     )
     x_marks = [
         (place, torch.tensor(value).log10().item())
@@ -158,7 +166,7 @@ def test_the_table_shows_what_was_measured_and_nothing_where_nothing_was(tmp_pat
     rows = rows_of(2, 2)
     rows[0]["labels_only"] = 0.5
     ended = {"trial": "slow"}
-    first, second, third = cells([*rows, ended], ACCURACY)
+    first, second, third = cost_cells([*rows, ended], ACCURACY)
     assert first == {
         "point": "1",
         "ms": f"{rows[0]['ms']:.3g}",
@@ -168,10 +176,12 @@ def test_the_table_shows_what_was_measured_and_nothing_where_nothing_was(tmp_pat
     }
     assert second["labels only"] == "-"
     assert set(third.values()) == {"-"}
-    assert cells([ended, ended], ACCURACY) == [{}, {}]
-    assert "could be timed" in write([ended], {}, ACCURACY, tmp_path)
+    assert cost_cells([ended, ended], ACCURACY) == [{}, {}]
+    assert "could be timed" in write_frontier([ended], {}, ACCURACY, tmp_path)
     assert not list(tmp_path.iterdir())
-    assert str(tmp_path / "frontier.svg") in write(rows, {}, ACCURACY, tmp_path)
+    assert str(tmp_path / "frontier.svg") in write_frontier(
+        rows, {}, ACCURACY, tmp_path
+    )
 
 
 def test_a_student_is_named_by_its_model_and_arguments():
@@ -180,11 +190,11 @@ def test_a_student_is_named_by_its_model_and_arguments():
         ' "mean": [0, 0, 0], "init": "a"}'
     )
     values = {"student": text, "optimizer.lr": "1e-3"}
-    assert named(values) == {
+    assert value_texts(values) == {
         "student": "mine:net width=8 depths=[1, 2] init=a",
         "optimizer.lr": "1e-3",
     }
-    assert named({"student.model": "vit"}) == {"student.model": "vit"}
+    assert value_texts({"student.model": "vit"}) == {"student.model": "vit"}
     assert values["student"] == text
 
 
@@ -215,7 +225,7 @@ def test_models_are_timed_as_the_graphs_that_are_exported():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        costs = timed(loads, dict.fromkeys(loads, 16))
+        costs = measure_costs(loads, dict.fromkeys(loads, 16))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -268,7 +278,7 @@ def test_the_frontier_of_a_sweep_is_that_of_its_objectives(
         name: {"ms": 1.0 + i, "mb": 3.0 - i} for i, name in enumerate(names)
     }
     tried.study.set_user_attr("costs", known)
-    rows, teacher = frontier.measured(tried, tried.rows())
+    rows, teacher = frontier.with_costs(tried, tried.rows())
     marks = {row["number"]: row["frontier"] for row in rows}
     assert [marks[number] for number in (1, 2, 3)] == holds
     assert teacher == {}
@@ -291,7 +301,7 @@ def test_costs_are_measured_again_where_the_machine_changed(
         "_costs",
         lambda folder, ended: {trial: {"untimed": "again"} for trial in ended},
     )
-    (row,), _ = frontier.measured(tried, tried.rows())
+    (row,), _ = frontier.with_costs(tried, tried.rows())
     assert row["untimed"] == "again"
     assert tried.study.user_attrs["costs"]["of"]["processor"] == processor()
 

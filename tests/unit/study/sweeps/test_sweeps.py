@@ -24,12 +24,12 @@ from kd.core.types import State
 from kd.files.checkpoint import write
 from kd.files.run_dir import RunDir
 from kd.setup.recipe import resolve
-from kd.study.sweeps.calls import call_of
-from kd.study.sweeps.conduct import planned
+from kd.study.sweeps.calls import parse_call
+from kd.study.sweeps.conduct import plan_sweep
 from kd.study.sweeps.processes import Processes, failure
-from kd.study.sweeps.ranking import luck, table_of
-from kd.study.sweeps.search import Goal, opened, sampler_of
-from kd.study.sweeps.space import Space, prepared_alike, sharing
+from kd.study.sweeps.ranking import luck_text, trials_table
+from kd.study.sweeps.search import Goal, open_study, sampler_of
+from kd.study.sweeps.space import Space, prepared_alike, sharing_overrides
 from kd.study.sweeps.sweep import sweep
 from kd.study.sweeps.trials import Trials
 
@@ -45,7 +45,7 @@ def tried_of(
     space = Space.read(settings, overrides)
     first = space.load(space.probes()[0])
     goal = Goal.read(build_task(first.task).scores, by, "")
-    study = opened("one", "", folder, goal, optuna.pruners.NopPruner())
+    study = open_study("one", "", folder, goal, optuna.pruners.NopPruner())
     return Trials(
         folder, study, space, goal, partial(space.trial, name="tiny_sweep", shared=[])
     )
@@ -112,7 +112,7 @@ def test_commas_inside_a_value_separate_nothing(override):
 def test_trials_share_teacher_cache_and_store(settings):
     settings["data"]["store"], settings["backend"]["threads"] = "ram", 0
     space = Space.read(settings, ["optimizer.lr=1e-3,1e-2"])
-    shared = sharing(space.load({}), 3)
+    shared = sharing_overrides(space.load({}), 3)
     assert shared == [
         "backend.threads=3",
         "data.store=disk",
@@ -128,7 +128,7 @@ def test_trials_share_teacher_cache_and_store(settings):
         == f"tiny_sweep/{one.name}"
     )
     assert one.config.run.folder == settings["run"]["folder"]
-    more = space.trial(one.values, "tiny_sweep", sharing(space.load({}), 1))
+    more = space.trial(one.values, "tiny_sweep", sharing_overrides(space.load({}), 1))
     assert more.name == one.name, (
         "--jobs changes threads, and makes no other trial of it"
     )
@@ -142,9 +142,11 @@ def test_trials_share_teacher_cache_and_store(settings):
 
 
 def test_a_cache_that_was_chosen_stays(settings):
-    assert sharing(config.load(settings, ["teacher.cache.views=7"]), 1) == []
-    assert sharing(config.load(settings, ["run.steps=7"]), 1) == []
-    assert sharing(config.load(settings, ["losses=[{kind: tokens}]"]), 1) == []
+    assert sharing_overrides(config.load(settings, ["teacher.cache.views=7"]), 1) == []
+    assert sharing_overrides(config.load(settings, ["run.steps=7"]), 1) == []
+    assert (
+        sharing_overrides(config.load(settings, ["losses=[{kind: tokens}]"]), 1) == []
+    )
 
 
 def test_the_luck_of_the_best_is_that_of_its_seed_and_nothing_more_is_claimed():
@@ -159,12 +161,12 @@ def test_the_luck_of_the_best_is_that_of_its_seed_and_nothing_more_is_claimed():
         ],
     )
     accuracy = Column("accuracy", "accuracy")
-    text = luck(rows, fresh, {}, accuracy)
+    text = luck_text(rows, fresh, {}, accuracy)
     assert "best of 3 trials has accuracy 80.0 %" in text
     assert "the seed's part of the best score is +10.0 points" in text
     assert "images' part is not known" in text
     assert "flatters" not in text
-    kl = luck(
+    kl = luck_text(
         [{"score": 0.5}, {"score": 0.6}],
         [{"score": 0.75}],
         {},
@@ -172,7 +174,7 @@ def test_the_luck_of_the_best_is_that_of_its_seed_and_nothing_more_is_claimed():
     )
     assert "the seed's part of the best score is +0.2500 nats" in kl
     fresh = [{**row, "test": {"score": 0.7}} for row in fresh]
-    tested = luck(rows, fresh, {"score": 0.72, "interval": [0.6, 0.8]}, accuracy)
+    tested = luck_text(rows, fresh, {"score": 0.72, "interval": [0.6, 0.8]}, accuracy)
     assert (
         "On test images, which chose nothing, the best has 72.0 % (60.0 to 80.0), the"
         " others 70.0 % and" in tested
@@ -208,7 +210,7 @@ def test_rows_are_those_that_ended_best_first_then_those_that_were_pruned(
         ).rows()
         == rows
     )
-    assert "pruned at evaluation 2" in table_of(
+    assert "pruned at evaluation 2" in trials_table(
         rows, tried, Column("accuracy", "accuracy"), {}
     )
 
@@ -249,7 +251,7 @@ def test_an_interrupted_trial_is_taken_once_its_process_is_gone(settings, tmp_pa
     again = tried._next(0, None)
     assert again is not None
     assert again.trial == first.trial
-    assert again.asked.params == first.asked.params
+    assert again.study_trial.params == first.study_trial.params
     states = [record.state for record in tried.study.trials]
     assert states == [TrialState.FAIL, TrialState.RUNNING, TrialState.RUNNING]
     again.claim.close()
@@ -265,7 +267,7 @@ def test_equal_values_are_never_trained_at_the_same_time(settings, tmp_path):
     assert first is not None
     assert [tried._next(0, None) for _ in range(3)] == [None] * 3
     first.claim.close()
-    tried.study.tell(first.asked, 0.5)
+    tried.study.tell(first.study_trial, 0.5)
     again = tried._next(0, None)
     assert again is not None
     assert again.trial == first.trial
@@ -334,7 +336,7 @@ def test_ranges_become_values_of_a_run(settings):
     ],
 )
 def test_calls_are_read_and_nothing_is_run(text, read):
-    assert call_of(text) == read
+    assert parse_call(text) == read
 
 
 @pytest.mark.parametrize(
@@ -342,7 +344,7 @@ def test_calls_are_read_and_nothing_is_run(text, read):
 )
 def test_a_sampler_is_named_as_in_the_field(settings, name):
     space = Space.read(settings, ["optimizer.lr=1e-3,1e-2"])
-    assert planned(space, 3, name, "none", "", "").sampler is not None
+    assert plan_sweep(space, 3, name, "none", "", "").sampler is not None
 
 
 @pytest.mark.parametrize(
@@ -360,7 +362,7 @@ def test_a_sampler_is_named_as_in_the_field(settings, name):
 )
 def test_a_pruner_is_named_as_in_the_field(settings, name, kind):
     space = Space.read(settings, ["optimizer.lr=1e-3,1e-2"])
-    assert type(planned(space, 0, "", name, "", "").pruner).__name__ == kind
+    assert type(plan_sweep(space, 0, "", name, "", "").pruner).__name__ == kind
 
 
 def test_a_package_that_a_sampler_needs_is_named(settings, monkeypatch):
@@ -372,7 +374,7 @@ def test_a_package_that_a_sampler_needs_is_named(settings, monkeypatch):
     with pytest.raises(
         MissingExtra, match=r"^--sampler: .* not installed .* pip install cmaes\."
     ):
-        planned(space, 3, "cmaes", "none", "", "")
+        plan_sweep(space, 3, "cmaes", "none", "", "")
 
 
 def test_without_optuna_the_line_names_the_extra(settings, monkeypatch):
@@ -700,7 +702,7 @@ def test_trials_that_sift_have_their_work_in_the_table(settings, tmp_path, kind)
             "".join(f"{json.dumps(row)}\n" for row in metrics)
         )
         (folder / "manifest.json").write_text(json.dumps({"images": 40}))
-    text = table_of(tried.rows(), tried, Column("accuracy", "accuracy"), {})
+    text = trials_table(tried.rows(), tried, Column("accuracy", "accuracy"), {})
     cells = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()
     ]
