@@ -2,11 +2,15 @@
 
 `.safetensors`, which `kd-cache --export` writes too:
 
-    logits             float [N, C], or [V, N, C] for V views of each image; or `embeddings` [N, D]
-    names              uint8: the N names in UTF-8, joined by zero bytes; a name is the image's path in the data's root
-    validation.logits, validation.names      the same for validation images that are not among `names`
-    metadata           `classes`: JSON list of C names; `made_for`: JSON, the transform of the views' pixels;
-                       `problem_type`: transformers' name for one label per image, or several
+    logits      float [N, C], or [V, N, C] for V views of each image; or `embeddings`
+                [N, D]
+    names       uint8: the N names in UTF-8, joined by zero bytes; a name is the
+                image's path in the data's root
+    validation.logits, validation.names
+                the same for validation images that are not among `names`
+    metadata    `classes`: JSON list of C names; `made_for`: JSON, the transform of the
+                views' pixels; `problem_type`: transformers' name for one label per
+                image, or several
 
 `.npz` has the arrays `logits` or `embeddings`, `names` and `classes`, the latter two as
 text. `.csv` and `.tsv` begin with `name,CLASS,CLASS,...`, one image a line.

@@ -193,18 +193,17 @@ class Store:
         except OSError as error:
             raise disk_error(error, self._path(view), WHERE) from error
         size = self.codec.record.itemsize
-        contents = [opened.read(id) for id in ids]
-        complete = [content and len(content) == size for content in contents]
+        contents = [opened.read(id) or b"" for id in ids]
+        complete = [len(content) == size for content in contents]
         joined = bytearray().join(
-            content if content and len(content) == size else bytes(size)
-            for content in contents
+            content if len(content) == size else bytes(size) for content in contents
         )
         return np.frombuffer(joined, self.codec.record), np.array(complete, bool)
 
     def read_arrays(
         self, view: int, ids: Sequence[int], crc: Sequence[int] = ()
     ) -> tuple[list[Tensor], np.ndarray, int]:
-        """Return arrays [B] for `Codec.expand`, and which records are valid, bool [B]."""
+        """Return arrays [B] for `Codec.expand` and which records are valid, bool [B]."""
         # Also return the number of records whose image has since changed, by the `crc`
         # of its encoded bytes (0: unknown).
         records, complete = self.read(view, ids)
