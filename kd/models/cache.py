@@ -203,7 +203,7 @@ class Store:
     def read_arrays(
         self, view: int, ids: Sequence[int], crc: Sequence[int] = ()
     ) -> tuple[list[Tensor], np.ndarray, int]:
-        """Return arrays [B] for `Codec.expand` and which records are valid, bool [B]."""
+        """Return arrays [B] for `Codec.expand` and which records are valid, bool."""
         # Also return the number of records whose image has since changed, by the `crc`
         # of its encoded bytes (0: unknown).
         records, complete = self.read(view, ids)

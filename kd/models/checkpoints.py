@@ -153,8 +153,8 @@ def weight_files(config_path: str, place: str) -> list[Path]:
     numbered = PART.search(files[0].name)
     if numbered and len(files) != int(numbered[1]):
         wrong = (
-            f"'{files[0]}' is one of {int(numbered[1])} parts, of which {len(files)} are"
-            " in its folder"
+            f"'{files[0]}' is one of {int(numbered[1])} parts, of which"
+            f" {len(files)} are in its folder"
         )
         raise ModelError(config_path, wrong, "All of them", "Copy the others beside it")
     return files

@@ -55,7 +55,8 @@ class Classifier(nn.Module):
     ) -> None:
         """Wrap `network`.
 
-        `num_classes` 0: it has no classifier, and its output [B, D] is the pooled features.
+        With `num_classes` 0 it has no classifier, and its output [B, D] is the pooled
+        features.
         """
         # `input_size` in pixels; 0: any. `mean` and `std` are per channel, for pixels
         # in 0..1. `features`: names of `Outputs.features` to return as well (timm
