@@ -127,7 +127,7 @@ def letters_of(name: str) -> str:
 
 def weight_files(config_path: str, place: str) -> list[Path]:
     """Return the file of weights in a configuration, or all of its parts."""
-    path = Path(packages.fetched(config_path, place))
+    path = Path(packages.fetch(config_path, place))
     path = path.parent if path.name.endswith(".index.json") else path
     require_no_adapter(config_path, path)
     pattern = PART.sub(r"-*-of-\1", path.name)

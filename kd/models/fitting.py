@@ -287,7 +287,7 @@ def config_of(network: nn.Module) -> dict[str, Any]:
 
 
 def _adapt_shapes(tensors: Tensors, state: Tensors, bare: bool) -> Tensors:
-    """Adapt shapes that differ by axes of length 1 or by colours; drop unused tensors."""
+    """Adapt shapes that differ by axes of length 1 or by colours; drop idle tensors."""
     from timm.models import adapt_input_conv  # type: ignore[attr-defined]
 
     idle = re.compile(KNOWN["ignored"])
