@@ -77,11 +77,13 @@ def match_state_dict(
             differences = differences_in_order
         missing = [*differences.values()].count("missing")
         foreign = ordered or 2 * missing > len(network.state_dict())
-        known = origin(weights, sets[0].tensors if foreign else {}, differences, model)
-        if choice == "by_order" and not (known and config_of(network)):
+        lookalike = origin(
+            weights, sets[0].tensors if foreign else {}, differences, model
+        )
+        if choice == "by_order" and not (lookalike and config_of(network)):
             fitting = ordered
-        if not fitting and known:
-            raise known.refusal(weights, model, differences)
+        if not fitting and lookalike:
+            raise lookalike.refusal(weights, model, differences)
         if not fitting:
             remedy = "Give the name of the network that was trained, and its args"
             if ordered:
@@ -164,7 +166,7 @@ def _variants(source: TensorSet) -> Iterator[TensorSet]:
         if outside and inside.keys().isdisjoint(outside):
             yield TensorSet(name, inside | outside, changes)
         if outside:
-            example = [*outside][0]
+            [example, *_] = outside
             changes += (f"and {len(outside)} other tensors, such as '{example}'",)
         inner = f"{name}.{prefix}".strip(".") if len(prefixes) > 1 else name
         yield from _variants(TensorSet(inner, inside, changes))

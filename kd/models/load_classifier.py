@@ -48,11 +48,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
             f"{spec.config_path}.checkpoint", spec.checkpoint
         )
         recorded = _recorded_pixels(spec, weights.trainer)
-        trained = {
-            key: value
-            for key, value in weights.arguments(spec.model).items()
-            if key not in spec.args
-        }
+        trained = _unset_arguments(spec, weights)
         spec = replace(spec, args={**trained, **spec.args})
     image_size = recorded.get("input_size", (image_size,))[-1]
     if not spec.logits:
@@ -64,10 +60,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     _require_source(spec, source, pretrained)
     count = len(spec.classes or own_classes or ())
     network, sized = _build_network(spec, source, pretrained, image_size, count)
-    classes = spec.classes
-    if classes is None:
-        numbered = [f"class_{i}" for i in range(getattr(network, "num_classes", 0))]
-        classes = own_classes or config_of(network).get("label_names") or numbered
+    classes = _class_names(network, spec.classes, own_classes)
     _require_meaning(spec, source)
     steps: tuple[str, ...] = ()
     if weights is not None:
@@ -78,8 +71,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     if recorded or trained:
         names = ", ".join([*recorded, *trained])
         steps += (f"kd uses the {names} that its trainer wrote",)
-    if spec.exact_head and spec.args.get("in_chans") == 1:
-        steps += (_see_grey(spec, network, config),)
+    steps += _see_grey(spec, network, config)
     fixed = {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
     free = sized if config_of(network).get("fixed_input_size") else spec.free_size
     if "input_size" in recorded or fixed or not free:
@@ -99,6 +91,28 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     if spec.exact_head and pretrained:
         classifier.preprocessing = _preprocessing(config)
     return classifier
+
+
+def _unset_arguments(spec: Spec, weights: Weights) -> dict[str, Any]:
+    """Return the arguments of a trainer that the configuration does not set."""
+    return {
+        key: value
+        for key, value in weights.arguments(spec.model).items()
+        if key not in spec.args
+    }
+
+
+def _class_names(
+    network: nn.Module, required: Sequence[str] | None, recorded: Sequence[str] | None
+) -> Sequence[str]:
+    if required is not None:
+        return required
+    names = recorded or config_of(network).get("label_names")
+    return names or _numbered_classes(getattr(network, "num_classes", 0))
+
+
+def _numbered_classes(count: int) -> list[str]:
+    return [f"class_{label}" for label in range(count)]
 
 
 def _require_meaning(spec: Spec, source: str) -> None:
@@ -284,7 +298,7 @@ def _own_class_names(
     count = next(rows, 0)
     if count == 1 and spec.softmax:
         count = 2
-    return [f"class_{label}" for label in range(count)], tensor_set
+    return _numbered_classes(count), tensor_set
 
 
 def _build_network(
@@ -450,13 +464,19 @@ def _load_weights(
     return steps
 
 
-def _see_grey(spec: Spec, network: nn.Module, config: dict[str, Any]) -> str:
-    """Let a one-channel network accept RGB.
+def _see_grey(
+    spec: Spec, network: nn.Module, config: dict[str, Any]
+) -> tuple[str, ...]:
+    """Let a one-channel network accept RGB; report the change.
+
+    Its first layer gets the grey of the input.
 
     Its first layer gets the grey of the input.
     """
     # Normalization is then equal for all channels, so the weighted sum of normalized
     # colours is the normalized grey.
+    if not spec.exact_head or spec.args.get("in_chans") != 1:
+        return ()
     first = config_of(network).get("first_conv")
     layer = dict(network.named_modules()).get(first if isinstance(first, str) else "")
     if not isinstance(layer, nn.Conv2d) or layer.in_channels != 1:
@@ -478,7 +498,7 @@ def _see_grey(spec: Spec, network: nn.Module, config: dict[str, Any]) -> str:
         config[key] = [sum(share * value for share, value in values)] * 3
     return (
         f"it sees the grey of a photograph, with mean {config['mean'][0]:.3f} and std"
-        f" {config['std'][0]:.3f}"
+        f" {config['std'][0]:.3f}",
     )
 
 

@@ -7,6 +7,7 @@ without a bias.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,18 @@ def read_graph(config_path: str, file: Path) -> dict[str, Tensor]:
     for node in graph.node:  # exporters merge equal tensors
         if node.op_type == "Identity" and node.input[0] in tensors:
             tensors[node.output[0]] = tensors[node.input[0]]
+    _add_linear_weights(tensors, graph)
+    for name in tensors:
+        if "embeddings.cls_token" in name:
+            prefix = name.removesuffix("embeddings.cls_token")
+            return _as_timm_vit(
+                {name.removeprefix(prefix): t for name, t in tensors.items()}
+            )
+    return tensors
+
+
+def _add_linear_weights(tensors: dict[str, Tensor], graph: Any) -> None:
+    """Name the transposed matrices of linear layers by the biases added behind them."""
     made_by = {output: node for node in graph.node for output in node.output}
     for node in graph.node:
         biases = [n for n in node.input if n.endswith(".bias") and n in tensors]
@@ -57,13 +70,6 @@ def read_graph(config_path: str, file: Path) -> dict[str, Tensor]:
             for matrix in product.input:
                 if matrix in tensors:
                     tensors[weight] = tensors[matrix].T.contiguous()
-    for name in tensors:
-        if "embeddings.cls_token" in name:
-            prefix = name.removesuffix("embeddings.cls_token")
-            return _as_timm_vit(
-                {name.removeprefix(prefix): t for name, t in tensors.items()}
-            )
-    return tensors
 
 
 def _as_timm_vit(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
