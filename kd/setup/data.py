@@ -64,7 +64,7 @@ class Data:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of the class order and of the training and validation listings."""
+        """Return a hash of the class order and of the splits for training and validation."""
         text = "\n".join(
             [self.train.fingerprint, self.val.fingerprint, *self.train.classes]
         )

@@ -178,7 +178,7 @@ def contrast_text(pair: tuple[Measured, Measured] | None, key: str) -> str:
 
 
 def _distance(first: Any, second: Any) -> float:
-    """Return the `log_ratio` of two numbers; words are equal or infinitely far apart."""
+    """Return the `log_ratio` of two numbers; unequal words are infinitely far apart."""
     if isinstance(first, str):
         return 0.0 if first == second else math.inf
     return log_ratio(first, second)

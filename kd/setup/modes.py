@@ -145,8 +145,8 @@ def require_mode(work: Work, config_path: str, mode: ExecutionMode) -> None:
             from kd.models.compiled import clear_libraries
 
             log.warning(
-                f"{config_path}: {short_message(error)}. The compiled library is removed and"
-                " compiled again."
+                f"{config_path}: {short_message(error)}. The compiled library is"
+                " removed and compiled again."
             )
             clear_libraries()
             work().sum().item()

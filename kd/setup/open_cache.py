@@ -107,8 +107,8 @@ def price(cache: Cache, codec: Codec, num_images: int) -> str:
     features = [f"{name} {list(shape)}" for name, shape in codec.features.items()]
     size_text = f"{total:.3g} GB" if total >= 1 else f"{1000 * total:.3g} MB"
     text = (
-        f"{size_text} for {views} view{'s' if views > 1 else ''} of {num_images} images,"
-        f" {size / 1e3:.3g} kB each ({', '.join(features) or 'logits'})"
+        f"{size_text} for {views} view{'s' if views > 1 else ''} of {num_images}"
+        f" images, {size / 1e3:.3g} kB each ({', '.join(features) or 'logits'})"
     )
     if total > cache.max_gb:
         remedy = (
