@@ -67,8 +67,7 @@ import yaml
 from _record import commit, newest, write
 from kd.core.intervals import wilson
 from kd.core.text import table
-from kd.models.answer_table import read as read_table
-from kd.models.answer_table import write as write_table
+from kd.models.answer_table import read_table, write_table
 from kd.study.report.charts import FILE, Axis, Chart, Level, Series, lines
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -71,7 +71,7 @@ class AnswerTable:
     problem_type: str = ""
 
 
-def read(path: str, config_path: str) -> AnswerTable:
+def read_table(path: str, config_path: str) -> AnswerTable:
     """Read a table of outputs."""
     file = Path(path).expanduser()
     ending = file.suffix.lower()
@@ -108,7 +108,7 @@ def read(path: str, config_path: str) -> AnswerTable:
     return table
 
 
-def below(names: Sequence[str], example: str) -> list[str]:
+def strip_common_folder(names: Sequence[str], example: str) -> list[str]:
     """Strip the common folder of absolute names.
 
     `example` is one of the names in kd's listing, which the results then match.
@@ -170,7 +170,7 @@ def _rows_not_finite(values: Tensor) -> list[int]:
     return (~values.isfinite().all(2).all(0)).nonzero()[:, 0].tolist()
 
 
-def write(path: str | Path, answers: AnswerTable) -> None:
+def write_table(path: str | Path, answers: AnswerTable) -> None:
     """Write a table as .safetensors, without the axis V if there is one view.
 
     OSError: it cannot be written.

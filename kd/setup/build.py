@@ -245,7 +245,7 @@ def shown_split(context: RunContext, source: Source, ids: torch.Tensor) -> Split
     split = context.split
     seconds = context.recipe.backend.timeout_seconds
     loader = evaluation_loader(
-        data.shown(source), data.plan, split, context.backend, seconds
+        data.evaluation_views(source), data.plan, split, context.backend, seconds
     )
     plan = evaluation_plan(len(ids), split.eval_batch * split.world_size)
     return Split(loader, replace(plan, ids=ids[plan.ids]))

@@ -361,7 +361,7 @@ def logit_error(
         live = factory.on(device, mode)
     else:
         live = factory(mode)
-    views = context.data.shown(context.data.val)
+    views = context.data.evaluation_views(context.data.val)
     images = pixels_of(readable_images(views.source, PROBED)[0], views)
     batch = Batch.of(images, torch.zeros(0, dtype=torch.int64)).to(device)
     reference_BC = factory.on(device, PLAIN)(batch).main
@@ -411,7 +411,7 @@ def spread_text(teachers: Teachers) -> str:
     model = teachers.model
     if not isinstance(model, Classifier) or is_on_meta(model):
         return ""
-    views = teachers.data.shown(teachers.data.val)
+    views = teachers.data.evaluation_views(teachers.data.val)
     images = pixels_of(readable_images(views.source)[0], views)
     logits_BC = model.eval()(images.to(model.scale.device)).logits.float()  # type: ignore[arg-type]
     count = logits_BC.shape[1]
@@ -441,7 +441,7 @@ def sample_images(data: Data) -> torch.Tensor:
 
     They are noise if the images do not exist yet.
     """
-    views = data.shown(data.val)
+    views = data.evaluation_views(data.val)
     try:
         return pixels_of(readable_images(views.source, IMAGES)[0], views)
     except NotPrepared:

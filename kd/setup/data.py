@@ -64,7 +64,7 @@ class Data:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of the class order and of the splits for training and validation."""
+        """Return a hash of the class order and of the training and validation data."""
         text = "\n".join(
             [self.train.fingerprint, self.val.fingerprint, *self.train.classes]
         )
@@ -196,7 +196,7 @@ class Data:
     def evaluate(self) -> EvalTransform:
         return EvalTransform(self.plan.image_size, self.plan.crop_pct)
 
-    def shown(self, source: Source, on_corrupt: str = "") -> Views:
+    def evaluation_views(self, source: Source, on_corrupt: str = "") -> Views:
         """Return evaluation's view of a split, decoded from files.
 
         `on_corrupt` "": as configured.
@@ -217,7 +217,7 @@ class Data:
         if plan.progressive.size:
             train.small = self._train_views(plan.progressive.size)
         if not self.stored:
-            return train, self.shown(self.val)
+            return train, self.evaluation_views(self.val)
         crop = EvalTransform(plan.image_size, 1.0)  # the stored pixels are the crop
         return train, Views(
             self.stored[1],

@@ -57,7 +57,7 @@ class Record:
     yaml: str
     # as {"section.key": value}, with the values of references, for comparison
     keys: Mapping[str, Any]
-    shown: Mapping[str, Any]  # the same with the references, for display
+    display_keys: Mapping[str, Any]  # the same with the references, for display
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Recipe:
             trackers=run.trackers,
             yaml=configuration.dump(self.config),
             keys=flatten(configuration.to_dict(self.config, values=True)),
-            shown=flatten(configuration.to_dict(self.config)),
+            display_keys=flatten(configuration.to_dict(self.config)),
         )
 
     def with_(self, **sections: Any) -> Recipe:

@@ -113,7 +113,9 @@ def answers(
     )
     try:
         pictures = _pictures(
-            stored, data.shown(data.val, on_corrupt="skip"), list(data.classes)
+            stored,
+            data.evaluation_views(data.val, on_corrupt="skip"),
+            list(data.classes),
         )
     except DataError as error:  # every missing file takes retries: one is enough
         return found, f"No photographs: {error}"

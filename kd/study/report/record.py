@@ -15,7 +15,7 @@ from kd.core.scores import Column, Scored, Scores
 from kd.core.text import clock, money, percent
 from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir
-from kd.setup.recipe import Recipe, as_long, fit_folders
+from kd.setup.recipe import Recipe, fit_folders, match_baseline_length
 
 # images of a class below which no percentage is shown: 10 of 20 has the 95 % interval
 # 30 to 70 %
@@ -318,7 +318,7 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
     fits = [rows for one, _ in folders if (rows := RunDir(one.path).metrics("train"))]
     return RunRecord(
         name=recipe.name,
-        keys=recipe.record.shown,
+        keys=recipe.record.display_keys,
         manifest=manifest,
         train=folder.metrics("train"),
         val=folder.metrics("val"),
@@ -342,7 +342,9 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
             else None
         ),
         baseline=(
-            None if trained is None else record_of(alone, as_long(trained, folder))
+            None
+            if trained is None
+            else record_of(alone, match_baseline_length(trained, folder))
         ),
     )
 

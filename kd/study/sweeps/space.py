@@ -22,7 +22,7 @@ from kd.core.errors import ConfigError
 from kd.files.storage import write_text
 from kd.parts import registry
 from kd.setup.auto import completed
-from kd.setup.recipe import flatten, is_free
+from kd.setup.recipe import flatten, is_resume_mutable
 from kd.study.sweeps.calls import call_of, constructed
 
 COUNTED = ("run.every.evaluate", "data.test", "data.exclude")
@@ -66,7 +66,7 @@ class Space:
             if axis is None:
                 fixed.append(override)
                 continue
-            if is_free(key):
+            if is_resume_mutable(key):
                 wrong, allowed = (
                     "changes no weight of a student, but has several values",
                     "One value",
@@ -152,7 +152,7 @@ class Space:
         counted = {
             key: keys[key]
             for key in keys
-            if key.startswith(COUNTED) or not is_free(key, "backend.threads")
+            if key.startswith(COUNTED) or not is_resume_mutable(key, "backend.threads")
         }
         hashed = hashlib.sha256(
             json.dumps(counted, sort_keys=True, default=str).encode()
