@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kd
-from kd.models.answer_table import AnswerTable, write_table
+from kd.models.answer_table import AnswerTable, write_answers
 from kd.parts import registry
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -211,7 +211,7 @@ def make(
         found += [source.name(id) for id in range(len(source))]
         with torch.no_grad():
             said.append(net(normalized(photographs.pixels(source))))
-    write_table(
+    write_answers(
         folder / "answers.safetensors",
         AnswerTable("logits", found, torch.cat(said)[None], names),
     )

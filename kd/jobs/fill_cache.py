@@ -16,7 +16,7 @@ from kd.core.errors import ConfigError, ModelError, RunError
 from kd.core.types import Outputs, Plan
 from kd.data.loader import LocalLoader
 from kd.jobs.train import obtain_teachers, opened
-from kd.models.answer_table import AnswerTable, write_table
+from kd.models.answer_table import AnswerTable, write_answers
 from kd.models.cache import CachedTeacher, Store
 from kd.models.inference import predict
 from kd.setup.build import shown_split
@@ -219,7 +219,7 @@ def _export(path: Path, cached: CachedTeacher, setting: RunContext) -> None:
         problem_type=recipe.task.problem_type if classes else "",
     )
     try:
-        write_table(path, table)
+        write_answers(path, table)
     except OSError as error:
         raise RunError(
             "--export",

@@ -71,7 +71,7 @@ class AnswerTable:
     problem_type: str = ""
 
 
-def read_table(path: str, config_path: str) -> AnswerTable:
+def read_answers(path: str, config_path: str) -> AnswerTable:
     """Read a table of outputs."""
     file = Path(path).expanduser()
     ending = file.suffix.lower()
@@ -170,7 +170,7 @@ def _rows_not_finite(values: Tensor) -> list[int]:
     return (~values.isfinite().all(2).all(0)).nonzero()[:, 0].tolist()
 
 
-def write_table(path: str | Path, answers: AnswerTable) -> None:
+def write_answers(path: str | Path, answers: AnswerTable) -> None:
     """Write a table as .safetensors, without the axis V if there is one view.
 
     OSError: it cannot be written.

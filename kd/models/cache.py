@@ -43,9 +43,8 @@ TOPK = 64
 instead of 2 per class.
 """
 DTYPES = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
-# most batches, and bytes of outputs, that wait on the device for the next flush
-WAITING = 32
-WAITING_BYTES = 256 << 20
+WAITING = 32  # most batches that wait on the device for the next flush
+WAITING_BYTES = 256 << 20  # most bytes of their outputs
 READ_BYTES = 64 << 20  # bytes of records read at once when only their checksums matter
 # file in the folder: computing time of its outputs, one row per flush
 COSTS = "costs.jsonl"

@@ -28,10 +28,10 @@ from kd.models.examined import (
 )
 
 SMALL = 0.01
-RAISED = 0.1
-"""A student's tensors below the first root mean square get noise of the second: a
-classifier of zeros, or a LayerScale of 1e-5, hides what the layers before it do.
+"""Root mean square below which a student's tensors get noise: a classifier of zeros, or
+a LayerScale of 1e-5, hides what the layers before it do.
 """
+RAISED = 0.1  # root mean square of that noise
 DRAWS = 8
 """Random weights with which outputs must stay in 0..1: the logits of two labels are
 there by chance in a quarter of the draws.

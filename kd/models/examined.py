@@ -19,21 +19,23 @@ IMAGES = 2
 """Images of an examination: one may change the other's outputs. The second is shown as
 its negative, so that even two photographs of one scene differ much.
 """
-SAME = (0, 1)
-SWAPPED = (1, 0)
-ALONE = (0,)
+SAME = (0, 1)  # a batch by the numbers of its images, as are those below
+SWAPPED = (1, 0)  # both images in other places
+ALONE = (0,)  # an image without the other
 MIXED = (1, 0, 1, 0, 1)
-"""Batches by the numbers of their images. MIXED: other places, and more than two
-images: an expert that takes three quarters of a batch takes both of two.
+"""Other places, and more than two images: an expert that takes three quarters of a
+batch takes both of two.
 """
 EXACT = 1e-4
-INEXACT = 0.2
 """Largest change of an output between batches, as a share of the largest |output|. 30
 networks of timm and transformers in float32: at most 2.6e-6 (`examination_*.csv`).
 Faults in small untrained networks: 0.0005 to 1; 0.0005 is the least of 1,000 draws of
 attention over the batch behind a small LayerScale, of which 7 were below 0.001
-(benchmarks/LOG.md). Inexact: int8 whose scale is that of the batch (a dynamic int8
-ViT-Tiny had 0.072) and weights of 16 bits.
+(benchmarks/LOG.md).
+"""
+INEXACT = 0.2
+"""The same for int8 whose scale is that of the batch (a dynamic int8 ViT-Tiny had
+0.072) and for weights of 16 bits.
 """
 
 

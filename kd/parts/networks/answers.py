@@ -23,7 +23,7 @@ from kd.core.errors import ModelError
 from kd.core.keys import Keys, file_key, keys
 from kd.core.text import nfc
 from kd.core.types import Outputs
-from kd.models.answer_table import AnswerTable, read_table, strip_common_folder
+from kd.models.answer_table import AnswerTable, read_answers, strip_common_folder
 from kd.models.spec import DatasetSpec, Spec
 from kd.parts.networks._shared import columns, named, require_logits, to_logits
 
@@ -121,7 +121,7 @@ def build(
             "",
             "",
         )
-    table = read_table(spec.model, config_path)
+    table = read_answers(spec.model, config_path)
     _check_views(spec.config_path, table, spec.images)
     if spec.logits == (table.meaning == "embeddings") or set(features) - (
         set() if spec.logits else {"pooled"}

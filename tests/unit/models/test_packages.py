@@ -19,7 +19,7 @@ import kd
 from kd.core.errors import ModelError
 from kd.models import packages
 from kd.models.licences import licence_of
-from kd.models.onnx_weights import read
+from kd.models.onnx_weights import read_graph
 
 
 def wheel(folder, name, version, files, licence="License: MIT"):
@@ -192,7 +192,7 @@ def test_the_graph_of_a_transformer_has_the_weights_of_timms(tmp_path):
             dynamo=False,
             opset_version=17,
         )
-    found = read("teacher.checkpoint", tmp_path / "vit.onnx")
+    found = read_graph("teacher.checkpoint", tmp_path / "vit.onnx")
     network: Any = timm.create_model(
         "vit_small_patch14_dinov2",
         num_classes=0,
@@ -224,7 +224,7 @@ def test_a_graph_with_timms_names_gives_them_back(tmp_path):
             str(tmp_path / "vit.onnx"),
             dynamo=False,
         )
-    found = read("teacher.checkpoint", tmp_path / "vit.onnx")
+    found = read_graph("teacher.checkpoint", tmp_path / "vit.onnx")
     weights = {
         name: one
         for name, one in network.state_dict().items()
@@ -235,4 +235,4 @@ def test_a_graph_with_timms_names_gives_them_back(tmp_path):
     with pytest.raises(
         ModelError, match=r"^teacher\.checkpoint: .*no whole ONNX graph"
     ):
-        read("teacher.checkpoint", tmp_path / "half.onnx")
+        read_graph("teacher.checkpoint", tmp_path / "half.onnx")
