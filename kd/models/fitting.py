@@ -36,17 +36,6 @@ class Lookalike(NamedTuple):
     content: str
     remedy: str
 
-    def refusal(
-        self, weights: Weights, model: str, differences: Mapping[str, str]
-    ) -> ModelError:
-        wrong = (
-            f"'{weights.file}' holds {self.content}, which '{model}' does not take"
-            f" ({_difference_text(differences)})"
-        )
-        return ModelError(
-            weights.config_path, wrong, "Weights of that network", self.remedy
-        )
-
 
 class SeveralNetworks(ModelError):
     """Report that more than one network of a file fits."""
@@ -82,15 +71,20 @@ def match_state_dict(
         )
         if choice == "by_order" and not (lookalike and config_of(network)):
             fitting = ordered
+        differing = _difference_text(differences)
         if not fitting and lookalike:
-            raise lookalike.refusal(weights, model, differences)
+            wrong = (
+                f"'{weights.file}' holds {lookalike.content}, which '{model}' does not"
+                f" take ({differing})"
+            )
+            allowed = "Weights of that network"
+            raise ModelError(weights.config_path, wrong, allowed, lookalike.remedy)
         if not fitting:
             remedy = "Give the name of the network that was trained, and its args"
             if ordered:
                 remedy = f"Set {weights.section}.weights=by_order: all shapes fit"
             elif unordered:
                 remedy += "; safetensors keep no order for by_order"
-            differing = _difference_text(differences)
             wrong = f"the weights are not those of '{model}' ({differing})"
             raise ModelError(weights.config_path, wrong, "", remedy)
     names = [name for name in fitting if is_averaged(name)] or [*fitting]

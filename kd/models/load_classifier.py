@@ -118,7 +118,7 @@ def _numbered_classes(count: int) -> list[str]:
 def _require_meaning(spec: Spec, source: str) -> None:
     """Require that a folder's logits have the meaning that the losses expect."""
     if spec.exact_head and (spec.checkpoint or source.startswith("local-dir:")):
-        folder = Path(spec.checkpoint or source.removeprefix("local-dir:"))
+        folder = _folder_of(spec.checkpoint or source)
         folder = folder if folder.is_dir() else folder.parent
         content = timm_folder.folder_config(folder)
         spec.require_meaning(content.get("problem_type") or "")
@@ -182,6 +182,10 @@ def built_bare(
     return network, _head_names(network)
 
 
+def _folder_of(source: str) -> Path:
+    return Path(source.removeprefix("local-dir:"))
+
+
 def _timm_source(spec: Spec) -> str:
     """Return the name in timm's form.
 
@@ -192,7 +196,7 @@ def _timm_source(spec: Spec) -> str:
     name = spec.model
     if name.startswith(("hf-hub:", "hf_hub:")):
         return name
-    folder = Path(name.removeprefix("local-dir:"))
+    folder = _folder_of(name)
     if (folder / "config.json").is_file():
         return f"local-dir:{folder}"
     if name.startswith("local-dir:"):
@@ -232,7 +236,7 @@ def require_weights(spec: Spec) -> None:
 def _require_source(spec: Spec, source: str, pretrained: bool) -> None:
     if source.startswith("local-dir:"):
         if pretrained or spec.args.get("pretrained"):
-            folder = Path(source.removeprefix("local-dir:"))
+            folder = _folder_of(source)
             # other formats are pickles: loading may run their code
             if not (folder / "model.safetensors").is_file():
                 allowed = (
@@ -258,9 +262,7 @@ def _architecture(spec: Spec, source: str) -> dict[str, Any]:
     """Return the model's name and its arguments, independent of its folder."""
     if not source.startswith("local-dir:"):
         return {"model": source, "args": spec.args}
-    content = timm_folder.folder_config(
-        Path(source.removeprefix("local-dir:")), f"{spec.config_path}.model"
-    )
+    content = timm_folder.folder_config(_folder_of(source), f"{spec.config_path}.model")
     return {
         "model": content.get("architecture"),
         "args": {**content.get("model_args", {}), **spec.args},
@@ -276,8 +278,7 @@ def _own_class_names(
     """
     names = weights.classes if weights is not None else None
     if not names and ":" in source:
-        folder = Path(source.removeprefix("local-dir:"))
-        names = timm_folder.folder_classes(folder)
+        names = timm_folder.folder_classes(_folder_of(source))
     # without a file timm builds the head of its pretrained weights
     if names or (spec.pretrained and weights is None):
         return names, None
@@ -361,7 +362,7 @@ def _settle_pretrained_head(spec: Spec, network: nn.Module) -> tuple[str, ...]:
     """
     config = config_of(network)
     names = config.get("label_names")
-    folder = Path(spec.model.removeprefix("local-dir:"))
+    folder = _folder_of(spec.model)
     if not names and folder.is_dir():
         names = timm_folder.folder_classes(folder)
     config_path = f"{spec.config_path}.model"

@@ -193,9 +193,6 @@ class Data:
         plan = replace(self.plan, labels="all", labels_per_class=0)
         return replace(self, plan=plan, train=Subset(self.train, ids), stored=stored)
 
-    def evaluate(self) -> EvalTransform:
-        return EvalTransform(self.plan.image_size, self.plan.crop_pct)
-
     def evaluation_views(self, source: Source, on_corrupt: str = "") -> Views:
         """Return evaluation's view of a split, decoded from files.
 
@@ -204,7 +201,7 @@ class Data:
         plan = self.plan
         return Views(
             source,
-            self.evaluate(),
+            EvalTransform(plan.image_size, plan.crop_pct),
             plan.image_size,
             plan.seed,
             on_corrupt=on_corrupt or plan.on_corrupt,

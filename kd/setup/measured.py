@@ -9,7 +9,7 @@ file of that study.
 import csv
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -104,25 +104,17 @@ def rows(file: Path = FILE) -> tuple[Measured, ...]:
 
 
 def _row(values: dict[str, str]) -> Measured:
+    row: dict[str, Any] = {}
+    for field in fields(Measured):
+        convert: Any = field.type
+        if convert in (str, int, float):
+            row[field.name] = convert(values[field.name])
+    row["pretrained"] = values["pretrained"] == "True"
     points = (point.split(":") for point in values["curve"].split())
-    return Measured(
-        title=values["title"],
-        pictures=int(values["pictures"]),
-        labelled=int(values["labelled"]),
-        classes=int(values["classes"]),
-        teacher=float(values["teacher"]),
-        task=values["task"],
-        student=values["student"],
-        pretrained=values["pretrained"] == "True",
-        arm=values["arm"],
-        views=int(values["views"]),
-        epochs=float(values["epochs"]),
-        other=values["other"],
-        accuracy=float(values["accuracy"]),
-        seconds=float(values["seconds"]),
-        before=float(values["before"]),
-        curve=tuple((float(seconds), float(accuracy)) for seconds, accuracy in points),
+    row["curve"] = tuple(
+        (float(seconds), float(accuracy)) for seconds, accuracy in points
     )
+    return Measured(**row)
 
 
 def comparable(
