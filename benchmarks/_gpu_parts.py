@@ -432,7 +432,7 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     from kd.models.spec import Spec
     from kd.parts import registry
     from kd.setup.build_teacher import PLAIN, TeacherFactory
-    from kd.setup.modes import ExecutionMode, in_short, noise
+    from kd.setup.modes import ExecutionMode, noise_batch, short_message
 
     module = registry.find("backends", scale.kind, "backend.kind")
     backend = module.build(module.Options(), precision="fp32", timeout_seconds=60.0)
@@ -443,7 +443,7 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
         scale.size,
     )
     factory = TeacherFactory(TeacherSection(), model, backend, scale.size)
-    batch = noise(scale.batch, scale.size, backend)
+    batch = noise_batch(scale.batch, scale.size, backend)
     exact = factory(PLAIN)(batch).logits
     rows = []
     for precision, kernel, *compiled in (text.split("+") for text in MODES):
@@ -451,7 +451,7 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
         try:
             factory(mode)(batch)
         except Exception as error:  # compilers fail in their own ways
-            rows.append(row(f"teacher, {mode}", 0.0, "not run", in_short(error)))
+            rows.append(row(f"teacher, {mode}", 0.0, "not run", short_message(error)))
             continue
         live = factory(mode)
         live(batch)

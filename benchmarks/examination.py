@@ -31,7 +31,7 @@ from _record import HERE, write
 from kd.core.errors import ModelError
 from kd.models.classifier import LogitsModel
 from kd.models.examination import RAISED, SMALL, examine
-from kd.models.examined import ALONE, MIXED, Examined, add_noise, noise, restored
+from kd.models.examined import ALONE, MIXED, Examined, add_noise, noise_images, restored
 
 sys.path.insert(0, str(HERE.parent / "tests" / "helpers"))
 from brought import FAULTS, HONEST, SIDE
@@ -130,7 +130,7 @@ def row(
 ) -> dict[str, Any]:
     """Examine a network once and return its row."""
     model = LogitsModel(network.eval(), "network")
-    pixels = noise(size).float() / 255 * 4 - 2
+    pixels = noise_images(size).float() / 255 * 4 - 2
     pixels[1] = pixels[1].amin() + pixels[1].amax() - pixels[1]
     changes = {}
     with torch.no_grad(), restored(model, parameters=True):

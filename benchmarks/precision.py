@@ -33,7 +33,7 @@ from kd.core.host import BF16_FLAGS
 from kd.models.classifier import Classifier, set_attention
 from kd.models.load_classifier import load
 from kd.models.spec import Spec
-from kd.setup.modes import made_of
+from kd.setup.modes import convolution_shares
 
 FOOD = {"embed_dim": 64, "depth": 2, "num_heads": 4, "cls_attn_layers": 1}
 NETWORKS: dict[str, tuple[str, dict[str, Any], int, int]] = {
@@ -119,7 +119,7 @@ def main() -> None:
     ):
         torch.set_num_threads(threads)
         made = built(model, args, size)
-        convolved, depthwise = made_of(made)
+        convolved, depthwise = convolution_shares(made)
         all_works, spent = works(made, size, images), {}
         for number in range(options.rounds + 1):
             for key, work in all_works.items():

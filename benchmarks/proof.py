@@ -67,8 +67,7 @@ import yaml
 from _record import commit, newest, write
 from kd.core.intervals import wilson_interval
 from kd.core.text import markdown_table
-from kd.models.answer_table import read as read_table
-from kd.models.answer_table import write as write_table
+from kd.models.answer_table import read_answers, write_answers
 from kd.study.report.charts import FILE, Axis, Chart, Level, Series, lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -696,7 +695,7 @@ def answered(
             minutes += call(options, "cache", content, "--export", str(made))[
                 "cpu_minutes"
             ]
-            write_table(table, replace(read_table(str(made), ""), made_for={}))
+            write_answers(table, replace(read_answers(str(made), ""), made_for={}))
             file.write_text(json.dumps(round(minutes, 2)))
     return table, json.loads(file.read_text())
 

@@ -72,7 +72,7 @@ def as_rank(count: int) -> None:
 
     def compare() -> None:
         same_data.require_equal(
-            source.fingerprint, same_data.facts(splits, {}), backend
+            source.fingerprint, same_data.image_facts(splits, {}), backend
         )
 
     rows.append(timed("equal", len(source), compare, EQUAL))

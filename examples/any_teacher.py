@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kd
-from kd.models.answer_table import AnswerTable, write
+from kd.models.answer_table import AnswerTable, write_answers
 from kd.parts import registry
 
 MEAN = (0.485, 0.456, 0.406)
@@ -188,7 +188,7 @@ def make(
     fit(net, pixels, label, 2 * epochs)
     torch.save(net.state_dict(), folder / "weights.pth")
     export_onnx(net, folder / "net.onnx", size)
-    write(folder / "answers.safetensors", answer_table(net, photographs))
+    write_answers(folder / "answers.safetensors", answer_table(net, photographs))
     return sections(folder, len(names), size)
 
 

@@ -22,7 +22,13 @@ from kd.engine.criterion import StudentWithLoss
 from kd.models.classifier import REORDERED, Pick, Preprocessing, feature_shapes
 from kd.models.examination import FAILURES
 from kd.models.live_teacher import LiveTeacher
-from kd.setup.build_teacher import META, Teachers, load_teachers, pixels_of, readable
+from kd.setup.build_teacher import (
+    META,
+    Teachers,
+    load_teachers,
+    pixels_of,
+    readable_images,
+)
 from kd.setup.data import BatchSplit, Data, open_sources, split_batch, train_transform
 from kd.setup.recipe import Recipe, fit_folders, is_fitted
 from kd.setup.student import build_distillation, require_images, student_spec
@@ -144,7 +150,7 @@ def compare(
     ):  # else it would be compiled for each batch size
         device = backend.device
     members = zip(recipe.members, teachers.members, strict=False)
-    shown = teachers.data.shown(teachers.data.val, on_corrupt="error")
+    shown = teachers.data.evaluation_views(teachers.data.val, on_corrupt="error")
     found = [
         _compared(config_path, one, recipe, shown, device)
         for config_path, one in members
@@ -160,7 +166,7 @@ def _compared(
     own: Preprocessing | None = getattr(member, "preprocessing", None)
     if own is None and not any(isinstance(one, Pick) for one in member.modules()):
         return Compared(config_path, "", {})
-    pictures, ids = readable(shown.source)
+    pictures, ids = readable_images(shown.source)
     model: Any = (
         LiveTeacher(member, device).validation().model
     )  # a copy on the device, as in an evaluation

@@ -29,7 +29,7 @@ from kd.parts import registry
 from kd.setup.build import sifter_alone
 from kd.setup.build_teacher import Teachers
 from kd.setup.data import split_batch
-from kd.setup.modes import made_of
+from kd.setup.modes import convolution_shares
 from kd.setup.recipe import Recipe
 
 
@@ -414,7 +414,7 @@ def executed(
         precision == "auto" and (not facts.cpu or bool(bf16_units()))
     )
     if half and precision == "auto" and facts.cpu and model is not None:
-        half = bf16_pays(*made_of(model), trained, facts.threads or cores())
+        half = bf16_pays(*convolution_shares(model), trained, facts.threads or cores())
     return half, attention == "fused" or (attention == "auto" and not facts.cpu)
 
 

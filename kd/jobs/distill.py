@@ -28,12 +28,12 @@ from kd.jobs.progress.console import Console
 from kd.models.classifier import Ensemble
 from kd.models.live_teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.setup.build import Built, build_run
-from kd.setup.build_teacher import Setting, spread_text
+from kd.setup.build_teacher import RunContext, spread_text
 from kd.setup.recipe import Recipe
 
 
 def distill(
-    setting: Setting, folder: RunDir, title: str, final: str = "test"
+    setting: RunContext, folder: RunDir, title: str, final: str = "test"
 ) -> Trained:
     """Train one student in an opened run folder, from its newest checkpoint.
 
@@ -52,7 +52,9 @@ def distill(
             Trackers,
         )  # imports accelerate: only if some are named
 
-        trackers = Trackers(record.trackers, record.name, folder.path, record.shown)
+        trackers = Trackers(
+            record.trackers, record.name, folder.path, record.display_keys
+        )
     with Console(
         title,
         backend.rank != 0,
@@ -105,7 +107,7 @@ def filled_at(recipe: Recipe, images: int) -> dict[str, float]:
     }
 
 
-def begin(setting: Setting, folder: RunDir, console: Console, title: str) -> Built:
+def begin(setting: RunContext, folder: RunDir, console: Console, title: str) -> Built:
     """Build the run of an opened folder, record its parts, and report the set-up's
     findings.
     """
@@ -133,7 +135,7 @@ def begin(setting: Setting, folder: RunDir, console: Console, title: str) -> Bui
     return built
 
 
-def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
+def facts_of(run: Run, setting: RunContext) -> dict[str, Any]:
     """Return the manifest's facts on data, teacher and machine."""
     backend, teacher, data = run.backend, setting.teachers.model, setting.data
     facts: dict[str, Any] = {
@@ -174,7 +176,7 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
 def announce(
     facts: Mapping[str, Any],
     known: Mapping[str, Any],
-    setting: Setting,
+    setting: RunContext,
     console: Console,
     title: str,
 ) -> None:
@@ -203,7 +205,7 @@ def announce(
         )
 
 
-def check_before(setting: Setting, run: Run, console: Console) -> dict[str, float]:
+def check_before(setting: RunContext, run: Run, console: Console) -> dict[str, float]:
     """Score teachers and student before step 1; return the row, or {} without a teacher
     that can be scored.
     """
@@ -304,7 +306,7 @@ def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None
 # after the last step
 
 
-def epilogue(setting: Setting, run: Run, state: State, folder: RunDir) -> list[str]:
+def epilogue(setting: RunContext, run: Run, state: State, folder: RunDir) -> list[str]:
     """Return lines on a finished run: skipped steps, early stopping, reused outputs,
     memory, undecodable images.
     """
@@ -323,7 +325,7 @@ def epilogue(setting: Setting, run: Run, state: State, folder: RunDir) -> list[s
         and (store := getattr(run.teacher, "store", None)) is not None
     ):
         count = sum(
-            int(store.whole(view, range(store.num_images)).sum())
+            int(store.have_records(view, range(store.num_images)).sum())
             for view in range(max(1, run.length.views))
         )
         found = [

@@ -111,7 +111,11 @@ def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
     live: Any = (
         run.teacher.live if isinstance(run.teacher, CachedTeacher) else run.teacher
     )
-    shown, left, known = data.shown(data.train, "skip"), np.arange(len(data.train)), []
+    shown, left, known = (
+        data.evaluation_views(data.train, "skip"),
+        np.arange(len(data.train)),
+        [],
+    )
     if (
         isinstance(run.teacher, CachedTeacher) and not data.plan.augment.mixes
     ):  # mixed images have two labels
@@ -120,7 +124,9 @@ def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
     answers = {
         "train": join_answers([*known, answers_to(live, shown, left.tolist())]),
         "val": answers_to(
-            live.validation(), data.shown(data.val, "skip"), range(len(data.val))
+            live.validation(),
+            data.evaluation_views(data.val, "skip"),
+            range(len(data.val)),
         ),
     }
     target = folder / lists.FOLDER
@@ -138,7 +144,7 @@ def _stored(store: Store, views: int, source: Source) -> TeacherAnswers:
         ids = range(start, min(start + READ, store.num_images))
         total, count = None, np.zeros(len(ids))
         for view in range(views):
-            parts, readable, _ = store.parts(view, ids)
+            parts, readable, _ = store.read_arrays(view, ids)
             shares = (
                 store.codec.unpack(parts).logits.float().softmax(-1).numpy()
                 * readable[:, None]

@@ -16,11 +16,11 @@ from kd.core.errors import ConfigError, ModelError, RunError
 from kd.core.types import Outputs, Plan
 from kd.data.loader import LocalLoader
 from kd.jobs.train import obtain_teachers, opened
-from kd.models.answer_table import AnswerTable, write
+from kd.models.answer_table import AnswerTable, write_answers
 from kd.models.cache import CachedTeacher, Store
 from kd.models.inference import predict
 from kd.setup.build import shown_split
-from kd.setup.build_teacher import Setting, choose_teacher
+from kd.setup.build_teacher import RunContext, choose_teacher
 from kd.setup.data import loaders
 from kd.setup.open_cache import open_cache
 from kd.setup.recipe import resolve
@@ -93,7 +93,7 @@ def cache(settings: Config, export: str = "") -> Cached:
 
 
 def _fill(
-    cached: CachedTeacher, view: int, loader: LocalLoader, setting: Setting
+    cached: CachedTeacher, view: int, loader: LocalLoader, setting: RunContext
 ) -> None:
     """Compute the missing records of a view, divided over the ranks, in training's
     batch shapes.
@@ -148,7 +148,7 @@ def _require_writable(store: Store) -> None:
 # export as a table
 
 
-def _export(path: Path, cached: CachedTeacher, setting: Setting) -> None:
+def _export(path: Path, cached: CachedTeacher, setting: RunContext) -> None:
     """Write the records of all views, and the outputs for validation and test images;
     memory holds all of them.
     """
@@ -188,7 +188,7 @@ def _export(path: Path, cached: CachedTeacher, setting: Setting) -> None:
 
     def stored(view: int) -> Iterator[Tensor]:
         for start in range(0, store.num_images, ROWS):
-            parts, _, _ = store.parts(
+            parts, _, _ = store.read_arrays(
                 view, range(start, min(store.num_images, start + ROWS))
             )
             yield _only(store.codec.unpack(parts))
@@ -215,11 +215,11 @@ def _export(path: Path, cached: CachedTeacher, setting: Setting) -> None:
         classes=classes,
         val_names=[name for source in held for name in _names(source)],
         val_values=torch.cat([answers(source) for source in held]).to(values.dtype),
-        made_for=data.images().shown(),
+        made_for=data.images().pixel_facts(),
         problem_type=recipe.task.problem_type if classes else "",
     )
     try:
-        write(path, table)
+        write_answers(path, table)
     except OSError as error:
         raise RunError(
             "--export",

@@ -21,8 +21,8 @@ from kd.engine.run import Logger, Run
 from kd.files.run_dir import RunDir
 from kd.files.storage import LAST, log, read_rows, write_json
 from kd.models.live_teacher import LiveTeacher
-from kd.setup.build_teacher import Setting
-from kd.setup.modes import made_of
+from kd.setup.build_teacher import RunContext
+from kd.setup.modes import convolution_shares
 
 if TYPE_CHECKING:
     from kd.engine.monitor.evidence import Facts, Finding
@@ -63,7 +63,7 @@ def clock_of(facts: BackendFacts) -> str:
 class Observer:
     """Observes a run from the opened run folder to the end of the loop. A context."""
 
-    def __init__(self, setting: Setting, folder: RunDir, logger: Logger) -> None:
+    def __init__(self, setting: RunContext, folder: RunDir, logger: Logger) -> None:
         backend, traced = setting.backend, setting.recipe.config.profile.steps
         self.setting, self.backend, self.folder, self.logger = (
             setting,
@@ -189,7 +189,7 @@ class Observer:
             log.warning(str(error))
 
 
-def facts_of(setting: Setting, run: Run) -> Facts:
+def facts_of(setting: RunContext, run: Run) -> Facts:
     """Return the facts of a run for the rules."""
     from kd.engine.monitor.evidence import Facts
 
@@ -214,7 +214,7 @@ def facts_of(setting: Setting, run: Run) -> Facts:
     )
 
 
-def _needless_float32(setting: Setting, run: Run) -> bool:
+def _needless_float32(setting: RunContext, run: Run) -> bool:
     """Return whether the configuration asks for float32 where the rule for `auto` would
     choose bfloat16.
     """
@@ -223,7 +223,9 @@ def _needless_float32(setting: Setting, run: Run) -> bool:
         "bf16"
     ):
         return False
-    return backend.bf16_pays(partial(made_of, run.distillation.student), True)
+    return backend.bf16_pays(
+        partial(convolution_shares, run.distillation.student), True
+    )
 
 
 def line_of(finding: Finding) -> str:

@@ -14,9 +14,9 @@ from kd.setup.measured import (
     Measured,
     Situation,
     comparable,
+    comparison_text,
     contrast,
-    plan,
-    told,
+    contrast_text,
 )
 from kd.setup.recipe import Recipe
 
@@ -76,14 +76,14 @@ def planned(recipe: Recipe, data: Data) -> list[str]:
     """Return what labels alone and distilling reached in comparable runs, or the range
     of all measured gains.
     """
-    text = plan(measured(recipe, data))
+    text = comparison_text(measured(recipe, data))
     return [f"plan      {text or f'no comparable run was measured; {EXPECTED}'}"]
 
 
 def _length(data: Data, epochs: float, better: int, table: list[Measured]) -> list[str]:
     if epochs >= ENOUGH * better:
         return []
-    evidence = told(contrast(table, "epochs", epochs, better), "epochs")
+    evidence = contrast_text(contrast(table, "epochs", epochs, better), "epochs")
     return [
         f"{epochs:.3g} epochs of {len(data.train):,} images, recommended"
         f" run.epochs={better}: {evidence}"
@@ -102,7 +102,7 @@ def _views(
         epochs
     ):  # a live teacher predicts fresh views
         return []
-    evidence = told(contrast(table, "views", views, better), "views")
+    evidence = contrast_text(contrast(table, "views", views, better), "views")
     key = "data.views" if recipe.config.data.views else "teacher.cache.views"
     return [
         f"{views} views in {epochs:.3g} epochs, recommended {key}={better}: {evidence}"
@@ -173,5 +173,5 @@ def _network(recipe: Recipe, table: list[Measured]) -> list[str]:
     for better in sorted({row.student for row in table} - {name}):
         pair = contrast(table, "student", name, better)
         if pair is not None and pair[1].accuracy > pair[0].accuracy:
-            return [f"student.model is {name}: {told(pair, 'student')}"]
+            return [f"student.model is {name}: {contrast_text(pair, 'student')}"]
     return []

@@ -24,16 +24,16 @@ from kd.jobs.check import check
 from kd.jobs.distill import distill
 from kd.jobs.observe import accounted
 from kd.setup.build import distributed
-from kd.setup.build_teacher import META, Setting, Teachers, load_teachers
+from kd.setup.build_teacher import META, RunContext, Teachers, load_teachers
 from kd.setup.data import Data, open_data
 from kd.setup.recipe import (
     Recipe,
     Record,
-    as_long,
     fit_folders,
     flatten,
     is_fitted,
-    is_free,
+    is_resume_mutable,
+    match_baseline_length,
     resolve,
 )
 from kd.setup.same_data import same_contents
@@ -64,7 +64,7 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
         if recipe.baseline is not None:
             record_length(recipe, folder, setting.backend)
             alone, title = (
-                as_long(recipe.baseline, folder),
+                match_baseline_length(recipe.baseline, folder),
                 f"{record.name} (labels only)",
             )
             folder.record(baseline=alone.path.name)
@@ -117,7 +117,7 @@ def opened(
     fill: bool = True,
     examine: Callable[[Data], None] = lambda data: None,
     checked: bool = False,
-) -> Iterator[tuple[Setting, RunDir]]:
+) -> Iterator[tuple[RunContext, RunDir]]:
     """Open the inputs of a job, quick failures first, and the run folder if it is
     written. All ranks must call it.
 
@@ -144,7 +144,7 @@ def opened(
                 stack.enter_context(
                     billed(folder, started, [fit.path for fit, _ in fits])
                 )
-            yield Setting(recipe, obtain(recipe, data, backend), backend), folder
+            yield RunContext(recipe, obtain(recipe, data, backend), backend), folder
 
 
 @contextmanager
@@ -199,7 +199,7 @@ def open_run(record: Record, rank: int) -> Iterator[RunDir]:
             )
             for key in sorted(old.keys() | record.keys.keys()):
                 before, now = old.get(key), record.keys.get(key)
-                if before != now and not is_free(key):
+                if before != now and not is_resume_mutable(key):
                     differences.append(
                         f"{key} ({reference_or_value(before)} -> {reference_or_value(now)})"
                     )
@@ -284,7 +284,10 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
             )
         data = _own(data, recipe, backend).with_labels()
         distill(
-            Setting(recipe, Teachers(None, data), backend), folder, "teacher", final=""
+            RunContext(recipe, Teachers(None, data), backend),
+            folder,
+            "teacher",
+            final="",
         )
         if backend.rank == 0:
             from kd.deploy.export.package import (

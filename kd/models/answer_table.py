@@ -2,11 +2,15 @@
 
 `.safetensors`, which `kd-cache --export` writes too:
 
-    logits             float [N, C], or [V, N, C] for V views of each image; or `embeddings` [N, D]
-    names              uint8: the N names in UTF-8, joined by zero bytes; a name is the image's path in the data's root
-    validation.logits, validation.names      the same for validation images that are not among `names`
-    metadata           `classes`: JSON list of C names; `made_for`: JSON, the transform of the views' pixels;
-                       `problem_type`: transformers' name for one label per image, or several
+    logits      float [N, C], or [V, N, C] for V views of each image; or `embeddings`
+                [N, D]
+    names       uint8: the N names in UTF-8, joined by zero bytes; a name is the
+                image's path in the data's root
+    validation.logits, validation.names
+                the same for validation images that are not among `names`
+    metadata    `classes`: JSON list of C names; `made_for`: JSON, the transform of the
+                views' pixels; `problem_type`: transformers' name for one label per
+                image, or several
 
 `.npz` has the arrays `logits` or `embeddings`, `names` and `classes`, the latter two as
 text. `.csv` and `.tsv` begin with `name,CLASS,CLASS,...`, one image a line.
@@ -52,25 +56,23 @@ FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerTable:
-    """A table of outputs."""
+    """Hold the outputs of a teacher by file name."""
 
     meaning: str  # "logits" or "embeddings"
     names: Sequence[str]
     values: Tensor  # [V, N, C or D], as stored
     classes: Sequence[str] = ()  # C names; empty: the file has none
     val_names: Sequence[str] = ()
-    val_values: Tensor | None = (
-        None  # [M, C or D]: of validation images that are not among `names`
-    )
+    # [M, C or D]: of validation images that are not among `names`
+    val_values: Tensor | None = None
     made_for: Mapping[str, Any] = field(default_factory=dict)
     """Transform of the views' pixels; empty: outputs are for the whole image."""
-    problem_type: str = (
-        ""  # one of `kd.models.timm_folder.PROBLEM_TYPES`; empty: unknown
-    )
+    # one of `kd.models.timm_folder.PROBLEM_TYPES`; empty: unknown
+    problem_type: str = ""
 
 
-def read(path: str, config_path: str) -> AnswerTable:
-    """Read a table."""
+def read_answers(path: str, config_path: str) -> AnswerTable:
+    """Read a table of outputs."""
     file = Path(path).expanduser()
     ending = file.suffix.lower()
     if ending not in ENDINGS:
@@ -87,7 +89,7 @@ def read(path: str, config_path: str) -> AnswerTable:
             remedy,
         )
     try:
-        found = (_csv if ending in (".csv", ".tsv") else _binary)(file)
+        table = _read_csv(file) if ending in (".csv", ".tsv") else _read_arrays(file)
     except FAILURES as error:
         reason = first_sentence(error)
         allowed = "logits or embeddings, with names; see docs/weights.md"
@@ -97,62 +99,59 @@ def read(path: str, config_path: str) -> AnswerTable:
             allowed,
             "Write it anew",
         ) from error
-    names, val_names = (
-        [posixpath.normpath(name) for name in each]
-        for each in (found.names, found.val_names)
+    table = replace(
+        table,
+        names=[posixpath.normpath(name) for name in table.names],
+        val_names=[posixpath.normpath(name) for name in table.val_names],
     )
-    found = replace(found, names=names, val_names=val_names)
-    _check(found, path, config_path)
-    return found
+    _check_table(table, path, config_path)
+    return table
 
 
-def below(names: Sequence[str], example: str) -> list[str]:
-    """Strip the common folder from absolute names, so that they match `example`, a name
-    in kd's listing.
+def strip_common_folder(names: Sequence[str], example: str) -> list[str]:
+    """Strip the common folder of absolute names.
+
+    `example` is one of the names in kd's listing, which the results then match.
     """
-    absolute = all(name.startswith("/") for name in names)
-    folder = next(
-        (
-            name[: -len(example)]
-            for name in names
-            if absolute and name.endswith(f"/{example}")
-        ),
-        "",
-    )
+    if not all(name.startswith("/") for name in names):
+        return list(names)
+    ending = f"/{example}"
+    folders = (name[: -len(example)] for name in names if name.endswith(ending))
+    folder = next(folders, "")
     return [name.removeprefix(folder) for name in names]
 
 
-def _check(found: AnswerTable, path: str, config_path: str) -> None:
-    tables = [
-        found.values,
-        *([] if found.val_values is None else [found.val_values[None]]),
-    ]
-    both, problem = [found.names, found.val_names], ""
-    rows = [one.shape[1] if one.ndim == 3 else -1 for one in tables]
-    expected = [len(names) for names in both if names or names is found.names]
-    if any(one.ndim != 3 or not one.is_floating_point() for one in tables):
+def _check_table(table: AnswerTable, path: str, config_path: str) -> None:
+    outputs = [table.values]
+    if table.val_values is not None:
+        outputs.append(table.val_values[None])
+    splits = [table.names, table.val_names]
+    problem = ""
+    rows = [values.shape[1] if values.ndim == 3 else -1 for values in outputs]
+    expected = [len(names) for names in splits if names or names is table.names]
+    if any(values.ndim != 3 or not values.is_floating_point() for values in outputs):
         problem = "its outputs are not an array of floating point numbers"
-    elif len({one.shape[2] for one in tables}) > 1:
+    elif len({values.shape[2] for values in outputs}) > 1:
         problem = "it has outputs of several widths"
     elif rows != expected:
         problem = f"it has {sum(rows)} outputs and {sum(expected)} names"
-    elif found.classes and len(found.classes) != found.values.shape[2]:
+    elif table.classes and len(table.classes) != table.values.shape[2]:
         problem = (
-            f"it has {found.values.shape[2]} numbers per image and {len(found.classes)}"
+            f"it has {table.values.shape[2]} numbers per image and {len(table.classes)}"
             " classes"
         )
-    elif twice := [
-        name for names in both for name, count in Counter(names).items() if count > 1
+    elif repeated := [
+        name for names in splits for name, count in Counter(names).items() if count > 1
     ]:
-        problem = f"it has the image '{twice[0]}' twice"
-    elif len({*found.classes}) < len(found.classes):
+        problem = f"it has the image '{repeated[0]}' twice"
+    elif len({*table.classes}) < len(table.classes):
         problem = (
-            f"it has the class '{Counter(found.classes).most_common(1)[0][0]}' twice"
+            f"it has the class '{Counter(table.classes).most_common(1)[0][0]}' twice"
         )
     elif broken := [
         names[row]
-        for names, one in zip(both, tables, strict=False)
-        for row in _not_finite(one)
+        for names, values in zip(splits, outputs, strict=False)
+        for row in _rows_not_finite(values)
     ]:
         problem = (
             f"it has NaN or infinity for '{broken[0]}', with {len(broken) - 1} more"
@@ -167,32 +166,33 @@ def _check(found: AnswerTable, path: str, config_path: str) -> None:
         )
 
 
-def _not_finite(values: Tensor) -> list[int]:
+def _rows_not_finite(values: Tensor) -> list[int]:
     return (~values.isfinite().all(2).all(0)).nonzero()[:, 0].tolist()
 
 
-def write(path: str | Path, answers: AnswerTable) -> None:
-    """Write a table as .safetensors, without the axis V if there is one view. OSError:
-    it cannot be written.
+def write_answers(path: str | Path, answers: AnswerTable) -> None:
+    """Write a table as .safetensors, without the axis V if there is one view.
+
+    OSError: it cannot be written.
     """
     values = answers.values[0] if len(answers.values) == 1 else answers.values
-    tensors = {answers.meaning: values.contiguous(), "names": _joined(answers.names)}
+    tensors = {answers.meaning: values.contiguous(), "names": _encoded(answers.names)}
     if answers.val_values is not None:
-        tensors |= {f"validation.{answers.meaning}": answers.val_values.contiguous()}
-        tensors |= {"validation.names": _joined(answers.val_names)}
-    text = {
+        tensors[f"validation.{answers.meaning}"] = answers.val_values.contiguous()
+        tensors["validation.names"] = _encoded(answers.val_names)
+    metadata = {
         "classes": json.dumps(list(answers.classes)),
         "made_for": json.dumps(dict(answers.made_for)),
+        "problem_type": answers.problem_type,
     }
-    text |= {"problem_type": answers.problem_type}
     try:
-        save_file(tensors, str(path), metadata=text)
+        save_file(tensors, str(path), metadata=metadata)
     except SafetensorError as error:  # safetensors reports the OSError only in its text
         raise OSError(errno.EIO, str(error)) from error
     share(Path(path))
 
 
-def _joined(names: Sequence[str]) -> Tensor:
+def _encoded(names: Sequence[str]) -> Tensor:
     return torch.frombuffer(
         bytearray("\0".join(names).encode("utf-8", "surrogateescape")),
         dtype=torch.uint8,
@@ -200,63 +200,59 @@ def _joined(names: Sequence[str]) -> Tensor:
 
 
 def _arrays(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the arrays of a .npz file, or the tensors of a .safetensors file and its
-    metadata.
-    """
+    """Return the arrays of a .npz or .safetensors file, and its metadata."""
     if file.suffix.lower() == ".npz":
-        with (
-            file.open("rb") as raw,
-            np.load(raw, allow_pickle=False) as opened,
-        ):  # NumPy does not close a damaged file
+        # NumPy does not close a damaged file
+        with file.open("rb") as raw, np.load(raw, allow_pickle=False) as opened:
             return {name: opened[name] for name in opened.files}, {}
     with safe_open(str(file), framework="pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in list(opened.keys())}
         return tensors, opened.metadata() or {}
 
 
-def _tensor(found: Any) -> Tensor:
-    return (
-        found
-        if isinstance(found, Tensor)
-        else torch.from_numpy(np.ascontiguousarray(found))
-    )
+def _as_tensor(array: Any) -> Tensor:
+    if isinstance(array, Tensor):
+        return array
+    return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _texts(found: Any) -> list[str]:
-    """Return the texts of an array or of a tensor of NUL-separated bytes; []
-    for None.
-    """
-    if isinstance(found, Tensor):
-        return (
-            found.numpy().tobytes().decode("utf-8", "surrogateescape").split("\0")
-            if found.numel()
-            else []
-        )
-    return [] if found is None else [str(one) for one in found]
+def _texts(array: Any) -> list[str]:
+    """Return the texts of an array or of NUL-separated bytes; [] for None."""
+    if array is None or (isinstance(array, Tensor) and not array.numel()):
+        return []
+    if isinstance(array, Tensor):
+        return array.numpy().tobytes().decode("utf-8", "surrogateescape").split("\0")
+    return [str(text) for text in array]
 
 
-def _binary(file: Path) -> AnswerTable:
-    found, text = _arrays(file)
-    there = [meaning for meaning in MEANINGS if meaning in found]
-    if len(there) != 1:
+def _class_texts(arrays: dict[str, Any], metadata: dict[str, str]) -> list[str]:
+    return _texts(arrays.get("classes")) or json.loads(metadata.get("classes", "[]"))
+
+
+def _read_arrays(file: Path) -> AnswerTable:
+    arrays, metadata = _arrays(file)
+    meanings = [meaning for meaning in MEANINGS if meaning in arrays]
+    if len(meanings) != 1:
         raise ValueError(
-            f"it has {', '.join(found) or 'nothing'}; one of logits and embeddings is"
+            f"it has {', '.join(arrays) or 'nothing'}; one of logits and embeddings is"
             " expected"
         )
-    values, val_values = _tensor(found[there[0]]), found.get(f"validation.{there[0]}")
+    [meaning] = meanings
+    values = _as_tensor(arrays[meaning])
+    val_values = arrays.get(f"validation.{meaning}")
     return AnswerTable(
-        there[0],
-        _texts(found.get("names")),
+        meaning,
+        _texts(arrays.get("names")),
         values if values.ndim == 3 else values[None],
-        _texts(found.get("classes")) or json.loads(text.get("classes", "[]")),
-        _texts(found.get("validation.names")),
-        None if val_values is None else _tensor(val_values),
-        json.loads(text.get("made_for", "{}")),
-        text.get("problem_type", ""),
+        _class_texts(arrays, metadata),
+        _texts(arrays.get("validation.names")),
+        None if val_values is None else _as_tensor(val_values),
+        json.loads(metadata.get("made_for", "{}")),
+        metadata.get("problem_type", ""),
     )
 
 
-def _csv(file: Path) -> AnswerTable:
+def _read_csv(file: Path) -> AnswerTable:
     with file.open(newline="", encoding="utf-8-sig") as opened:
         reader = csv.reader(
             opened, delimiter="\t" if file.suffix.lower() == ".tsv" else ","
@@ -264,7 +260,8 @@ def _csv(file: Path) -> AnswerTable:
         header = [name.strip() for name in next(filter(None, reader), [])]
         if len(header) < 3 or header[0] != "name":
             raise ValueError("the first line is not `name,CLASS,CLASS,...`")
-        names, values = list[str](), list[np.ndarray]()
+        names: list[str] = []
+        values: list[np.ndarray] = []
         for row in filter(None, reader):
             if len(row) != len(header):
                 raise ValueError(
@@ -276,18 +273,19 @@ def _csv(file: Path) -> AnswerTable:
             except ValueError as error:
                 raise ValueError(f"line {reader.line_num}: {error}") from error
             names.append(row[0])
-    table = np.stack(values) if values else np.zeros((0, len(header) - 1), np.float32)
-    return AnswerTable("logits", names, torch.from_numpy(table)[None], header[1:])
+    logits = np.stack(values) if values else np.zeros((0, len(header) - 1), np.float32)
+    return AnswerTable("logits", names, torch.from_numpy(logits)[None], header[1:])
 
 
 def read_vectors(path: str, config_path: str) -> tuple[list[str], Tensor]:
-    """Return class names (empty: the file has none) and vectors [C, D] of a
-    .safetensors or .npz file.
+    """Read class names and vectors [C, D] from a .safetensors or .npz file.
+
+    The names are empty if the file has none.
     """
     try:
-        found, text = _arrays(Path(path).expanduser())
-        vectors = _tensor(found["vectors"])
-        names = _texts(found.get("classes")) or json.loads(text.get("classes", "[]"))
+        arrays, metadata = _arrays(Path(path).expanduser())
+        vectors = _as_tensor(arrays["vectors"])
+        names = _class_texts(arrays, metadata)
     except FAILURES as error:
         reason = first_sentence(error)
         allowed = "A .safetensors or .npz file with `vectors` [classes, width]"

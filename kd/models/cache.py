@@ -43,19 +43,17 @@ TOPK = 64
 instead of 2 per class.
 """
 DTYPES = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
-WAITING, WAITING_BYTES = (
-    32,
-    256 << 20,
-)  # most batches, and bytes of outputs, that wait on the device for the next flush
+WAITING = 32  # most batches that wait on the device for the next flush
+WAITING_BYTES = 256 << 20  # most bytes of their outputs
 READ_BYTES = 64 << 20  # bytes of records read at once when only their checksums matter
-COSTS = (  # file in the folder: computing time of its outputs, one row per flush
-    "costs.jsonl"
-)
+# file in the folder: computing time of its outputs, one row per flush
+COSTS = "costs.jsonl"
 
 
 class Codec:
-    """Codec of outputs and records [B, R]: named arrays of logits (all, or top K and
-    the rest's mass) and features.
+    """Convert outputs to records [B, R] of named arrays, and back.
+
+    The arrays are the logits (all, or the top K and the mass of the rest) and features.
     """
 
     # With K < C the other logits are restored as equal values with their true total
@@ -69,11 +67,14 @@ class Codec:
         topk: int,
         features: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """Lay out a record: `num_classes` C (0: no logits), `topk` K (0: all), shapes
-        of `features` by name.
+        """Lay out a record.
+
+        `num_classes` C (0: no logits), `topk` K (0: all), shapes of `features` by name.
         """
-        self.num_classes, self.topk, self.dtype = num_classes, topk, DTYPES[dtype]
-        self.kind = getattr(torch, self.dtype.name)
+        self.num_classes = num_classes
+        self.topk = topk
+        self.dtype = DTYPES[dtype]
+        self.torch_dtype = getattr(torch, self.dtype.name)
         self.features = dict(features or {})
         fields: list[Any] = (
             [("logits", self.dtype, (topk or num_classes,))] if num_classes else []
@@ -83,7 +84,7 @@ class Codec:
                 ("classes", np.dtype(np.uint32), (topk,)),
                 ("rest", np.dtype(np.float32)),
             ]
-        self.of_logits = len(fields)
+        self.num_logit_arrays = len(fields)
         fields += [(name, self.dtype, shape) for name, shape in self.features.items()]
         self.names = tuple(name for name, *_ in fields)
         self.record = np.dtype([*fields, ("crc", np.dtype(np.uint32))])
@@ -92,88 +93,86 @@ class Codec:
         logits = self.compress(outputs.logits) if self.num_classes else []
         return [
             *logits,
-            *(outputs.features[name].to(self.kind) for name in self.features),
+            *(outputs.features[name].to(self.torch_dtype) for name in self.features),
         ]
 
-    def unpack(self, parts: Sequence[Tensor]) -> Outputs:
-        logits = (
-            self.expand(parts[: self.of_logits])
-            if self.num_classes
-            else parts[0].new_zeros(len(parts[0]), 0)
-        )
-        return Outputs(
-            logits, dict(zip(self.features, parts[self.of_logits :], strict=True))
-        )
+    def unpack(self, arrays: Sequence[Tensor]) -> Outputs:
+        if self.num_classes:
+            logits = self.expand(arrays[: self.num_logit_arrays])
+        else:
+            logits = arrays[0].new_zeros(len(arrays[0]), 0)
+        features = zip(self.features, arrays[self.num_logit_arrays :], strict=True)
+        return Outputs(logits, dict(features))
 
     def differences(
-        self, parts: Sequence[Tensor], outputs: Outputs
+        self, arrays: Sequence[Tensor], outputs: Outputs
     ) -> dict[str, tuple[float, float]]:
-        """Return for each array the largest |stored - given| and the largest |given|;
-        NaN if one is NaN.
+        """Return each array's largest |stored - computed| and largest |computed|.
+
+        A value is NaN if one of the numbers is NaN.
         """
-        found = {}
+        split = self.num_logit_arrays
+        differences = {}
         if self.num_classes:
-            largest = outputs.logits.float().abs().max().item()
-            found["logits"] = (
-                self.difference(parts[: self.of_logits], outputs.logits),
-                largest,
+            differences["logits"] = (
+                self.difference(arrays[:split], outputs.logits),
+                outputs.logits.float().abs().max().item(),
             )
-        for name, stored in zip(self.features, parts[self.of_logits :], strict=True):
-            given = outputs.features[name].float()
-            found[name] = (
-                (given - stored.float()).abs().max().item(),
-                given.abs().max().item(),
+        for name, stored in zip(self.features, arrays[split:], strict=True):
+            computed = outputs.features[name].float()
+            differences[name] = (
+                (computed - stored.float()).abs().max().item(),
+                computed.abs().max().item(),
             )
-        return found
+        return differences
 
     def compress(self, logits_BC: Tensor) -> list[Tensor]:
         if not self.topk:
-            return [logits_BC.to(self.kind)]
+            return [logits_BC.to(self.torch_dtype)]
         top = logits_BC.float().topk(self.topk)
-        others_BC = logits_BC.float().scatter(1, top.indices, -math.inf)
-        return [top.values.to(self.kind), top.indices, others_BC.logsumexp(-1)]
+        remaining_BC = logits_BC.float().scatter(1, top.indices, -math.inf)
+        rest_B = remaining_BC.logsumexp(-1)
+        return [top.values.to(self.torch_dtype), top.indices, rest_B]
 
-    def expand(self, parts: Sequence[Tensor]) -> Tensor:
+    def expand(self, arrays: Sequence[Tensor]) -> Tensor:
         """Return the logits [B, C] of records; dense ones in their stored dtype."""
         if not self.topk:
-            return parts[0]
-        values_BK, classes_BK, rest_B = parts
-        others = self.num_classes - self.topk
-        spread_BC = (
-            (rest_B.float() - math.log(others)).unsqueeze(1).repeat(1, self.num_classes)
-        )
+            return arrays[0]
+        values_BK, classes_BK, rest_B = arrays
+        each_B = rest_B.float() - math.log(self.num_classes - self.topk)
+        spread_BC = each_B.unsqueeze(1).repeat(1, self.num_classes)
         return spread_BC.scatter(1, classes_BK.long(), values_BK.float())
 
-    def difference(self, parts: Sequence[Tensor], logits_BC: Tensor) -> float:
-        """Return the largest |stored - given| of a logit, or of the log of the rest's
-        mass; NaN if one is NaN.
+    def difference(self, arrays: Sequence[Tensor], logits_BC: Tensor) -> float:
+        """Return the largest |stored - computed| of a logit or of the rest's log mass.
+
+        It is NaN if one of the numbers is NaN.
         """
         if not self.topk:
-            return (logits_BC.float() - parts[0].float()).abs().max().item()
-        values_BK, classes_BK, rest_B = (
-            parts[0].float(),
-            parts[1].long(),
-            parts[2].float(),
+            return (logits_BC.float() - arrays[0].float()).abs().max().item()
+        values_BK = arrays[0].float()
+        classes_BK = arrays[1].long()
+        rest_B = arrays[2].float()
+        now_B = logits_BC.float().scatter(1, classes_BK, -math.inf).logsumexp(-1)
+        top_difference = (
+            (logits_BC.float().gather(1, classes_BK) - values_BK).abs().max()
         )
-        others_B = logits_BC.float().scatter(1, classes_BK, -math.inf).logsumexp(-1)
-        kept = (logits_BC.float().gather(1, classes_BK) - values_BK).abs().max()
-        return torch.maximum(kept, (others_B - rest_B).abs().max()).item()
+        return torch.maximum(top_difference, (now_B - rest_B).abs().max()).item()
 
 
 class Store:
-    """The files of a cache: `manifest.json` and `view_0000.logits`, ..., one per view;
-    `.outputs` with features.
+    """Read and write the files of a cache.
+
+    `manifest.json` and `view_0000.logits`, ..., one per view; `.outputs` with features.
     """
 
     def __init__(
         self, folder: Path, codec: Codec, num_images: int, writable: bool
     ) -> None:
-        self.folder, self.codec, self.num_images, self.writable = (
-            folder,
-            codec,
-            num_images,
-            writable,
-        )
+        self.folder = folder
+        self.codec = codec
+        self.num_images = num_images
+        self.writable = writable
         self._stop = Stop(
             f"teacher.cache: '{folder}'",
             "Existing entries are used; the rest are computed live.",
@@ -185,6 +184,7 @@ class Store:
         return self._stop.reason
 
     def read(self, view: int, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return records [B], and which of them are complete, bool [B]."""
         try:
             opened = self._opened(view)
         except FileNotFoundError:
@@ -192,47 +192,41 @@ class Store:
         except OSError as error:
             raise disk_error(error, self._path(view), WHERE) from error
         size = self.codec.record.itemsize
-        found = [opened.read(id) for id in ids]
-        whole = np.array(
-            [content is not None and len(content) == size for content in found], bool
+        contents = [opened.read(id) or b"" for id in ids]
+        complete = [len(content) == size for content in contents]
+        joined = bytearray().join(
+            content if len(content) == size else bytes(size) for content in contents
         )
-        content = bytearray().join(
-            part if part and len(part) == size else bytes(size) for part in found
-        )
-        records = np.frombuffer(content, self.codec.record)
-        return records, whole
+        return np.frombuffer(joined, self.codec.record), np.array(complete, bool)
 
-    def parts(
+    def read_arrays(
         self, view: int, ids: Sequence[int], crc: Sequence[int] = ()
     ) -> tuple[list[Tensor], np.ndarray, int]:
-        """Return the content of the records [B] for `Codec.expand`, and which are valid
-        for these images, bool [B].
-        """
+        """Return arrays [B] for `Codec.expand` and which records are valid, bool."""
         # Also return the number of records whose image has since changed, by the `crc`
         # of its encoded bytes (0: unknown).
-        records, whole = self.read(view, ids)
-        now = np.array(crc or [0] * len(ids), np.uint32)
-        stale = whole & (now != records["crc"]) & (now != 0) & (records["crc"] != 0)
-        return (
-            [_tensor(records[name]) for name in self.codec.names],
-            whole & ~stale,
-            int(stale.sum()),
-        )
+        records, complete = self.read(view, ids)
+        recorded = records["crc"]
+        current = np.array(crc or [0] * len(ids), np.uint32)
+        stale = complete & (current != recorded) & (current != 0) & (recorded != 0)
+        arrays = [_widened(records[name]) for name in self.codec.names]
+        return arrays, complete & ~stale, int(stale.sum())
 
     def write(
         self,
         view: int,
         ids: Sequence[int],
-        parts: Sequence[np.ndarray],
+        arrays: Sequence[np.ndarray],
         crc: Sequence[int],
     ) -> None:
-        """Write records, with the CRC of each image's encoded bytes (0: unknown); warn
-        once if the disk is full.
+        """Write records; warn once if the disk is full.
+
+        `crc` is that of each image's encoded bytes (0: unknown).
         """
         content = np.zeros(len(ids), self.codec.record)
         content["crc"] = crc
-        for name, part in zip(self.codec.names, parts, strict=True):
-            content[name] = part
+        for name, array in zip(self.codec.names, arrays, strict=True):
+            content[name] = array
         try:
             records = self._opened(view, os.O_CREAT)
         except OSError as error:
@@ -240,7 +234,7 @@ class Store:
         for id, record in zip(ids, content, strict=True):
             records.write(id, record.tobytes())
 
-    def spent(self, outputs: int, seconds: float) -> None:
+    def record_cost(self, outputs: int, seconds: float) -> None:
         """Record the CPU time of computing outputs of this cache."""
         with suppress(OSError):  # `write` reports a full disk
             append_rows(
@@ -255,32 +249,28 @@ class Store:
         return sum(row["cpu_seconds"] for row in rows) / outputs if outputs else None
 
     def missing(self, view: int) -> np.ndarray:  # ids, ascending
-        return np.flatnonzero(~self.whole(view, range(self.num_images)))
+        return np.flatnonzero(~self.have_records(view, range(self.num_images)))
 
-    def whole(self, view: int, ids: Sequence[int]) -> np.ndarray:
-        """Return which images have a whole record, bool [B]; few records are in memory
-        at a time.
+    def have_records(self, view: int, ids: Sequence[int]) -> np.ndarray:
+        """Return which images have a complete record, bool [B].
+
+        Few records are in memory at a time.
         """
         count = max(1, min(4096, READ_BYTES // self.codec.record.itemsize))
-        found = [
+        chunks = [
             self.read(view, ids[start : start + count])[1]
             for start in range(0, len(ids), count)
         ]
-        return np.concatenate(found) if found else np.zeros(0, bool)
+        return np.concatenate(chunks) if chunks else np.zeros(0, bool)
 
     def _path(self, view: int) -> Path:
-        return (
-            self.folder
-            / f"view_{view:04d}.{'outputs' if self.codec.features else 'logits'}"
-        )
+        ending = "outputs" if self.codec.features else "logits"
+        return self.folder / f"view_{view:04d}.{ending}"
 
     def _opened(self, view: int, flags: int = 0) -> Records:
         if view not in self._views:
-            file = os.open(
-                self._path(view),
-                flags | (os.O_RDWR if self.writable else os.O_RDONLY),
-                0o644,
-            )
+            access = os.O_RDWR if self.writable else os.O_RDONLY
+            file = os.open(self._path(view), flags | access, 0o644)
             self._views[view] = Records(
                 file, self.codec.record.itemsize, self._stop, str(view)
             )
@@ -288,8 +278,9 @@ class Store:
 
 
 class CachedTeacher:
-    """Reads outputs from the store and runs the live teacher for missing ones. See
-    `kd.core.contracts.Teacher`.
+    """Read outputs from the store, and run the live teacher for missing ones.
+
+    See `kd.core.contracts.Teacher`.
     """
 
     # The student gets the record's (rounded) values even in the step that writes it. So
@@ -303,21 +294,19 @@ class CachedTeacher:
         fixed_shape: bool = False,
         on_cpu: bool = True,
     ) -> None:
-        """Put a store before a live teacher; `fixed_shape`: it is compiled, so it runs
-        on whole micro-batches.
+        """Put a store before a live teacher.
+
+        `fixed_shape`: it is compiled, so it runs on whole micro-batches.
         """
-        self.live, self.store, self.fixed_shape, self.on_cpu = (
-            live,
-            store,
-            fixed_shape,
-            on_cpu,
-        )
+        self.live = live
+        self.store = store
+        self.fixed_shape = fixed_shape
+        self.on_cpu = on_cpu
         self._waiting: list[tuple[int, list[int], list[Tensor], list[int]]] = []
         self._bytes = 0
-        self._outputs, self._seconds = (
-            0,
-            0.0,
-        )  # images and CPU time since the last flush; only measured on a CPU
+        # images and CPU time since the last flush; only measured on a CPU
+        self._outputs = 0
+        self._seconds = 0.0
         self._warned: set[int] = set()
 
     @property
@@ -325,41 +314,39 @@ class CachedTeacher:
         return self.live.images
 
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Look up each batch while it is on the host, where its ids can be read without
-        a sync.
-        """
+        """Look up each batch while it is on the host, where its ids need no sync."""
         # A record of a changed image counts as missing; the number of such records is
         # logged once per view.
-        changed, view = 0, 0
+        changed = 0
+        view = 0
         try:
             for batch in batches:
-                view, found, stale = batch.view, *self._found(batch)
+                view = batch.view
+                answered, stale = self._with_stored_outputs(batch)
                 changed += stale
-                yield found
+                yield answered
         finally:
-            if changed and (
-                self.store.writable or view not in self._warned
-            ):  # a written record is counted once
+            # a written record is counted once
+            if changed and (self.store.writable or view not in self._warned):
                 self._warned.add(view)
-                text = (
+                log.warning(
                     "teacher.cache: view %d: %d records are of images that have"
-                    " changed; they are computed again"
+                    " changed; they are computed again",
+                    view,
+                    changed,
                 )
-                log.warning(text, view, changed)
 
     def unanswered(self, view: int, ids: Tensor) -> Tensor:
-        return torch.from_numpy(~self.store.whole(view, ids.tolist()))
+        return torch.from_numpy(~self.store.have_records(view, ids.tolist()))
 
-    def _found(
-        self, batch: Batch
-    ) -> tuple[Batch, int]:  # with its stored outputs, and the number of changed images
+    def _with_stored_outputs(self, batch: Batch) -> tuple[Batch, int]:
+        """Add stored outputs to a batch; also return the number of changed images."""
         ids = batch.ids.tolist()
-        parts, whole, stale = self.store.parts(batch.view, ids, batch.crc)
-        outputs = self.store.codec.unpack(parts)
-        wanted = (
-            ~whole & (batch.weight > 0).numpy()
-        )  # padding and unreadable images have weight 0
-        missing = tuple((row, ids[row]) for row in np.flatnonzero(wanted).tolist())
+        arrays, valid, stale = self.store.read_arrays(batch.view, ids, batch.crc)
+        outputs = self.store.codec.unpack(arrays)
+        # padding and unreadable images have weight 0
+        needed = ~valid & (batch.weight > 0).numpy()
+        missing = tuple((row, ids[row]) for row in np.flatnonzero(needed).tolist())
         if missing and batch.small and batch.full_size is None:
             wrong = (
                 f"'{self.store.folder}', view {batch.view}: image {missing[0][1]} has"
@@ -370,59 +357,61 @@ class CachedTeacher:
                 " ones"
             )
             raise ModelError(WHERE, wrong, allowed, "Compute them again with kd-cache")
-        if not whole.all():
-            gaps = torch.from_numpy(np.flatnonzero(~whole))
+        if not valid.all():
+            gaps = torch.from_numpy(np.flatnonzero(~valid))
             outputs = outputs.map(lambda tensor: tensor.index_fill(0, gaps, 0))
         return replace(batch, teacher_outputs=TeacherOutputs(outputs, missing)), stale
 
     def stored(self, view: int, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the stored logits [B, C], and which images have them, bool [B]."""
-        parts, whole, _ = self.store.parts(view, ids)
-        return self.store.codec.unpack(parts).logits, torch.from_numpy(whole)
+        arrays, valid, _ = self.store.read_arrays(view, ids)
+        return self.store.codec.unpack(arrays).logits, torch.from_numpy(valid)
 
     def __call__(self, batch: Batch) -> Outputs:
         """Return float32 logits [B, C] and features, rounded as in records."""
         answer = batch.teacher_outputs
         if answer is None:
             return self.live(batch)
-        known = answer.outputs.map(lambda tensor: tensor.float())
+        stored = answer.outputs.map(lambda tensor: tensor.float())
         if not answer.missing:
-            return known
+            return stored
         places = torch.tensor([row for row, _ in answer.missing])
         rows = places.to(batch.image.device, non_blocking=True)
-        whole = len(rows) == len(batch.ids) or self.fixed_shape
+        all_images = len(rows) == len(batch.ids) or self.fixed_shape
         bare = replace(batch, teacher_outputs=None)
         before = time.process_time()
-        said = self.live(bare if whole else bare.take(places))
+        outputs = self.live(bare if all_images else bare.take(places))
         if self.on_cpu:
-            self._outputs, self._seconds = (
-                self._outputs + len(rows),
-                self._seconds + time.process_time() - before,
-            )
-        if whole and len(rows) < len(batch.ids):
-            said = said.map(lambda tensor: tensor.index_select(0, rows))
+            self._outputs += len(rows)
+            self._seconds = self._seconds + time.process_time() - before
+        if all_images and len(rows) < len(batch.ids):
+            outputs = outputs.map(lambda tensor: tensor.index_select(0, rows))
         codec = self.store.codec
-        parts = codec.pack(said)
+        arrays = codec.pack(outputs)
+        ids = [id for _, id in answer.missing]
         crc = [batch.crc[row] if batch.crc else 0 for row, _ in answer.missing]
-        self._waiting.append((batch.view, [id for _, id in answer.missing], parts, crc))
-        self._bytes += sum(part.nbytes for part in parts)
+        self._waiting.append((batch.view, ids, arrays, crc))
+        self._bytes += sum(array.nbytes for array in arrays)
         if len(self._waiting) >= WAITING or self._bytes >= WAITING_BYTES:
             self.flush()
-        kept = codec.unpack(parts).map(lambda tensor: tensor.float())
+        rounded = codec.unpack(arrays).map(lambda tensor: tensor.float())
         features = {
-            name: known.features[name].index_copy(0, rows, kept.features[name])
+            name: stored.features[name].index_copy(0, rows, rounded.features[name])
             for name in codec.features
         }
-        return Outputs(known.logits.index_copy(0, rows, kept.logits), features)
+        return Outputs(stored.logits.index_copy(0, rows, rounded.logits), features)
 
     def flush(self) -> None:
-        """Write the records that are still on the device; if another run is the writer,
-        only check them.
+        """Write the records that are still on the device.
+
+        If another run is the writer, they are only checked.
         """
-        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        waiting = self._waiting
+        self._waiting = []
+        self._bytes = 0
         codec = self.store.codec
-        for view, ids, parts, crc in waiting:
-            arrays = [part.cpu().numpy() for part in parts]
+        for view, ids, tensors, crc in waiting:
+            arrays = [tensor.cpu().numpy() for tensor in tensors]
             for name, array in zip(codec.names, arrays, strict=True):
                 if not np.isfinite(array).all():
                     wrong = (
@@ -445,14 +434,16 @@ class CachedTeacher:
             if self.store.writable:
                 self.store.write(view, ids, arrays, crc)
         if self.store.writable and self._outputs:
-            self.store.spent(self._outputs, self._seconds)
-        self._outputs, self._seconds = 0, 0.0
+            self.store.record_cost(self._outputs, self._seconds)
+        self._outputs = 0
+        self._seconds = 0.0
 
 
-def _tensor(part: np.ndarray) -> Tensor:
-    return torch.from_numpy(
-        part.astype(np.int64) if part.dtype == np.uint32 else np.ascontiguousarray(part)
-    )
+def _widened(array: np.ndarray) -> Tensor:
+    """Return an array as a tensor; uint32 as int64, by which torch can index."""
+    if array.dtype == np.uint32:
+        return torch.from_numpy(array.astype(np.int64))
+    return torch.from_numpy(np.ascontiguousarray(array))
 
 
 def open_store(
@@ -462,14 +453,15 @@ def open_store(
     num_images: int,
     writable: bool,
 ) -> Store:
-    """Open a cache, or create it if `writable`. `identity`: the inputs of its records
-    by name, JSON values.
+    """Open a cache, or create it if `writable`.
+
+    `identity` holds the inputs of its records by name, as JSON values.
     """
     open_folder(folder, {"format": FORMAT, **identity}, WHERE, writable)
     return Store(folder, codec, num_images, writable)
 
 
-def owned(folder: Path) -> bool:
+def claim_writer(folder: Path) -> bool:
     """Try to make this process the only writer of a cache; return whether it is."""
     # It is not if another run writes there, or if the user may only read the cache.
     if folder not in _locks:

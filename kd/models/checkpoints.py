@@ -1,5 +1,4 @@
-"""Files of weights: recognize the format, read it without running its code, list its
-sets of tensors.
+"""Read files of weights without running their code, and list their sets of tensors.
 
 `kd/models/fitting.py` fits them to a network. Known files are listed in
 `kd/models/weights.json`.
@@ -48,52 +47,50 @@ _RENAMED += [
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Content of a file."""
+    """Hold the content of a file of weights."""
 
     config_path: str  # config path for messages
     file: Path
-    sets: Mapping[
-        str, Tensors
-    ]  # sets of tensors by their key in the file, such as `model_ema`; "": the whole file
-    classes: (
-        list[str] | None
-    )  # class names recorded in it or in its folder, in the order of its logits
-    trainer: Mapping[
-        str, Any
-    ]  # what its trainer wrote of network and pixels, which shapes may not reveal
+    # sets of tensors by their key in the file, such as `model_ema`; "": the whole file
+    sets: Mapping[str, Tensors]
+    # class names recorded in it or in its folder, in the order of its logits
+    classes: list[str] | None
+    # what its trainer wrote of network and pixels, which shapes may not reveal
+    trainer: Mapping[str, Any]
 
     @property
     def section(self) -> str:
-        """The config path of its model."""
+        """Return the config path of its model."""
         return self.config_path.removesuffix(".checkpoint").lstrip("-")
 
     @property
     def architecture(self) -> str:
-        """The network's name that its trainer wrote, without a tag such as
-        `.augreg_in1k`; "": none.
+        """Return the name of the network that its trainer wrote; "" if none.
+
+        A tag such as `.augreg_in1k` is left out.
         """
         return str(self.trainer.get("model", "")).partition(".")[0]
 
     def arguments(self, model: str) -> dict[str, Any]:
-        """Return the arguments with which its trainer built a network of timm; {} if it
-        built another network.
+        """Return the arguments with which its trainer built a network of timm.
+
+        They are {} if it built another network.
 
         Without those that kd sets itself: a file names no other file, no weights to
         fetch and no number of classes.
         """
         if self.architecture != model.partition(".")[0]:
             return {}
-        renamed = {
-            "gp": "global_pool",
-            "bn_eps": "bn_eps",
-        }  # options of timm's train.py
+        # options of timm's train.py
+        arguments = {"gp": "global_pool", "bn_eps": "bn_eps"}
         written = {
             argument: self.trainer[option]
-            for option, argument in renamed.items()
+            for option, argument in arguments.items()
             if option in self.trainer
         }
-        more = self.trainer.get("model_kwargs", {})
-        written |= more if isinstance(more, dict) else {}
+        keywords = self.trainer.get("model_kwargs", {})
+        if isinstance(keywords, dict):
+            written |= keywords
         return {
             key: value
             for key, value in written.items()
@@ -101,12 +98,12 @@ class Weights:
         }
 
     def named_among(self, networks: Iterable[str]) -> list[str]:
-        """Return the networks whose names the trainer or the file's name gives, the
-        likeliest first.
+        """Return the networks named by the trainer or the file, the likeliest first.
 
         A file's name may leave out the `tf_` of networks that pad as TensorFlow does.
         """
-        trained, stem = letters_of(self.architecture), letters_of(self.file.stem)
+        trained = letters_of(self.architecture)
+        stem = letters_of(self.file.stem)
         named = [
             name
             for name in networks
@@ -128,21 +125,17 @@ def letters_of(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower())
 
 
-def located(config_path: str, place: str) -> list[Path]:
-    """Return the file of weights in a configuration, or all of its parts if it is
-    split.
-    """
-    path = Path(packages.fetched(config_path, place))
+def weight_files(config_path: str, place: str) -> list[Path]:
+    """Return the file of weights in a configuration, or all of its parts."""
+    path = Path(packages.fetch(config_path, place))
     path = path.parent if path.name.endswith(".index.json") else path
     require_no_adapter(config_path, path)
-    parts = PART.sub(r"-*-of-\1", path.name)
+    pattern = PART.sub(r"-*-of-\1", path.name)
     if path.is_dir():
-        files = next(
-            (found for names in KNOWN["folder"] if (found := sorted(path.glob(names)))),
-            [],
-        )
+        listings = (sorted(path.glob(names)) for names in KNOWN["folder"])
+        files = next(filter(None, listings), [])
     else:
-        files = [path] if parts == path.name else sorted(path.parent.glob(parts))
+        files = [path] if pattern == path.name else sorted(path.parent.glob(pattern))
     if not all(file.is_file() for file in files or [path]):
         for names, remedy in KNOWN["divided"].items():
             if any(path.glob(names)):
@@ -157,19 +150,18 @@ def located(config_path: str, place: str) -> list[Path]:
             " teacher"
         )
         raise ModelError(config_path, f"no file '{path}'", allowed, "Check the path")
-    if (part := PART.search(files[0].name)) and len(files) != int(part[1]):
+    numbered = PART.search(files[0].name)
+    if numbered and len(files) != int(numbered[1]):
         wrong = (
-            f"'{files[0]}' is one of {int(part[1])} parts, of which {len(files)} are in"
-            " its folder"
+            f"'{files[0]}' is one of {int(numbered[1])} parts, of which"
+            f" {len(files)} are in its folder"
         )
         raise ModelError(config_path, wrong, "All of them", "Copy the others beside it")
     return files
 
 
 def require_no_adapter(config_path: str, folder: Path) -> None:
-    """Refuse a folder whose weights are those of a network only together with an
-    adapter.
-    """
+    """Refuse a folder whose weights need an adapter beside them."""
     if (folder / "adapter_config.json").is_file():
         wrong = (
             f"'{folder}' has an adapter (LoRA), so that the weights beside it are not"
@@ -182,17 +174,20 @@ def require_no_adapter(config_path: str, folder: Path) -> None:
         raise ModelError(config_path, wrong, "Weights with the adapter merged", remedy)
 
 
-def read(config_path: str, place: str) -> Weights:
-    """Read a file of weights by its content, not its ending, without running
-    its code.
+def read_weights(config_path: str, place: str) -> Weights:
+    """Read a file of weights by its content, not its ending.
+
+    Its code is not run.
     """
-    files, content = located(config_path, place), dict[Any, Any]()
+    files = weight_files(config_path, place)
+    content: dict[Any, Any] = {}
     for file in files:
-        one = READERS[_kind(config_path, file)](config_path, file)
-        content |= one if isinstance(one, dict) else {}
+        loaded = READERS[_kind(config_path, file)](config_path, file)
+        if isinstance(loaded, dict):
+            content |= loaded
     nested = dict(_nested(content))
     named = {
-        place: _tensors(inside)
+        place: _tensors_by_name(inside)
         for place, inside in nested.items()
         if not re.search(KNOWN["beside"], place)
     }
@@ -211,7 +206,7 @@ def read(config_path: str, place: str) -> Weights:
             "Save model.state_dict()",
         )
     recorded = [
-        _class_names(value)
+        _class_list(value)
         for inside in nested.values()
         for key, value in inside.items()
         if CLASSES(str(key))
@@ -274,65 +269,62 @@ def _safetensors(config_path: str, file: Path) -> Tensors:
 
 
 def _pickle(config_path: str, file: Path) -> Any:
-    """Read tensors and plain values from torch.save. The error names other objects and
-    how to rewrite the file.
+    """Read tensors and plain values from torch.save.
+
+    The error names other objects and how to rewrite the file.
     """
+    # older versions take no other names
     torch.serialization.add_safe_globals(
         _CLASSES + _RENAMED * (torch.__version__ >= "2.7")
-    )  # older: no other names
+    )
     try:
-        with suppress(
-            Exception
-        ):  # the format before torch 1.6, or another ending, cannot be mapped
+        # the format before torch 1.6, or another ending, cannot be mapped
+        with suppress(Exception):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         with file.open("rb") as opened:
             return torch.load(opened, map_location="cpu", weights_only=True)
-    except (
-        Exception
-    ) as error:  # the unpickler raises many types, all caused by the file
-        text, foreign = str(error) or type(error).__name__, list[str]()
-        with suppress(Exception):
-            foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
-            foreign.sort(
-                key=lambda name: (
-                    name.startswith(
-                        ("torch.", "functools.", "collections.", "builtins.")
-                    ),
-                    name,
-                )
-            )
-    named = ", ".join(foreign[:3]) or " ".join(re.findall(r"GLOBAL (\S+)", text)[:1])
-    reason = (
-        f"objects of {named}, whose reading may run code"
-        if named
-        else first_sentence(text)
-    )
-    script = "TorchScript" in text
-    remedy = (
-        f"If you trust its source, rewrite it: {_line(file, script)}"
-        if named or script
-        else "Save it anew"
-    )
-    if named.startswith("ultralytics"):
+    # the unpickler raises many types, all caused by the file
+    except Exception as error:
+        message = str(error) or type(error).__name__
+    foreign = ", ".join(_foreign_objects(file)[:3])
+    foreign = foreign or " ".join(re.findall(r"GLOBAL (\S+)", message)[:1])
+    script = "TorchScript" in message
+    if script:
+        reason = "a TorchScript archive, which is code"
+    elif foreign:
+        reason = f"objects of {foreign}, whose reading may run code"
+    else:
+        reason = first_sentence(message)
+    remedy = "Save it anew"
+    if foreign or script:
+        command = _rewriting_command(file, script)
+        remedy = f"If you trust its source, rewrite it: {command}"
+    if foreign.startswith("ultralytics"):
         remedy = (
             f"Write `yolo export model={file} format=onnx`, then set kind: onnx and"
             " outputs: probabilities"
         )
-    wrong = (
-        f"'{file}' cannot be read as weights"
-        f" ({'a TorchScript archive, which is code' if script else reason})"
-    )
     raise ModelError(
         config_path,
-        wrong,
+        f"'{file}' cannot be read as weights ({reason})",
         "Tensors by name, with numbers, texts and paths beside them",
         remedy,
     )
 
 
-def _line(file: Path, script: bool) -> str:
-    """Return the command that rewrites a file with weights only; a module becomes its
-    state_dict.
+def _foreign_objects(file: Path) -> list[str]:
+    """Return the names of objects that are not weights; those of libraries last."""
+    libraries = ("torch.", "functools.", "collections.", "builtins.")
+    with suppress(Exception):
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
+        return sorted(names, key=lambda name: (name.startswith(libraries), name))
+    return []
+
+
+def _rewriting_command(file: Path, script: bool) -> str:
+    """Return the command that rewrites a file with weights only.
+
+    A module becomes its state_dict.
     """
     loaded = (
         f"torch.jit.load({str(file)!r})"
@@ -376,7 +368,7 @@ def _nested(
             yield from _nested(inside, f"{place}.{key}".strip("."))
 
 
-def _tensors(inside: dict[Any, Any]) -> Tensors:
+def _tensors_by_name(inside: dict[Any, Any]) -> Tensors:
     return {
         name: value
         for name, value in inside.items()
@@ -384,24 +376,21 @@ def _tensors(inside: dict[Any, Any]) -> Tensors:
     }
 
 
-def _class_names(value: Any) -> list[str]:
-    """Return class names in the order of the logits from a list, {name: position} or
-    {position: name}; else none.
+def _class_list(value: Any) -> list[str]:
+    """Return class names in the order of the logits, or [].
+
+    `value` is a list, {name: position} or {position: name}.
     """
-    pairs = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, (list, tuple))
-        else ()
-    )
-    placed = [
-        (str(place), name) if isinstance(name, str) else (str(name), place)
-        for place, name in pairs
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return []
+    positions: list[tuple[str, Any]] = [
+        (str(key), item) if isinstance(item, str) else (str(item), key)
+        for key, item in value.items()
     ]
-    named = all(place.isdecimal() and isinstance(name, str) for place, name in placed)
-    return (
-        [name for _, name in sorted(placed, key=lambda pair: int(pair[0]))]
-        if named
-        else []
-    )  # type: ignore[misc]
+    if not all(
+        place.isdecimal() and isinstance(name, str) for place, name in positions
+    ):
+        return []
+    return [name for _, name in sorted(positions, key=lambda pair: int(pair[0]))]

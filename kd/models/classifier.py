@@ -1,5 +1,6 @@
-"""Classifiers from uint8 pixels to logits, with the normalization and input size of
-each network; ensembles.
+"""Classifiers from uint8 pixels to logits, and ensembles of them.
+
+Each normalizes and resizes images as its network needs it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kd.core.types import Outputs
 
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
-    """A model's native preprocessing: its own library's transform of a whole image."""
+    """Hold a model's native preprocessing, its library's transform of an image."""
 
     library: str
     prepare: Callable[[Image.Image], Tensor]  # RGB image -> normalized pixels [3, H, W]
@@ -29,14 +30,15 @@ class Preprocessing:
 
 
 class Classifier(nn.Module):
-    """Wraps any module that maps normalized images [B, 3, S, S] to logits [B, C].
+    """Wrap any module that maps normalized images [B, 3, S, S] to logits [B, C].
 
     All models of a run get the same uint8 pixels. Each normalizes with its own mean and
     standard deviation and, if its input size differs from the data's, resizes on the
     device (bicubic, antialiased). It implements `kd.core.contracts.TeacherModel`.
     """
 
-    runtime, reads_ids = "torch", False
+    runtime = "torch"
+    reads_ids = False
     preprocessing: Preprocessing | None = None  # None: the model has none
     notes: Sequence[str] = ()  # see `kd.core.contracts.HasWarnings`
 
@@ -51,77 +53,69 @@ class Classifier(nn.Module):
         architecture: Any = None,
         classes: Sequence[str] = (),
     ) -> None:
-        """Wrap `network`. `num_classes` 0: it has no classifier, and its output [B, D]
-        is the pooled features.
+        """Wrap `network`.
+
+        With `num_classes` 0 it has no classifier, and its output [B, D] is the pooled
+        features.
         """
         # `input_size` in pixels; 0: any. `mean` and `std` are per channel, for pixels
         # in 0..1. `features`: names of `Outputs.features` to return as well (timm
         # networks only). `architecture`: its arguments as JSON values, since weights
         # alone do not determine the number of heads.
         super().__init__()
-        self.network, self.num_classes, self.input_size = (
-            network,
-            num_classes,
-            input_size,
-        )
-        self.features, self.architecture, self.classes = (
-            tuple(sorted(features)),
-            architecture,
-            tuple(classes),
-        )
+        self.network = network
+        self.num_classes = num_classes
+        self.input_size = input_size
+        self.features = tuple(sorted(features))
+        self.architecture = architecture
+        self.classes = tuple(classes)
         self.project: nn.Module | None = None
         """Projector of an embedding student into its teacher's space, for search in the
         teacher's index.
         """
-        scale = torch.tensor([1 / (255 * s) for s in std]).view(1, 3, 1, 1)
-        shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(
-            1, 3, 1, 1
-        )
-        self.register_buffer("scale", scale, persistent=False)
-        self.register_buffer("shift", shift, persistent=False)
+        scales = torch.tensor([1 / (255 * s) for s in std])
+        shifts = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)])
+        self.register_buffer("scale", scales.view(1, 3, 1, 1), persistent=False)
+        self.register_buffer("shift", shifts.view(1, 3, 1, 1), persistent=False)
 
     def forward(self, image: Tensor) -> Outputs:
         return self.outputs(self.normalize(image))
 
     def outputs(self, pixels: Tensor) -> Outputs:
         if not self.features:
-            return (
-                Outputs(self.network(pixels))
-                if self.num_classes
-                else Outputs(pixels.new_zeros(len(pixels), 0))
-            )
+            if self.num_classes:
+                return Outputs(self.network(pixels))
+            return Outputs(pixels.new_zeros(len(pixels), 0))
         network: Any = self.network
         inner = network.forward_features(pixels)
         pooled_BD = network.forward_head(inner, pre_logits=True)
         features = {"pooled": pooled_BD} if "pooled" in self.features else {}
-        features |= (
-            {"tokens": tokens_of(network, inner)} if "tokens" in self.features else {}
-        )
+        if "tokens" in self.features:
+            features["tokens"] = tokens_of(network, inner)
         if not self.num_classes:
             return Outputs(pooled_BD.new_zeros(len(pooled_BD), 0), features)
         head = network.get_classifier()
         # A network with two heads (distilled DeiT) has no single map from features to
         # logits.
-        logits_BC = (
-            head(pooled_BD)
-            if isinstance(head, nn.Module)
-            else network.forward_head(inner)
-        )
-        return Outputs(logits_BC, features)
+        if isinstance(head, nn.Module):
+            return Outputs(head(pooled_BD), features)
+        return Outputs(network.forward_head(inner), features)
 
     def answer(self, image: Tensor) -> Tensor:
-        """Return the outputs of its export for uint8 images: logits [B, C], or pooled
-        features [B, D] of length 1.
+        """Return the outputs of its export for uint8 images.
+
+        They are logits [B, C], or pooled features [B, D] of length 1.
         """
         return self.head(self.normalize(image))
 
-    def head(self, pixels: Tensor) -> Tensor:  # the same for normalized images
+    def head(self, pixels: Tensor) -> Tensor:
+        """Return the same outputs for normalized images."""
         output = self.network(pixels)
         if self.num_classes:
             return output
-        return F.normalize(
-            output if self.project is None else self.project(output), dim=1
-        )
+        if self.project is not None:
+            output = self.project(output)
+        return F.normalize(output, dim=1)
 
     def normalize(self, image: Tensor) -> Tensor:
         """Return float [B, 3, S, S], normalized, in the network's dtype."""
@@ -143,8 +137,9 @@ class Classifier(nn.Module):
 
     @property
     def num_features(self) -> int:
-        """Width D of the pooled features, after `project` if there is one; 0 if
-        unknown.
+        """Return the width D of the pooled features; 0 if unknown.
+
+        It is that after `project` if there is one.
         """
         if isinstance(self.project, nn.Linear):
             return self.project.out_features
@@ -155,13 +150,14 @@ class Classifier(nn.Module):
 
 
 class Network(nn.Module):
-    """A foreign module, wrapped so that it returns one tensor."""
+    """Wrap a foreign module so that it returns one tensor."""
 
     def __init__(
         self, inner: nn.Module, change: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         super().__init__()
-        self.inner, self.change = inner, change
+        self.inner = inner
+        self.change = change
         self.pick: nn.Module = nn.Identity()
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -170,8 +166,9 @@ class Network(nn.Module):
 
 
 def resized(image: Tensor, size: int) -> Tensor:
-    """Resize uint8 images [B, 3, H, W] to float32 in 0..255, [B, 3, S, S]; bicubic,
-    antialiased. S = 0: same size.
+    """Resize uint8 images [B, 3, H, W] to float32 [B, 3, S, S] in 0..255.
+
+    The resize is bicubic and antialiased; S = 0 keeps the size.
     """
     pixels = image.to(torch.float32)
     if not size or tuple(image.shape[-2:]) == (size, size):
@@ -182,10 +179,10 @@ def resized(image: Tensor, size: int) -> Tensor:
 
 
 def main_output(answer: Any, config_path: str) -> Tensor:
-    """Return the tensor in a module's output: the output, a tuple's first item,
-    `.logits` or `.pooler_output`.
+    """Return the tensor in a module's output.
+
+    It is the output, a tuple's first item, `.logits` or `.pooler_output`.
     """
-    found = answer[0] if isinstance(answer, (tuple, list)) and answer else answer
     for name in ("logits", "pooler_output"):
         value = (
             answer.get(name)
@@ -194,8 +191,9 @@ def main_output(answer: Any, config_path: str) -> Tensor:
         )
         if isinstance(value, Tensor):
             return value
-    if isinstance(found, Tensor):
-        return found
+    output = answer[0] if isinstance(answer, (tuple, list)) and answer else answer
+    if isinstance(output, Tensor):
+        return output
     wrong = f"the model returns {type(answer).__name__}"
     raise ModelError(
         config_path,
@@ -228,21 +226,19 @@ def tokens_of(network: nn.Module, inner: Tensor) -> Tensor:
 
 @torch.no_grad()
 def feature_shapes(model: Any, image_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's features by name, without B, from a forward of a
-    black image.
+    """Return the shapes of a model's features by name, without B.
+
+    They come from a forward of a black image.
     """
     if not getattr(model, "features", ()):
         return {}
-    device = getattr(
-        next(chain(model.parameters(), model.buffers()), None), "device", None
-    )
+    first = next(chain(model.parameters(), model.buffers()), None)
+    device = getattr(first, "device", None)
     image = torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8, device=device)
+    inputs: tuple[Tensor, ...] = (image,)
+    if getattr(model, "reads_ids", False):
+        inputs = (image, torch.zeros(1, dtype=torch.int64))
     training = model.training
-    inputs = (
-        (image, torch.zeros(1, dtype=torch.int64))
-        if getattr(model, "reads_ids", False)
-        else (image,)
-    )
     outputs = model.eval()(*inputs)
     model.train(training)
     return {name: tuple(value.shape[1:]) for name, value in outputs.features.items()}
@@ -252,8 +248,9 @@ REORDERED = "its outputs were put into the order of the data's classes"
 
 
 class Pick(nn.Module):
-    """Returns the logits of the data's classes, in the data's order; a teacher may have
-    more, or another order.
+    """Return the logits of the data's classes, in the data's order.
+
+    A teacher may have more, or another order.
     """
 
     def __init__(self, columns: Sequence[int]) -> None:
@@ -265,29 +262,31 @@ class Pick(nn.Module):
 
 
 class LogitsModel(nn.Module):
-    """Wraps any module from images to logits [B, C], without normalization, resizing or
-    features.
+    """Wrap any module from images to logits [B, C].
+
+    It has no normalization, resizing or features.
     """
 
     # Float images are cast to the dtype of its weights, and its logits to float32.
 
     classes: Sequence[str] = ()
     notes: Sequence[str] = ()
-    runtime, reads_ids = "torch", False
+    runtime = "torch"
+    reads_ids = False
 
     def __init__(self, network: nn.Module, config_path: str = "model") -> None:
         super().__init__()
-        self.network, self.config_path = network, config_path
+        self.network = network
+        self.config_path = config_path
 
     def forward(self, image: Tensor) -> Outputs:
-        weight = next(
-            (one for one in self.network.parameters() if one.is_floating_point()), image
-        )
+        dtype = image.dtype
+        if image.is_floating_point():
+            weights = (w for w in self.network.parameters() if w.is_floating_point())
+            dtype = next(weights, image).dtype
         # A copy: a module that normalizes in place must not change the caller's data or
         # the other model's images.
-        pixels = image.to(
-            weight.dtype if image.is_floating_point() else image.dtype, copy=True
-        )
+        pixels = image.to(dtype, copy=True)
         return Outputs(main_output(self.network(pixels), self.config_path).float())
 
     def identity(self) -> dict[str, Any]:
@@ -295,8 +294,9 @@ class LogitsModel(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """Averages the probabilities of several classifiers (arXiv:1503.02531 distills such
-    an ensemble).
+    """Average the probabilities of several classifiers.
+
+    arXiv:1503.02531 distills such an ensemble.
     """
 
     # It averages probabilities, because a teacher with large logits would dominate an
@@ -310,23 +310,25 @@ class Ensemble(nn.Module):
         weights: Sequence[float],
         average: Callable[..., Tensor],
     ) -> None:
-        """Combine K teachers of the same classes; only the ratios of their `weights`
-        (each above 0) matter.
+        """Combine K teachers of the same classes.
+
+        Only the ratios of their `weights` (each above 0) matter.
         """
         # `average` is the task's: (logits [K, B, C], shares [K]) -> logits [B, C] of
         # the averaged probabilities.
         super().__init__()
-        self.members, self.average = nn.ModuleList(members), average
+        self.members = nn.ModuleList(members)
+        self.average = average
         self.shares = [weight / sum(weights) for weight in weights]
         self.classes = members[0].classes
-        others = sorted({member.runtime for member in members} - {"torch"})
-        self.runtime = " and ".join(others) or "torch"
+        runtimes = sorted({member.runtime for member in members} - {"torch"})
+        self.runtime = " and ".join(runtimes) or "torch"
         self.reads_ids = any(member.reads_ids for member in members)
 
     def validation(self, test: bool = False) -> Ensemble:
         members = [
-            one.validation(test) if one.reads_ids else one  # type: ignore[operator]
-            for one in self.members
+            member.validation(test) if member.reads_ids else member  # type: ignore[operator]
+            for member in self.members
         ]
         return Ensemble(members, self.shares, self.average)
 
@@ -344,16 +346,12 @@ class Ensemble(nn.Module):
             name: [member.get(name) for member in members]
             for name in dict.fromkeys(chain(*members))
         }
-        whole = (
-            hashlib.sha256(" ".join(joined["teacher"]).encode()).hexdigest()
-            if self.runtime != "torch"
-            else ""
-        )
-        return {
-            **joined,
-            "teacher": whole or digest(self.network),
-            "shares": self.shares,
-        }
+        if self.runtime == "torch":
+            teacher = digest(self.network)
+        else:
+            digests = " ".join(joined["teacher"])
+            teacher = hashlib.sha256(digests.encode()).hexdigest()
+        return {**joined, "teacher": teacher, "shares": self.shares}
 
     def forward(
         self, image: Tensor, ids: Tensor | None = None, view: int = 0
@@ -362,19 +360,16 @@ class Ensemble(nn.Module):
             member(image, ids, view) if member.reads_ids else member(image)
             for member in self.members
         ]
-        named = {}
-        for k, one in enumerate(outputs):
-            named |= {
-                f"{name}.{k}" if k else name: value
-                for name, value in one.features.items()
-            }
+        features = {
+            f"{name}.{k}" if k else name: value
+            for k, output in enumerate(outputs)
+            for name, value in output.features.items()
+        }
         if not outputs[0].logits.shape[1]:
-            return Outputs(outputs[0].logits, named)
-        logits_KBC = torch.stack([one.logits.float() for one in outputs])
-        return Outputs(
-            self.average(logits_KBC, torch.tensor(self.shares, device=image.device)),
-            named,
-        )
+            return Outputs(outputs[0].logits, features)
+        logits_KBC = torch.stack([output.logits.float() for output in outputs])
+        shares_K = torch.tensor(self.shares, device=image.device)
+        return Outputs(self.average(logits_KBC, shares_K), features)
 
 
 def digest(network: nn.Module) -> str:
@@ -387,21 +382,15 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         sha.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        sha.update(
-            tensor.detach()
-            .cpu()
-            .contiguous()
-            .view(-1)
-            .view(torch.uint8)
-            .numpy()
-            .tobytes()
-        )
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        sha.update(flat.view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 
 
 def set_attention(module: nn.Module, fused: bool) -> int:
-    """Choose torch's fused attention kernel or plain matrix products; return the number
-    of changed layers.
+    """Choose torch's fused attention kernel or plain matrix products.
+
+    Return the number of changed layers.
     """
     # timm chooses at construction. The faster kernel depends on device and shape, so it
     # is set again here (on one CPU unfused was 1.4 times faster in training).
@@ -428,8 +417,9 @@ def trained_network(student: Any) -> nn.Module:
 def layer_groups(
     network: nn.Module, weight_decay: float, layer_decay: float
 ) -> list[dict[str, Any]]:
-    """Return timm's parameter groups, all trainable: `lr_scale` is `layer_decay` to the
-    power of a layer's depth.
+    """Return timm's parameter groups with rates by depth, all trainable.
+
+    `lr_scale` is `layer_decay` to the power of a layer's depth.
     """
     from timm.optim import param_groups_layer_decay  # only for layer-wise rates
 
@@ -441,12 +431,9 @@ def layer_groups(
 
 def head_modules(network: Any) -> list[nn.Module]:
     """Return a network's classifiers; [] if it does not declare them."""
-    found = network.get_classifier() if hasattr(network, "get_classifier") else ()
-    return [
-        module
-        for module in (found if isinstance(found, (tuple, list)) else (found,))
-        if isinstance(module, nn.Module)
-    ]
+    heads = network.get_classifier() if hasattr(network, "get_classifier") else ()
+    heads = heads if isinstance(heads, (tuple, list)) else (heads,)
+    return [head for head in heads if isinstance(head, nn.Module)]
 
 
 def head_parameters(network: Any) -> list[nn.Parameter]:

@@ -13,9 +13,8 @@ from torch import nn
 from kd.files.storage import lock, log
 
 WHERE = "TORCHINDUCTOR_CACHE_DIR"
-OWN = re.compile(
-    r"kd-\d+"
-)  # name of such a folder inside torch's: a process takes the first one that is not locked
+# name of such a folder inside torch's: a process takes the first that is not locked
+OWN = re.compile(r"kd-\d+")
 GRAPHS = 64
 """Limit of compiled graphs per process. At torch's default of 8, later graphs would run
 uncompiled: teacher, student, training, evaluation and trial copies each need their own.
@@ -23,22 +22,22 @@ uncompiled: teacher, student, training, evaluation and trial copies each need th
 
 
 def compile_forward(module: nn.Module) -> nn.Module:
-    """Compile a module's forward at its first call, in place: weights keep their names,
-    copies are not compiled.
+    """Compile a module's forward at its first call, in place.
+
+    Weights keep their names; copies are not compiled.
     """
     # Each shape has its own graph, so outputs do not depend on earlier shapes: a
     # resumed run is bit-identical to an uninterrupted one. OSError: torch's folder for
     # compiled libraries cannot be written.
     import torch._dynamo.config as limits  # slow import, needed only to compile
 
-    logging.getLogger("torch.utils.cpp_extension").setLevel(
-        logging.ERROR
-    )  # "No CUDA runtime is found", on a CPU
-    _own_folder()
-    name = (
-        "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"
-    )  # in older torch
-    setattr(limits, name, max(getattr(limits, name), GRAPHS))
+    # "No CUDA runtime is found", on a CPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    _claim_folder()
+    limit = "recompile_limit"
+    if not hasattr(limits, limit):  # in older torch
+        limit = "cache_size_limit"
+    setattr(limits, limit, max(getattr(limits, limit), GRAPHS))
     module.compile(dynamic=False)
     return module
 
@@ -49,10 +48,8 @@ def clear_libraries() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _own_folder() -> None:
-    """Set torch's folder of compiled libraries to one locked by this process until it
-    ends.
-    """
+def _claim_folder() -> None:
+    """Set torch's folder of compiled libraries to one locked by this process."""
     # torch links a library under its final name and trusts every file of that name. A
     # process killed while the linker runs leaves a library that can never be loaded, so
     # a folder with such a file is cleared.
@@ -63,7 +60,7 @@ def _own_folder() -> None:
     parent = Path(cache_dir())
     if OWN.fullmatch(parent.name):  # the folder of the parent process
         parent = parent.parent
-    folder = next(path for number in count() if _hold(path := parent / f"kd-{number}"))
+    folder = next(filter(_lock_folder, (parent / f"kd-{number}" for number in count())))
     os.environ[WHERE] = str(folder)
     if any(map(_unfinished, (*folder.rglob("*.so"), *folder.rglob("*.o")))):
         log.warning(
@@ -73,7 +70,7 @@ def _own_folder() -> None:
         clear_libraries()
 
 
-def _hold(folder: Path) -> bool:
+def _lock_folder(folder: Path) -> bool:
     file = lock(folder.with_suffix(".lock"), WHERE)
     if file is not None:
         _locks[folder] = file
@@ -81,8 +78,9 @@ def _hold(folder: Path) -> bool:
 
 
 def _unfinished(library: Path) -> bool:
-    """Return whether a linker was killed while writing a library: it writes the first
-    bytes last.
+    """Return whether a linker was killed while it wrote a library.
+
+    It writes the first bytes last.
     """
     with library.open("rb") as file:
         return not any(file.read(4))

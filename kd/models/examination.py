@@ -1,5 +1,4 @@
-"""The examination of a network from outside: questions about it, tried on two images
-before anything trains.
+"""Examine a network from outside by questions, tried on two images before training.
 
 kd-train, kd-teach, kd-cache, `kd.distill` and kd-export call `examine`. A new question
 is a function in `QUESTIONS`.
@@ -28,10 +27,11 @@ from kd.models.examined import (
     restored,
 )
 
-SMALL, RAISED = 0.01, 0.1
-"""A student's tensors below the first root mean square get noise of the second: a
-classifier of zeros, or a LayerScale of 1e-5, hides what the layers before it do.
+SMALL = 0.01
+"""Root mean square below which a student's tensors get noise: a classifier of zeros, or
+a LayerScale of 1e-5, hides what the layers before it do.
 """
+RAISED = 0.1  # root mean square of that noise
 DRAWS = 8
 """Random weights with which outputs must stay in 0..1: the logits of two labels are
 there by chance in a quarter of the draws.
@@ -41,7 +41,7 @@ FAILURES = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)
 
 
 class Fault(NamedTuple):
-    """What is wrong with a network: the three sentences of an error."""
+    """Say what is wrong with a network in the three sentences of an error."""
 
     wrong: str
     allowed: str
@@ -85,14 +85,10 @@ def _weights_are_usable(network: Examined) -> Fault | None:
 
 def _one_row_per_image(network: Examined) -> Fault | None:
     for rows in (SAME, ALONE):
-        for name, output in (
-            network.together if rows is SAME else network.outputs(rows)
-        ).items():
-            if (
-                output.ndim < 2
-                or len(output) != len(rows)
-                or (name == "logits" and output.ndim != 2)
-            ):
+        outputs = network.together if rows is SAME else network.outputs(rows)
+        for name, output in outputs.items():
+            wrong_axes = output.ndim < 2 or (name == "logits" and output.ndim != 2)
+            if wrong_axes or len(output) != len(rows):
                 wrong = (
                     f"returns {name} of the shape {list(output.shape)} for a batch of"
                     f" {len(rows)}"
@@ -229,14 +225,14 @@ def _trains_on_a_micro_batch(network: Examined) -> Fault | None:
 
 
 def _all_is_registered(network: Examined) -> Fault | None:
-    known = set(network.model.parameters())
+    registered = set(network.model.parameters())
     with torch.enable_grad():
         outputs = [
             output
             for output in network.outputs(ALONE).values()
             if output.grad_fn is not None
         ]
-    unknown = [tensor for tensor in _leaves(outputs) if tensor not in known]
+    unknown = [leaf for leaf in _gradient_leaves(outputs) if leaf not in registered]
     if not unknown:
         return None
     wrong = (
@@ -251,21 +247,21 @@ def _all_is_registered(network: Examined) -> Fault | None:
     )
 
 
-def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+def _gradient_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors that backward of the outputs would give a gradient."""
-    found: list[Tensor] = []
+    leaves: list[Tensor] = []
     waiting: list[Any] = [output.grad_fn for output in outputs]
-    seen = set(waiting)
+    visited = set(waiting)
     while waiting:
         function = waiting.pop()
         if hasattr(function, "variable"):
-            found.append(function.variable)
+            leaves.append(function.variable)
         following = {
             after for after, _ in function.next_functions if after is not None
-        } - seen
-        seen |= following
+        } - visited
+        visited |= following
         waiting += following
-    return found
+    return leaves
 
 
 QUESTIONS: Sequence[Callable[[Examined], Fault | None]] = (
@@ -281,8 +277,8 @@ QUESTIONS: Sequence[Callable[[Examined], Fault | None]] = (
 def fails(config_path: str, name: str, size: int, error: Exception) -> ModelError:
     """Return the error for a model whose forward fails."""
     remedy = (
-        f"Set data.image_size, {config_path}.input_size or {config_path}.args where it has them, or"
-        " correct its preprocessing"
+        f"Set data.image_size, {config_path}.input_size or {config_path}.args where it"
+        " has them, or correct its preprocessing"
     )
     wrong = f"'{name}' fails on images of {size}x{size} pixels ({error_summary(error)})"
     return ModelError(
@@ -316,13 +312,11 @@ def examine(
         ModelError: a question found a fault.
     """
     last = images[min(1, len(images) - 1)]
-    pair = torch.stack(
-        [images[0], last.amin() + last.amax() - last]
-    ).nan_to_num()  # an image's NaN is not its fault
-    meta = any(
-        tensor.is_meta
-        for tensor in itertools.chain(model.parameters(), model.buffers())
-    )
+    negative = last.amin() + last.amax() - last
+    # an image's NaN is not its fault
+    pair = torch.stack([images[0], negative]).nan_to_num()
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    meta = any(tensor.is_meta for tensor in tensors)
     network = Examined(model, pair.to("meta") if meta else pair, logits, micro_batch)
     if (fault := _weights_are_usable(network)) is not None:
         raise ModelError(config_path, *fault)
@@ -346,17 +340,18 @@ def examine(
 
 
 def unused_parameters(module: nn.Module, loss: Callable[[], Tensor]) -> tuple[str, ...]:
-    """Return the names of trainable parameters that get no gradient from a loss in
-    training; all is restored.
+    """Return the trainable parameters that get no gradient from a loss in training.
+
+    They are given by name; all is restored.
     """
     with restored(module, parameters=False), torch.enable_grad():
         module.train()
         try:
             loss().backward()
             return tuple(
-                n
-                for n, tensor in module.named_parameters()
-                if tensor.requires_grad and tensor.grad is None
+                name
+                for name, parameter in module.named_parameters()
+                if parameter.requires_grad and parameter.grad is None
             )
         finally:
             module.zero_grad()
@@ -365,19 +360,20 @@ def unused_parameters(module: nn.Module, loss: Callable[[], Tensor]) -> tuple[st
 def require_apart(
     student: nn.Module, teachers: Mapping[str, nn.Module], config_path: str
 ) -> None:
-    """Require that no parameter or buffer of a student lies in a teacher's memory:
-    training would change both.
+    """Require that no tensor of a student lies in a teacher's memory.
+
+    Training would change both.
     """
 
     def memory(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
 
-    tensors = itertools.chain(student.named_parameters(), student.named_buffers())
-    owned = {memory(tensor): name for name, tensor in tensors}
+    named = itertools.chain(student.named_parameters(), student.named_buffers())
+    owned = {memory(tensor): name for name, tensor in named}
     owned.pop(0, "")  # no memory: an empty tensor, or one on the meta device or on XLA
     for name, teacher in teachers.items():
-        held = map(memory, itertools.chain(teacher.parameters(), teacher.buffers()))
-        if shared := [owned[address] for address in held if address in owned]:
+        tensors = itertools.chain(teacher.parameters(), teacher.buffers())
+        if shared := [owned[memory(t)] for t in tensors if memory(t) in owned]:
             wrong = (
                 f"shares {len(shared)} tensors with {name}, such as '{shared[0]}':"
                 f" training it would change {name}"

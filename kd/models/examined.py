@@ -1,5 +1,6 @@
-"""A network under examination: its outputs for two images in several batches;
-afterwards it is as it was.
+"""A network under examination, and its outputs for two images in several batches.
+
+Afterwards it is as it was.
 """
 
 from __future__ import annotations
@@ -18,23 +19,29 @@ IMAGES = 2
 """Images of an examination: one may change the other's outputs. The second is shown as
 its negative, so that even two photographs of one scene differ much.
 """
-SAME, SWAPPED, ALONE, MIXED = (0, 1), (1, 0), (0,), (1, 0, 1, 0, 1)
-"""Batches by the numbers of their images. MIXED: other places, and more than two
-images: an expert that takes three quarters of a batch takes both of two.
+SAME = (0, 1)  # a batch by the numbers of its images, as are those below
+SWAPPED = (1, 0)  # both images in other places
+ALONE = (0,)  # an image without the other
+MIXED = (1, 0, 1, 0, 1)
+"""Other places, and more than two images: an expert that takes three quarters of a
+batch takes both of two.
 """
-EXACT, INEXACT = 1e-4, 0.2
+EXACT = 1e-4
 """Largest change of an output between batches, as a share of the largest |output|. 30
 networks of timm and transformers in float32: at most 2.6e-6 (`examination_*.csv`).
 Faults in small untrained networks: 0.0005 to 1; 0.0005 is the least of 1,000 draws of
 attention over the batch behind a small LayerScale, of which 7 were below 0.001
-(benchmarks/LOG.md). Inexact: int8 whose scale is that of the batch (a dynamic int8
-ViT-Tiny had 0.072) and weights of 16 bits.
+(benchmarks/LOG.md).
+"""
+INEXACT = 0.2
+"""The same for int8 whose scale is that of the batch (a dynamic int8 ViT-Tiny had
+0.072) and for weights of 16 bits.
 """
 
 
 @dataclass
 class Examined:
-    """A network in evaluation mode."""
+    """Run a network in evaluation mode on two images."""
 
     model: Any  # returns `kd.core.types.Outputs`
     images: Tensor  # [2, ...]; on the meta device only shapes are known
@@ -43,15 +50,16 @@ class Examined:
     _changes: dict[tuple[Sequence[int], int], float] = field(default_factory=dict)
 
     def outputs(self, rows: Sequence[int] = SAME, seed: int = 0) -> dict[str, Tensor]:
-        """Return logits and features by name, each [B, ...], for a batch of these
-        images; `seed`: of its dropout.
+        """Return logits and features [B, ...] by name for a batch of these images.
+
+        `seed` is that of its dropout.
         """
         torch.default_generator.manual_seed(seed)
         images = self.images[list(rows)]
-        found = self.model(images)
-        if not found.logits.numel() and not found.features:  # an embedding model
+        outputs = self.model(images)
+        if not outputs.logits.numel() and not outputs.features:  # an embedding model
             return {"features": self.model.answer(images)}
-        return {"logits": found.logits, **found.features}
+        return {"logits": outputs.logits, **outputs.features}
 
     @cached_property
     def together(self) -> dict[str, Tensor]:
@@ -59,39 +67,36 @@ class Examined:
 
     @cached_property
     def limit(self) -> float:
-        """Largest change of an output that rounding explains."""
+        """Return the largest change of an output that rounding explains."""
         if getattr(self.model, "runtime", "torch") != "torch":
             return INEXACT
-        short = any(
-            tensor.dtype in (torch.float16, torch.bfloat16)
-            for tensor in self.model.parameters()
-        )
-        short = short or any(
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        quantized = any(
             ".quantized" in type(module).__module__ for module in self.model.modules()
         )
-        return INEXACT if short else EXACT
+        if quantized or dtypes & {torch.float16, torch.bfloat16}:
+            return INEXACT
+        return EXACT
 
     def change(self, rows: Sequence[int], seed: int = 0) -> float:
-        """Return the largest change of an output from `together`, as a share of the
-        largest |output|; 0 if unknown.
+        """Return the largest change of an output from `together`; 0 if unknown.
+
+        It is a share of the largest |output|.
         """
         if (rows, seed) not in self._changes:
             changes = [0.0]
-            for name, other in self.outputs(rows, seed).items():
+            for name, repeated in self.outputs(rows, seed).items():
                 output = self.together[name]
                 if output.numel() and not output.is_meta and output.isfinite().all():
-                    share = (
-                        output[list(rows)] - other
-                    ).abs().max() / output.abs().max().clamp_min(1e-30)
+                    largest = output.abs().max().clamp_min(1e-30)
+                    share = (output[list(rows)] - repeated).abs().max() / largest
                     changes.append(share.float().nan_to_num(nan=float("inf")).item())
             self._changes[rows, seed] = max(changes)
         return self._changes[rows, seed]
 
 
-def noise(size: int) -> Tensor:
-    """Return random images, uint8 [2, 3, size, size], where the data's do not exist
-    yet.
-    """
+def noise_images(size: int) -> Tensor:
+    """Return random images, uint8 [2, 3, size, size], in place of the data's."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(
         256, (IMAGES, 3, size, size), generator=generator, dtype=torch.uint8
@@ -100,8 +105,9 @@ def noise(size: int) -> Tensor:
 
 @contextmanager
 def restored(model: nn.Module, parameters: bool) -> Iterator[None]:
-    """At the end give buffers and every module's mode their values again, with
-    `parameters` those too, bit by bit.
+    """Give buffers and every module's mode their values again at the end.
+
+    With `parameters` those too, bit by bit.
     """
     tensors = itertools.chain(model.parameters() if parameters else (), model.buffers())
     saved = [
@@ -126,21 +132,18 @@ def add_noise(
     """Add normal noise to parameters whose root mean square is less than `below`."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        if (
-            parameter.is_meta
-            or not parameter.is_floating_point()
-            or not parameter.numel()
-        ):
+        if parameter.is_meta or not parameter.is_floating_point():
             continue
-        if parameter.float().square().mean().sqrt() < below:
+        if parameter.numel() and parameter.float().square().mean().sqrt() < below:
             drawn = torch.randn(parameter.shape, generator=generator)
             parameter.add_(deviation * drawn.to(parameter.device, parameter.dtype))
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Multiply float32 matrices on a GPU in float32, not in TF32, whose rounding
-    depends on the shapes.
+    """Multiply float32 matrices on a GPU in float32, not in TF32.
+
+    The rounding of TF32 depends on the shapes.
     """
     switches: Sequence[Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [switch.allow_tf32 for switch in switches]

@@ -18,15 +18,12 @@ from torch import nn
 from kd.core.errors import ModelError, first_sentence
 from kd.models.checkpoints import KNOWN, Tensors, Weights
 
-is_averaged = re.compile(
-    KNOWN["averaged"], re.IGNORECASE
-).search  # whether a set's name shows averaged weights (EMA)
+# whether a set's name shows averaged weights (EMA)
+is_averaged = re.compile(KNOWN["averaged"], re.IGNORECASE).search
 
 
-class Taken(NamedTuple):
-    """Tensors of a file that are or may be one network, and a phrase for each
-    change.
-    """
+class TensorSet(NamedTuple):
+    """Hold tensors of a file that may be one network, and a phrase per change."""
 
     name: str  # of the set in its file
     tensors: Tensors
@@ -34,117 +31,103 @@ class Taken(NamedTuple):
 
 
 class Lookalike(NamedTuple):
-    """What a file holds whose tensors do not fit, as far as their names tell."""
+    """Say what a file holds whose tensors do not fit, as far as their names tell."""
 
     content: str
     remedy: str
 
-    def refusal(
-        self, weights: Weights, model: str, differences: Mapping[str, str]
-    ) -> ModelError:
-        wrong = (
-            f"'{weights.file}' holds {self.content}, which '{model}' does not take"
-            f" ({_listed(differences)})"
-        )
-        return ModelError(
-            weights.config_path, wrong, "Weights of that network", self.remedy
-        )
-
 
 class SeveralNetworks(ModelError):
-    """More than one network of a file fits."""
+    """Report that more than one network of a file fits."""
 
 
-def take(
+def match_state_dict(
     weights: Weights,
     network: nn.Module,
     model: str,
     choice: str,
     heads: Collection[str] = (),
     bare: bool = False,
-) -> Taken:
-    """Return the tensors of a file for a network; `heads`: names of its classifier,
-    whose classes may differ.
+) -> TensorSet:
+    """Return the tensors of a file for a network.
+
+    `heads` are the names of its classifier, whose classes may differ.
 
     `bare`: the network has no classifier, and the file's is left out.
     """
-    offered = candidates(weights, choice)
-    fitting, differences = _fitting(offered, network, model, heads, bare)
+    sets = candidates(weights, choice)
+    fitting, differences = _fitting_sets(sets, network, model, heads, bare)
     if not fitting:
         unordered = weights.file.suffix == ".safetensors"
-        ordered, moved = _fitting(
-            [] if unordered else offered, network, model, heads, bare, by_order=True
+        ordered, differences_in_order = _fitting_sets(
+            [] if unordered else sets, network, model, heads, bare, by_order=True
         )
-        differences = moved if moved and choice == "by_order" else differences
-        foreign = ordered or 2 * [*differences.values()].count("missing") > len(
-            network.state_dict()
+        if differences_in_order and choice == "by_order":
+            differences = differences_in_order
+        missing = [*differences.values()].count("missing")
+        foreign = ordered or 2 * missing > len(network.state_dict())
+        lookalike = origin(
+            weights, sets[0].tensors if foreign else {}, differences, model
         )
-        known = origin(
-            weights, offered[0].tensors if foreign else {}, differences, model
-        )
-        if choice == "by_order" and not (known and config_of(network)):
+        if choice == "by_order" and not (lookalike and config_of(network)):
             fitting = ordered
+        differing = _difference_text(differences)
+        if not fitting and lookalike:
+            wrong = (
+                f"'{weights.file}' holds {lookalike.content}, which '{model}' does not"
+                f" take ({differing})"
+            )
+            allowed = "Weights of that network"
+            raise ModelError(weights.config_path, wrong, allowed, lookalike.remedy)
         if not fitting:
-            remedy = (
-                "Give the name of the network that was trained, and its args"
-                + "; safetensors keep no order for by_order" * unordered
-            )
-            remedy = (
-                f"Set {weights.section}.weights=by_order: all shapes fit"
-                if ordered
-                else remedy
-            )
-            wrong = f"the weights are not those of '{model}' ({_listed(differences)})"
-            raise (
-                known.refusal(weights, model, differences)
-                if known
-                else ModelError(weights.config_path, wrong, "", remedy)
-            )
+            remedy = "Give the name of the network that was trained, and its args"
+            if ordered:
+                remedy = f"Set {weights.section}.weights=by_order: all shapes fit"
+            elif unordered:
+                remedy += "; safetensors keep no order for by_order"
+            wrong = f"the weights are not those of '{model}' ({differing})"
+            raise ModelError(weights.config_path, wrong, "", remedy)
     names = [name for name in fitting if is_averaged(name)] or [*fitting]
     if len(names) > 1:
         wrong = f"'{weights.file}' holds several networks that fit: {names}"
         remedy = f"Set {weights.section}.weights to its name, in a configuration"
         raise SeveralNetworks(weights.config_path, wrong, "One of them", remedy)
-    taken = fitting[names[0]]
-    others = [name for name in fitting if name not in names]
-    chosen = f"the set '{taken.name}'" if taken.name else ""
-    chosen += (
-        f"; {others} would fit too ({weights.section}.weights: raw, or a name)"
-        if others
-        else ""
-    )
+    chosen = fitting[names[0]]
+    alternatives = [name for name in fitting if name not in names]
+    choice_text = f"the set '{chosen.name}'" if chosen.name else ""
+    if alternatives:
+        choice_text += (
+            f"; {alternatives} would fit too ({weights.section}.weights: raw, or a"
+            " name)"
+        )
     wrote = (
         first_sentence(f"its trainer wrote: {weights.trainer}")
         if weights.trainer
         else ""
     )
-    return taken._replace(steps=tuple(filter(None, (chosen, *taken.steps, wrote))))
+    steps = (choice_text, *chosen.steps, wrote)
+    return chosen._replace(steps=tuple(filter(None, steps)))
 
 
-def candidates(weights: Weights, choice: str = "by_name") -> list[Taken]:
+def candidates(weights: Weights, choice: str = "by_name") -> list[TensorSet]:
     """Return what may be one network in a file, as far as a choice allows it."""
-    found = [
-        part
+    sets = [
+        variant
         for name, tensors in weights.sets.items()
-        for part in _parts(Taken(name, tensors))
+        for variant in _variants(TensorSet(name, tensors))
     ]
     if choice in ("by_name", "by_order"):
-        return found
+        return sets
     allowed = [
-        taken
-        for taken in found
-        if taken.name == choice or (choice == "raw" and not is_averaged(taken.name))
+        tensor_set
+        for tensor_set in sets
+        if tensor_set.name == choice
+        or (choice == "raw" and not is_averaged(tensor_set.name))
     ]
     if not allowed:
         wrong = f"is '{choice}', and '{weights.file}' has no such set of tensors"
-        names = dict.fromkeys(
-            [
-                "by_name",
-                "by_order",
-                "raw",
-                *(taken.name for taken in found if taken.name),
-            ]
-        )
+        set_names = filter(None, (tensor_set.name for tensor_set in sets))
+        names = dict.fromkeys(["by_name", "by_order", "raw", *set_names])
         raise ModelError(
             f"{weights.section}.weights",
             wrong,
@@ -154,74 +137,65 @@ def candidates(weights: Weights, choice: str = "by_name") -> list[Taken]:
     return allowed
 
 
-def _parts(whole: Taken) -> Iterator[Taken]:
-    """Yield a set, then without wrappers in its names, then without each prefix, with
-    and without the other tensors.
+def _variants(source: TensorSet) -> Iterator[TensorSet]:
+    """Yield a set, then without wrappers in its names, then without each prefix.
+
+    A prefix is left out with and without the other tensors.
     """
-    yield whole
-    name, tensors, steps = whole
+    yield source
+    name, tensors, steps = source
     unwrapped = {
         re.sub(KNOWN["wrappers"], "", key): tensor for key, tensor in tensors.items()
     }
     if unwrapped.keys() != tensors.keys():
         tensors = unwrapped
-        yield Taken(name, tensors, steps)
-    firsts = dict.fromkeys(
-        re.findall(KNOWN["prefixes"], "\n".join(tensors), re.MULTILINE)
-    )
-    for first in firsts:
-        inside = {
-            key.removeprefix(first): tensor
-            for key, tensor in tensors.items()
-            if key.startswith(first)
-        }
-        rest = {
-            key: tensor for key, tensor in tensors.items() if not key.startswith(first)
-        }
-        shorter = (*steps, f"the prefix '{first}' is left out")
-        if rest and inside.keys().isdisjoint(rest):
-            yield Taken(name, inside | rest, shorter)
-        if rest:
-            shorter = (
-                *shorter,
-                f"and {len(rest)} other tensors, such as '{next(iter(rest))}'",
-            )
-        yield from _parts(
-            Taken(
-                f"{name}.{first}".strip(".") if len(firsts) > 1 else name,
-                inside,
-                shorter,
-            )
-        )
+        yield TensorSet(name, tensors, steps)
+    names = "\n".join(tensors)
+    prefixes = dict.fromkeys(re.findall(KNOWN["prefixes"], names, re.MULTILINE))
+    for prefix in prefixes:
+        inside = {}
+        outside = {}
+        for key, tensor in tensors.items():
+            if key.startswith(prefix):
+                inside[key.removeprefix(prefix)] = tensor
+            else:
+                outside[key] = tensor
+        changes = (*steps, f"the prefix '{prefix}' is left out")
+        if outside and inside.keys().isdisjoint(outside):
+            yield TensorSet(name, inside | outside, changes)
+        if outside:
+            [example, *_] = outside
+            changes += (f"and {len(outside)} other tensors, such as '{example}'",)
+        inner = f"{name}.{prefix}".strip(".") if len(prefixes) > 1 else name
+        yield from _variants(TensorSet(inner, inside, changes))
 
 
-def _fitting(
-    offered: list[Taken],
+def _fitting_sets(
+    sets: list[TensorSet],
     network: nn.Module,
     model: str,
     heads: Collection[str],
     bare: bool,
     by_order: bool = False,
-) -> tuple[dict[str, Taken], dict[str, str]]:
-    """Return the sets that fit, by name, and the differences of the nearest candidate
-    that does not.
-    """
-    own, fitting, nearest = network.state_dict(), dict[str, Taken](), dict[str, str]()
-    for name, given, steps in offered:
-        ordered = [
-            (
-                "its tensors are taken by their order, under other names",
-                _in_order(given, own, bare),
-            )
-        ]
-        ways = ordered if by_order else _named(given, network, model, heads)
-        for whose, tensors in ways if name not in fitting else ():
-            tensors = _settled(tensors, own, bare)
-            differences = _differences(own, tensors, heads)
+) -> tuple[dict[str, TensorSet], dict[str, str]]:
+    """Return the sets that fit, by name, and the differences of the nearest other."""
+    state = network.state_dict()
+    fitting: dict[str, TensorSet] = {}
+    nearest: dict[str, str] = {}
+    for name, stored, steps in sets:
+        if name in fitting:
+            continue
+        if by_order:
+            author = "its tensors are taken by their order, under other names"
+            ways = iter([(author, _renamed_by_order(stored, state, bare))])
+        else:
+            ways = _under_timm_names(stored, network, model, heads)
+        for author, renamed in ways:
+            tensors = _adapt_shapes(renamed, state, bare)
+            differences = _differences(state, tensors, heads)
             if {*differences.values()} <= {"missing head"}:
-                fitting[name] = Taken(
-                    name, tensors, (whose, *steps, _resampled(given, tensors))
-                )
+                changes = (author, *steps, _resampling_text(stored, tensors))
+                fitting[name] = TensorSet(name, tensors, changes)
                 break
             if not nearest or len(differences) < len(nearest):
                 nearest = differences
@@ -231,9 +205,7 @@ def _fitting(
 def family_filter(
     model: str,
 ) -> tuple[Callable[..., Tensors], dict[str, Any], str] | None:
-    """Return timm's filter for public checkpoints of a network's family; None if it has
-    no filter.
-    """
+    """Return timm's filter for public checkpoints of a family; None if it has none."""
     import timm
 
     if not timm.is_model(model):
@@ -241,89 +213,72 @@ def family_filter(
     module = sys.modules[timm.model_entrypoint(model).__module__]
     names = ["checkpoint_filter_fn_encoder"] * model.endswith("_enc") + KNOWN["filters"]
     family = module.__name__.rpartition(".")[2]
-    options = next(
-        (
-            opts
-            for of, part, opts in KNOWN["filter_options"][1:]
-            if of == family and part in model
-        ),
-        {},
-    )
-    return next(
-        (
-            (getattr(module, name), options, family)
-            for name in names
-            if hasattr(module, name)
-        ),
-        None,
-    )
+    filters = [getattr(module, name) for name in names if hasattr(module, name)]
+    if not filters:
+        return None
+    options = [
+        arguments
+        for filter_family, text, arguments in KNOWN["filter_options"][1:]
+        if filter_family == family and text in model
+    ]
+    return filters[0], options[0] if options else {}, family
 
 
-def renamed(rules: str, names: Collection[str]) -> dict[str, str]:
-    """Return the new name of each name; `rules`: pairs of a pattern and its
-    replacement, applied in order.
+def rename_by_rules(rules: str, names: Collection[str]) -> dict[str, str]:
+    """Return the new name of each name.
+
+    `rules` are pairs of a pattern and its replacement, applied in order.
     """
-    pairs, changed = rules.split(), {name: name for name in names}
-    for pattern, replacement in zip(pairs[::2], pairs[1::2], strict=True):
-        changed = {
-            name: re.sub(pattern, replacement, new) for name, new in changed.items()
+    words = rules.split()
+    renamed = {name: name for name in names}
+    for pattern, replacement in zip(words[::2], words[1::2], strict=True):
+        renamed = {
+            name: re.sub(pattern, replacement, new) for name, new in renamed.items()
         }
-    return changed
+    return renamed
 
 
-def _named(
+def _under_timm_names(
     tensors: Tensors, network: nn.Module, model: str, heads: Collection[str]
 ) -> Iterator[tuple[str, Tensors]]:
-    """Yield (author of the names, tensors under timm's names) for each known mapping,
-    then unchanged.
+    """Yield (author of the names, tensors under timm's names) for known mappings.
+
+    The unchanged tensors follow.
     """
-    files, own, head = (
-        [("", tensors)],
-        network.state_dict(),
-        next(iter(heads), "head.weight").removesuffix("weight"),
-    )
-    for pattern, mark, whose, text in KNOWN["renamed"][1:]:
-        if re.fullmatch(pattern, model) and any(
-            re.fullmatch(mark, name) for name in tensors
-        ):
-            names = (
-                renamed(text.replace("HEAD.", head), tensors)
-                if text
-                else dict(zip(tensors, own, strict=False))
-            )
-            if len({*names.values()}) == len(tensors):
-                files.append(
-                    (
-                        f"its names are {whose}",
-                        {new: tensors[name] for name, new in names.items()},
-                    )
-                )
-    found = family_filter(model)
-    for whose, one in files:
-        with (
-            suppress(Exception),
-            warnings.catch_warnings(),
-            torch.device("cpu"),
-        ):  # the file may be another family's
+    readings = [("", tensors)]
+    [head, *_] = [*heads, "head.weight"]
+    head = head.removesuffix("weight")
+    for pattern, mark, author, rules in KNOWN["renamed"][1:]:
+        if not re.fullmatch(pattern, model):
+            continue
+        if not any(re.fullmatch(mark, name) for name in tensors):
+            continue
+        if rules:
+            names = rename_by_rules(rules.replace("HEAD.", head), tensors)
+        else:
+            names = dict(zip(tensors, network.state_dict(), strict=False))
+        if len({*names.values()}) == len(tensors):
+            renamed = {new: tensors[name] for name, new in names.items()}
+            readings.append((f"its names are {author}", renamed))
+    timm_filter = family_filter(model)
+    for author, reading in readings:
+        # the file may be another family's
+        with suppress(Exception), warnings.catch_warnings(), torch.device("cpu"):
             warnings.simplefilter("ignore")
-            if found is not None:
-                function, options, family = found
+            if timm_filter is not None:
+                function, options, family = timm_filter
                 try:
-                    changed = function(dict(one), network, **options)
-                except (
-                    TypeError
-                ):  # as timm's loader: some filters take only the tensors
-                    changed = function(dict(one))
-                same = whose or changed.keys() <= one.keys()
-                yield (
-                    (
-                        whose
-                        if same
-                        else f"its names are its authors' (timm's filter for {family})"
-                    ),
-                    dict(changed),
-                )
-        yield whose, one
+                    filtered = function(dict(reading), network, **options)
+                # as timm's loader: some filters take only the tensors
+                except TypeError:
+                    filtered = function(dict(reading))
+                filter_author = author
+                if not author and not filtered.keys() <= reading.keys():
+                    filter_author = (
+                        f"its names are its authors' (timm's filter for {family})"
+                    )
+                yield filter_author, dict(filtered)
+        yield author, reading
 
 
 def config_of(network: nn.Module) -> dict[str, Any]:
@@ -331,140 +286,117 @@ def config_of(network: nn.Module) -> dict[str, Any]:
     return getattr(network, "pretrained_cfg", None) or {}
 
 
-def _settled(tensors: Tensors, own: Tensors, bare: bool) -> Tensors:
-    """Adapt tensors whose shapes differ by axes of length 1 or by colours, and drop
-    unused ones.
-    """
+def _adapt_shapes(tensors: Tensors, state: Tensors, bare: bool) -> Tensors:
+    """Adapt shapes that differ by axes of length 1 or by colours; drop idle tensors."""
     from timm.models import adapt_input_conv  # type: ignore[attr-defined]
 
     idle = re.compile(KNOWN["ignored"])
     left_out = re.compile(KNOWN["classifiers"] if bare else r"\Z").match
-    kept = {
-        n: t
-        for n, t in tensors.items()
-        if n in own or not (idle.search(n) or left_out(n))
+    adapted = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name in state or not (idle.search(name) or left_out(name))
     }
-    kept |= {n: t for n, t in own.items() if n not in kept and idle.search(n)}
-    for name, tensor in kept.items():
-        needed = own[name].shape if name in own else tensor.shape
-        if tensor.shape != needed and [n for n in tensor.shape if n != 1] == [
-            n for n in needed if n != 1
-        ]:
-            kept[name] = tensor.reshape(needed)
-        elif (
-            len(needed) == tensor.ndim == 4 and tensor.shape[1] == 3 != needed[1]
-        ):  # the first layer, of colours
+    for name, tensor in state.items():
+        if name not in adapted and idle.search(name):
+            adapted[name] = tensor
+    for name, tensor in adapted.items():
+        shape = state[name].shape if name in state else tensor.shape
+        long_axes = [length for length in tensor.shape if length != 1]
+        if tensor.shape != shape and long_axes == [n for n in shape if n != 1]:
+            adapted[name] = tensor.reshape(shape)
+        # the first layer, of colours
+        elif len(shape) == tensor.ndim == 4 and tensor.shape[1] == 3 != shape[1]:
             with suppress(NotImplementedError, AssertionError):
-                kept[name] = adapt_input_conv(needed[1], tensor, tensor.shape[1])
-    return kept
+                adapted[name] = adapt_input_conv(shape[1], tensor, tensor.shape[1])
+    return adapted
 
 
-def _resampled(given: Tensors, tensors: Tensors) -> str:
+def _resampling_text(stored: Tensors, tensors: Tensors) -> str:
     """Describe the first tensor that has another size in the network."""
     for name, tensor in tensors.items():
-        if (
-            name in given
-            and tensor.is_floating_point()
-            and tensor.numel() != given[name].numel()
-        ):
-            return f"its {name} {(*given[name].shape,)} became {(*tensor.shape,)}"
+        before = stored.get(name)
+        if before is None or not tensor.is_floating_point():
+            continue
+        if tensor.numel() != before.numel():
+            return f"its {name} {(*before.shape,)} became {(*tensor.shape,)}"
     return ""
 
 
-def _in_order(tensors: Tensors, own: Tensors, bare: bool) -> Tensors:
+def _renamed_by_order(tensors: Tensors, state: Tensors, bare: bool) -> Tensors:
     """Rename tensors to a network's names, by position."""
-    counted = any(
-        tensor.ndim == 0 for tensor in tensors.values()
-    )  # older files count no batches
+    # older files count no batches
+    counted = any(tensor.ndim == 0 for tensor in tensors.values())
     names = [
-        name for name in own if counted or not name.endswith("num_batches_tracked")
+        name for name in state if counted or not name.endswith("num_batches_tracked")
     ]
-    more = [*tensors][
-        len(names) + 2 * bare :
-    ]  # two may belong to a classifier that the model does not have
-    return dict(zip([*names, *more], tensors.values(), strict=False))
+    # two may belong to a classifier that the model does not have
+    surplus = [*tensors][len(names) + 2 * bare :]
+    return dict(zip([*names, *surplus], tensors.values(), strict=False))
 
 
 def _differences(
-    own: Tensors, tensors: Tensors, heads: Collection[str]
+    state: Tensors, tensors: Tensors, heads: Collection[str]
 ) -> dict[str, str]:
-    """Return the kind of each difference from a network, except the number of
-    classes.
-    """
+    """Return the kind of each difference from a network, except its class count."""
     headless = {*heads}.isdisjoint(tensors)
     kinds = {
-        n: "missing head" if headless and n in heads else "missing"
-        for n in own
-        if n not in tensors
+        name: "missing head" if headless and name in heads else "missing"
+        for name in state
+        if name not in tensors
     }
     for name, tensor in tensors.items():
-        needed, first = own.get(name), int(name in heads)
-        if needed is None:
+        expected = state.get(name)
+        first_axis = int(name in heads)
+        if expected is None:
             kinds[name] = "unexpected"
-        elif needed.is_floating_point() and not tensor.is_floating_point():
+        elif expected.is_floating_point() and not tensor.is_floating_point():
             kinds[name] = "integers"
-        elif tensor.shape[first:] != needed.shape[first:]:
-            kinds[f"{name} {(*tensor.shape,)} != {(*needed.shape,)}"] = (
-                "other shape" if tensor.numel() else "empty"
-            )
+        elif tensor.shape[first_axis:] != expected.shape[first_axis:]:
+            shapes = f"{name} {(*tensor.shape,)} != {(*expected.shape,)}"
+            kinds[shapes] = "other shape" if tensor.numel() else "empty"
     return kinds
 
 
-def _listed(differences: Mapping[str, str]) -> str:
+def _difference_text(differences: Mapping[str, str]) -> str:
     """Return the first names of each kind as text."""
-    kinds = {
-        kind: sorted(n for n, of in differences.items() if of == kind)
-        for kind in sorted({*differences.values()})
-    }
-    return "; ".join(
-        f"{kind}: {', '.join(names[:3])} ({len(names)})"
-        for kind, names in kinds.items()
-    )
+    texts = []
+    for kind in sorted({*differences.values()}):
+        names = sorted(name for name in differences if differences[name] == kind)
+        texts.append(f"{kind}: {', '.join(names[:3])} ({len(names)})")
+    return "; ".join(texts)
 
 
 def origin(
     weights: Weights, tensors: Tensors, differences: Mapping[str, str], model: str
 ) -> Lookalike | None:
     """Return the known origin of tensors, or of their differences from a network."""
-    lines = sorted(
-        f"{kind} {name}"
-        for name, kind in {
-            **dict.fromkeys(tensors, "unexpected"),
-            **differences,
-        }.items()
-    )
-    for pattern, what, remedy, takers in KNOWN["origins"][1:]:
-        if re.search(pattern, "\n".join(lines), re.MULTILINE) and not re.fullmatch(
-            takers, model
-        ):
-            likely = next(
-                (
-                    name
-                    for name in _likely(weights, model)
-                    if re.fullmatch(takers, name)
-                ),
-                "NAME",
-            )
-            return Lookalike(
-                what,
-                remedy.format(
-                    config_path=weights.section, file=weights.file, likely=likely
-                ),
-            )
+    kinds = {**dict.fromkeys(tensors, "unexpected"), **differences}
+    lines = "\n".join(sorted(f"{kind} {name}" for name, kind in kinds.items()))
+    for pattern, content, remedy, takers in KNOWN["origins"][1:]:
+        if not re.search(pattern, lines, re.MULTILINE) or re.fullmatch(takers, model):
+            continue
+        lookalikes = filter(re.compile(takers).fullmatch, _lookalikes(weights, model))
+        remedy = remedy.format(
+            config_path=weights.section,
+            file=weights.file,
+            likely=next(lookalikes, "NAME"),
+        )
+        return Lookalike(content, remedy)
     return None
 
 
-def _likely(weights: Weights, model: str) -> list[str]:
-    """Return networks that look like `model`, or like what a file's trainer or name
-    says, but have other tensors.
+def _lookalikes(weights: Weights, model: str) -> list[str]:
+    """Return networks that look like `model`, but have other tensors.
+
+    A name may also come from the file or its trainer.
     """
     import timm
     from torchvision import models
 
-    theirs = weights.named_among(models.list_models(models))
-    twins = [
-        name
-        for name in (f"tf_{model}", *weights.named_among(timm.list_models("tf_*")))
-        if timm.is_model(name)
+    twins = (f"tf_{model}", *weights.named_among(timm.list_models("tf_*")))
+    in_torchvision = weights.named_among(models.list_models(models))
+    return [
+        *filter(timm.is_model, twins),
+        *(f"torchvision.models:{name}" for name in in_torchvision),
     ]
-    return [*twins, *(f"torchvision.models:{name}" for name in theirs)]

@@ -1,4 +1,4 @@
-"""Outputs of a model for batches of images, on the CPU."""
+"""Predict batches of images with a model; the outputs are on the CPU."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from kd.core.types import Batch, Outputs
 
 
 class Predicted(NamedTuple):
-    """A model's predictions for a batch, on the CPU."""
+    """Hold a model's predictions for a batch, on the CPU."""
 
     ids: Tensor  # int64 [B]
     labels: Tensor  # int64 [B], or int8 [B, C]; -1 unknown
@@ -20,8 +20,9 @@ class Predicted(NamedTuple):
 def predict(
     model: Callable[[Batch], Outputs], batches: Iterable[Batch], device: torch.device
 ) -> Iterator[Predicted]:
-    """Yield ids, labels and a model's outputs, computed on `device` without
-    gradients.
+    """Yield ids, labels and a model's outputs.
+
+    They are computed on `device` without gradients.
     """
     # For a module of pixels pass `lambda batch: module(batch.image)`.
     for batch in batches:

@@ -1,5 +1,6 @@
-"""The frozen teacher: eval mode, inference mode, its own precision, outside DDP and
-checkpoints.
+"""Run the frozen teacher outside of DDP and checkpoints.
+
+It is in eval mode and inference mode, and has its own precision.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ ranks, with weights.
 
 
 class Uncached:
-    """Default methods for a teacher without stored outputs. See
-    `kd.core.contracts.Teacher`.
+    """Provide default methods for a teacher without stored outputs.
+
+    See `kd.core.contracts.Teacher`.
     """
 
     images = 0
@@ -38,14 +40,15 @@ class Uncached:
     def flush(self) -> None: ...
 
     def validation(self, test: bool = False) -> Any:
-        """Return the teacher for validation or test images; itself if it reads
-        pixels.
+        """Return the teacher for validation or test images.
+
+        It is itself if it reads pixels.
         """
         return self
 
 
 class LiveTeacher(Uncached):
-    """Runs the teacher's forward for each batch. See `kd.core.contracts.Teacher`."""
+    """Run the teacher's forward for each batch. See `kd.core.contracts.Teacher`."""
 
     # Not an nn.Module, so the run's `.train()`, DDP and `state_dict()` do not include
     # it.
@@ -61,8 +64,9 @@ class LiveTeacher(Uncached):
         remake: Callable[[Any], nn.Module] | None = None,
         inference: bool = True,
     ) -> None:
-        """Freeze a copy of `model` on `device`; normalization stays float32;
-        `micro_batch` 0: the whole batch.
+        """Freeze a copy of `model` on `device`; normalization stays float32.
+
+        `micro_batch` 0: the whole batch at once.
         """
         # `shard` shards the model over the ranks (only rank 0 needs weights);
         # `pipeline` splits it into stages. With either, all ranks must call the teacher
@@ -73,61 +77,53 @@ class LiveTeacher(Uncached):
         self.reads_ids = model.reads_ids
         frozen.eval().requires_grad_(False)
         frozen.network.to(dtype)
-        held = itertools.chain(frozen.parameters(), frozen.buffers())
-        self.mib = (
-            sum(tensor.numel() * tensor.element_size() for tensor in held) / 2**20
-        )
+        tensors = itertools.chain(frozen.parameters(), frozen.buffers())
+        self.mib = sum(t.numel() * t.element_size() for t in tensors) / 2**20
         """Size of the whole teacher in MiB, before `remake`."""
         if shard is not None:
-            whole: Any = model
-            shard(
-                frozen,
-                dict(itertools.chain(whole.named_parameters(), whole.named_buffers())),
-            )
+            source: Any = model
+            named = itertools.chain(source.named_parameters(), source.named_buffers())
+            shard(frozen, dict(named))
         if shard is None and pipeline is None:
             frozen = frozen.to(device)
         self.model: nn.Module = pipeline(frozen) if pipeline is not None else frozen
         if remake is not None:
             self.model = remake(self.model)
         self.micro_batch = micro_batch
-        self.divided = (
-            shard is not None or pipeline is not None
-        )  # its outputs cannot be cached
+        # its outputs cannot be cached
+        self.divided = shard is not None or pipeline is not None
 
     def validation(self, test: bool = False) -> LiveTeacher:
         if not self.reads_ids:
             return self
-        other = copy.copy(self)
-        other.model = self.model.validation(test)  # type: ignore[operator]
-        return other
+        teacher = copy.copy(self)
+        teacher.model = self.model.validation(test)  # type: ignore[operator]
+        return teacher
 
     def _forward(self, batch: Batch) -> list[Outputs]:
-        image, size = (
-            (batch.image if batch.full_size is None else batch.full_size),
-            self.micro_batch or batch.image.shape[0],
-        )
-        asked: Any = [image.split(size)]
+        image = batch.image if batch.full_size is None else batch.full_size
+        size = self.micro_batch or batch.image.shape[0]
+        inputs: Any = [image.split(size)]
         if self.reads_ids:
-            asked += [batch.ids.split(size), itertools.repeat(batch.view)]
+            inputs += [batch.ids.split(size), itertools.repeat(batch.view)]
         with self.frozen(), torch.autocast(image.device.type, enabled=False):
-            return [self.model(*part) for part in zip(*asked, strict=False)]
+            return [self.model(*micro) for micro in zip(*inputs, strict=False)]
 
     def __call__(self, batch: Batch) -> Outputs:
-        """Return float32 logits [B, C] and features as normal tensors, which autograd
-        can save.
-        """
-        if (
-            batch.teacher_outputs is not None and not batch.teacher_outputs.missing
-        ):  # known from a scoring pass
-            return batch.teacher_outputs.outputs
+        """Return float32 logits [B, C] and features that autograd can save."""
+        computed = batch.teacher_outputs  # from a scoring pass
+        if computed is not None and not computed.missing:
+            return computed.outputs
         self.images += batch.image.shape[0]
-        return Outputs.cat(self._forward(batch)).map(
-            lambda tensor: tensor.float().clone()
-        )
+        outputs = Outputs.cat(self._forward(batch))
+        return outputs.map(lambda tensor: tensor.float().clone())
 
 
 class NoTeacher(Uncached):
-    """The teacher of a run on labels alone: logits of width 0, which no loss reads."""
+    """Stand for the teacher of a run on labels alone.
+
+    Its logits have width 0; no loss reads them.
+    """
 
     def __call__(self, batch: Batch) -> Outputs:
         return Outputs(torch.zeros(batch.image.shape[0], 0, device=batch.image.device))
@@ -137,29 +133,26 @@ class NoTeacher(Uncached):
 
 
 def on_meta(model: Any, fake: Any = None, network: torch.dtype | None = None) -> Any:
-    """Return a copy of a model on the meta device without copying tensors; `network`:
-    dtype of its weights there.
+    """Return a copy of a model on the meta device without copying tensors.
+
+    `network` is the dtype of its weights there.
 
     `fake`: a FakeTensorMode, whose tensors replace them on the CPU.
     """
-    cast = (
-        {id(tensor) for tensor in model.network.parameters()}
-        if network is not None
-        else set()
-    )
-    made: dict[int, Tensor] = {}
+    cast: set[int] = set()
+    if network is not None:
+        cast = {id(tensor) for tensor in model.network.parameters()}
+    copies: dict[int, Tensor] = {}
     with fake or nullcontext():
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             dtype = network if id(tensor) in cast else tensor.dtype
             empty = torch.empty_like(
                 tensor, device="cpu" if fake else "meta", dtype=dtype
             )
-            made[id(tensor)] = (
-                nn.Parameter(empty, tensor.requires_grad)
-                if isinstance(tensor, nn.Parameter)
-                else empty
-            )
-    return copy.deepcopy(model, made)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, tensor.requires_grad)
+            copies[id(tensor)] = empty
+    return copy.deepcopy(model, copies)
 
 
 def is_on_meta(model: Any) -> bool:

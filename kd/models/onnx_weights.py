@@ -7,25 +7,28 @@ without a bias.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kd.core.errors import ModelError
 from kd.models.checkpoints import KNOWN
-from kd.models.fitting import renamed
-from kd.models.runtimes import require
+from kd.models.fitting import rename_by_rules
+from kd.models.runtimes import import_package
 
 
-def read(config_path: str, file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a graph by name; `config_path` is the config path for
-    messages.
+def read_graph(config_path: str, file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a graph by name.
+
+    `config_path` is the config path for messages.
     """
-    onnx = require("onnx", config_path)
+    onnx = import_package("onnx", config_path)
     try:
         graph = onnx.load(str(file)).graph
         arrays = {
-            one.name: onnx.numpy_helper.to_array(one) for one in graph.initializer
+            weight.name: onnx.numpy_helper.to_array(weight)
+            for weight in graph.initializer
         }
     except Exception as error:  # protobuf and onnx have types of their own
         raise ModelError(
@@ -42,63 +45,52 @@ def read(config_path: str, file: Path) -> dict[str, Tensor]:
     for node in graph.node:  # exporters merge equal tensors
         if node.op_type == "Identity" and node.input[0] in tensors:
             tensors[node.output[0]] = tensors[node.input[0]]
+    _add_linear_weights(tensors, graph)
+    for name in tensors:
+        if "embeddings.cls_token" in name:
+            prefix = name.removesuffix("embeddings.cls_token")
+            return _as_timm_vit(
+                {name.removeprefix(prefix): t for name, t in tensors.items()}
+            )
+    return tensors
+
+
+def _add_linear_weights(tensors: dict[str, Tensor], graph: Any) -> None:
+    """Name the transposed matrices of linear layers by the biases added behind them."""
     made_by = {output: node for node in graph.node for output in node.output}
     for node in graph.node:
-        bias = next(
-            (name for name in node.input if name.endswith(".bias") and name in tensors),
-            "",
-        )
-        factors = [
-            made_by[name]
-            for name in node.input
-            if name in made_by and made_by[name].op_type == "MatMul"
+        biases = [n for n in node.input if n.endswith(".bias") and n in tensors]
+        if node.op_type != "Add" or not biases:
+            continue
+        weight = f"{biases[0].removesuffix('bias')}weight"
+        for name in node.input:
+            product = made_by.get(name)
+            if product is None or product.op_type != "MatMul":
+                continue
+            for matrix in product.input:
+                if matrix in tensors:
+                    tensors[weight] = tensors[matrix].T.contiguous()
+
+
+def _as_timm_vit(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    names = rename_by_rules(KNOWN["graph"], tensors)
+    class_token = tensors["embeddings.cls_token"]
+    renamed = {new: tensors[name] for name, new in names.items() if new != name}
+    for query in [name for name in renamed if ".attn.q." in name]:
+        matrices = [
+            renamed.pop(query.replace(".q.", f".{letter}.")) for letter in "qkv"
         ]
-        for matrix in (
-            name
-            for one in factors
-            for name in one.input
-            if bias and node.op_type == "Add"
-        ):
-            if matrix in tensors:
-                tensors[f"{bias.removesuffix('bias')}weight"] = tensors[
-                    matrix
-                ].T.contiguous()
-    begin = next(
-        (
-            name.removesuffix("embeddings.cls_token")
-            for name in tensors
-            if "embeddings.cls_token" in name
-        ),
-        None,
-    )
-    return (
-        tensors
-        if begin is None
-        else _as_timm({n.removeprefix(begin): t for n, t in tensors.items()})
-    )
-
-
-def _as_timm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    names, width = (
-        renamed(KNOWN["graph"], tensors),
-        tensors["embeddings.cls_token"].shape[-1],
-    )
-    timms = {new: tensors[name] for name, new in names.items() if new != name}
-    for query in [name for name in timms if ".attn.q." in name]:
-        three = [timms.pop(query.replace(".q.", f".{part}.")) for part in "qkv"]
-        timms[query.replace(".q.", ".qkv.")] = torch.cat(three)
-    if (
-        "pos_embed" not in timms
-    ):  # if the graph resamples it, it is stored in two unnamed parts
+        renamed[query.replace(".q.", ".qkv.")] = torch.cat(matrices)
+    # if the graph resamples it, it is stored in two unnamed parts
+    if "pos_embed" not in renamed:
         folded = [
-            t
-            for name, t in tensors.items()
-            if "::" in name and t.ndim == 3 and t.shape[::2] == (1, width)
+            tensor
+            for name, tensor in tensors.items()
+            if "::" in name
+            and tensor.ndim == 3
+            and tensor.shape[::2] == (1, class_token.shape[-1])
         ]
         folded.sort(key=lambda tensor: tensor.shape[1])
-        timms["pos_embed"] = (
-            torch.cat(folded[-2:], dim=1)
-            if folded
-            else tensors["embeddings.cls_token"][:, :0]
-        )
-    return timms
+        folded = folded or [class_token[:, :0]]
+        renamed["pos_embed"] = torch.cat(folded[-2:], dim=1)
+    return renamed

@@ -1,5 +1,6 @@
-"""Export a classifier to graphs that run without timm (ONNX, int8 ONNX, torch.export's
-.pt2, OpenVINO's IR), and run them.
+"""Export a classifier to graphs that run without timm, and run them.
+
+They are ONNX, int8 ONNX, torch.export's .pt2 and OpenVINO's IR.
 
 Each graph maps evaluation's crop, uint8 [batch, 3, S, S] with S = `data.image_size`, to
 logits [batch, C], or for an embedding model to vectors [batch, D] of length 1. It
@@ -39,14 +40,15 @@ OLDEST_EXPORTER = "2.9"  # oldest torch with a tested exporter
 # upper bound of the dynamic batch, which torch.export requires; kd's batches are
 # smaller
 LARGEST_BATCH = 4096
-INPUT, LOGITS, EMBEDDING = "image", "logits", "embedding"
-ROUNDS = (
-    30  # most timed calls each: a median of 30 is robust to a third of disturbed calls
-)
+INPUT = "image"
+LOGITS = "logits"
+EMBEDDING = "embedding"
+# most timed calls each: a median of 30 is robust to a third of disturbed calls
+ROUNDS = 30
 
 
 class Graph(nn.Module):
-    """A classifier for export: uint8 [B, 3, S, S] to logits [B, C]."""
+    """Map uint8 [B, 3, S, S] to logits [B, C] by a classifier, for export."""
 
     # The resize to the network's size is two matrix products, which are equal in all
     # runtimes, unlike antialiased bicubic resizing. They run on planes [B * 3, S, S],
@@ -77,25 +79,22 @@ class Graph(nn.Module):
 
 
 def reparameterized(model: Classifier) -> Classifier:
-    """Return a copy with branches merged by timm (repvit, fastvit): fewer layers, same
-    outputs.
+    """Return a copy with branches merged by timm (repvit, fastvit).
+
+    It has fewer layers and the same outputs.
     """
     # The model is not changed. Without such layers it is returned itself.
     from timm.utils.model import reparameterize_model  # needed only for exports
 
-    branches, network = (
-        ("fuse", "reparameterize", "switch_to_deploy"),
-        getattr(model.network, "inner", model.network),
-    )
+    branches = ("fuse", "reparameterize", "switch_to_deploy")
+    network = getattr(model.network, "inner", model.network)
     if not is_timm(network) or not any(
         hasattr(layer, name) for layer in network.modules() for name in branches
     ):
         return model
     merged = copy.copy(model)
-    merged._modules = {
-        **model._modules,
-        "network": reparameterize_model(model.network.eval()),
-    }
+    network = reparameterize_model(model.network.eval())
+    merged._modules = {**model._modules, "network": network}
     return merged
 
 
@@ -106,21 +105,20 @@ def export_program(
     graph = Graph(model, size).eval()
     # The trace uses two images, because torch treats a dimension of size 1 as constant.
     example = (torch.zeros(images or 2, 3, size, size, dtype=torch.uint8),)
-    shapes = (
-        None if images else ({0: torch.export.Dim("batch", min=1, max=LARGEST_BATCH)},)
-    )
+    shapes = None
+    if not images:
+        shapes = ({0: torch.export.Dim("batch", min=1, max=LARGEST_BATCH)},)
     try:
         with torch.no_grad():
             program = torch.export.export(graph, example, dynamic_shapes=shapes)
-    except (
-        Exception
-    ) as error:  # torch.export raises many types; all are caused by the network
-        raise _failed("torch.export", error) from error
-    for part in program.graph_module.modules():
-        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            node.meta.pop(
-                "stack_trace", None
-            )  # exports are published, and it names folders of this machine
+    # torch.export raises many types; all are caused by the network
+    except Exception as error:
+        raise _export_error("torch.export", error) from error
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                # exports are published, and it names folders of this machine
+                node.meta.pop("stack_trace", None)
     return program
 
 
@@ -129,48 +127,45 @@ def write_onnx(
 ) -> None:
     """Write one ONNX file, including the weights."""
     if torch.__version__ < OLDEST_EXPORTER:
-        wrong, allowed = (
-            f"cannot be done by torch {torch.__version__}",
-            f"torch {OLDEST_EXPORTER} or newer",
-        )
         raise MissingExtra(
             "the ONNX export",
-            wrong,
-            allowed,
+            f"cannot be done by torch {torch.__version__}",
+            f"torch {OLDEST_EXPORTER} or newer",
             "Export the run folder on a machine that has it",
         )
     for name in ("onnx", "onnxscript"):
-        require(name, "--onnx")
+        import_package(name, "--onnx")
     try:
-        with quiet():
-            names = {"input_names": [INPUT], "output_names": [output]}
-            options = {
-                "opset_version": OPSET,
-                "dynamo": True,
-                "external_data": False,
-                "verbose": False,
-            }
-            torch.onnx.export(program, f=path, **names, **options)
-    except (
-        Exception
-    ) as error:  # the exporter raises many types; all are caused by the network
-        raise _failed("torch.onnx.export", error) from error
+        with without_warnings():
+            torch.onnx.export(
+                program,
+                f=path,
+                input_names=[INPUT],
+                output_names=[output],
+                opset_version=OPSET,
+                dynamo=True,
+                external_data=False,
+                verbose=False,
+            )
+    # the exporter raises many types; all are caused by the network
+    except Exception as error:
+        raise _export_error("torch.onnx.export", error) from error
 
 
 def write_int8(source: Path, path: Path) -> None:
-    """Write an ONNX file of int8 matrix products: weights with a scale per channel,
-    inputs quantized dynamically.
+    """Write an ONNX file of int8 matrix products.
+
+    Weights have a scale per channel; inputs are quantized dynamically.
     """
     # Convolutions stay float32, because onnxruntime's integer convolution is slower.
-    onnx = require("onnx", "--int8")
-    require("onnxruntime", "--int8")
+    onnx = import_package("onnx", "--int8")
+    import_package("onnxruntime", "--int8")
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     graph = onnx.load(source)
-    del graph.graph.value_info[
-        :
-    ]  # outdated shapes (before weights were transposed); onnxruntime infers them again
-    with quiet():
+    # outdated shapes (before weights were transposed); onnxruntime infers them again
+    del graph.graph.value_info[:]
+    with without_warnings():
         quantize_dynamic(
             graph,
             path,
@@ -181,21 +176,17 @@ def write_int8(source: Path, path: Path) -> None:
 
 
 def int8_share(path: Path) -> float:
-    """Return the share of a graph's weights that `write_int8` quantized; convolutions
-    are not.
-    """
-    onnx = require("onnx", "--int8")
-    weights = [
-        one
-        for one in onnx.load(path, load_external_data=False).graph.initializer
-        if len(one.dims) > 1
-    ]
-    counts = [
-        (math.prod(one.dims), one.data_type == onnx.TensorProto.INT8) for one in weights
-    ]
-    return sum(count for count, small in counts if small) / max(
-        1, sum(count for count, _ in counts)
-    )
+    """Return the share of a graph's weights that `write_int8` quantized."""
+    onnx = import_package("onnx", "--int8")
+    total = 0
+    quantized = 0
+    for weight in onnx.load(path, load_external_data=False).graph.initializer:
+        if len(weight.dims) > 1:
+            count = math.prod(weight.dims)
+            total += count
+            if weight.data_type == onnx.TensorProto.INT8:
+                quantized += count
+    return quantized / max(1, total)
 
 
 def onnx_runner(
@@ -211,13 +202,11 @@ def open_session(
     source: Path | bytes, threads: int, config_path: str, spin: bool = False
 ) -> Any:
     """Open a graph on the CPU."""
-    runtime = require("onnxruntime", config_path)
+    runtime = import_package("onnxruntime", config_path)
     options = runtime.SessionOptions()
-    (
-        options.intra_op_num_threads,
-        options.inter_op_num_threads,
-        options.log_severity_level,
-    ) = (threads, 1, 3)
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
     if not spin:  # torch's threads use the cores too
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     model = source if isinstance(source, bytes) else str(source)
@@ -226,60 +215,59 @@ def open_session(
             model, options, providers=["CPUExecutionProvider"]
         )
     except Exception as error:  # onnxruntime has one exception type per kind of damage
-        raise _no_graph(config_path, source, error) from error
+        raise _graph_error(config_path, source, error) from error
 
 
-def _no_graph(config_path: str, source: Path | bytes, error: Exception) -> ModelError:
-    reason, name = (
-        first_sentence(error),
-        "it" if isinstance(source, bytes) else f"'{source}'",
-    )
+def _graph_error(
+    config_path: str, source: Path | bytes, error: Exception
+) -> ModelError:
+    name = "it" if isinstance(source, bytes) else f"'{source}'"
     return ModelError(
         config_path,
-        f"{name} is no graph that onnxruntime can run ({reason})",
+        f"{name} is no graph that onnxruntime can run ({first_sentence(error)})",
         "",
         "Export it anew",
     )
 
 
 class Sessions:
-    """A graph's sessions, each with a fixed number of threads; a call uses torch's
-    current number.
+    """Hold a graph's sessions, each with a fixed number of threads.
+
+    A call uses torch's current number.
     """
 
     def __init__(self, start: Callable[[int], Any]) -> None:
-        self._start, self.open = start, dict[int, Any]()
+        self._start = start
+        self.open: dict[int, Any] = {}
 
     def __call__(self) -> Any:
         threads = torch.get_num_threads()
         if threads not in self.open:
             # two are kept: a measurement on one thread does not cost the run its
             # session
-            self.open = {
-                **dict([*self.open.items()][-1:]),
-                threads: self._start(threads),
-            }
+            previous = dict([*self.open.items()][-1:])
+            self.open = {**previous, threads: self._start(threads)}
         return self.open[threads]
 
 
 def graph_files(path: Path, config_path: str) -> list[Path]:
     """Return an ONNX file and its external weight files."""
-    onnx = require("onnx", config_path)
+    onnx = import_package("onnx", config_path)
     try:
         model = onnx.load(str(path), load_external_data=False)
         names = sorted(
             {
                 entry.value
-                for message in messages(model)
+                for message in onnx_messages(model)
                 for entry in getattr(message, "external_data", ())
                 if entry.key == "location"
             }
         )
-    except (
-        Exception
-    ) as error:  # protobuf and onnx have one exception type per kind of damage
-        raise _no_graph(config_path, path, error) from error
-    home, files = path.parent.resolve(), [path]
+    # protobuf and onnx have one exception type per kind of damage
+    except Exception as error:
+        raise _graph_error(config_path, path, error) from error
+    home = path.parent.resolve()
+    files = [path]
     for name in names:
         file = path.parent / name
         outside = (
@@ -301,15 +289,16 @@ def graph_files(path: Path, config_path: str) -> list[Path]:
     return files
 
 
-def messages(message: Any) -> Iterator[Any]:
-    """Yield an ONNX message and all within it: nodes, tensors, attributes, functions,
-    subgraphs.
+def onnx_messages(message: Any) -> Iterator[Any]:
+    """Yield an ONNX message and all messages within it.
+
+    They are nodes, tensors, attributes, functions and subgraphs.
     """
     yield message
     for field, value in message.ListFields():
         if field.message_type is not None:
             for inner in [value] if hasattr(value, "DESCRIPTOR") else value:
-                yield from messages(inner)
+                yield from onnx_messages(inner)
 
 
 def openvino_runner(
@@ -318,14 +307,15 @@ def openvino_runner(
     """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C]."""
     # `threads` 0: OpenVINO's default. `bf16`: matrix products in bfloat16 instead of
     # float32.
-    openvino = require("openvino", "--openvino", "openvino")
+    openvino = import_package("openvino", "--openvino", "openvino")
     options = {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"}
     if bf16 and not has_bf16():
         wrong = "is bf16, but OpenVINO finds no bfloat16 units in this processor"
         raise ModelError(
             "teacher.precision", wrong, "auto or fp32", "Set teacher.precision=auto"
         )
-    options |= {"INFERENCE_NUM_THREADS": str(threads)} if threads else {}
+    if threads:
+        options["INFERENCE_NUM_THREADS"] = str(threads)
     with signal_stack():
         core = openvino.Core()
         compiled = core.compile_model(core.read_model(source), "CPU", options)
@@ -333,37 +323,33 @@ def openvino_runner(
 
 
 def has_bf16() -> bool:
-    """Return whether OpenVINO is installed and finds bfloat16 units in this
-    processor.
-    """
+    """Return whether OpenVINO is installed and finds bfloat16 units in this CPU."""
     if not installed("openvino"):
         return False
     with signal_stack():
-        return "BF16" in importlib.import_module("openvino").Core().get_property(
-            "CPU", "OPTIMIZATION_CAPABILITIES"
-        )
+        core = importlib.import_module("openvino").Core()
+        return "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
-def require(name: str, option: str, extra: str = "") -> Any:
+def import_package(name: str, option: str, extra: str = "") -> Any:
     """Import a package."""
-    remedy = (
-        f"pip install 'PATH/kd[{extra}]'"
-        if extra
-        else f"pip install {name}, or export with --no-onnx"
-    )
+    remedy = f"pip install {name}, or export with --no-onnx"
+    if extra:
+        remedy = f"pip install 'PATH/kd[{extra}]'"
     return import_optional(name, option, f"{name} is not installed", remedy)
 
 
-def _failed(tool: str, error: Exception) -> ModelError:
-    reason = first_sentence(error)
-    remedy = "Export with --no-onnx: timm and Hugging Face load that folder"
+def _export_error(tool: str, error: Exception) -> ModelError:
     return ModelError(
-        "student.model", f"{tool} cannot express this network ({reason})", "", remedy
+        "student.model",
+        f"{tool} cannot express this network ({first_sentence(error)})",
+        "",
+        "Export with --no-onnx: timm and Hugging Face load that folder",
     )
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Suppress the exporters' warnings about internals, which users cannot act on."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -376,27 +362,28 @@ def quiet() -> Iterator[None]:
 
 
 class Exported(nn.Module):
-    """A classifier as an exported graph in memory: uint8 [B, 3, S, S] on the CPU to
-    logits [B, C] only.
+    """Run a classifier as an exported graph in memory.
+
+    It maps uint8 [B, 3, S, S] on the CPU to logits [B, C] only.
     """
 
     # The model is in eval mode, float32, on the CPU, without features. `precision`:
     # "fp32"; "int8" with onnxruntime (weights of matrix products quantized, inputs
     # dynamically); "bf16" with openvino. Takes seconds.
 
-    classes, reads_ids = (), False
+    classes = ()
+    reads_ids = False
 
     def __init__(
         self, model: Classifier, size: int, runtime: str, precision: str = "fp32"
     ) -> None:
         super().__init__()
-        self.runtime, self.graph = runtime, exported(model, size, precision == "int8")
-        start = partial(openvino_runner, self.graph, bf16=precision == "bf16")
-        self.sessions = Sessions(
-            start
-            if runtime == "openvino"
-            else partial(onnx_runner, self.graph, spin=False)
-        )
+        self.runtime = runtime
+        self.graph = exported(model, size, precision == "int8")
+        start = partial(onnx_runner, self.graph, spin=False)
+        if runtime == "openvino":
+            start = partial(openvino_runner, self.graph, bf16=precision == "bf16")
+        self.sessions = Sessions(start)
 
     def forward(self, image: Tensor) -> Outputs:
         return Outputs(torch.from_numpy(self.sessions()(image.contiguous().numpy())))
@@ -413,25 +400,26 @@ def exported(model: Classifier, size: int, int8: bool = False) -> bytes:
         return path.read_bytes()
 
 
-def cpu_ms(
+def median_cpu_ms(
     calls: Mapping[str, Callable[[], object]], seconds: float
 ) -> dict[str, float]:
-    """Return each call's median CPU ms on one thread, timed in turns: 30 rounds, or 4
-    and `seconds`.
+    """Return each call's median CPU ms on one thread.
+
+    Calls are timed in turns: 30 rounds, or 4 and `seconds`.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        took: dict[str, list[float]] = {name: [] for name in calls}
+        milliseconds: dict[str, list[float]] = {name: [] for name in calls}
         begin = time.perf_counter()
         for turn in range(ROUNDS + 2):
             for name, call in calls.items():
                 start = time.process_time()
                 call()
                 if turn >= 2:
-                    took[name].append(1000 * (time.process_time() - start))
+                    milliseconds[name].append(1000 * (time.process_time() - start))
             if turn > 4 and time.perf_counter() - begin > seconds:
                 break
     finally:
         torch.set_num_threads(threads)
-    return {name: statistics.median(times) for name, times in took.items()}
+    return {name: statistics.median(times) for name, times in milliseconds.items()}

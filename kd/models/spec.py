@@ -12,7 +12,7 @@ from kd.models.timm_folder import PROBLEM_TYPES
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
-    """Facts of the dataset for a teacher that looks up outputs by image id."""
+    """Describe the dataset for a teacher that looks up outputs by image id."""
 
     train: Source
     val: Source
@@ -21,16 +21,14 @@ class DatasetSpec:
     transform: dict[str, Any]  # transform of training images, as JSON values
     test: Source | None = None
 
-    def shown(self) -> dict[str, Any]:
-        """Return everything besides the files that the views' pixels depend on, as JSON
-        values.
-        """
+    def pixel_facts(self) -> dict[str, Any]:
+        """Return what the views' pixels depend on besides the files, as JSON values."""
         return {"views": self.views, "seed": self.seed, "transform": self.transform}
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Model, weights and classes."""
+    """Specify the model, weights and classes of a network."""
 
     config_path: str  # config path of the section, `student` or `teacher`, for messages
     model: str
@@ -57,15 +55,17 @@ class Spec:
 
     @property
     def softmax(self) -> bool:
-        """Whether it predicts one class per image; a single logit z then means
-        [0, z].
+        """Return whether it predicts one class per image.
+
+        A single logit z then means [0, z].
         """
         return self.task is None or self.task.logits == "softmax"
 
     @property
     def logits(self) -> bool:
-        """Whether it has a classifier; without one, a head in the weights is
-        left out.
+        """Return whether it has a classifier.
+
+        Without one, a head in the weights is left out.
         """
         return self.classes is None or len(self.classes) > 0
 
@@ -89,13 +89,11 @@ class Spec:
         if not self.logits or self.task is None or problem_type not in PROBLEM_TYPES:
             return
         if problem_type != self.task.problem_type:
-            have, wanted = (
-                PROBLEM_TYPES[problem_type],
-                PROBLEM_TYPES.get(self.task.problem_type, self.task.name),
-            )
+            meaning = PROBLEM_TYPES[problem_type]
+            needed = PROBLEM_TYPES.get(self.task.problem_type, self.task.name)
             wrong = (
-                f"'{self.model}' was trained for {have} per image ({problem_type}), but"
-                f" the losses are for {wanted}"
+                f"'{self.model}' was trained for {meaning} per image ({problem_type}),"
+                f" but the losses are for {needed}"
             )
             raise ModelError(
                 f"{self.config_path}.model",

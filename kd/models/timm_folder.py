@@ -1,5 +1,6 @@
-"""A model as a folder that timm loads: reading and writing its config.json, checking
-its weights.
+"""A model as a folder that timm loads.
+
+kd reads and writes its config.json, and checks its weights.
 """
 
 import json
@@ -25,10 +26,8 @@ PROBLEM_TYPES = {
 """transformers' `problem_type` and its meaning."""
 
 
-CONFIG = {
-    "crop_mode": "center",
-    "interpolation": "bicubic",
-}  # evaluation's, not that of the pretrained weights
+# evaluation's, not that of the pretrained weights
+CONFIG = {"crop_mode": "center", "interpolation": "bicubic"}
 
 
 def folder_config(folder: Path, config_path: str = "model") -> dict[str, Any]:
@@ -38,9 +37,8 @@ def folder_config(folder: Path, config_path: str = "model") -> dict[str, Any]:
         return {}
 
     def build(content: Any) -> dict[str, Any]:
-        content.get("pretrained_cfg", {}).get(
-            "label_names"
-        )  # AttributeError: not JSON objects
+        # AttributeError: not JSON objects
+        content.get("pretrained_cfg", {}).get("label_names")
         return content
 
     return read_json(config, config_path, "Write the folder anew", build, ModelError)
@@ -49,15 +47,15 @@ def folder_config(folder: Path, config_path: str = "model") -> dict[str, Any]:
 def folder_classes(folder: Path, config_path: str = "model") -> list[str] | None:
     """Return the class names that an exported folder records, or None."""
     content = folder_config(folder, config_path)
-    names = content.get("label_names") or content.get("pretrained_cfg", {}).get(
-        "label_names"
-    )
+    pretrained = content.get("pretrained_cfg", {})
+    names = content.get("label_names") or pretrained.get("label_names")
     return list(names) if names else None
 
 
 def data_config(network: nn.Module, recorded: Any = None) -> dict[str, Any]:
-    """Return the normalization and input size of a timm network, or those `recorded` by
-    its trainer.
+    """Return the normalization and input size of a timm network.
+
+    `recorded`: those that its trainer recorded.
     """
     from timm.data import resolve_model_data_config
 
@@ -76,21 +74,21 @@ def is_timm(network: nn.Module) -> bool:
 def export_files(
     student: Classifier, classes: Sequence[str], crop: float, problem_type: str = ""
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return config.json and the tensors of an export;
+    """Return config.json and the tensors of an export.
+
     `timm.create_model('local-dir:...')` loads that of a timm model.
 
     `crop` is the share of the shorter side that evaluation's centre crop keeps;
     `problem_type` "": there are no logits.
     """
     network: Any = student.network
-    content = (
-        _timm_config(student, classes, crop)
-        if is_timm(network)
-        else _own_config(student, classes, crop)
-    )
+    if is_timm(network):
+        content = _timm_config(student, classes, crop)
+    else:
+        content = _foreign_config(student, classes, crop)
+        network = getattr(network, "inner", network)
     if problem_type:
         content["problem_type"] = problem_type
-    network = network if is_timm(network) else getattr(network, "inner", network)
     tensors = {
         name: tensor.detach().cpu().contiguous().clone()
         for name, tensor in network.state_dict().items()
@@ -103,72 +101,61 @@ def _timm_config(
 ) -> dict[str, Any]:
     from timm.models._hub import save_config_for_hf
 
-    network, size = (
-        student.network,
-        student.input_size,
-    )  # training size of a network for any size
-    config = {**data_config(network), "input_size": (3, size, size)}
+    network = student.network
+    size = student.input_size  # training size of a network for any size
+    config = data_config(network)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         model = {"num_classes": len(classes), "label_names": list(classes)}
         data = {
-            **{key: config[key] for key in ("input_size", "mean", "std")},
+            "input_size": (3, size, size),
+            "mean": config["mean"],
+            "std": config["std"],
             "crop_pct": crop,
             **CONFIG,
         }
         save_config_for_hf(network, str(path), model_config=model, data_config=data)
         content = json.loads(path.read_text())
-    for stale in (
-        "tag",
-        "license",
-        "hf_hub_id",
-        "url",
-        "paper_ids",
-        "paper_name",
-        "origin_url",
-    ):
-        content["pretrained_cfg"].pop(
-            stale, None
-        )  # keys about the architecture's pretrained weights, not these
+    # keys about the architecture's pretrained weights, not these
+    stale = "tag license hf_hub_id url paper_ids paper_name origin_url"
+    for key in stale.split():
+        content["pretrained_cfg"].pop(key, None)
     return content
 
 
-def _own_config(
+def _foreign_config(
     student: Classifier, classes: Sequence[str], crop: float
 ) -> dict[str, Any]:
     """Return the same for a network that timm does not know, in timm's form."""
-    scale, shift = (
-        getattr(student, name).flatten().double() for name in ("scale", "shift")
-    )
-    std, mean = 1 / (255 * scale), -shift / (255 * scale)
-    pixels: dict[str, Any] = {
-        "input_size": [3, student.input_size, student.input_size],
-        "crop_pct": crop,
-    }
-    pixels |= {
-        name: [round(one, 6) for one in values.tolist()]
-        for name, values in (("mean", mean), ("std", std))
-    }
-    own = {
+    scale: Any = student.scale
+    shift: Any = student.shift
+    scales = 255 * scale.flatten().double()
+    means = -shift.flatten().double() / scales
+    return {
         "architecture": student.architecture,
         "num_classes": len(classes),
         "label_names": list(classes),
+        "pretrained_cfg": {
+            "input_size": [3, student.input_size, student.input_size],
+            "crop_pct": crop,
+            "mean": [round(mean, 6) for mean in means.tolist()],
+            "std": [round(std, 6) for std in (1 / scales).tolist()],
+        },
     }
-    return {**own, "pretrained_cfg": pixels}
 
 
 HUB_SECONDS = 2.0  # seconds in which a hub must respond
-WEIGHTS, ARCHITECTURE = (
-    (".safetensors", ".bin", ".pth", ".pt", ".npz"),
-    (".json",),
-)  # endings of the requested files
+# endings of the requested files
+WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".npz")
+ARCHITECTURE = (".json",)
 
 
 def require_fetched(
     config_path: str, source: str, endings: tuple[str, ...] = WEIGHTS
 ) -> None:
-    """Require that `timm.create_model` could fetch the weights; nothing is
-    downloaded.
+    """Require that `timm.create_model` could fetch the weights.
+
+    Nothing is downloaded.
     """
     # Not checked: weights at other addresses, about one model in a hundred.
     from huggingface_hub import constants
@@ -178,21 +165,17 @@ def require_fetched(
     if not repository:
         config = get_pretrained_cfg(source)
         if config is None or not config.has_weights:
-            wrong, remedy = (
-                f"timm has no pretrained weights of '{source}'",
-                "Take another model, or start from scratch",
-            )
+            wrong = f"timm has no pretrained weights of '{source}'"
+            remedy = "Take another model, or start from scratch"
             raise ModelError(config_path, wrong, "", remedy)
         repository = "" if config.file else config.hf_hub_id or ""
-    cache = Path(
-        constants.HF_HUB_CACHE,
-        f"models--{repository.partition('@')[0].replace('/', '--')}",
-    )
+    name = repository.partition("@")[0].replace("/", "--")
+    cache = Path(constants.HF_HUB_CACHE, f"models--{name}")
     if not repository or any(
         file.suffix in endings for file in cache.glob("snapshots/*/*")
     ):
         return
-    if reason := _unanswered(repository):
+    if reason := _hub_problem(repository):
         wrong = (
             f"the weights of '{source}' are not here, and '{repository}' cannot be"
             f" fetched ({reason})"
@@ -206,45 +189,48 @@ def require_fetched(
         )
 
 
-def _unanswered(repository: str) -> str:
+def _hub_problem(repository: str) -> str:
     """Return why the hub does not list a repository in time; "" if it does."""
     from huggingface_hub import HfApi, constants
 
     name, _, revision = repository.partition("@")
-    outcome: list[str] = []
+    problem = f"no response within {HUB_SECONDS:g} s"
 
-    def ask() -> None:
+    def request() -> None:
+        nonlocal problem
         try:
             HfApi(endpoint=constants.ENDPOINT).model_info(
                 name, revision=revision or None, timeout=HUB_SECONDS
             )
-            outcome.append("")
+            problem = ""
         except Exception as error:
-            outcome.append(error_summary(error))
+            problem = error_summary(error)
 
-    thread = Thread(target=ask, daemon=True)  # name resolution has no timeout
+    thread = Thread(target=request, daemon=True)  # name resolution has no timeout
     thread.start()
     thread.join(HUB_SECONDS)
-    return outcome[0] if outcome else f"no response within {HUB_SECONDS:g} s"
+    return problem
 
 
-def cached() -> dict[str, Path]:
-    """Return the models in this machine's hub cache, by their names in a configuration,
-    and their weights.
+def cached_models() -> dict[str, Path]:
+    """Return the models in this machine's hub cache, by name, and their weights.
+
+    The names are those of a configuration.
     """
     from huggingface_hub import constants
 
-    found = {}
+    models = {}
     for file in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*/*")):
         owner, name = file.parts[-4].split("--", 2)[1:]
         if file.suffix in WEIGHTS:
-            found[name if owner == "timm" else f"{owner}/{name}"] = file
-    return found
+            models[name if owner == "timm" else f"{owner}/{name}"] = file
+    return models
 
 
 def takes_any_size(name: str) -> bool:
-    """Return whether a timm network accepts any image size unchanged; False for a
-    vision transformer.
+    """Return whether a timm network accepts any image size unchanged.
+
+    False for a vision transformer.
     """
     from timm import get_pretrained_cfg  # type: ignore[attr-defined]
 
@@ -253,8 +239,9 @@ def takes_any_size(name: str) -> bool:
 
 
 def input_keys(name: str, side: int) -> dict[str, Any]:
-    """Return the key `args` that gives a timm network an input of `side` pixels; empty
-    for a folder or hub id.
+    """Return the key `args` that gives a timm network an input of `side` pixels.
+
+    It is empty for a folder or hub id.
 
     Also for a CNN from 224 px on, the size of most weights. All others take `img_size`
     (570 networks of 35 families).
@@ -262,11 +249,9 @@ def input_keys(name: str, side: int) -> dict[str, Any]:
     from timm import get_pretrained_cfg  # type: ignore[attr-defined]
 
     if takes_any_size(name):
-        return (
-            {"args": {"pretrained_cfg_overlay": {"input_size": [3, side, side]}}}
-            if side < 224
-            else {}
-        )
+        if side >= 224:
+            return {}
+        return {"args": {"pretrained_cfg_overlay": {"input_size": [3, side, side]}}}
     return {"args": {"img_size": side}} if get_pretrained_cfg(name) else {}
 
 
@@ -276,30 +261,25 @@ LARGEST = 4096  # network arguments that weights do not show, such as the image 
 def require_fitting(
     folder: Path, tensors: Mapping[str, Tensor], config_path: str
 ) -> None:
-    """Refuse a folder whose arguments name layers missing in its weights, before the
-    network is built.
+    """Refuse a folder whose arguments name layers missing in its weights.
+
+    The network is not built before that.
     """
     import timm
 
-    sides = [side for one in tensors.values() for side in one.shape]
-    numbers = re.findall(
-        r"\d+", json.dumps(folder_config(folder, config_path).get("model_args", {}))
-    )
-    if (asked := max(map(int, numbers), default=0)) > max(
-        [LARGEST, len(tensors), *sides]
-    ):
+    sides = [side for tensor in tensors.values() for side in tensor.shape]
+    arguments = json.dumps(folder_config(folder, config_path).get("model_args", {}))
+    largest = max(map(int, re.findall(r"\d+", arguments)), default=0)
+    if largest > max([LARGEST, len(tensors), *sides]):
         raise ModelError(
-            config_path, f"has the argument {asked}; the weights have no such size"
+            config_path, f"has the argument {largest}; the weights have no such size"
         )
     count = 0
-    with (
-        suppress(NotImplementedError, RuntimeError),
-        torch.device("meta"),
-    ):  # some networks compute when constructed
-        count = sum(
-            one.numel() for one in timm.create_model(f"local-dir:{folder}").parameters()
-        )
-    if count > sum(one.numel() for one in tensors.values()):
+    # some networks compute when constructed
+    with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
+        network = timm.create_model(f"local-dir:{folder}")
+        count = sum(parameter.numel() for parameter in network.parameters())
+    if count > sum(tensor.numel() for tensor in tensors.values()):
         raise ModelError(
             config_path,
             f"names a network of {count:,} parameters, which the weights do not have",

@@ -1,5 +1,6 @@
-"""Numbers for what a configuration leaves to kd by the word `auto`: epochs, stored
-views, epochs of the fit.
+"""Choose numbers where a configuration leaves them to kd by the word `auto`.
+
+They are epochs, stored views and epochs of the fit.
 """
 
 from dataclasses import replace
@@ -21,30 +22,32 @@ def completed(config: Config, images: int = 0) -> Config:
     `images`: number of training images; 0: they are listed if the numbers depend on
     them.
     """
-    run, cache, fit = config.run, config.teacher.cache, config.teacher.fit
+    run = config.run
+    cache = config.teacher.cache
+    fit = config.teacher.fit
     if AUTO not in (run.epochs, cache.views, fit.epochs) and run.times == 1:
         return config
     epochs: float = WITHOUT_EPOCHS if run.epochs == AUTO else int(run.epochs)
     views = 0 if cache.views == AUTO else int(cache.views)
-    fitted = 0 if fit.epochs == AUTO else int(fit.epochs)
+    fit_epochs = 0 if fit.epochs == AUTO else int(fit.epochs)
     lengthens = run.epochs == AUTO and not run.steps
     stores = cache.views == AUTO and stores_outputs(config)
     fits = fit.epochs == AUTO and not fit.steps
-    data = (
-        open_sources(plan_of(config))
-        if fits or (not images and (lengthens or stores))
-        else None
-    )
-    images = images if data is None else len(data.train)
+    data = None
+    if fits or (not images and (lengthens or stores)):
+        data = open_sources(plan_of(config))
+        images = len(data.train)
     if lengthens:
         epochs = length_of(config, images).epochs
-    seen = run.steps * config.data.batch_size / max(1, images) if run.steps else epochs
+    visits = epochs  # of each image
+    if run.steps:
+        visits = run.steps * config.data.batch_size / max(1, images)
     if stores:
-        views = config.data.views or recommended.stored_views(seen)
+        views = config.data.views or recommended.stored_views(visits)
     if fits and data is not None:
         labelled = max(1, len(data.with_labels().train))
-        student = 0 if config.teacher.pretrained else seen * images
-        fitted = max(1, round(recommended.fit_visits(labelled, student) / labelled))
+        student = 0 if config.teacher.pretrained else visits * images
+        fit_epochs = max(1, round(recommended.fit_visits(labelled, student) / labelled))
     return replace(
         config,
         run=replace(
@@ -56,7 +59,7 @@ def completed(config: Config, images: int = 0) -> Config:
         teacher=replace(
             config.teacher,
             cache=replace(cache, views=views),
-            fit=replace(fit, epochs=fitted),
+            fit=replace(fit, epochs=fit_epochs),
         ),
     )
 
@@ -81,14 +84,12 @@ def accelerated(section: BackendSection) -> bool:
 
 
 def stores_outputs(config: Config) -> bool:
-    """Return whether a cache is recommended: a loss reads a teacher's logits, and no
-    features, which are large.
+    """Return whether a cache is recommended.
+
+    It is if a loss reads a teacher's logits, and no features, which are large.
     """
+    teacher = config.teacher
+    if not teacher.model or teacher.shard or teacher.pipeline:
+        return False
     read = reads(config.losses)
-    divided = config.teacher.shard or config.teacher.pipeline
-    return bool(
-        config.teacher.model
-        and read.teacher_logits
-        and not read.features
-        and not divided
-    )
+    return read.teacher_logits and not read.features

@@ -13,7 +13,7 @@ from kd.core.contracts import Backend, Sifter, Source, Teacher
 from kd.core.evaluation import Evaluation, Evaluator, Split
 from kd.core.seeds import evenly_spaced
 from kd.core.types import SiftContext
-from kd.data.loader import evaluation_plan
+from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.workers import worker_error
 from kd.engine.criterion import StudentWithLoss
 from kd.engine.monitor.timeline import region
@@ -22,7 +22,7 @@ from kd.engine.run import Logger, Run, RunStore
 from kd.models.examination import require_apart
 from kd.models.live_teacher import LiveTeacher, NoTeacher
 from kd.parts import registry
-from kd.setup.build_teacher import Setting, TeacherReport, choose_teacher
+from kd.setup.build_teacher import RunContext, TeacherReport, choose_teacher
 from kd.setup.data import BatchSplit, Data, evaluation_loader, loaders
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import Recipe
@@ -46,10 +46,10 @@ def distributed(section: BackendSection) -> Iterator[Backend]:
     try:
         yield backend
     except RuntimeError as error:
-        known = worker_error(error) or backend.explain(error)
-        if known is None:
+        explained = worker_error(error) or backend.explain(error)
+        if explained is None:
             raise
-        raise known from error
+        raise explained from error
     finally:
         backend.close()
 
@@ -57,17 +57,12 @@ def distributed(section: BackendSection) -> Iterator[Backend]:
 def build_backend(section: BackendSection) -> Backend:
     """Build the backend; the caller sets it up and closes it."""
     precision = "fp32" if section.precision == "auto" else section.precision
-    kind, options, seconds = section.kind, section.options, section.timeout_seconds
-    made = registry.build(
-        "backends",
-        kind,
-        options,
-        "backend.kind",
-        precision=precision,
-        timeout_seconds=seconds,
+    arguments = ("backends", section.kind, section.options, "backend.kind")
+    backend = registry.build(
+        *arguments, precision=precision, timeout_seconds=section.timeout_seconds
     )
-    made.facts = registry.facts("backends", kind, options, "backend.kind")
-    return made
+    backend.facts = registry.facts(*arguments)
+    return backend
 
 
 def build_optimizer(
@@ -76,31 +71,28 @@ def build_optimizer(
     """Build the optimizer, with fused kernels if the device has them."""
     section = recipe.config.optimizer
     parameters = parameter_groups(recipe.student.tuning, section.weight_decay, module)
-    fused, betas = backend.facts.complete, tuple(section.betas)
-    cls: type[torch.optim.Optimizer]
+    betas = tuple(section.betas)
+    options: dict[str, Any] = {"fused": backend.facts.complete}
+    cls: type[torch.optim.Optimizer] = torch.optim.AdamW
     if section.kind == "muon":
         from timm.optim.muon import Muon  # loads all of timm's optimizers
 
-        cls, options = Muon, {"betas": betas, "nesterov": True}
+        cls = Muon
+        options = {"betas": betas, "nesterov": True}
     elif section.kind == "sgd":
-        cls, options = (
-            torch.optim.SGD,
-            {
-                "momentum": section.momentum,
-                "nesterov": section.momentum > 0,
-                "fused": fused,
-            },
-        )
+        cls = torch.optim.SGD
+        options |= {"momentum": section.momentum, "nesterov": section.momentum > 0}
     else:
-        cls, options = torch.optim.AdamW, {"betas": betas, "fused": fused}
+        options["betas"] = betas
     return backend.optimizer(parameters, cls, section.zero, lr=section.lr, **options)
 
 
 def settings_of(
     recipe: Recipe, distillation: StudentWithLoss, backend: Backend
 ) -> dict[str, Any]:
-    """Return the fields of a `Run` that follow from its recipe; the module is on the
-    device, the backend set up.
+    """Return the fields of a `Run` that follow from its recipe.
+
+    The module is on the device, and the backend is set up.
     """
     section = recipe.config.optimizer
     return {
@@ -123,136 +115,137 @@ def settings_of(
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A run, and the findings of its set-up."""
+    """Hold a run, and the findings of its set-up."""
 
     run: Run
-    facts: dict[str, Any]  # see `found_out`
+    facts: dict[str, Any]  # see `setup_facts`
     val: Source  # number of validation images
     test: Source | None  # number of test images; 0: no test split
-    test_evaluator: Callable[
-        [], Evaluator
-    ]  # builds the test split's evaluator, if there is one
+    # builds the test split's evaluator, if there is one
+    test_evaluator: Callable[[], Evaluator]
 
 
-def build_run(setting: Setting, store: RunStore, logger: Logger) -> Built:
-    """Build the run of a setting; without a teacher model it trains on labels alone."""
-    recipe, backend, data, split = (
-        setting.recipe,
-        setting.backend,
-        setting.data,
-        setting.split,
-    )
-    model, task = setting.teachers.model, recipe.task
-    distillation = build_distillation(recipe, setting.teachers, split.micro_batch)
-    teachers = dict(zip(recipe.members, setting.teachers.members, strict=False))
+def build_run(context: RunContext, store: RunStore, logger: Logger) -> Built:
+    """Build a run; without a teacher model it trains on labels alone."""
+    recipe = context.recipe
+    backend = context.backend
+    data = context.data
+    split = context.split
+    model = context.teachers.model
+    distillation = build_distillation(recipe, context.teachers, split.micro_batch)
+    teachers = dict(zip(recipe.members, context.teachers.members, strict=False))
     require_apart(distillation.student, teachers, "student.model")  # type: ignore[arg-type]
     distillation.to(backend.device)
 
     with region("choose teacher"):
-        report = choose_teacher(setting)
+        report = choose_teacher(context)
     logger.info(f"teacher: {report.line}" if report.line else "")
     with region("open cache"):
-        answering: Teacher = report.live if recipe.read.teacher else NoTeacher()
+        teacher: Teacher = report.live if recipe.read.teacher else NoTeacher()
         if model is not None and recipe.read.teacher and recipe.teacher.cache.views:
             from kd.setup.open_cache import open_cache  # only if outputs are stored
 
-            answering = open_cache(report, setting)
+            teacher = open_cache(report, context)
     with region("choose student"):
-        mode = choose_student(setting, distillation, report.live)
+        mode = choose_student(context, distillation, report.live)
         apply_mode(mode, distillation, backend)
     loader, val_loader = loaders(
         data.views(), data.plan, split, backend, recipe.backend.timeout_seconds
     )
-    sifter, line = build_sifter(setting, getattr(answering, "stored", None))
-    logger.info(line)
-    bank = data.stored[0] if data.stored else data.train
-    scored = model is not None and (recipe.read.teacher_logits or not task.logits)
-    evaluation = Evaluation(
-        backend=backend,
-        val=Split(
-            val_loader,
-            evaluation_plan(len(data.val), split.eval_batch * backend.world_size),
-        ),
-        teacher=report.live.validation() if scored else None,
-        num_classes=len(data.classes),
-        labelled=data.labelled,
-        partly=data.plan.labels == "some",
-        bank=partial(
-            shown_split, setting, bank, torch.tensor(evenly_spaced(len(bank), BANK))
-        ),
-        bank_teacher=report.live,
-        agreement=distillation.criterion.agreement,
-        projected=distillation.criterion.projected,
-        members=len(setting.teachers.members),
-    )
+    sifter, warning = build_sifter(context, getattr(teacher, "stored", None))
+    logger.info(warning)
+    evaluation = _evaluation(context, distillation, report, val_loader)
     run = Run(
         accumulate=split.accumulate,
-        teacher=answering,
+        teacher=teacher,
         loader=loader,
         sifter=sifter,
-        evaluator=task.evaluator(evaluation),
+        evaluator=recipe.task.evaluator(evaluation),
         store=store,
         logger=logger,
         **settings_of(recipe, distillation, backend),
     )
-    test = partial(test_evaluator, setting, evaluation, report.live)
+    test = partial(test_evaluator, context, evaluation, report.live)
     # on XLA the set-up would otherwise be part of the first step's graph
     backend.end_step()
-    facts = found_out(setting, report, mode, run)
+    facts = setup_facts(context, report, mode, run)
     return Built(run, facts, data.val, data.test, test)
 
 
-def found_out(
-    setting: Setting, report: TeacherReport, mode: ExecutionMode, run: Run
+def _evaluation(
+    context: RunContext,
+    distillation: StudentWithLoss,
+    report: TeacherReport,
+    val_loader: LocalLoader,
+) -> Evaluation:
+    recipe = context.recipe
+    data = context.data
+    split = context.split
+    bank = data.stored[0] if data.stored else data.train
+    bank_ids = torch.tensor(evenly_spaced(len(bank), BANK))
+    scored = recipe.read.teacher_logits or not recipe.task.logits
+    scored = scored and context.teachers.model is not None
+    plan = evaluation_plan(len(data.val), split.eval_batch * split.world_size)
+    return Evaluation(
+        backend=context.backend,
+        val=Split(val_loader, plan),
+        teacher=report.live.validation() if scored else None,
+        num_classes=len(data.classes),
+        labelled=data.labelled,
+        partly=data.plan.labels == "some",
+        bank=partial(shown_split, context, bank, bank_ids),
+        bank_teacher=report.live,
+        agreement=distillation.criterion.agreement,
+        projected=distillation.criterion.projected,
+        members=len(context.teachers.members),
+    )
+
+
+def setup_facts(
+    context: RunContext, report: TeacherReport, mode: ExecutionMode, run: Run
 ) -> dict[str, Any]:
-    """Return the findings of a set-up for the manifest: models and execution modes;
-    `mode` is the student's.
-    """
+    """Return the findings of a set-up for the manifest; `mode` is the student's."""
     facts = {
         "decides": run.evaluator.selection_metric,
-        "task": setting.recipe.task.name,
-        "scores": setting.recipe.task.scores.record(),
+        "task": context.recipe.task.name,
+        "scores": context.recipe.task.scores.record(),
         "modes": {
             **({"teacher": str(report.mode)} if report.mode else {}),
             "student": str(mode),
         },
         "threads": torch.get_num_threads() if run.backend.facts.cpu else 0,
-        "batch": str(setting.split),
+        "batch": str(context.split),
         "workers": getattr(run.loader, "workers", 0),
-        **({"teacher_error": report.error} if report.error else {}),
     }
-    held = run.backend.counters().get("teacher_mib")
-    if held is not None and isinstance(
-        report.live, LiveTeacher
-    ):  # divided over the ranks
-        facts["teacher_mib"] = {"whole": report.live.mib, "rank": held}
+    if report.error:
+        facts["teacher_error"] = report.error
+    rank_mib = run.backend.counters().get("teacher_mib")
+    # divided over the ranks
+    if rank_mib is not None and isinstance(report.live, LiveTeacher):
+        facts["teacher_mib"] = {"whole": report.live.mib, "rank": rank_mib}
     return facts
 
 
 def test_evaluator(
-    setting: Setting, evaluation: Evaluation, live: LiveTeacher | NoTeacher
+    context: RunContext, evaluation: Evaluation, live: LiveTeacher | NoTeacher
 ) -> Evaluator:
     """Return the evaluator of the test split, built at the end of a run."""
-    source = setting.data.test
+    source = context.data.test
     assert source is not None
-    split = replace(
-        shown_split(setting, source, torch.arange(len(source))), name="test"
-    )
+    split = shown_split(context, source, torch.arange(len(source)))
+    split = replace(split, name="test")
     teacher = live.validation(test=True) if evaluation.teacher is not None else None
-    return setting.recipe.task.evaluator(
-        replace(evaluation, val=split, teacher=teacher)
-    )
+    evaluation = replace(evaluation, val=split, teacher=teacher)
+    return context.recipe.task.evaluator(evaluation)
 
 
-def shown_split(setting: Setting, source: Source, ids: torch.Tensor) -> Split:
+def shown_split(context: RunContext, source: Source, ids: torch.Tensor) -> Split:
     """Return evaluation's view of a source's images, by their ids [N]."""
-    data, split, seconds = (
-        setting.data,
-        setting.split,
-        setting.recipe.backend.timeout_seconds,
-    )
+    data = context.data
+    split = context.split
+    seconds = context.recipe.backend.timeout_seconds
     loader = evaluation_loader(
-        data.shown(source), data.plan, split, setting.backend, seconds
+        data.evaluation_views(source), data.plan, split, context.backend, seconds
     )
     plan = evaluation_plan(len(ids), split.eval_batch * split.world_size)
     return Split(loader, replace(plan, ids=ids[plan.ids]))
@@ -279,24 +272,19 @@ def sift_context(
     )
 
 
-def build_sifter(setting: Setting, answers: Any = None) -> tuple[Sifter, str]:
-    """Build the sifter, with stored outputs (`answers`) or None; also return a warning
-    if its delay exceeds the run.
+def build_sifter(context: RunContext, answers: Any) -> tuple[Sifter, str]:
+    """Build the sifter; also return a warning if its delay exceeds the run.
+
+    `answers`: stored outputs, or None.
     """
-    data = setting.data
-    context = sift_context(
-        len(data.train),
-        data.labels,
-        setting.backend,
-        setting.split,
-        setting.recipe.seed,
+    recipe = context.recipe
+    data = context.data
+    sifting = sift_context(
+        len(data.train), data.labels, context.backend, context.split, recipe.seed
     )
-    return sifter_of(
-        setting.recipe,
-        replace(
-            context, views=data.plan.views, balance=data.plan.balance, answers=answers
-        ),
-    )
+    plan = data.plan
+    sifting = replace(sifting, views=plan.views, balance=plan.balance, answers=answers)
+    return sifter_of(recipe, sifting)
 
 
 def sifter_alone(recipe: Recipe, data: Data, split: BatchSplit) -> Sifter:
@@ -312,24 +300,27 @@ def sifter_alone(recipe: Recipe, data: Data, split: BatchSplit) -> Sifter:
 
 
 def sifter_of(recipe: Recipe, context: SiftContext) -> tuple[Sifter, str]:
-    """Build the sifter of a context; also return a warning if its delay exceeds the
-    run.
+    """Build the sifter of a context.
+
+    Also return a warning if its delay exceeds the run.
     """
-    section, length, line = recipe.config.sifter, recipe.length, ""
-    facts = registry.facts("sifters", section.kind, section.options, "sifter.kind")
-    in_epoch, delay = context.num_images // length.batch_size, facts.delay
-    steps, config_path = length.steps or length.epochs * in_epoch, "the run"
-    if facts.each_epoch and in_epoch < steps:
-        steps, config_path = in_epoch, "an epoch"
-    kind, options = section.kind, section.options
-    if steps <= delay:
-        line = (
-            f"sifter '{kind}' waits for {delay} steps and {config_path} has {steps}:"
-            " everything is visited"
+    kind = recipe.config.sifter.kind
+    options = recipe.config.sifter.options
+    length = recipe.length
+    warning = ""
+    facts = registry.facts("sifters", kind, options, "sifter.kind")
+    steps_in_epoch = context.num_images // length.batch_size
+    steps = length.steps or length.epochs * steps_in_epoch
+    period = "the run"
+    if facts.each_epoch and steps_in_epoch < steps:
+        steps = steps_in_epoch
+        period = "an epoch"
+    if steps <= facts.delay:
+        warning = (
+            f"sifter '{kind}' waits for {facts.delay} steps and {period} has {steps}:"
+            " everything is visited. Lower sifter.sift_delay"
         )
-        line += ". Lower sifter.sift_delay"
-        kind, options = "none", registry.default_options("sifters", "none")
-    return (
-        registry.build("sifters", kind, options, "sifter.kind", context=context),
-        line,
-    )
+        kind = "none"
+        options = registry.default_options("sifters", kind)
+    sifter = registry.build("sifters", kind, options, "sifter.kind", context=context)
+    return sifter, warning

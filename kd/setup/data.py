@@ -1,5 +1,6 @@
-"""The splits of a configuration, the views of their images, the division of the batch,
-and the loaders.
+"""The splits of a configuration, and what a run makes of them.
+
+These are the views of their images, the division of the batch, and the loaders.
 """
 
 from __future__ import annotations
@@ -45,30 +46,25 @@ log = logging.getLogger("kd")
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The opened splits of a run."""
+    """Hold the opened splits of a run."""
 
     plan: DataPlan
     train: Source
     val: Source
-    test: Source | None = (
-        # test images, if a test split is named or set aside; read only at the end of a
-        # run
-        None
-    )
+    # test images, if a test split is named or set aside; read only at the end of a run
+    test: Source | None = None
     stored: tuple[Source, Source] | None = None
     """Training and validation images behind a store of decoded pixels, if there
     is one.
     """
-    teacher_classes: tuple[
-        str, ...
-    ] = ()  # the teacher's classes, if the images are unlabelled
-    contents: Mapping[str, int] = field(
-        default_factory=dict
-    )  # see `kd.setup.same_data`
+    # the teacher's classes, if the images are unlabelled
+    teacher_classes: tuple[str, ...] = ()
+    # see `kd.setup.same_data`
+    contents: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the listings of training and validation, and of the class order."""
+        """Return a hash of the class order and of the training and validation data."""
         text = "\n".join(
             [self.train.fingerprint, self.val.fingerprint, *self.train.classes]
         )
@@ -76,59 +72,57 @@ class Data:
 
     @property
     def classes(self) -> Sequence[str]:
-        """Class names in the order of the labels; for unlabelled images the teacher's,
-        once it is loaded.
+        """Return class names in the order of the labels.
+
+        For unlabelled images they are the teacher's, once it is loaded.
         """
         return self.teacher_classes or self.train.classes
 
     @property
     def required_classes(self) -> Sequence[str] | None:
-        """Class names that the teacher must have. None: the images are unlabelled and
-        the teacher's names are used.
+        """Return class names that the teacher must have.
+
+        None: the images are unlabelled and the teacher's names are used.
         """
         return self.classes if self.labelled else self.teacher_classes or None
 
     @property
     def splits(self) -> dict[str, Source]:
-        return {
-            "train": self.train,
-            "val": self.val,
-            **({} if self.test is None else {"test": self.test}),
-        }
+        splits = {"train": self.train, "val": self.val}
+        if self.test is not None:
+            splits["test"] = self.test
+        return splits
 
     @property
     def notes(self) -> list[str]:
-        """Notes on files left out of the listings, one per line."""
+        """Return notes on files left out of the listings, one per line."""
         notes = [
             note
-            for one in self.splits.values()
-            if isinstance(one, HasWarnings)
-            for note in one.notes
+            for source in self.splits.values()
+            if isinstance(source, HasWarnings)
+            for note in source.notes
         ]
-        names = self.train.classes
-        if list(names) != sorted(names) and list(names) == class_order(names):
-            text = f"classes in the order of numbers: {', '.join(names[:3])}, ...; "
+        names = list(self.train.classes)
+        by_text = sorted(names)
+        if names != by_text and names == class_order(names):
             notes.append(
-                f"{text}as text it would be {', '.join(sorted(names)[:3])}, ..."
+                f"classes in the order of numbers: {', '.join(names[:3])}, ...; as text"
+                f" it would be {', '.join(by_text[:3])}, ..."
             )
         if getattr(self.plan.options, "group", ""):
-            splits: Any = self.splits.values()
-            train, *others = (
-                {one.group(id) for id in range(len(one))} for one in splits
+            sources: Any = self.splits.values()
+            train, *heldout = (
+                {source.group(id) for id in range(len(source))} for source in sources
             )
-            shared = sorted(train & set().union(*others))
-            more = len(shared) - 1
-            notes += [
-                f"data.group: '{one}' and {more} more are in training and in another"
-                " split"
-                for one in shared[:1]
-            ]
+            if shared := sorted(train & set().union(*heldout)):
+                notes.append(
+                    f"data.group: '{shared[0]}' and {len(shared) - 1} more are in"
+                    " training and in another split"
+                )
         return [*dict.fromkeys(notes)]
 
     def images(self) -> DatasetSpec:
-        """Return facts of the dataset for a teacher that looks up outputs by
-        image id.
-        """
+        """Return facts of the dataset for a teacher that looks up outputs by id."""
         return DatasetSpec(
             self.train,
             self.val,
@@ -141,82 +135,73 @@ class Data:
     def transform(self) -> dict[str, Any]:
         """Return the transform of training images, as JSON values."""
         changes = asdict(self.plan.augment)
-        changes["crop"] = changes.pop(
-            "crop_scale"
-        )  # its name in the caches and tables of kd 0.3
-        found = {
+        # its name in the caches and tables of kd 0.3
+        changes["crop"] = changes.pop("crop_scale")
+        if not changes["erase"]:  # the pixels are as before this key existed
+            del changes["erase"]
+        transform = {
             "image_size": self.plan.image_size,
             **changes,
             "margin": MARGIN,
             "format": FORMAT,
         }
-        if not found["erase"]:  # the pixels are as before this key existed
-            del found["erase"]
         if self.plan.store in ("ram", "disk"):  # a store of decoded pixels changes them
             from kd.setup.open_store import keep_rules
 
-            found["store"] = list(asdict(keep_rules(self.plan)[0]).values())
-        return found
+            transform["store"] = list(asdict(keep_rules(self.plan)[0]).values())
+        return transform
 
     @property
     def labelled(self) -> bool:
         return self.plan.labels != "none"
 
     def labelled_share(self) -> float:
-        """Return the expected share of training images with a label, including the
-        mixing partner's.
+        """Return the expected share of training images with a label.
+
+        A mixing partner's label counts too.
         """
         if self.plan.labels != "some":
             return 1.0
-        share, augment = (self.labels() >= 0).float().mean().item(), self.plan.augment
-        return (
-            share * (1 - (1 - share) * augment.mix_probability)
-            if augment.mixes
-            else share
-        )
+        share = (self.labels() >= 0).float().mean().item()
+        augment = self.plan.augment
+        if augment.mixes:
+            return share * (1 - (1 - share) * augment.mix_probability)
+        return share
 
     def labels(self, val: bool = False) -> torch.Tensor:
-        """Return the label of every image of a split, int64 [N] or int8 [N, C]; -1:
-        unlabelled.
+        """Return the label of every image of a split.
+
+        They are int64 [N] or int8 [N, C]; -1: unlabelled.
         """
         source = self.val if val else self.train
         first = np.asarray(source.label(0))
+        dtype = np.dtype((first.dtype, first.shape))
         labels = map(source.label, range(len(source)))
-        return torch.from_numpy(
-            np.fromiter(labels, np.dtype((first.dtype, first.shape)))
-        )
+        return torch.from_numpy(np.fromiter(labels, dtype))
 
     def with_labels(self) -> Data:
-        """Return only the training images with a label, for training on
-        labels alone.
-        """
+        """Return only the training images with a label, for training on them alone."""
         if self.plan.labels != "some":
             return self
         from kd.data.subset import Subset  # only if some are unlabelled
 
         labels = self.labels()
-        ids = (
-            (labels if labels.ndim == 1 else labels.amax(1))
-            .ge(0)
-            .nonzero()
-            .flatten()
-            .numpy()
-        )
+        if labels.ndim > 1:
+            labels = labels.amax(1)
+        ids = labels.ge(0).nonzero().flatten().numpy()
         stored = self.stored and (Subset(self.stored[0], ids), self.stored[1])
         plan = replace(self.plan, labels="all", labels_per_class=0)
         return replace(self, plan=plan, train=Subset(self.train, ids), stored=stored)
 
-    def evaluate(self) -> EvalTransform:
-        return EvalTransform(self.plan.image_size, self.plan.crop_pct)
+    def evaluation_views(self, source: Source, on_corrupt: str = "") -> Views:
+        """Return evaluation's view of a split, decoded from files.
 
-    def shown(self, source: Source, on_corrupt: str = "") -> Views:
-        """Return evaluation's view of a split, decoded from files; `on_corrupt` "": as
-        configured.
+        `on_corrupt` "": as configured.
         """
         plan = self.plan
         return Views(
             source,
-            self.evaluate(),
+            EvalTransform(plan.image_size, plan.crop_pct),
             plan.image_size,
             plan.seed,
             on_corrupt=on_corrupt or plan.on_corrupt,
@@ -224,35 +209,37 @@ class Data:
 
     def views(self) -> tuple[Views, Views]:
         """Return the views of both splits, from the store of pixels if there is one."""
-        plan, val = self.plan, self.stored[1] if self.stored else self.val
-        crop = (
-            EvalTransform(plan.image_size, 1.0) if self.stored else self.evaluate()
-        )  # the stored pixels are the crop
-        train = self._training(plan.image_size)
-        train.small = (
-            self._training(plan.progressive.size) if plan.progressive.size else None
-        )
+        plan = self.plan
+        train = self._train_views(plan.image_size)
+        if plan.progressive.size:
+            train.small = self._train_views(plan.progressive.size)
+        if not self.stored:
+            return train, self.evaluation_views(self.val)
+        crop = EvalTransform(plan.image_size, 1.0)  # the stored pixels are the crop
         return train, Views(
-            val, crop, plan.image_size, plan.seed, on_corrupt=plan.on_corrupt
+            self.stored[1],
+            crop,
+            plan.image_size,
+            plan.seed,
+            on_corrupt=plan.on_corrupt,
         )
 
-    def _training(self, size: int) -> Views:
-        plan, augment = self.plan, self.plan.augment
-        mixing = (
-            MixupCutmix(augment.mixup, augment.cutmix, augment.mix_probability)
-            if augment.mixes
-            else None
-        )
-        shown = replace(train_transform(size, augment), drawn=plan.image_size)
+    def _train_views(self, size: int) -> Views:
+        plan = self.plan
+        augment = plan.augment
+        mixing = None
+        if augment.mixes:
+            mixing = MixupCutmix(augment.mixup, augment.cutmix, augment.mix_probability)
+        transform = replace(train_transform(size, augment), drawn=plan.image_size)
         train = self.stored[0] if self.stored else self.train
         return Views(
-            train, shown, size, plan.seed, mixing, plan.on_corrupt, plan.image_size
+            train, transform, size, plan.seed, mixing, plan.on_corrupt, plan.image_size
         )
 
 
 def open_sources(plan: DataPlan) -> Data:
     """List all splits; nothing is decoded or rendered yet."""
-    more = {} if plan.labels == "all" else {"labels": plan.labels}
+    labels = {} if plan.labels == "all" else {"labels": plan.labels}
 
     def listed(split: str, classes: Sequence[str] | None) -> Source:
         source = registry.build(
@@ -262,9 +249,9 @@ def open_sources(plan: DataPlan) -> Data:
             "data.kind",
             split=split,
             classes=classes,
-            **more,
+            **labels,
         )
-        return source if plan.bits == 16 else _of_bits(source, plan)
+        return source if plan.bits == 16 else _set_bits(source, plan)
 
     train = listed("train", None)
     val = listed("val", train.classes)
@@ -286,17 +273,15 @@ def open_sources(plan: DataPlan) -> Data:
             "the validation split has other classes than the training split",
             "",
         )
-    named = registry.facts("datasets", plan.kind, plan.options, "data.kind").test
-    splits = {
-        "train": train,
-        "val": val,
-        **({"test": listed("test", train.classes)} if named else {}),
-    }
+    splits = {"train": train, "val": val}
+    if registry.facts("datasets", plan.kind, plan.options, "data.kind").test:
+        splits["test"] = listed("test", train.classes)
     if plan.exclude:
         from kd.data.subset import exclude_images  # only if images are left out
 
         splits = exclude_images(plan.exclude, splits)
-    train, val = splits["train"], splits["val"]
+    train = splits["train"]
+    val = splits["val"]
     if plan.labels_per_class:
         from kd.data.subset import keep_labels  # only if labels are withheld
 
@@ -311,19 +296,23 @@ def open_sources(plan: DataPlan) -> Data:
 
 
 def _require_printable(classes: Sequence[str]) -> None:
-    """Refuse a class name that no export could have as a label: logs and responses
-    repeat it.
+    """Refuse a class name that no export could have as a label.
+
+    Logs and responses repeat it.
     """
-    if odd := [name for name in classes if not is_one_line(name)]:
-        wrong = f"the class {odd[0]!a:.200} has a control character or a line break"
+    if unprintable := [name for name in classes if not is_one_line(name)]:
+        wrong = (
+            f"the class {unprintable[0]!a:.200} has a control character or a line break"
+        )
         raise DataError(
             "data.kind", wrong, "Class names that are printed as one line", "Rename it"
         )
 
 
-def _of_bits(source: Any, plan: DataPlan) -> Source:
-    """Let a source read images of 16 bits per channel in the range of `data.bits`,
-    which enters its fingerprint.
+def _set_bits(source: Any, plan: DataPlan) -> Source:
+    """Let a source read images of 16 bits per channel in the range of `data.bits`.
+
+    The range enters its fingerprint.
     """
     if not hasattr(source, "bits"):
         wrong = f"is {plan.bits}, but data.kind={plan.kind} decodes its images itself"
@@ -338,8 +327,9 @@ def _of_bits(source: Any, plan: DataPlan) -> Source:
 def open_data(
     plan: DataPlan, backend: Backend, fill: bool = True, listed: Data | None = None
 ) -> Data:
-    """List the splits, let rank 0 create missing images, open the store of pixels if
-    `fill`. All ranks must call this.
+    """List the splits, and open the store of pixels if `fill`.
+
+    Rank 0 creates missing images. All ranks must call this.
 
     `listed`: the result of an earlier `open_sources`.
     """
@@ -352,19 +342,20 @@ def open_data(
     backend.barrier()
     if plan.store in ("none", "views"):
         return data
-    from kd.setup.open_store import open_store  # only if pixels are stored
+    from kd.setup.open_store import open_pixel_store  # only if pixels are stored
 
+    splits = (data.train, data.val)
     return replace(
-        data,
-        stored=open_store(plan, (data.train, data.val), plan.folder, backend, fill),
+        data, stored=open_pixel_store(plan, splits, plan.folder, backend, fill)
     )
 
 
 def train_transform(
     size: int, augment: Augment, config_path: str = "data.augment"
 ) -> TrainTransform:
-    """Build the transform of training images; `config_path`: the config path of its
-    section.
+    """Build the transform of training images.
+
+    `config_path` is the config path of its section.
     """
     if augment.policy:
         try:
@@ -386,7 +377,7 @@ def train_transform(
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """The division of the global batch over ranks and micro-batches."""
+    """Describe the division of the global batch over ranks and micro-batches."""
 
     batch_size: int
     world_size: int
@@ -410,18 +401,16 @@ def split_batch(
     key: str = "data.batch_size",
     kind: str = "",
 ) -> BatchSplit:
-    """Divide the global batch over ranks and micro-batches; errors name its key and the
-    `kind` of images.
+    """Divide the global batch over ranks and micro-batches.
+
+    Errors name its key and the `kind` of images.
     """
     batch_size = section.batch_size
-    share, rest = divmod(batch_size, world_size)
+    share, remainder = divmod(batch_size, world_size)
     micro = section.micro_batch or share
-    if rest or not share or share % micro:
-        near = (
-            max(1, round(batch_size / (world_size * micro or 1)))
-            * world_size
-            * (micro or 1)
-        )
+    if remainder or not share or share % micro:
+        least = world_size * (micro or 1)
+        near = max(1, round(batch_size / (world_size * micro or 1))) * least
         wrong = (
             f"{batch_size} images cannot be divided into {world_size} ranks x"
             f" micro-batches of {micro}"
@@ -467,30 +456,27 @@ def loaders(
 ) -> tuple[LocalLoader, LocalLoader]:
     """Build the training and the validation loader of this rank."""
     if section.loader == "ray":
-        return _remote(both, section, split, backend)
-    count, shown = workers_of(section, backend), both[0]
+        return _remote_loaders(both, section, split, backend)
+    train_views, val_views = both
     if section.store == "views" and section.views:
         from kd.setup.open_store import store_views  # only if views are stored
 
-        shown = store_views(shown, section.views, backend)
-    train = _local(
-        shown,
-        _share(backend, split.batch_size, split.accumulate),
-        section,
-        backend,
-        timeout_seconds,
-    )
-    val = evaluation_loader(both[1], section, split, backend, timeout_seconds)
+        train_views = store_views(train_views, section.views, backend)
+    share = _share(backend, split.batch_size, split.accumulate)
+    train = _local_loader(train_views, share, section, backend, timeout_seconds)
+    val = evaluation_loader(val_views, section, split, backend, timeout_seconds)
     # Both are open together: an evaluation may interrupt an epoch.
-    sizes = section.image_size, section.progressive.size
-    needed = sum(map(train.batch_bytes, filter(None, sizes))) + val.batch_bytes(
-        section.image_size
+    sizes = filter(None, (section.image_size, section.progressive.size))
+    needed = sum(map(train.batch_bytes, sizes)) + val.batch_bytes(section.image_size)
+    require_shared_memory(
+        needed * backend.local_world_size,
+        shared_memory_mib(),
+        workers_of(section, backend),
     )
-    require_shared_memory(needed * backend.local_world_size, shared_memory_mib(), count)
     return train, val
 
 
-def _remote(
+def _remote_loaders(
     both: tuple[Views, Views], section: DataSection, split: BatchSplit, backend: Backend
 ) -> tuple[LocalLoader, LocalLoader]:
     """Build loaders on a pool of decoders, which rank 0 starts."""
@@ -500,21 +486,21 @@ def _remote(
     token = secrets.randbelow(2**24)
     pools = [Pool(both, 0, token, section.deadline)] if backend.rank == 0 else []
     [shared] = numbers_of_rank_0(backend, [token])
-    pool = (
-        pools[0] if pools else Pool(both, backend.rank, int(shared), section.deadline)
-    )
-    common, share = (
-        _loading(section, backend),
-        _share(backend, split.batch_size, split.accumulate),
-    )
-    train = RemoteLoader(pool, 0, both[0], share, **common)
-    return train, RemoteLoader(
-        pool, 1, both[1], _share(backend, split.eval_batch * split.world_size), **common
+    if pools:
+        pool = pools[0]
+    else:
+        pool = Pool(both, backend.rank, int(shared), section.deadline)
+    options = _loader_options(section, backend)
+    train_share = _share(backend, split.batch_size, split.accumulate)
+    val_share = _share(backend, split.eval_batch * split.world_size)
+    return (
+        RemoteLoader(pool, 0, both[0], train_share, **options),
+        RemoteLoader(pool, 1, both[1], val_share, **options),
     )
 
 
 def evaluation_loader(
-    shown: Views,
+    views: Views,
     section: DataSection,
     split: BatchSplit,
     backend: Backend,
@@ -522,23 +508,28 @@ def evaluation_loader(
 ) -> LocalLoader:
     """Build a loader of this rank's evaluation batches."""
     share = _share(backend, split.eval_batch * split.world_size)
-    return _local(shown, share, section, backend, timeout_seconds)
+    return _local_loader(views, share, section, backend, timeout_seconds)
 
 
-def _local(
-    shown: Dataset,
+def _local_loader(
+    views: Dataset,
     share: Share,
     section: DataSection,
     backend: Backend,
     timeout_seconds: float,
 ) -> LocalLoader:
-    more = {"timeout_seconds": timeout_seconds, **_loading(section, backend)}
-    return LocalLoader(shown, share, workers_of(section, backend), **more)
+    return LocalLoader(
+        views,
+        share,
+        workers_of(section, backend),
+        timeout_seconds=timeout_seconds,
+        **_loader_options(section, backend),
+    )
 
 
 def _share(backend: Backend, batch_size: int, accumulate: int = 1) -> Share:
     return Share(batch_size, accumulate, backend.rank, backend.world_size)
 
 
-def _loading(section: DataSection, backend: Backend) -> dict[str, Any]:
+def _loader_options(section: DataSection, backend: Backend) -> dict[str, Any]:
     return {"pin_memory": backend.facts.cuda, "max_skipped": section.max_skipped}

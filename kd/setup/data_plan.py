@@ -1,5 +1,6 @@
-"""The plan of a run's images: its section of the configuration, with what other
-sections add.
+"""The plan of a run's images.
+
+It is their section of the configuration, with what other sections add.
 """
 
 from dataclasses import fields
@@ -11,7 +12,10 @@ from kd.core.keys import keys
 
 @keys
 class DataPlan(DataSection):
-    """The images of a run and their form. `views` defaults to the teacher's cache's."""
+    """Describe the images of a run and their form.
+
+    `views` defaults to the teacher's cache's.
+    """
 
     seed: int = 0  # the run's seed; views and order depend on it
     folder: str = ""  # `run.folder`, which contains stores and caches
@@ -20,7 +24,8 @@ class DataPlan(DataSection):
 
 def plan_of(config: Config) -> DataPlan:
     """Return the plan of a configuration's images."""
-    section, cached = config.data, config.teacher.cache.views
+    section = config.data
+    cached = config.teacher.cache.views
     values = {key.name: getattr(section, key.name) for key in fields(section)}
     values["views"] = section.views or (0 if cached == "auto" else cached)
     named = bool(build_task(config.task).logits)

@@ -1,5 +1,4 @@
-"""Read a finished or interrupted run: its configuration, and whether its folder is
-trusted.
+"""Read a finished or interrupted run: its configuration, and whether it is trusted.
 
 A run folder may be untrusted. Reading it runs no code that it names and shows only its
 own images, unless the user passes `--trust`.
@@ -49,8 +48,9 @@ def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
 
 
 def require_files(path: Path, data: DataSection) -> None:
-    """Refuse a run of `kd.distill` if its models and images must be built again from
-    files.
+    """Refuse a run of `kd.distill`, whose models and images are no files.
+
+    The caller must build them again.
     """
     if data.kind == MAP_DATASET:
         wrong = (
@@ -75,7 +75,9 @@ def parse(file: Path | str, text: str, trust: bool) -> Config:
         content: Any = OmegaConf.to_container(OmegaConf.create(text))
         content = content if isinstance(content, dict) else {}
         if not trust:
-            key, module = named_module(interpolated(read_yaml(content), [], here=False))
+            key, module = foreign_module(
+                interpolated(read_yaml(content), [], here=False)
+            )
         if not module:
             return config.load(content, here=False)
     except (
@@ -95,7 +97,7 @@ def parse(file: Path | str, text: str, trust: bool) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Permissions of `--trust`."""
+    """Hold the permissions of `--trust`."""
 
     code: bool  # `--trust`: code named in its configuration may run
     # `--trust`, or an override of the images' folder: other images than the run's are
@@ -104,41 +106,36 @@ class Trust:
 
     @classmethod
     def of(cls, trust: bool, overrides: Sequence[str], data: DataSection) -> Trust:
-        """Return the permissions given by a command's `--trust` and `key=value`
-        overrides.
-        """
+        """Return the permissions by a command's `--trust` and `key=value` overrides."""
         keys = ("data", "data.kind", "data.labels", "data.exclude")
         trusted = {*keys, *(f"data.{field.name}" for field in fields(data.options))}
-        return cls(
-            trust,
-            trust or any(text.partition("=")[0] in trusted for text in overrides),
-        )
+        named = any(text.partition("=")[0] in trusted for text in overrides)
+        return cls(trust, trust or named)
 
     def check_models(self, sections: Mapping[str, Any]) -> None:
         """Refuse to build models, by their config paths, that are code."""
-        for config_path, one in sections.items():
-            facts = registry.facts(
-                "networks", one.kind, one.options, f"{config_path}.kind"
-            )
+        for config_path, section in sections.items():
+            key = f"{config_path}.kind"
+            facts = registry.facts("networks", section.kind, section.options, key)
             if facts.runs_code and not self.code:
-                raise untrusted(
-                    f"{config_path}.kind",
-                    f"is '{one.kind}', so that '{one.model}' would run",
-                )
+                wrong = f"is '{section.kind}', so that '{section.model}' would run"
+                raise untrusted(key, wrong)
 
     def check_folder(self, plan: DataPlan) -> None:
         """Refuse a folder of images with links to the outside."""
         root = registry.facts("datasets", plan.kind, plan.options, "data.kind").root
-        if root and not self.code and (link := _link_out(os.path.expanduser(root))):
+        if root and not self.code and (link := _outward_link(os.path.expanduser(root))):
             raise untrusted("data.root", f"'{link}' is a link out of '{root}'")
 
     def check_images(self, data: Data, manifest: Mapping[str, Any]) -> None:
-        """Refuse images that differ from the recorded ones; a test split may be
-        missing.
+        """Refuse images that differ from the recorded ones.
+
+        A test split may be missing.
         """
-        known = manifest.get("data"), manifest.get("test", "")
-        test = data.test.fingerprint if data.test is not None else known[1]
-        if not self.images and (data.fingerprint, test) != known:
+        recorded_test = manifest.get("test", "")
+        test = recorded_test if data.test is None else data.test.fingerprint
+        recorded = (manifest.get("data"), recorded_test)
+        if not self.images and (data.fingerprint, test) != recorded:
             wrong = (
                 "the images are not those that the run recorded (their content hash"
                 " differs)"
@@ -161,35 +158,31 @@ def untrusted(config_path: str, wrong: str) -> RunError:
     )
 
 
-def named_module(values: Any, config_path: str = "") -> tuple[str, str]:
-    """Return the first key of an interpolated configuration whose part is not kd's, and
-    that module; or ("", "").
+def foreign_module(values: Any, config_path: str = "") -> tuple[str, str]:
+    """Return the first key whose part is not kd's, and that module; or ("", "").
+
+    `values` is an interpolated configuration.
     """
     kind = values.get("kind") if isinstance(values, dict) else None
     if isinstance(kind, str) and "." in kind and not kind.startswith("kd."):
         return f"{config_path}.kind", kind
-    pairs = (
-        values.items()
-        if isinstance(values, dict)
-        else enumerate(values)
-        if isinstance(values, list)
-        else ()
-    )
-    found = (
-        named_module(value, f"{config_path}.{key}" if config_path else str(key))
-        for key, value in pairs
-    )
-    return next((one for one in found if one[1]), ("", ""))
+    if isinstance(values, list):
+        values = dict(enumerate(values))
+    if isinstance(values, dict):
+        for key, value in values.items():
+            path = f"{config_path}.{key}" if config_path else str(key)
+            place, module = foreign_module(value, path)
+            if module:
+                return place, module
+    return "", ""
 
 
-def _link_out(root: str) -> str:
+def _outward_link(root: str) -> str:
     home = os.path.realpath(root)
     todo = [home]
     while todo:
-        with (
-            suppress(OSError),
-            os.scandir(todo.pop()) as entries,
-        ):  # the listing reports the error
+        # the listing reports the error
+        with suppress(OSError), os.scandir(todo.pop()) as entries:
             for entry in entries:
                 if entry.is_symlink():
                     if os.path.commonpath([home, os.path.realpath(entry.path)]) != home:

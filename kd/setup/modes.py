@@ -1,5 +1,6 @@
-"""Execution modes of a model, as configured or (auto) by facts of the machine; trial
-steps on noise.
+"""Execution modes of a model, and trial steps on noise.
+
+Modes are configured, or chosen by facts of the machine (`auto`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ Work = Callable[[], torch.Tensor]  # does the work once and returns a tensor to 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionMode:
-    """How a model is executed. The manifest records its text: `fp32+fused`,
-    `bf16+unfused+compiled`, `int8+onnxruntime`.
+    """Describe how a model is executed.
+
+    The manifest records its text: `fp32+fused`, `bf16+unfused+compiled`,
+    `int8+onnxruntime`.
     """
 
     precision: str
@@ -45,89 +48,90 @@ class ExecutionMode:
 
     @property
     def numerics(self) -> str:
-        """Part of the cache's identity: modes with equal `numerics` give equal logits
-        up to rounding.
+        """Return the part of the mode that belongs to the cache's identity.
+
+        Modes with equal `numerics` give equal logits up to rounding.
         """
-        return (
-            f"{self.precision}+{self.kernel}"
-            if self.precision in QUANTIZED
-            else self.precision
-        )
+        if self.precision in QUANTIZED:
+            return f"{self.precision}+{self.kernel}"
+        return self.precision
 
     @property
     def rebuilt(self) -> bool:
-        """Whether building it takes more than moving weights."""
+        """Return whether building it takes more than moving weights."""
         return self.exported or self.compiled
 
 
-def made_of(model: Any) -> tuple[float, float]:
-    """Return which shares of a network's multiplications are in convolutions, and in
-    depthwise ones, 0 to 1.
+def convolution_shares(model: Any) -> tuple[float, float]:
+    """Return the shares of convolutions and of depthwise ones in a network's cost.
+
+    The cost is its number of multiplications; a share is 0 to 1.
 
     Counted by torch in a forward of a 64 x 64 RGB image; both are 0 if the network does
     not accept it. A depthwise convolution has as many groups as channels.
     """
     from torch.utils.flop_counter import FlopCounterMode  # only if the result decides
 
-    def note(module: nn.Conv2d, given: Any, output: torch.Tensor) -> None:
-        depthwise.append(2 * output.numel() * module.weight[0].numel())
+    def count_depthwise(module: nn.Conv2d, _: Any, output: torch.Tensor) -> None:
+        nonlocal depthwise
+        depthwise += 2 * output.numel() * module.weight[0].numel()
 
-    weight = next(iter(model.parameters()), None)
+    weight = next(model.parameters(), None)
     if weight is None:
         return 0.0, 0.0
-    training, depthwise = model.training, [0]
-    convolutions = [
-        one
-        for one in model.modules()
-        if isinstance(one, nn.Conv2d) and one.groups == one.in_channels > 1
+    depthwise = 0
+    training = model.training
+    hooks = [
+        layer.register_forward_hook(count_depthwise)
+        for layer in model.modules()
+        if isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1
     ]
-    hooks = [one.register_forward_hook(note) for one in convolutions]
+    images = torch.zeros(2, 3, 64, 64, dtype=torch.uint8, device=weight.device)
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model.eval()(
-                torch.zeros(2, 3, 64, 64, dtype=torch.uint8, device=weight.device)
-            )
+            model.eval()(images)
     except Exception:  # an own network for other images: not counted
         return 0.0, 0.0
     finally:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    counts = counter.get_flop_counts().get(
-        "Global", {}
-    )  # a lookup, for instance, has none
+    # a lookup, for instance, has none
+    counts = counter.get_flop_counts().get("Global", {})
     total = max(1, sum(counts.values()))
-    return counts.get(torch.ops.aten.convolution, 0) / total, sum(depthwise) / total
+    return counts.get(torch.ops.aten.convolution, 0) / total, depthwise / total
 
 
 def torch_mode(
     precision: str, attention: str, compiled: bool, module: Any, backend: Backend
 ) -> ExecutionMode:
-    """Return the mode of a module in torch; `auto`: chosen by machine and network, on
-    rank 0 for all ranks.
+    """Return the mode of a module in torch.
+
+    `auto` is chosen by machine and network, on rank 0 for all ranks.
     """
-    own_precision, own_kernel = backend.auto_mode.split("+")
-    network, trained = getattr(module, "student", module), hasattr(module, "student")
+    auto_precision, auto_kernel = backend.auto_mode.split("+")
+    trained = hasattr(module, "student")
+    network = module.student if trained else module
     pays = (
         precision == "auto"
-        and own_precision == "bf16"
-        and backend.bf16_pays(partial(made_of, network), trained)
+        and auto_precision == "bf16"
+        and backend.bf16_pays(partial(convolution_shares, network), trained)
     )
     [pays] = numbers_of_rank_0(backend, [pays])
-    precision = ("bf16" if pays else "fp32") if precision == "auto" else precision
+    if precision == "auto":
+        precision = "bf16" if pays else "fp32"
     if attention == "auto":  # without attention layers there is one kernel
-        attention = own_kernel if count_attention(module) else "unfused"
+        attention = auto_kernel if count_attention(module) else "unfused"
     return ExecutionMode(precision, attention, compiled)
 
 
-def require(work: Work, config_path: str, mode: ExecutionMode) -> None:
-    """Try a requested mode once; if compiling fails, try again without earlier
-    libraries.
+def require_mode(work: Work, config_path: str, mode: ExecutionMode) -> None:
+    """Try a requested mode once.
+
+    If compiling fails, try again without earlier libraries.
     """
-    wrong, allowed = (
-        f"'{mode}' is requested",
-        "A mode that this machine and this model support",
-    )
+    wrong = f"'{mode}' is requested"
+    allowed = "A mode that this machine and this model support"
     remedy = f"Set {config_path}={'off' if mode.compiled else 'auto'} in a new run"
     try:
         try:
@@ -137,13 +141,12 @@ def require(work: Work, config_path: str, mode: ExecutionMode) -> None:
         except Exception as error:
             if not mode.compiled:
                 raise
-            from kd.models.compiled import (
-                clear_libraries,
-            )  # only where a compiler is used
+            # only where a compiler is used
+            from kd.models.compiled import clear_libraries
 
             log.warning(
-                f"{config_path}: {in_short(error)}. The compiled library is removed and"
-                " compiled again."
+                f"{config_path}: {short_message(error)}. The compiled library is"
+                " removed and compiled again."
             )
             clear_libraries()
             work().sum().item()
@@ -155,18 +158,19 @@ def require(work: Work, config_path: str, mode: ExecutionMode) -> None:
         ) from error
     except Exception as error:  # compilers and runtimes raise many types
         raise ModelError(
-            config_path, f"{wrong}, but {in_short(error)}", allowed, remedy
+            config_path, f"{wrong}, but {short_message(error)}", allowed, remedy
         ) from error
 
 
-def in_short(error: Any) -> str:
+def short_message(error: Any) -> str:
     """Return the message of an error, short enough for one line."""
     return error.wrong if isinstance(error, KdError) else error_summary(error)
 
 
 class Trial:
-    """Training steps on noise like the loop's; its exit restores gradients, statistics
-    and training mode.
+    """Run training steps on noise like the loop's.
+
+    Its exit restores gradients, statistics and training mode.
     """
 
     def __init__(
@@ -178,8 +182,11 @@ class Trial:
         images: int,
     ) -> None:
         """Prepare steps; nothing is computed yet."""
-        self.distillation, self.teacher, self.backend = distillation, teacher, backend
-        self.image_size, self.images = image_size, images
+        self.distillation = distillation
+        self.teacher = teacher
+        self.backend = backend
+        self.image_size = image_size
+        self.images = images
         self._training = distillation.training
         self._buffers: dict[str, torch.Tensor] | None = None
 
@@ -204,7 +211,7 @@ class Trial:
     def batch(self) -> Batch:
         student: Any = self.distillation.student
         labels = self.distillation.task.no_labels(self.images, student.num_classes)
-        return noise(self.images, self.image_size, self.backend, labels)
+        return noise_batch(self.images, self.image_size, self.backend, labels)
 
     @cached_property
     def outputs(self) -> Outputs:
@@ -214,8 +221,9 @@ class Trial:
         return self.teacher(self.batch).main
 
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
-        """Run the student's forward and backward, and the optimizer's step if given;
-        return the loss.
+        """Run the student's forward and backward; return the loss.
+
+        The optimizer's step follows if an optimizer is given.
         """
         self._begin(training=True)
         with self.backend.autocast():
@@ -237,14 +245,14 @@ class Trial:
         return loss
 
 
-def noise(
+def noise_batch(
     images: int, size: int, backend: Backend, labels: torch.Tensor | None = None
 ) -> Batch:
-    """Make a batch of noise, uint8 [images, 3, size, size]; labels default to
-    class 0.
+    """Make a batch of noise, uint8 [images, 3, size, size].
+
+    Labels default to class 0.
     """
-    image = torch.randint(256, (images, 3, size, size), dtype=torch.uint8).to(
-        backend.device
-    )
-    labels = torch.zeros(images, dtype=torch.int64) if labels is None else labels
-    return Batch.of(image, labels.to(image.device))
+    image = torch.randint(256, (images, 3, size, size), dtype=torch.uint8)
+    if labels is None:
+        labels = torch.zeros(images, dtype=torch.int64)
+    return Batch.of(image.to(backend.device), labels.to(backend.device))

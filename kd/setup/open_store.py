@@ -1,5 +1,6 @@
-"""Open the store of decoded pixels: choose the stored image size and check the free
-space.
+"""Open the store of decoded pixels.
+
+kd chooses the stored image size and checks the free space.
 """
 
 import shutil
@@ -34,68 +35,65 @@ Splits = tuple[Source, Source]  # those of training and validation
 
 def keep_rules(section: DataSection) -> tuple[Shrunk, EvalTransform]:
     """Return the stored form of training and validation images."""
-    side, crop = (
-        (section.store_size, 1.0)
-        if section.store_size
-        else (section.image_size, section.augment.crop_scale)
-    )
-    return Shrunk(side, crop), EvalTransform(section.image_size, section.crop_pct)
+    if section.store_size:
+        shrunk = Shrunk(section.store_size, 1.0)
+    else:
+        shrunk = Shrunk(section.image_size, section.augment.crop_scale)
+    return shrunk, EvalTransform(section.image_size, section.crop_pct)
 
 
-def open_store(
+def open_pixel_store(
     section: DataSection,
     splits: Splits,
     run_folder: str,
     backend: Backend,
     fill: bool = True,
 ) -> Splits:
-    """Put the store before both splits, empty unless `fill`. All ranks must call it
-    after the images exist.
+    """Put the store before both splits, empty unless `fill`.
+
+    All ranks must call it after the images exist.
     """
-    rules, ram, (train, val) = keep_rules(section), section.store == "ram", splits
+    rules = keep_rules(section)
+    ram = section.store == "ram"
+    train, val = splits
     if not fill:
         return Stored(train, rules[0]), Stored(val, rules[1])
-    made_from = [
+    identities = [
         identity(train, "train", asdict(rules[0])),
         identity(val, "val", asdict(rules[1])),
     ]
     folders = [
-        hashed_folder(Path(run_folder) / "stores", each["split"], each)
-        for each in made_from
+        hashed_folder(Path(run_folder) / "stores", content["split"], content)
+        for content in identities
     ]
     _require_room(splits, rules, ram, folders, backend)
     slots: list[Slots] = []
-    for each, path, rule in zip(made_from, folders, rules, strict=True):
-        slots.append(
-            open_ram(rule.max_pixels, each["split"])
-            if ram
-            else open_disk(path, each, rule.max_pixels)
-        )
+    for content, folder, rule in zip(identities, folders, rules, strict=True):
+        if ram:
+            slots.append(open_ram(rule.max_pixels, content["split"]))
+        else:
+            slots.append(open_disk(folder, content, rule.max_pixels))
     opened = Stored(train, rules[0], slots[0]), Stored(val, rules[1], slots[1])
-    for split, stored in (
-        zip(("training", "validation"), opened, strict=True)
-        if backend.rank == 0 and not ram
-        else ()
-    ):
-        sample = evenly_spaced(len(stored), SAMPLE)
-        if changed := stored.refresh(sample):
-            text = (
-                f"data.store: {changed} of {len(sample)} sampled {split} images have"
-                " changed"
-            )
-            log.warning(f"{text} since they were decoded: all are decoded again")
+    if backend.rank == 0 and not ram:
+        for split, stored in zip(("training", "validation"), opened, strict=True):
+            sample = evenly_spaced(len(stored), SAMPLE)
+            if changed := stored.refresh(sample):
+                log.warning(
+                    f"data.store: {changed} of {len(sample)} sampled {split} images"
+                    " have changed since they were decoded: all are decoded again"
+                )
     backend.barrier()
     return opened
 
 
 def decoded_bytes(splits: Splits, rules: tuple[Shrunk, EvalTransform]) -> float:
-    """Return the bytes of all records of a store, estimated from decoded training
-    images.
+    """Return the estimated bytes of all records of a store.
+
+    They are estimated from decoded training images.
     """
     train, val = splits
-    return _mean_bytes(train, rules[0]) * len(train) + slot_bytes(
-        rules[1].max_pixels
-    ) * len(val)
+    train_bytes = _mean_bytes(train, rules[0]) * len(train)
+    return train_bytes + slot_bytes(rules[1].max_pixels) * len(val)
 
 
 def _require_room(
@@ -105,80 +103,70 @@ def _require_room(
     folders: list[Path],
     backend: Backend,
 ) -> None:
-    ranks, folder = backend.local_world_size, folders[0].parents[1]
-    numbers = [0.0, 0.0, 0.0]
+    ranks = backend.local_world_size
+    folder = folders[0].parents[1]
+    sizes = [0.0, 0.0, 0.0]
     if backend.rank == 0:
-        numbers[0] = decoded_bytes(splits, rules)
+        sizes[0] = decoded_bytes(splits, rules)
         if ram:
-            numbers[2] = free_mib() * 2**20
+            sizes[2] = free_mib() * 2**20
         else:
             files = [path / PIXELS for path in folders]
-            numbers[1] = sum(
+            sizes[1] = sum(
                 file.stat().st_blocks * 512 for file in files if file.is_file()
             )
-            existing = next(
-                path
-                for path in (folder.absolute(), *folder.absolute().parents)
-                if path.is_dir()
-            )
-            numbers[2] = shutil.disk_usage(existing).free
-    total, there, left = (
-        number / 2**20 for number in numbers_of_rank_0(backend, numbers)
-    )
-    needed = total * ranks if ram else max(0.0, total - there)
-    if needed > left:
-        copies = (
-            f" on each of {ranks} ranks, {_size(needed)} in all"
-            if ram and ranks > 1
-            else ""
-        )
-        already = f", {_size(there)} already stored" if there and not ram else ""
-        config_path = "of memory are left here" if ram else f"are free at '{folder}'"
-        wrong = (
-            f"is {'ram' if ram else 'disk'}, and the decoded images take about"
-            f" {_size(total)}{copies}{already}; "
-        )
-        wrong += f"{_size(left)} {config_path}"
+            existing = folder.absolute()
+            while not existing.is_dir():
+                existing = existing.parent
+            sizes[2] = shutil.disk_usage(existing).free
+    total, stored, free = (size / 2**20 for size in numbers_of_rank_0(backend, sizes))
+    needed = total * ranks if ram else max(0.0, total - stored)
+    if needed > free:
+        size = _size(total)
+        if ram and ranks > 1:
+            size += f" on each of {ranks} ranks, {_size(needed)} in all"
+        if stored and not ram:
+            size += f", {_size(stored)} already stored"
+        space = "of memory are left here" if ram else f"are free at '{folder}'"
         remedy = (
             "Set data.store=disk" if ram else "Free space, choose another run.folder"
         )
-        remedy += ", or a data.store_size near data.image_size, or data.store=none"
-        raise RunError("data.store", wrong, "One of none, ram and disk", remedy)
-    if backend.rank == 0:
-        config_path = (
-            "in memory" + (" of each rank" if ranks > 1 else "")
-            if ram
-            else f"below '{folder}/stores'"
+        raise RunError(
+            "data.store",
+            f"is {'ram' if ram else 'disk'}, and the decoded images take about {size};"
+            f" {_size(free)} {space}",
+            "One of none, ram and disk",
+            f"{remedy}, or a data.store_size near data.image_size, or data.store=none",
         )
+    if backend.rank == 0:
+        place = f"below '{folder}/stores'"
+        if ram:
+            place = "in memory of each rank" if ranks > 1 else "in memory"
         log.info(
             "store: about %s of decoded images %s, %s already stored",
             _size(total),
-            config_path,
-            _size(there),
+            place,
+            _size(stored),
         )
 
 
 def store_views(views: Views, number: int, backend: Backend) -> StoredViews:
-    """Keep the first `number` views of each image in memory; ConfigError: too little
-    memory. All ranks must call it.
+    """Keep the first `number` views of each image in memory.
+
+    ConfigError: too little memory. All ranks must call it.
     """
-    sizes = (
-        record_bytes(view_bytes(one)) for one in (views, views.small) if one is not None
-    )
-    total = number * len(views) * sum(sizes) / 2**20
-    [left] = numbers_of_rank_0(backend, [free_mib()])
-    if total * backend.local_world_size > left:
+    each = record_bytes(view_bytes(views))
+    if views.small is not None:
+        each += record_bytes(view_bytes(views.small))
+    total = number * len(views) * each / 2**20
+    [free] = numbers_of_rank_0(backend, [free_mib()])
+    if total * backend.local_world_size > free:
         wrong = (
             f"is views, and {number} views of {len(views)} images take {_size(total)}"
-            " on each rank of this host; "
+            f" on each rank of this host; {_size(free)} of memory are left"
         )
         remedy = "Set data.store=ram or disk, which keep decoded pixels, or fewer views"
-        raise RunError(
-            "data.store",
-            f"{wrong}{_size(left)} of memory are left",
-            "What fits",
-            remedy,
-        )
+        raise RunError("data.store", wrong, "What fits", remedy)
     if backend.rank == 0:
         log.info(
             "store: %s of views in memory, once all %d of each image are made",
@@ -189,14 +177,14 @@ def store_views(views: Views, number: int, backend: Backend) -> StoredViews:
 
 
 def _mean_bytes(source: Source, rule: Shrunk) -> float:
-    found = []
+    sizes = []
     for id in evenly_spaced(len(source), SAMPLE):
         try:
             image = rule(source.decode(id).image)
         except CorruptImage:
             continue  # training will decode it, and data.on_corrupt decides
-        found.append(slot_bytes(image.width * image.height))
-    return sum(found) / len(found) if found else float(slot_bytes(rule.max_pixels))
+        sizes.append(slot_bytes(image.width * image.height))
+    return sum(sizes) / len(sizes) if sizes else float(slot_bytes(rule.max_pixels))
 
 
 def _size(mib: float) -> str:

@@ -1,5 +1,6 @@
-"""Where an export comes from: from its teacher to its graphs, with the comparison at
-each step.
+"""Describe where an export comes from.
+
+The chain leads from its teacher to its graphs, with the comparison at each step.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,11 +13,9 @@ from kd.setup.open_cache import CHECKED
 
 
 def chain_lines(manifest: Mapping[str, Any]) -> list[str]:
-    """Return an export's chain of provenance as lines of text; [] if the manifest has
-    no chain.
-    """
+    """Return an export's chain of provenance as lines of text; [] if it has none."""
     chain = manifest.get("chain", {})
-    lines = list[str]()
+    lines: list[str] = []
     if "teacher" in chain:
         lines += _teacher_lines(manifest)
     if "student" in chain:
@@ -34,7 +33,8 @@ def _teacher_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
         for config_path, member in chain["teacher"]["members"].items()
     ]
     members[-1] += f", weights {_short(chain['teacher']['weights'])}"
-    members[-1] += " of all" if len(members) > 1 else ""
+    if len(members) > 1:
+        members[-1] += " of all"
     yield from members
     outputs = chain["answers"]
     if outputs:
@@ -73,11 +73,9 @@ def _student_lines(
 def _graph_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
     for name in graphs_by_priority(manifest):
         parity = manifest["parity"][name]
-        equal = (
-            f"the same prediction on {parity['same_top1']} of "
-            if "same_top1" in parity
-            else ""
-        )
+        equal = ""
+        if "same_top1" in parity:
+            equal = f"the same prediction on {parity['same_top1']} of "
         yield (
             f"  | compared: {equal}{parity['images']} images, largest difference"
             f" {parity['max_difference']:.1e}"

@@ -1,5 +1,6 @@
-"""A run's recipe: its configuration with numbers in place of `auto`, and what follows
-from it.
+"""A run's recipe.
+
+It is the configuration with numbers in place of `auto`, and what follows from it.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ from kd.parts.registry import default_options
 from kd.setup.auto import completed
 from kd.setup.data_plan import DataPlan, plan_of
 
-SMOOTHING = (
-    Fit().label_smoothing
-)  # loss on labels alone, the default for fitting a teacher
+# loss on labels alone, the default for fitting a teacher
+SMOOTHING = Fit().label_smoothing
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A configuration as recorded in the run folder; no computation reads it."""
+    """Hold a configuration as recorded in the run folder.
+
+    No computation reads it.
+    """
 
     name: str
     path: Path  # the run folder
@@ -52,16 +55,16 @@ class Record:
     # the configuration with every key as YAML; texts from the environment are
     # references
     yaml: str
-    keys: Mapping[
-        str, Any
-    ]  # as {"section.key": value}, with the values of references, for comparison
-    shown: Mapping[str, Any]  # the same with the references, for display
+    # as {"section.key": value}, with the values of references, for comparison
+    keys: Mapping[str, Any]
+    display_keys: Mapping[str, Any]  # the same with the references, for display
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The training of one network: a configuration with numbers in place of `auto`, and
-    what follows from it.
+    """Describe the training of one network.
+
+    It has a configuration with numbers in place of `auto`, and what follows from it.
     """
 
     config: Config
@@ -107,22 +110,22 @@ class Recipe:
 
     @cached_property
     def members(self) -> Mapping[str, TeacherSection]:
-        """The single teachers by config path; empty without a teacher."""
+        """Return the single teachers by config path; {} without a teacher."""
         return split_teachers(self.teacher)
 
     @cached_property
     def fits(self) -> Mapping[str, Config]:
-        """The runs that fit teachers without a checkpoint, by the same path."""
+        """Return the runs that fit teachers without a checkpoint, by the same path."""
         return {
-            config_path: teacher_fit(self.config, one)
-            for config_path, one in self.members.items()
-            if one.fitted
+            config_path: teacher_fit(self.config, section)
+            for config_path, section in self.members.items()
+            if section.fitted
         }
 
     @cached_property
     def length(self) -> RunLength:
-        run, data = self.config.run, self.data
-        until = data.progressive.until
+        run = self.config.run
+        data = self.data
         return RunLength(
             int(run.epochs),
             run.steps,
@@ -130,12 +133,15 @@ class Recipe:
             data.views,
             run.every,
             run.patience,
-            until,
+            data.progressive.until,
         )
 
     @cached_property
     def baseline(self) -> Config | None:
-        """The requested baseline on labels alone; see `as_long`."""
+        """Return the requested baseline on labels alone.
+
+        See `match_baseline_length`.
+        """
         return labels_only(self.config) if self.config.run.baseline else None
 
     @cached_property
@@ -148,7 +154,7 @@ class Recipe:
             trackers=run.trackers,
             yaml=configuration.dump(self.config),
             keys=flatten(configuration.to_dict(self.config, values=True)),
-            shown=flatten(configuration.to_dict(self.config)),
+            display_keys=flatten(configuration.to_dict(self.config)),
         )
 
     def with_(self, **sections: Any) -> Recipe:
@@ -157,26 +163,19 @@ class Recipe:
 
 
 def resolve(config: Config, path: Path | None = None) -> Recipe:
-    """Resolve a configuration; `path`: the run folder, if it is not
-    `run.folder`/`run.name`.
+    """Resolve a configuration.
+
+    `path` is the run folder, if it is not `run.folder`/`run.name`.
     """
     config = completed(config)
     return Recipe(config, path or Path(config.run.folder) / config.run.name)
 
 
-# -------------------------------------------------------------------------------- runs
-# derived from another
-
-
 def teacher_fit(config: Config, section: TeacherSection) -> Config:
-    """Return the run that fits a teacher: it trains the teacher as a student on
-    labels.
-    """
-    fit, task, rate = (
-        section.fit,
-        config.task,
-        FROM_PRETRAINED if section.pretrained else FROM_SCRATCH,
-    )
+    """Return the run that fits a teacher by training it on labels as a student."""
+    fit = section.fit
+    task = config.task
+    rate = FROM_PRETRAINED if section.pretrained else FROM_SCRATCH
     batch_size = fit.batch_size or config.data.batch_size
     if not build_task(task).logits:  # training on labels needs a classifier
         task = TaskSection(
@@ -237,8 +236,9 @@ def in_fresh_views(data: DataSection) -> DataSection:
 
 
 def labels_only(config: Config) -> Config:
-    """Return the baseline on labels alone: same student and batches, fresh views, label
-    smoothing.
+    """Return the baseline on labels alone.
+
+    It has the same student and batches, fresh views and label smoothing.
     """
     run = replace(
         config.run, baseline=False, baseline_steps=0, steps=config.run.baseline_steps
@@ -253,20 +253,23 @@ def labels_only(config: Config) -> Config:
     )
 
 
-def as_long(alone: Config, folder: RunDir) -> Recipe:
-    """Return the baseline of a finished run: with `run.baseline_steps`, else with the
-    length in the run's manifest.
+def match_baseline_length(alone: Config, folder: RunDir) -> Recipe:
+    """Return the baseline of a finished run, with a length of its own or the run's.
+
+    The first is `run.baseline_steps`, the second is in the run's manifest.
 
     It is evaluated as often as the run: each further evaluation is another chance of a
     best score.
     """
-    given, times = alone.run.steps, max(1, len(folder.metrics("val")))
-    length = {
-        "steps": given or max((row["step"] for row in folder.rows()), default=1)
-    }  # of a run of an earlier kd
-    length = length if given else folder.manifest().get(BASELINE, length)
-    every = replace(alone.run.every, evaluate=-(-length["steps"] // times))
-    path = folder.path / (f"{BASELINE}_{given}" if given else BASELINE)
+    steps = alone.run.steps
+    path = folder.path / (f"{BASELINE}_{steps}" if steps else BASELINE)
+    length = {"steps": steps}
+    if not steps:
+        # of a run of an earlier kd
+        last = max((row["step"] for row in folder.rows()), default=1)
+        length = folder.manifest().get(BASELINE, {"steps": last})
+    evaluations = max(1, len(folder.metrics("val")))
+    every = replace(alone.run.every, evaluate=-(-length["steps"] // evaluations))
     return resolve(replace(alone, run=replace(alone.run, every=every, **length)), path)
 
 
@@ -278,22 +281,24 @@ def on_labels(section: TaskSection, **options: Any) -> tuple[LossSection, ...]:
 
 def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
     """Return each teacher by its config path; a repeated entry gets another seed."""
-    found: dict[str, TeacherSection] = {}
-    for i, one in enumerate([section, *section.also] if section.model else []):
-        config_path = f"teacher.also[{i - 1}]" if i else "teacher"
-        own = {
-            key: getattr(one, key)
+    if not section.model:
+        return {}
+    teachers: dict[str, TeacherSection] = {}
+    for i, entry in enumerate([section, *section.also]):
+        values = {
+            key: getattr(entry, key)
             for key in ("kind", "model", "args", "checkpoint", "weights", "options")
         }
-        alike = sum(
-            all(getattr(other, key) == own[key] for key in own)
-            for other in found.values()
+        repeats = sum(
+            all(getattr(teacher, key) == values[key] for key in values)
+            for teacher in teachers.values()
         )
-        fit = replace(section.fit, seed=section.fit.seed + alike)
-        found[config_path] = replace(
-            section, **own, also=(), fit=fit, license=one.license
+        fit = replace(section.fit, seed=section.fit.seed + repeats)
+        config_path = f"teacher.also[{i - 1}]" if i else "teacher"
+        teachers[config_path] = replace(
+            section, **values, also=(), fit=fit, license=entry.license
         )
-    return found
+    return teachers
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -313,7 +318,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 # Keys that may differ on resume: they change display and speed, not results. The data's
 # folder is one: the content is compared by its fingerprint.
-FREE = (
+RESUME_MUTABLE = (
     "run.name",
     "run.folder",
     "run.keep",
@@ -344,46 +349,47 @@ FREE = (
 )
 
 
-def is_free(key: str, *more: str) -> bool:
-    """Return whether a key is one of `FREE`, of `more`, or the licence of a further
-    teacher.
+def is_resume_mutable(key: str, *prefixes: str) -> bool:
+    """Return whether a key is in `RESUME_MUTABLE` or begins with one of `prefixes`.
+
+    The licence of a further teacher is mutable too.
     """
-    return key.startswith((*FREE, *more)) or (
-        key.startswith("teacher.also") and key.endswith(".license")
-    )
+    if key.startswith("teacher.also") and key.endswith(".license"):
+        return True
+    return key.startswith((*RESUME_MUTABLE, *prefixes))
 
 
 def fit_folders(recipe: Recipe, fingerprint: str) -> dict[str, tuple[Recipe, Path]]:
-    """Return for each teacher to fit its recipe, with run folder, and its export
-    folder.
+    """Return the recipe and the export folder of each teacher to fit.
+
+    The recipe has its run folder.
     """
-    found = {}
+    folders = {}
     for config_path, fit in recipe.fits.items():
         # The evaluation interval is included, because it decides which weights are kept
         # as the best.
         keys = flatten(configuration.to_dict(fit, values=True))
         # `module:function` names the kind; a fit has full-size views and no teacher
-        never = "student.kind", "data.progressive.", "teacher.fit.augment"
-        counts = {
+        unread = ("student.kind", "data.progressive.", "teacher.fit.augment")
+        identity = {
             key: value
             for key, value in keys.items()
-            if not is_free(key, *never) or key == "run.every.evaluate"
+            if not is_resume_mutable(key, *unread) or key == "run.every.evaluate"
         }
-        if counts["data.store"] == "disk":  # `kd-sweep` sets a store; pixels are equal
-            counts["data.store"] = "ram"
+        # `kd-sweep` sets a store; pixels are equal
+        if identity["data.store"] == "disk":
+            identity["data.store"] = "ram"
         content = json.dumps(
-            {"keys": counts, "data": fingerprint}, sort_keys=True, default=str
+            {"keys": identity, "data": fingerprint}, sort_keys=True, default=str
         )
-        key = hashlib.sha256(content.encode()).hexdigest()[:12]
-        name = f"{Path(fit.student.model).name.replace(':', '_')}-{key}"
-        own = replace(
-            resolve(replace(fit, run=replace(fit.run, name=name))),
-            config_path=config_path,
-        )
-        found[config_path] = own, own.path / "export"
-    return found
+        digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+        name = f"{Path(fit.student.model).name.replace(':', '_')}-{digest}"
+        fit_recipe = resolve(replace(fit, run=replace(fit.run, name=name)))
+        fit_recipe = replace(fit_recipe, config_path=config_path)
+        folders[config_path] = fit_recipe, fit_recipe.path / "export"
+    return folders
 
 
-def is_fitted(target: Path) -> bool:
+def is_fitted(folder: Path) -> bool:
     """Return whether a teacher was exported to a folder."""
-    return (target / "model.safetensors").is_file()
+    return (folder / "model.safetensors").is_file()

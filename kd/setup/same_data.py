@@ -1,5 +1,6 @@
-"""The facts about the images: equal on all ranks at a start, and equal to the run's at
-a resume.
+"""The facts about the images.
+
+They are equal on all ranks at a start, and equal to the run's at a resume.
 """
 
 import zlib
@@ -23,8 +24,9 @@ seconds from the file cache (`same_data_*.csv`).
 
 
 def same_contents(splits: Mapping[str, Source], backend: Backend) -> dict[str, int]:
-    """Compare the images of all ranks; return the CRC-32 of some files by name. All
-    ranks must call this.
+    """Compare the images of all ranks; return the CRC-32 of some files by name.
+
+    All ranks must call this.
 
     Raises:
         DataError: names, labels, sizes or some of the contents differ between ranks;
@@ -38,13 +40,16 @@ def same_contents(splits: Mapping[str, Source], backend: Backend) -> dict[str, i
                 crc = zlib.crc32(encoded(id)) if encoded else source.decode(id).crc
                 contents[list_line(f"{split}:{source.name(id)}")] = crc
     digest = f"{[source.fingerprint for source in splits.values()]} {contents}"
-    require_equal(digest, facts(splits, contents), backend)
+    require_equal(digest, image_facts(splits, contents), backend)
     return contents
 
 
-def facts(splits: Mapping[str, Source], contents: Mapping[str, int]) -> Iterator[str]:
-    """Yield the classes of each split, then each image with its label, and size and
-    CRC-32 as far as they are known.
+def image_facts(
+    splits: Mapping[str, Source], contents: Mapping[str, int]
+) -> Iterator[str]:
+    """Yield the classes of each split, then each image with its label and contents.
+
+    The contents are size and CRC-32 as far as they are known.
     """
     for split, source in splits.items():
         yield f"'{split}' with the classes {', '.join(source.classes)}"
@@ -57,16 +62,17 @@ def facts(splits: Mapping[str, Source], contents: Mapping[str, int]) -> Iterator
             )
 
 
-def require_equal(digest: str, facts: Iterable[str], backend: Backend) -> None:
-    """Raise DataError on every rank if a digest is not rank 0's; each names its first
-    fact that differs.
+def require_equal(digest: str, image_facts: Iterable[str], backend: Backend) -> None:
+    """Raise DataError on every rank if a digest is not rank 0's.
+
+    Each rank names its first fact that differs.
 
     All ranks must call this. It costs one small reduction; the facts are drawn only if
     digests differ.
     """
     if not differing_ranks(backend, digest):
         return
-    lines = [*facts, digest]  # the last ones differ in any case
+    lines = [*image_facts, digest]  # the last ones differ in any case
     place = bisect_left(
         range(2**28),
         1,

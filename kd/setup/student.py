@@ -37,9 +37,9 @@ from kd.models.examination import FAILURES, examine, fails, unused_parameters
 from kd.models.examined import IMAGES
 from kd.models.spec import Spec
 from kd.parts import registry
-from kd.setup.build_teacher import Setting, Teachers, sample
+from kd.setup.build_teacher import RunContext, Teachers, sample_images
 from kd.setup.data import BatchSplit
-from kd.setup.modes import ExecutionMode, Trial, require, torch_mode
+from kd.setup.modes import ExecutionMode, Trial, require_mode, torch_mode
 from kd.setup.recipe import Recipe
 
 
@@ -50,24 +50,30 @@ def build_student(
     features: Sequence[str] = (),
     any_size: bool = False,
 ) -> Classifier:
-    """Build the student with random weights from the seed, or with its pretrained ones
-    if `weights`.
+    """Build the student.
+
+    Its weights are random from the seed, or the pretrained ones if `weights`.
     """
     torch.manual_seed(seed_from(recipe.seed, "student"))
-    section, spec = (
-        recipe.student,
-        replace(student_spec(recipe, classes), any_size=any_size),
-    )
-    spec = spec if weights else replace(spec, checkpoint="", pretrained=False)
-    made = {"spec": spec, "image_size": recipe.data.image_size, "features": features}
+    section = recipe.student
+    spec = replace(student_spec(recipe, classes), any_size=any_size)
+    if not weights:
+        spec = replace(spec, checkpoint="", pretrained=False)
     return registry.build(
-        "networks", section.kind, section.options, "student.kind", **made
+        "networks",
+        section.kind,
+        section.options,
+        "student.kind",
+        spec=spec,
+        image_size=recipe.data.image_size,
+        features=features,
     )
 
 
 def student_spec(recipe: Recipe, classes: Sequence[str]) -> Spec:
     """Return a student's specification: model and weights."""
-    section, task = recipe.student, recipe.task
+    section = recipe.student
+    task = recipe.task
     return Spec(
         config_path=recipe.config_path,
         model=section.model,
@@ -84,34 +90,35 @@ def student_spec(recipe: Recipe, classes: Sequence[str]) -> Spec:
 def dims_of(student: Classifier, teachers: Teachers) -> list[Dims]:
     """Return the losses' dimensions for each teacher; one entry without teachers."""
     data = teachers.data
-    image_size, classes = data.plan.image_size, tuple(data.classes)
-    own, none = feature_shapes(student, image_size), (0, 0)
+    size = data.plan.image_size
+    classes = tuple(data.classes)
+    student_shapes = feature_shapes(student, size)
+    teacher_shapes = [feature_shapes(model, size) for model in teachers.members]
     return [
         Dims(
             len(classes),
-            own.get("pooled", (0,))[0],
+            student_shapes.get("pooled", (0,))[0],
             shapes.get("pooled", (0,))[0],
-            own.get("tokens", none),  # type: ignore[arg-type]
-            shapes.get("tokens", none),  # type: ignore[arg-type]
+            student_shapes.get("tokens", (0, 0)),  # type: ignore[arg-type]
+            shapes.get("tokens", (0, 0)),  # type: ignore[arg-type]
             classes,
             data.labels,
         )
-        for shapes in [feature_shapes(one, image_size) for one in teachers.members]
-        or [{}]
+        for shapes in teacher_shapes or [{}]
     ]
 
 
 def loss_term(
     kind: str, weight: float = 1.0, dims: Dims | None = None, **options: Any
 ) -> Term:
-    """Build a loss by name for your own loop: `loss_term("kl", temperature=2.0)`.
+    """Build a loss by name for your own loop, as in `loss_term("kl", temperature=2.0)`.
 
     `kind`: a file of `kd/parts/losses`, or a module from outside; `dims`: sizes for a
     loss that learns a projector.
     """
-    own = registry.default_options("losses", kind, **options)
-    loss = registry.build("losses", kind, own, "losses", dims=dims or Dims(0, 0, 0))
-    return Term(kind, weight, loss, registry.facts("losses", kind, own, "losses"))
+    checked = registry.default_options("losses", kind, **options)
+    loss = registry.build("losses", kind, checked, "losses", dims=dims or Dims(0, 0, 0))
+    return Term(kind, weight, loss, registry.facts("losses", kind, checked, "losses"))
 
 
 def build_criterion(
@@ -145,15 +152,13 @@ def build_criterion(
 
 
 def require_images(split: BatchSplit, criterion: Criterion) -> None:
-    """Require micro-batches in which a loss that compares images with one another has
-    enough of them.
+    """Require micro-batches with enough images for every loss.
+
+    Some losses compare images with one another.
     """
     for name, term in zip(criterion.names, criterion.all, strict=True):
-        sizes = {
-            (
-                "data.micro_batch" if split.accumulate > 1 else "data.batch_size"
-            ): split.micro_batch
-        }
+        key = "data.micro_batch" if split.accumulate > 1 else "data.batch_size"
+        sizes = {key: split.micro_batch}
         if term.facts.agreement:
             sizes["data.eval_batch"] = split.eval_batch
         for key, images in sizes.items():
@@ -170,37 +175,36 @@ def require_images(split: BatchSplit, criterion: Criterion) -> None:
 def build_distillation(
     recipe: Recipe, teachers: Teachers, micro_batch: int, meta: bool = False
 ) -> StudentWithLoss:
-    """Build student and criterion as one nn.Module; `meta`: the student without values,
-    except a file's.
+    """Build student and criterion as one nn.Module.
+
+    `meta`: the student has no values, except a file's.
     """
-    data, size, config_path = teachers.data, recipe.data.image_size, recipe.config_path
+    data = teachers.data
+    size = recipe.data.image_size
+    small = recipe.data.progressive.size
+    config_path = recipe.config_path
+    model = recipe.student.model
     with torch.device("meta") if meta else nullcontext():
-        weights = not meta or bool(
-            recipe.student.checkpoint
-        )  # a file may not fit; other weights always do
-        small = recipe.data.progressive.size
+        # a file may not fit; other weights always do
+        weights = not meta or bool(recipe.student.checkpoint)
         student = build_student(
             recipe, data.classes, weights, recipe.read.features, any_size=small > 0
         )
-        images = (
-            torch.zeros(IMAGES, 3, size, size, dtype=torch.uint8)
-            if meta
-            else sample(data)
-        )
-        explain = partial(
-            fails, config_path, recipe.student.model, student.input_size or size
-        )
+        if meta:
+            images = torch.zeros(IMAGES, 3, size, size, dtype=torch.uint8)
+        else:
+            images = sample_images(data)
         examine(
             student,
             f"{config_path}.model",
             images,
             bool(recipe.task.logits),
             micro_batch,
-            explain,
+            partial(fails, config_path, model, student.input_size or size),
         )
         if small:
-            require_size(student, recipe.student.model, small, size)
-    frozen = tune(recipe, student)
+            require_size(student, model, small, size)
+    frozen = apply_tuning(recipe, student)
     dims = dims_of(student, teachers)
     shares = getattr(teachers.model, "shares", (1.0,))
     criterion = build_criterion(
@@ -215,25 +219,23 @@ def build_distillation(
 def note_unused(
     module: StudentWithLoss, images: torch.Tensor, dims: Sequence[Dims]
 ) -> Sequence[str]:
-    """Find the parameters that get no gradient, by a step on images [N, ...]; return
-    the student's notes.
+    """Find the parameters that get no gradient; return the student's notes.
+
+    The step is on images [N, ...].
     """
     student: Any = module.student
-    batch = Batch.of(
-        images,
-        module.task.no_labels(len(images), dims[0].num_classes).to(images.device),
-    )
+    labels = module.task.no_labels(len(images), dims[0].num_classes)
+    batch = Batch.of(images, labels.to(images.device))
     teacher = random_outputs(dims, len(images), images.device)
     module.unused = unused_parameters(
         module, lambda: module(batch, teacher)[1]["loss"].mean()
     )
     if module.unused:
         names = list(map(author_name, module.unused))
-        more = f" and {len(names) - 4} more" * (len(names) > 4)
-        note = (
-            f"no gradient reaches {', '.join(names[:4])}{more}: they keep their first"
-            " values"
-        )
+        listed = ", ".join(names[:4])
+        if len(names) > 4:
+            listed += f" and {len(names) - 4} more"
+        note = f"no gradient reaches {listed}: they keep their first values"
         student.notes = (*getattr(student, "notes", ()), note)
     return getattr(student, "notes", ())
 
@@ -246,35 +248,29 @@ def random_outputs(dims: Sequence[Dims], images: int, device: torch.device) -> O
         return torch.randn(images, *shape, generator=generator).to(device)
 
     features = {}
-    for number, one in enumerate(dims):
+    for number, teacher in enumerate(dims):
         suffix = f".{number}" if number else ""
-        features[f"pooled{suffix}"] = drawn(one.teacher_features)
-        features[f"tokens{suffix}"] = drawn(*one.teacher_tokens)
+        features[f"pooled{suffix}"] = drawn(teacher.teacher_features)
+        features[f"tokens{suffix}"] = drawn(*teacher.teacher_tokens)
     return Outputs(drawn(dims[0].num_classes), features)
 
 
 def require_size(student: Classifier, model: str, small: int, image_size: int) -> None:
-    """Require a student to accept images of `data.progressive.size`; the error lists
-    accepted sizes.
+    """Require a student to accept images of `data.progressive.size`.
+
+    The error lists accepted sizes.
     """
 
     @torch.no_grad()
     def takes(side: int) -> bool:
-        pixels = torch.zeros(
-            2,
-            3,
-            side,
-            side,
-            dtype=torch.uint8,
-            device=next(student.parameters()).device,
-        )
+        device = next(student.parameters()).device
+        pixels = torch.zeros(2, 3, side, side, dtype=torch.uint8, device=device)
         try:
             with at_size(student, side, image_size):
                 student(pixels)
         except FAILURES as error:
-            return isinstance(
-                error, NotImplementedError
-            )  # no shapes on the meta device: the run itself will show it
+            # no shapes on the meta device: the run itself will show it
+            return isinstance(error, NotImplementedError)
         return True
 
     training = student.training
@@ -282,45 +278,34 @@ def require_size(student: Classifier, model: str, small: int, image_size: int) -
     if not takes(small):
         sides = ", ".join(str(side) for side in range(8, image_size) if takes(side))
         wrong = f"is {small}, but '{model}' takes no images of {small} px"
-        allowed = (
-            f"Sizes that it takes: {sides}"
-            if sides
-            else f"It takes {image_size} px alone"
-        )
-        remedy = (
-            "Choose one of them"
-            if sides
-            else "Leave data.progressive out, or choose another student"
-        )
+        allowed = f"It takes {image_size} px alone"
+        remedy = "Leave data.progressive out, or choose another student"
+        if sides:
+            allowed = f"Sizes that it takes: {sides}"
+            remedy = "Choose one of them"
         raise ModelError("data.progressive.size", wrong, allowed, remedy)
     student.train(training)
 
 
 def choose_student(
-    setting: Setting, distillation: StudentWithLoss, teacher: Teacher
+    context: RunContext, distillation: StudentWithLoss, teacher: Teacher
 ) -> ExecutionMode:
-    """Return the student's execution mode. `distillation` is on the device and not
-    wrapped yet.
+    """Return the student's execution mode.
+
+    `distillation` is on the device and not wrapped yet.
     """
-    backend, section, precision = (
-        setting.backend,
-        setting.recipe.student,
-        setting.recipe.backend.precision,
-    )
+    backend = context.backend
+    section = context.recipe.student
+    precision = context.recipe.backend.precision
     mode = torch_mode(
         precision, section.attention, section.compile == "on", distillation, backend
     )
     if mode.compiled:
         copied = copy.deepcopy(distillation)  # compiling cannot be undone
         apply_mode(mode, copied, backend)
-        with Trial(
-            copied,
-            teacher,
-            backend,
-            setting.data.plan.image_size,
-            setting.split.micro_batch,
-        ) as trial:
-            require(trial.step, "student.compile", mode)
+        size = context.data.plan.image_size
+        with Trial(copied, teacher, backend, size, context.split.micro_batch) as trial:
+            require_mode(trial.step, "student.compile", mode)
     return mode
 
 
@@ -331,79 +316,73 @@ def apply_mode(mode: ExecutionMode, module: StudentWithLoss, backend: Backend) -
     if mode.compiled and module.student._compiled_call_impl is None:
         from kd.models.compiled import compile_forward  # only where a compiler is used
 
-        compile_forward(
-            module.student
-        )  # inside DDP's wrapper, whose hooks stay outside the graph
+        # inside DDP's wrapper, whose hooks stay outside the graph
+        compile_forward(module.student)
 
 
-# --------------------------------------------------------------------------------
-# fine-tuning
+def apply_tuning(recipe: Recipe, student: nn.Module) -> Frozen | None:
+    """Freeze the layers of a student that `tuning` names.
 
-
-def tune(recipe: Recipe, student: nn.Module) -> Frozen | None:
-    """Check that a student has the layers named in `tuning`, and freeze those to be
-    frozen.
+    It must have all layers that are named there.
     """
-    tuning, model, network = (
-        recipe.student.tuning,
-        recipe.student.model,
-        trained_network(student),
-    )
-    config_path = (
-        "student.tuning" if recipe.config_path == "student" else "teacher.fit.tuning"
-    )  # all fits have a `tuning` section
+    tuning = recipe.student.tuning
+    model = recipe.student.model
+    network = trained_network(student)
+    # all fits have a `tuning` section
+    config_path = "teacher.fit.tuning"
+    if recipe.config_path == "student":
+        config_path = "student.tuning"
     if tuning.layer_decay < 1:
-        key, wrong = f"{config_path}.layer_decay", "does not declare its layers"
-        if hasattr(network, "group_matcher"):
-            with _asked(key, model, "group_matcher"):
-                rates = {
-                    group["lr_scale"]
-                    for group in layer_groups(network, 0.0, tuning.layer_decay)
-                }
-            wrong = "" if len(rates) > 1 else "has one layer by its group_matcher"
-        if wrong:
-            allowed = "A network of timm, or one with a method group_matcher as timm's"
-            wrong = f"is {tuning.layer_decay:g}, but '{model}' {wrong}"
-            raise ModelError(key, wrong, allowed, f"Set {key}=1")
+        _require_layers(network, model, tuning, f"{config_path}.layer_decay")
     if tuning.head_lr_scale != 1:
         key = f"{config_path}.head_lr_scale"
-        with _asked(key, model, "get_classifier"):
+        with _method_errors(key, model, "get_classifier"):
             head = head_parameters(network)
         if not head:
             wrong = (
                 f"is {tuning.head_lr_scale:g}, but '{model}' names no classifier with"
                 " parameters"
             )
-            raise ModelError(
-                key,
-                wrong,
-                "A classifier of timm, or a method get_classifier as timm's",
-                f"Set {key}=1",
-            )
+            allowed = "A classifier of timm, or a method get_classifier as timm's"
+            raise ModelError(key, wrong, allowed, f"Set {key}=1")
     if not tuning.freeze:
         return None
+    return _freeze(network, model, tuning, f"{config_path}.freeze")
+
+
+def _require_layers(
+    network: nn.Module, model: str, tuning: Tuning, config_path: str
+) -> None:
+    wrong = "does not declare its layers"
+    if hasattr(network, "group_matcher"):
+        with _method_errors(config_path, model, "group_matcher"):
+            groups = layer_groups(network, 0.0, tuning.layer_decay)
+            rates = {group["lr_scale"] for group in groups}
+        if len(rates) > 1:
+            return
+        wrong = "has one layer by its group_matcher"
+    raise ModelError(
+        config_path,
+        f"is {tuning.layer_decay:g}, but '{model}' {wrong}",
+        "A network of timm, or one with a method group_matcher as timm's",
+        f"Set {config_path}=1",
+    )
+
+
+def _freeze(network: nn.Module, model: str, tuning: Tuning, config_path: str) -> Frozen:
     names = [name for name, _ in network.named_parameters()]
     for pattern in tuning.freeze:
         if not any(fnmatchcase(name, pattern) for name in names):
-            shown = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+            firsts = dict.fromkeys(name.partition(".")[0] for name in names)
             wrong = f"'{pattern}' is the name of no parameter of '{model}'"
-            raise ModelError(
-                f"{config_path}.freeze",
-                wrong,
-                f"Names begin with {shown}",
-                "Correct the pattern",
-            )
-    trained = [
-        parameter for parameter in network.parameters() if parameter.requires_grad
-    ]
+            allowed = f"Names begin with {', '.join(firsts)}"
+            raise ModelError(config_path, wrong, allowed, "Correct the pattern")
+    trainable = {id(p) for p in network.parameters() if p.requires_grad}
     frozen = Frozen(network, tuning.freeze, tuning.freeze_epochs)
-    if {id(parameter) for parameter in trained} <= {
-        id(parameter) for parameter in frozen.parameters
-    }:
-        wrong = f"freezes all parameters of '{model}'"
+    if trainable <= {id(parameter) for parameter in frozen.parameters}:
         raise ModelError(
-            f"{config_path}.freeze",
-            wrong,
+            config_path,
+            f"freezes all parameters of '{model}'",
             "Something must learn",
             "Leave the classifier out",
         )
@@ -411,7 +390,7 @@ def tune(recipe: Recipe, student: nn.Module) -> Frozen | None:
 
 
 @contextmanager
-def _asked(key: str, model: str, method: str) -> Iterator[None]:
+def _method_errors(key: str, model: str, method: str) -> Iterator[None]:
     """Name the key for which a network's method was called if the method fails."""
     try:
         yield
@@ -426,31 +405,26 @@ def parameter_groups(
     tuning: Tuning, weight_decay: float, module: StudentWithLoss
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of student and criterion for a torch optimizer."""
-    network: nn.Module = getattr(
-        module.student, "network", module.student
-    )  # it defines which parameters do not decay
+    trained = trained_network(module.student)
     if tuning.layer_decay < 1:
-        found = layer_groups(
-            trained_network(module.student), weight_decay, tuning.layer_decay
-        )
-        found += groups([module.criterion], weight_decay)
+        parameters = layer_groups(trained, weight_decay, tuning.layer_decay)
+        parameters += groups([module.criterion], weight_decay)
     else:
-        found = groups([network, module.criterion], weight_decay)
+        # it defines which parameters do not decay
+        network = getattr(module.student, "network", module.student)
+        parameters = groups([network, module.criterion], weight_decay)
     if tuning.head_lr_scale == 1:
-        return found
-    return scaled(
-        found,
-        dict.fromkeys(
-            head_parameters(trained_network(module.student)), tuning.head_lr_scale
-        ),
-    )
+        return parameters
+    scales = dict.fromkeys(head_parameters(trained), tuning.head_lr_scale)
+    return scaled(parameters, scales)
 
 
 def best_student(
     folder: RunDir, recipe: Recipe, classes: Sequence[str]
 ) -> tuple[Classifier, dict[str, Any]]:
-    """Return the chosen checkpoint's student and its origin, without the losses'
-    learned parameters.
+    """Return the chosen checkpoint's student and its origin.
+
+    The losses' learned parameters are left out.
     """
     state, tensors, _ = folder.best()
     student = build_student(recipe, classes, weights=False)

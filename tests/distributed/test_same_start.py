@@ -32,7 +32,7 @@ def test_all_ranks_refuse_a_cache_of_another_teacher(train, tmp_path):
     train("cache-filled", 2, *CACHED, path, "run.steps=4").world.ended_well()
     train("cache-read", 2, *CACHED, path, "run.steps=4").world.ended_well()
     store = Store(tmp_path / "cache", Codec(3, "fp32", 0), 36, writable=True)
-    parts, whole, _ = store.parts(0, range(36))
+    parts, whole, _ = store.read_arrays(0, range(36))
     ids = np.flatnonzero(whole)
     store.write(0, ids.tolist(), [parts[0].numpy()[ids] + 0.1], [0] * len(ids))
     refused = train("cache-refused", 2, *CACHED, path, "run.steps=4")

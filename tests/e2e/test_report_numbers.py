@@ -78,7 +78,7 @@ def test_predictions_and_tile_use_the_averaged_weights(told):
     ) -> tuple[list[int], np.ndarray]:
         student = build_student(recipe, data.classes, weights=False).eval()
         student.load_state_dict(weights)
-        shown = data.shown(source)
+        shown = data.evaluation_views(source)
         with torch.inference_mode():
             pixels = torch.stack(
                 [shown.load(id, 0).pixels for id in range(len(source))]

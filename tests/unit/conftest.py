@@ -13,7 +13,7 @@ from kd.engine.run import Run
 from kd.files.run_dir import Memory, RunDir
 from kd.jobs.progress.console import Console
 from kd.jobs.train import obtain_teachers
-from kd.setup.build import Setting, build_backend, build_run
+from kd.setup.build import RunContext, build_backend, build_run
 from kd.setup.build_teacher import Teachers
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
@@ -45,7 +45,7 @@ def make(settings) -> Callable[..., Made]:
         store = Memory() if folder is None else RunDir(folder, keep=recipe.record.keep)
         if isinstance(store, RunDir):
             store.open(recipe.record.yaml)
-        setting = Setting(recipe, teachers, backend)
+        setting = RunContext(recipe, teachers, backend)
         console = logger or Console("", quiet=True)
         built = build_run(setting, store, console)
         return Made(built.run, store, built.facts)

@@ -35,7 +35,7 @@ from kd.deploy.serve.model import Description
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.models.examination import examine
-from kd.models.examined import IMAGES, noise
+from kd.models.examined import IMAGES, noise_images
 from kd.parts import registry
 from kd.setup.recipe import Recipe
 
@@ -126,7 +126,10 @@ def write(
     task, student, classes = subject.recipe.task, subject.student, subject.classes
     if not options.any_graph:
         examine(
-            student, "student", noise(subject.recipe.data.image_size), bool(task.logits)
+            student,
+            "student",
+            noise_images(subject.recipe.data.image_size),
+            bool(task.logits),
         )
         none = torch.zeros(0, len(classes))
         return Made(

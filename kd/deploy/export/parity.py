@@ -30,7 +30,7 @@ from kd.data.loader import batches_of
 from kd.deploy.export.claims import ParityClaims
 from kd.deploy.shift import Measures, Reference, measure
 from kd.models.classifier import Classifier
-from kd.models.runtimes import cpu_ms
+from kd.models.runtimes import median_cpu_ms
 from kd.parts.tasks.single_label import calibration_error
 from kd.setup.data import Data
 
@@ -200,7 +200,7 @@ def shown_images(data: Data, limit: int, training: bool = False) -> Batches:
     `limit`: number of images, evenly spaced; 0: all. `training`: the training split,
     with the views of its first epoch.
     """
-    shown = data.views()[0] if training else data.shown(data.val)
+    shown = data.views()[0] if training else data.evaluation_views(data.val)
     ids = evenly_spaced(len(shown), limit or len(shown))
     images = 0
     for batch in batches_of(shown, ids, BATCH):
@@ -234,7 +234,7 @@ def compare(
     joined = {
         name: torch.from_numpy(np.concatenate(parts)) for name, parts in outputs.items()
     }
-    took = cpu_ms(
+    took = median_cpu_ms(
         {name: partial(run, first) for name, run in every.items()}, TIMED_SECONDS
     )
     return GraphOutputs(

@@ -26,7 +26,7 @@ from kd.deploy.export.graphs import Made, Subject
 from kd.files.manifest import sha256
 from kd.models import packages
 from kd.models.classifier import digest
-from kd.models.licences import NONE, UNKNOWN, licence_of, reaches
+from kd.models.licences import NONE, UNKNOWN, covers_derived, licence_of
 from kd.models.live_teacher import count_parameters
 from kd.models.timm_folder import is_timm
 from kd.setup.finished import MAP_DATASET
@@ -211,7 +211,9 @@ def licence_lines(facts: Mapping[str, Any]) -> list[str]:
         [{"what": what, "licence": licence} for what, licence in found.items()]
     ).split("\n")
     reaching = [
-        f"{what} ({licence})" for what, licence in found.items() if reaches(licence)
+        f"{what} ({licence})"
+        for what, licence in found.items()
+        if covers_derived(licence)
     ]
     told = (
         "The licence of the {} speaks of models that are made with its weights, as this"

@@ -16,7 +16,7 @@ from kd.models.live_teacher import count_parameters
 from kd.models.load_classifier import load, require_weights
 from kd.models.recognize import identify
 from kd.models.spec import Spec
-from kd.models.timm_folder import cached, folder_config, input_keys
+from kd.models.timm_folder import cached_models, folder_config, input_keys
 from kd.parts import registry
 from kd.study.sweeps.costs import measure_costs
 
@@ -62,7 +62,7 @@ def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> Teacher | None
     """Return the named teacher, else the largest local one; without `classes` no
     teacher can be fitted.
     """
-    here, why = cached(), f"named by {WHERE}"
+    here, why = cached_models(), f"named by {WHERE}"
     if not text:
         sizes = {name: file.stat().st_size / 1e6 for name, file in here.items()}
         text = max(

@@ -31,9 +31,9 @@ class ExecuTorch(Exporter):
     runtime = "executorch"
 
     def write(self, path: Path, network: Network) -> None:
-        from kd.models.runtimes import quiet
+        from kd.models.runtimes import without_warnings
 
-        with quiet():
+        with without_warnings():
             exir = importlib.import_module("executorch.exir")
             xnnpack = importlib.import_module(
                 "executorch.backends.xnnpack.partition.xnnpack_partitioner"

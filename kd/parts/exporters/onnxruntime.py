@@ -73,11 +73,11 @@ class ONNX(Exporter):
         )
 
     def metadata(self, path: Path) -> dict[str, str]:
-        from kd.models.runtimes import messages
+        from kd.models.runtimes import onnx_messages
 
         _, model = _opened(path)
         texts: dict[str, str] = {}
-        for message in messages(model):
+        for message in onnx_messages(model):
             texts |= {
                 pair.key: pair.value for pair in getattr(message, "metadata_props", ())
             }

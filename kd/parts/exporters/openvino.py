@@ -79,12 +79,12 @@ class OpenVINO(Exporter):
         return ""
 
     def write(self, path: Path, network: Network) -> None:
-        from kd.models.runtimes import quiet
+        from kd.models.runtimes import without_warnings
 
         if path.name == STATIC:
             return post_training(network.onnx, path, network.views)
         openvino = _import("--openvino")
-        with quiet():
+        with without_warnings():
             openvino.save_model(
                 openvino.convert_model(str(network.onnx)),
                 str(path),
@@ -180,13 +180,13 @@ def post_training(source: Path, path: Path, views: Any) -> None:
 @contextmanager
 def _nncf() -> Iterator[Any]:
     """Import NNCF and suppress its progress bars and log, which users cannot act on."""
-    from kd.models.runtimes import quiet
+    from kd.models.runtimes import without_warnings
 
     os.environ.setdefault(
         "NNCF_CI", "1"
     )  # nothing is sent to Intel: NNCF's telemetry is off
     level = logging.getLogger("nncf").level
-    with signal_stack(), quiet(), redirect_stdout(io.StringIO()):
+    with signal_stack(), without_warnings(), redirect_stdout(io.StringIO()):
         yield import_optional(
             "nncf", "--int8", "nncf is not installed", "pip install 'PATH/kd[nncf]'"
         )

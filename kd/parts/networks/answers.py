@@ -23,7 +23,7 @@ from kd.core.errors import ModelError
 from kd.core.keys import Keys, file_key, keys
 from kd.core.text import nfc
 from kd.core.types import Outputs
-from kd.models.answer_table import AnswerTable, below, read
+from kd.models.answer_table import AnswerTable, read_answers, strip_common_folder
 from kd.models.spec import DatasetSpec, Spec
 from kd.parts.networks._shared import columns, named, require_logits, to_logits
 
@@ -121,7 +121,7 @@ def build(
             "",
             "",
         )
-    table = read(spec.model, config_path)
+    table = read_answers(spec.model, config_path)
     _check_views(spec.config_path, table, spec.images)
     if spec.logits == (table.meaning == "embeddings") or set(features) - (
         set() if spec.logits else {"pooled"}
@@ -135,7 +135,7 @@ def build(
             "Take other losses, or another table",
         )
     images, values = spec.images, table.values
-    names = below([*table.names, *table.val_names], images.train.name(0))
+    names = strip_common_folder([*table.names, *table.val_names], images.train.name(0))
     if table.val_values is not None:
         values = torch.cat(
             [values, table.val_values[None].expand(len(values), -1, -1)], 1
@@ -238,7 +238,7 @@ def _rows(
 
 
 def _check_views(config_path: str, table: AnswerTable, images: DatasetSpec) -> None:
-    shown = json.loads(json.dumps(images.shown()))
+    shown = json.loads(json.dumps(images.pixel_facts()))
     if not table.made_for:
         mixes = (shown["transform"]["mixup"] or shown["transform"]["cutmix"]) and shown[
             "transform"

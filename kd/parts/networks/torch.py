@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from kd.core.errors import ModelError, first_sentence
 from kd.core.facts import NetworkFacts
 from kd.core.types import Outputs
-from kd.models.checkpoints import read
+from kd.models.checkpoints import read_weights
 from kd.models.classifier import Classifier, Network, main_output
 from kd.models.examination import FAILURES, fails
-from kd.models.fitting import take
+from kd.models.fitting import match_state_dict
 from kd.models.load_classifier import without_meta_warnings
 from kd.models.spec import Spec
 from kd.parts.networks import _shared as shared
@@ -64,9 +64,9 @@ def build(
     if (
         spec.checkpoint
     ):  # weights must match exactly; a .pth is read without running code
-        weights = read(f"{spec.config_path}.checkpoint", spec.checkpoint)
+        weights = read_weights(f"{spec.config_path}.checkpoint", spec.checkpoint)
         own = weights.classes or [] if spec.exact_head else []
-        taken = take(weights, inner, spec.model, spec.weights)
+        taken = match_state_dict(weights, inner, spec.model, spec.weights)
         with without_meta_warnings():
             inner.load_state_dict(taken.tensors)
     size = options.input_size or image_size

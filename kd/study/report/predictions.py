@@ -79,7 +79,7 @@ def read_predictions(
         ],
     )
     try:
-        views = data.shown(data.val, on_corrupt="skip")
+        views = data.evaluation_views(data.val, on_corrupt="skip")
         pictures = _pictures(stored, views, list(data.classes))
     except DataError as error:  # every missing file takes retries: one is enough
         return predictions, f"No photographs: {error}"

@@ -15,7 +15,7 @@ from kd.core.scores import Column, Scored, Scores
 from kd.core.text import format_dollars, format_seconds, percent
 from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir
-from kd.setup.recipe import Recipe, as_long, fit_folders
+from kd.setup.recipe import Recipe, fit_folders, match_baseline_length
 
 # images of a class below which no percentage is shown: 10 of 20 has the 95 % interval
 # 30 to 70 %
@@ -289,7 +289,9 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
     baseline_folder = folder.baseline()
     baseline = None
     if recipe.baseline is not None and baseline_folder.config_file.is_file():
-        baseline = record_of(baseline_folder, as_long(recipe.baseline, folder))
+        baseline = record_of(
+            baseline_folder, match_baseline_length(recipe.baseline, folder)
+        )
     scores = recipe.task.scores
     if "scores" in manifest:
         scores = Scores.read(manifest["scores"])
@@ -297,7 +299,7 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
     fits = [RunDir(fit_folder.path).metrics("train") for fit_folder, _ in folders]
     return RunRecord(
         name=recipe.name,
-        keys=recipe.record.shown,
+        keys=recipe.record.display_keys,
         manifest=manifest,
         train=folder.metrics("train"),
         val=folder.metrics("val"),

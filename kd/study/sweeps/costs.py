@@ -18,7 +18,7 @@ from kd.files.run_dir import RunDir
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.models.live_teacher import count_parameters
-from kd.models.runtimes import cpu_ms
+from kd.models.runtimes import median_cpu_ms
 from kd.setup.recipe import resolve
 from kd.setup.student import best_student
 from kd.study.sweeps.space import Trial
@@ -47,7 +47,7 @@ def measure_costs(
         costs[name] = {"mb": len(graph) / 1e6, "parameters": count_parameters(model)}
         image = rng.integers(0, 256, (1, 3, sides[name], sides[name]), np.uint8)
         calls[name] = partial(runtimes.onnx_runner(graph), image)
-    for name, ms in cpu_ms(calls, SECONDS * len(calls)).items():
+    for name, ms in median_cpu_ms(calls, SECONDS * len(calls)).items():
         costs[name]["ms"] = ms
     return costs
 

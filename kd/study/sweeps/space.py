@@ -23,7 +23,7 @@ from kd.core.errors import ConfigError
 from kd.files.storage import write_text
 from kd.parts import registry
 from kd.setup.auto import completed
-from kd.setup.recipe import flatten, is_free
+from kd.setup.recipe import flatten, is_resume_mutable
 from kd.study.sweeps.calls import construct, parse_call
 
 COUNTED = ("run.every.evaluate", "data.test", "data.exclude")
@@ -67,7 +67,7 @@ class Space:
             if axis is None:
                 fixed.append(override)
                 continue
-            if is_free(key):
+            if is_resume_mutable(key):
                 raise ConfigError(
                     key,
                     "changes no weight of a student, but has several values",
@@ -141,7 +141,7 @@ class Space:
         counted = {
             key: keys[key]
             for key in keys
-            if key.startswith(COUNTED) or not is_free(key, "backend.threads")
+            if key.startswith(COUNTED) or not is_resume_mutable(key, "backend.threads")
         }
         content = json.dumps(counted, sort_keys=True, default=str)
         digest = hashlib.sha256(content.encode()).hexdigest()[:8]

@@ -722,10 +722,10 @@ def test_the_runs_made_from_a_run_write_no_secret_either(monkeypatch):
     assert recipe.baseline is not None
     for one in (recipe, resolve(recipe.fits["teacher"]), resolve(recipe.baseline)):
         assert SECRET not in one.record.yaml
-        assert SECRET not in str(one.record.shown)
+        assert SECRET not in str(one.record.display_keys)
         assert SECRET in one.record.keys.values()
     assert (
-        resolve(recipe.fits["teacher"]).record.shown["student.model"]
+        resolve(recipe.fits["teacher"]).record.display_keys["student.model"]
         == "${oc.env:KD_TOKEN}"
     )
 

@@ -35,7 +35,7 @@ from kd.files.records import Records
 from kd.parts.datasets import imagefolder
 from kd.setup.build import build_backend
 from kd.setup.data import workers_of
-from kd.setup.open_store import open_store, record_bytes, store_views, view_bytes
+from kd.setup.open_store import open_pixel_store, record_bytes, store_views, view_bytes
 
 
 class Pictures:
@@ -489,7 +489,7 @@ def stored(chosen, kind: str, source, **keys):
     """Open a store before such a source; return its training source."""
     section = replace(chosen.data, store=kind, **keys)
     splits = source, Pictures([(90, 50)] * 4)
-    return open_store(
+    return open_pixel_store(
         section, splits, chosen.run.folder, build_backend(chosen.backend)
     )[0]
 
@@ -539,7 +539,7 @@ def test_each_rank_of_a_host_holds_a_store_in_memory_of_its_own(
             if kind == "views":
                 store_views(views, 8, Ranks(backend, ranks))
             else:
-                open_store(
+                open_pixel_store(
                     section,
                     (source, Pictures([(90, 50)] * 4)),
                     chosen.run.folder,

@@ -29,7 +29,7 @@ from kd.jobs.distill import filled_at
 from kd.jobs.train import open_run, teach
 from kd.models import timm_folder
 from kd.setup.data import split_batch
-from kd.setup.recipe import Record, as_long, resolve
+from kd.setup.recipe import Record, match_baseline_length, resolve
 
 
 def lines(settings: dict, *overrides: str) -> dict[str, str]:
@@ -442,7 +442,7 @@ def test_the_baseline_is_evaluated_as_often_as_its_run(
         folder.log("val", State(step=step), {})
     baseline = resolve(config.load(settings, ["run.baseline=true", *keys])).baseline
     assert baseline is not None
-    length = as_long(baseline, folder).length
+    length = match_baseline_length(baseline, folder).length
     assert (length.steps, length.patience) == (steps, patience)
     assert -(-steps // length.every.evaluate) == 3  # the last step is evaluated too
 

@@ -19,7 +19,7 @@ from kd.core.intervals import paired_interval, wilson_interval
 from kd.jobs.distill import require_teacher
 from kd.jobs.evaluate import evaluate
 from kd.jobs.train import train
-from kd.models.answer_table import AnswerTable, write
+from kd.models.answer_table import AnswerTable, write_answers
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 
@@ -139,7 +139,7 @@ def test_a_table_teacher_has_outputs_for_test_images(settings, photos, tmp_path)
         for id in range(len(source))
     ]
     logits = 5 * torch.eye(3)[torch.tensor(right)]
-    write(
+    write_answers(
         tmp_path / "table.safetensors",
         AnswerTable("logits", names, logits[None], sources.train.classes),
     )

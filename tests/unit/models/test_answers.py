@@ -15,7 +15,7 @@ from kd import config
 from kd.core.errors import ModelError
 from kd.jobs.description import describe
 from kd.models import answer_table
-from kd.models.answer_table import read, read_vectors
+from kd.models.answer_table import read_answers, read_vectors
 from kd.setup.build_teacher import load_teachers
 from kd.setup.data import Data, open_sources
 from kd.setup.recipe import resolve
@@ -39,7 +39,7 @@ WHERE = "teacher.model"
 )
 def test_forms_of_a_table(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    found = read(str(tmp_path / name), WHERE)
+    found = read_answers(str(tmp_path / name), WHERE)
     assert (list(found.names), list(found.classes)) == (
         ["a/1.jpg", "a/2.jpg"],
         ["fig", "pear"],
@@ -50,7 +50,7 @@ def test_forms_of_a_table(tmp_path, name, content):
 def test_the_ending_of_an_array_may_be_in_capitals(tmp_path):
     with (tmp_path / "a.NPZ").open("wb") as file:
         np.savez(file, logits=np.ones((1, 2), np.float32), names=["./a.jpg"])
-    assert list(read(str(tmp_path / "a.NPZ"), WHERE).names) == ["a.jpg"]
+    assert list(read_answers(str(tmp_path / "a.NPZ"), WHERE).names) == ["a.jpg"]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_wrong_table_is_one_line(tmp_path, name, content, words):
         content if isinstance(content, bytes) else content.encode()
     )
     with pytest.raises(ModelError, match=r"^teacher\.model: ") as caught:
-        read(str(tmp_path / name), WHERE)
+        read_answers(str(tmp_path / name), WHERE)
     assert words in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -101,13 +101,13 @@ def test_a_table_is_written_or_a_disk_error_raised(tmp_path, small_disk):
     table = answer_table.AnswerTable(
         "logits", [f"{i}.jpg" for i in range(2000)], torch.zeros(1, 2000, 50)
     )
-    answer_table.write(tmp_path / "a.safetensors", table)
+    answer_table.write_answers(tmp_path / "a.safetensors", table)
     assert (
         tmp_path / "a.safetensors"
     ).stat().st_mode & 0o777 == tmp_path.stat().st_mode & 0o644
-    assert len(read(str(tmp_path / "a.safetensors"), WHERE).names) == 2000
+    assert len(read_answers(str(tmp_path / "a.safetensors"), WHERE).names) == 2000
     with pytest.raises(OSError, match="No space left"):
-        answer_table.write(small_disk / "a.safetensors", table)
+        answer_table.write_answers(small_disk / "a.safetensors", table)
 
 
 def asked(settings, path: Path, **section) -> dict:

@@ -22,7 +22,7 @@ from kd.core.types import Batch
 from kd.files import storage
 from kd.files.records import record_bytes
 from kd.models import cache
-from kd.models.cache import CachedTeacher, Codec, open_store, owned
+from kd.models.cache import CachedTeacher, Codec, claim_writer, open_store
 from kd.models.classifier import LogitsModel
 from kd.models.live_teacher import LiveTeacher
 
@@ -265,17 +265,17 @@ def test_a_damaged_manifest_is_one_line_with_its_remedy(tmp_path, text):
 def test_one_process_writes_and_who_may_only_read_does_not(tmp_path):
     with (tmp_path / ".lock").open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        assert not owned(tmp_path)
-    assert owned(tmp_path)
-    assert owned(tmp_path)
+        assert not claim_writer(tmp_path)
+    assert claim_writer(tmp_path)
+    assert claim_writer(tmp_path)
     unwritable = tmp_path / "unwritable"
     (unwritable / ".lock").mkdir(
         parents=True
     )  # the superuser may write anything, but not this
     with pytest.raises(RunError, match=r"cannot write '.*' \(Is a directory\)"):
-        owned(unwritable)
+        claim_writer(unwritable)
     opened(unwritable)
-    assert not owned(unwritable)
+    assert not claim_writer(unwritable)
 
 
 def _write_until_full(folder: str, answers) -> None:
@@ -371,7 +371,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
         RunError,
         match=r"^teacher\.cache\.path: cannot write '.*' \(Not a directory\)\. Choose",
     ):
-        owned(tmp_path / "file" / "cache")
+        claim_writer(tmp_path / "file" / "cache")
     with pytest.raises(RunError, match=r"cannot write '.*' \(Not a directory\)"):
         opened(tmp_path / "file" / "cache")
     opened(tmp_path / "view").folder.joinpath("view_0000.logits").mkdir()

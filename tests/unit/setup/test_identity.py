@@ -23,7 +23,13 @@ from kd.setup.data import Data
 from kd.setup.modes import ExecutionMode
 from kd.setup.open_cache import cache_codec, cache_identity
 from kd.setup.open_store import keep_rules
-from kd.setup.recipe import Recipe, fit_folders, is_free, resolve, split_teachers
+from kd.setup.recipe import (
+    Recipe,
+    fit_folders,
+    is_resume_mutable,
+    resolve,
+    split_teachers,
+)
 
 SETTINGS = {
     "run": {"name": "tiny", "epochs": 10},
@@ -108,7 +114,9 @@ def identities(settings: Config) -> dict[str, Any]:
         "C": cache_identity(recipe, model, mode, data, codec),
         "S": [identity(source, split, asdict(rule)) for split, rule in splits],
         "R": {
-            key: value for key, value in recipe.record.keys.items() if not is_free(key)
+            key: value
+            for key, value in recipe.record.keys.items()
+            if not is_resume_mutable(key)
         },
     }
 

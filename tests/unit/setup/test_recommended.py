@@ -22,10 +22,10 @@ from kd.setup.measured import (
     Measured,
     Situation,
     comparable,
+    comparison_text,
     contrast,
+    contrast_text,
     pays_from,
-    plan,
-    told,
 )
 from kd.setup.recipe import resolve
 
@@ -269,7 +269,7 @@ def test_two_runs_are_contrasted_that_differ_in_nothing_else():
     assert contrast([ROW, long, two], "epochs", 30, 120) == (ROW, long)
     assert contrast([ROW, other], "views", 2, 8) is None
     assert contrast([ROW, two], "views", 2, 40) is None  # no row is near
-    text = told((two, ROW), "views")
+    text = contrast_text((two, ROW), "views")
     assert all(
         part in text
         for part in (
@@ -295,10 +295,10 @@ def test_it_pays_from_the_last_crossing_on_after_the_teacher():
         curve=((90.0, 0.47),),
     )
     assert all(
-        part in plan([ROW, alone])
+        part in comparison_text([ROW, alone])
         for part in ("40.0 % at most", "1 min 40 s on", "60.0 %", "70.0 %")
     )
-    assert plan([ROW]) == plan([alone]) == ""
+    assert comparison_text([ROW]) == comparison_text([alone]) == ""
 
 
 def test_a_situation_without_labels_has_no_comparable_run():

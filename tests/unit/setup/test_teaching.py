@@ -32,16 +32,16 @@ from kd.setup.build import build_backend
 from kd.setup.build_teacher import (
     LARGEST_ERROR,
     PROBED,
-    Setting,
+    RunContext,
     Teachers,
     choose_teacher,
     load_teachers,
     pixels_of,
-    readable,
+    readable_images,
     teacher_mode,
 )
 from kd.setup.data import open_sources
-from kd.setup.modes import ExecutionMode, made_of, require, torch_mode
+from kd.setup.modes import ExecutionMode, convolution_shares, require_mode, torch_mode
 from kd.setup.recipe import resolve
 
 
@@ -120,7 +120,7 @@ def test_auto_depends_on_the_networks_layers(monkeypatch, cpu, units, threads, t
     }
     for name, shares in MADE.items():
         model = load(Spec("student", name, {}, ("a", "b"), free_size=True), 64)
-        assert made_of(model) == pytest.approx(shares, abs=0.02)
+        assert convolution_shares(model) == pytest.approx(shares, abs=0.02)
         module = torch.nn.Module()
         module.student = model
         expected = "fp32" if slow[name] and len(units) == 1 else "bf16"
@@ -145,9 +145,11 @@ def test_the_share_of_convolutions_is_that_of_a_count_by_hand():
     ends = torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(4, 9)
     dense, depthwise, product = 16 * 16 * 4 * 3 * 9, 16 * 16 * 4 * 9, 4 * 9
     total = dense + depthwise + product
-    found = made_of(Classifier(torch.nn.Sequential(*convolutions, *ends), 9, 16))
+    found = convolution_shares(
+        Classifier(torch.nn.Sequential(*convolutions, *ends), 9, 16)
+    )
     assert found == pytest.approx(((dense + depthwise) / total, depthwise / total))
-    assert made_of(
+    assert convolution_shares(
         Classifier(
             torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 9)), 9, 16
         )
@@ -161,7 +163,7 @@ def test_the_share_of_convolutions_is_that_of_a_count_by_hand():
         def forward(self, image: torch.Tensor) -> torch.Tensor:
             return image.mean((2, 3)) * self.scale
 
-    assert made_of(Classifier(Scaled(), 3, 16)) == (
+    assert convolution_shares(Classifier(Scaled(), 3, 16)) == (
         0.0,
         0.0,
     )  # nothing that counts as arithmetic
@@ -274,7 +276,7 @@ class Squares:
 
 
 def test_a_precision_is_judged_on_64_images_of_all_of_the_split():
-    ids = readable(Squares(), PROBED)[1]  # type: ignore[arg-type]
+    ids = readable_images(Squares(), PROBED)[1]  # type: ignore[arg-type]
     assert (len(ids), ids[0], ids[-1]) == (64, 0, 98)
 
 
@@ -329,7 +331,7 @@ def test_a_named_mode_that_cannot_run_is_an_error():
             r" here and"
         ),
     ):
-        require(fails, "student.compile", mode)
+        require_mode(fails, "student.compile", mode)
 
 
 def curve(run) -> list[float]:
@@ -355,9 +357,9 @@ def test_the_error_is_that_of_the_logits(built, settings):
     _, facts, _ = built("teacher.precision=int8")
     recipe = resolve(config.load(settings, ["teacher.precision=int8"]))
     data, backend = open_sources(recipe.data), build_backend(recipe.backend)
-    setting = Setting(recipe, load_teachers(recipe, data, {}), backend)
+    setting = RunContext(recipe, load_teachers(recipe, data, {}), backend)
     model = setting.teachers.model
-    images = pixels_of(readable(data.val)[0], data.shown(data.val))
+    images = pixels_of(readable_images(data.val)[0], data.evaluation_views(data.val))
     assert images.shape == (13, 3, 16, 16)
     taught = choose_teacher(setting)
     live = taught.live

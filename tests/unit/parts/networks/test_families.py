@@ -16,7 +16,7 @@ from families import FAMILIES, FLAT, REFUSED, SIDE, answers, load, make, prepare
 
 from kd.core.errors import ModelError
 from kd.models.examination import examine
-from kd.models.examined import noise
+from kd.models.examined import noise_images
 from kd.models.spec import Spec
 from kd.parts import registry
 
@@ -203,7 +203,7 @@ def test_a_model_that_masks_at_random_is_refused(tmp_path):
         ModelError,
         match=r"^teacher\.model: .*different outputs for the same pixels.*ViTMAE",
     ):
-        examine(model, "teacher.model", noise(SIDE))
+        examine(model, "teacher.model", noise_images(SIDE))
 
 
 def test_the_pooled_token_of_a_convnext_is_no_place(tmp_path):

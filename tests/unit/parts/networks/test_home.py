@@ -21,7 +21,7 @@ from kd.jobs.check import compare
 from kd.jobs.description import describe
 from kd.models.spec import Spec
 from kd.parts.networks._shared import named
-from kd.setup.build_teacher import load_teachers, pixels_of, readable
+from kd.setup.build_teacher import load_teachers, pixels_of, readable_images
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 from kd.study.report.report import report
@@ -241,8 +241,8 @@ def test_the_probability_share_of_the_datas_classes_is_shown(bare, tmp_path):
     alone = loaded(
         merged(bare, {"data": {"labels": "none"}}), {**section, "classes": ""}
     )[1].model
-    shown = teachers.data.shown(teachers.data.val)
-    images = pixels_of(readable(shown.source)[0], shown)
+    shown = teachers.data.evaluation_views(teachers.data.val)
+    images = pixels_of(readable_images(shown.source)[0], shown)
     with torch.no_grad():
         logits = alone(images).logits
         picked = teachers.model(images).logits

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import kd
 from kd import config
 from kd.core.errors import KdError, ModelError
-from kd.models.answer_table import AnswerTable, read, write
+from kd.models.answer_table import AnswerTable, read_answers, write_answers
 from kd.models.classifier import main_output
 from kd.setup.build_teacher import load_teachers
 from kd.setup.data import open_sources
@@ -606,7 +606,7 @@ def test_weights_beside_a_graph_count(made, bare, tmp_path):
 
 
 def test_a_table_is_the_same_in_every_format(made, bare, tmp_path):
-    table = read(made["answers"]["model"], "teacher.model")
+    table = read_answers(made["answers"]["model"], "teacher.model")
     values, names = table.values[0].double().numpy(), list(table.names)
     np.savez(
         tmp_path / "a.npz",
@@ -621,7 +621,7 @@ def test_a_table_is_the_same_in_every_format(made, bare, tmp_path):
     (tmp_path / "a.csv").write_text(
         "\n".join([",".join(["name", *table.classes]), *lines]) + "\n"
     )
-    write(tmp_path / "a.safetensors", table)
+    write_answers(tmp_path / "a.safetensors", table)
     expected = load(bare, made["answers"]).identity()["teacher"]
     for ending in ("npz", "csv", "safetensors"):
         found = load(bare, {"kind": "answers", "model": str(tmp_path / f"a.{ending}")})
@@ -661,8 +661,8 @@ def test_a_table_is_the_same_in_every_format(made, bare, tmp_path):
     ],
 )
 def test_a_table_that_does_not_fit(change, message, made, bare, tmp_path):
-    table = read(made["answers"]["model"], "teacher.model")
-    write(tmp_path / "b.safetensors", replace(table, **change(table)))
+    table = read_answers(made["answers"]["model"], "teacher.model")
+    write_answers(tmp_path / "b.safetensors", replace(table, **change(table)))
     with pytest.raises(ModelError, match=rf"^teacher\.model.*: .*{message}"):
         load(bare, {"kind": "answers", "model": str(tmp_path / "b.safetensors")})
 
@@ -680,13 +680,13 @@ def test_outputs_for_validation_images_are_checked_too(said, message, made, tmp_
     """NaN became a class: the teacher's accuracy and the agreement were wrong, and
     nothing was said.
     """
-    table = read(made["answers"]["model"], "teacher.model")
+    table = read_answers(made["answers"]["model"], "teacher.model")
     table = AnswerTable(
         "logits", table.names, table.values, table.classes, ["a", "b"], said
     )
-    write(tmp_path / "c.safetensors", table)
+    write_answers(tmp_path / "c.safetensors", table)
     with pytest.raises(ModelError, match=message):
-        read(str(tmp_path / "c.safetensors"), "teacher.model")
+        read_answers(str(tmp_path / "c.safetensors"), "teacher.model")
 
 
 def test_a_test_split_does_not_change_a_table(made, bare, photos, tmp_path):
@@ -698,10 +698,10 @@ def test_a_test_split_does_not_change_a_table(made, bare, photos, tmp_path):
         tmp_path / "more.safetensors",
     )
     shutil.copytree(photos / "val", root / "test")
-    table = read(made["answers"]["model"], "teacher.model")
+    table = read_answers(made["answers"]["model"], "teacher.model")
     rows = [i for i, name in enumerate(table.names) if name.startswith("val/")]
     names = [*table.names, *(table.names[i].replace("val/", "test/") for i in rows)]
-    write(
+    write_answers(
         file,
         replace(
             table,
@@ -743,7 +743,7 @@ def test_an_exported_cache_is_the_teacher_that_filled_it(
         "said.safetensors",
     )
     assert answer.code == 0, answer
-    table = read("said.safetensors", "x")
+    table = read_answers("said.safetensors", "x")
     assert table.values.shape == (2, 36, 3)
     assert len(table.val_names) == 13
     cached = train(

@@ -165,8 +165,8 @@ def test_records_of_another_teacher_are_refused(make, tmp_path):
     train(make(LOSSES, *cached(tmp_path)).run)
     codec = Codec(0, "fp16", 0, {"pooled": (48,), "tokens": (4, 48)})
     store = Store(tmp_path, codec, 36, writable=True)
-    ids = store.whole(0, range(36)).nonzero()[0].tolist()
-    pooled, tokens = store.parts(0, ids)[0]
+    ids = store.have_records(0, range(36)).nonzero()[0].tolist()
+    pooled, tokens = store.read_arrays(0, ids)[0]
     assert len(ids) == 32
     store.write(0, ids, [pooled.numpy(), tokens.numpy() + 1], [0] * len(ids))
     with pytest.raises(

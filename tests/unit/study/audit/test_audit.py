@@ -231,7 +231,7 @@ def test_the_teacher_does_not_run_on_unlabelled_images(
             return Outputs(torch.zeros(len(batch.ids), 2))
 
     answers = answers_to(
-        Teacher(), data.shown(data.train, "skip"), range(len(data.train))
+        Teacher(), data.evaluation_views(data.train, "skip"), range(len(data.train))
     )
     assert len(data.train) == 36
     assert (
