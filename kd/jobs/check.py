@@ -33,7 +33,7 @@ LEAST_EQUAL = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedRun:
     """Objects and findings of `check`."""
 
     data: Data  # the listed splits
@@ -46,7 +46,7 @@ class Checked:
     cache: str  # size of the teacher's full cache; "" without a cache
 
 
-def check(recipe: Recipe) -> Checked:
+def check(recipe: Recipe) -> CheckedRun:
     """Check everything that can be known before training, in seconds and without
     weights.
 
@@ -59,9 +59,9 @@ def check(recipe: Recipe) -> Checked:
     if recipe.fits and teacher.fit.augment is not None:
         train_transform(section.image_size, teacher.fit.augment, "teacher.fit.augment")
     for name in recipe.config.run.trackers:
-        from kd.jobs.progress.trackers import find  # only if some are named
+        from kd.jobs.progress.trackers import tracker_class  # only if some are named
 
-        find(name)
+        tracker_class(name)
     data = listed = open_sources(section)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     split = split_batch(section, ranks, len(data.train))
@@ -109,7 +109,7 @@ def check(recipe: Recipe) -> Checked:
             feature_shapes(teachers.model, data.plan.image_size),
         )
         cache = price(teacher.cache, codec, len(data.train))
-    return Checked(listed, teachers, split, phases, modules, cache)
+    return CheckedRun(listed, teachers, split, phases, modules, cache)
 
 
 # ------------------------------------------------------------------------------- a
@@ -117,7 +117,7 @@ def check(recipe: Recipe) -> Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class TeacherComparison:
     """Findings on one teacher from validation images."""
 
     config_path: str  # config path of its section
@@ -130,9 +130,9 @@ class Compared:
     """
 
 
-def compare(
+def compare_teachers(
     recipe: Recipe, teachers: Teachers, backend: Backend | None = None
-) -> list[Compared]:
+) -> list[TeacherComparison]:
     """Compare each teacher with itself under its own preprocessing, except fitted and
     divided teachers.
     """
@@ -146,7 +146,7 @@ def compare(
     members = zip(recipe.members, teachers.members, strict=False)
     shown = teachers.data.shown(teachers.data.val, on_corrupt="error")
     found = [
-        _compared(config_path, one, recipe, shown, device)
+        _compare_teacher(config_path, one, recipe, shown, device)
         for config_path, one in members
         if config_path not in recipe.fits
     ]
@@ -154,12 +154,12 @@ def compare(
 
 
 @torch.inference_mode()
-def _compared(
+def _compare_teacher(
     config_path: str, member: Any, recipe: Recipe, shown: Views, device: torch.device
-) -> Compared:
+) -> TeacherComparison:
     own: Preprocessing | None = getattr(member, "preprocessing", None)
     if own is None and not any(isinstance(one, Pick) for one in member.modules()):
-        return Compared(config_path, "", {})
+        return TeacherComparison(config_path, "", {})
     pictures, ids = readable(shown.source)
     model: Any = (
         LiveTeacher(member, device).validation().model
@@ -188,8 +188,8 @@ def _compared(
         texts.append(text if fewer else REORDERED)
     if own is not None:
         ours_BC, home_BC = (
-            _vectors(ours),
-            _at_home(config_path, model, own, pictures, device),
+            _output_vectors(ours),
+            _native_outputs(config_path, model, own, pictures, device),
         )
         spread = home_BC.std(correction=0).clamp_min(1e-12)
         values["of_std"] = ((ours_BC - home_BC).abs().max() / spread).item()
@@ -212,10 +212,10 @@ def _compared(
             raise ModelError(
                 f"{config_path}.model", said, allowed, f"{remedy}taken as it is"
             )
-    return Compared(config_path, "; ".join(texts), values)
+    return TeacherComparison(config_path, "; ".join(texts), values)
 
 
-def _at_home(
+def _native_outputs(
     config_path: str,
     model: Any,
     own: Preprocessing,
@@ -226,7 +226,7 @@ def _at_home(
     for picture in pictures:
         pixels = own.prepare(picture).to(device, weight.dtype)[None]
         try:
-            found.append(_vectors(model.outputs(pixels)))
+            found.append(_output_vectors(model.outputs(pixels)))
         except FAILURES as error:
             height, width = pixels.shape[2:]
             wrong = (
@@ -239,6 +239,6 @@ def _at_home(
     return torch.cat(found)
 
 
-def _vectors(outputs: Outputs) -> Tensor:
+def _output_vectors(outputs: Outputs) -> Tensor:
     """Return one vector per image: logits, else features (the mean of tokens)."""
     return (outputs.main if outputs.main.ndim == 2 else outputs.main.mean(1)).float()

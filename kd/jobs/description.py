@@ -20,8 +20,8 @@ from kd.core.errors import NotPrepared
 from kd.core.host import bf16_pays, bf16_units, cores
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import StudentWithLoss
-from kd.jobs.check import Checked, check, compare
-from kd.jobs.recommend import planned, recommendations
+from kd.jobs.check import CheckedRun, check, compare_teachers
+from kd.jobs.recommend import plan_lines, recommendations
 from kd.models.classifier import set_attention
 from kd.models.examination import FAILURES
 from kd.models.live_teacher import NoTeacher, count_parameters, on_meta
@@ -37,10 +37,10 @@ def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     """Check a recipe and describe the run; with `answers`, also run its teachers on
     validation images and count the memory of a step.
     """
-    return "\n".join(described(recipe, path, answers)[0])
+    return "\n".join(description_lines(recipe, path, answers)[0])
 
 
-def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], float]:
+def description_lines(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], float]:
     """Return these lines, ending with memory, and the estimated MiB of the largest
     phase.
     """
@@ -61,29 +61,29 @@ def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], floa
         " validation images, "
         + (f"{len(data.test)} test images, " if data.test is not None else "")
         + f"{len(data.classes)} classes, {section.image_size} px",
-        *([f"          in this order: {_few(data.classes)}"] if data.classes else []),
+        *([f"          in this order: {_first_names(data.classes)}"] if data.classes else []),
         *(f"          {note}" for note in data.notes),
-        *_skew(labels),
-        *_unseen(labels, data.classes, "training", "which no label teaches"),
-        *_unseen(
+        *_class_skew(labels),
+        *_missing_classes(labels, data.classes, "training", "which no label teaches"),
+        *_missing_classes(
             data.labels(val=True),
             data.classes,
             "validation",
             "which accuracy does not cover",
         ),
         (
-            f"student   {recipe.student.model}: {_millions(student)}, images of"
+            f"student   {recipe.student.model}: {_parameter_text(student)}, images of"
             f" {student.input_size} px, init {recipe.student.init}"
         ),
         *(
-            _teacher(recipe, config_path, model)
+            _teacher_line(recipe, config_path, model)
             for config_path, model in zip(recipe.members, teachers.members, strict=True)
         ),
-        *(_augmented(recipe.teacher.fit, section.augment) if recipe.fits else ()),
+        *(_augmentation_lines(recipe.teacher.fit, section.augment) if recipe.fits else ()),
         *(f"          {note}" for note in teachers.notes),
         *(
             f"          {text}"
-            for text in (_answers(recipe, teachers) if answers else ())
+            for text in (_comparison_texts(recipe, teachers) if answers else ())
         ),
         "losses    "
         + " + ".join(f"{term.weight:g} x {term.kind}" for term in recipe.losses),
@@ -97,20 +97,20 @@ def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], floa
             if small.size
             else []
         ),
-        *_store(section, (len(data.train), len(data.val))),
+        *_store_lines(section, (len(data.train), len(data.val))),
         *([f"cache     {checked.cache}"] if checked.cache else []),
         *(recommendations(recipe, teachers, epochs) if recipe.read.teacher else ()),
-        *(planned(recipe, data) if recipe.read.teacher else ()),
+        *(plan_lines(recipe, data) if recipe.read.teacher else ()),
         (
             f"backend   {recipe.backend.kind}, precision {recipe.backend.precision},"
             f" {split.world_size} process(es)"
         ),
     ]
-    text, mib = _memory(checked, steps=answers)
+    text, mib = _memory_line(checked, steps=answers)
     return [*lines, text], mib
 
 
-def _skew(labels: torch.Tensor) -> list[str]:
+def _class_skew(labels: torch.Tensor) -> list[str]:
     """Report the largest classes' share of the images if it is more than twice their
     share of the classes.
     """
@@ -132,7 +132,7 @@ def _skew(labels: torch.Tensor) -> list[str]:
     ]
 
 
-def _unseen(
+def _missing_classes(
     labels: torch.Tensor, classes: Sequence[str], split: str, hence: str
 ) -> list[str]:
     """Name the classes without a labelled image of a split: whole numbers in shards and
@@ -147,14 +147,14 @@ def _unseen(
     if not missing or seen <= {-1}:
         return []
     count = f"{len(missing)} of {len(classes)} classes"
-    return [f"          no {split} image: {count}, {hence}: {_few(missing)}"]
+    return [f"          no {split} image: {count}, {hence}: {_first_names(missing)}"]
 
 
-def _few(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
 
-def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
+def _store_lines(section: DataSection, sizes: tuple[int, int]) -> list[str]:
     if section.store == "none":
         return []
     if section.store == "views":
@@ -176,21 +176,21 @@ def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
     ]
 
 
-def _teacher(recipe: Recipe, config_path: str, model: TeacherModel) -> str:
+def _teacher_line(recipe: Recipe, config_path: str, model: TeacherModel) -> str:
     section = recipe.members[config_path]
     if config_path in recipe.fits:
         return (
-            f"teacher   {section.model}: {_millions(model)}, fitted for"
+            f"teacher   {section.model}: {_parameter_text(model)}, fitted for"
             f" {section.fit.length} if not found"
         )
-    size = _millions(model) if model.runtime == "torch" else f"runs in {model.runtime}"
+    size = _parameter_text(model) if model.runtime == "torch" else f"runs in {model.runtime}"
     return (
         f"teacher   {section.model}: {size}; weights and classes fit; the run measures"
         " its accuracy before step 1"
     )
 
 
-def _augmented(fit: Fit, student: Augment) -> list[str]:
+def _augmentation_lines(fit: Fit, student: Augment) -> list[str]:
     """Report how the augmentation of a teacher's fit differs from the student's."""
     own = fit.augmented(student)
     pairs = [
@@ -207,18 +207,18 @@ def _augmented(fit: Fit, student: Augment) -> list[str]:
     )
 
 
-def _answers(recipe: Recipe, teachers: Teachers) -> list[str]:
+def _comparison_texts(recipe: Recipe, teachers: Teachers) -> list[str]:
     try:
-        return [one.text for one in compare(recipe, teachers)]
+        return [one.text for one in compare_teachers(recipe, teachers)]
     except NotPrepared:
         return ["not run: the images do not exist yet"]
 
 
-def _millions(model: Any) -> str:
+def _parameter_text(model: Any) -> str:
     return f"{count_parameters(model) / 1e6:.2f} M parameters"
 
 
-def _memory(checked: Checked, steps: bool) -> tuple[str, float]:
+def _memory_line(checked: CheckedRun, steps: bool) -> tuple[str, float]:
     """Report the memory of all phases, the largest first; `steps`: also trace a step's
     peak, which takes seconds.
     """
@@ -230,7 +230,7 @@ def _memory(checked: Checked, steps: bool) -> tuple[str, float]:
     )
     section = phases["distillation"].teacher
     torchs = [one for one in teachers.members if one.runtime == "torch"]
-    width = 2 if executed(phases["distillation"], section.precision)[0] else 4
+    width = 2 if executed_mode(phases["distillation"], section.precision)[0] else 4
     frozen = (
         sum(map(count_parameters, torchs))
         * width
@@ -282,7 +282,7 @@ def _memory(checked: Checked, steps: bool) -> tuple[str, float]:
 # memory of a traced step
 
 
-class Live(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of live tensors, and their peak."""
 
     def __init__(self) -> None:
@@ -294,7 +294,7 @@ class Live(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.note(tree_leaves(result))
+        self.count(tree_leaves(result))
         return result
 
     def note(self, tensors: Iterable[Any]) -> None:
@@ -306,9 +306,9 @@ class Live(TorchDispatchMode):
             self._alive.add(storage._cdata)
             self.bytes += storage.nbytes()
             self.peak = max(self.peak, self.bytes)
-            weakref.finalize(storage, self._end, storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
 
-    def _end(self, storage: int, size: int) -> None:
+    def _free(self, storage: int, size: int) -> None:
         self._alive.discard(storage)
         self.bytes -= size
 
@@ -350,9 +350,9 @@ def step_bytes(
     logging.getLogger("torch._subclasses").setLevel(
         logging.CRITICAL
     )  # untraceable models raise too
-    live, fake = Live(), FakeTensorMode(allow_non_fake_inputs=True)
+    live, fake = LiveBytes(), FakeTensorMode(allow_non_fake_inputs=True)
     size, student = recipe.data.image_size, recipe.student
-    half, fused = executed(
+    half, fused = executed_mode(
         recipe,
         recipe.backend.precision,
         student.attention,
@@ -361,14 +361,14 @@ def step_bytes(
     )
     module = on_meta(distillation, fake).train()
     set_attention(module, fused)
-    live.note([*module.parameters(), *module.buffers()])
+    live.count([*module.parameters(), *module.buffers()])
     if teacher is not None:
-        low, fused = executed(
+        low, fused = executed_mode(
             recipe, recipe.teacher.precision, recipe.teacher.attention, teacher
         )
         teacher = on_meta(teacher, fake, torch.bfloat16 if low else None).eval()
         set_attention(teacher, fused)
-        live.note([*teacher.parameters(), *teacher.buffers()])
+        live.count([*teacher.parameters(), *teacher.buffers()])
     held = live.peak
 
     def batch_of(count: int) -> tuple[Batch, Outputs]:
@@ -399,7 +399,7 @@ def step_bytes(
     return live.peak - held
 
 
-def executed(
+def executed_mode(
     recipe: Recipe,
     precision: str,
     attention: str = "auto",
@@ -418,7 +418,7 @@ def executed(
     return half, attention == "fused" or (attention == "auto" and not facts.cpu)
 
 
-def used_bits(used: Counter[int], bits: int) -> list[str]:
+def bit_depth_lines(used: Counter[int], bits: int) -> list[str]:
     """Report the bits used by images of 16 bits per channel, if their upper bits are
     zero.
     """

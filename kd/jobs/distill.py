@@ -22,7 +22,7 @@ from kd.engine.loop import train
 from kd.engine.run import Run
 from kd.engine.snapshot import load_distillation
 from kd.files.run_dir import BASELINE, RunDir
-from kd.jobs.check import compare
+from kd.jobs.check import compare_teachers
 from kd.jobs.observe import Observer
 from kd.jobs.progress.console import Console
 from kd.models.classifier import Ensemble
@@ -58,22 +58,22 @@ def distill(
         backend.rank != 0,
         trackers,
         scores,
-        filled_at(recipe, len(setting.data.train)),
+        filling_ends(recipe, len(setting.data.train)),
     ) as console:
         with Observer(setting, folder, console) as observer:
             built = begin(setting, folder, console, title)
             run = observer.watch(built.run)
             with run.span("evaluation"):
-                folder.record(before=check_before(setting, run, console))
+                folder.record(before=score_before_training(setting, run, console))
             with signals.training():
                 state = train(replace(run, stop=signals.requested))
-        observer.evaluate_and_checkpoint(
+        observer.report(
             title, timed=bool(final) and not recipe.path.name.startswith(BASELINE)
         )  # one table per command
         for line in epilogue(setting, run, state, folder):
             console.info(f"{title}: {line}")
         scored = (
-            evaluate_and_checkpoint(built, folder, final == "test") if final else None
+            score_chosen_checkpoint(built, folder, final == "test") if final else None
         )
         console.info(
             f"{title}: {scores.conclusion(scored)}" if scored is not None else ""
@@ -91,7 +91,7 @@ def distill(
 # before step 1
 
 
-def filled_at(recipe: Recipe, images: int) -> dict[str, float]:
+def filling_ends(recipe: Recipe, images: int) -> dict[str, float]:
     """Return the share of the run at which each part of a step ends that only fills a
     cache or store; see `Console`.
     """
@@ -111,7 +111,7 @@ def begin(setting: Setting, folder: RunDir, console: Console, title: str) -> Bui
     """
     known = folder.manifest()
     if "teacher_home" not in known:
-        compared = compare(setting.recipe, setting.teachers, setting.backend)
+        compared = compare_teachers(setting.recipe, setting.teachers, setting.backend)
         for one in compared:
             console.info(f"{one.config_path}: {one.text}")
         folder.record(
@@ -120,7 +120,7 @@ def begin(setting: Setting, folder: RunDir, console: Console, title: str) -> Bui
             }
         )
     built = build_run(setting, folder, console)
-    facts = built.facts | facts_of(built.run, setting)
+    facts = built.facts | manifest_facts(built.run, setting)
     require_same("data", known, facts)
     require_same("teacher", known, facts)
     for name in known.get("contents", ()):
@@ -133,7 +133,7 @@ def begin(setting: Setting, folder: RunDir, console: Console, title: str) -> Bui
     return built
 
 
-def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
+def manifest_facts(run: Run, setting: Setting) -> dict[str, Any]:
     """Return the manifest's facts on data, teacher and machine."""
     backend, teacher, data = run.backend, setting.teachers.model, setting.data
     facts: dict[str, Any] = {
@@ -203,7 +203,7 @@ def announce(
         )
 
 
-def check_before(setting: Setting, run: Run, console: Console) -> dict[str, float]:
+def score_before_training(setting: Setting, run: Run, console: Console) -> dict[str, float]:
     """Score teachers and student before step 1; return the row, or {} without a teacher
     that can be scored.
     """
@@ -316,7 +316,7 @@ def epilogue(setting: Setting, run: Run, state: State, folder: RunDir) -> list[s
             f" were no better than {best}"
         )
     lines.append(
-        memory(setting.recipe.config.optimizer.zero, run, known.get("modes", {}))
+        memory_text(setting.recipe.config.optimizer.zero, run, known.get("modes", {}))
     )
     if (
         run.backend.rank == 0
@@ -327,14 +327,14 @@ def epilogue(setting: Setting, run: Run, state: State, folder: RunDir) -> list[s
             for view in range(max(1, run.length.views))
         )
         found = [
-            at_hand(count, run, state, folder),
+            reused_outputs(count, run, state, folder),
             *([known["at_hand"]] if "at_hand" in known else []),
         ]
         most = max(
             found, key=lambda one: one["outputs"]
         )  # the cache may be gone on resume
         folder.record(answers={**known["answers"], "count": count}, at_hand=most)
-    broken = unreadable((setting.data.train, setting.data.val), run, known)
+    broken = unreadable_names((setting.data.train, setting.data.val), run, known)
     if broken:
         folder.record(unreadable=broken)
         count = f"{len(broken)} images" if len(broken) > 1 else "1 image"
@@ -344,7 +344,7 @@ def epilogue(setting: Setting, run: Run, state: State, folder: RunDir) -> list[s
     return [line for line in lines if line]
 
 
-def at_hand(stored: int, run: Run, state: State, folder: RunDir) -> dict[str, Any]:
+def reused_outputs(stored: int, run: Run, state: State, folder: RunDir) -> dict[str, Any]:
     """Return the number of reused stored outputs and their cost (None: unknown)."""
     own = sum(row.get("teacher_images", 0.0) for row in folder.metrics("train"))
     outputs = max(0, min(state.images, stored) - round(own))
@@ -352,7 +352,7 @@ def at_hand(stored: int, run: Run, state: State, folder: RunDir) -> dict[str, An
     return {"outputs": outputs, "cpu_seconds": None if each is None else outputs * each}
 
 
-def memory(zero: bool, run: Run, modes: dict[str, str]) -> str:
+def memory_text(zero: bool, run: Run, modes: dict[str, str]) -> str:
     """Report the memory saved by sharding and bfloat16 on this rank, MiB; "" if not
     applicable.
     """
@@ -377,7 +377,7 @@ def memory(zero: bool, run: Run, modes: dict[str, str]) -> str:
     return text if backend.world_size > 1 else ""
 
 
-def unreadable(
+def unreadable_names(
     splits: tuple[Source, Source], run: Run, known: Mapping[str, Any]
 ) -> list[str]:
     """List the images of both splits that any rank could not decode, now or in an
@@ -395,7 +395,7 @@ def unreadable(
 
 
 @torch.no_grad()
-def evaluate_and_checkpoint(
+def score_chosen_checkpoint(
     built: Built, folder: RunDir, test: bool = True
 ) -> Scored | None:
     """Score the chosen checkpoint of a finished run and write scored.json; an existing

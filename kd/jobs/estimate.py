@@ -19,7 +19,7 @@ from kd.core.host import cores
 from kd.core.text import clock, money
 from kd.core.types import Batch, Costs, Outputs
 from kd.engine.criterion import StudentWithLoss
-from kd.jobs.stopwatch import FEWEST, Timed, loading, timed
+from kd.jobs.stopwatch import FEWEST, Timing, time_loading, time_work
 from kd.models.live_teacher import NoTeacher
 from kd.setup.build import sifter_alone
 from kd.setup.build_teacher import (
@@ -66,7 +66,7 @@ class Bench:
             if one.kind == "timm" and named
         }
         teachers = load_teachers(recipe, data, random)
-        module, live = untrained(recipe, teachers, backend), NoTeacher()
+        module, live = build_untrained(recipe, teachers, backend), NoTeacher()
         mode = torch_mode(
             recipe.backend.precision, recipe.student.attention, False, module, backend
         )
@@ -100,17 +100,17 @@ class Bench:
         """
         size = size or self.teachers.data.plan.image_size
         return Trial(
-            module, live or partial(repeated, self.live), self.backend, size, images
+            module, live or partial(repeated_outputs, self.live), self.backend, size, images
         )
 
-    def planned(self, recipe: Recipe) -> Planned:
+    def planned(self, recipe: Recipe) -> PlannedRun:
         """Return the length of a run with its sifter: this run, its baseline, or its
         teacher's fit.
         """
         data, length = replace(self.teachers.data, plan=recipe.data), recipe.length
         split = split_batch(data.plan, 1, len(data.train))
         sifter = sifter_alone(recipe, data, split)
-        *whole, last = length.planned(sifter)
+        *whole, last = length.plan_run(sifter)
         full = (
             last
             if recipe.config.sifter.kind == "none"
@@ -120,7 +120,7 @@ class Bench:
         less = max(1, full - min(*whole, last, full))
         sifted = sum((full - one) / less for one in whole) + part * (full - last) / less
         steps = length.steps or sum(whole) + last
-        return Planned(
+        return PlannedRun(
             sifter, full * split.batch_size, len(whole) + part, sifted, steps
         )
 
@@ -144,7 +144,7 @@ class Bench:
         )
         return Costs(teacher, ms["score"], ms["step"], load, workers > 0 and not on_cpu)
 
-    def asked(self, run: Planned) -> float:
+    def teacher_share(self, run: PlannedRun) -> float:
         """Share of image visits with a teacher forward: with a cache, once per view."""
         stored = self.recipe.teacher.cache.num_views * len(self.teachers.data.train)
         return (
@@ -155,7 +155,7 @@ class Bench:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRun:
     """The length of a run."""
 
     sifter: Sifter
@@ -172,7 +172,7 @@ class Planned:
         )
 
 
-def untrained(recipe: Recipe, teachers: Teachers, backend: Backend) -> StudentWithLoss:
+def build_untrained(recipe: Recipe, teachers: Teachers, backend: Backend) -> StudentWithLoss:
     """Build the student of a recipe, or the teacher of a fit, with random weights."""
     recipe = recipe.with_(
         student=replace(recipe.student, init="scratch", checkpoint="")
@@ -181,13 +181,13 @@ def untrained(recipe: Recipe, teachers: Teachers, backend: Backend) -> StudentWi
     return build_distillation(recipe, teachers, micro_batch).to(backend.device)
 
 
-def repeated(teacher: Teacher, batch: Batch) -> Outputs:
+def repeated_outputs(teacher: Teacher, batch: Batch) -> Outputs:
     """Return the outputs of a batch's first images, repeated: a step on any number
     costs its teacher the same.
     """
     rows = torch.arange(len(batch.image)) % FEWEST
-    asked = teacher(batch.take(rows.unique()))
-    return asked.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+    teacher_share = teacher(batch.take(rows.unique()))
+    return teacher_share.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
 
 
 PARTS = ("step", "small step", "score", "teacher", "fit", "load", "small load")
@@ -196,7 +196,7 @@ that one's fit, loading; `data.progressive` has small images.
 """
 
 
-def measure(bench: Bench) -> dict[str, Timed]:
+def measure(bench: Bench) -> dict[str, Timing]:
     """Time the `PARTS` of a run, without compilers."""
     data, size = bench.teachers.data, bench.recipe.data.progressive.size
     views = data.views()[0]
@@ -222,21 +222,21 @@ def measure(bench: Bench) -> dict[str, Timed]:
             makes["small step"] = stepping(bench.distillation, None, size)
         for fit, _ in fit_folders(bench.recipe, data.fingerprint).values():
             makes["fit"] = stepping(
-                untrained(fit, Teachers(None, data), bench.backend), NoTeacher()
+                build_untrained(fit, Teachers(None, data), bench.backend), NoTeacher()
             )
         micro = bench.split.micro_batch
         smallest = min(FEWEST, micro) if bench.backend.facts.cpu else micro
-        parts = {name: timed(make, micro, smallest) for name, make in makes.items()}
-    parts |= {"load": loading(views)} | (
-        {"small load": loading(views.small)} if views.small is not None else {}
+        parts = {name: time_work(make, micro, smallest) for name, make in makes.items()}
+    parts |= {"load": time_loading(views)} | (
+        {"small load": time_loading(views.small)} if views.small is not None else {}
     )
-    return {name: parts.get(name, Timed()) for name in PARTS}
+    return {name: parts.get(name, Timing()) for name in PARTS}
 
 
-def phases(
+def phase_seconds(
     bench: Bench,
-    run: Planned,
-    baseline: Planned | None,
+    run: PlannedRun,
+    baseline: PlannedRun | None,
     ms: Mapping[str, float],
     wall: bool,
 ) -> tuple[float, dict[Path, float], float, float]:
@@ -251,43 +251,43 @@ def phases(
     mean = {
         **ms,
         "step": step,
-        "load": load + until * bench.asked(run) * ms["load"],
+        "load": load + until * bench.teacher_share(run) * ms["load"],
     }  # the teacher reads whole views
     fits = {
-        target: bench.planned(fit).cost(costs({**ms, "step": ms["fit"]})) / 1000
+        target: bench.plan_run(fit).cost(costs({**ms, "step": ms["fit"]})) / 1000
         for fit, target in fit_folders(
             bench.recipe, bench.teachers.data.fingerprint
         ).values()
     }
     alone = baseline.cost(costs(mean)) / 1000 if baseline is not None else 0.0
     return (
-        run.cost(costs(mean, bench.asked(run) * ms["teacher"])) / 1000,
+        run.cost(costs(mean, bench.teacher_share(run) * ms["teacher"])) / 1000,
         fits,
         alone,
         step,
     )
 
 
-def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
+def estimate(bench: Bench, parts: Mapping[str, Timing]) -> list[str]:
     """Return lines: duration in one process, speed and cost of the run."""
     recipe, data, on_cpu = bench.recipe, bench.teachers.data, bench.backend.facts.cpu
     run, length, progressive = (
-        bench.planned(recipe),
+        bench.plan_run(recipe),
         recipe.length,
         recipe.data.progressive,
     )
     baseline = (
-        bench.planned(resolve(recipe.baseline)) if recipe.baseline is not None else None
+        bench.plan_run(resolve(recipe.baseline)) if recipe.baseline is not None else None
     )
     ms = {name: part.ms for name, part in parts.items()}
-    load, asking = ms["load"], bench.asked(run) * ms["teacher"]
-    distilling, fits, alone, step = phases(bench, run, baseline, ms, wall=True)
+    load, asking = ms["load"], bench.teacher_share(run) * ms["teacher"]
+    distilling, fits, alone, step = phase_seconds(bench, run, baseline, ms, wall=True)
     alone_lines = []
     if baseline is not None:
         costs = {
             name: part.cpu_ms if on_cpu else part.ms for name, part in parts.items()
         }
-        taught, fitting, labelled, _ = phases(
+        taught, fitting, labelled, _ = phase_seconds(
             bench, run, baseline, costs, wall=not on_cpu
         )
         longer, line = same_cost(

@@ -22,7 +22,7 @@ from kd.engine.run import Run
 from kd.engine.snapshot import load_distillation
 from kd.jobs.distill import score
 from kd.jobs.progress.console import Console
-from kd.jobs.train import obtain_teachers, opened
+from kd.jobs.train import obtain_teachers, open_job
 from kd.models.cache import CachedTeacher, Store
 from kd.models.inference import predict
 from kd.setup.build import build_run
@@ -75,17 +75,17 @@ def evaluate(
                 remedy,
             )
 
-    with opened(recipe, obtain_teachers, fill=False, examine=examine) as (setting, _):
+    with open_job(recipe, obtain_teachers, fill=False, examine=examine) as (setting, _):
         built = build_run(setting, folder, Console("", quiet=True))
         load_distillation(built.run.distillation, best)
         scored = score(built, state.step, len(folder.metrics("val")), split == "test")
         if audit:
-            for line in audited(built.run, recipe, setting.teachers.data, folder.path):
+            for line in audit_run(built.run, recipe, setting.teachers.data, folder.path):
                 log.info(line)
         return scored
 
 
-def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
+def audit_run(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
     """Run the teacher on all images of a run and write doubtful labels to the folder's
     `audit`; return a summary.
 
@@ -115,11 +115,11 @@ def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
     if (
         isinstance(run.teacher, CachedTeacher) and not data.plan.augment.mixes
     ):  # mixed images have two labels
-        known = [_stored(run.teacher.store, data.plan.views, data.train)]
+        known = [_cached_predictions(run.teacher.store, data.plan.views, data.train)]
         left = np.setdiff1d(left, known[0].id)
     answers = {
-        "train": joined([*known, answers_to(live, shown, left.tolist())]),
-        "val": answers_to(
+        "train": joined([*known, labelled_predictions(live, shown, left.tolist())]),
+        "val": labelled_predictions(
             live.validation(), data.shown(data.val, "skip"), range(len(data.val))
         ),
     }
@@ -131,7 +131,7 @@ def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
     ]
 
 
-def _stored(store: Store, views: int, source: Source) -> TeacherAnswers:
+def _cached_predictions(store: Store, views: int, source: Source) -> TeacherAnswers:
     """Return the mean of the cached outputs over views, for images that have any."""
     found = []
     for start in range(0, store.num_images, READ):
@@ -152,7 +152,7 @@ def _stored(store: Store, views: int, source: Source) -> TeacherAnswers:
     return joined(found)
 
 
-def answers_to(teacher: Any, shown: Views, ids: Sequence[int]) -> TeacherAnswers:
+def labelled_predictions(teacher: Any, shown: Views, ids: Sequence[int]) -> TeacherAnswers:
     """Return a teacher's outputs for the images that have a label and can be read."""
     source = shown.source
     device = next(

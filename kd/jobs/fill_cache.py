@@ -15,7 +15,7 @@ from kd.core.contracts import Source
 from kd.core.errors import ConfigError, ModelError, RunError
 from kd.core.types import Outputs, Plan
 from kd.data.loader import LocalLoader
-from kd.jobs.train import obtain_teachers, opened
+from kd.jobs.train import obtain_teachers, open_job
 from kd.models.answer_table import AnswerTable, write
 from kd.models.cache import CachedTeacher, Store
 from kd.models.inference import predict
@@ -31,7 +31,7 @@ log = logging.getLogger("kd")
 
 
 @dataclass(frozen=True, slots=True)
-class Cached:
+class CacheSummary:
     """Content of a cache after a job."""
 
     folder: str
@@ -41,7 +41,7 @@ class Cached:
     seconds: float
 
 
-def cache(settings: Config, export: str = "") -> Cached:
+def cache(settings: Config, export: str = "") -> CacheSummary:
     """Fill all views of a configuration's cache; `export`: a .safetensors file for the
     outputs by image name.
     """
@@ -64,7 +64,7 @@ def cache(settings: Config, export: str = "") -> Cached:
             "A .safetensors file in a folder that exists",
             "",
         )
-    with opened(recipe, obtain_teachers) as (setting, _):
+    with open_job(recipe, obtain_teachers) as (setting, _):
         backend, data = setting.backend, setting.data
         report = choose_teacher(setting)
         if report.line and backend.rank == 0:
@@ -79,11 +79,11 @@ def cache(settings: Config, export: str = "") -> Cached:
         store, start, before = cached.store, time.perf_counter(), cached.images
         _require_writable(store)
         for view in range(count):
-            _fill(cached, view, loader, setting)
+            _fill_view(cached, view, loader, setting)
         missing = sum(len(store.missing(view)) for view in range(count))
         if export:
-            _export(file, cached, setting)
-        return Cached(
+            _export_table(file, cached, setting)
+        return CacheSummary(
             folder=str(store.folder),
             records=count * store.num_images - missing,
             missing=missing,
@@ -92,7 +92,7 @@ def cache(settings: Config, export: str = "") -> Cached:
         )
 
 
-def _fill(
+def _fill_view(
     cached: CachedTeacher, view: int, loader: LocalLoader, setting: Setting
 ) -> None:
     """Compute the missing records of a view, divided over the ranks, in training's
@@ -148,7 +148,7 @@ def _require_writable(store: Store) -> None:
 # export as a table
 
 
-def _export(path: Path, cached: CachedTeacher, setting: Setting) -> None:
+def _export_table(path: Path, cached: CachedTeacher, setting: Setting) -> None:
     """Write the records of all views, and the outputs for validation and test images;
     memory holds all of them.
     """
@@ -191,14 +191,14 @@ def _export(path: Path, cached: CachedTeacher, setting: Setting) -> None:
             parts, _, _ = store.parts(
                 view, range(start, min(store.num_images, start + ROWS))
             )
-            yield _only(store.codec.unpack(parts))
+            yield _output_array(store.codec.unpack(parts))
 
     def answers(source: Source) -> Tensor:
         live: Any = cached.live
         split = shown_split(setting, source, torch.arange(len(source)))
         batches = backend.put(split.loader.epoch(split.plan, 0))
         found = [
-            _only(one.outputs)
+            _output_array(one.outputs)
             for one in predict(
                 live.validation(source is data.test), batches, backend.device
             )
@@ -210,10 +210,10 @@ def _export(path: Path, cached: CachedTeacher, setting: Setting) -> None:
     classes = list(data.classes) if recipe.read.teacher_logits else []
     table = AnswerTable(
         meaning="logits" if arrays == ["logits"] else "embeddings",
-        names=_names(data.train),
+        names=_image_names(data.train),
         values=values,
         classes=classes,
-        val_names=[name for source in held for name in _names(source)],
+        val_names=[name for source in held for name in _image_names(source)],
         val_values=torch.cat([answers(source) for source in held]).to(values.dtype),
         made_for=data.images().shown(),
         problem_type=recipe.task.problem_type if classes else "",
@@ -229,9 +229,9 @@ def _export(path: Path, cached: CachedTeacher, setting: Setting) -> None:
         ) from error
 
 
-def _names(source: Source) -> list[str]:
+def _image_names(source: Source) -> list[str]:
     return [source.name(id) for id in range(len(source))]
 
 
-def _only(outputs: Outputs) -> Tensor:
+def _output_array(outputs: Outputs) -> Tensor:
     return outputs.logits if outputs.logits.shape[1] else outputs.features["pooled"]

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 
 from kd.core.host import peak_mib
-from kd.jobs.description import described
+from kd.jobs.description import description_lines
 from kd.jobs.estimate import Bench, estimate, measure
 from kd.jobs.scan_images import scan
-from kd.jobs.stopwatch import Timed
+from kd.jobs.stopwatch import Timing
 from kd.setup.build import distributed
 from kd.setup.data import open_sources
 from kd.setup.recipe import Recipe
@@ -27,7 +27,7 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
     `everything`: look at all images, and search repeated ones among all of them.
     """
     (lines, counted), data = (
-        described(recipe, path, answers=True),
+        description_lines(recipe, path, answers=True),
         open_sources(recipe.data),
     )
     most_skipped = data.plan.max_skipped if data.plan.on_corrupt == "skip" else -1.0
@@ -39,15 +39,15 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
     with distributed(recipe.backend) as backend:
         bench = Bench.of(recipe, data, backend)
         parts = measure(bench)
-        lines[-1] = _memory(
+        lines[-1] = _peak_line(
             lines[-1].removeprefix("memory    "), counted, bench, parts["step"]
         )
         return "\n".join(
-            [*lines, *images, *estimate(bench, parts), *sifting(bench, parts)]
+            [*lines, *images, *estimate(bench, parts), *sifter_lines(bench, parts)]
         )
 
 
-def _memory(of_a_step: str, counted: float, bench: Bench, step: Timed) -> str:
+def _peak_line(of_a_step: str, counted: float, bench: Bench, step: Timing) -> str:
     """Return the line on memory: the process's peak, with a step's own part, `counted`
     MiB of a whole micro-batch.
     """
@@ -63,17 +63,17 @@ def _memory(of_a_step: str, counted: float, bench: Bench, step: Timed) -> str:
     return f"memory    {peak:.0f} MiB at the peak of the process, including {of_a_step}"
 
 
-def sifting(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
+def sifter_lines(bench: Bench, parts: Mapping[str, Timing]) -> list[str]:
     """Return a line on what the sifter of a run saves or costs, from the measured parts
     of a step.
     """
-    run = bench.planned(bench.recipe)
+    run = bench.plan_run(bench.recipe)
     if not run.sifted:
         return []
     ms = {name: part.ms for name, part in parts.items()}
     views = bench.recipe.teacher.cache.num_views
     cached = 0 < views < run.epochs
-    warm = bench.costs(ms, 0.0 if cached else bench.asked(run) * ms["teacher"])
+    warm = bench.costs(ms, 0.0 if cached else bench.teacher_share(run) * ms["teacher"])
     measured = (
         f"teacher {warm.teacher:.2f}, student forward {warm.forward:.2f}, step"
         f" {warm.step:.2f}, loading {warm.load:.2f} ms per image"

@@ -44,7 +44,7 @@ _reached: list[
 
 
 @contextmanager
-def accounted(began: float) -> Iterator[None]:
+def gapless_time_tables(began: float) -> Iterator[None]:
     """Let the time tables of the runs in this block have no gaps, the first beginning
     at `began`.
     """
@@ -55,7 +55,7 @@ def accounted(began: float) -> Iterator[None]:
         _reached.clear()
 
 
-def clock_of(facts: BackendFacts) -> str:
+def span_clock(facts: BackendFacts) -> str:
     """Return the clock of spans for a kind of backend. See `Timeline`."""
     return "tracing" if facts.compiles else "device" if facts.cuda else "host"
 
@@ -75,7 +75,7 @@ class Observer:
             parents=True, exist_ok=True
         )  # the host does not share the run folder
         start, own = folder.step(), folder.path / f"timeline_{backend.rank}.jsonl"
-        clock = clock_of(backend.facts)
+        clock = span_clock(backend.facts)
         since, profiler = _reached[0] if _reached else time.perf_counter(), None
         self.timeline = Timeline(
             clock, own, start, backend.communication_ms, since=since
@@ -128,10 +128,10 @@ class Observer:
         values = self.timeline.window(state)
         if self.backend.rank == 0 and time.monotonic() - self._looked >= LIVE_SECONDS:
             self._looked = time.monotonic()
-            for finding in self._found(self._timelines(live=True), live=True):
+            for finding in self._findings(self._timelines(live=True), live=True):
                 if finding.severity == "warning" and finding.rule not in self._shown:
                     self._shown.add(finding.rule)
-                    self.logger.info(line_of(finding))
+                    self.logger.info(finding_line(finding))
         return values
 
     def _timelines(self, live: bool = False) -> dict[int, list[dict[str, Any]]]:
@@ -141,7 +141,7 @@ class Observer:
             for rank in range(self.backend.world_size)
         }
 
-    def _found(
+    def _findings(
         self, timelines: dict[int, list[dict[str, Any]]], live: bool = False
     ) -> list[Finding]:
         from kd.engine.monitor.evidence import (
@@ -155,12 +155,12 @@ class Observer:
             if self.monitor is not None
             else []
         )
-        facts = facts_of(self.setting, self._run)
+        facts = run_facts(self.setting, self._run)
         if live:  # the network is in use
             facts = replace(facts, float32=lambda: False)
         return find(Evidence(timelines, samples, facts))
 
-    def evaluate_and_checkpoint(self, title: str, timed: bool = True) -> None:
+    def report(self, title: str, timed: bool = True) -> None:
         """Report findings, and the table of times if `timed`, after the context. All
         ranks must call it.
         """
@@ -175,11 +175,11 @@ class Observer:
                 f"{title}: no timeline of rank {ranks} in '{self.folder.path}': each"
                 " host keeps its own"
             )
-        for line in where_the_time_went(title, self.timeline) if timed else ():
+        for line in time_table(title, self.timeline) if timed else ():
             self.logger.info(line)
-        findings = self._found(timelines)
+        findings = self._findings(timelines)
         for finding in findings:
-            self.logger.info(line_of(finding))
+            self.logger.info(finding_line(finding))
         try:
             write_json(
                 self.folder.path / "findings.json",
@@ -189,7 +189,7 @@ class Observer:
             log.warning(str(error))
 
 
-def facts_of(setting: Setting, run: Run) -> Facts:
+def run_facts(setting: Setting, run: Run) -> Facts:
     """Return the facts of a run for the rules."""
     from kd.engine.monitor.evidence import Facts
 
@@ -226,7 +226,7 @@ def _needless_float32(setting: Setting, run: Run) -> bool:
     return backend.bf16_pays(partial(made_of, run.distillation.student), True)
 
 
-def line_of(finding: Finding) -> str:
+def finding_line(finding: Finding) -> str:
     """Return a finding as one line."""
     return f"{finding.rule}: {finding.evidence}. {finding.advice}"
 
@@ -234,7 +234,7 @@ def line_of(finding: Finding) -> str:
 SHOWN_SHARE = 0.0005  # share of the time below which a part would be shown as 0.0 %
 
 
-def where_the_time_went(title: str, timeline: Timeline) -> list[str]:
+def time_table(title: str, timeline: Timeline) -> list[str]:
     """Return the table of a run's time as lines; empty if it made no step."""
     totals, steps = timeline.totals, timeline.made
     total = sum(totals.values())

@@ -37,21 +37,21 @@ def recommendations(recipe: Recipe, teachers: Teachers, epochs: float) -> list[s
         epochs: the length of the run.
     """
     data = teachers.data
-    table = measured(recipe, data)
+    table = comparable_runs(recipe, data)
     pretrained = recipe.student.init == "pretrained"
     length = recommended.length(
         len(data.train), accelerated(recipe.backend), pretrained
     ).epochs
     lines = [
-        *_length(data, epochs, length, table),
-        *_views(recipe, epochs, max(epochs, length), table),
+        *_length_lines(data, epochs, length, table),
+        *_view_lines(recipe, epochs, max(epochs, length), table),
     ]
     lines += [
-        *_fit(recipe, data),
-        *_teacher_size(recipe, teachers),
-        *_network(recipe, table),
+        *_fit_lines(recipe, data),
+        *_teacher_size_lines(recipe, teachers),
+        *_network_lines(recipe, table),
     ]
-    lines += _label_weight(recipe, data)
+    lines += _label_weight_lines(recipe, data)
     if not lines:
         return [
             f"recipe    length and views as recommended for {len(data.train):,} images"
@@ -60,7 +60,7 @@ def recommendations(recipe: Recipe, teachers: Teachers, epochs: float) -> list[s
     return [head + line for head, line in zip(heads, lines, strict=True)]
 
 
-def measured(recipe: Recipe, data: Data) -> list[Measured]:
+def comparable_runs(recipe: Recipe, data: Data) -> list[Measured]:
     """Return the comparable measured runs; [] if there are none."""
     labelled = 0 if recipe.data.labels == "none" else len(data.with_labels().train)
     pretrained = recipe.student.init == "pretrained"
@@ -72,15 +72,15 @@ def measured(recipe: Recipe, data: Data) -> list[Measured]:
     )
 
 
-def planned(recipe: Recipe, data: Data) -> list[str]:
+def plan_lines(recipe: Recipe, data: Data) -> list[str]:
     """Return what labels alone and distilling reached in comparable runs, or the range
     of all measured gains.
     """
-    text = plan(measured(recipe, data))
+    text = plan(comparable_runs(recipe, data))
     return [f"plan      {text or f'no comparable run was measured; {EXPECTED}'}"]
 
 
-def _length(data: Data, epochs: float, better: int, table: list[Measured]) -> list[str]:
+def _length_lines(data: Data, epochs: float, better: int, table: list[Measured]) -> list[str]:
     if epochs >= ENOUGH * better:
         return []
     evidence = told(contrast(table, "epochs", epochs, better), "epochs")
@@ -90,7 +90,7 @@ def _length(data: Data, epochs: float, better: int, table: list[Measured]) -> li
     ]
 
 
-def _views(
+def _view_lines(
     recipe: Recipe, epochs: float, longer: float, table: list[Measured]
 ) -> list[str]:
     """Compare the stored views; `longer`: the epochs of the run, or the recommended
@@ -109,7 +109,7 @@ def _views(
     ]
 
 
-def _label_weight(recipe: Recipe, data: Data) -> list[str]:
+def _label_weight_lines(recipe: Recipe, data: Data) -> list[str]:
     """Compare the weight of the labels where few images have one."""
     if (
         recipe.data.labels != "some"
@@ -134,7 +134,7 @@ def _label_weight(recipe: Recipe, data: Data) -> list[str]:
     return lines
 
 
-def _fit(recipe: Recipe, data: Data) -> list[str]:
+def _fit_lines(recipe: Recipe, data: Data) -> list[str]:
     lines = []
     for config_path, fit in recipe.fits.items():
         if fit.student.init != "pretrained":
@@ -152,7 +152,7 @@ def _fit(recipe: Recipe, data: Data) -> list[str]:
     return lines
 
 
-def _teacher_size(recipe: Recipe, teachers: Teachers) -> list[str]:
+def _teacher_size_lines(recipe: Recipe, teachers: Teachers) -> list[str]:
     """Compare the input size of a fitted, pretrained teacher."""
     lines, fits = [], recipe.fits
     for config_path, member in zip(recipe.members, teachers.members, strict=False):
@@ -167,7 +167,7 @@ def _teacher_size(recipe: Recipe, teachers: Teachers) -> list[str]:
     return lines
 
 
-def _network(recipe: Recipe, table: list[Measured]) -> list[str]:
+def _network_lines(recipe: Recipe, table: list[Measured]) -> list[str]:
     """Compare the student with the most accurate one of the same measured runs."""
     name = recipe.student.model
     for better in sorted({row.student for row in table} - {name}):

@@ -18,7 +18,7 @@ from kd.data.loader import most_skipped
 from kd.deploy.serve.decoding import refusal
 from kd.deploy.serve.limits import Limits
 from kd.files.storage import write_text
-from kd.jobs.description import used_bits
+from kd.jobs.description import bit_depth_lines
 from kd.study.audit import lists
 from kd.study.audit.copies import Album, copies
 
@@ -33,18 +33,18 @@ log = logging.getLogger("kd")
 
 
 @dataclass
-class Looked:
+class DecodedImages:
     """The images of splits that were decoded."""
 
     album: Album
     damaged: dict[str, CorruptImage] = field(default_factory=dict)  # by split and name
-    used_bits: Counter[int] = field(default_factory=Counter)
+    bit_depth_lines: Counter[int] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)  # kd-serve's reasons
 
     def __len__(self) -> int:
         return len(self.album) + len(self.damaged)
 
-    def look(
+    def decode(
         self, number: int, split: str, source: Source, id: int, limits: Limits
     ) -> None:
         """Decode an image of the split with a number."""
@@ -73,7 +73,7 @@ def scan(
     Damaged images, and pairs in two splits or with two labels, are listed in `audit` of
     the run folder. Nothing is removed.
     """
-    looked, audit = _looked(splits, everything), folder / lists.FOLDER
+    looked, audit = _decode_images(splits, everything), folder / lists.FOLDER
     if not len(looked):
         return (
             ["images    not decoded: kd-train makes them"] if everything else []
@@ -86,7 +86,7 @@ def scan(
         if looked.damaged
         else "none is damaged"
     )
-    lines = [f"images    decoded {of}: {damage}", *used_bits(looked.used_bits, bits)]
+    lines = [f"images    decoded {of}: {damage}", *bit_depth_lines(looked.used_bits, bits)]
     if looked.refusals:
         reasons = ", ".join(
             f"{count} {reason}" for reason, count in looked.refusals.most_common()
@@ -97,9 +97,9 @@ def scan(
             f" {reasons}"
         )
     if looked.damaged:
-        lines += _damaged(looked.damaged, splits, max_skipped, of, audit / DAMAGED)
+        lines += _damage_lines(looked.damaged, splits, max_skipped, of, audit / DAMAGED)
     repeats = lists.repeats(looked.album, copies(looked.album), splits)
-    lines += _described(repeats, of)
+    lines += _repeat_lines(repeats, of)
     if partly:
         lines.append("          --check=all compares all of them")
     if repeats:
@@ -116,7 +116,7 @@ def scan(
     return lines
 
 
-def _described(repeats: Sequence[lists.Repeat], of: str) -> list[str]:
+def _repeat_lines(repeats: Sequence[lists.Repeat], of: str) -> list[str]:
     """Return the number of repeated images, and the first of them."""
     if not repeats:
         return [
@@ -141,7 +141,7 @@ def _described(repeats: Sequence[lists.Repeat], of: str) -> list[str]:
     return lines
 
 
-def _damaged(
+def _damage_lines(
     damaged: Mapping[str, CorruptImage],
     splits: Mapping[str, Source],
     max_skipped: float,
@@ -186,7 +186,7 @@ def _damaged(
     return [*errors[:MOST_NAMED], f"          listed in '{file}'"]
 
 
-def _looked(splits: Mapping[str, Source], everything: bool) -> Looked:
+def _decode_images(splits: Mapping[str, Source], everything: bool) -> DecodedImages:
     """Decode images; return what they show, or nothing if the images do not
     exist yet.
     """
@@ -196,16 +196,16 @@ def _looked(splits: Mapping[str, Source], everything: bool) -> Looked:
     positions = (
         range(total) if everything else random.Random(0).sample(range(total), count)
     )
-    looked, limits = Looked(Album(count)), Limits()
+    looked, limits = DecodedImages(Album(count)), Limits()
     start = logged = time.monotonic()
     for position in positions:
         split = bisect(starts, position) - 1
         try:
-            looked.look(
+            looked.decode(
                 split, names[split], sources[split], position - starts[split], limits
             )
         except NotPrepared:
-            return Looked(Album(0))
+            return DecodedImages(Album(0))
         now = time.monotonic()
         if everything and now > logged + PROGRESS_SECONDS:
             logged = now

@@ -20,7 +20,7 @@ than expected from them.
 LOADED = 16  # images for timing loading: the median of as many varied by a few percent
 
 
-class Timed(NamedTuple):
+class Timing(NamedTuple):
     """Means for one image of some work."""
 
     ms: float = 0.0  # milliseconds
@@ -28,7 +28,7 @@ class Timed(NamedTuple):
     images: int = 0  # of the trial; 0: not timed
 
 
-def timed(make: Callable[[int], Work], most: int, images: int) -> Timed:
+def time_work(make: Callable[[int], Work], most: int, images: int) -> Timing:
     """Time the work made for `most` images, or for as many as `TRIAL_SECONDS` surely
     allow; try `images` first.
     """
@@ -36,20 +36,20 @@ def timed(make: Callable[[int], Work], most: int, images: int) -> Timed:
     work().sum().item()  # one-time set-up is not measured
     larger = min(most, int(images * TRIAL_SECONDS / seconds_of(work)))
     if larger > 1.5 * images:
-        return timed(make, most, larger)
+        return time_work(make, most, larger)
     start, spent = time.perf_counter(), time.process_time()
     while rounds < ROUNDS and time.perf_counter() - start < TRIAL_SECONDS:
         work().sum().item()
         rounds += 1
     thousands = rounds * images / 1000
-    return Timed(
+    return Timing(
         (time.perf_counter() - start) / thousands,
         (time.process_time() - spent) / thousands,
         images,
     )
 
 
-def loading(dataset: Dataset) -> Timed:
+def time_loading(dataset: Dataset) -> Timing:
     """Time loading in this process; `Timed()` if the images do not exist yet."""
 
     def readable(id: int) -> bool:
@@ -60,13 +60,13 @@ def loading(dataset: Dataset) -> Timed:
 
     ids = evenly_spaced(len(dataset), LOADED)
     try:
-        return timed(
+        return time_work(
             lambda images: lambda: torch.tensor([readable(id) for id in ids[:images]]),
             len(ids),
             1,
         )
     except DataError:
-        return Timed()
+        return Timing()
 
 
 def seconds_of(work: Work) -> float:

@@ -22,7 +22,7 @@ from kd.files.run_dir import BASELINE, BILLED, RunDir
 from kd.files.storage import read_rows, write_text
 from kd.jobs.check import check
 from kd.jobs.distill import distill
-from kd.jobs.observe import accounted
+from kd.jobs.observe import gapless_time_tables
 from kd.setup.build import distributed
 from kd.setup.build_teacher import META, Setting, Teachers, load_teachers
 from kd.setup.data import Data, open_data
@@ -57,8 +57,8 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
     recipe = resolve(settings)
     record = recipe.record
     with (
-        accounted(started),
-        opened(recipe, obtain_teachers, started, checked=True) as (setting, folder),
+        gapless_time_tables(started),
+        open_job(recipe, obtain_teachers, started, checked=True) as (setting, folder),
     ):
         result = distill(setting, folder, record.name, final)
         if recipe.baseline is not None:
@@ -110,7 +110,7 @@ def record_length(recipe: Recipe, folder: RunDir, backend: Backend) -> None:
 
 
 @contextmanager
-def opened(
+def open_job(
     recipe: Recipe,
     obtain: Callable[[Recipe, Data, Backend], Teachers],
     started: float | None = None,
@@ -142,13 +142,13 @@ def opened(
                 folder = stack.enter_context(open_run(recipe.record, backend.rank))
                 fits = fit_folders(recipe, data.fingerprint).values()
                 stack.enter_context(
-                    billed(folder, started, [fit.path for fit, _ in fits])
+                    record_billable_time(folder, started, [fit.path for fit, _ in fits])
                 )
             yield Setting(recipe, obtain(recipe, data, backend), backend), folder
 
 
 @contextmanager
-def billed(folder: RunDir, started: float, fits: Sequence[Path] = ()) -> Iterator[None]:
+def record_billable_time(folder: RunDir, started: float, fits: Sequence[Path] = ()) -> Iterator[None]:
     """Record the total time of all starts of a command, which a rented machine bills.
 
     A killed start counts up to its last row of machine samples or steps, in its folder
@@ -221,8 +221,8 @@ def teach(settings: Config, before: float = 0.0) -> list[Path]:
     started = time.perf_counter() - before
     recipe = resolve(settings)
     with (
-        accounted(started),
-        opened(recipe, lambda recipe, data, backend: Teachers(None, data)) as (
+        gapless_time_tables(started),
+        open_job(recipe, lambda recipe, data, backend: Teachers(None, data)) as (
             setting,
             _,
         ),
@@ -280,7 +280,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
                 recipe.config.optimizer.lr,
                 weights,
             )
-        data = _own(data, recipe, backend).with_labels()
+        data = _fit_data(data, recipe, backend).with_labels()
         distill(
             Setting(recipe, Teachers(None, data), backend), folder, "teacher", final=""
         )
@@ -301,7 +301,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
     return target
 
 
-def _own(data: Data, recipe: Recipe, backend: Backend) -> Data:
+def _fit_data(data: Data, recipe: Recipe, backend: Backend) -> Data:
     """Return the data for a fit, with its own seed, batch size, views and
     augmentation.
     """
@@ -350,7 +350,7 @@ def open_fit(
         if outcome == MINE:
             return folder or stack.enter_context(open_run(record, backend.rank))
         if backend.rank == 0:
-            now = holder + _content(record.path)
+            now = holder + _progress_stamp(record.path)
             if now != seen:
                 seen, since = now, time.monotonic()
             if time.monotonic() - since > timeout_seconds:
@@ -367,7 +367,7 @@ def open_fit(
         time.sleep(POLL)
 
 
-def _content(path: Path) -> str:
+def _progress_stamp(path: Path) -> str:
     """Return sizes and times of a run folder's files: they change while the run makes
     progress.
     """

@@ -69,7 +69,7 @@ def find(folder: str, kind: str, config_path: str) -> ModuleType:
             remedy,
         )
     module = (
-        _imported(path, config_path, known)
+        _import_part(path, config_path, known)
         if path not in sys.modules
         else sys.modules[path]
     )
@@ -100,7 +100,7 @@ def named_module(path: str) -> ModuleType:
             sys.path.remove(folder)
 
 
-def _imported(path: str, config_path: str, known: list[str]) -> ModuleType:
+def _import_part(path: str, config_path: str, known: list[str]) -> ModuleType:
     try:
         if not all(piece.isidentifier() for piece in path.split(".")):
             raise ModuleNotFoundError(name=path)

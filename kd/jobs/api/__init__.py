@@ -30,17 +30,17 @@ from kd.engine.run import Run
 from kd.files.run_dir import Memory, RunDir
 from kd.jobs.api.arguments import (
     Arguments,
-    batch_of,
-    examined,
-    fingerprint_of,
-    in_own_words,
-    known_labels,
+    batch_size_of,
+    examine_models,
+    criterion_fingerprint,
+    translate_config_keys,
+    training_labels,
     map_style,
-    own_words,
+    name_arguments,
 )
 from kd.jobs.api.result import Distilled, Result
 from kd.jobs.distill import require_same
-from kd.jobs.observe import clock_of, where_the_time_went
+from kd.jobs.observe import span_clock, time_table
 from kd.jobs.progress.console import Console
 from kd.jobs.train import open_run
 from kd.jobs.train import train as train_job
@@ -70,7 +70,7 @@ def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Re
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _preserve_random_state() -> Iterator[None]:
     """Give torch's and Python's global generators their state again at the end."""
     state = random.getstate()
     try:
@@ -80,8 +80,8 @@ def _random_state_kept() -> Iterator[None]:
         random.setstate(state)
 
 
-@own_words()
-@_random_state_kept()
+@name_arguments()
+@_preserve_random_state()
 def distill(
     *,
     teacher: nn.Module | Sequence[nn.Module],
@@ -159,7 +159,7 @@ def distill(
         seed,
     )
     images = arguments.images()
-    size, length = batch_of(train, batch_size), {"epochs": epochs, "steps": steps}
+    size, length = batch_size_of(train, batch_size), {"epochs": epochs, "steps": steps}
     recipe = arguments.recipe(
         images[0], size, run=length, optimizer=optimizer or {}, backend=backend or {}
     )
@@ -176,9 +176,9 @@ def distill(
         Console(
             "distill", not progress or world.rank != 0, scores=recipe.task.scores
         ) as console,
-        _opened(recipe.record, folder, world.rank) as sink,
+        _open_sink(recipe.record, folder, world.rank) as sink,
     ):
-        run, classes = _run(recipe, arguments, images, world, sink, console)
+        run, classes = _assemble_run(recipe, arguments, images, world, sink, console)
         own = (
             sink.path / f"timeline_{world.rank}.jsonl"
             if isinstance(sink, RunDir)
@@ -186,12 +186,12 @@ def distill(
         )
         start = sink.step() if isinstance(sink, RunDir) else 0
         with Timeline(
-            clock_of(world.facts), own, start, world.communication_ms
+            span_clock(world.facts), own, start, world.communication_ms
         ) as timeline:
             state = engine_train(
                 replace(run, span=timeline.span, window=timeline.window)
             )
-        for line in where_the_time_went("distill", timeline):
+        for line in time_table("distill", timeline):
             console.info(line)
         if run.average is not None:
             run.average.apply()
@@ -207,7 +207,7 @@ def distill(
     )
 
 
-def _opened(
+def _open_sink(
     record: Record, folder: str | Path | None, rank: int
 ) -> AbstractContextManager[Memory | RunDir]:
     return (
@@ -217,7 +217,7 @@ def _opened(
     )
 
 
-def _criterion(recipe: Recipe, arguments: Arguments, dims: Dims) -> Criterion:
+def _build_criterion(recipe: Recipe, arguments: Arguments, dims: Dims) -> Criterion:
     """Return the caller's terms, or those of the recipe, for the share of the training
     images with a label.
     """
@@ -234,7 +234,7 @@ def _criterion(recipe: Recipe, arguments: Arguments, dims: Dims) -> Criterion:
     return criterion
 
 
-def _run(
+def _assemble_run(
     recipe: Recipe,
     arguments: Arguments,
     images: Tensor,
@@ -250,7 +250,7 @@ def _run(
         section.batch_size // world.world_size,
         images.to(world.device),
     )
-    models, num_classes = examined(arguments, images, micro_batch, world.device)
+    models, num_classes = examine_models(arguments, images, micro_batch, world.device)
     classes = arguments.classes(num_classes)
     batch_size, train, labels, (student, *teachers) = (
         section.batch_size,
@@ -272,9 +272,9 @@ def _run(
         else teachers[0]
     )
     live = LiveTeacher(model, world.device, inference=world.facts.inference)
-    sifter, known = arguments.sifter, partial(known_labels, train, labels, num_classes)
+    sifter, known = arguments.sifter, partial(training_labels, train, labels, num_classes)
     dims = Dims(num_classes, 0, 0, classes=tuple(classes), labels=known)
-    criterion = _criterion(recipe, arguments, dims)
+    criterion = _build_criterion(recipe, arguments, dims)
     require_images(split, criterion)
     distillation = StudentWithLoss(student, criterion, task).to(world.device)
     for note in note_unused(distillation, images, [dims]):
@@ -283,7 +283,7 @@ def _run(
         known = known if labels != "none" else partial(torch.full, (num_images,), -1)
         context = sift_context(num_images, known, world, split, seed)
         sifter, line = sifter_of(recipe, context)
-        console.info(in_own_words(line))
+        console.info(translate_config_keys(line))
     val = Split(val_loader, evaluation_plan(num_val, batch_size))
     evaluation = Evaluation(
         world,
@@ -303,7 +303,7 @@ def _run(
             "student": shapes,
             "data": data,
         }
-        facts["criterion"] = fingerprint_of(criterion)
+        facts["criterion"] = criterion_fingerprint(criterion)
         for key in facts:
             require_same(key, sink.manifest(), facts)
         world.barrier()  # wait until every rank has read the manifest

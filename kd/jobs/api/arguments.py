@@ -36,7 +36,7 @@ from kd.setup.recipe import Recipe, resolve
 from kd.setup.same_data import require_equal
 
 LABELS = ("all", "some", "none", "sets")
-OWN_WORDS = (
+ARGUMENT_NAMES = (
     (r"\b(?:run|data)\.(epochs|steps|seed|batch_size|workers|labels)\b", r"\1"),
     (r"\brun\.(?:name|folder)\b", "folder"),
     (r"\bstudent\.model\b", "student"),
@@ -48,29 +48,29 @@ OWN_WORDS = (
 
 
 @contextmanager
-def own_words() -> Iterator[None]:
+def name_arguments() -> Iterator[None]:
     """Let errors in this block name arguments of `kd.distill` instead of configuration
     keys.
     """
     try:
         yield
     except KdError as error:
-        raise _renamed(error).with_traceback(error.__traceback__) from error.__cause__
+        raise _translate_error(error).with_traceback(error.__traceback__) from error.__cause__
 
 
-def _renamed(error: KdError) -> KdError:
+def _translate_error(error: KdError) -> KdError:
     if isinstance(error, ConfigErrors):
-        return ConfigErrors([_renamed(one) for one in error.errors])
+        return ConfigErrors([_translate_error(one) for one in error.errors])
     return type(error)(
         *map(
-            in_own_words, (error.config_path, error.wrong, error.allowed, error.remedy)
+            translate_config_keys, (error.config_path, error.wrong, error.allowed, error.remedy)
         )
     )
 
 
-def in_own_words(text: str) -> str:
+def translate_config_keys(text: str) -> str:
     """Return a text with arguments of `kd.distill` in place of configuration keys."""
-    for pattern, name in OWN_WORDS:
+    for pattern, name in ARGUMENT_NAMES:
         text = re.sub(pattern, name, text)
     return text
 
@@ -175,10 +175,10 @@ class Arguments:
                 "data": {**data, "labels": "all" if sets else self.labels},
                 "teacher": {"kind": "torch", "model": teachers},
                 "student": {"kind": "torch", "model": type(self.student).__qualname__},
-                "losses": [_section(one) for one in terms],
-                "sifter": {} if hasattr(sifter, "plan") else _section(sifter),
-                "optimizer": _section(sections["optimizer"]),
-                "backend": _section(sections["backend"]),
+                "losses": [_as_section(one) for one in terms],
+                "sifter": {} if hasattr(sifter, "plan") else _as_section(sifter),
+                "optimizer": _as_section(sections["optimizer"]),
+                "backend": _as_section(sections["backend"]),
             }
         )
         return resolve(completed(settings, len(self.items)))
@@ -241,7 +241,7 @@ class Arguments:
                 "A map-style dataset",
                 remedy,
             )
-        num_images = drawn(items) // batch_size * batch_size
+        num_images = images_per_epoch(items) // batch_size * batch_size
         return (
             BatchLoader(items, batch_size, config_path, self.labels, num_classes),
             num_images,
@@ -259,14 +259,14 @@ class Arguments:
                     for id in evenly_spaced(len(dataset), IMAGES)
                 ]
             )
-        size = batch_of(self.train, 1)
+        size = batch_size_of(self.train, 1)
         batches = BatchLoader(self.train, size, "train", "none").epoch(
             evaluation_plan(size, size), 0
         )
         return next(batches).image
 
 
-def fingerprint_of(criterion: Criterion) -> str:
+def criterion_fingerprint(criterion: Criterion) -> str:
     """Return a hash of a criterion's terms: name, weight, and the numbers and texts
     that each loss was built with.
     """
@@ -293,7 +293,7 @@ def fingerprint_of(criterion: Criterion) -> str:
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
-def batch_of(items: Any, otherwise: int) -> int:
+def batch_size_of(items: Any, otherwise: int) -> int:
     """Return the batch size of a DataLoader; `otherwise` for a dataset."""
     own = getattr(items, "batch_size", None) or getattr(
         getattr(items, "batch_sampler", None), "batch_size", None
@@ -301,13 +301,13 @@ def batch_of(items: Any, otherwise: int) -> int:
     return own if own and isinstance(items, DataLoader) else otherwise
 
 
-def drawn(items: Any) -> int:
+def images_per_epoch(items: Any) -> int:
     """Return the number of images per epoch of a DataLoader, from its sampler."""
     sampler = getattr(items.batch_sampler, "sampler", items.sampler)
     return len(sampler if hasattr(sampler, "__len__") else items.dataset)
 
 
-class Drawn:
+class SampledItems:
     """The images that a DataLoader's sampler draws now, also those that `drop_last`
     drops, as a map-style dataset.
     """
@@ -319,7 +319,7 @@ class Drawn:
             loader.batch_sampler,
         )
         ids = getattr(batches, "sampler", None) or chain.from_iterable(batches)  # type: ignore[arg-type]
-        self.ids = sorted(islice(ids, drawn(loader)))
+        self.ids = sorted(islice(ids, images_per_epoch(loader)))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -336,10 +336,10 @@ class Drawn:
 def map_style(config_path: str, items: Any) -> Any:
     """Return a dataset, or the images of a DataLoader as one; refuse anything else."""
     _require_items(config_path, items)
-    return Drawn(items) if isinstance(items, DataLoader) else items
+    return SampledItems(items) if isinstance(items, DataLoader) else items
 
 
-def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
+def training_labels(items: Any, kind: str, num_classes: int) -> Tensor:
     """Return the class of every training item, from the dataset's `targets` if it has
     them, else by reading items.
     """
@@ -351,7 +351,7 @@ def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
     return torch.tensor([dataset.load(id, 0).label for id in range(len(dataset))])
 
 
-def examined(
+def examine_models(
     arguments: Arguments, images: Tensor, micro_batch: int, device: torch.device
 ) -> tuple[list[LogitsModel], int]:
     """Examine all models on images [N, ...]; return them, the student first, and their
@@ -372,7 +372,7 @@ def examined(
             images,
             True,
             trained,
-            partial(_fails, model.config_path, images),
+            partial(_model_error, model.config_path, images),
         )
         counts[model.config_path] = outputs["logits"].shape[1]
     others = {
@@ -395,7 +395,7 @@ def examined(
     return models, counts["student"]
 
 
-def _fails(config_path: str, images: Tensor, error: Exception) -> ModelError:
+def _model_error(config_path: str, images: Tensor, error: Exception) -> ModelError:
     pixels = f"{str(images.dtype).removeprefix('torch.')} {list(images.shape[1:])}"
     remedy = "Resize in the transform, or in the module"
     if not images.is_floating_point():
@@ -406,7 +406,7 @@ def _fails(config_path: str, images: Tensor, error: Exception) -> ModelError:
     )
 
 
-def _section(value: Any) -> Any:
+def _as_section(value: Any) -> Any:
     """Return the section of a part given only by name, such as "kl"."""
     return (
         {"kind": value}
@@ -462,7 +462,7 @@ def _require_items(config_path: str, items: Any) -> None:
             config_path, "is empty", allowed, "Check where its items come from"
         )
     if isinstance(items, DataLoader):
-        size, images = batch_of(items, 0), drawn(items)
+        size, images = batch_size_of(items, 0), images_per_epoch(items)
         if not size or (config_path == "train" and images < size):
             wrong = f"has {images} images, and a batch {size or 'no fixed size'}"
             raise ConfigError(

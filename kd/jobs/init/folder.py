@@ -21,7 +21,7 @@ ANY = "imagefolder"  # accepts any folder, so it is tried last
 Keys = dict[str, Any]  # keys of a section, `kind` first
 
 
-class Folder(NamedTuple):
+class ImageFolder(NamedTuple):
     """Findings."""
 
     keys: Keys
@@ -43,7 +43,7 @@ class Folder(NamedTuple):
         )
 
 
-def look(folder: Path) -> Folder:
+def inspect_folder(folder: Path) -> ImageFolder:
     """Find the layout of a folder, list its images, and decode a sample of them."""
     if not folder.is_dir():
         wrong = f"'{folder}' " + ("is a file" if folder.exists() else "does not exist")
@@ -54,11 +54,11 @@ def look(folder: Path) -> Folder:
             "Unpack the archive, or check the path",
         )
     try:
-        keys = _recognized(folder)
-        labels, why, data = _opened(**keys)
+        keys = _recognize_layout(folder)
+        labels, why, data = _open_splits(**keys)
         known = data.labels()
         counts = (known > 0).sum(0) if known.ndim == 2 else known[known >= 0].bincount()
-        return Folder(keys, labels, why, data, counts.tolist(), *_sampled(data))
+        return ImageFolder(keys, labels, why, data, counts.tolist(), *_sample_images(data))
     except OSError as error:
         wrong = f"'{error.filename}' cannot be read ({error.strerror})"
         raise DataError("FOLDER", wrong, "", "Check its rights") from error
@@ -66,7 +66,7 @@ def look(folder: Path) -> Folder:
         raise DataError("FOLDER", error.wrong, error.allowed, error.remedy) from error
 
 
-def _recognized(folder: Path) -> Keys:
+def _recognize_layout(folder: Path) -> Keys:
     """Return the keys of the kind of data that recognizes the folder, by default class
     folders.
     """
@@ -79,7 +79,7 @@ def _recognized(folder: Path) -> Keys:
     raise AssertionError(ANY)
 
 
-def _opened(kind: str, **keys: Any) -> tuple[str, str, Data]:
+def _open_splits(kind: str, **keys: Any) -> tuple[str, str, Data]:
     """Open the splits, unlabelled if there are fewer than two classes; return
     `data.labels`, the reason, the data.
     """
@@ -106,9 +106,9 @@ def _opened(kind: str, **keys: Any) -> tuple[str, str, Data]:
     return "some", "", open_sources(DataPlan(kind=kind, options=options, labels="some"))
 
 
-def _sampled(data: Data) -> tuple[int, int, int, int]:
+def _sample_images(data: Data) -> tuple[int, int, int, int]:
     """Decode training images in random order; return `side`, `sampled`, `damaged` and
-    `bits` of `Folder`.
+    `bits` of `ImageFolder`.
     """
     train, end = data.train, time.monotonic() + SECONDS
     sides, damaged, bits = list[int](), list[str](), 0

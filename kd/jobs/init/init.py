@@ -15,8 +15,8 @@ from kd.config.tuning import Augment
 from kd.core import recommended
 from kd.core.errors import ConfigError
 from kd.core.host import cores, free_mib
-from kd.jobs.init.folder import Folder, Keys, look
-from kd.jobs.init.networks import COARSE, Teacher, find_student, find_teacher, named
+from kd.jobs.init.folder import ImageFolder, Keys, inspect_folder
+from kd.jobs.init.networks import COARSE, ChosenTeacher, find_student, find_teacher, pretrained_keys
 from kd.models.timm_folder import input_keys, takes_any_size
 from kd.setup.open_store import decoded_bytes, keep_rules
 
@@ -47,7 +47,7 @@ def init(
             else f"'{file.parent}' is no folder that can be written to"
         )
         raise ConfigError("-o", wrong, "A new file", "Name another one with -o")
-    found, gpu = look(folder), torch.cuda.is_available()
+    found, gpu = inspect_folder(folder), torch.cuda.is_available()
     for note in found.data.notes:
         log.info("data: %s", note)
     teacher = find_teacher(teacher_weights, found.data.classes, gpu)
@@ -72,7 +72,7 @@ def init(
     bare = teacher is not None and teacher.role == "features" and found.labels == "none"
     classes = () if bare else found.data.classes or ("a", "b")  # or the teacher's names
     student = (
-        _tuned(student_weights, size)
+        _tuned_student(student_weights, size)
         if student_weights
         else find_student(size, classes, ms, mb)
     )
@@ -87,7 +87,7 @@ def init(
                     [
                         EDITOR_LINE,
                         head,
-                        *_lines(found, teacher, size, gpu, *student),
+                        *_config_lines(found, teacher, size, gpu, *student),
                         "",
                     ]
                 )
@@ -137,15 +137,15 @@ def _yaml(value: Any) -> str:
     return str(value) if plain else json.dumps(value, ensure_ascii=False)
 
 
-def _keys(keys: Keys, why: str) -> list[str]:
+def _section_lines(keys: Keys, why: str) -> list[str]:
     """Return lines of a section, the first with a comment."""
     lines = [f"  {key}: {_yaml(value)}" for key, value in keys.items()]
     return [f"{lines[0]}  # {why}", *lines[1:]]
 
 
-def _lines(
-    found: Folder,
-    teacher: Teacher | None,
+def _config_lines(
+    found: ImageFolder,
+    teacher: ChosenTeacher | None,
     size: int,
     gpu: bool,
     student: Keys,
@@ -185,7 +185,7 @@ def _lines(
         ]
         * bool(counts),
         "data:",
-        *_keys(found.keys, layout),
+        *_section_lines(found.keys, layout),
         *(f"  # {note}" for note in data.notes),
         *[f"  bits: {max(9, found.bits)}  # used by the sampled images of 16 bits"]
         * (0 < found.bits < 16),
@@ -193,7 +193,7 @@ def _lines(
             f"  {'# ' * (found.labels == 'all')}labels:"
             f" {'none' if found.labels == 'all' else found.labels}  # {classes}"
         ),
-        *_frames(found),
+        *_group_lines(found),
         *[
             "  # test_fraction: 0.5  # of the validation images: scored once, when all"
             " is chosen"
@@ -225,15 +225,15 @@ def _lines(
             if 100 * found.damaged > looked
             else []
         ),
-        *_teacher(found, teacher, epochs, batch, size),
+        *_teacher_lines(found, teacher, epochs, batch, size),
         "student:",
-        *_keys(student, why),
+        *_section_lines(student, why),
         *[
             "  # far more accurate where images are few: pretrained weights, kd init"
             " --student WEIGHTS"
         ]
         * (not tuned),
-        f"losses: {_losses(found, teacher)}",
+        f"losses: {_losses_text(found, teacher)}",
         (
             f"optimizer: {{lr: {rate}, warmup_ratio: 0.1}}  # as in"
             f" configs/{'grocery' if tuned else 'vit_food'}.yaml"
@@ -241,7 +241,7 @@ def _lines(
     ]
 
 
-def _frames(found: Folder) -> list[str]:
+def _group_lines(found: ImageFolder) -> list[str]:
     """Return `data.group` as a choice if names look like those of frames: several
     series of each class, numbered.
     """
@@ -254,8 +254,8 @@ def _frames(found: Folder) -> list[str]:
     ] * likely
 
 
-def _teacher(
-    found: Folder, teacher: Teacher | None, epochs: int, batch: int, size: int
+def _teacher_lines(
+    found: ImageFolder, teacher: ChosenTeacher | None, epochs: int, batch: int, size: int
 ) -> list[str]:
     """Return the teacher's section: local weights, or random ones, and the keys that
     fit them to the labels.
@@ -315,14 +315,14 @@ def _teacher(
         f"  cache: {{views: {views}}}  # of {epochs} epochs: the teacher predicts"
         f" {views * count:,} images in all"
     )
-    return ["teacher:", *_keys(keys, why), *few, cache]
+    return ["teacher:", *_section_lines(keys, why), *few, cache]
 
 
-def _tuned(weights: str, size: int) -> tuple[Keys, str]:
+def _tuned_student(weights: str, size: int) -> tuple[Keys, str]:
     """Return keys of a student with pretrained weights, and the reason; `--accept`
     checks its size.
     """
-    keys, why = named("--student", weights)
+    keys, why = pretrained_keys("--student", weights)
     any_size = takes_any_size(keys["model"])
     shape = (
         input_keys(keys["model"], size) if any_size else {}
@@ -336,7 +336,7 @@ def _tuned(weights: str, size: int) -> tuple[Keys, str]:
     }, why or "named by --student"
 
 
-def _losses(found: Folder, teacher: Teacher | None) -> str:
+def _losses_text(found: ImageFolder, teacher: ChosenTeacher | None) -> str:
     on_labels = (
         {"kind": "bce", "weight": 0.5}
         if found.sets

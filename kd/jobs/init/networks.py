@@ -48,7 +48,7 @@ SERVING_MS = 1.0  # milliseconds that kd-serve adds: decoding a small JPEG, and 
 log = logging.getLogger("kd")
 
 
-class Teacher(NamedTuple):
+class ChosenTeacher(NamedTuple):
     """The chosen teacher and the reason."""
 
     keys: dict[str, Any]  # of the section
@@ -58,7 +58,7 @@ class Teacher(NamedTuple):
     role: str
 
 
-def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> Teacher | None:
+def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> ChosenTeacher | None:
     """Return the named teacher, else the largest local one; without `classes` no
     teacher can be fitted.
     """
@@ -80,11 +80,11 @@ def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> Teacher | None
             str(path.parent),
         )  # the folder also has the input size and the normalization
     if not path.is_dir():
-        keys, facts = named(WHERE, text)
+        keys, facts = pretrained_keys(WHERE, text)
         return (
-            _fitted(keys, facts, classes)
+            _local_teacher(keys, facts, classes)
             if facts
-            else Teacher(keys, why, "fit" if classes else "logits")
+            else ChosenTeacher(keys, why, "fit" if classes else "logits")
         )
     config = folder_config(path, WHERE)
     if not config:
@@ -93,15 +93,15 @@ def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> Teacher | None
             WHERE, f"no config.json in '{path}'", allowed, "Name the file of weights"
         )
     if "model_type" not in config:
-        return _fitted({"model": text}, why, classes)
+        return _local_teacher({"model": text}, why, classes)
     names = sorted(map(nfc, config.get("id2label", {}).values()))  # transformers'
     own = bool(names) and (not classes or names == sorted(map(nfc, classes)))
-    return Teacher(
+    return ChosenTeacher(
         {"kind": "transformers", "model": text}, why, "logits" if own else "features"
     )
 
 
-def _fitted(keys: dict[str, Any], why: str, classes: Sequence[str]) -> Teacher:
+def _local_teacher(keys: dict[str, Any], why: str, classes: Sequence[str]) -> ChosenTeacher:
     """Return a teacher of weights that are here; it needs a fit unless kd-train takes
     its outputs as the classes.
     """
@@ -119,16 +119,16 @@ def _fitted(keys: dict[str, Any], why: str, classes: Sequence[str]) -> Teacher:
             "networks", "timm", options, WHERE, spec=spec, image_size=0, features=()
         )
     except ModelError:
-        return Teacher(keys, why, "fit")
+        return ChosenTeacher(keys, why, "fit")
     # A vision transformer would be built for the data's size.
-    return Teacher(
+    return ChosenTeacher(
         keys | input_keys(keys["model"], made.input_size),
         f"{why}; its outputs are the classes",
         "logits",
     )
 
 
-def named(config_path: str, text: str) -> tuple[dict[str, Any], str]:
+def pretrained_keys(config_path: str, text: str) -> tuple[dict[str, Any], str]:
     """Return the keys of the pretrained weights NAME, FILE or NAME=FILE, and the facts
     in a file.
     """

@@ -114,20 +114,20 @@ class Console:
         if kind == "train":
             text = self._training_text(values)
             self._last_row = values
-            self._time(state, values)
+            self._record_times(state, values)
             speed = f"{values['images_per_second']:.0f} images/s"
             self._brief = (
-                f", loss {values.get('loss', math.nan):.3f}, {speed}{self._left(state)}"
+                f", loss {values.get('loss', math.nan):.3f}, {speed}{self._time_left(state)}"
             )
         else:
             self._evaluation = (time.monotonic() - self._clock) / max(
                 1, state.step - self._evaluated
             )
             self._evaluated = state.step
-            text = f"val {_pairs(values) if self.scores is None else self.scores.text(values)}"
+            text = f"val {_pairs_text(values) if self.scores is None else self.scores.text(values)}"
         if self._bar is None:
             share = (
-                f"({100 * self._progress:.0f} %{self._left(state)}) "
+                f"({100 * self._progress:.0f} %{self._time_left(state)}) "
                 if self._progress
                 else ""
             )
@@ -159,7 +159,7 @@ class Console:
             for name, value in values.items()
             if self._last_row.get(name) != value
         }
-        terms = _pairs(
+        terms = _pairs_text(
             {
                 n: value
                 for n, value in changed.items()
@@ -178,7 +178,7 @@ class Console:
             )
         return text
 
-    def _time(self, state: State, values: Mapping[str, float]) -> None:
+    def _record_times(self, state: State, values: Mapping[str, float]) -> None:
         """Record the seconds of a step from the last row alone: the mean, in the first
         epoch the median.
         """
@@ -201,7 +201,7 @@ class Console:
                     seconds * state.step * max(0.0, end / self._progress - 1)
                 )
 
-    def _left(self, state: State) -> str:
+    def _time_left(self, state: State) -> str:
         """Return the estimated remaining time, with evaluations; "" if unknown."""
         if not (0 < self._progress < 1 and self._warm):
             return ""
@@ -211,7 +211,7 @@ class Console:
         return f", about {clock(seconds)} left"
 
 
-def _pairs(values: Mapping[str, float]) -> str:
+def _pairs_text(values: Mapping[str, float]) -> str:
     """Return values with their names: whole numbers without decimals, others with
     three.
     """

@@ -29,7 +29,7 @@ class Trackers:
         self._started: dict[str, Any] = {}
         """Running trackers by name; failed ones are removed."""
         for name in names:
-            start = partial(_start, find(name), project, folder, config)
+            start = partial(_start, tracker_class(name), project, folder, config)
             tracker = self._attempt(name, start)
             if tracker is not None:
                 self._started[name] = tracker
@@ -59,7 +59,7 @@ class Trackers:
             return None
 
 
-def find(name: str) -> Any:
+def tracker_class(name: str) -> Any:
     """Return the class of a tracker; ConfigError: unknown or not installed."""
     from accelerate import tracking
 

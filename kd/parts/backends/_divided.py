@@ -115,7 +115,7 @@ class _Flat(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        for block in chain.from_iterable(_chains(module)):
+        for block in chain.from_iterable(_block_lists(module)):
             block.register_forward_hook(
                 lambda _, inputs, o: o.contiguous() if isinstance(o, Tensor) else o
             )
@@ -127,7 +127,7 @@ class _Flat(nn.Module):
         )
 
 
-def _chains(module: nn.Module) -> list[nn.Sequential | nn.ModuleList]:
+def _block_lists(module: nn.Module) -> list[nn.Sequential | nn.ModuleList]:
     """Return the outermost lists of equal modules: a network's blocks, or its stages of
     blocks.
     """
@@ -140,7 +140,7 @@ def _chains(module: nn.Module) -> list[nn.Sequential | nn.ModuleList]:
         ):
             chains.append(child)
         else:
-            chains.extend(_chains(child))
+            chains.extend(_block_lists(child))
     return chains
 
 
@@ -150,7 +150,7 @@ def cut_points(module: nn.Module, stages: int) -> list[str]:
     """
     names = {id(child): name for name, child in module.named_modules()}
     blocks = [
-        names[id(block)] for listed in _chains(module) for block in list(listed)[1:]
+        names[id(block)] for listed in _block_lists(module) for block in list(listed)[1:]
     ]
     starts: dict[str, int] = {}  # number of parameters before each block
     total = 0
@@ -196,11 +196,11 @@ def shard(
     # parameter shared by two blocks.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP2 takes no other
-    for unit in [*_units(module), module]:
+    for unit in [*_repeated_blocks(module), module]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
     module.to_empty(device=device)
     with torch.no_grad():
-        for name, target in _tensors(module):
+        for name, target in _named_tensors(module):
             if dist.get_rank() == 0:
                 full = source[name].to(device, target.dtype).contiguous()
             else:
@@ -221,16 +221,16 @@ def shard(
 def local_tensors(module: nn.Module) -> list[Tensor]:
     return [
         tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        for _, tensor in _tensors(module)
+        for _, tensor in _named_tensors(module)
     ]
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
-def _units(module: nn.Module) -> list[nn.Module]:
+def _repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a network, inner ones first."""
     # A block is an element of a ModuleList or Sequential that holds another element of
     # its class. Those below SMALLEST_SHARE are not listed.

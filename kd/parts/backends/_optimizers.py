@@ -128,12 +128,12 @@ def gather(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str
     """
     # All ranks must call it. Costs one shard of extra memory on the device.
     rank = dist.get_rank()
-    state = _owned(optimizer)
+    state = _owned_state(optimizer)
     for owner in range(1, dist.get_world_size()):
         header, payload = (
-            _pack(_owned(optimizer), device)
+            _pack(_owned_state(optimizer), device)
             if rank == owner
-            else (_empty(0, device), _empty(0, device))
+            else (_empty_vector(0, device), _empty_vector(0, device))
         )
         digits = [
             digit for part in (header, payload) for digit in divmod(part.numel(), _BASE)
@@ -148,8 +148,8 @@ def gather(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str
             continue
         if rank != owner:
             header, payload = (
-                _empty(header_high * _BASE + header_low, device),
-                _empty(num_payload, device),
+                _empty_vector(header_high * _BASE + header_low, device),
+                _empty_vector(num_payload, device),
             )
         dist.broadcast(header, owner)
         dist.broadcast(payload, owner)
@@ -184,7 +184,7 @@ def scatter(optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
     set_group_options(optimizer, state["param_groups"])
 
 
-def _owned(optimizer: ZeroRedundancyOptimizer) -> State:
+def _owned_state(optimizer: ZeroRedundancyOptimizer) -> State:
     """Return the state of the parameters that this rank updates, by their position in
     the whole optimizer.
     """
@@ -226,7 +226,7 @@ def _pack(state: State, device: torch.device) -> tuple[Tensor, Tensor]:
     header = torch.tensor(
         list(json.dumps(entries).encode()), dtype=torch.float32, device=device
     )
-    return header, torch.cat(parts) if parts else _empty(0, device)
+    return header, torch.cat(parts) if parts else _empty_vector(0, device)
 
 
 def _unpack(header: Tensor, payload: Tensor) -> State:
@@ -244,5 +244,5 @@ def _unpack(header: Tensor, payload: Tensor) -> State:
     return state
 
 
-def _empty(size: int, device: torch.device) -> Tensor:
+def _empty_vector(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=device)

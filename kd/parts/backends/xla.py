@@ -232,7 +232,7 @@ class XLA(DDPBackend):
         ):
             entries = optimizer.base_optimizer.state.get(shard, {})
             state[index] = {
-                name: self._gathered(value, shard, parameter)
+                name: self._gather_shards(value, shard, parameter)
                 for name, value in entries.items()
             }
         groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
@@ -241,7 +241,7 @@ class XLA(DDPBackend):
             _on_cpu({"state": state, "param_groups": groups}) if self.rank == 0 else {}
         )
 
-    def _gathered(self, value: Any, shard: Tensor, parameter: Tensor) -> Tensor:
+    def _gather_shards(self, value: Any, shard: Tensor, parameter: Tensor) -> Tensor:
         if (
             not isinstance(value, Tensor)
             or value.shape != shard.shape
@@ -265,7 +265,7 @@ class XLA(DDPBackend):
         unsharded = parameters(optimizer)
         shared = {
             index: {
-                name: self._share(value, unsharded[index])
+                name: self._take_shard(value, unsharded[index])
                 for name, value in entries.items()
             }
             for index, entries in state["state"].items()
@@ -275,7 +275,7 @@ class XLA(DDPBackend):
         )
         set_group_options(optimizer, state["param_groups"])
 
-    def _share(self, value: Tensor, parameter: Tensor) -> Tensor:
+    def _take_shard(self, value: Tensor, parameter: Tensor) -> Tensor:
         if value.shape != parameter.shape or not value.dim():
             return value
         padded = nn.functional.pad(
@@ -285,8 +285,8 @@ class XLA(DDPBackend):
 
     def counters(self) -> dict[str, float]:
         return {
-            "compiles": float(_samples("CompileTime")),
-            "executions": float(_samples("ExecuteTime")),
+            "compiles": float(_metric_samples("CompileTime")),
+            "executions": float(_metric_samples("ExecuteTime")),
             **super().counters(),
         }
 
@@ -324,7 +324,7 @@ class Uploads:
         try:
             for number, batch in enumerate(self.batches):
                 self.heads[number] = batch
-                yield _tensors(batch), number
+                yield _batch_tensors(batch), number
         except Exception as error:
             self.error = error
 
@@ -333,7 +333,7 @@ class Uploads:
         return self.heads.pop(number).map(lambda _: next(arrived))
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
+def _batch_tensors(batch: Batch) -> list[Tensor]:
     tensors: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:
@@ -380,7 +380,7 @@ def _fresh_state(optimizer: Any) -> dict[str, Any]:
     return state
 
 
-def _samples(metric: str) -> int:
+def _metric_samples(metric: str) -> int:
     data = met.metric_data(metric)
     return data[0] if data else 0
 

@@ -67,7 +67,7 @@ class ONNX(Exporter):
         return lambda pixels: session.run(None, {"image": pixels})[0]
 
     def written_for(self, path: Path) -> tuple[int, int]:
-        _, graph = _opened(path)
+        _, graph = _read_model(path)
         return graph.ir_version, max(
             one.version for one in graph.opset_import if not one.domain
         )
@@ -75,7 +75,7 @@ class ONNX(Exporter):
     def metadata(self, path: Path) -> dict[str, str]:
         from kd.models.runtimes import messages
 
-        _, model = _opened(path)
+        _, model = _read_model(path)
         texts: dict[str, str] = {}
         for message in messages(model):
             texts |= {
@@ -88,7 +88,7 @@ class ONNX(Exporter):
         }
 
     def precision(self, path: Path, claimed: str) -> str:
-        onnx, model = _opened(path)
+        onnx, model = _read_model(path)
         names = onnx.TensorProto.DataType.Name
         matrices = [one for one in model.graph.initializer if len(one.dims) > 1]
         types = {names(one.data_type).lower() for one in matrices} - {"int64", "int32"}
@@ -105,7 +105,7 @@ class ONNX(Exporter):
         )
 
 
-def _opened(path: Path) -> tuple[Any, Any]:
+def _read_model(path: Path) -> tuple[Any, Any]:
     """Return the onnx package and the model of a file, without external weights."""
     onnx = needed("onnx", "export", "onnx is not installed", "pip install onnx")
     try:
