@@ -203,7 +203,9 @@ def announce(
         )
 
 
-def score_before_training(setting: Setting, run: Run, console: Console) -> dict[str, float]:
+def score_before_training(
+    setting: Setting, run: Run, console: Console
+) -> dict[str, float]:
     """Score teachers and student before step 1; return the row, or {} without a teacher
     that can be scored.
     """
@@ -344,7 +346,9 @@ def epilogue(setting: Setting, run: Run, state: State, folder: RunDir) -> list[s
     return [line for line in lines if line]
 
 
-def reused_outputs(stored: int, run: Run, state: State, folder: RunDir) -> dict[str, Any]:
+def reused_outputs(
+    stored: int, run: Run, state: State, folder: RunDir
+) -> dict[str, Any]:
     """Return the number of reused stored outputs and their cost (None: unknown)."""
     own = sum(row.get("teacher_images", 0.0) for row in folder.metrics("train"))
     outputs = max(0, min(state.images, stored) - round(own))

@@ -100,7 +100,11 @@ class Bench:
         """
         size = size or self.teachers.data.plan.image_size
         return Trial(
-            module, live or partial(repeated_outputs, self.live), self.backend, size, images
+            module,
+            live or partial(repeated_outputs, self.live),
+            self.backend,
+            size,
+            images,
         )
 
     def planned(self, recipe: Recipe) -> PlannedRun:
@@ -172,7 +176,9 @@ class PlannedRun:
         )
 
 
-def build_untrained(recipe: Recipe, teachers: Teachers, backend: Backend) -> StudentWithLoss:
+def build_untrained(
+    recipe: Recipe, teachers: Teachers, backend: Backend
+) -> StudentWithLoss:
     """Build the student of a recipe, or the teacher of a fit, with random weights."""
     recipe = recipe.with_(
         student=replace(recipe.student, init="scratch", checkpoint="")
@@ -187,7 +193,9 @@ def repeated_outputs(teacher: Teacher, batch: Batch) -> Outputs:
     """
     rows = torch.arange(len(batch.image)) % FEWEST
     teacher_share = teacher(batch.take(rows.unique()))
-    return teacher_share.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+    return teacher_share.map(
+        lambda tensor: tensor.index_select(0, rows.to(tensor.device))
+    )
 
 
 PARTS = ("step", "small step", "score", "teacher", "fit", "load", "small load")
@@ -277,7 +285,9 @@ def estimate(bench: Bench, parts: Mapping[str, Timing]) -> list[str]:
         recipe.data.progressive,
     )
     baseline = (
-        bench.plan_run(resolve(recipe.baseline)) if recipe.baseline is not None else None
+        bench.plan_run(resolve(recipe.baseline))
+        if recipe.baseline is not None
+        else None
     )
     ms = {name: part.ms for name, part in parts.items()}
     load, asking = ms["load"], bench.teacher_share(run) * ms["teacher"]

@@ -80,7 +80,9 @@ def evaluate(
         load_distillation(built.run.distillation, best)
         scored = score(built, state.step, len(folder.metrics("val")), split == "test")
         if audit:
-            for line in audit_run(built.run, recipe, setting.teachers.data, folder.path):
+            for line in audit_run(
+                built.run, recipe, setting.teachers.data, folder.path
+            ):
                 log.info(line)
         return scored
 
@@ -152,7 +154,9 @@ def _cached_predictions(store: Store, views: int, source: Source) -> TeacherAnsw
     return joined(found)
 
 
-def labelled_predictions(teacher: Any, shown: Views, ids: Sequence[int]) -> TeacherAnswers:
+def labelled_predictions(
+    teacher: Any, shown: Views, ids: Sequence[int]
+) -> TeacherAnswers:
     """Return a teacher's outputs for the images that have a label and can be read."""
     source = shown.source
     device = next(

@@ -80,7 +80,9 @@ def plan_lines(recipe: Recipe, data: Data) -> list[str]:
     return [f"plan      {text or f'no comparable run was measured; {EXPECTED}'}"]
 
 
-def _length_lines(data: Data, epochs: float, better: int, table: list[Measured]) -> list[str]:
+def _length_lines(
+    data: Data, epochs: float, better: int, table: list[Measured]
+) -> list[str]:
     if epochs >= ENOUGH * better:
         return []
     evidence = told(contrast(table, "epochs", epochs, better), "epochs")

@@ -148,7 +148,9 @@ def open_job(
 
 
 @contextmanager
-def record_billable_time(folder: RunDir, started: float, fits: Sequence[Path] = ()) -> Iterator[None]:
+def record_billable_time(
+    folder: RunDir, started: float, fits: Sequence[Path] = ()
+) -> Iterator[None]:
     """Record the total time of all starts of a command, which a rented machine bills.
 
     A killed start counts up to its last row of machine samples or steps, in its folder

@@ -272,7 +272,10 @@ def _assemble_run(
         else teachers[0]
     )
     live = LiveTeacher(model, world.device, inference=world.facts.inference)
-    sifter, known = arguments.sifter, partial(training_labels, train, labels, num_classes)
+    sifter, known = (
+        arguments.sifter,
+        partial(training_labels, train, labels, num_classes),
+    )
     dims = Dims(num_classes, 0, 0, classes=tuple(classes), labels=known)
     criterion = _build_criterion(recipe, arguments, dims)
     require_images(split, criterion)

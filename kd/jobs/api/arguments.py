@@ -55,7 +55,9 @@ def name_arguments() -> Iterator[None]:
     try:
         yield
     except KdError as error:
-        raise _translate_error(error).with_traceback(error.__traceback__) from error.__cause__
+        raise _translate_error(error).with_traceback(
+            error.__traceback__
+        ) from error.__cause__
 
 
 def _translate_error(error: KdError) -> KdError:
@@ -63,7 +65,8 @@ def _translate_error(error: KdError) -> KdError:
         return ConfigErrors([_translate_error(one) for one in error.errors])
     return type(error)(
         *map(
-            translate_config_keys, (error.config_path, error.wrong, error.allowed, error.remedy)
+            translate_config_keys,
+            (error.config_path, error.wrong, error.allowed, error.remedy),
         )
     )
 

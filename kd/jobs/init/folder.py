@@ -58,7 +58,9 @@ def inspect_folder(folder: Path) -> ImageFolder:
         labels, why, data = _open_splits(**keys)
         known = data.labels()
         counts = (known > 0).sum(0) if known.ndim == 2 else known[known >= 0].bincount()
-        return ImageFolder(keys, labels, why, data, counts.tolist(), *_sample_images(data))
+        return ImageFolder(
+            keys, labels, why, data, counts.tolist(), *_sample_images(data)
+        )
     except OSError as error:
         wrong = f"'{error.filename}' cannot be read ({error.strerror})"
         raise DataError("FOLDER", wrong, "", "Check its rights") from error

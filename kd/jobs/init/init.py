@@ -16,7 +16,13 @@ from kd.core import recommended
 from kd.core.errors import ConfigError
 from kd.core.host import cores, free_mib
 from kd.jobs.init.folder import ImageFolder, Keys, inspect_folder
-from kd.jobs.init.networks import COARSE, ChosenTeacher, find_student, find_teacher, pretrained_keys
+from kd.jobs.init.networks import (
+    COARSE,
+    ChosenTeacher,
+    find_student,
+    find_teacher,
+    pretrained_keys,
+)
 from kd.models.timm_folder import input_keys, takes_any_size
 from kd.setup.open_store import decoded_bytes, keep_rules
 
@@ -255,7 +261,11 @@ def _group_lines(found: ImageFolder) -> list[str]:
 
 
 def _teacher_lines(
-    found: ImageFolder, teacher: ChosenTeacher | None, epochs: int, batch: int, size: int
+    found: ImageFolder,
+    teacher: ChosenTeacher | None,
+    epochs: int,
+    batch: int,
+    size: int,
 ) -> list[str]:
     """Return the teacher's section: local weights, or random ones, and the keys that
     fit them to the labels.

@@ -101,7 +101,9 @@ def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> ChosenTeacher 
     )
 
 
-def _local_teacher(keys: dict[str, Any], why: str, classes: Sequence[str]) -> ChosenTeacher:
+def _local_teacher(
+    keys: dict[str, Any], why: str, classes: Sequence[str]
+) -> ChosenTeacher:
     """Return a teacher of weights that are here; it needs a fit unless kd-train takes
     its outputs as the classes.
     """

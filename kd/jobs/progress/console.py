@@ -116,9 +116,7 @@ class Console:
             self._last_row = values
             self._record_times(state, values)
             speed = f"{values['images_per_second']:.0f} images/s"
-            self._brief = (
-                f", loss {values.get('loss', math.nan):.3f}, {speed}{self._time_left(state)}"
-            )
+            self._brief = f", loss {values.get('loss', math.nan):.3f}, {speed}{self._time_left(state)}"
         else:
             self._evaluation = (time.monotonic() - self._clock) / max(
                 1, state.step - self._evaluated

@@ -129,7 +129,7 @@ def test_the_students_step_is_timed_as_the_run_makes_it_however_slow_the_teacher
     assert found[1.0].ms == pytest.approx(1 + 20 / 32)
     lines = estimate.estimate(bench, parts)
     alone = next(line for line in lines if line.startswith("baseline"))
-    run = bench.planned(recipe)
+    run = bench.plan_run(recipe)
     cost = (
         run.images
         * run.epochs
