@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader
 
 from kd import config
 from kd.config import Config
-from kd.core.contracts import Backend, SiftContext, Sifter
+from kd.core.contracts import Backend, Sifter
 from kd.core.errors import ConfigError
 from kd.core.evaluation import Evaluation, Split
 from kd.core.host import environment
-from kd.core.types import Dims, State
+from kd.core.types import Dims, SiftContext, State
 from kd.data.loader import evaluation_plan
 from kd.engine.criterion import Criterion, StudentWithLoss
 from kd.engine.loop import train as engine_train
