@@ -260,9 +260,9 @@ def _memory_line(checked: CheckedRun, steps: bool) -> tuple[str, float]:
             except FAILURES:  # a network whose shapes depend on values
                 steps = False
         mib[name] = (held + step) / 2**20
-    (largest, largest_mib), *others = sorted(mib.items(), key=lambda pair: -pair[1])
+    (largest, largest_mib), *smaller = sorted(mib.items(), key=lambda pair: -pair[1])
     line = f"memory    {largest_mib:.0f} MiB per rank in {largest}"
-    line += "".join(f", {phase_mib:.0f} in {name}" for name, phase_mib in others)
+    line += "".join(f", {phase_mib:.0f} in {name}" for name, phase_mib in smaller)
     contents = "gradients and optimizer; activations come on top"
     if steps:
         contents = "optimizer and the peak of a step or an evaluation"

@@ -36,9 +36,9 @@ def time_work(make: Callable[[int], Work], largest: int, images: int) -> Timing:
     """
     work = make(images)
     work().sum().item()  # one-time set-up is not measured
-    more = min(largest, int(images * TRIAL_SECONDS / seconds_of(work)))
-    if more > 1.5 * images:
-        return time_work(make, largest, more)
+    expected = min(largest, int(images * TRIAL_SECONDS / seconds_of(work)))
+    if expected > 1.5 * images:
+        return time_work(make, largest, expected)
     start = time.perf_counter()
     cpu_start = time.process_time()
     rounds = 0
