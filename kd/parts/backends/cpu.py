@@ -1,4 +1,4 @@
-"""Any machine: torch on the CPU, several processes over gloo."""
+"""Train on any machine: torch on the CPU, several processes over gloo."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: one process per GPU over nccl."""
+"""Train on NVIDIA GPUs: one process per GPU over nccl."""
 
 import torch
 

@@ -1,5 +1,6 @@
-"""torch.export's .pt2, for PyTorch itself. It contains a pickle, so no endpoint loads
-it.
+"""Write torch.export's .pt2, for PyTorch itself.
+
+It contains a pickle, so no endpoint loads it.
 """
 
 import io
@@ -18,7 +19,7 @@ facts = ExporterFacts(
 
 
 class TorchExport(Exporter):
-    """An ExportedProgram, which runs on torch's threads."""
+    """Write an ExportedProgram, which runs on torch's threads."""
 
     runtime = "torch"
 
