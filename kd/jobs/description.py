@@ -55,18 +55,17 @@ def description_lines(
     steps = recipe.length.steps or sum(full_epochs) + last
     epochs = len(full_epochs) + (steps - sum(full_epochs)) / last
     labels = data.labels()
+    test = f"{len(data.test)} test images, " if data.test is not None else ""
     lines = [
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)}"
-        " validation images, "
-        + (f"{len(data.test)} test images, " if data.test is not None else "")
-        + f"{len(data.classes)} classes, {section.image_size} px",
-        *(
-            [f"          in this order: {_first_names(data.classes)}"]
-            if data.classes
-            else []
-        ),
-        *(f"          {note}" for note in data.notes),
+        f" validation images, {test}{len(data.classes)} classes,"
+        f" {section.image_size} px",
+    ]
+    if data.classes:
+        lines.append(f"          in this order: {_first_names(data.classes)}")
+    lines += [f"          {note}" for note in data.notes]
+    lines += [
         *_class_skew(labels),
         *_missing_classes(labels, data.classes, "training", "which no label teaches"),
         *_missing_classes(
@@ -75,47 +74,38 @@ def description_lines(
             "validation",
             "which accuracy does not cover",
         ),
-        (
-            f"student   {recipe.student.model}: {_parameter_text(student)}, images of"
-            f" {student.input_size} px, init {recipe.student.init}"
-        ),
-        *(
-            _teacher_line(recipe, config_path, model)
-            for config_path, model in zip(recipe.members, teachers.members, strict=True)
-        ),
-        *(
-            _augmentation_lines(recipe.teacher.fit, section.augment)
-            if recipe.fits
-            else ()
-        ),
-        *(f"          {note}" for note in teachers.notes),
-        *(
-            f"          {text}"
-            for text in (_comparison_texts(recipe, teachers) if answers else ())
-        ),
-        "losses    "
-        + " + ".join(f"{term.weight:g} x {term.kind}" for term in recipe.losses),
-        f"batch     {split}",
-        (
-            f"length    {steps} steps of {split.batch_size} images ({epochs:.3g}"
-            f" {'epoch' if epochs == 1 else 'epochs'})"
-        ),
-        *(
-            [f"          at {small.size} px until {small.until:.0%} of them"]
-            if small.size
-            else []
-        ),
-        *_store_lines(section, (len(data.train), len(data.val))),
-        *([f"cache     {checked.cache}"] if checked.cache else []),
-        *(recommendations(recipe, teachers, epochs) if recipe.read.teacher else ()),
-        *(plan_lines(recipe, data) if recipe.read.teacher else ()),
-        (
-            f"backend   {recipe.backend.kind}, precision {recipe.backend.precision},"
-            f" {split.world_size} process(es)"
-        ),
+        f"student   {recipe.student.model}: {_parameter_text(student)}, images of"
+        f" {student.input_size} px, init {recipe.student.init}",
     ]
-    text, mib = _memory_line(checked, steps=answers)
-    return [*lines, text], mib
+    for config_path, model in zip(recipe.members, teachers.members, strict=True):
+        lines.append(_teacher_line(recipe, config_path, model))
+    if recipe.fits:
+        lines += _augmentation_lines(recipe.teacher.fit, section.augment)
+    lines += [f"          {note}" for note in teachers.notes]
+    if answers:
+        lines += _comparison_lines(recipe, teachers)
+    losses = " + ".join(f"{term.weight:g} x {term.kind}" for term in recipe.losses)
+    lines += [
+        f"losses    {losses}",
+        f"batch     {split}",
+        f"length    {steps} steps of {split.batch_size} images ({epochs:.3g}"
+        f" {'epoch' if epochs == 1 else 'epochs'})",
+    ]
+    if small.size:
+        lines.append(f"          at {small.size} px until {small.until:.0%} of them")
+    lines += _store_lines(section, (len(data.train), len(data.val)))
+    if checked.cache:
+        lines.append(f"cache     {checked.cache}")
+    if recipe.read.teacher:
+        lines += recommendations(recipe, teachers, epochs)
+        lines += plan_lines(recipe, data)
+    memory, mib = _memory_line(checked, steps=answers)
+    lines += [
+        f"backend   {recipe.backend.kind}, precision {recipe.backend.precision},"
+        f" {split.world_size} process(es)",
+        memory,
+    ]
+    return lines, mib
 
 
 def _class_skew(labels: torch.Tensor) -> list[str]:
@@ -209,11 +199,12 @@ def _augmentation_lines(fit: Fit, student: Augment) -> list[str]:
     )
 
 
-def _comparison_texts(recipe: Recipe, teachers: Teachers) -> list[str]:
+def _comparison_lines(recipe: Recipe, teachers: Teachers) -> list[str]:
     try:
-        return [comparison.text for comparison in compare_teachers(recipe, teachers)]
+        comparisons = compare_teachers(recipe, teachers)
     except NotPrepared:
-        return ["not run: the images do not exist yet"]
+        return ["          not run: the images do not exist yet"]
+    return [f"          {comparison.text}" for comparison in comparisons]
 
 
 def _parameter_text(model: Any) -> str:

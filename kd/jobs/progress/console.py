@@ -144,9 +144,8 @@ class Console:
 
     def _training_text(self, values: Mapping[str, float]) -> str:
         """Return a row as text without unchanged values, which shows counts once."""
-        hidden = set(HIDDEN)
-        if self.scores is not None:
-            hidden |= {column.key for column in self.scores.own}
+        columns = self.scores.own if self.scores is not None else ()
+        hidden = HIDDEN | {column.key for column in columns}
         terms = _pairs_text(
             {
                 name: value

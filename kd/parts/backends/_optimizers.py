@@ -155,16 +155,15 @@ def scatter(optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
     position = _positions(optimizer)
     local: dict[str, Any] = {"state": {}, "param_groups": []}
     number = 0
-    for inner, saved in zip(
-        optimizer.optim.param_groups, state["param_groups"], strict=True
-    ):
-        indices = []
-        for parameter in inner["params"]:
+    groups = zip(optimizer.optim.param_groups, state["param_groups"], strict=True)
+    for group, saved in groups:
+        first = number
+        for parameter in group["params"]:
             entries = state["state"].get(position[id(parameter)])
             if entries:
                 local["state"][number] = entries
-            indices.append(number)
             number += 1
+        indices = list(range(first, number))
         local["param_groups"].append({**saved, "params": indices})
     load_state(optimizer.optim, local)
     set_group_options(optimizer, state["param_groups"])
