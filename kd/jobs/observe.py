@@ -56,7 +56,7 @@ def span_clock(facts: BackendFacts) -> str:
 
 
 class Observer:
-    """Observes a run from the opened run folder to the end of the loop. A context."""
+    """Observe a run from the opened run folder to the end of the loop. A context."""
 
     def __init__(self, setting: Setting, folder: RunDir, logger: Logger) -> None:
         self.setting = setting

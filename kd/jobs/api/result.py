@@ -1,4 +1,4 @@
-"""Results of `kd.train` and `kd.distill`: scores, the student, and its export."""
+"""Hold the results of `kd.train` and `kd.distill`, and export their student."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, plain lines elsewhere. Rank 0 only."""
+"""Show a run's progress as a bar on a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ log = logging.getLogger("kd")
 
 
 class Trackers:
-    """Experiment trackers, which get every row of metrics."""
+    """Pass every row of metrics to experiment trackers."""
 
     def __init__(
         self,

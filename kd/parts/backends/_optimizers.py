@@ -1,7 +1,7 @@
-"""Handle an optimizer's state for the backends, and steps of a norm that is not finite.
+"""Handle an optimizer's state and non-finite steps for the backends.
 
-Such a step changes neither weights nor state. The device decides, so the host does not
-wait.
+A step whose gradient norm is not finite changes neither weights nor state. The device
+decides, so the host does not wait.
 
 The state of a sharded optimizer becomes that of an unsharded one, and back, by float32
 broadcasts only. ZeRO's own consolidation pickles the state and broadcasts objects:

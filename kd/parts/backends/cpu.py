@@ -1,4 +1,4 @@
-"""Train on any machine: torch on the CPU, several processes over gloo."""
+"""Any machine: torch on the CPU, several processes over gloo."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Train on NVIDIA GPUs: one process per GPU over nccl."""
+"""NVIDIA GPUs: one process per GPU over nccl."""
 
 import torch
 

@@ -1,7 +1,8 @@
-"""Train on AWS Trn2 and Trn3 by native TorchNeuron. NEVER RUN on hardware.
+"""AWS Trn2 and Trn3: native TorchNeuron (torch-neuronx >= 2.13, Neuron SDK >= 2.33).
+NEVER RUN on hardware.
 
-It needs torch-neuronx >= 2.13 (Neuron SDK >= 2.33). torch-neuronx up to 2.9 has the
-same package name but is based on torch_xla: use `kind: xla` for it.
+torch-neuronx up to 2.9 has the same package name but is based on torch_xla: use `kind:
+xla` for it.
 """
 
 import importlib

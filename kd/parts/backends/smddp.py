@@ -1,4 +1,4 @@
-"""Train on AWS P4d and P4de: GPUs over SageMaker's collectives library (smddp).
+"""AWS P4d and P4de: NVIDIA GPUs over SageMaker's collectives library (smddp).
 
 The library is a torch.distributed backend: importing it registers its name, and plain
 DDP uses it. It does not support a second process group, AVG, object collectives or

@@ -1,6 +1,5 @@
-"""Train on AWS Trn1 (Neuron SDK up to 2.29) by torch_xla up to 2.9.
-
-One process runs per device (PJRT_DEVICE); for tests the device is the CPU.
+"""AWS Trn1 (Neuron SDK up to 2.29), and the CPU for tests: torch_xla up to 2.9, one
+process per device (PJRT_DEVICE).
 
 There is no DDP: parameters are broadcast once, and `xm.optimizer_step` reduces
 gradients, clips them and steps. With ZeRO, torch_xla's optimizer reduces and clips.

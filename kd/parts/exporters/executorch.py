@@ -1,7 +1,8 @@
-"""Write ExecuTorch's .pte, float32 over XNNPACK, for phones and boards.
+"""ExecuTorch's .pte, float32 over XNNPACK, for phones and boards: `--formats
+executorch`.
 
-`--formats executorch` needs `pip install executorch`. Images run one at a time;
-ExecuTorch chooses the number of threads.
+Needs `pip install executorch`. Images run one at a time; ExecuTorch chooses the number
+of threads.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Write ONNX files for onnxruntime: float32, and int8 with dynamic quantization."""
+"""ONNX files for onnxruntime: float32, and int8 with dynamic quantization."""
 
 import re
 from pathlib import Path

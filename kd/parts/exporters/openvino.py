@@ -1,4 +1,6 @@
-"""Write OpenVINO's IR: float32, bfloat16, and int8 by SmoothQuant with NNCF."""
+"""OpenVINO's IR: float32, bfloat16 if the processor has units for it, and int8 by
+SmoothQuant with NNCF.
+"""
 
 import io
 import itertools

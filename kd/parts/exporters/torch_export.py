@@ -1,6 +1,5 @@
-"""Write torch.export's .pt2, for PyTorch itself.
-
-It contains a pickle, so no endpoint loads it.
+"""torch.export's .pt2, for PyTorch itself. It contains a pickle, so no endpoint loads
+it.
 """
 
 import io
