@@ -19,7 +19,7 @@ from kd.core.host import bf16_pays, bf16_units, cores
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import StudentWithLoss
 from kd.jobs.check import CheckedRun, check, compare_teachers
-from kd.jobs.recommend import plan_lines, recommendations
+from kd.jobs.recommend import recommendations
 from kd.models.classifier import set_attention
 from kd.models.examination import FAILURES
 from kd.models.live_teacher import NoTeacher, count_parameters, on_meta
@@ -98,7 +98,6 @@ def description_lines(
         lines.append(f"cache     {checked.cache}")
     if recipe.read.teacher:
         lines += recommendations(recipe, teachers, epochs)
-        lines += plan_lines(recipe, data)
     memory, mib = _memory_line(checked, steps=answers)
     lines += [
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision},"
@@ -279,7 +278,7 @@ class LiveBytes(TorchDispatchMode):
         self.count(tree_leaves(result))
         return result
 
-    def note(self, tensors: Iterable[Any]) -> None:
+    def count(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were not counted yet."""
         storages = [
             tensor.untyped_storage()

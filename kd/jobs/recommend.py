@@ -26,10 +26,20 @@ difference gives was not measured.
 
 
 def recommendations(recipe: Recipe, teachers: Teachers, epochs: float) -> list[str]:
-    """Return lines on what in a run of `epochs` is below the recommended."""
+    """Return lines on what in a run of `epochs` is below the recommended.
+
+    The last line is what labels alone and distilling reached in comparable runs.
+    """
     data = teachers.data
-    table = comparable_runs(recipe, data)
     is_pretrained = recipe.student.init == "pretrained"
+    situation = Situation(
+        len(data.train),
+        0 if recipe.data.labels == "none" else len(data.with_labels().train),
+        max(1, len(data.classes)),
+        is_pretrained,
+        recipe.task.logits,
+    )
+    table = comparable(situation)
     length = recommended.length(
         len(data.train), accelerated(recipe.backend), is_pretrained
     ).epochs
@@ -44,25 +54,12 @@ def recommendations(recipe: Recipe, teachers: Teachers, epochs: float) -> list[s
     if not lines:
         lines = [f"length and views as recommended for {len(data.train):,} images"]
     first, *following = lines
-    return [f"recipe    {first}", *(f"          {line}" for line in following)]
-
-
-def comparable_runs(recipe: Recipe, data: Data) -> list[Measured]:
-    """Return the comparable measured runs; [] if there are none."""
-    labelled = 0 if recipe.data.labels == "none" else len(data.with_labels().train)
-    pretrained = recipe.student.init == "pretrained"
-    task = recipe.task.logits
-    return comparable(
-        Situation(
-            len(data.train), labelled, max(1, len(data.classes)), pretrained, task
-        )
-    )
-
-
-def plan_lines(recipe: Recipe, data: Data) -> list[str]:
-    """Return what labels alone and distilling reached in comparable runs."""
-    text = plan(comparable_runs(recipe, data))
-    return [f"plan      {text or f'no comparable run was measured; {EXPECTED}'}"]
+    reached = plan(table) or f"no comparable run was measured; {EXPECTED}"
+    return [
+        f"recipe    {first}",
+        *(f"          {line}" for line in following),
+        f"plan      {reached}",
+    ]
 
 
 def _length_lines(

@@ -38,7 +38,7 @@ class DecodedImages:
 
     album: Album
     damaged: dict[str, CorruptImage] = field(default_factory=dict)  # by split and name
-    bit_depth_lines: Counter[int] = field(default_factory=Counter)
+    used_bits: Counter[int] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)  # kd-serve's reasons
 
     def __len__(self) -> int:

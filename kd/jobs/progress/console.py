@@ -130,10 +130,8 @@ class Console:
             steps = max(1, state.step - self._evaluated_step)
             self._evaluation_seconds = (time.monotonic() - self._step_time) / steps
             self._evaluated_step = state.step
-            if self.scores is None:
-                text = f"val {_pairs_text(values)}"
-            else:
-                text = f"val {self.scores.text(values)}"
+            show = _pairs_text if self.scores is None else self.scores.text
+            text = f"val {show(values)}"
         if self._bar is None:
             share = ""
             if self._progress:
