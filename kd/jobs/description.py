@@ -136,8 +136,10 @@ def _missing_classes(
     missing = [name for label, name in enumerate(classes) if label not in present]
     if not missing or present <= {-1}:
         return []
-    count = f"{len(missing)} of {len(classes)} classes"
-    return [f"          no {split} image: {count}, {hence}: {_first_names(missing)}"]
+    return [
+        f"          no {split} image: {len(missing)} of {len(classes)} classes,"
+        f" {hence}: {_first_names(missing)}"
+    ]
 
 
 def _first_names(names: Sequence[str]) -> str:

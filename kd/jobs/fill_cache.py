@@ -26,7 +26,6 @@ from kd.setup.open_cache import open_cache
 from kd.setup.recipe import resolve
 
 ROWS = 1024  # records read at once
-EXPORT = "--export"  # config path of errors on the exported table
 
 log = logging.getLogger("kd")
 
@@ -60,7 +59,7 @@ def cache(settings: Config, export: str = "") -> CacheSummary:
     # refuse before minutes of work
     if export and (file.suffix != ".safetensors" or not file.parent.is_dir()):
         allowed = "A .safetensors file in a folder that exists"
-        raise RunError(EXPORT, f"'{export}' cannot be written", allowed, "")
+        raise RunError("--export", f"'{export}' cannot be written", allowed, "")
     with open_job(recipe, obtain_teachers) as (setting, _):
         backend = setting.backend
         data = setting.data
@@ -173,7 +172,7 @@ def _export_table(path: Path, cached: CachedTeacher, setting: Setting) -> None:
         write(path, table)
     except OSError as error:
         wrong = f"'{path}' cannot be written ({error.strerror or error})"
-        raise RunError(EXPORT, wrong, "", "") from error
+        raise RunError("--export", wrong, "", "") from error
 
 
 def _require_exportable(setting: Setting, store: Store, num_views: int) -> None:
@@ -184,16 +183,16 @@ def _require_exportable(setting: Setting, store: Store, num_views: int) -> None:
             " those images cannot be decoded"
         )
         remedy = "Drop them from the data"
-        raise RunError(EXPORT, wrong, "Outputs for every image", remedy)
+        raise RunError("--export", wrong, "Outputs for every image", remedy)
     if setting.backend.world_size > 1:
         remedy = "Fill the cache on all ranks, then export on one"
-        raise RunError(EXPORT, "is written by one process", "", remedy)
+        raise RunError("--export", "is written by one process", "", remedy)
     arrays = ["logits"] if store.codec.num_classes else []
     arrays += store.codec.features
     if arrays not in (["logits"], ["pooled"]):
         wrong = f"the cache keeps {' and '.join(arrays)}"
         allowed = "Logits alone, or pooled features alone"
-        raise ModelError(EXPORT, wrong, allowed, "Change the losses")
+        raise ModelError("--export", wrong, allowed, "Change the losses")
 
 
 def _stored_outputs(store: Store, view: int) -> Iterator[Tensor]:

@@ -220,11 +220,11 @@ def teach(settings: Config, before: float = 0.0) -> list[Path]:
         raise ConfigError("teacher.fit.epochs", "is 0", "At least 1", remedy)
     started = time.perf_counter() - before
     recipe = resolve(settings)
-
-    def no_teachers(recipe: Recipe, data: Data, backend: Backend) -> Teachers:
-        return Teachers(None, data)
-
-    with gapless_time_tables(started), open_job(recipe, no_teachers) as (setting, _):
+    with (
+        gapless_time_tables(started),
+        open_job(recipe, lambda recipe, data, backend: Teachers(None, data)) as job,
+    ):
+        setting, _ = job
         data = setting.data
         fits = fit_folders(recipe, data.fingerprint).values()
         return [fit_teacher(*fit, data, setting.backend) for fit in fits]
