@@ -54,7 +54,7 @@ def time_work(make: Callable[[int], Work], largest: int, images: int) -> Timing:
 
 
 def time_loading(dataset: Dataset) -> Timing:
-    """Time loading in this process; `Timed()` if the images do not exist yet."""
+    """Time loading in this process; `Timing()` if the images do not exist yet."""
 
     def readable(id: int) -> bool:
         try:

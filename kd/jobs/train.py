@@ -41,9 +41,9 @@ from kd.setup.same_data import same_contents
 
 POLL = 0.5  # seconds between two checks of the folder
 # rank 0's finding on a fit: a number, which it sends to the others
-MINE = 0
-FITTED = 1
-IN_USE = 2
+MINE = 0  # it fits the teacher
+FITTED = 1  # the teacher is fitted
+IN_USE = 2  # another process fits it
 log = logging.getLogger("kd")
 
 
