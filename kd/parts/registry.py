@@ -51,7 +51,16 @@ def names(folder: str) -> list[str]:
 def find(folder: str, kind: str, config_path: str) -> ModuleType:
     """Import the module of a part.
 
-    `kind` is its file name without the suffix, or a dotted path outside kd.
+    Args:
+        folder: the kind of part, one of `FOLDERS`.
+        kind: its file name without the suffix, or a dotted path outside kd.
+        config_path: config path of the errors.
+
+    Returns:
+        The module, which has `Options` and `build`.
+
+    Raises:
+        PartNotFound: there is no such part, or it cannot be imported.
     """
     is_outside = "." in kind
     path = kind if is_outside else f"kd.parts.{folder}.{kind}"
@@ -126,7 +135,21 @@ def default_options(folder: str, kind: str, /, **changes: Any) -> Any:
 def build(
     folder: str, kind: str, options: Any, config_path: str, **context: Any
 ) -> Any:
-    """Build a part from checked options and the arguments of its contract."""
+    """Build a part from checked options and the arguments of its contract.
+
+    Args:
+        folder: the kind of part, one of `FOLDERS`.
+        kind: its file name without the suffix, or a dotted path outside kd.
+        options: an instance of its `Options`.
+        config_path: config path of the errors.
+        context: the further arguments of its `build`.
+
+    Returns:
+        The part; its type is that of the folder's contract.
+
+    Raises:
+        PartNotFound: there is no such part, or its `build` takes other arguments.
+    """
     build_part = find(folder, kind, config_path).build
     try:
         inspect.signature(build_part).bind(options, **context)
@@ -139,7 +162,22 @@ def build(
 
 
 def facts(folder: str, kind: str, options: Any, config_path: str) -> Any:
-    """Return the facts of a part with these options."""
+    """Return the facts of a part with these options.
+
+    They are its `facts`, or the result of its `facts(options)`.
+
+    Args:
+        folder: the kind of part, a key of `FACTS`.
+        kind: its file name without the suffix, or a dotted path outside kd.
+        options: an instance of its `Options`.
+        config_path: config path of the errors.
+
+    Returns:
+        An instance of the folder's type in `FACTS`.
+
+    Raises:
+        PartNotFound: there is no such part, or its facts have another type.
+    """
     cls = FACTS[folder]
     default = None if cls is LossFacts else cls()
     value = getattr(find(folder, kind, config_path), "facts", default)
