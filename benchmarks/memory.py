@@ -124,14 +124,14 @@ def count(plan: Any, batch: int, classes: int) -> dict[str, float]:
     """Return what `--check` counts, MiB."""
     import torch
 
-    from kd.jobs.description import executed, held_bytes, step_bytes
+    from kd.jobs.description import executed_mode, held_bytes, step_bytes
     from kd.models.live_teacher import count_parameters
 
     with torch.device("meta"):
         distillation, teacher = models(plan, classes)
     held = held_bytes(plan, distillation, 1)
     held += count_parameters(teacher) * (
-        2 if executed(plan, plan.teacher.precision)[0] else 4
+        2 if executed_mode(plan, plan.teacher.precision)[0] else 4
     )
     step = step_bytes(plan, distillation, teacher, batch, reduced=False)
     return {"weights and optimizer": held / MIB, "step": step / MIB}

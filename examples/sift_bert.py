@@ -143,7 +143,7 @@ def train(
 
 def main(argv: list[str] | None = None) -> dict[str, tuple[float, float, float]]:
     """Train with and without sifting and print both."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--texts", type=int, default=2000)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument(

@@ -103,7 +103,7 @@ def train(
 
 def main(argv: list[str] | None = None) -> dict[str, tuple[float, float, float]]:
     """Train with and without sifting and print both."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--images", type=int, default=2500)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument(

@@ -1,3 +1,1 @@
-"""The jobs behind commands, one per module: from a configuration or a run folder to
-artifacts.
-"""
+"""Run the jobs behind the commands, one per module."""

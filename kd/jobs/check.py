@@ -1,8 +1,7 @@
-"""Checks before a run trains: everything known without weights, and the quality of its
-teachers.
+"""Check a run before it trains: its parts without weights, and its teachers' outputs.
 
-A teacher sees kd's square crop; its own library may use the whole photograph, with
-other outputs.
+A teacher sees kd's square crop; its own library may use the whole image, with other
+outputs.
 """
 
 import os
@@ -39,91 +38,89 @@ LEAST_EQUAL = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedRun:
     """Objects and findings of `check`."""
 
     data: Data  # the listed splits
     teachers: Teachers  # teachers without a checkpoint have no weights
     split: BatchSplit
     phases: Mapping[str, Recipe]  # the run as "distillation", and the fits before it
-    modules: Mapping[
-        str, StudentWithLoss
-    ]  # the trained module of each, without weights
+    # the trained module of each phase, without weights
+    modules: Mapping[str, StudentWithLoss]
     cache: str  # size of the teacher's full cache; "" without a cache
 
 
-def check(recipe: Recipe) -> Checked:
-    """Check everything that can be known before training, in seconds and without
-    weights.
+def check(recipe: Recipe) -> CheckedRun:
+    """Check everything that needs no weights, in seconds, before training.
 
     Models are built on the meta device: no memory, no weights. Data is listed, and
     weights are located. Not checked here: the teacher's accuracy (`kd-train` scores it
     before step 1).
     """
-    section, teacher = recipe.data, recipe.teacher
+    section = recipe.data
+    teacher = recipe.teacher
     train_transform(section.image_size, section.augment)
     if recipe.fits and teacher.fit.augment is not None:
         train_transform(section.image_size, teacher.fit.augment, "teacher.fit.augment")
     for name in recipe.config.run.trackers:
-        from kd.jobs.progress.trackers import find  # only if some are named
+        from kd.jobs.progress.trackers import tracker_class  # only if some are named
 
-        find(name)
-    data = listed = open_sources(section)
+        tracker_class(name)
+    listed = open_sources(section)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    split = split_batch(section, ranks, len(data.train))
-    folders = fit_folders(recipe, data.fingerprint).items()
+    split = split_batch(section, ranks, len(listed.train))
     fits = {
         f"the fit of {config_path}": fit
-        for config_path, (fit, target) in folders
+        for config_path, (fit, target) in fit_folders(
+            recipe, listed.fingerprint
+        ).items()
         if not is_fitted(target)
     }
-    alone = [
-        (fit.data, "teacher.fit.batch_size") for fit in fits.values()
-    ]  # these train on labelled images only
-    alone += [(section, "data.batch_size")] if recipe.baseline is not None else []
-    for own, key in alone:
+    # these train on labelled images only
+    on_labels = [(fit.data, "teacher.fit.batch_size") for fit in fits.values()]
+    if recipe.baseline is not None:
+        on_labels.append((section, "data.batch_size"))
+    for plan, key in on_labels:
         split_batch(
-            own,
+            plan,
             ranks,
-            len(data.with_labels().train),
+            len(listed.with_labels().train),
             key,
             "labelled " if section.labels == "some" else "",
         )
-    phases = {"distillation": recipe, **fits}
     for phase in (*fits.values(), recipe):
         if phase.student.kind == "timm":
-            from kd.models.load_classifier import (
-                require_weights,
-            )  # not for an own network
+            # not for an own network
+            from kd.models.load_classifier import require_weights
 
-            require_weights(student_spec(phase, data.classes))
-    teachers = load_teachers(recipe, data, dict.fromkeys(recipe.fits, META))
-    data, untaught = teachers.data, Teachers(None, teachers.data)
+            require_weights(student_spec(phase, listed.classes))
+    teachers = load_teachers(recipe, listed, dict.fromkeys(recipe.fits, META))
+    data = teachers.data
+    phases = {"distillation": recipe, **fits}
     modules = {}
     for name, phase in phases.items():
         micro_batch = split_batch(phase.data, ranks, len(data.train)).micro_batch
-        taught = teachers if phase is recipe else untaught
-        modules[name] = build_distillation(phase, taught, micro_batch, meta=True)
+        phase_teachers = teachers if phase is recipe else Teachers(None, data)
+        modules[name] = build_distillation(
+            phase, phase_teachers, micro_batch, meta=True
+        )
     require_images(split, modules["distillation"].criterion)
     cache = ""
     if recipe.read.teacher and teacher.cache.views and teachers.model is not None:
         from kd.setup.open_cache import cache_codec, price  # only if outputs are stored
 
-        codec = cache_codec(
-            recipe,
-            len(data.classes),
-            feature_shapes(teachers.model, data.plan.image_size),
-        )
+        shapes = feature_shapes(teachers.model, data.plan.image_size)
+        codec = cache_codec(recipe, len(data.classes), shapes)
         cache = price(teacher.cache, codec, len(data.train))
-    return Checked(listed, teachers, split, phases, modules, cache)
+    return CheckedRun(listed, teachers, split, phases, modules, cache)
 
 
-# ------------------------------------------------------------------------------- a
-# teacher under its own preprocessing
+# --------------------------------------------------------------------------------
+# a teacher under its own preprocessing
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class TeacherComparison:
     """Findings on one teacher from validation images."""
 
     config_path: str  # config path of its section
@@ -136,115 +133,116 @@ class Compared:
     """
 
 
-def compare(
+def compare_teachers(
     recipe: Recipe, teachers: Teachers, backend: Backend | None = None
-) -> list[Compared]:
-    """Compare each teacher with itself under its own preprocessing, except fitted and
-    divided teachers.
+) -> list[TeacherComparison]:
+    """Compare each teacher with itself under its own preprocessing.
+
+    Fitted and divided teachers are left out.
     """
     if recipe.teacher.shard or recipe.teacher.pipeline:
         return []
     device = torch.device("cpu")
-    if (
-        backend is not None and not backend.facts.compiles
-    ):  # else it would be compiled for each batch size
+    # a compiling backend would compile a teacher for each batch size
+    if backend is not None and not backend.facts.compiles:
         device = backend.device
     members = zip(recipe.members, teachers.members, strict=False)
-    shown = teachers.data.evaluation_views(teachers.data.val, on_corrupt="error")
-    found = [
-        _compared(config_path, one, recipe, shown, device)
-        for config_path, one in members
+    views = teachers.data.evaluation_views(teachers.data.val, on_corrupt="error")
+    comparisons = [
+        _compare_teacher(config_path, member, recipe, views, device)
+        for config_path, member in members
         if config_path not in recipe.fits
     ]
-    return [one for one in found if one.values]
+    return [comparison for comparison in comparisons if comparison.values]
 
 
 @torch.inference_mode()
-def _compared(
-    config_path: str, member: Any, recipe: Recipe, shown: Views, device: torch.device
-) -> Compared:
-    own: Preprocessing | None = getattr(member, "preprocessing", None)
-    if own is None and not any(isinstance(one, Pick) for one in member.modules()):
-        return Compared(config_path, "", {})
-    pictures, ids = readable_images(shown.source)
-    model: Any = (
-        LiveTeacher(member, device).validation().model
-    )  # a copy on the device, as in an evaluation
-    kept, fewer = list[float](), list[bool]()
-    for pick in (one for one in model.modules() if isinstance(one, Pick)):
-        pick.register_forward_pre_hook(
-            lambda one, given: kept.append(
-                given[0].float().softmax(1)[:, one.columns].sum(1).mean().item()
-            )
-        )
-        pick.register_forward_hook(
-            lambda one, given, out: fewer.extend(
-                [True] * (given[0].shape[1] > out.shape[1])
-            )
-        )
-    views = pixels_of(pictures, shown).to(device)
-    ours = model(views, torch.tensor(ids)) if member.reads_ids else model(views)
-    values, texts = {"images": float(len(ids))}, []
-    if kept and recipe.task.logits == "softmax":
-        values["kept"] = kept[0]
+def _compare_teacher(
+    config_path: str, member: Any, recipe: Recipe, views: Views, device: torch.device
+) -> TeacherComparison:
+    native: Preprocessing | None = getattr(member, "preprocessing", None)
+    if native is None and not any(isinstance(m, Pick) for m in member.modules()):
+        return TeacherComparison(config_path, "", {})
+    images, ids = readable_images(views.source)
+    # a copy on the device, as in an evaluation
+    model: Any = LiveTeacher(member, device).validation().model
+    picks = _observe_picks(model)
+    pixels = pixels_of(images, views).to(device)
+    outputs = model(pixels, torch.tensor(ids)) if member.reads_ids else model(pixels)
+    values = {"images": float(len(ids))}
+    texts = []
+    if picks and recipe.task.logits == "softmax":
+        values["kept"] = picks[0][0]
         text = (
-            f"{kept[0]:.1%} of its probability belongs to the data's"
-            f" {ours.logits.shape[1]} classes"
+            f"{picks[0][0]:.1%} of its probability belongs to the data's"
+            f" {outputs.logits.shape[1]} classes"
         )
-        texts.append(text if fewer else REORDERED)
-    if own is not None:
-        ours_BC, home_BC = (
-            _vectors(ours),
-            _at_home(config_path, model, own, pictures, device),
+        texts.append(text if any(drops for _, drops in picks) else REORDERED)
+    if native is not None:
+        ours_BC = _output_vectors(outputs)
+        native_BC = _native_outputs(config_path, model, native, images, device)
+        spread = native_BC.std(correction=0).clamp_min(1e-12)
+        values["of_std"] = ((ours_BC - native_BC).abs().max() / spread).item()
+        text = (
+            f"with the preprocessing of {native.library} its outputs on {len(ids)}"
+            f" validation images differ by at most {values['of_std']:.2g} of their"
+            " standard deviation"
         )
-        spread = home_BC.std(correction=0).clamp_min(1e-12)
-        values["of_std"] = ((ours_BC - home_BC).abs().max() / spread).item()
-        said = (
-            f"with the preprocessing of {own.library} its outputs on {len(ids)}"
-            " validation images differ by at most "
-        )
-        said += f"{values['of_std']:.2g} of their standard deviation"
-        if ours.logits.shape[1]:
-            same = ours_BC.argmax(1) == home_BC.argmax(1)
+        if outputs.logits.shape[1]:
+            same = ours_BC.argmax(1) == native_BC.argmax(1)
             values["equal"] = same.float().mean().item()
-            said += f"; the top class is the same on {int(same.sum())}"
-        texts.append(said)
+            text += f"; the top class is the same on {int(same.sum())}"
+        texts.append(text)
         if values.get("equal", 1.0) < LEAST_EQUAL and recipe.teacher.min_accuracy != 0:
+            allowed = f"The same on {LEAST_EQUAL:.0%} or more. It has {native.keys}"
             remedy = (
                 "Set data.image_size and data.crop_pct nearer to those keys; with"
-                " teacher.min_accuracy=0 it is "
+                " teacher.min_accuracy=0 it is taken as it is"
             )
-            allowed = f"The same on {LEAST_EQUAL:.0%} or more. It has {own.keys}"
-            raise ModelError(
-                f"{config_path}.model", said, allowed, f"{remedy}taken as it is"
-            )
-    return Compared(config_path, "; ".join(texts), values)
+            raise ModelError(f"{config_path}.model", text, allowed, remedy)
+    return TeacherComparison(config_path, "; ".join(texts), values)
 
 
-def _at_home(
+def _observe_picks(model: Any) -> list[tuple[float, bool]]:
+    """Record of each `Pick` the kept probability, and whether it drops classes."""
+    picks: list[tuple[float, bool]] = []
+
+    def record_pick(pick: Any, inputs: tuple[Tensor], logits: Tensor) -> None:
+        probabilities = inputs[0].float().softmax(1)
+        share = probabilities[:, pick.columns].sum(1).mean().item()
+        picks.append((share, inputs[0].shape[1] > logits.shape[1]))
+
+    for module in model.modules():
+        if isinstance(module, Pick):
+            module.register_forward_hook(record_pick)
+    return picks
+
+
+def _native_outputs(
     config_path: str,
     model: Any,
-    own: Preprocessing,
-    pictures: Sequence[Image.Image],
+    native: Preprocessing,
+    images: Sequence[Image.Image],
     device: torch.device,
 ) -> Tensor:
-    weight, found = next(model.network.parameters()), []
-    for picture in pictures:
-        pixels = own.prepare(picture).to(device, weight.dtype)[None]
+    weight = next(model.network.parameters())
+    vectors = []
+    for image in images:
+        pixels = native.prepare(image).to(device, weight.dtype)[None]
         try:
-            found.append(_vectors(model.outputs(pixels)))
+            vectors.append(_output_vectors(model.outputs(pixels)))
         except FAILURES as error:
             height, width = pixels.shape[2:]
             wrong = (
                 f"fails on the {width}x{height} pixels that its own preprocessing makes"
-                f" ({own.keys}): {error}"
+                f" ({native.keys}): {error}"
             )
             raise ModelError(
                 f"{config_path}.model", wrong, "", "Correct its preprocessing"
             ) from error
-    return torch.cat(found)
+    return torch.cat(vectors)
 
 
-def _vectors(outputs: Outputs) -> Tensor:
+def _output_vectors(outputs: Outputs) -> Tensor:
     """Return one vector per image: logits, else features (the mean of tokens)."""
     return (outputs.main if outputs.main.ndim == 2 else outputs.main.mean(1)).float()

@@ -1,6 +1,4 @@
-"""Describe a run before it trains: the lines of `kd-train CONFIG --check` on data,
-models, length and memory.
-"""
+"""Describe data, models, length and memory of a run for `kd-train CONFIG --check`."""
 
 import logging
 import weakref
@@ -20,8 +18,8 @@ from kd.core.errors import NotPrepared
 from kd.core.host import bf16_pays, bf16_units, cores
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import StudentWithLoss
-from kd.jobs.check import Checked, check, compare
-from kd.jobs.recommend import planned, recommendations
+from kd.jobs.check import CheckedRun, check, compare_teachers
+from kd.jobs.recommend import recommendations
 from kd.models.classifier import set_attention
 from kd.models.examination import FAILURES
 from kd.models.live_teacher import NoTeacher, count_parameters, on_meta
@@ -34,226 +32,219 @@ from kd.setup.recipe import Recipe
 
 
 def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
-    """Check a recipe and describe the run; with `answers`, also run its teachers on
-    validation images and count the memory of a step.
+    """Check a recipe and describe the run.
+
+    With `answers`, also run its teachers on validation images and count the memory of a
+    step.
     """
-    return "\n".join(described(recipe, path, answers)[0])
+    return "\n".join(description_lines(recipe, path, answers)[0])
 
 
-def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], float]:
-    """Return these lines, ending with memory, and the estimated MiB of the largest
-    phase.
-    """
+def description_lines(
+    recipe: Recipe, path: str, answers: bool
+) -> tuple[list[str], float]:
+    """Return these lines, ending with memory, and the MiB of the largest phase."""
     checked = check(recipe)
-    section, length = recipe.data, recipe.length
-    teachers, split, student = (
-        checked.teachers,
-        checked.split,
-        checked.modules["distillation"].student,
-    )
-    data, small = teachers.data, section.progressive
-    *whole, last = length.planned(sifter_alone(recipe, data, split))
-    steps = length.steps or sum(whole) + last
-    epochs, labels = len(whole) + (steps - sum(whole)) / last, data.labels()
+    section = recipe.data
+    teachers = checked.teachers
+    data = teachers.data
+    split = checked.split
+    student = checked.modules["distillation"].student
+    small = section.progressive
+    *full_epochs, last = recipe.length.planned(sifter_alone(recipe, data, split))
+    steps = recipe.length.steps or sum(full_epochs) + last
+    epochs = len(full_epochs) + (steps - sum(full_epochs)) / last
+    labels = data.labels()
+    test = f"{len(data.test)} test images, " if data.test is not None else ""
     lines = [
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)}"
-        " validation images, "
-        + (f"{len(data.test)} test images, " if data.test is not None else "")
-        + f"{len(data.classes)} classes, {section.image_size} px",
-        *([f"          in this order: {_few(data.classes)}"] if data.classes else []),
-        *(f"          {note}" for note in data.notes),
-        *_skew(labels),
-        *_unseen(labels, data.classes, "training", "which no label teaches"),
-        *_unseen(
+        f" validation images, {test}{len(data.classes)} classes,"
+        f" {section.image_size} px",
+    ]
+    if data.classes:
+        lines.append(f"          in this order: {_first_names(data.classes)}")
+    lines += [f"          {note}" for note in data.notes]
+    lines += [
+        *_class_skew(labels),
+        *_missing_classes(labels, data.classes, "training", "which no label teaches"),
+        *_missing_classes(
             data.labels(val=True),
             data.classes,
             "validation",
             "which accuracy does not cover",
         ),
-        (
-            f"student   {recipe.student.model}: {_millions(student)}, images of"
-            f" {student.input_size} px, init {recipe.student.init}"
-        ),
-        *(
-            _teacher(recipe, config_path, model)
-            for config_path, model in zip(recipe.members, teachers.members, strict=True)
-        ),
-        *(_augmented(recipe.teacher.fit, section.augment) if recipe.fits else ()),
-        *(f"          {note}" for note in teachers.notes),
-        *(
-            f"          {text}"
-            for text in (_answers(recipe, teachers) if answers else ())
-        ),
-        "losses    "
-        + " + ".join(f"{term.weight:g} x {term.kind}" for term in recipe.losses),
-        f"batch     {split}",
-        (
-            f"length    {steps} steps of {split.batch_size} images ({epochs:.3g}"
-            f" {'epoch' if epochs == 1 else 'epochs'})"
-        ),
-        *(
-            [f"          at {small.size} px until {small.until:.0%} of them"]
-            if small.size
-            else []
-        ),
-        *_store(section, (len(data.train), len(data.val))),
-        *([f"cache     {checked.cache}"] if checked.cache else []),
-        *(recommendations(recipe, teachers, epochs) if recipe.read.teacher else ()),
-        *(planned(recipe, data) if recipe.read.teacher else ()),
-        (
-            f"backend   {recipe.backend.kind}, precision {recipe.backend.precision},"
-            f" {split.world_size} process(es)"
-        ),
+        f"student   {recipe.student.model}: {_parameter_text(student)}, images of"
+        f" {student.input_size} px, init {recipe.student.init}",
     ]
-    text, mib = _memory(checked, steps=answers)
-    return [*lines, text], mib
+    for config_path, model in zip(recipe.members, teachers.members, strict=True):
+        lines.append(_teacher_line(recipe, config_path, model))
+    if recipe.fits:
+        lines += _augmentation_lines(recipe.teacher.fit, section.augment)
+    lines += [f"          {note}" for note in teachers.notes]
+    if answers:
+        lines += _comparison_lines(recipe, teachers)
+    losses = " + ".join(f"{term.weight:g} x {term.kind}" for term in recipe.losses)
+    lines += [
+        f"losses    {losses}",
+        f"batch     {split}",
+        f"length    {steps} steps of {split.batch_size} images ({epochs:.3g}"
+        f" {'epoch' if epochs == 1 else 'epochs'})",
+    ]
+    if small.size:
+        lines.append(f"          at {small.size} px until {small.until:.0%} of them")
+    lines += _store_lines(section, (len(data.train), len(data.val)))
+    if checked.cache:
+        lines.append(f"cache     {checked.cache}")
+    if recipe.read.teacher:
+        lines += recommendations(recipe, teachers, epochs)
+    memory, mib = _memory_line(checked, steps=answers)
+    lines += [
+        f"backend   {recipe.backend.kind}, precision {recipe.backend.precision},"
+        f" {split.world_size} process(es)",
+        memory,
+    ]
+    return lines, mib
 
 
-def _skew(labels: torch.Tensor) -> list[str]:
-    """Report the largest classes' share of the images if it is more than twice their
-    share of the classes.
-    """
+def _class_skew(labels: torch.Tensor) -> list[str]:
+    """Report the largest fifth of the classes if it has twice its share of images."""
     counts = (
         (labels > 0).sum(0) if labels.ndim == 2 else torch.bincount(labels[labels >= 0])
     )
     sizes = counts.sort(descending=True).values
-    most = -(-len(sizes) // 5)
-    share = sizes[:most].sum().item() / max(1, int(sizes.sum()))
-    if share <= 2 * most / max(1, len(sizes)):
+    num_largest = -(-len(sizes) // 5)
+    share = sizes[:num_largest].sum().item() / max(1, int(sizes.sum()))
+    if share <= 2 * num_largest / max(1, len(sizes)):
         return []
-    largest = (
-        f"the {most} largest have {100 * share:.0f} % of the images ({sizes[0]} to"
-        f" {sizes[most - 1]} each"
-    )
     return [
-        f"classes   {largest}, the smallest {sizes[-1]}); see docs/sifting.md, uneven"
-        " classes"
+        f"classes   the {num_largest} largest have {100 * share:.0f} % of the images"
+        f" ({sizes[0]} to {sizes[num_largest - 1]} each, the smallest {sizes[-1]}); see"
+        " docs/sifting.md, uneven classes"
     ]
 
 
-def _unseen(
+def _missing_classes(
     labels: torch.Tensor, classes: Sequence[str], split: str, hence: str
 ) -> list[str]:
-    """Name the classes without a labelled image of a split: whole numbers in shards and
-    tables of hf leave gaps.
-    """
-    seen = set(
-        (labels > 0).any(0).nonzero()[:, 0].tolist()
-        if labels.ndim == 2
-        else labels.tolist()
-    )
-    missing = [name for label, name in enumerate(classes) if label not in seen]
-    if not missing or seen <= {-1}:
+    """Name the classes without a labelled image of a split."""
+    # Whole numbers in shards and tables of hf leave gaps.
+    if labels.ndim == 2:
+        present = set((labels > 0).any(0).nonzero()[:, 0].tolist())
+    else:
+        present = set(labels.tolist())
+    missing = [name for label, name in enumerate(classes) if label not in present]
+    if not missing or present <= {-1}:
         return []
-    count = f"{len(missing)} of {len(classes)} classes"
-    return [f"          no {split} image: {count}, {hence}: {_few(missing)}"]
+    return [
+        f"          no {split} image: {len(missing)} of {len(classes)} classes,"
+        f" {hence}: {_first_names(missing)}"
+    ]
 
 
-def _few(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
 
-def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
+def _store_lines(section: DataSection, sizes: tuple[int, int]) -> list[str]:
     if section.store == "none":
         return []
     if section.store == "views":
-        kept = section.views * sizes[0] * 3 * section.image_size**2
+        stored_bytes = section.views * sizes[0] * 3 * section.image_size**2
         return [
-            f"store     views: {kept / 2**30:.2f} GiB of memory on each rank, once all"
-            " of them are made"
+            f"store     views: {stored_bytes / 2**30:.2f} GiB of memory on each rank,"
+            " once all of them are made"
         ]
     from kd.data.store import slot_bytes  # only if pixels are stored
     from kd.setup.open_store import keep_rules
 
-    most = sum(
+    stored_bytes = sum(
         slot_bytes(rule.max_pixels) * size
         for rule, size in zip(keep_rules(section), sizes, strict=True)
     )
     return [
-        f"store     {section.store}: at most {most / 2**30:.2f} GiB; estimated from"
-        " images at the start"
+        f"store     {section.store}: at most {stored_bytes / 2**30:.2f} GiB; estimated"
+        " from images at the start"
     ]
 
 
-def _teacher(recipe: Recipe, config_path: str, model: TeacherModel) -> str:
+def _teacher_line(recipe: Recipe, config_path: str, model: TeacherModel) -> str:
     section = recipe.members[config_path]
     if config_path in recipe.fits:
         return (
-            f"teacher   {section.model}: {_millions(model)}, fitted for"
+            f"teacher   {section.model}: {_parameter_text(model)}, fitted for"
             f" {section.fit.length} if not found"
         )
-    size = _millions(model) if model.runtime == "torch" else f"runs in {model.runtime}"
+    size = (
+        _parameter_text(model)
+        if model.runtime == "torch"
+        else f"runs in {model.runtime}"
+    )
     return (
         f"teacher   {section.model}: {size}; weights and classes fit; the run measures"
         " its accuracy before step 1"
     )
 
 
-def _augmented(fit: Fit, student: Augment) -> list[str]:
+def _augmentation_lines(fit: Fit, student: Augment) -> list[str]:
     """Report how the augmentation of a teacher's fit differs from the student's."""
-    own = fit.augmented(student)
-    pairs = [
-        (one.name, getattr(own, one.name), getattr(student, one.name))
-        for one in fields(Augment)
-    ]
-    texts = [
-        f"{key} {value}, the student's {other}"
-        for key, value, other in pairs
-        if value != other
-    ]
+    augment = fit.augmented(student)
+    texts = []
+    for field in fields(Augment):
+        fit_value = getattr(augment, field.name)
+        student_value = getattr(student, field.name)
+        if fit_value != student_value:
+            texts.append(f"{field.name} {fit_value}, the student's {student_value}")
     return (
         [f"          its fit augments otherwise: {'; '.join(texts)}"] if texts else []
     )
 
 
-def _answers(recipe: Recipe, teachers: Teachers) -> list[str]:
+def _comparison_lines(recipe: Recipe, teachers: Teachers) -> list[str]:
     try:
-        return [one.text for one in compare(recipe, teachers)]
+        comparisons = compare_teachers(recipe, teachers)
     except NotPrepared:
-        return ["not run: the images do not exist yet"]
+        return ["          not run: the images do not exist yet"]
+    return [f"          {comparison.text}" for comparison in comparisons]
 
 
-def _millions(model: Any) -> str:
+def _parameter_text(model: Any) -> str:
     return f"{count_parameters(model) / 1e6:.2f} M parameters"
 
 
-def _memory(checked: Checked, steps: bool) -> tuple[str, float]:
-    """Report the memory of all phases, the largest first; `steps`: also trace a step's
-    peak, which takes seconds.
+def _memory_line(checked: CheckedRun, steps: bool) -> tuple[str, float]:
+    """Report the memory of all phases, the largest first, and its MiB.
+
+    `steps`: also trace a step's peak, which takes seconds.
     """
-    mib, teachers, phases, num_ranks = (
-        {},
-        checked.teachers,
-        checked.phases,
-        checked.split.world_size,
+    mib = {}
+    teachers = checked.teachers
+    num_ranks = checked.split.world_size
+    distillation = checked.phases["distillation"]
+    section = distillation.teacher
+    torch_teachers = [model for model in teachers.members if model.runtime == "torch"]
+    teacher_bytes: float = sum(map(count_parameters, torch_teachers)) * (
+        2 if executed_mode(distillation, section.precision)[0] else 4
     )
-    section = phases["distillation"].teacher
-    torchs = [one for one in teachers.members if one.runtime == "torch"]
-    width = 2 if executed(phases["distillation"], section.precision)[0] else 4
-    frozen = (
-        sum(map(count_parameters, torchs))
-        * width
-        / (num_ranks if section.shard or section.pipeline else 1)
-    )
-    for name, recipe in phases.items():
-        asked, module = name == "distillation", checked.modules[name]
-        held = held_bytes(recipe, module, num_ranks) + (frozen if asked else 0)
-        step = 4 * sum(
-            p.numel() for p in module.parameters() if p.requires_grad
-        )  # gradients
+    if section.shard or section.pipeline:
+        teacher_bytes /= num_ranks
+    for name, recipe in checked.phases.items():
+        module = checked.modules[name]
+        held = held_bytes(recipe, module, num_ranks)
+        teacher = None
+        if recipe is distillation:
+            held += teacher_bytes
+            if len(torch_teachers) == len(teachers.members):
+                teacher = teachers.model
+        # gradients
+        step = 4 * sum(p.numel() for p in module.parameters() if p.requires_grad)
         if steps:
             split = split_batch(recipe.data, num_ranks, len(teachers.data.train))
-            told = (
-                teachers.model
-                if asked and len(torchs) == len(teachers.members)
-                else None
-            )
             try:
                 step = step_bytes(
                     recipe,
                     module,
-                    told,
+                    teacher,
                     split.micro_batch,
                     num_ranks > 1,
                     split.eval_batch,
@@ -261,29 +252,21 @@ def _memory(checked: Checked, steps: bool) -> tuple[str, float]:
             except FAILURES:  # a network whose shapes depend on values
                 steps = False
         mib[name] = (held + step) / 2**20
-    largest, *rest = sorted(mib.items(), key=lambda pair: -pair[1])
-    others = "".join(f", {one:.0f} in {name}" for name, one in rest)
-    what = (
-        "optimizer and the peak of a step or an evaluation"
-        if steps
-        else "gradients and optimizer"
-    )
-    what += "" if steps else "; activations come on top"
-    return (
-        (
-            f"memory    {largest[1]:.0f} MiB per rank in {largest[0]}{others}: weights,"
-            f" {what}"
-        ),
-        largest[1],
-    )
+    (largest, largest_mib), *smaller = sorted(mib.items(), key=lambda pair: -pair[1])
+    line = f"memory    {largest_mib:.0f} MiB per rank in {largest}"
+    line += "".join(f", {phase_mib:.0f} in {name}" for name, phase_mib in smaller)
+    contents = "gradients and optimizer; activations come on top"
+    if steps:
+        contents = "optimizer and the peak of a step or an evaluation"
+    return f"{line}: weights, {contents}", largest_mib
 
 
 # --------------------------------------------------------------------------------
 # memory of a traced step
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of live tensors, and their peak."""
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of live tensors, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,38 +277,39 @@ class Live(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.note(tree_leaves(result))
+        self.count(tree_leaves(result))
         return result
 
-    def note(self, tensors: Iterable[Any]) -> None:
+    def count(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were not counted yet."""
         storages = [
-            one.untyped_storage() for one in tensors if isinstance(one, torch.Tensor)
+            tensor.untyped_storage()
+            for tensor in tensors
+            if isinstance(tensor, torch.Tensor)
         ]
-        for storage in (one for one in storages if one._cdata not in self._alive):
-            self._alive.add(storage._cdata)
-            self.bytes += storage.nbytes()
-            self.peak = max(self.peak, self.bytes)
-            weakref.finalize(storage, self._end, storage._cdata, storage.nbytes())
+        for storage in storages:
+            if storage._cdata not in self._alive:
+                self._alive.add(storage._cdata)
+                self.bytes += storage.nbytes()
+                self.peak = max(self.peak, self.bytes)
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
 
-    def _end(self, storage: int, size: int) -> None:
-        self._alive.discard(storage)
+    def _free(self, address: int, size: int) -> None:
+        self._alive.discard(address)
         self.bytes -= size
 
 
 def held_bytes(recipe: Recipe, distillation: StudentWithLoss, num_ranks: int) -> int:
-    """Return the bytes of a student's weights, their average and its optimizer, without
-    gradients.
-    """
+    """Return the bytes of a student's weights, their average and its optimizer."""
     section = recipe.config.optimizer
     moments = (2 if section.kind == "adamw" else 1) / (num_ranks if section.zero else 1)
-    moving = sum(
+    trained = sum(
         parameter.numel()
         for parameter in distillation.parameters()
         if parameter.requires_grad
     )
     average = count_parameters(distillation.student) if section.ema_decay else 0
-    return round(4 * (count_parameters(distillation) + average + moments * moving))
+    return round(4 * (count_parameters(distillation) + average + moments * trained))
 
 
 def step_bytes(
@@ -336,8 +320,7 @@ def step_bytes(
     reduced: bool,
     scored: int = 0,
 ) -> int:
-    """Return the peak bytes of a step of `images`, without the weights and with
-    gradients.
+    """Return the peak bytes of a step of `images`: gradients, but not the weights.
 
     Operators are the CPU's, on fake tensors; weights may be on the meta device. Not
     counted: workspaces of operators, and an allocator's reserve. `teacher`: a torch
@@ -347,59 +330,58 @@ def step_bytes(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
-    logging.getLogger("torch._subclasses").setLevel(
-        logging.CRITICAL
-    )  # untraceable models raise too
-    live, fake = Live(), FakeTensorMode(allow_non_fake_inputs=True)
-    size, student = recipe.data.image_size, recipe.student
-    half, fused = executed(
+    # untraceable models raise too
+    logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)
+    live = LiveBytes()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    size = recipe.data.image_size
+    half, fused = executed_mode(
         recipe,
         recipe.backend.precision,
-        student.attention,
+        recipe.student.attention,
         distillation.student,
         trained=True,
     )
     module = on_meta(distillation, fake).train()
     set_attention(module, fused)
-    live.note([*module.parameters(), *module.buffers()])
+    live.count([*module.parameters(), *module.buffers()])
     if teacher is not None:
-        low, fused = executed(
+        teacher_half, fused = executed_mode(
             recipe, recipe.teacher.precision, recipe.teacher.attention, teacher
         )
-        teacher = on_meta(teacher, fake, torch.bfloat16 if low else None).eval()
+        dtype = torch.bfloat16 if teacher_half else None
+        teacher = on_meta(teacher, fake, dtype).eval()
         set_attention(teacher, fused)
-        live.note([*teacher.parameters(), *teacher.buffers()])
-    held = live.peak
+        live.count([*teacher.parameters(), *teacher.buffers()])
+    model_bytes = live.peak
 
-    def batch_of(count: int) -> tuple[Batch, Outputs]:
+    def make_batch(count: int) -> tuple[Batch, Outputs]:
         labels = recipe.task.no_labels(count, distillation.student.num_classes)  # type: ignore[arg-type]
         batch = Batch.of(torch.empty(count, 3, size, size, dtype=torch.uint8), labels)
         if teacher is None:
             return batch, NoTeacher()(batch)
         with torch.no_grad():
-            parts = [
-                teacher(part)
-                for part in batch.image.split(recipe.teacher.micro_batch or count)
-            ]
-            return batch, Outputs.cat(parts).map(lambda tensor: tensor.float().clone())
+            micro_batches = batch.image.split(recipe.teacher.micro_batch or count)
+            outputs = [teacher(pixels) for pixels in micro_batches]
+            joined = Outputs.cat(outputs)
+            return batch, joined.map(lambda tensor: tensor.float().clone())
 
     with fake, live:
         for parameter in module.parameters() if reduced else ():
-            parameter.grad = (
-                torch.zeros_like(parameter) if parameter.requires_grad else None
-            )
-        batch, outputs = batch_of(images)
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        batch, outputs = make_batch(images)
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             loss = module(batch, outputs)[1]["loss"].mean()
         loss.backward()
         del batch, outputs, loss
         if scored:
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
-                module.eval().student(batch_of(scored)[0].image)
-    return live.peak - held
+                module.eval().student(make_batch(scored)[0].image)
+    return live.peak - model_bytes
 
 
-def executed(
+def executed_mode(
     recipe: Recipe,
     precision: str,
     attention: str = "auto",
@@ -418,28 +400,25 @@ def executed(
     return half, attention == "fused" or (attention == "auto" and not facts.cpu)
 
 
-def used_bits(used: Counter[int], bits: int) -> list[str]:
-    """Report the bits used by images of 16 bits per channel, if their upper bits are
-    zero.
-    """
+def bit_depth_lines(used_bits: Counter[int], bits: int) -> list[str]:
+    """Report images of 16 bits per channel whose upper bits are zero."""
     lines = []
     for sign, kind in ((1, "grey"), (-1, "colour")):
         counts = {
-            sign * number: count for number, count in used.items() if sign * number > 0
+            sign * number: count
+            for number, count in used_bits.items()
+            if sign * number > 0
         }
-        most = max(counts, default=bits)
-        if most < bits:
-            head = (
-                f"{sum(counts.values())} {kind} images of 16 bits use {most} of them:"
-                f" read as {bits}, "
-            )
+        depth = max(counts, default=bits)
+        if depth < bits:
             remedy = (
-                f"Set data.bits={max(9, most)}"
+                f"Set data.bits={max(9, depth)}"
                 if sign > 0
                 else "Convert them to 8 bits: Pillow keeps the upper 8"
             )
             lines.append(
-                f"bits      {head}{2 ** max(0, most - bits + 8)} of 256 levels are"
-                f" left. {remedy}"
+                f"bits      {sum(counts.values())} {kind} images of 16 bits use {depth}"
+                f" of them: read as {bits}, {2 ** max(0, depth - bits + 8)} of 256"
+                f" levels are left. {remedy}"
             )
     return lines

@@ -1,5 +1,6 @@
-"""Estimate a run's time and cost from a few timed steps with random weights; nothing is
-trained.
+"""Estimate a run's time and cost from a few timed steps with random weights.
+
+Nothing is trained.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ from kd.core.host import cores
 from kd.core.text import format_dollars, format_seconds
 from kd.core.types import Batch, Costs, Outputs
 from kd.engine.criterion import StudentWithLoss
-from kd.jobs.stopwatch import FEWEST, Timed, loading, timed
+from kd.jobs.stopwatch import FEWEST, Timing, time_loading, time_work
 from kd.models.live_teacher import NoTeacher
 from kd.setup.build import sifter_alone
 from kd.setup.build_teacher import (
@@ -35,14 +36,13 @@ from kd.setup.recipe import Recipe, fit_folders, is_fitted, resolve
 from kd.setup.student import apply_mode, build_distillation
 from kd.study.paying import AIM
 
+MakeWork = Callable[[int], Work]  # from a number of images
 TEACHER = Costs(1.0, 0.0, 0.0, 0.0, False)  # number of views per image for the teacher
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A configuration on this machine for timing in one process, with random weights
-    where possible.
-    """
+    """A configuration for timing in one process, with random weights where possible."""
 
     recipe: Recipe
     backend: Backend
@@ -53,40 +53,31 @@ class Bench:
 
     @classmethod
     def of(cls, recipe: Recipe, data: Data, backend: Backend) -> Bench:
-        """Build teachers and student. Teachers from timm get random weights, others
-        their own.
-        """
-        teacher = recipe.teacher
-        named = (
-            data.required_classes is not None
-        )  # else only its weights have the number of classes
-        random = {
-            config_path: RANDOM
-            for config_path, one in recipe.members.items()
-            if one.kind == "timm" and named
-        }
+        """Build teachers, those from timm with random weights, and the student."""
+        random = {}
+        # without class names only a teacher's weights tell their number
+        if data.required_classes is not None:
+            random = {
+                config_path: RANDOM
+                for config_path, member in recipe.members.items()
+                if member.kind == "timm"
+            }
         teachers = load_teachers(recipe, data, random)
-        module, live = untrained(recipe, teachers, backend), NoTeacher()
+        module = build_untrained(recipe, teachers, backend)
         mode = torch_mode(
             recipe.backend.precision, recipe.student.attention, False, module, backend
         )
         apply_mode(mode, module, backend)
+        live: Teacher = NoTeacher()
         if teachers.model is not None:
-            mode = replace(
-                teacher_mode(teacher, teachers.model, backend), compiled=False
+            mode = teacher_mode(recipe.teacher, teachers.model, backend)
+            section = replace(recipe.teacher, shard=False, pipeline=0)
+            factory = TeacherFactory(
+                section, teachers.model, backend, data.plan.image_size
             )
-            teacher = replace(teacher, shard=False, pipeline=0)
-            live = TeacherFactory(
-                teacher, teachers.model, backend, data.plan.image_size
-            )(mode)
-        return cls(
-            recipe,
-            backend,
-            split_batch(data.plan, 1, len(data.train)),
-            teachers,
-            live,
-            module,
-        )
+            live = factory(replace(mode, compiled=False))
+        split = split_batch(data.plan, 1, len(data.train))
+        return cls(recipe, backend, split, teachers, live, module)
 
     def trial(
         self,
@@ -95,68 +86,68 @@ class Bench:
         live: Teacher | None = None,
         size: int = 0,
     ) -> Trial:
-        """Prepare steps of a student on `images`; without `live` its teacher costs the
-        same for any number of them.
+        """Prepare steps of a student on `images`.
+
+        Without `live` its teacher costs the same for any number of them.
         """
         size = size or self.teachers.data.plan.image_size
-        return Trial(
-            module, live or partial(repeated, self.live), self.backend, size, images
-        )
+        teacher = live or partial(repeated_outputs, self.live)
+        return Trial(module, teacher, self.backend, size, images)
 
-    def planned(self, recipe: Recipe) -> Planned:
-        """Return the length of a run with its sifter: this run, its baseline, or its
-        teacher's fit.
-        """
-        data, length = replace(self.teachers.data, plan=recipe.data), recipe.length
+    def plan_run(self, recipe: Recipe) -> PlannedRun:
+        """Return the length with its sifter of this run, its baseline, or a fit."""
+        data = replace(self.teachers.data, plan=recipe.data)
+        length = recipe.length
         split = split_batch(data.plan, 1, len(data.train))
         sifter = sifter_alone(recipe, data, split)
-        *whole, last = length.planned(sifter)
-        full = (
-            last
-            if recipe.config.sifter.kind == "none"
-            else len(data.train) // split.batch_size
+        *full_epochs, last = length.planned(sifter)
+        unsifted = last
+        if recipe.config.sifter.kind != "none":
+            unsifted = len(data.train) // split.batch_size
+        last_share = (length.steps - sum(full_epochs)) / last if length.steps else 1.0
+        fewer = max(1, unsifted - min(*full_epochs, last, unsifted))
+        sifted = (
+            sum((unsifted - steps) / fewer for steps in full_epochs)
+            + last_share * (unsifted - last) / fewer
         )
-        part = (length.steps - sum(whole)) / last if length.steps else 1.0
-        less = max(1, full - min(*whole, last, full))
-        sifted = sum((full - one) / less for one in whole) + part * (full - last) / less
-        steps = length.steps or sum(whole) + last
-        return Planned(
-            sifter, full * split.batch_size, len(whole) + part, sifted, steps
+        return PlannedRun(
+            sifter,
+            unsifted * split.batch_size,
+            len(full_epochs) + last_share,
+            sifted,
+            length.steps or sum(full_epochs) + last,
         )
 
     def costs(
         self, ms: Mapping[str, float], teacher: float = 0.0, wall: bool = True
     ) -> Costs:
-        """Return the cost per image, given the teacher's milliseconds; on a CPU loading
-        and step share cores.
+        """Return the cost per image, given the teacher's milliseconds.
 
-        `wall`: in wall-clock time, to which workers add loading in parallel; else in
-        CPU time.
+        `wall`: in wall-clock time, to which workers add loading in parallel (on a CPU
+        loading and step share cores); else in CPU time.
         """
-        on_cpu, workers = (
-            self.backend.facts.cpu,
-            workers_of(self.recipe.data, self.backend),
-        )
-        load = ms["load"] / (
-            (max(1, workers) if not on_cpu else cores() if workers else 1)
-            if wall
-            else 1
-        )
+        on_cpu = self.backend.facts.cpu
+        workers = workers_of(self.recipe.data, self.backend)
+        parallel = 1
+        if wall and workers:
+            parallel = cores() if on_cpu else workers
+        load = ms["load"] / parallel
         return Costs(teacher, ms["score"], ms["step"], load, workers > 0 and not on_cpu)
 
-    def asked(self, run: Planned) -> float:
-        """Share of image visits with a teacher forward: with a cache, once per view."""
+    def teacher_share(self, run: PlannedRun) -> float:
+        """Return the share of image visits with a teacher forward.
+
+        With a cache the teacher predicts each view once.
+        """
+        if not self.recipe.read.teacher:
+            return 0.0
         stored = self.recipe.teacher.cache.num_views * len(self.teachers.data.train)
-        return (
-            (min(1.0, stored / run.cost(TEACHER)) if stored else 1.0)
-            if self.recipe.read.teacher
-            else 0.0
-        )
+        return min(1.0, stored / run.cost(TEACHER)) if stored else 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """The length of a run."""
+class PlannedRun:
+    """Length of a run."""
 
     sifter: Sifter
     images: int  # steps of an unsifted epoch
@@ -172,7 +163,9 @@ class Planned:
         )
 
 
-def untrained(recipe: Recipe, teachers: Teachers, backend: Backend) -> StudentWithLoss:
+def build_untrained(
+    recipe: Recipe, teachers: Teachers, backend: Backend
+) -> StudentWithLoss:
     """Build the student of a recipe, or the teacher of a fit, with random weights."""
     recipe = recipe.with_(
         student=replace(recipe.student, init="scratch", checkpoint="")
@@ -181,13 +174,14 @@ def untrained(recipe: Recipe, teachers: Teachers, backend: Backend) -> StudentWi
     return build_distillation(recipe, teachers, micro_batch).to(backend.device)
 
 
-def repeated(teacher: Teacher, batch: Batch) -> Outputs:
-    """Return the outputs of a batch's first images, repeated: a step on any number
-    costs its teacher the same.
+def repeated_outputs(teacher: Teacher, batch: Batch) -> Outputs:
+    """Return the outputs of a batch's first images, repeated for all its images.
+
+    So a step on any number of images costs its teacher the same.
     """
     rows = torch.arange(len(batch.image)) % FEWEST
-    asked = teacher(batch.take(rows.unique()))
-    return asked.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+    outputs = teacher(batch.take(rows.unique()))
+    return outputs.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
 
 
 PARTS = ("step", "small step", "score", "teacher", "fit", "load", "small load")
@@ -196,21 +190,25 @@ that one's fit, loading; `data.progressive` has small images.
 """
 
 
-def measure(bench: Bench) -> dict[str, Timed]:
+def measure(bench: Bench) -> dict[str, Timing]:
     """Time the `PARTS` of a run, without compilers."""
-    data, size = bench.teachers.data, bench.recipe.data.progressive.size
+    data = bench.teachers.data
+    size = bench.recipe.data.progressive.size
     views = data.views()[0]
     with ExitStack() as stack:
 
-        def stepping(module: StudentWithLoss, *more: Any) -> Callable[[int], Work]:
+        def stepping(module: StudentWithLoss, *live_and_size: Any) -> MakeWork:
             optimizer = torch.optim.AdamW(
                 [weight for weight in module.parameters() if weight.requires_grad]
             )
-            return lambda images: partial(
-                stack.enter_context(bench.trial(images, module, *more)).step, optimizer
-            )
 
-        makes: dict[str, Callable[[int], Work]] = {"step": stepping(bench.distillation)}
+            def make(images: int) -> Work:
+                trial = stack.enter_context(bench.trial(images, module, *live_and_size))
+                return partial(trial.step, optimizer)
+
+            return make
+
+        makes: dict[str, MakeWork] = {"step": stepping(bench.distillation)}
         makes["score"] = lambda images: (
             stack.enter_context(bench.trial(images, bench.distillation)).score
         )
@@ -222,166 +220,198 @@ def measure(bench: Bench) -> dict[str, Timed]:
             makes["small step"] = stepping(bench.distillation, None, size)
         for fit, _ in fit_folders(bench.recipe, data.fingerprint).values():
             makes["fit"] = stepping(
-                untrained(fit, Teachers(None, data), bench.backend), NoTeacher()
+                build_untrained(fit, Teachers(None, data), bench.backend), NoTeacher()
             )
         micro = bench.split.micro_batch
         smallest = min(FEWEST, micro) if bench.backend.facts.cpu else micro
-        parts = {name: timed(make, micro, smallest) for name, make in makes.items()}
-    parts |= {"load": loading(views)} | (
-        {"small load": loading(views.small)} if views.small is not None else {}
-    )
-    return {name: parts.get(name, Timed()) for name in PARTS}
+        timings = {
+            name: time_work(make, micro, smallest) for name, make in makes.items()
+        }
+    timings["load"] = time_loading(views)
+    if views.small is not None:
+        timings["small load"] = time_loading(views.small)
+    return {name: timings.get(name, Timing()) for name in PARTS}
 
 
-def phases(
+class PhaseTimes(NamedTuple):
+    """Wall-clock or CPU seconds of the phases of a run."""
+
+    distillation: float
+    fits: dict[Path, float]  # by the folder of the fit
+    baseline: float
+    step_ms: float  # ms of a step per image, with the small images of `progressive`
+
+
+def phase_times(
     bench: Bench,
-    run: Planned,
-    baseline: Planned | None,
+    run: PlannedRun,
+    baseline: PlannedRun | None,
     ms: Mapping[str, float],
     wall: bool,
-) -> tuple[float, dict[Path, float], float, float]:
-    """Return the wall-clock or CPU seconds of distilling, of each fit by its folder, of
-    the baseline; ms of a step.
-    """
-    until, costs = bench.recipe.data.progressive.until, partial(bench.costs, wall=wall)
+) -> PhaseTimes:
+    """Return the times of the phases from the milliseconds of the `PARTS`."""
+    until = bench.recipe.data.progressive.until
+    costs = partial(bench.costs, wall=wall)
     step, load = (
         (1 - until) * ms[name] + until * ms[f"small {name}"]
         for name in ("step", "load")
     )
-    mean = {
-        **ms,
-        "step": step,
-        "load": load + until * bench.asked(run) * ms["load"],
-    }  # the teacher reads whole views
+    # the teacher reads whole views
+    load += until * bench.teacher_share(run) * ms["load"]
+    mean = {**ms, "step": step, "load": load}
+    folders = fit_folders(bench.recipe, bench.teachers.data.fingerprint)
     fits = {
-        target: bench.planned(fit).cost(costs({**ms, "step": ms["fit"]})) / 1000
-        for fit, target in fit_folders(
-            bench.recipe, bench.teachers.data.fingerprint
-        ).values()
+        target: bench.plan_run(fit).cost(costs({**ms, "step": ms["fit"]})) / 1000
+        for fit, target in folders.values()
     }
-    alone = baseline.cost(costs(mean)) / 1000 if baseline is not None else 0.0
-    return (
-        run.cost(costs(mean, bench.asked(run) * ms["teacher"])) / 1000,
+    teacher_ms = bench.teacher_share(run) * ms["teacher"]
+    return PhaseTimes(
+        run.cost(costs(mean, teacher_ms)) / 1000,
         fits,
-        alone,
+        baseline.cost(costs(mean)) / 1000 if baseline is not None else 0.0,
         step,
     )
 
 
-def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
+def estimate(bench: Bench, timings: Mapping[str, Timing]) -> list[str]:
     """Return lines: duration in one process, speed and cost of the run."""
-    recipe, data, on_cpu = bench.recipe, bench.teachers.data, bench.backend.facts.cpu
-    run, length, progressive = (
-        bench.planned(recipe),
-        recipe.length,
-        recipe.data.progressive,
+    run = bench.plan_run(bench.recipe)
+    seconds, step_ms, lines = _estimate_seconds(bench, run, timings)
+    total = sum(seconds.values())
+    text = ", ".join(
+        f"{name} {format_seconds(duration)}"
+        for name, duration in seconds.items()
+        if duration
     )
-    baseline = (
-        bench.planned(resolve(recipe.baseline)) if recipe.baseline is not None else None
-    )
-    ms = {name: part.ms for name, part in parts.items()}
-    load, asking = ms["load"], bench.asked(run) * ms["teacher"]
-    distilling, fits, alone, step = phases(bench, run, baseline, ms, wall=True)
-    alone_lines = []
+    teacher_ms = bench.teacher_share(run) * timings["teacher"].ms
+    if teacher_ms:
+        teacher_seconds = teacher_ms * run.cost(TEACHER) / 1000
+        share = min(1.0, teacher_seconds / seconds["distillation"])
+        text += f"; the teacher takes {100 * share:.0f} % of the distillation"
+    images = run.steps * bench.recipe.length.batch_size
+    return [
+        f"time      about {format_seconds(total)}: {text}",
+        _speed_line(bench, timings, images / seconds["distillation"]),
+        *lines,
+        *_price_lines(bench, total, timings["load"].ms, step_ms + teacher_ms),
+    ]
+
+
+def _estimate_seconds(
+    bench: Bench, run: PlannedRun, timings: Mapping[str, Timing]
+) -> tuple[dict[str, float], float, list[str]]:
+    """Return the seconds by phase, ms of a step, and a line on the baseline if any."""
+    recipe = bench.recipe
+    on_cpu = bench.backend.facts.cpu
+    runs = [run]
+    baseline = None
+    if recipe.baseline is not None:
+        baseline = bench.plan_run(resolve(recipe.baseline))
+        runs.append(baseline)
+    ms = {name: timing.ms for name, timing in timings.items()}
+    times = phase_times(bench, run, baseline, ms, wall=True)
+    labels_only = times.baseline
+    lines = []
     if baseline is not None:
-        costs = {
-            name: part.cpu_ms if on_cpu else part.ms for name, part in parts.items()
-        }
-        taught, fitting, labelled, _ = phases(
-            bench, run, baseline, costs, wall=not on_cpu
+        cpu_ms = {name: timing.cpu_ms for name, timing in timings.items()}
+        costs = phase_times(
+            bench, run, baseline, cpu_ms if on_cpu else ms, wall=not on_cpu
         )
         longer, line = same_cost(
-            taught + sum(fitting.values()),
-            labelled,
+            costs.distillation + sum(costs.fits.values()),
+            costs.baseline,
             recipe.config.run.baseline_steps > 0,
         )
-        alone *= longer
-        alone_lines = [line]
-    every = length.every.evaluate or run.steps / run.epochs
-    times = 1 + sum(
-        max(1.0, one.steps / every) for one in (run, baseline) if one is not None
-    )  # one before step 1
-    scoring = times * bench.costs(ms).per_image(forward=1.0, step=0.0) + ms["teacher"]
+        labels_only *= longer
+        lines.append(line)
+    every = recipe.length.every.evaluate or run.steps / run.epochs
+    # one before step 1
+    evaluations = 1 + sum(max(1.0, planned.steps / every) for planned in runs)
+    scoring_ms = evaluations * bench.costs(ms).per_image(forward=1.0, step=0.0)
+    scoring_ms += ms["teacher"]
     seconds = {
         "fitting the teacher": sum(
-            taken for target, taken in fits.items() if not is_fitted(target)
+            duration for target, duration in times.fits.items() if not is_fitted(target)
         ),
-        "distillation": distilling,
-        "labels only": alone,
-        "evaluations": len(data.val) * scoring / 1000,
+        "distillation": times.distillation,
+        "labels only": labels_only,
+        "evaluations": len(bench.teachers.data.val) * scoring_ms / 1000,
     }
-    text, total = (
-        ", ".join(
-            f"{name} {format_seconds(taken)}"
-            for name, taken in seconds.items()
-            if taken
-        ),
-        sum(seconds.values()),
-    )
-    if asking:
-        share = min(1.0, asking * run.cost(TEACHER) / 1000 / distilling)
-        text += f"; the teacher takes {100 * share:.0f} % of the distillation"
+    return seconds, times.step_ms, lines
+
+
+def _speed_line(
+    bench: Bench, timings: Mapping[str, Timing], images_per_second: float
+) -> str:
+    progressive = bench.recipe.data.progressive
     small = f"at {progressive.size} px, until {progressive.until:.0%}, student"
-    shown = {"student": ms["step"], "teacher": ms["teacher"], "loading": load}
-    shown |= {small: ms["small step"], "loading then": ms["small load"]}
-    each = ", ".join(f"{name} {value:.3f}" for name, value in shown.items() if value)
+    titles = {
+        "student": "step",
+        "teacher": "teacher",
+        "loading": "load",
+        small: "small step",
+        "loading then": "small load",
+    }
+    each = ", ".join(
+        f"{title} {timings[name].ms:.3f}"
+        for title, name in titles.items()
+        if timings[name].ms
+    )
     precision = "bfloat16" if bench.backend.autocast_dtype is not None else "float32"
-    device = (
-        torch.cuda.get_device_name()
-        if bench.backend.facts.cuda
-        else f"{cores()} CPU cores"
+    device = f"{cores()} CPU cores"
+    if bench.backend.facts.cuda:
+        device = torch.cuda.get_device_name()
+    notes = ""
+    if not timings["load"].ms:
+        notes = "; loading not measured, the images do not exist yet"
+    micro = bench.split.micro_batch
+    tried = timings["step"].images
+    if tried < micro:
+        notes += f"; the student's step was timed on {tried} images, scaled to {micro}"
+    return (
+        f"speed     {images_per_second:.0f} images/s; {each} ms per image, {precision},"
+        f" {device}{notes}; another load of this machine changes it"
     )
-    notes = "" if load else "; loading not measured, the images do not exist yet"
-    micro, tried = bench.split.micro_batch, parts["step"].images
-    notes += (
-        f"; the student's step was timed on {tried} images, scaled to {micro}"
-        if tried < micro
-        else ""
-    )
-    lines = [
-        f"time      about {format_seconds(total)}: {text}",
-        (
-            f"speed     {run.steps * length.batch_size / distilling:.0f} images/s;"
-            f" {each} ms per image, {precision}, {device}{notes}; another load of this"
-            " machine changes it"
-        ),
-    ]
-    lines += alone_lines
-    name, machine = instances.find_machine(recipe.config.price.instance) or ("", None)
+
+
+def _price_lines(
+    bench: Bench, seconds: float, load_ms: float, device_ms: float
+) -> list[str]:
+    """Return the cost of the run and, for an accelerator, the machine's plan."""
+    facts = bench.backend.facts
+    price = bench.recipe.config.price
+    name, machine = instances.find_machine(price.instance) or ("", None)
     accelerated = machine is not None and machine.accelerators > 0
-    if hourly := recipe.config.price.per_hour or instances.price_per_hour(
-        recipe.config.price.instance
-    ):
-        known = f"about USD {format_dollars(hourly * total / 3600)}"
-        if accelerated and on_cpu:
-            known = (
+    hourly = price.per_hour or instances.price_per_hour(price.instance)
+    lines = []
+    if hourly:
+        cost = f"about USD {format_dollars(hourly * seconds / 3600)}"
+        if accelerated and facts.cpu:
+            cost = (
                 "not known: the times are those of this machine's CPU, not of an"
                 " accelerator,"
             )
-        lines.append(f"cost      {known} at USD {hourly:g} an hour")
-    if load and accelerated:
-        rate = (
-            1000 / (step + asking) if bench.backend.facts.cuda else 0.0
-        )  # a CPU says nothing about an accelerator
+        lines.append(f"cost      {cost} at USD {hourly:g} an hour")
+    if load_ms and accelerated:
+        # a CPU says nothing about an accelerator
+        rate = 1000 / device_ms if facts.cuda else 0.0
         lines += instances.core_plan(
-            name, 1, round(load, 2), rate, usd=recipe.config.price.per_hour
+            name, 1, round(load_ms, 2), rate, usd=price.per_hour
         )
     return lines
 
 
 def same_cost(cost: float, alone: float, fixed: bool) -> tuple[float, str]:
-    """Return by how much longer than the run labels alone train, and a line on their
-    cost; `alone`: of as many steps.
+    """Return how many times the run's length labels alone train, and a line on costs.
 
-    `cost`: of fit and distillation. `fixed`: the number of steps is given by
-    `run.baseline_steps`.
+    `cost`: of fit and distillation. `alone`: of labels alone for as many steps.
+    `fixed`: the number of steps is given by `run.baseline_steps`.
     """
     times = 1.0 if fixed else max(1.0, AIM * cost / alone)
     line = (
         f"baseline  labels alone cost at most {format_seconds(times * alone)}, fit and"
-        f" distillation {format_seconds(cost)}"
+        f" distillation {format_seconds(cost)}, counted in CPU or device time"
     )
-    line += ", counted in CPU or device time"
-    return times, line + (
-        "; without run.baseline_steps they get as much, for a verdict" if fixed else ""
-    )
+    if fixed:
+        line += "; without run.baseline_steps they get as much, for a verdict"
+    return times, line

@@ -1,7 +1,7 @@
 """Evaluate the best student of a run, its teacher and their agreement; audit its data.
 
-An audit lists labels doubted by the teacher, and repeated images found by its
-predictions only.
+An audit lists labels that the teacher doubts, and repeated images that only its
+predictions find.
 """
 
 import logging
@@ -22,7 +22,7 @@ from kd.engine.run import Run
 from kd.engine.snapshot import load_distillation
 from kd.jobs.distill import score
 from kd.jobs.progress.console import Console
-from kd.jobs.train import obtain_teachers, opened
+from kd.jobs.train import obtain_teachers, open_job
 from kd.models.cache import CachedTeacher, Store
 from kd.models.inference import predict
 from kd.setup.build import build_run
@@ -50,9 +50,7 @@ def evaluate(
     split: str = "val",
     audit: bool = False,
 ) -> Scored:
-    """Score the best student of a run, its teacher and their agreement on a split, and
-    audit the data on request.
-    """
+    """Score the best student of a run and its teacher on a split; audit on request."""
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)
     recipe = resolve(config.load(config.to_dict(stored), overrides))
@@ -64,70 +62,59 @@ def evaluate(
     def examine(data: Data) -> None:
         vouched.check_images(data, folder.manifest())
         if split == "test" and data.test is None:
+            wrong = "is test, but the data of the run names no test split"
             remedy = (
                 "Add data.test_split=FOLDER behind the run, or the key that its kind of"
                 " data has (`kd help data`)"
             )
-            raise RunError(
-                "--split",
-                "is test, but the data of the run names no test split",
-                "val",
-                remedy,
-            )
+            raise RunError("--split", wrong, "val", remedy)
 
-    with opened(recipe, obtain_teachers, fill=False, examine=examine) as (setting, _):
+    with open_job(recipe, obtain_teachers, fill=False, examine=examine) as (setting, _):
         built = build_run(setting, folder, Console("", quiet=True))
         load_distillation(built.run.distillation, best)
         scored = score(built, state.step, len(folder.metrics("val")), split == "test")
         if audit:
-            for line in audited(built.run, recipe, setting.teachers.data, folder.path):
+            for line in audit_run(
+                built.run, recipe, setting.teachers.data, folder.path
+            ):
                 log.info(line)
         return scored
 
 
-def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
-    """Run the teacher on all images of a run and write doubtful labels to the folder's
-    `audit`; return a summary.
+def audit_run(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
+    """Run the teacher on a run's images, write doubtful labels, return a summary.
 
-    For training images the cached outputs are used (mean over views); the teacher runs
-    on the rest.
+    They are written to the folder's `audit`. For training images the cached outputs are
+    used (mean over views); the teacher runs on the others.
     """
-    answering = recipe.members and recipe.read.teacher and recipe.read.teacher_logits
-    if recipe.task.logits != "softmax" or not answering or not data.labelled:
+    has_logits = recipe.members and recipe.read.teacher and recipe.read.teacher_logits
+    if recipe.task.logits != "softmax" or not has_logits or not data.labelled:
         wrong = (
             "the run has no teacher of one class per image, or its images have no"
             " labels"
         )
-        raise RunError(
-            "--audit",
-            wrong,
-            "A teacher whose logits the losses read, and one label per image",
-            "",
-        )
+        allowed = "A teacher whose logits the losses read, and one label per image"
+        raise RunError("--audit", wrong, allowed, "")
     if run.backend.world_size > 1:
         raise RunError(
             "--audit", "runs in one process", "", "Start it without a launcher"
         )
-    live: Any = (
-        run.teacher.live if isinstance(run.teacher, CachedTeacher) else run.teacher
-    )
-    shown, left, known = (
-        data.evaluation_views(data.train, "skip"),
-        np.arange(len(data.train)),
-        [],
-    )
-    if (
-        isinstance(run.teacher, CachedTeacher) and not data.plan.augment.mixes
-    ):  # mixed images have two labels
-        known = [_stored(run.teacher.store, data.plan.views, data.train)]
-        left = np.setdiff1d(left, known[0].id)
+    live: Any = run.teacher
+    ids = np.arange(len(data.train))
+    predictions = []
+    if isinstance(run.teacher, CachedTeacher):
+        live = run.teacher.live
+        if not data.plan.augment.mixes:  # mixed images have two labels
+            store = run.teacher.store
+            cached = _cached_predictions(store, data.plan.views, data.train)
+            predictions.append(cached)
+            ids = np.setdiff1d(ids, cached.id)
+    train_views = data.evaluation_views(data.train, "skip")
+    predictions.append(labelled_predictions(live, train_views, ids.tolist()))
+    val_views = data.evaluation_views(data.val, "skip")
     answers = {
-        "train": join_answers([*known, answers_to(live, shown, left.tolist())]),
-        "val": answers_to(
-            live.validation(),
-            data.evaluation_views(data.val, "skip"),
-            range(len(data.val)),
-        ),
+        "train": join_answers(predictions),
+        "val": labelled_predictions(live.validation(), val_views, range(len(data.val))),
     }
     target = folder / lists.FOLDER
     return [
@@ -137,40 +124,36 @@ def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
     ]
 
 
-def _stored(store: Store, views: int, source: Source) -> TeacherAnswers:
+def _cached_predictions(store: Store, views: int, source: Source) -> TeacherAnswers:
     """Return the mean of the cached outputs over views, for images that have any."""
-    found = []
+    answers = []
     for start in range(0, store.num_images, READ):
         ids = range(start, min(start + READ, store.num_images))
-        total, count = None, np.zeros(len(ids))
+        total: Any = 0.0
+        count = np.zeros(len(ids))
         for view in range(views):
-            parts, readable, _ = store.read_arrays(view, ids)
-            shares = (
-                store.codec.unpack(parts).logits.float().softmax(-1).numpy()
-                * readable[:, None]
-            )
-            total, count = shares if total is None else total + shares, count + readable
+            arrays, readable, _ = store.read_arrays(view, ids)
+            logits = store.codec.unpack(arrays).logits
+            shares = logits.float().softmax(-1).numpy() * readable[:, None]
+            total = total + shares
+            count = count + readable
         rows = np.flatnonzero(count)
-        if total is not None and len(rows):
-            found.append(
-                labelled_answers(
-                    np.asarray(ids)[rows], total[rows] / count[rows, None], source
-                )
-            )
-    return join_answers(found)
+        if len(rows):
+            mean = total[rows] / count[rows, None]
+            answers.append(labelled_answers(np.asarray(ids)[rows], mean, source))
+    return join_answers(answers)
 
 
-def answers_to(teacher: Any, shown: Views, ids: Sequence[int]) -> TeacherAnswers:
+def labelled_predictions(
+    teacher: Any, views: Views, ids: Sequence[int]
+) -> TeacherAnswers:
     """Return a teacher's outputs for the images that have a label and can be read."""
-    source = shown.source
-    device = next(
-        (one.device for one in teacher.model.parameters()), torch.device("cpu")
-    )
-    batches = batches_of(shown, [id for id in ids if source.label(id) >= 0])
-    asked = (
-        (one.ids, one.outputs.logits.float().softmax(-1))
-        for one in predict(teacher, batches, device)
-    )
-    return join_answers(
-        [labelled_answers(ids.numpy(), shares.numpy(), source) for ids, shares in asked]
-    )
+    source = views.source
+    weight = next(teacher.model.parameters(), None)
+    device = torch.device("cpu") if weight is None else weight.device
+    batches = batches_of(views, [id for id in ids if source.label(id) >= 0])
+    answers = []
+    for prediction in predict(teacher, batches, device):
+        shares = prediction.outputs.logits.float().softmax(-1)
+        answers.append(labelled_answers(prediction.ids.numpy(), shares.numpy(), source))
+    return join_answers(answers)

@@ -15,7 +15,7 @@ from kd.core.contracts import Source
 from kd.core.errors import ConfigError, ModelError, RunError
 from kd.core.types import Outputs, Plan
 from kd.data.loader import LocalLoader
-from kd.jobs.train import obtain_teachers, opened
+from kd.jobs.train import obtain_teachers, open_job
 from kd.models.answer_table import AnswerTable, write_answers
 from kd.models.cache import CachedTeacher, Store
 from kd.models.inference import predict
@@ -31,7 +31,7 @@ log = logging.getLogger("kd")
 
 
 @dataclass(frozen=True, slots=True)
-class Cached:
+class CacheSummary:
     """Content of a cache after a job."""
 
     folder: str
@@ -41,64 +41,65 @@ class Cached:
     seconds: float
 
 
-def cache(settings: Config, export: str = "") -> Cached:
-    """Fill all views of a configuration's cache; `export`: a .safetensors file for the
-    outputs by image name.
+def cache(settings: Config, export: str = "") -> CacheSummary:
+    """Fill all views of a configuration's cache.
+
+    `export`: a .safetensors file for the outputs by image name; "": none.
     """
-    recipe, file = resolve(settings), Path(export).expanduser()
-    count = recipe.teacher.cache.num_views
-    if not count or not settings.teacher.model:
-        remedy = "Set teacher.cache.views=4, for example"
+    recipe = resolve(settings)
+    num_views = recipe.teacher.cache.num_views
+    if not num_views or not settings.teacher.model:
         raise ConfigError(
             "teacher.cache.views",
             "there is nothing to cache",
             "A teacher, and 1 view or more",
-            remedy,
+            "Set teacher.cache.views=4, for example",
         )
-    if export and (
-        file.suffix != ".safetensors" or not file.parent.is_dir()
-    ):  # refuse before minutes of work
-        raise RunError(
-            "--export",
-            f"'{export}' cannot be written",
-            "A .safetensors file in a folder that exists",
-            "",
-        )
-    with opened(recipe, obtain_teachers) as (setting, _):
-        backend, data = setting.backend, setting.data
+    file = Path(export).expanduser()
+    # refuse before minutes of work
+    if export and (file.suffix != ".safetensors" or not file.parent.is_dir()):
+        allowed = "A .safetensors file in a folder that exists"
+        raise RunError("--export", f"'{export}' cannot be written", allowed, "")
+    with open_job(recipe, obtain_teachers) as (setting, _):
+        backend = setting.backend
+        data = setting.data
         report = choose_teacher(setting)
         if report.line and backend.rank == 0:
             log.info("teacher: %s", report.line)
-        once = replace(
-            data.plan, views=0
-        )  # each view is used once here, so none is kept in memory
+        # each view is used once here, so none is kept in memory
+        plan = replace(data.plan, views=0)
         loader, _ = loaders(
-            data.views(), once, setting.split, backend, recipe.backend.timeout_seconds
+            data.views(), plan, setting.split, backend, recipe.backend.timeout_seconds
         )
         cached = open_cache(report, setting)
-        store, start, before = cached.store, time.perf_counter(), cached.images
+        store = cached.store
+        start = time.perf_counter()
+        computed_before = cached.images
         _require_writable(store)
-        for view in range(count):
-            _fill(cached, view, loader, setting)
-        missing = sum(len(store.missing(view)) for view in range(count))
+        for view in range(num_views):
+            _fill_view(cached, view, loader, setting)
+        missing = _num_missing(store, num_views)
         if export:
-            _export(file, cached, setting)
-        return Cached(
+            _export_table(file, cached, setting)
+        return CacheSummary(
             folder=str(store.folder),
-            records=count * store.num_images - missing,
+            records=num_views * store.num_images - missing,
             missing=missing,
-            computed=cached.images - before,
+            computed=cached.images - computed_before,
             seconds=time.perf_counter() - start,
         )
 
 
-def _fill(
+def _num_missing(store: Store, num_views: int) -> int:
+    return sum(len(store.missing(view)) for view in range(num_views))
+
+
+def _fill_view(
     cached: CachedTeacher, view: int, loader: LocalLoader, setting: RunContext
 ) -> None:
-    """Compute the missing records of a view, divided over the ranks, in training's
-    batch shapes.
-    """
-    backend, store = setting.backend, cached.store
+    """Compute the missing records of a view, in training's batch shapes."""
+    backend = setting.backend
+    store = cached.store
     ids = store.missing(view).tolist()
     backend.barrier()  # every rank must read the same list before one writes
     if backend.rank == 0:
@@ -108,9 +109,8 @@ def _fill(
             len(ids),
             store.num_images,
         )
-    padding = (
-        -len(ids) % setting.split.batch_size
-    )  # padding with weight 0 to a multiple of the global batch
+    # padding with weight 0 to a multiple of the global batch
+    padding = -len(ids) % setting.split.batch_size
     weights = torch.cat([torch.ones(len(ids)), torch.zeros(padding)])
     plan = Plan(torch.tensor([*ids, *[0] * padding], dtype=torch.int64), weights)
     for batch in backend.put(cached.lookup(loader.epoch(plan, view))):
@@ -128,110 +128,99 @@ def _require_writable(store: Store) -> None:
         wrong = (
             f"'{store.folder}' is being written by another run, or may not be written"
         )
-        raise RunError(
-            config_path,
-            wrong,
-            "One writer at a time",
-            "Wait until that run ends, or train: a run reads it",
-        )
+        remedy = "Wait until that run ends, or train: a run reads it"
+        raise RunError(config_path, wrong, "One writer at a time", remedy)
     if store.stopped:
+        wrong = f"'{store.folder}' cannot be written ({store.stopped})"
         remedy = "Free space and run the same command again: it goes on"
-        raise RunError(
-            config_path,
-            f"'{store.folder}' cannot be written ({store.stopped})",
-            "",
-            remedy,
-        )
+        raise RunError(config_path, wrong, "", remedy)
 
 
 # --------------------------------------------------------------------------------
 # export as a table
 
 
-def _export(path: Path, cached: CachedTeacher, setting: RunContext) -> None:
-    """Write the records of all views, and the outputs for validation and test images;
-    memory holds all of them.
+def _export_table(path: Path, cached: CachedTeacher, setting: RunContext) -> None:
+    """Write the records of all views, and the outputs for validation and test images.
+
+    Memory holds all of them.
     """
-    recipe, backend, data, store = (
-        setting.recipe,
-        setting.backend,
-        setting.data,
-        cached.store,
+    recipe = setting.recipe
+    data = setting.data
+    store = cached.store
+    num_views = recipe.teacher.cache.num_views
+    _require_exportable(setting, store, num_views)
+    values = torch.stack(
+        [torch.cat(list(_stored_outputs(store, view))) for view in range(num_views)]
     )
-    views = range(recipe.teacher.cache.num_views)
-    if missing := sum(len(store.missing(view)) for view in views):
-        wrong = (
-            f"{missing} of the records of {len(data.train)} images are missing: those"
-            " images cannot be decoded"
-        )
-        raise RunError(
-            "--export", wrong, "Outputs for every image", "Drop them from the data"
-        )
-    if backend.world_size > 1:
-        raise RunError(
-            "--export",
-            "is written by one process",
-            "",
-            "Fill the cache on all ranks, then export on one",
-        )
-    arrays = (["logits"] if store.codec.num_classes else []) + list(
-        store.codec.features
+    splits = [source for source in (data.val, data.test) if source is not None]
+    val_values = torch.cat(
+        [_predict_split(setting, cached, source) for source in splits]
     )
-    if arrays not in (["logits"], ["pooled"]):
-        wrong = f"the cache keeps {' and '.join(arrays)}"
-        raise ModelError(
-            "--export",
-            wrong,
-            "Logits alone, or pooled features alone",
-            "Change the losses",
-        )
-
-    def stored(view: int) -> Iterator[Tensor]:
-        for start in range(0, store.num_images, ROWS):
-            parts, _, _ = store.read_arrays(
-                view, range(start, min(store.num_images, start + ROWS))
-            )
-            yield _only(store.codec.unpack(parts))
-
-    def answers(source: Source) -> Tensor:
-        live: Any = cached.live
-        split = shown_split(setting, source, torch.arange(len(source)))
-        batches = backend.put(split.loader.epoch(split.plan, 0))
-        found = [
-            _only(one.outputs)
-            for one in predict(
-                live.validation(source is data.test), batches, backend.device
-            )
-        ]
-        return torch.cat(found)[: len(source)]
-
-    values = torch.stack([torch.cat(list(stored(view))) for view in views])
-    held = [source for source in (data.val, data.test) if source is not None]
     classes = list(data.classes) if recipe.read.teacher_logits else []
     table = AnswerTable(
-        meaning="logits" if arrays == ["logits"] else "embeddings",
-        names=_names(data.train),
+        meaning="logits" if store.codec.num_classes else "embeddings",
+        names=_image_names(data.train),
         values=values,
         classes=classes,
-        val_names=[name for source in held for name in _names(source)],
-        val_values=torch.cat([answers(source) for source in held]).to(values.dtype),
+        val_names=[name for source in splits for name in _image_names(source)],
+        val_values=val_values.to(values.dtype),
         made_for=data.images().pixel_facts(),
         problem_type=recipe.task.problem_type if classes else "",
     )
     try:
         write_answers(path, table)
     except OSError as error:
-        raise RunError(
-            "--export",
-            f"'{path}' cannot be written ({error.strerror or error})",
-            "",
-            "",
-        ) from error
+        wrong = f"'{path}' cannot be written ({error.strerror or error})"
+        raise RunError("--export", wrong, "", "") from error
 
 
-def _names(source: Source) -> list[str]:
+def _require_exportable(setting: RunContext, store: Store, num_views: int) -> None:
+    """Require a complete cache of one array, in one process."""
+    if missing := _num_missing(store, num_views):
+        wrong = (
+            f"{missing} of the records of {len(setting.data.train)} images are missing:"
+            " those images cannot be decoded"
+        )
+        remedy = "Drop them from the data"
+        raise RunError("--export", wrong, "Outputs for every image", remedy)
+    if setting.backend.world_size > 1:
+        remedy = "Fill the cache on all ranks, then export on one"
+        raise RunError("--export", "is written by one process", "", remedy)
+    arrays = ["logits"] if store.codec.num_classes else []
+    arrays += store.codec.features
+    if arrays not in (["logits"], ["pooled"]):
+        wrong = f"the cache keeps {' and '.join(arrays)}"
+        allowed = "Logits alone, or pooled features alone"
+        raise ModelError("--export", wrong, allowed, "Change the losses")
+
+
+def _stored_outputs(store: Store, view: int) -> Iterator[Tensor]:
+    for start in range(0, store.num_images, ROWS):
+        ids = range(start, min(store.num_images, start + ROWS))
+        arrays, _, _ = store.read_arrays(view, ids)
+        yield _output_array(store.codec.unpack(arrays))
+
+
+def _predict_split(
+    setting: RunContext, cached: CachedTeacher, source: Source
+) -> Tensor:
+    """Return the teacher's outputs for the images of a validation or test split."""
+    live: Any = cached.live
+    backend = setting.backend
+    split = shown_split(setting, source, torch.arange(len(source)))
+    batches = backend.put(split.loader.epoch(split.plan, 0))
+    teacher = live.validation(source is setting.data.test)
+    outputs = [
+        _output_array(prediction.outputs)
+        for prediction in predict(teacher, batches, backend.device)
+    ]
+    return torch.cat(outputs)[: len(source)]
+
+
+def _image_names(source: Source) -> list[str]:
     return [source.name(id) for id in range(len(source))]
 
 
-def _only(outputs: Outputs) -> Tensor:
+def _output_array(outputs: Outputs) -> Tensor:
     return outputs.logits if outputs.logits.shape[1] else outputs.features["pooled"]

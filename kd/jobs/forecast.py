@@ -1,15 +1,13 @@
-"""`kd-train CONFIG --check`: what a run will do, how long it takes, and whether its
-images are readable.
-"""
+"""Forecast a run for `kd-train CONFIG --check`: its parts, its time, its images."""
 
 import os
 from collections.abc import Mapping
 
 from kd.core.host import peak_mib
-from kd.jobs.description import described
+from kd.jobs.description import description_lines
 from kd.jobs.estimate import Bench, estimate, measure
 from kd.jobs.scan_images import scan
-from kd.jobs.stopwatch import Timed
+from kd.jobs.stopwatch import Timing
 from kd.setup.build import distributed
 from kd.setup.data import open_sources
 from kd.setup.recipe import Recipe
@@ -26,63 +24,50 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
 
     `everything`: look at all images, and search repeated ones among all of them.
     """
-    (lines, counted), data = (
-        described(recipe, path, answers=True),
-        open_sources(recipe.data),
-    )
-    most_skipped = data.plan.max_skipped if data.plan.on_corrupt == "skip" else -1.0
-    images = scan(data.splits, most_skipped, recipe.path, everything, data.plan.bits)
+    lines, step_mib = description_lines(recipe, path, answers=True)
+    data = open_sources(recipe.data)
+    max_skipped = data.plan.max_skipped if data.plan.on_corrupt == "skip" else -1.0
+    images = scan(data.splits, max_skipped, recipe.path, everything, data.plan.bits)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "\n".join(
             [*lines, *images, "time      not measured: only one process measures"]
         )
     with distributed(recipe.backend) as backend:
         bench = Bench.of(recipe, data, backend)
-        parts = measure(bench)
-        lines[-1] = _memory(
-            lines[-1].removeprefix("memory    "), counted, bench, parts["step"]
-        )
+        timings = measure(bench)
+        step_text = lines.pop().removeprefix("memory    ")
+        lines.append(_peak_line(step_text, step_mib, bench, timings["step"]))
         return "\n".join(
-            [*lines, *images, *estimate(bench, parts), *sifting(bench, parts)]
+            [*lines, *images, *estimate(bench, timings), *sifter_lines(bench, timings)]
         )
 
 
-def _memory(of_a_step: str, counted: float, bench: Bench, step: Timed) -> str:
-    """Return the line on memory: the process's peak, with a step's own part, `counted`
-    MiB of a whole micro-batch.
-    """
+def _peak_line(step_text: str, step_mib: float, bench: Bench, step: Timing) -> str:
+    """Return the line on memory: the process's peak, with that of a step."""
     peak = peak_mib() + LATER_MIB
     if not bench.backend.facts.cpu:
         return (
             f"memory    {peak:.0f} MiB at the peak of the process; of the device"
-            f" {of_a_step}"
+            f" {step_text}"
         )
-    peak += counted * (
-        1 - step.images / bench.split.micro_batch
-    )  # the timed step may have been smaller
-    return f"memory    {peak:.0f} MiB at the peak of the process, including {of_a_step}"
+    # the timed step may have been smaller than a micro-batch
+    peak += step_mib * (1 - step.images / bench.split.micro_batch)
+    return f"memory    {peak:.0f} MiB at the peak of the process, including {step_text}"
 
 
-def sifting(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
-    """Return a line on what the sifter of a run saves or costs, from the measured parts
-    of a step.
-    """
-    run = bench.planned(bench.recipe)
+def sifter_lines(bench: Bench, timings: Mapping[str, Timing]) -> list[str]:
+    """Return a line on what a run's sifter saves or costs, from a step's timings."""
+    run = bench.plan_run(bench.recipe)
     if not run.sifted:
         return []
-    ms = {name: part.ms for name, part in parts.items()}
-    views = bench.recipe.teacher.cache.num_views
-    cached = 0 < views < run.epochs
-    warm = bench.costs(ms, 0.0 if cached else bench.asked(run) * ms["teacher"])
-    measured = (
-        f"teacher {warm.teacher:.2f}, student forward {warm.forward:.2f}, step"
-        f" {warm.step:.2f}, loading {warm.load:.2f} ms per image"
-    )
-    kind, ratio = (
-        bench.recipe.config.sifter.kind,
-        run.sifter.cost(warm) / warm.per_image(),
-    )
+    ms = {name: timing.ms for name, timing in timings.items()}
+    is_cached = 0 < bench.recipe.teacher.cache.num_views < run.epochs
+    teacher_ms = 0.0 if is_cached else bench.teacher_share(run) * ms["teacher"]
+    costs = bench.costs(ms, teacher_ms)
+    ratio = run.sifter.cost(costs) / costs.per_image()
     return [
-        f"sifter    '{kind}' ({measured}):"
+        f"sifter    '{bench.recipe.config.sifter.kind}' (teacher {costs.teacher:.2f},"
+        f" student forward {costs.forward:.2f}, step {costs.step:.2f}, loading"
+        f" {costs.load:.2f} ms per image):"
         f" {sifting_text(ratio, run.epochs - run.sifted, run.sifted)}"
     ]

@@ -1,6 +1,4 @@
-"""Observe a run: timeline, samples of the machine, profiler; report at the end where
-the time went and why.
-"""
+"""Observe a run by timeline, machine samples and profiler; report where time went."""
 
 from __future__ import annotations
 
@@ -28,80 +26,76 @@ if TYPE_CHECKING:
     from kd.engine.monitor.evidence import Facts, Finding
     from kd.engine.monitor.system import Monitor
 
-LIVE_SECONDS, LIVE_BYTES = 30.0, 2**17
-"""Seconds between two applications of the rules, and bytes read per file: one takes
-milliseconds.
-"""
+LIVE_SECONDS = 30.0  # between two applications of the rules; each takes milliseconds
+LIVE_BYTES = 2**17  # read per file for them
 TRACED = (
     "the host hands work over and does not wait for it: only data, wait and the whole"
     " are times of the device"
 )
 
 
-_reached: list[
-    float
-] = []  # time up to which this command's tables account (`time.perf_counter`)
+# time up to which this command's tables account (`time.perf_counter`)
+_accounted_until: list[float] = []
 
 
 @contextmanager
-def accounted(began: float) -> Iterator[None]:
-    """Let the time tables of the runs in this block have no gaps, the first beginning
-    at `began`.
-    """
-    _reached[:] = [began]
+def gapless_time_tables(began: float) -> Iterator[None]:
+    """Let the time tables of this block's runs join, the first from `began`."""
+    _accounted_until[:] = [began]
     try:
         yield
     finally:
-        _reached.clear()
+        _accounted_until.clear()
 
 
-def clock_of(facts: BackendFacts) -> str:
+def span_clock(facts: BackendFacts) -> str:
     """Return the clock of spans for a kind of backend. See `Timeline`."""
-    return "tracing" if facts.compiles else "device" if facts.cuda else "host"
+    if facts.compiles:
+        return "tracing"
+    return "device" if facts.cuda else "host"
 
 
 class Observer:
-    """Observes a run from the opened run folder to the end of the loop. A context."""
+    """Observe a run from the opened run folder to the end of the loop. A context."""
 
     def __init__(self, setting: RunContext, folder: RunDir, logger: Logger) -> None:
-        backend, traced = setting.backend, setting.recipe.config.profile.steps
-        self.setting, self.backend, self.folder, self.logger = (
-            setting,
-            backend,
-            folder,
-            logger,
-        )
-        folder.path.mkdir(
-            parents=True, exist_ok=True
-        )  # the host does not share the run folder
-        start, own = folder.step(), folder.path / f"timeline_{backend.rank}.jsonl"
-        clock = clock_of(backend.facts)
-        since, profiler = _reached[0] if _reached else time.perf_counter(), None
+        self.setting = setting
+        self.backend = backend = setting.backend
+        self.folder = folder
+        self.logger = logger
+        # the host may not share the run folder
+        folder.path.mkdir(parents=True, exist_ok=True)
+        first_step = folder.step()
         self.timeline = Timeline(
-            clock, own, start, backend.communication_ms, since=since
+            span_clock(backend.facts),
+            folder.path / f"timeline_{backend.rank}.jsonl",
+            first_step,
+            backend.communication_ms,
+            since=_accounted_until[0] if _accounted_until else time.perf_counter(),
         )
-        if traced and backend.rank == 0:
-            from kd.engine.monitor.profiler import (
-                Profiler,
-            )  # imports torch.profiler: only if steps are named
+        traced_steps = setting.recipe.config.profile.steps
+        self._profiler = None
+        if traced_steps and backend.rank == 0:
+            # imports torch.profiler: only if steps are named
+            from kd.engine.monitor.profiler import Profiler
 
-            profiler = Profiler(
-                traced, folder.path / "profile", backend.facts.cuda, self.timeline.span
+            self._profiler = Profiler(
+                traced_steps,
+                folder.path / "profile",
+                backend.facts.cuda,
+                self.timeline.span,
             )
-            self.timeline.on_step = profiler.step
-        self._profiler = profiler
+            self.timeline.on_step = self._profiler.step
         self.monitor: Monitor | None = None
         if backend.local_rank == 0:
-            from kd.engine.monitor.system import (
-                Monitor,
-                file_name,
-            )  # one rank per host samples it
+            # one rank per host samples it
+            from kd.engine.monitor.system import Monitor, file_name
 
             file = folder.path / file_name(socket.gethostname(), backend.rank)
-            self.monitor = Monitor(file, fresh=start == 0)
+            self.monitor = Monitor(file, fresh=first_step == 0)
         self._run: Run | None = None
-        self._shown: set[str] = set()
-        self._looked = time.monotonic()
+        self._warned_rules: set[str] = set()
+        self._rules_applied = time.monotonic()
 
     def watch(self, run: Run) -> Run:
         self._run = run
@@ -119,19 +113,20 @@ class Observer:
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
-        _reached[:] = [time.perf_counter()] if _reached else []
+        if _accounted_until:
+            _accounted_until[:] = [time.perf_counter()]
 
     def window(self, state: State) -> Mapping[str, float]:
-        """End a log window; now and then also apply the rules. See
-        `kd.engine.run.Window`.
-        """
+        """End a log window (`kd.engine.run.Window`); now and then apply the rules."""
         values = self.timeline.window(state)
-        if self.backend.rank == 0 and time.monotonic() - self._looked >= LIVE_SECONDS:
-            self._looked = time.monotonic()
-            for finding in self._found(self._timelines(live=True), live=True):
-                if finding.severity == "warning" and finding.rule not in self._shown:
-                    self._shown.add(finding.rule)
-                    self.logger.info(line_of(finding))
+        elapsed_seconds = time.monotonic() - self._rules_applied
+        if self.backend.rank == 0 and elapsed_seconds >= LIVE_SECONDS:
+            self._rules_applied = time.monotonic()
+            for finding in self._findings(self._timelines(live=True), live=True):
+                is_new = finding.rule not in self._warned_rules
+                if finding.severity == "warning" and is_new:
+                    self._warned_rules.add(finding.rule)
+                    self.logger.info(finding_line(finding))
         return values
 
     def _timelines(self, live: bool = False) -> dict[int, list[dict[str, Any]]]:
@@ -141,45 +136,41 @@ class Observer:
             for rank in range(self.backend.world_size)
         }
 
-    def _found(
+    def _findings(
         self, timelines: dict[int, list[dict[str, Any]]], live: bool = False
     ) -> list[Finding]:
-        from kd.engine.monitor.evidence import (
-            Evidence,
-        )  # the next two are set once there are steps to judge
+        from kd.engine.monitor.evidence import Evidence
         from kd.engine.monitor.rules import find_bottlenecks
 
         assert self._run is not None
-        samples = (
-            read_rows(self.monitor.path, LIVE_BYTES if live else LAST)
-            if self.monitor is not None
-            else []
-        )
-        facts = facts_of(self.setting, self._run)
+        samples = []
+        if self.monitor is not None:
+            samples = read_rows(self.monitor.path, LIVE_BYTES if live else LAST)
+        facts = run_facts(self.setting, self._run)
         if live:  # the network is in use
             facts = replace(facts, float32=lambda: False)
         return find_bottlenecks(Evidence(timelines, samples, facts))
 
-    def evaluate_and_checkpoint(self, title: str, timed: bool = True) -> None:
-        """Report findings, and the table of times if `timed`, after the context. All
-        ranks must call it.
+    def report(self, title: str, timed: bool = True) -> None:
+        """Report findings after the context, and the table of times if `timed`.
+
+        All ranks must call it.
         """
         self.backend.barrier()  # every rank has written its rows
         if self.backend.rank != 0:
             return
         timelines = self._timelines()
-        missing = [str(rank) for rank, rows in timelines.items() if not rows]
+        missing = ", ".join(str(rank) for rank, rows in timelines.items() if not rows)
         if missing:
-            ranks = ", ".join(missing)
             self.logger.info(
-                f"{title}: no timeline of rank {ranks} in '{self.folder.path}': each"
+                f"{title}: no timeline of rank {missing} in '{self.folder.path}': each"
                 " host keeps its own"
             )
-        for line in where_the_time_went(title, self.timeline) if timed else ():
+        for line in time_table(title, self.timeline) if timed else ():
             self.logger.info(line)
-        findings = self._found(timelines)
+        findings = self._findings(timelines)
         for finding in findings:
-            self.logger.info(line_of(finding))
+            self.logger.info(finding_line(finding))
         try:
             write_json(
                 self.folder.path / "findings.json",
@@ -189,7 +180,7 @@ class Observer:
             log.warning(str(error))
 
 
-def facts_of(setting: RunContext, run: Run) -> Facts:
+def run_facts(setting: RunContext, run: Run) -> Facts:
     """Return the facts of a run for the rules."""
     from kd.engine.monitor.evidence import Facts
 
@@ -215,20 +206,18 @@ def facts_of(setting: RunContext, run: Run) -> Facts:
 
 
 def _needless_float32(setting: RunContext, run: Run) -> bool:
-    """Return whether the configuration asks for float32 where the rule for `auto` would
-    choose bfloat16.
-    """
+    """Return whether float32 is configured where `auto` would choose bfloat16."""
     backend = setting.backend
-    if setting.recipe.backend.precision != "fp32" or not backend.auto_mode.startswith(
-        "bf16"
-    ):
-        return False
-    return backend.bf16_pays(
-        partial(convolution_shares, run.distillation.student), True
+    return (
+        setting.recipe.backend.precision == "fp32"
+        and backend.auto_mode.startswith("bf16")
+        and backend.bf16_pays(
+            partial(convolution_shares, run.distillation.student), True
+        )
     )
 
 
-def line_of(finding: Finding) -> str:
+def finding_line(finding: Finding) -> str:
     """Return a finding as one line."""
     return f"{finding.rule}: {finding.evidence}. {finding.advice}"
 
@@ -236,9 +225,10 @@ def line_of(finding: Finding) -> str:
 SHOWN_SHARE = 0.0005  # share of the time below which a part would be shown as 0.0 %
 
 
-def where_the_time_went(title: str, timeline: Timeline) -> list[str]:
+def time_table(title: str, timeline: Timeline) -> list[str]:
     """Return the table of a run's time as lines; empty if it made no step."""
-    totals, steps = timeline.totals, timeline.finished_steps
+    totals = timeline.totals
+    steps = timeline.finished_steps
     total = sum(totals.values())
     if not steps or not total:
         return []

@@ -1,6 +1,4 @@
-"""A configuration compared with the recommended one: the lines `recipe` and `plan` of
-`--check`.
-"""
+"""Compare a configuration with the recommended one for `--check`."""
 
 import math
 
@@ -28,59 +26,45 @@ difference gives was not measured.
 
 
 def recommendations(recipe: Recipe, teachers: Teachers, epochs: float) -> list[str]:
-    """Return where a run's length, views, teacher's fit and networks are below the
-    recommended ones.
+    """Return lines on what in a run of `epochs` is below the recommended.
 
-    Args:
-        recipe: the resolved configuration.
-        teachers: its teachers and its listed images.
-        epochs: the length of the run.
+    The last line is what labels alone and distilling reached in comparable runs.
     """
     data = teachers.data
-    table = measured(recipe, data)
-    pretrained = recipe.student.init == "pretrained"
+    is_pretrained = recipe.student.init == "pretrained"
+    situation = Situation(
+        len(data.train),
+        0 if recipe.data.labels == "none" else len(data.with_labels().train),
+        max(1, len(data.classes)),
+        is_pretrained,
+        recipe.task.logits,
+    )
+    table = comparable(situation)
     length = recommended.length(
-        len(data.train), accelerated(recipe.backend), pretrained
+        len(data.train), accelerated(recipe.backend), is_pretrained
     ).epochs
     lines = [
-        *_length(data, epochs, length, table),
-        *_views(recipe, epochs, max(epochs, length), table),
+        *_length_lines(data, epochs, length, table),
+        *_view_lines(recipe, epochs, max(epochs, length), table),
+        *_fit_lines(recipe, data),
+        *_teacher_size_lines(recipe, teachers),
+        *_network_lines(recipe, table),
+        *_label_weight_lines(recipe, data),
     ]
-    lines += [
-        *_fit(recipe, data),
-        *_teacher_size(recipe, teachers),
-        *_network(recipe, table),
-    ]
-    lines += _label_weight(recipe, data)
     if not lines:
-        return [
-            f"recipe    length and views as recommended for {len(data.train):,} images"
-        ]
-    heads = ["recipe    ", *["          "] * (len(lines) - 1)]
-    return [head + line for head, line in zip(heads, lines, strict=True)]
+        lines = [f"length and views as recommended for {len(data.train):,} images"]
+    first, *following = lines
+    reached = comparison_text(table) or f"no comparable run was measured; {EXPECTED}"
+    return [
+        f"recipe    {first}",
+        *(f"          {line}" for line in following),
+        f"comparison_text      {reached}",
+    ]
 
 
-def measured(recipe: Recipe, data: Data) -> list[Measured]:
-    """Return the comparable measured runs; [] if there are none."""
-    labelled = 0 if recipe.data.labels == "none" else len(data.with_labels().train)
-    pretrained = recipe.student.init == "pretrained"
-    task = recipe.task.logits
-    return comparable(
-        Situation(
-            len(data.train), labelled, max(1, len(data.classes)), pretrained, task
-        )
-    )
-
-
-def planned(recipe: Recipe, data: Data) -> list[str]:
-    """Return what labels alone and distilling reached in comparable runs, or the range
-    of all measured gains.
-    """
-    text = comparison_text(measured(recipe, data))
-    return [f"plan      {text or f'no comparable run was measured; {EXPECTED}'}"]
-
-
-def _length(data: Data, epochs: float, better: int, table: list[Measured]) -> list[str]:
+def _length_lines(
+    data: Data, epochs: float, better: int, table: list[Measured]
+) -> list[str]:
     if epochs >= ENOUGH * better:
         return []
     evidence = contrast_text(contrast(table, "epochs", epochs, better), "epochs")
@@ -90,17 +74,14 @@ def _length(data: Data, epochs: float, better: int, table: list[Measured]) -> li
     ]
 
 
-def _views(
+def _view_lines(
     recipe: Recipe, epochs: float, longer: float, table: list[Measured]
 ) -> list[str]:
-    """Compare the stored views; `longer`: the epochs of the run, or the recommended
-    ones if these are more.
-    """
+    """Compare the stored views with the recommended number for `longer` epochs."""
     views = recipe.teacher.cache.num_views
     better = recommended.stored_views(longer)
-    if not views or views >= ENOUGH * recommended.stored_views(
-        epochs
-    ):  # a live teacher predicts fresh views
+    # a live teacher (0 views) predicts fresh views
+    if not views or views >= ENOUGH * recommended.stored_views(epochs):
         return []
     evidence = contrast_text(contrast(table, "views", views, better), "views")
     key = "data.views" if recipe.config.data.views else "teacher.cache.views"
@@ -109,32 +90,27 @@ def _views(
     ]
 
 
-def _label_weight(recipe: Recipe, data: Data) -> list[str]:
+def _label_weight_lines(recipe: Recipe, data: Data) -> list[str]:
     """Compare the weight of the labels where few images have one."""
     if (
         recipe.data.labels != "some"
         or len(data.with_labels().train) > len(data.train) / 2
     ):
         return []
-    losses, lines = recipe.losses, list[str]()
+    losses = recipe.losses
+    lines = []
     for i, (term, facts) in enumerate(zip(losses, loss_facts(losses), strict=True)):
-        if (
-            facts.labels
-            and not facts.teacher
-            and term.weight > recommended.MOST_LABEL_WEIGHT
-        ):
-            line = (
-                f"losses[{i}].weight is {term.weight:g}, recommended"
-                f" {recommended.LABEL_WEIGHT:g}"
-            )
+        on_labels_alone = facts.labels and not facts.teacher
+        if on_labels_alone and term.weight > recommended.MOST_LABEL_WEIGHT:
             lines.append(
-                f"{line}: {recommended.WEIGHED} (ten classes of Tiny ImageNet, 15"
-                " labels each, one seed)"
+                f"losses[{i}].weight is {term.weight:g}, recommended"
+                f" {recommended.LABEL_WEIGHT:g}: {recommended.WEIGHED} (ten classes of"
+                " Tiny ImageNet, 15 labels each, one seed)"
             )
     return lines
 
 
-def _fit(recipe: Recipe, data: Data) -> list[str]:
+def _fit_lines(recipe: Recipe, data: Data) -> list[str]:
     lines = []
     for config_path, fit in recipe.fits.items():
         if fit.student.init != "pretrained":
@@ -144,30 +120,31 @@ def _fit(recipe: Recipe, data: Data) -> list[str]:
         better = recommended.fit_visits(labelled)
         if visits < ENOUGH * better:
             steps = math.ceil(better / fit.data.batch_size)
-            line = (
+            lines.append(
                 f"{visits:,} image visits fit the teacher, recommended"
-                f" {config_path}.fit.steps={steps}"
+                f" {config_path}.fit.steps={steps}: {recommended.FITTED}"
             )
-            lines.append(f"{line}: {recommended.FITTED}")
     return lines
 
 
-def _teacher_size(recipe: Recipe, teachers: Teachers) -> list[str]:
+def _teacher_size_lines(recipe: Recipe, teachers: Teachers) -> list[str]:
     """Compare the input size of a fitted, pretrained teacher."""
-    lines, fits = [], recipe.fits
+    lines = []
+    fits = recipe.fits
     for config_path, member in zip(recipe.members, teachers.members, strict=False):
+        fit = fits.get(config_path)
+        if fit is None or fit.student.init != "pretrained":
+            continue
         side = getattr(member, "input_size", 0)
-        fitted = config_path in fits and fits[config_path].student.init == "pretrained"
-        if fitted and 0 < side < recommended.TEACHER_SIDE:
-            line = (
+        if 0 < side < recommended.TEACHER_SIDE:
+            lines.append(
                 f"{config_path} sees images of {side} px, recommended"
-                f" {recommended.TEACHER_SIDE}"
+                f" {recommended.TEACHER_SIDE}: {recommended.ENLARGED}"
             )
-            lines.append(f"{line}: {recommended.ENLARGED}")
     return lines
 
 
-def _network(recipe: Recipe, table: list[Measured]) -> list[str]:
+def _network_lines(recipe: Recipe, table: list[Measured]) -> list[str]:
     """Compare the student with the most accurate one of the same measured runs."""
     name = recipe.student.model
     for better in sorted({row.student for row in table} - {name}):

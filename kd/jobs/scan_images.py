@@ -18,7 +18,7 @@ from kd.data.loader import most_skipped
 from kd.deploy.serve.decoding import refusal
 from kd.deploy.serve.limits import Limits
 from kd.files.storage import write_text
-from kd.jobs.description import used_bits
+from kd.jobs.description import bit_depth_lines
 from kd.study.audit import lists
 from kd.study.audit.copies import Album, copies
 
@@ -33,7 +33,7 @@ log = logging.getLogger("kd")
 
 
 @dataclass
-class Looked:
+class DecodedImages:
     """The images of splits that were decoded."""
 
     album: Album
@@ -44,16 +44,16 @@ class Looked:
     def __len__(self) -> int:
         return len(self.album) + len(self.damaged)
 
-    def look(
-        self, number: int, split: str, source: Source, id: int, limits: Limits
+    def decode(
+        self, split_number: int, split: str, source: Source, id: int, limits: Limits
     ) -> None:
-        """Decode an image of the split with a number."""
+        """Decode an image and note its findings."""
         try:
             decoded = source.decode(id)
         except CorruptImage as error:
             self.damaged[f"{split}:{source.name(id)}"] = error
             return
-        self.album.add(number, id, decoded)
+        self.album.add(split_number, id, decoded)
         self.used_bits[decoded.used_bits] += 1
         if reason := refusal(decoded, limits):
             self.refusals[reason] += 1
@@ -66,40 +66,40 @@ def scan(
     everything: bool = False,
     bits: int = 16,
 ) -> list[str]:
-    """Decode all images, or a random sample for five seconds; report damaged and
-    repeated ones.
+    """Decode all images, or a sample; report damaged and repeated ones.
 
+    A sample is random and takes five seconds.
     The share `max_skipped` of a split may be damaged, as in the run; below 0: no image.
     Damaged images, and pairs in two splits or with two labels, are listed in `audit` of
     the run folder. Nothing is removed.
     """
-    looked, audit = _looked(splits, everything), folder / lists.FOLDER
-    if not len(looked):
-        return (
-            ["images    not decoded: kd-train makes them"] if everything else []
-        )  # not rendered or unpacked yet
+    images = _decode_images(splits, everything)
+    if not len(images):  # not rendered or unpacked yet
+        return ["images    not decoded: kd-train makes them"] if everything else []
+    audit = folder / lists.FOLDER
     total = sum(map(len, splits.values()))
-    partly = len(looked) < total
-    of = f"{len(looked)} of {total}" if partly else f"all {total}"
-    damage = (
-        f"{len(looked.damaged)} damaged, to be skipped"
-        if looked.damaged
-        else "none is damaged"
-    )
-    lines = [f"images    decoded {of}: {damage}", *used_bits(looked.used_bits, bits)]
-    if looked.refusals:
+    partly = len(images) < total
+    scope = f"{len(images)} of {total}" if partly else f"all {total}"
+    damage = "none is damaged"
+    if images.damaged:
+        damage = f"{len(images.damaged)} damaged, to be skipped"
+    lines = [
+        f"images    decoded {scope}: {damage}",
+        *bit_depth_lines(images.used_bits, bits),
+    ]
+    if images.refusals:
         reasons = ", ".join(
-            f"{count} {reason}" for reason, count in looked.refusals.most_common()
+            f"{count} {reason}" for reason, count in images.refusals.most_common()
         )
-        count = looked.refusals.total()
         lines.append(
-            f"endpoint  kd-serve refuses {count} of {of} by its default limits:"
-            f" {reasons}"
+            f"endpoint  kd-serve refuses {images.refusals.total()} of {scope} by its"
+            f" default limits: {reasons}"
         )
-    if looked.damaged:
-        lines += _damaged(looked.damaged, splits, max_skipped, of, audit / DAMAGED)
-    repeats = lists.repeats(looked.album, copies(looked.album), splits)
-    lines += _described(repeats, of)
+    if images.damaged:
+        file = audit / DAMAGED
+        lines += _damage_lines(images.damaged, splits, max_skipped, scope, file)
+    repeats = lists.repeats(images.album, copies(images.album), splits)
+    lines += _repeat_lines(repeats, scope)
     if partly:
         lines.append("          --check=all compares all of them")
     if repeats:
@@ -116,23 +116,23 @@ def scan(
     return lines
 
 
-def _described(repeats: Sequence[lists.Repeat], of: str) -> list[str]:
+def _repeat_lines(repeats: Sequence[lists.Repeat], scope: str) -> list[str]:
     """Return the number of repeated images, and the first of them."""
     if not repeats:
         return [
-            f"repeats   none among {of}: no photograph is in two splits, or has two"
+            f"repeats   none among {scope}: no photograph is in two splits, or has two"
             " labels"
         ]
     leaks = [pair for pair in repeats if pair.leaks]
     contradictions = [pair for pair in repeats if not pair.leaks]
     exact = sum(pair.kind == lists.COPY for pair in leaks)
-    text = (
-        f"{len(leaks)} pairs in two splits ({exact} with the same bytes),"
+    lines = [
+        f"repeats   {len(leaks)} pairs in two splits ({exact} with the same bytes),"
         f" {len(contradictions)} with two labels in one"
-    )
-    lines = [f"repeats   {text}"]
+    ]
     for pair in [*leaks[:NAMED], *contradictions[:NAMED]]:
-        first, second = pair.first, pair.second
+        first = pair.first
+        second = pair.second
         labels = (
             f", labelled {first.label} and {second.label}" if pair.contradicts else ""
         )
@@ -141,41 +141,41 @@ def _described(repeats: Sequence[lists.Repeat], of: str) -> list[str]:
     return lines
 
 
-def _damaged(
+def _damage_lines(
     damaged: Mapping[str, CorruptImage],
     splits: Mapping[str, Source],
     max_skipped: float,
-    of: str,
+    scope: str,
     file: Path,
 ) -> list[str]:
-    """Report damaged images, write them to a file for `data.exclude`, and refuse more
-    than the run may skip.
-    """
-    names, first = list(damaged), next(iter(damaged.values()))
+    """List damaged images in a file; refuse more than the run may skip."""
+    names = list(damaged)
+    first = damaged[names[0]]
     write_text(
         file,
         "\n".join(["# Damaged images, for data.exclude.", *map(list_line, names), ""]),
     )
-    more = f", ... (all in '{file}')" if len(names) > MOST_NAMED else ""
-    listed = ", ".join(names[:MOST_NAMED]) + more
+    listed = ", ".join(names[:MOST_NAMED])
+    if len(names) > MOST_NAMED:
+        listed += f", ... (all in '{file}')"
     remedy = f"Repair them, or leave them out: data.exclude={shlex.quote(str(file))}"
     if max_skipped < 0:
         if len(names) == 1:
             raise first
         wrong = (
-            f"{len(names)} images among {of} are damaged: {listed}. The first:"
+            f"{len(names)} images among {scope} are damaged: {listed}. The first:"
             f" {first.wrong}"
         )
         raise CorruptImage(first.config_path, wrong, first.allowed, remedy)
     for split, source in splits.items():
         count = sum(name.startswith(f"{split}:") for name in names)
-        most = most_skipped(max_skipped, len(source))
-        if count > most:
+        limit = most_skipped(max_skipped, len(source))
+        if count > limit:
             wrong = (
                 f"{count} of the {len(source)} images of '{split}' are damaged:"
                 f" {listed}"
             )
-            allowed = f"At most {most} (a share of {max_skipped:g}, and always one)"
+            allowed = f"At most {limit} (a share of {max_skipped:g}, and always one)"
             raise DataError(
                 "data.max_skipped",
                 wrong,
@@ -186,32 +186,30 @@ def _damaged(
     return [*errors[:MOST_NAMED], f"          listed in '{file}'"]
 
 
-def _looked(splits: Mapping[str, Source], everything: bool) -> Looked:
-    """Decode images; return what they show, or nothing if the images do not
-    exist yet.
-    """
-    names, sources = [*splits], [*splits.values()]
+def _decode_images(splits: Mapping[str, Source], everything: bool) -> DecodedImages:
+    """Decode images and return their findings, none if they do not exist yet."""
+    names = [*splits]
+    sources = [*splits.values()]
     *starts, total = accumulate(map(len, sources), initial=0)
-    count = total if everything else min(total, MOST_LOOKED)
-    positions = (
-        range(total) if everything else random.Random(0).sample(range(total), count)
-    )
-    looked, limits = Looked(Album(count)), Limits()
+    positions: Sequence[int] = range(total)
+    if not everything:
+        positions = random.Random(0).sample(positions, min(total, MOST_LOOKED))
+    images = DecodedImages(Album(len(positions)))
+    limits = Limits()
     start = logged = time.monotonic()
     for position in positions:
-        split = bisect(starts, position) - 1
+        number = bisect(starts, position) - 1
+        id = position - starts[number]
         try:
-            looked.look(
-                split, names[split], sources[split], position - starts[split], limits
-            )
+            images.decode(number, names[number], sources[number], id, limits)
         except NotPrepared:
-            return Looked(Album(0))
+            return DecodedImages(Album(0))
         now = time.monotonic()
         if everything and now > logged + PROGRESS_SECONDS:
             logged = now
             log.info(
-                "images    decoded %d of %d, %.0f s", len(looked), total, now - start
+                "images    decoded %d of %d, %.0f s", len(images), total, now - start
             )
         if not everything and now > start + LOOK_SECONDS:
             break
-    return looked
+    return images

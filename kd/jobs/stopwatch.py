@@ -12,15 +12,16 @@ from kd.core.seeds import evenly_spaced
 from kd.setup.modes import Work
 
 FEWEST = 2  # images of the smallest trial: batch norm needs them
-TRIAL_SECONDS, ROUNDS = 2.0, 5
-"""Seconds in which a part of a run is timed, and most times. On a CPU `FEWEST` images
-come first; they have a step's whole overhead, so that a larger trial never takes longer
-than expected from them.
+TRIAL_SECONDS = 2.0
+"""Seconds in which a part of a run is timed. On a CPU `FEWEST` images come first; they
+have a step's whole overhead, so that a larger trial never takes longer than expected
+from them.
 """
+ROUNDS = 5  # most times that a part is timed
 LOADED = 16  # images for timing loading: the median of as many varied by a few percent
 
 
-class Timed(NamedTuple):
+class Timing(NamedTuple):
     """Means for one image of some work."""
 
     ms: float = 0.0  # milliseconds
@@ -28,29 +29,32 @@ class Timed(NamedTuple):
     images: int = 0  # of the trial; 0: not timed
 
 
-def timed(make: Callable[[int], Work], most: int, images: int) -> Timed:
-    """Time the work made for `most` images, or for as many as `TRIAL_SECONDS` surely
-    allow; try `images` first.
+def time_work(make: Callable[[int], Work], largest: int, images: int) -> Timing:
+    """Time work on `largest` images, or on as many as `TRIAL_SECONDS` surely allow.
+
+    `images` are tried first.
     """
-    work, rounds = make(images), 0
+    work = make(images)
     work().sum().item()  # one-time set-up is not measured
-    larger = min(most, int(images * TRIAL_SECONDS / seconds_of(work)))
-    if larger > 1.5 * images:
-        return timed(make, most, larger)
-    start, spent = time.perf_counter(), time.process_time()
+    expected = min(largest, int(images * TRIAL_SECONDS / seconds_of(work)))
+    if expected > 1.5 * images:
+        return time_work(make, largest, expected)
+    start = time.perf_counter()
+    cpu_start = time.process_time()
+    rounds = 0
     while rounds < ROUNDS and time.perf_counter() - start < TRIAL_SECONDS:
         work().sum().item()
         rounds += 1
     thousands = rounds * images / 1000
-    return Timed(
+    return Timing(
         (time.perf_counter() - start) / thousands,
-        (time.process_time() - spent) / thousands,
+        (time.process_time() - cpu_start) / thousands,
         images,
     )
 
 
-def loading(dataset: Dataset) -> Timed:
-    """Time loading in this process; `Timed()` if the images do not exist yet."""
+def time_loading(dataset: Dataset) -> Timing:
+    """Time loading in this process; `Timing()` if the images do not exist yet."""
 
     def readable(id: int) -> bool:
         try:
@@ -60,13 +64,13 @@ def loading(dataset: Dataset) -> Timed:
 
     ids = evenly_spaced(len(dataset), LOADED)
     try:
-        return timed(
+        return time_work(
             lambda images: lambda: torch.tensor([readable(id) for id in ids[:images]]),
             len(ids),
             1,
         )
     except DataError:
-        return Timed()
+        return Timing()
 
 
 def seconds_of(work: Work) -> float:

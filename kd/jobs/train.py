@@ -1,5 +1,6 @@
-"""The main job (teacher, student, baseline, report), and how other jobs open a run and
-get its teacher.
+"""Run a configuration: teacher, student, baseline, report.
+
+Other jobs open a run and get its teacher by functions of this module.
 """
 
 import logging
@@ -22,7 +23,7 @@ from kd.files.run_dir import BASELINE, BILLED, RunDir
 from kd.files.storage import read_rows, write_text
 from kd.jobs.check import check
 from kd.jobs.distill import distill
-from kd.jobs.observe import accounted
+from kd.jobs.observe import gapless_time_tables
 from kd.setup.build import distributed
 from kd.setup.build_teacher import META, RunContext, Teachers, load_teachers
 from kd.setup.data import Data, open_data
@@ -39,16 +40,15 @@ from kd.setup.recipe import (
 from kd.setup.same_data import same_contents
 
 POLL = 0.5  # seconds between two checks of the folder
-MINE, FITTED, IN_USE = (
-    0,
-    1,
-    2,
-)  # rank 0's finding; a number, which it sends to the others
+# rank 0's finding on a fit: a number, which it sends to the others
+MINE = 0  # it fits the teacher
+FITTED = 1  # the teacher is fitted
+IN_USE = 2  # another process fits it
 log = logging.getLogger("kd")
 
 
 def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained:
-    """Run a configuration: fit the teacher if needed, distill, train the baseline on request, write the report.
+    """Fit the teacher if needed, distill, train a configured baseline, report.
 
     The run's time begins `before` seconds ago, at the start of the command. `final`:
     "val" does not score test images.
@@ -57,49 +57,45 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
     recipe = resolve(settings)
     record = recipe.record
     with (
-        accounted(started),
-        opened(recipe, obtain_teachers, started, checked=True) as (setting, folder),
+        gapless_time_tables(started),
+        open_job(recipe, obtain_teachers, started, checked=True) as (setting, folder),
     ):
         result = distill(setting, folder, record.name, final)
         if recipe.baseline is not None:
             record_length(recipe, folder, setting.backend)
-            alone, title = (
-                match_baseline_length(recipe.baseline, folder),
-                f"{record.name} (labels only)",
-            )
-            folder.record(baseline=alone.path.name)
-            with open_run(alone.record, setting.backend.rank) as inner:
-                data = replace(setting.data, plan=alone.data).with_labels()
-                unaided = replace(setting, recipe=alone, teachers=Teachers(None, data))
-                result = replace(result, baseline=distill(unaided, inner, title, final))
+            baseline = match_baseline_length(recipe.baseline, folder)
+            folder.record(baseline=baseline.path.name)
+            with open_run(baseline.record, setting.backend.rank) as baseline_folder:
+                data = replace(setting.data, plan=baseline.data).with_labels()
+                labels_only = replace(
+                    setting, recipe=baseline, teachers=Teachers(None, data)
+                )
+                title = f"{record.name} (labels only)"
+                trained = distill(labels_only, baseline_folder, title, final)
+                result = replace(result, baseline=trained)
         if setting.backend.rank == 0:
             from kd.study.report.record import record_of  # imports for the end of a run
             from kd.study.report.summary import summary_lines
 
-            path, shown = recipe.path, shlex.quote(str(recipe.path))
-            following = (
-                f"Next: `kd-export {shown}` checks the student and writes what timm and"
-                " onnxruntime load; "
-            )
-            following += (
-                f"`kd-serve {shown}/export` serves it on a CPU. `kd-report {shown}`"
-                " writes a page about the run."
-            )
+            path = shlex.quote(str(recipe.path))
             lines = [
                 f"# {record.name}",
                 "",
                 *summary_lines(record_of(folder, recipe)),
-                following,
+                f"Next: `kd-export {path}` checks the student and writes what timm and"
+                f" onnxruntime load; `kd-serve {path}/export` serves it on a CPU."
+                f" `kd-report {path}` writes a page about the run.",
                 "",
             ]
             result = replace(result, report=redact("\n".join(lines)))
-            write_text(path / "report.md", result.report)
+            write_text(recipe.path / "report.md", result.report)
     return result
 
 
 def record_length(recipe: Recipe, folder: RunDir, backend: Backend) -> None:
-    """Record the length of labels alone before they begin: a resume continues the same
-    run. All ranks must call it.
+    """Record the baseline's length before it begins, so that a resume continues it.
+
+    All ranks must call it.
     """
     if not RunDir(folder.path / BASELINE).config_file.is_file():
         from kd.study.paying import baseline_length  # imports for the end of a run
@@ -110,7 +106,7 @@ def record_length(recipe: Recipe, folder: RunDir, backend: Backend) -> None:
 
 
 @contextmanager
-def opened(
+def open_job(
     recipe: Recipe,
     obtain: Callable[[Recipe, Data, Backend], Teachers],
     started: float | None = None,
@@ -118,8 +114,9 @@ def opened(
     examine: Callable[[Data], None] = lambda data: None,
     checked: bool = False,
 ) -> Iterator[tuple[RunContext, RunDir]]:
-    """Open the inputs of a job, quick failures first, and the run folder if it is
-    written. All ranks must call it.
+    """Open the inputs of a job, quick failures first, and a run folder to be written.
+
+    All ranks must call it.
 
     Args:
         recipe: the resolved configuration.
@@ -131,9 +128,8 @@ def opened(
         checked: run `check` first, on every rank.
     """
     with distributed(recipe.backend) as backend:
-        data = open_data(
-            recipe.data, backend, fill, check(recipe).data if checked else None
-        )
+        listed = check(recipe).data if checked else None
+        data = open_data(recipe.data, backend, fill, listed)
         examine(data)
         data = replace(data, contents=same_contents(data.splits, backend))
         with ExitStack() as stack:
@@ -141,38 +137,40 @@ def opened(
             if started is not None:
                 folder = stack.enter_context(open_run(recipe.record, backend.rank))
                 fits = fit_folders(recipe, data.fingerprint).values()
-                stack.enter_context(
-                    billed(folder, started, [fit.path for fit, _ in fits])
-                )
+                paths = [fit.path for fit, _ in fits]
+                stack.enter_context(record_billable_time(folder, started, paths))
             yield RunContext(recipe, obtain(recipe, data, backend), backend), folder
 
 
 @contextmanager
-def billed(folder: RunDir, started: float, fits: Sequence[Path] = ()) -> Iterator[None]:
+def record_billable_time(
+    folder: RunDir, started: float, fits: Sequence[Path] = ()
+) -> Iterator[None]:
     """Record the total time of all starts of a command, which a rented machine bills.
 
     A killed start counts up to its last row of machine samples or steps, in its folder
     or its fits' folders.
     """
-    known, now = folder.manifest(), time.perf_counter
-    before, began = (float(known.get(key, 0.0)) for key in BILLED)
-    paths = (folder.path, *fits) if began else ()
-    files = [
-        file
-        for path in paths
-        for kind in ("monitor", "timeline")
-        for file in path.rglob(f"{kind}_*.jsonl")
-    ]
-    ends = [float(row["time"]) for file in files for row in read_rows(file)[-1:]]
-    before += max([0.0, *(end - began for end in ends)])
+    recorded = folder.manifest()
+    earlier, killed_start = (float(recorded.get(key, 0.0)) for key in BILLED)
+    if killed_start:
+        ends = [
+            float(row["time"])
+            for path in (folder.path, *fits)
+            for pattern in ("monitor_*.jsonl", "timeline_*.jsonl")
+            for file in path.rglob(pattern)
+            for row in read_rows(file)[-1:]
+        ]
+        earlier += max([0.0, *(end - killed_start for end in ends)])
     folder.record(
-        billable_seconds=round(before, 3), began=round(time.time() - now() + started, 3)
+        billable_seconds=round(earlier, 3),
+        began=round(time.time() - time.perf_counter() + started, 3),
     )
     try:
         yield
     finally:
         folder.record(
-            billable_seconds=round(before + now() - started, 3),
+            billable_seconds=round(earlier + time.perf_counter() - started, 3),
             began=0.0,
             peak_mib=round(peak_mib()),
         )
@@ -180,41 +178,43 @@ def billed(folder: RunDir, started: float, fits: Sequence[Path] = ()) -> Iterato
 
 @contextmanager
 def open_run(record: Record, rank: int) -> Iterator[RunDir]:
-    """Open the folder of a run for this block; refuse a folder of another run, naming
-    the keys that differ.
-    """
+    """Open the folder of a run for this block; refuse one of a run with other keys."""
     folder = RunDir(record.path, rank, record.keep)
     try:
-        stored, differences = folder.stored_config(), []
-        if stored not in (
-            None,
-            record.yaml,
-        ):  # parsing takes 0.7 CPU seconds, and a waiting run is here twice a second
-            from kd.setup.finished import parse  # only if the folder has another text
-
-            old = flatten(
-                config.to_dict(
-                    parse(folder.config_file, stored, trust=True), values=True
-                )
-            )
-            for key in sorted(old.keys() | record.keys.keys()):
-                before, now = old.get(key), record.keys.get(key)
-                if before != now and not is_resume_mutable(key):
-                    differences.append(
-                        f"{key} ({reference_or_value(before)} -> {reference_or_value(now)})"
-                    )
+        stored = folder.stored_config()
+        differences = []
+        # parsing takes 0.7 CPU seconds, and a waiting run is here twice a second
+        if stored is not None and stored != record.yaml:
+            differences = _key_differences(folder, stored, record)
         folder.open(record.yaml, differences)
         if rank == 0 and stored not in (None, record.yaml):
-            write_text(
-                folder.config_file, record.yaml
-            )  # only free keys differ; reports read them
+            # only free keys differ; reports read them
+            write_text(folder.config_file, record.yaml)
         yield folder
     finally:
         folder.close()
 
 
+def _key_differences(folder: RunDir, stored: str, record: Record) -> list[str]:
+    """Return the keys that make a stored configuration another run."""
+    from kd.setup.finished import parse  # only if the folder has another text
+
+    settings = parse(folder.config_file, stored, trust=True)
+    old = flatten(config.to_dict(settings, values=True))
+    differences = []
+    for key in sorted(old.keys() | record.keys.keys()):
+        before = old.get(key)
+        after = record.keys.get(key)
+        if before != after and not is_resume_mutable(key):
+            differences.append(
+                f"{key} ({reference_or_value(before)} -> {reference_or_value(after)})"
+            )
+    return differences
+
+
 def teach(settings: Config, before: float = 0.0) -> list[Path]:
     """Fit the teachers of a configuration, or reuse fitted ones; return their folders.
+
     `before` as in `train`.
     """
     if not settings.teacher.fit.length:
@@ -223,48 +223,41 @@ def teach(settings: Config, before: float = 0.0) -> list[Path]:
     started = time.perf_counter() - before
     recipe = resolve(settings)
     with (
-        accounted(started),
-        opened(recipe, lambda recipe, data, backend: Teachers(None, data)) as (
-            setting,
-            _,
-        ),
+        gapless_time_tables(started),
+        open_job(recipe, lambda recipe, data, backend: Teachers(None, data)) as job,
     ):
+        setting, _ = job
         data = setting.data
         fits = fit_folders(recipe, data.fingerprint).values()
         return [fit_teacher(*fit, data, setting.backend) for fit in fits]
 
 
 def obtain_teachers(recipe: Recipe, data: Data, backend: Backend) -> Teachers:
-    """Load all teachers; fit those without a checkpoint first. All ranks must
-    call it.
+    """Load all teachers; fit those without a checkpoint first.
+
+    All ranks must call it.
     """
-    divided = recipe.teacher
-    if divided.shard or divided.pipeline:
-        backend.check_divided(divided.pipeline)  # refuse before minutes of fitting
+    section = recipe.teacher
+    if section.shard or section.pipeline:
+        backend.check_divided(section.pipeline)  # refuse before minutes of fitting
     weights: dict[str, str | Path] = {}
     for config_path, (fit, target) in fit_folders(recipe, data.fingerprint).items():
         weights[config_path] = fit_teacher(fit, target, data, backend)
-    if divided.shard and backend.rank != 0:
+    if section.shard and backend.rank != 0:
         weights = dict.fromkeys(recipe.members, META)
     teachers = load_teachers(recipe, data, weights)
-    if divided.shard:
+    if section.shard:
         size = getattr(teachers.model, "input_size", 0)
-        first = int(numbers_of_rank_0(backend, [size])[0])
-        if first != size:  # what its trainer wrote, which other ranks do not read
-            wrong = f"the weights are for {first} px, which rank 0 alone knows"
-            raise ModelError(
-                "teacher.args",
-                wrong,
-                "",
-                f"Set img_size or pretrained_cfg_overlay.input_size to {first}",
-            )
+        size_of_0 = int(numbers_of_rank_0(backend, [size])[0])
+        if size_of_0 != size:  # what its trainer wrote, which other ranks do not read
+            wrong = f"the weights are for {size_of_0} px, which rank 0 alone knows"
+            remedy = f"Set img_size or pretrained_cfg_overlay.input_size to {size_of_0}"
+            raise ModelError("teacher.args", wrong, "", remedy)
     return teachers
 
 
 def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> Path:
-    """Fit a teacher on the labels and keep its best epoch; a teacher fitted by another
-    process is reused.
-    """
+    """Fit a teacher on the labels and keep its best epoch, or reuse a fitted one."""
     with ExitStack() as stack:
         folder = open_fit(
             stack, recipe.record, target, backend, recipe.backend.timeout_seconds
@@ -274,55 +267,43 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
                 log.info("teacher: reusing '%s'", target)
             return target
         if backend.rank == 0:
-            weights = {"scratch": "random", "pretrained": "pretrained"}[
+            init = {"scratch": "random", "pretrained": "pretrained"}[
                 recipe.student.init
             ]
             log.info(
                 "teacher: learning rate %g, from %s weights",
                 recipe.config.optimizer.lr,
-                weights,
+                init,
             )
-        data = _own(data, recipe, backend).with_labels()
-        distill(
-            RunContext(recipe, Teachers(None, data), backend),
-            folder,
-            "teacher",
-            final="",
-        )
+        data = _fit_data(data, recipe, backend).with_labels()
+        setting = RunContext(recipe, Teachers(None, data), backend)
+        distill(setting, folder, "teacher", final="")
         if backend.rank == 0:
-            from kd.deploy.export.package import (
-                write_folder,
-            )  # imports needed only after a fit
+            # imports needed only after a fit
+            from kd.deploy.export.package import write_folder
             from kd.models.timm_folder import export_files
             from kd.setup.student import best_student
 
             student, provenance = best_student(folder, recipe, data.classes)
-            problem_type = recipe.task.problem_type
             content, weights = export_files(
-                student, data.classes, data.plan.crop_pct, problem_type
+                student, data.classes, data.plan.crop_pct, recipe.task.problem_type
             )
             write_folder(target, content, weights, provenance)
         backend.barrier()
     return target
 
 
-def _own(data: Data, recipe: Recipe, backend: Backend) -> Data:
-    """Return the data for a fit, with its own seed, batch size, views and
-    augmentation.
-    """
-    own = replace(data, plan=recipe.data)
+def _fit_data(data: Data, recipe: Recipe, backend: Backend) -> Data:
+    """Return the data for a fit, with its seed, batch size, views and augmentation."""
+    fit_data = replace(data, plan=recipe.data)
     if data.stored is not None:
         from kd.setup.open_store import keep_rules  # only where pixels are stored
 
-        if keep_rules(own.plan) != keep_rules(
-            data.plan
-        ):  # with another crop the store has other pixels
-            return open_data(
-                replace(own.plan, folder=data.plan.folder),
-                backend,
-                listed=replace(own, stored=None),
-            )
-    return own
+        # with another crop the store has other pixels
+        if keep_rules(fit_data.plan) != keep_rules(data.plan):
+            plan = replace(fit_data.plan, folder=data.plan.folder)
+            return open_data(plan, backend, listed=replace(fit_data, stored=None))
+    return fit_data
 
 
 def open_fit(
@@ -333,49 +314,47 @@ def open_fit(
     timeout_seconds: float,
 ) -> RunDir | None:
     """Open the run folder of a fit until `stack` ends; None if the teacher is fitted.
-    All ranks must call it.
 
     While another process has locked the folder, wait. Ranks check together, so that no
-    collective times out.
+    collective times out. All ranks must call it.
     """
-    seen, since, waiting = "", time.monotonic(), False
+    last_stamp = ""
+    last_progress = time.monotonic()
+    is_waiting = False
     while True:
-        outcome, folder, holder = FITTED, None, ""
+        outcome = FITTED
+        folder = None
+        holder = ""
         if backend.rank == 0 and not is_fitted(target):
             try:
                 folder = stack.enter_context(open_run(record, 0))
-                outcome = (
-                    FITTED if is_fitted(target) else MINE
-                )  # it may have been fitted since the first check
+                # it may have been fitted since the first check
+                outcome = FITTED if is_fitted(target) else MINE
             except FolderInUse as error:
-                outcome, holder = IN_USE, str(error.wrong)
+                outcome = IN_USE
+                holder = str(error.wrong)
         [outcome] = numbers_of_rank_0(backend, [outcome])
         if outcome == FITTED:
             return None
         if outcome == MINE:
             return folder or stack.enter_context(open_run(record, backend.rank))
         if backend.rank == 0:
-            now = holder + _content(record.path)
-            if now != seen:
-                seen, since = now, time.monotonic()
-            if time.monotonic() - since > timeout_seconds:
+            stamp = holder + _progress_stamp(record.path)
+            if stamp != last_stamp:
+                last_stamp = stamp
+                last_progress = time.monotonic()
+            if time.monotonic() - last_progress > timeout_seconds:
                 wrong = f"{holder}, and has written nothing for {timeout_seconds:g} s"
-                raise RunError(
-                    "teacher.fit",
-                    wrong,
-                    "",
-                    "End that process, or raise backend.timeout_seconds",
-                )
-            if not waiting:
+                remedy = "End that process, or raise backend.timeout_seconds"
+                raise RunError("teacher.fit", wrong, "", remedy)
+            if not is_waiting:
                 log.info("teacher: %s; waiting for the teacher that it fits", holder)
-                waiting = True
+                is_waiting = True
         time.sleep(POLL)
 
 
-def _content(path: Path) -> str:
-    """Return sizes and times of a run folder's files: they change while the run makes
-    progress.
-    """
+def _progress_stamp(path: Path) -> str:
+    """Return the sizes of a run folder's files, which change while the run proceeds."""
     # The monitor continues in a hanging run. No file of rows is ever removed.
     files = [*path.glob("metrics.jsonl"), *path.glob("timeline_*.jsonl")]
     return "\n".join(f"{file.name} {file.stat().st_size}" for file in sorted(files))

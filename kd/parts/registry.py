@@ -25,15 +25,8 @@ from kd.core.facts import (
     SifterFacts,
 )
 
-FOLDERS = (
-    "tasks",
-    "losses",
-    "sifters",
-    "datasets",
-    "networks",
-    "backends",
-    "exporters",
-)
+# type of a part's `facts`. A part without `facts` has the defaults; a loss must have
+# them.
 FACTS: dict[str, type[Any]] = {
     "losses": LossFacts,
     "sifters": SifterFacts,
@@ -41,11 +34,12 @@ FACTS: dict[str, type[Any]] = {
     "networks": NetworkFacts,
     "backends": BackendFacts,
     "exporters": ExporterFacts,
-}  # type of a part's `facts`. A part without `facts` has the defaults; a loss must have them.
+}
+FOLDERS = ("tasks", *FACTS)
 
 
 def names(folder: str) -> list[str]:
-    """List the parts of a folder: its public modules."""
+    """List the parts of a folder, which are its public modules."""
     package = importlib.import_module(f"kd.parts.{folder}")
     return sorted(
         info.name
@@ -55,67 +49,68 @@ def names(folder: str) -> list[str]:
 
 
 def find(folder: str, kind: str, config_path: str) -> ModuleType:
-    """Import the module of a part; `kind` is its file name without the suffix, or a
-    dotted path outside kd.
+    """Import the module of a part.
+
+    Args:
+        folder: the kind of part, one of `FOLDERS`.
+        kind: its file name without the suffix, or a dotted path outside kd.
+        config_path: config path of the errors.
+
+    Returns:
+        The module, which has `Options` and `build`.
+
+    Raises:
+        PartNotFound: there is no such part, or it cannot be imported.
     """
-    path = kind if "." in kind else f"kd.parts.{folder}.{kind}"
-    known = names(folder)
-    if "." not in kind and kind not in known:
-        remedy = did_you_mean(kind, known) or "Run `kd-parts` to list them"
-        raise PartNotFound(
-            config_path,
-            f"no part named {kind!r} in {folder}",
-            f"Allowed: {', '.join(known)}",
-            remedy,
-        )
-    module = (
-        _imported(path, config_path, known)
-        if path not in sys.modules
-        else sys.modules[path]
-    )
-    options = getattr(module, "Options", None)
-    if not (
-        dataclasses.is_dataclass(options) and callable(getattr(module, "build", None))
-    ):
+    is_outside = "." in kind
+    path = kind if is_outside else f"kd.parts.{folder}.{kind}"
+    kinds = names(folder)
+    if not is_outside and kind not in kinds:
+        wrong = f"no part named {kind!r} in {folder}"
+        allowed = f"Allowed: {', '.join(kinds)}"
+        remedy = did_you_mean(kind, kinds) or "Run `kd-parts` to list them"
+        raise PartNotFound(config_path, wrong, allowed, remedy)
+    if path in sys.modules:
+        module = sys.modules[path]
+    else:
+        module = _import_part(path, config_path, kinds)
+    is_part = dataclasses.is_dataclass(getattr(module, "Options", None))
+    if not is_part or not callable(getattr(module, "build", None)):
+        wrong = f"the module {kind!r} is not a part"
         allowed = "A part has a frozen dataclass `Options` and a function `build`"
-        remedy = f"Add them, or choose one of: {', '.join(known)}"
-        raise PartNotFound(
-            config_path, f"the module {kind!r} is not a part", allowed, remedy
-        )
+        remedy = f"Add them, or choose one of: {', '.join(kinds)}"
+        raise PartNotFound(config_path, wrong, allowed, remedy)
     return module
 
 
 def named_module(path: str) -> ModuleType:
-    """Import a module named in a configuration; the working folder is searched last, as
-    with `python -m kd`.
-    """
-    # Only during this import: a folder there must not replace a package that is not
-    # installed.
-    here = [""] if "" not in sys.path else []
-    sys.path += here
+    """Import a module named in a configuration, if needed from the working folder."""
+    # That is searched last, as with `python -m kd`, and only during this import: a
+    # folder there must not replace a package that is not installed.
+    if "" in sys.path:
+        return importlib.import_module(path)
+    sys.path.append("")
     try:
         return importlib.import_module(path)
     finally:
-        for folder in here:
-            sys.path.remove(folder)
+        sys.path.remove("")
 
 
-def _imported(path: str, config_path: str, known: list[str]) -> ModuleType:
+def _import_part(path: str, config_path: str, kinds: list[str]) -> ModuleType:
     try:
         if not all(piece.isidentifier() for piece in path.split(".")):
             raise ModuleNotFoundError(name=path)
         module = named_module(path)
     except (Exception, SystemExit) as error:  # a foreign module may raise anything
-        absent = isinstance(error, ModuleNotFoundError) and error.name
-        if absent and (path == absent or path.startswith(absent + ".")):
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{path}.".startswith(f"{absent}."):
+            wrong = f"the module {path!r} cannot be imported"
             allowed = (
-                f"Allowed: {', '.join(known)}, or the dotted path of an importable"
+                f"Allowed: {', '.join(kinds)}, or the dotted path of an importable"
                 " module"
             )
-            wrong = f"the module {path!r} cannot be imported"
-            raise PartNotFound(
-                config_path, wrong, allowed, "Check the spelling and PYTHONPATH"
-            ) from error
+            remedy = "Check the spelling and PYTHONPATH"
+            raise PartNotFound(config_path, wrong, allowed, remedy) from error
         if path.startswith("kd."):
             raise  # the part exists, but a package that it imports does not
         wrong = f"importing {path!r} raises {error_with_line(error)}"
@@ -142,61 +137,79 @@ def default_options(folder: str, kind: str, /, **changes: Any) -> Any:
 def build(
     folder: str, kind: str, options: Any, config_path: str, **context: Any
 ) -> Any:
-    """Build a part from checked options and the arguments of its contract."""
-    made = find(folder, kind, config_path).build
+    """Build a part from checked options and the arguments of its contract.
+
+    Args:
+        folder: the kind of part, one of `FOLDERS`.
+        kind: its file name without the suffix, or a dotted path outside kd.
+        options: an instance of its `Options`.
+        config_path: config path of the errors.
+        context: the further arguments of its `build`.
+
+    Returns:
+        The part; its type is that of the folder's contract.
+
+    Raises:
+        PartNotFound: there is no such part, or its `build` takes other arguments.
+    """
+    build_part = find(folder, kind, config_path).build
     try:
-        inspect.signature(made).bind(options, **context)
+        inspect.signature(build_part).bind(options, **context)
     except TypeError as error:
         wrong = f"the function build of '{kind}' cannot be called ({error})"
-        raise PartNotFound(
-            config_path,
-            wrong,
-            f"build(options, {', '.join(context)})",
-            "Correct its arguments",
-        ) from error
-    return made(options, **context)
+        allowed = f"build(options, {', '.join(context)})"
+        remedy = "Correct its arguments"
+        raise PartNotFound(config_path, wrong, allowed, remedy) from error
+    return build_part(options, **context)
 
 
 def facts(folder: str, kind: str, options: Any, config_path: str) -> Any:
-    """Return the facts of a part with these options: its `facts`, or the result of
-    `facts(options)`.
+    """Return the facts of a part with these options.
+
+    They are its `facts`, or the result of its `facts(options)`.
+
+    Args:
+        folder: the kind of part, a key of `FACTS`.
+        kind: its file name without the suffix, or a dotted path outside kd.
+        options: an instance of its `Options`.
+        config_path: config path of the errors.
+
+    Returns:
+        An instance of the folder's type in `FACTS`.
+
+    Raises:
+        PartNotFound: there is no such part, or its facts have another type.
     """
     cls = FACTS[folder]
-    value = getattr(
-        find(folder, kind, config_path), "facts", None if cls is LossFacts else cls()
-    )
-    value = value(options) if callable(value) else value
+    default = None if cls is LossFacts else cls()
+    value = getattr(find(folder, kind, config_path), "facts", default)
+    if callable(value):
+        value = value(options)
     if not isinstance(value, cls):
-        wrong = (
-            f"'{kind}' does not declare its inputs"
-            if value is None
-            else f"facts of '{kind}' returns {value!r}"
-        )
+        wrong = f"facts of '{kind}' returns {value!r}"
+        if value is None:
+            wrong = f"'{kind}' does not declare its inputs"
         allowed = (
             f"A function `facts(options)` that returns a kd.core.facts.{cls.__name__},"
             " or one as `facts`"
         )
-        raise PartNotFound(
-            config_path, wrong, allowed, "Add it; CONTRIBUTING.md has an example"
-        )
+        remedy = "Add it; CONTRIBUTING.md has an example"
+        raise PartNotFound(config_path, wrong, allowed, remedy)
     return value
 
 
 def graphs() -> dict[str, GraphFile]:
     """Return the facts of all formats of graphs by file name, cheap ones first."""
-    none, found = NoOptions(), dict[str, GraphFile]()
+    formats: dict[str, GraphFile] = {}
     for kind in names("exporters"):
-        own = facts("exporters", kind, none, "export").graphs
-        found |= {
-            file: dataclasses.replace(graph, kind=kind) for file, graph in own.items()
-        }
-    return dict(sorted(found.items(), key=lambda one: one[1].cost))
+        graphs_of_kind = facts("exporters", kind, NoOptions(), "export").graphs
+        for file, graph in graphs_of_kind.items():
+            formats[file] = dataclasses.replace(graph, kind=kind)
+    return dict(sorted(formats.items(), key=lambda item: item[1].cost))
 
 
 def graph_files(file: str) -> tuple[str, ...]:
-    """Return the names of a graph's files: itself, and that of its weights if they are
-    in a second file.
-    """
+    """Return the names of a graph's file, and of its weights if they have one."""
     graph = graphs().get(file)  # None: another version of kd wrote it
     return (file, graph.weights) if graph is not None and graph.weights else (file,)
 

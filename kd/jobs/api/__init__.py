@@ -1,5 +1,6 @@
-"""The same engine from Python: `kd.train` for a configuration, `kd.distill` for modules
-and datasets of your own.
+"""Run the same engine from Python.
+
+`kd.train` takes a configuration, `kd.distill` modules and datasets of your own.
 """
 
 import copy
@@ -21,7 +22,7 @@ from kd.core.contracts import Backend, Sifter
 from kd.core.errors import ConfigError
 from kd.core.evaluation import Evaluation, Split
 from kd.core.host import environment
-from kd.core.types import Dims
+from kd.core.types import Dims, SiftContext, State
 from kd.data.loader import evaluation_plan
 from kd.engine.criterion import Criterion, StudentWithLoss
 from kd.engine.loop import train as engine_train
@@ -30,17 +31,17 @@ from kd.engine.run import Run
 from kd.files.run_dir import Memory, RunDir
 from kd.jobs.api.arguments import (
     Arguments,
-    batch_of,
-    examined,
-    fingerprint_of,
-    in_own_words,
-    known_labels,
+    batch_size_of,
+    criterion_fingerprint,
+    examine_models,
     map_style,
-    own_words,
+    name_arguments,
+    training_labels,
+    translate_config_keys,
 )
 from kd.jobs.api.result import Distilled, Result
 from kd.jobs.distill import require_same
-from kd.jobs.observe import clock_of, where_the_time_went
+from kd.jobs.observe import span_clock, time_table
 from kd.jobs.progress.console import Console
 from kd.jobs.train import open_run
 from kd.jobs.train import train as train_job
@@ -70,7 +71,7 @@ def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Re
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _preserve_random_state() -> Iterator[None]:
     """Give torch's and Python's global generators their state again at the end."""
     state = random.getstate()
     try:
@@ -80,8 +81,8 @@ def _random_state_kept() -> Iterator[None]:
         random.setstate(state)
 
 
-@own_words()
-@_random_state_kept()
+@name_arguments()
+@_preserve_random_state()
 def distill(
     *,
     teacher: nn.Module | Sequence[nn.Module],
@@ -159,74 +160,78 @@ def distill(
         seed,
     )
     images = arguments.images()
-    size, length = batch_of(train, batch_size), {"epochs": epochs, "steps": steps}
     recipe = arguments.recipe(
-        images[0], size, run=length, optimizer=optimizer or {}, backend=backend or {}
+        images[0],
+        batch_size_of(train, batch_size),
+        run={"epochs": epochs, "steps": steps},
+        optimizer=optimizer or {},
+        backend=backend or {},
     )
     if isinstance(train, DataLoader) and folder is not None:
+        wrong = "is set, but a DataLoader shuffles anew when it resumes"
         remedy = "Pass train.dataset instead of the DataLoader, or no folder"
-        raise ConfigError(
-            "folder",
-            "is set, but a DataLoader shuffles anew when it resumes",
-            "",
-            remedy,
-        )
+        raise ConfigError("folder", wrong, "", remedy)
     with (
         distributed(recipe.backend) as world,
         Console(
             "distill", not progress or world.rank != 0, scores=recipe.task.scores
         ) as console,
-        _opened(recipe.record, folder, world.rank) as sink,
+        _open_sink(recipe.record, folder, world.rank) as sink,
     ):
-        run, classes = _run(recipe, arguments, images, world, sink, console)
-        own = (
-            sink.path / f"timeline_{world.rank}.jsonl"
-            if isinstance(sink, RunDir)
-            else None
-        )
-        start = sink.step() if isinstance(sink, RunDir) else 0
-        with Timeline(
-            clock_of(world.facts), own, start, world.communication_ms
-        ) as timeline:
-            state = engine_train(
-                replace(run, span=timeline.span, window=timeline.window)
-            )
-        for line in where_the_time_went("distill", timeline):
-            console.info(line)
-        if run.average is not None:
-            run.average.apply()
-        world.barrier()  # wait until rank 0 has written its rows
+        run, classes = _assemble_run(recipe, arguments, images, world, sink, console)
+        state = _train_timed(run, world, sink, console)
         rows = sink.rows() if isinstance(sink, RunDir) else sink.rows
-    metrics = [row for row in rows if row["kind"] == "val"][-1]
-    data = (
-        sink.manifest()["data"] if isinstance(sink, RunDir) and world.rank == 0 else ""
-    )
-    config_path = Path(folder) if folder is not None else None
+        data = ""
+        if isinstance(sink, RunDir) and world.rank == 0:
+            data = sink.manifest()["data"]
     return Distilled(
-        student, metrics, rows, state, config_path, arguments, recipe, classes, data
+        student,
+        [row for row in rows if row["kind"] == "val"][-1],
+        rows,
+        state,
+        Path(folder) if folder is not None else None,
+        arguments,
+        recipe,
+        classes,
+        data,
     )
 
 
-def _opened(
+def _train_timed(
+    run: Run, world: Backend, sink: Memory | RunDir, console: Console
+) -> State:
+    """Train, print where the time went, and apply averaged weights."""
+    timeline_file = None
+    first_step = 0
+    if isinstance(sink, RunDir):
+        timeline_file = sink.path / f"timeline_{world.rank}.jsonl"
+        first_step = sink.step()
+    with Timeline(
+        span_clock(world.facts), timeline_file, first_step, world.communication_ms
+    ) as timeline:
+        state = engine_train(replace(run, span=timeline.span, window=timeline.window))
+    for line in time_table("distill", timeline):
+        console.info(line)
+    if run.average is not None:
+        run.average.apply()
+    world.barrier()  # wait until rank 0 has written its rows
+    return state
+
+
+def _open_sink(
     record: Record, folder: str | Path | None, rank: int
 ) -> AbstractContextManager[Memory | RunDir]:
-    return (
-        nullcontext(Memory())
-        if folder is None
-        else open_run(replace(record, path=Path(folder)), rank)
-    )
+    if folder is None:
+        return nullcontext(Memory())
+    return open_run(replace(record, path=Path(folder)), rank)
 
 
-def _criterion(recipe: Recipe, arguments: Arguments, dims: Dims) -> Criterion:
-    """Return the caller's terms, or those of the recipe, for the share of the training
-    images with a label.
-    """
+def _build_criterion(recipe: Recipe, arguments: Arguments, dims: Dims) -> Criterion:
+    """Return the caller's terms, or the recipe's, for the labelled share of images."""
     assert dims.labels is not None
-    labelled = (
-        (dims.labels() >= 0).float().mean().item()
-        if arguments.labels == "some"
-        else 1.0
-    )
+    labelled = 1.0
+    if arguments.labels == "some":
+        labelled = (dims.labels() >= 0).float().mean().item()
     if not isinstance(arguments.losses, Criterion):
         return build_criterion(recipe.losses, [dims], recipe.seed, labelled=labelled)
     criterion = copy.copy(arguments.losses)
@@ -234,7 +239,7 @@ def _criterion(recipe: Recipe, arguments: Arguments, dims: Dims) -> Criterion:
     return criterion
 
 
-def _run(
+def _assemble_run(
     recipe: Recipe,
     arguments: Arguments,
     images: Tensor,
@@ -242,93 +247,110 @@ def _run(
     sink: Memory | RunDir,
     console: Console,
 ) -> tuple[Run, list[str]]:
-    """Assemble a run and return it with the class names; the examination on `images`
-    gives their number.
+    """Assemble a run and return it with the class names.
+
+    The examination on `images` gives the number of classes.
     """
-    section, task, seed = recipe.data, recipe.task, recipe.seed
-    micro_batch, images = (
-        section.batch_size // world.world_size,
-        images.to(world.device),
+    batch_size = recipe.data.batch_size
+    labels = arguments.labels
+    images = images.to(world.device)
+    (student, *teachers), num_classes = examine_models(
+        arguments, images, batch_size // world.world_size, world.device
     )
-    models, num_classes = examined(arguments, images, micro_batch, world.device)
     classes = arguments.classes(num_classes)
-    batch_size, train, labels, (student, *teachers) = (
-        section.batch_size,
-        arguments.train,
-        arguments.labels,
-        models,
-    )
     train_loader, num_images = arguments.loader("train", batch_size, num_classes, world)
     val_loader, num_val = arguments.loader("val", batch_size, num_classes, world)
-    data = (
-        arguments.fingerprint(world)
-        if isinstance(sink, RunDir) or world.world_size > 1
-        else ""
-    )
-    split = split_batch(section, world.world_size, num_images)
-    model: Any = (
-        Ensemble(teachers, [1.0] * len(teachers), task.average)
-        if len(teachers) > 1
-        else teachers[0]
-    )
-    live = LiveTeacher(model, world.device, inference=world.facts.inference)
-    sifter, known = arguments.sifter, partial(known_labels, train, labels, num_classes)
-    dims = Dims(num_classes, 0, 0, classes=tuple(classes), labels=known)
-    criterion = _criterion(recipe, arguments, dims)
+    data = ""
+    if isinstance(sink, RunDir) or world.world_size > 1:
+        data = arguments.fingerprint(world)
+    split = split_batch(recipe.data, world.world_size, num_images)
+    teacher: Any = teachers[0]
+    if len(teachers) > 1:
+        teacher = Ensemble(teachers, [1.0] * len(teachers), recipe.task.average)
+    live = LiveTeacher(teacher, world.device, inference=world.facts.inference)
+    read_labels = partial(training_labels, arguments.train, labels, num_classes)
+    dims = Dims(num_classes, 0, 0, classes=tuple(classes), labels=read_labels)
+    criterion = _build_criterion(recipe, arguments, dims)
     require_images(split, criterion)
-    distillation = StudentWithLoss(student, criterion, task).to(world.device)
+    distillation = StudentWithLoss(student, criterion, recipe.task).to(world.device)
     for note in note_unused(distillation, images, [dims]):
         console.info(f"student: {note}")
-    if isinstance(sifter, (str, Mapping)):
-        known = known if labels != "none" else partial(torch.full, (num_images,), -1)
-        context = sift_context(num_images, known, world, split, seed)
-        sifter, line = sifter_of(recipe, context)
-        console.info(in_own_words(line))
-    val = Split(val_loader, evaluation_plan(num_val, batch_size))
+    context = sift_context(num_images, read_labels, world, split, recipe.seed)
+    sifter = _build_sifter(recipe, arguments, context, console)
     evaluation = Evaluation(
         world,
-        val,
+        Split(val_loader, evaluation_plan(num_val, batch_size)),
         live,
         num_classes,
         labelled=labels != "none",
         partly=labels == "some",
     )
     if isinstance(sink, RunDir):
-        shapes = {
-            name: list(getattr(value, "shape", ()))
-            for name, value in student.network.state_dict().items()
-        }
-        facts = {
-            "teacher": model.identity()["teacher"],
-            "student": shapes,
+        contents = {
+            "teacher": teacher.identity()["teacher"],
+            "student": _weight_shapes(student.network),
             "data": data,
+            "criterion": criterion_fingerprint(criterion),
         }
-        facts["criterion"] = fingerprint_of(criterion)
-        for key in facts:
-            require_same(key, sink.manifest(), facts)
-        world.barrier()  # wait until every rank has read the manifest
-        sink.record(
-            **facts,
-            images=len(train),
-            classes=classes,
-            decides=task.scores.selection_metric(labels != "none").key,
-            task=task.name,
-            scores=task.scores.record(),
-            batch=str(batch_size),
-            batch_size=batch_size,
-            backend=world.kind,
-            world_size=world.world_size,
-            machines=world.world_size // world.local_world_size,
-            environment=environment(),
-        )
+        _record_run(sink, contents, recipe, arguments, classes, world)
     run = Run(
         accumulate=split.accumulate,
         teacher=live,
         loader=train_loader,
         sifter=sifter,
-        evaluator=task.evaluator(evaluation),
+        evaluator=recipe.task.evaluator(evaluation),
         store=sink,
         logger=console,
         **settings_of(recipe, distillation, world),
     )
     return run, classes
+
+
+def _build_sifter(
+    recipe: Recipe, arguments: Arguments, context: SiftContext, console: Console
+) -> Sifter:
+    """Return the caller's sifter, or build the recipe's and describe it."""
+    if not isinstance(arguments.sifter, (str, Mapping)):
+        return arguments.sifter
+    if arguments.labels == "none":
+        unlabelled = partial(torch.full, (context.num_images,), -1)
+        context = replace(context, labels=unlabelled)
+    sifter, line = sifter_of(recipe, context)
+    console.info(translate_config_keys(line))
+    return sifter
+
+
+def _weight_shapes(network: nn.Module) -> dict[str, list[int]]:
+    return {
+        name: list(getattr(value, "shape", ()))
+        for name, value in network.state_dict().items()
+    }
+
+
+def _record_run(
+    sink: RunDir,
+    contents: dict[str, Any],
+    recipe: Recipe,
+    arguments: Arguments,
+    classes: list[str],
+    world: Backend,
+) -> None:
+    """Record a run in its folder; refuse a folder of a run with other contents."""
+    for key in contents:
+        require_same(key, sink.manifest(), contents)
+    world.barrier()  # wait until every rank has read the manifest
+    scores = recipe.task.scores
+    sink.record(
+        **contents,
+        images=len(arguments.train),
+        classes=classes,
+        decides=scores.selection_metric(arguments.labels != "none").key,
+        task=recipe.task.name,
+        scores=scores.record(),
+        batch=str(recipe.data.batch_size),
+        batch_size=recipe.data.batch_size,
+        backend=world.kind,
+        world_size=world.world_size,
+        machines=world.world_size // world.local_world_size,
+        environment=environment(),
+    )

@@ -36,7 +36,7 @@ from kd.setup.recipe import Recipe, resolve
 from kd.setup.same_data import require_equal
 
 LABELS = ("all", "some", "none", "sets")
-OWN_WORDS = (
+ARGUMENT_NAMES = (
     (r"\b(?:run|data)\.(epochs|steps|seed|batch_size|workers|labels)\b", r"\1"),
     (r"\brun\.(?:name|folder)\b", "folder"),
     (r"\bstudent\.model\b", "student"),
@@ -48,29 +48,26 @@ OWN_WORDS = (
 
 
 @contextmanager
-def own_words() -> Iterator[None]:
-    """Let errors in this block name arguments of `kd.distill` instead of configuration
-    keys.
-    """
+def name_arguments() -> Iterator[None]:
+    """Let errors in this block name arguments, not configuration keys."""
     try:
         yield
     except KdError as error:
-        raise _renamed(error).with_traceback(error.__traceback__) from error.__cause__
+        raise _translate_error(error).with_traceback(
+            error.__traceback__
+        ) from error.__cause__
 
 
-def _renamed(error: KdError) -> KdError:
+def _translate_error(error: KdError) -> KdError:
     if isinstance(error, ConfigErrors):
-        return ConfigErrors([_renamed(one) for one in error.errors])
-    return type(error)(
-        *map(
-            in_own_words, (error.config_path, error.wrong, error.allowed, error.remedy)
-        )
-    )
+        return ConfigErrors([_translate_error(inner) for inner in error.errors])
+    texts = (error.config_path, error.wrong, error.allowed, error.remedy)
+    return type(error)(*map(translate_config_keys, texts))
 
 
-def in_own_words(text: str) -> str:
+def translate_config_keys(text: str) -> str:
     """Return a text with arguments of `kd.distill` in place of configuration keys."""
-    for pattern, name in OWN_WORDS:
+    for pattern, name in ARGUMENT_NAMES:
         text = re.sub(pattern, name, text)
     return text
 
@@ -131,54 +128,47 @@ class Arguments:
     @property
     def models(self) -> dict[str, nn.Module]:
         """Student and teachers by argument name."""
-        several = len(self.teachers) > 1
-        named = {
-            f"teacher[{i}]" if several else "teacher": one
-            for i, one in enumerate(self.teachers)
-        }
-        return {"student": self.student, **named}
+        if len(self.teachers) == 1:
+            return {"student": self.student, "teacher": self.teachers[0]}
+        teachers = {f"teacher[{i}]": model for i, model in enumerate(self.teachers)}
+        return {"student": self.student, **teachers}
 
     def recipe(
         self, image: Tensor, batch_size: int, **sections: Mapping[str, Any]
     ) -> Recipe:
-        """Check the arguments, and keys of `run`, `optimizer` and `backend`, with the
-        schema of a configuration.
+        """Check arguments by the schema of a configuration, and return its recipe.
+
+        `sections`: keys of `run`, `optimizer` and `backend`.
         """
         losses: Any = self.losses
-        if isinstance(
-            losses, Criterion
-        ):  # one of kd's losses that reads logits in the same way
-            losses = (
-                "binary_kl"
-                if any(term.facts.logits == "sigmoid" for term in losses.all)
-                else "kl"
-            )
-        terms = (
-            losses
-            if isinstance(losses, Sequence) and not isinstance(losses, str)
-            else [losses]
-        )
-        sets, sifter = self.labels == "sets", self.sifter
-        shape = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)}"
+        if isinstance(losses, Criterion):
+            # one of kd's losses that reads logits in the same way
+            reads_sets = any(term.facts.logits == "sigmoid" for term in losses.all)
+            losses = "binary_kl" if reads_sets else "kl"
+        if isinstance(losses, str) or not isinstance(losses, Sequence):
+            losses = [losses]
+        label_sets = self.labels == "sets"
         data = {
             "kind": MAP_DATASET,
-            "images": shape,
-            "label": "set" if sets else "class",
+            "images": image_text(image),
+            "label": "set" if label_sets else "class",
+            "labels": "all" if label_sets else self.labels,
             "batch_size": batch_size,
         }
         if image.ndim == 3:
             data["image_size"] = max(8, *image.shape[1:])
-        teachers = " + ".join(type(one).__qualname__ for one in self.teachers)
+        teachers = " + ".join(type(model).__qualname__ for model in self.teachers)
+        is_object = hasattr(self.sifter, "plan")
         settings = config.load(
             {
                 "run": {"name": "distill", "seed": self.seed, **sections["run"]},
-                "data": {**data, "labels": "all" if sets else self.labels},
+                "data": data,
                 "teacher": {"kind": "torch", "model": teachers},
                 "student": {"kind": "torch", "model": type(self.student).__qualname__},
-                "losses": [_section(one) for one in terms],
-                "sifter": {} if hasattr(sifter, "plan") else _section(sifter),
-                "optimizer": _section(sections["optimizer"]),
-                "backend": _section(sections["backend"]),
+                "losses": [_as_section(term) for term in losses],
+                "sifter": {} if is_object else _as_section(self.sifter),
+                "optimizer": _as_section(sections["optimizer"]),
+                "backend": _as_section(sections["backend"]),
             }
         )
         return resolve(completed(settings, len(self.items)))
@@ -191,27 +181,23 @@ class Arguments:
     def classes(self, count: int) -> list[str]:
         """Return `count` class names: the training data's, or numbered ones."""
         names = getattr(self.items, "classes", ())
-        named = isinstance(names, Collection) and len(names) == count
-        return (
-            [str(name) for name in names]
-            if named
-            else [f"class_{number}" for number in range(count)]
-        )
+        if isinstance(names, Collection) and len(names) == count:
+            return [str(name) for name in names]
+        return [f"class_{number}" for number in range(count)]
 
     def fingerprint(self, world: Backend) -> str:
-        """Return a hash of both splits' data; DataError: it differs between ranks. All
-        ranks must call this.
+        """Return a hash of both splits' data. All ranks must call this.
+
+        Raises:
+            DataError: it differs between ranks.
         """
-        hashes = [
-            (
-                f"loader {len(items.dataset)}"  # type: ignore[arg-type]
-                if isinstance(items, DataLoader)
-                else MapDataset(
-                    items, self.seed, config_path, self.labels
-                ).fingerprint()
-            )
-            for config_path, items in (("train", self.train), ("val", self.val))
-        ]
+        hashes = []
+        for split, items in (("train", self.train), ("val", self.val)):
+            if isinstance(items, DataLoader):
+                hashes.append(f"loader {len(items.dataset)}")  # type: ignore[arg-type]
+            else:
+                dataset = MapDataset(items, self.seed, split, self.labels)
+                hashes.append(dataset.fingerprint())
         digest = hashlib.sha256(" ".join(hashes).encode()).hexdigest()
         require_equal(
             digest,
@@ -230,9 +216,8 @@ class Arguments:
                 items, self.seed, config_path, self.labels, num_classes
             )
             share = Share(batch_size, 1, world.rank, world.world_size)
-            return LocalLoader(
-                dataset, share, getattr(items, "workers", self.workers)
-            ), len(dataset)
+            workers = getattr(items, "workers", self.workers)
+            return LocalLoader(dataset, share, workers), len(dataset)
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
             raise ConfigError(
@@ -241,15 +226,16 @@ class Arguments:
                 "A map-style dataset",
                 remedy,
             )
-        num_images = drawn(items) // batch_size * batch_size
+        num_images = images_per_epoch(items) // batch_size * batch_size
         return (
             BatchLoader(items, batch_size, config_path, self.labels, num_classes),
             num_images,
         )
 
     def images(self) -> Tensor:
-        """Return the images for an examination [N, ...]: two of a dataset, the first
-        batch of a DataLoader.
+        """Return the images for an examination [N, ...].
+
+        They are two of a dataset, or the first batch of a DataLoader.
         """
         if not isinstance(self.train, DataLoader):
             dataset = MapDataset(self.train, self.seed, "train", "none")
@@ -259,28 +245,30 @@ class Arguments:
                     for id in evenly_spaced(len(dataset), IMAGES)
                 ]
             )
-        size = batch_of(self.train, 1)
+        size = batch_size_of(self.train, 1)
         batches = BatchLoader(self.train, size, "train", "none").epoch(
             evaluation_plan(size, size), 0
         )
         return next(batches).image
 
 
-def fingerprint_of(criterion: Criterion) -> str:
-    """Return a hash of a criterion's terms: name, weight, and the numbers and texts
-    that each loss was built with.
-    """
-    found = []
+def criterion_fingerprint(criterion: Criterion) -> str:
+    """Return a hash of a criterion's terms and the options of their losses."""
+    terms = []
     for name, term in zip(criterion.names, criterion.all, strict=True):
         loss = term.loss
         options = {
-            k: v
-            for k, v in vars(loss).items()
-            if isinstance(v, (int, float, str)) and k != "training"
+            key: value
+            for key, value in vars(loss).items()
+            if isinstance(value, (int, float, str)) and key != "training"
         }
         learned = loss.state_dict()
-        fixed = {k: v.tolist() for k, v in loss.named_buffers() if k not in learned}
-        found.append(
+        fixed = {
+            key: buffer.tolist()
+            for key, buffer in loss.named_buffers()
+            if key not in learned
+        }
+        terms.append(
             (
                 name,
                 term.weight,
@@ -290,59 +278,63 @@ def fingerprint_of(criterion: Criterion) -> str:
                 fixed,
             )
         )
-    return hashlib.sha256(repr(found).encode()).hexdigest()
+    return hashlib.sha256(repr(terms).encode()).hexdigest()
 
 
-def batch_of(items: Any, otherwise: int) -> int:
+def image_text(image: Tensor) -> str:
+    """Return the dtype and shape of an image as text."""
+    return f"{_dtype_name(image.dtype)} {list(image.shape)}"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def batch_size_of(items: Any, otherwise: int) -> int:
     """Return the batch size of a DataLoader; `otherwise` for a dataset."""
-    own = getattr(items, "batch_size", None) or getattr(
-        getattr(items, "batch_sampler", None), "batch_size", None
-    )
-    return own if own and isinstance(items, DataLoader) else otherwise
+    if not isinstance(items, DataLoader):
+        return otherwise
+    sampler = getattr(items, "batch_sampler", None)
+    return items.batch_size or getattr(sampler, "batch_size", None) or otherwise
 
 
-def drawn(items: Any) -> int:
+def images_per_epoch(items: Any) -> int:
     """Return the number of images per epoch of a DataLoader, from its sampler."""
     sampler = getattr(items.batch_sampler, "sampler", items.sampler)
     return len(sampler if hasattr(sampler, "__len__") else items.dataset)
 
 
-class Drawn:
-    """The images that a DataLoader's sampler draws now, also those that `drop_last`
-    drops, as a map-style dataset.
+class SampledItems:
+    """The images that a DataLoader's sampler draws now, as a map-style dataset.
+
+    It has also those that `drop_last` drops.
     """
 
     def __init__(self, loader: DataLoader) -> None:
-        self.loader, self.workers, batches = (
-            loader,
-            loader.num_workers,
-            loader.batch_sampler,
-        )
+        self.loader = loader
+        self.workers = loader.num_workers
+        batches = loader.batch_sampler
         ids = getattr(batches, "sampler", None) or chain.from_iterable(batches)  # type: ignore[arg-type]
-        self.ids = sorted(islice(ids, drawn(loader)))
+        self.ids = sorted(islice(ids, images_per_epoch(loader)))
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, number: int) -> Any:
         batch = self.loader.collate_fn([self.loader.dataset[self.ids[number]]])
-        return (
-            tuple(part[0] for part in batch)
-            if isinstance(batch, (tuple, list))
-            else batch[0]
-        )
+        if isinstance(batch, (tuple, list)):
+            return tuple(field[0] for field in batch)
+        return batch[0]
 
 
 def map_style(config_path: str, items: Any) -> Any:
     """Return a dataset, or the images of a DataLoader as one; refuse anything else."""
     _require_items(config_path, items)
-    return Drawn(items) if isinstance(items, DataLoader) else items
+    return SampledItems(items) if isinstance(items, DataLoader) else items
 
 
-def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
-    """Return the class of every training item, from the dataset's `targets` if it has
-    them, else by reading items.
-    """
+def training_labels(items: Any, kind: str, num_classes: int) -> Tensor:
+    """Return the class of every training item, from the dataset's `targets` if any."""
     labels = Labels("train", kind, num_classes)
     targets = getattr(items, "targets", None)
     if targets is not None and getattr(items, "target_transform", None) is None:
@@ -351,11 +343,12 @@ def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
     return torch.tensor([dataset.load(id, 0).label for id in range(len(dataset))])
 
 
-def examined(
+def examine_models(
     arguments: Arguments, images: Tensor, micro_batch: int, device: torch.device
 ) -> tuple[list[LogitsModel], int]:
-    """Examine all models on images [N, ...]; return them, the student first, and their
-    number of classes.
+    """Examine all models on images [N, ...], and return them, the student first.
+
+    Returned with them: their number of classes.
     """
     models = [
         LogitsModel(module, config_path)
@@ -365,24 +358,22 @@ def examined(
     counts: dict[str, int] = {}
     for model in models:
         model.to(device)
-        trained = micro_batch if model is student else 0
         outputs = examine(
             model,
             model.config_path,
             images,
             True,
-            trained,
-            partial(_fails, model.config_path, images),
+            micro_batch if model is student else 0,
+            partial(_model_error, model.config_path, images),
         )
         counts[model.config_path] = outputs["logits"].shape[1]
-    others = {
+    # the student itself as the teacher is its caller's choice
+    other_teachers = {
         model.config_path: model
         for model in teachers
         if model.network is not student.network
     }
-    require_apart(
-        student, others, "student"
-    )  # the student itself as the teacher is its caller's choice
+    require_apart(student, other_teachers, "student")
     for config_path, count in counts.items():
         if count != counts["student"]:
             wrong = f"returns {count} classes, the student {counts['student']}"
@@ -395,26 +386,21 @@ def examined(
     return models, counts["student"]
 
 
-def _fails(config_path: str, images: Tensor, error: Exception) -> ModelError:
-    pixels = f"{str(images.dtype).removeprefix('torch.')} {list(images.shape[1:])}"
+def _model_error(config_path: str, images: Tensor, error: Exception) -> ModelError:
     remedy = "Resize in the transform, or in the module"
     if not images.is_floating_point():
         remedy = "End the transform in float pixels: image.float() / 255"
-    wrong = f"fails on images of train, {pixels}: {error_summary(error)}"
+    wrong = f"fails on images of train, {image_text(images[0])}: {error_summary(error)}"
     return ModelError(
         config_path, wrong, "Both models take the images of train as they are", remedy
     )
 
 
-def _section(value: Any) -> Any:
+def _as_section(value: Any) -> Any:
     """Return the section of a part given only by name, such as "kl"."""
-    return (
-        {"kind": value}
-        if isinstance(value, str)
-        else dict(value)
-        if isinstance(value, Mapping)
-        else value
-    )
+    if isinstance(value, str):
+        return {"kind": value}
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _require_trainable(student: nn.Module) -> None:
@@ -429,11 +415,9 @@ def _require_trainable(student: nn.Module) -> None:
             "A module that can be trained",
             "Call student.requires_grad_()",
         )
-    if small := trained & {torch.bfloat16, torch.float16}:
-        wrong = (
-            f"has weights in {str(small.pop()).removeprefix('torch.')}, which lose"
-            " small updates"
-        )
+    half = trained & {torch.bfloat16, torch.float16}
+    if half:
+        wrong = f"has weights in {_dtype_name(half.pop())}, which lose small updates"
         allowed = "float32; backend={'precision': 'bf16'} computes in bfloat16"
         raise ConfigError("student", wrong, allowed, "Call student.float()")
 
@@ -462,7 +446,8 @@ def _require_items(config_path: str, items: Any) -> None:
             config_path, "is empty", allowed, "Check where its items come from"
         )
     if isinstance(items, DataLoader):
-        size, images = batch_of(items, 0), drawn(items)
+        size = batch_size_of(items, 0)
+        images = images_per_epoch(items)
         if not size or (config_path == "train" and images < size):
             wrong = f"has {images} images, and a batch {size or 'no fixed size'}"
             raise ConfigError(

@@ -1,9 +1,9 @@
-"""Results of `kd.train` and `kd.distill`: scores, the student, and its export."""
+"""Hold the results of `kd.train` and `kd.distill`, and export their student."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from kd.data.loader import batches_of
 from kd.data.map_dataset import MapDataset
 from kd.files.run_dir import RunDir
 from kd.files.templates import html_table
-from kd.jobs.api.arguments import Arguments, map_style
+from kd.jobs.api.arguments import Arguments, image_text, map_style
 from kd.models.classifier import Classifier, Network, digest, resized
 from kd.setup.finished import opened_run
 from kd.setup.recipe import Recipe, resolve
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kd.deploy.export.export import WrittenExport
 
 BATCH = 16  # batch size for comparing graphs
-OFF = 0.05
+LEVEL_TOLERANCE = 0.05
 """Largest distance of a pixel from a whole grey level; 8-bit pixels normalized in
 float32 stay within 1e-4.
 """
@@ -51,13 +51,18 @@ class Result(Trained):
     def export(self, target: str | Path | None = None, **options: Any) -> WrittenExport:
         """Export the best student like `kd-export`; code named by the run is executed.
 
-        `target` None: `export` in the run folder. `options`: fields of
-        `kd.deploy.export.flags`, such as `int8=True`.
+        Args:
+            target: the new folder; None: `export` in the run folder.
+            options: fields of `kd.deploy.export.flags`, such as `int8=True`.
+
+        Returns:
+            The written export.
+
+        Raises:
+            KdError: anything that the user can fix, in one line.
         """
-        from kd.deploy.export.export import (
-            ExportOptions,
-            export,
-        )  # most callers do not export
+        # most callers do not export
+        from kd.deploy.export.export import ExportOptions, export
 
         return export(
             self.folder,
@@ -68,21 +73,14 @@ class Result(Trained):
 
     @property
     def student(self) -> nn.Module:
-        """The best student, loaded from the run folder; code named by the run is
-        executed.
-        """
+        """The best student, from the run folder; code named by the run is executed."""
         folder, stored = opened_run(self.folder, trust=True)
         return best_student(folder, resolve(stored), folder.manifest()["classes"])[0]
 
     def __repr__(self) -> str:
-        scores = ", ".join(
-            f"{name} {value:.4g}"
-            for name, value in self.metrics.items()
-            if isinstance(value, float)
-        )
         return (
             f"Result(folder='{self.folder}', steps={self.steps},"
-            f" parameters={self.parameters}, metrics: {scores})"
+            f" parameters={self.parameters}, metrics: {_metrics_text(self.metrics)})"
         )
 
     def _repr_html_(self) -> str:
@@ -101,13 +99,11 @@ class Result(Trained):
 class Distilled:
     """Results of `distill`."""
 
-    student: (
-        nn.Module
-    )  # the passed module, trained in place; with `ema` it has the averaged weights
+    # the passed module, trained in place; with `ema` it has the averaged weights
+    student: nn.Module
     metrics: dict[str, float]  # the last validation row
-    rows: list[
-        dict[str, Any]
-    ]  # every row of metrics, oldest first; training rows include the timing
+    # every row of metrics, oldest first; training rows include the timing
+    rows: list[dict[str, Any]]
     state: State
     folder: Path | None  # folder of checkpoints and metrics; None: not written
     arguments: Arguments
@@ -123,12 +119,11 @@ class Distilled:
         classes: Sequence[str] = (),
         **options: Any,
     ) -> WrittenExport:
-        """Export the student as `kd-export` does: weights, graphs for `kd-serve` and
-        `kd-predict`, model card.
+        """Export the student as `kd-export` does: weights, graphs, model card.
 
-        The graph takes 8-bit pixels and normalizes them. Each graph is compared with
-        PyTorch on images of `val`, converted back to 8 bits with `mean` and `std`; it
-        is refused if its outputs differ.
+        The graph for `kd-serve` and `kd-predict` takes 8-bit pixels and normalizes
+        them. Each graph is compared with PyTorch on images of `val`, converted back to
+        8 bits with `mean` and `std`; it is refused if its outputs differ.
 
         Args:
             folder: the new folder; an earlier export there is replaced.
@@ -139,19 +134,20 @@ class Distilled:
             options: fields of `kd.deploy.export.flags.ExportOptions` by their own
                 names, such as `int8=True`.
 
+        Returns:
+            The written export.
+
         Raises:
             ConfigError: images that are not square RGB pixels, or have another
                 normalization.
             ModelError: a graph's outputs differ from PyTorch's.
             RunError: something else lies at `folder`, or the disk is full.
         """
-        from kd.deploy.export.export import (
-            ExportOptions,
-            Subject,
-            write,
-        )  # most callers do not export
+        # most callers do not export
+        from kd.deploy.export.export import ExportOptions, Subject, write
 
-        recipe, names = self.recipe, list(classes or self.classes)
+        recipe = self.recipe
+        names = list(classes or self.classes)
         if len(names) != len(self.classes):
             wrong = (
                 f"names {len(names)} classes, but the student returns"
@@ -163,31 +159,26 @@ class Distilled:
         pixels = Pixels(self.arguments, tuple(mean), tuple(std))
         size = next(pixels.batches(1))[0].shape[-1]
         network = Network(copy.deepcopy(self.student).cpu().eval())
-        name = type(self.student).__qualname__
         student = Classifier(
             network,
             len(names),
             size,
             mean,
             std,
-            architecture={"module": name},
+            architecture={"module": type(self.student).__qualname__},
             classes=names,
         )
         run = replace(recipe.config.run, name=Path(folder).resolve().name)
-        provenance = {
-            "kd": environment()["packages"]["kd"],
-            "step": self.state.step,
-            "metrics": self.metrics,
-        }
+        data = replace(recipe.config.data, image_size=size)
         subject = Subject(
-            recipe=recipe.with_(
-                run=run, data=replace(recipe.config.data, image_size=size)
-            ),
+            recipe=recipe.with_(run=run, data=data),
             student=student,
             classes=names,
             data=self.data or "not recorded",
             provenance={
-                **provenance,
+                "kd": environment()["packages"]["kd"],
+                "step": self.state.step,
+                "metrics": self.metrics,
                 "run": run.name,
                 "digest": digest(network),
                 "eval_crop": 1.0,
@@ -198,21 +189,27 @@ class Distilled:
         return write(subject, Path(folder), ExportOptions(**options))
 
     def __repr__(self) -> str:
-        scores = ", ".join(
-            f"{name} {value:.4g}"
-            for name, value in self.metrics.items()
-            if isinstance(value, float)
+        folder = f"'{self.folder}'" if self.folder is not None else None
+        return (
+            f"Distilled(folder={folder}, steps={self.state.step},"
+            f" metrics: {_metrics_text(self.metrics)})"
         )
-        config_path = f"'{self.folder}'" if self.folder is not None else None
-        return f"Distilled(folder={config_path}, steps={self.state.step}, metrics: {scores})"
 
     def _repr_html_(self) -> str:
         scores = self.recipe.task.scores
-        rows = scores.table(
-            {**scores.of_teachers(self.metrics), "student": self.metrics}
-        )
-        shown = html_table(rows) if scores.own[0].key in self.metrics else ""
-        return f"{shown}<p>{scores.against_teacher(self.metrics)}</p>"
+        table = ""
+        if scores.own[0].key in self.metrics:
+            rows = {**scores.of_teachers(self.metrics), "student": self.metrics}
+            table = html_table(scores.table(rows))
+        return f"{table}<p>{scores.against_teacher(self.metrics)}</p>"
+
+
+def _metrics_text(metrics: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {value:.4g}"
+        for name, value in metrics.items()
+        if isinstance(value, float)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,27 +223,20 @@ class Pixels:
     def batches(
         self, limit: int, training: bool = False
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield uint8 images [B, 3, S, S] with labels [B] of `limit` validation images;
-        0: all.
+        """Yield uint8 images [B, 3, S, S] with labels [B] of validation images.
 
-        They are evenly spaced. `training`: training images instead, augmented, then
-        rounded to 8 bits and cropped to the size of the others.
+        They are `limit` evenly spaced images; 0: all. `training`: training images
+        instead, augmented, then rounded to 8 bits and cropped to the others' size.
         """
         if not training:
             for image, label in self._read(self.arguments.val, "val", limit):
                 yield self.levels(image), label
             return
         size = next(self.batches(1))[0].shape[-1]
-        for image, label in self._read(
-            self.arguments.train, "train", limit
-        ):  # augmented: not on grey levels
-            yield (
-                resized(self._scaled(image).clamp(0, 255), size)
-                .round()
-                .to(torch.uint8)
-                .numpy(),
-                label,
-            )
+        # augmented: not on grey levels
+        for image, label in self._read(self.arguments.train, "train", limit):
+            levels = resized(self._scaled(image).clamp(0, 255), size).round()
+            yield levels.to(torch.uint8).numpy(), label
 
     def _read(
         self, items: Any, split: str, limit: int
@@ -259,8 +249,11 @@ class Pixels:
             yield batch.image, batch.label.numpy()
 
     def levels(self, image: Tensor) -> np.ndarray:
-        """Return normalized images [B, 3, S, S] as uint8; refuse another normalization
-        than by `mean` and `std`.
+        """Return normalized images [B, 3, S, S] as uint8.
+
+        Raises:
+            ConfigError: no square RGB images, or another normalization than by `mean`
+                and `std`.
         """
         if (
             image.ndim != 4
@@ -268,15 +261,11 @@ class Pixels:
             or image.shape[2] != image.shape[3]
             or not image.is_floating_point()
         ):
-            pixels = (
-                f"{str(image.dtype).removeprefix('torch.')} {list(image.shape[1:])}"
-            )
-            remedy = "Write your own export with torch.onnx"
             raise ConfigError(
                 "val",
-                f"has images {pixels}",
+                f"has images {image_text(image[0])}",
                 "An endpoint takes square float [3, S, S]",
-                remedy,
+                "Write your own export with torch.onnx",
             )
         if (
             len(self.mean) != 3
@@ -287,11 +276,12 @@ class Pixels:
                 "mean", "and std are no triples", "Three numbers each, std above 0"
             )
         levels = self._scaled(image)
-        near = levels.round()
-        if not (levels - near).abs().max() <= OFF or near.min() < 0 or near.max() > 255:
-            worst = levels.flatten()[
-                (levels - near.clamp(0, 255)).abs().argmax()
-            ].item()
+        rounded = levels.round()
+        distance = (levels - rounded).abs().max()
+        # "not <=" is also true of nan
+        if not distance <= LEVEL_TOLERANCE or rounded.min() < 0 or rounded.max() > 255:
+            position = (levels - rounded.clamp(0, 255)).abs().argmax()
+            worst = levels.flatten()[position].item()
             wrong = f"and std make a grey level {worst:.2f} of a pixel of val"
             allowed = (
                 "Whole numbers 0 to 255: the mean and std with which the transform"
@@ -303,7 +293,7 @@ class Pixels:
                 allowed,
                 "Pass those, and resize before the conversion to float",
             )
-        return near.to(torch.uint8).numpy()
+        return rounded.to(torch.uint8).numpy()
 
     def _scaled(self, image: Tensor) -> Tensor:
         mean, std = (

@@ -1,3 +1,1 @@
-"""`kd init FOLDER`: inspect a folder of images and this machine, and write the
-configuration of a first run.
-"""
+"""Inspect a folder and this machine for `kd init`, and write a first configuration."""

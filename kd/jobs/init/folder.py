@@ -1,6 +1,4 @@
-"""Inspection of a folder of images: its layout as keys of `data`, its labels, and a
-sample of decoded images.
-"""
+"""Inspect a folder of images: its layout, its labels, and a sample of its images."""
 
 import posixpath
 import random
@@ -13,16 +11,14 @@ from kd.parts import registry
 from kd.setup.data import Data, open_sources
 from kd.setup.data_plan import DataPlan
 
-SAMPLE, SECONDS = (
-    200,
-    2.5,
-)  # most images and seconds for decoding a sample: ten seconds in all
+SAMPLE = 200  # most images of a sample: `kd init` takes ten seconds in all
+SECONDS = 2.5  # most seconds for decoding them
 ANY = "imagefolder"  # accepts any folder, so it is tried last
 Keys = dict[str, Any]  # keys of a section, `kind` first
 
 
-class Folder(NamedTuple):
-    """Findings."""
+class ImageFolder(NamedTuple):
+    """The findings on a folder of images."""
 
     keys: Keys
     labels: str  # `data.labels`
@@ -38,27 +34,25 @@ class Folder(NamedTuple):
     def sets(self) -> bool:
         """Whether an image may have several labels."""
         plan = self.data.plan
-        return (
-            registry.facts("datasets", plan.kind, plan.options, "FOLDER").label == "set"
-        )
+        facts = registry.facts("datasets", plan.kind, plan.options, "FOLDER")
+        return facts.label == "set"
 
 
-def look(folder: Path) -> Folder:
+def inspect_folder(folder: Path) -> ImageFolder:
     """Find the layout of a folder, list its images, and decode a sample of them."""
     if not folder.is_dir():
         wrong = f"'{folder}' " + ("is a file" if folder.exists() else "does not exist")
-        raise DataError(
-            "FOLDER",
-            wrong,
-            "A folder of images",
-            "Unpack the archive, or check the path",
-        )
+        remedy = "Unpack the archive, or check the path"
+        raise DataError("FOLDER", wrong, "A folder of images", remedy)
     try:
-        keys = _recognized(folder)
-        labels, why, data = _opened(**keys)
-        known = data.labels()
-        counts = (known > 0).sum(0) if known.ndim == 2 else known[known >= 0].bincount()
-        return Folder(keys, labels, why, data, counts.tolist(), *_sampled(data))
+        keys = _recognize_layout(folder)
+        labelled, why, data = _open_splits(**keys)
+        labels = data.labels()
+        if labels.ndim == 2:
+            counts = (labels > 0).sum(0).tolist()
+        else:
+            counts = labels[labels >= 0].bincount().tolist()
+        return ImageFolder(keys, labelled, why, data, counts, *_sample_images(data))
     except OSError as error:
         wrong = f"'{error.filename}' cannot be read ({error.strerror})"
         raise DataError("FOLDER", wrong, "", "Check its rights") from error
@@ -66,39 +60,31 @@ def look(folder: Path) -> Folder:
         raise DataError("FOLDER", error.wrong, error.allowed, error.remedy) from error
 
 
-def _recognized(folder: Path) -> Keys:
-    """Return the keys of the kind of data that recognizes the folder, by default class
-    folders.
-    """
+def _recognize_layout(folder: Path) -> Keys:
+    """Return the keys of the kind of data that recognizes a folder."""
     for kind in sorted(registry.names("datasets"), key=lambda name: name == ANY):
-        recognizes = getattr(
-            registry.find("datasets", kind, "FOLDER"), "recognizes", None
-        )
-        if recognizes is not None and (keys := recognizes(folder)) is not None:
+        dataset: Any = registry.find("datasets", kind, "FOLDER")
+        keys = dataset.recognizes(folder) if hasattr(dataset, "recognizes") else None
+        if keys is not None:
             return {"kind": kind, **keys}
     raise AssertionError(ANY)
 
 
-def _opened(kind: str, **keys: Any) -> tuple[str, str, Data]:
-    """Open the splits, unlabelled if there are fewer than two classes; return
-    `data.labels`, the reason, the data.
+def _open_splits(kind: str, **keys: Any) -> tuple[str, str, Data]:
+    """Open the splits, and return `data.labels` with its reason, and the data.
+
+    Fewer than two classes mean that the images are unlabelled.
     """
     options = registry.default_options("datasets", kind, **keys)
     try:
         data = open_sources(DataPlan(kind=kind, options=options))
     except DataError as error:
-        if kind != "imagefolder":
+        if kind != ANY:
             raise
         data = open_sources(DataPlan(kind=kind, options=options, labels="none"))
-        if (
-            len(
-                {
-                    posixpath.dirname(data.train.name(id))
-                    for id in range(len(data.train))
-                }
-            )
-            > 1
-        ):
+        train = data.train
+        folders = {posixpath.dirname(train.name(id)) for id in range(len(train))}
+        if len(folders) > 1:
             raise error from None
         return "none", error.wrong, data
     if getattr(options, "unlabelled", None) not in data.classes:
@@ -106,24 +92,24 @@ def _opened(kind: str, **keys: Any) -> tuple[str, str, Data]:
     return "some", "", open_sources(DataPlan(kind=kind, options=options, labels="some"))
 
 
-def _sampled(data: Data) -> tuple[int, int, int, int]:
-    """Decode training images in random order; return `side`, `sampled`, `damaged` and
-    `bits` of `Folder`.
-    """
-    train, end = data.train, time.monotonic() + SECONDS
-    sides, damaged, bits = list[int](), list[str](), 0
+def _sample_images(data: Data) -> tuple[int, int, int, int]:
+    """Return side, number, damaged number and bits of randomly sampled images."""
+    train = data.train
+    end = time.monotonic() + SECONDS
+    sides: list[int] = []
+    faults: list[str] = []
+    bits = 0
     for id in random.Random(0).sample(range(len(train)), min(SAMPLE, len(train))):
         try:
             decoded = train.decode(id)
             sides.append(min(decoded.image.size))
             bits = max(bits, decoded.used_bits)
         except CorruptImage as error:
-            damaged.append(error.wrong)
+            faults.append(error.wrong)
         if time.monotonic() > end:
             break
     if not sides:
-        wrong = f"none of {len(damaged)} sampled images can be decoded; {damaged[0]}"
-        raise DataError(
-            "FOLDER", wrong, "Whole images in formats that kd reads", "Replace them"
-        )
-    return sorted(sides)[len(sides) // 2], len(sides), len(damaged), bits
+        wrong = f"none of {len(faults)} sampled images can be decoded; {faults[0]}"
+        allowed = "Whole images in formats that kd reads"
+        raise DataError("FOLDER", wrong, allowed, "Replace them")
+    return sorted(sides)[len(sides) // 2], len(sides), len(faults), bits

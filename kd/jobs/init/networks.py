@@ -1,6 +1,4 @@
-"""Choose the teacher and the student of a first run: local pretrained weights, measured
-students.
-"""
+"""Choose local pretrained weights and a measured student for a first run."""
 
 import logging
 from collections.abc import Sequence
@@ -35,20 +33,14 @@ one per kind and cost.
 # images of at least this side get patches of 16 px instead of 8, at a quarter of the
 # cost
 COARSE = 96
-WEIGHT_ENDINGS = (
-    ".pth",
-    ".pt",
-    ".bin",
-    ".ckpt",
-    ".tar",
-    ".safetensors",
-)  # of files that a trainer writes
+# of files that a trainer writes
+WEIGHT_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".safetensors")
 SERVING_MS = 1.0  # milliseconds that kd-serve adds: decoding a small JPEG, and HTTP
 
 log = logging.getLogger("kd")
 
 
-class Teacher(NamedTuple):
+class ChosenTeacher(NamedTuple):
     """The chosen teacher and the reason."""
 
     keys: dict[str, Any]  # of the section
@@ -58,34 +50,32 @@ class Teacher(NamedTuple):
     role: str
 
 
-def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> Teacher | None:
-    """Return the named teacher, else the largest local one; without `classes` no
-    teacher can be fitted.
+def find_teacher(name: str, classes: Sequence[str], gpu: bool) -> ChosenTeacher | None:
+    """Return the named teacher, else the largest local one, if any.
+
+    Without `classes` no teacher can be fitted.
     """
-    here, why = cached_models(), f"named by {WHERE}"
-    if not text:
-        sizes = {name: file.stat().st_size / 1e6 for name, file in here.items()}
-        text = max(
-            (name for name in sizes if gpu or sizes[name] <= LARGEST_MB),
-            key=sizes.__getitem__,
-            default="",
-        )
-        why = f"the largest of {', '.join(sorted(here))} in the hub's cache here"
-    if not text:
-        return None
-    path = here[text].parent if "/" in text and text in here else Path(text)
+    local_files = cached_models()
+    why = f"named by {WHERE}"
+    if not name:
+        mb = {model: file.stat().st_size / 1e6 for model, file in local_files.items()}
+        small = [model for model in mb if gpu or mb[model] <= LARGEST_MB]
+        if not small:
+            return None
+        name = max(small, key=mb.__getitem__)
+        why = f"the largest of {', '.join(sorted(local_files))} in the hub's cache here"
+    path = Path(name)
+    if "/" in name and name in local_files:
+        path = local_files[name].parent
     if path.name == "model.safetensors" and path.with_name("config.json").is_file():
-        path, text = (
-            path.parent,
-            str(path.parent),
-        )  # the folder also has the input size and the normalization
+        # the folder also has the input size and the normalization
+        path = path.parent
+        name = str(path)
     if not path.is_dir():
-        keys, facts = named(WHERE, text)
-        return (
-            _fitted(keys, facts, classes)
-            if facts
-            else Teacher(keys, why, "fit" if classes else "logits")
-        )
+        keys, facts = pretrained_keys(WHERE, name)
+        if facts:
+            return _local_teacher(keys, facts, classes)
+        return ChosenTeacher(keys, why, "fit" if classes else "logits")
     config = folder_config(path, WHERE)
     if not config:
         allowed = "A folder that kd-export, timm or transformers wrote"
@@ -93,18 +83,18 @@ def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> Teacher | None
             WHERE, f"no config.json in '{path}'", allowed, "Name the file of weights"
         )
     if "model_type" not in config:
-        return _fitted({"model": text}, why, classes)
-    names = sorted(map(nfc, config.get("id2label", {}).values()))  # transformers'
-    own = bool(names) and (not classes or names == sorted(map(nfc, classes)))
-    return Teacher(
-        {"kind": "transformers", "model": text}, why, "logits" if own else "features"
-    )
+        return _local_teacher({"model": name}, why, classes)
+    labels = sorted(map(nfc, config.get("id2label", {}).values()))  # transformers'
+    role = "features"
+    if labels and (not classes or labels == sorted(map(nfc, classes))):
+        role = "logits"
+    return ChosenTeacher({"kind": "transformers", "model": name}, why, role)
 
 
-def _fitted(keys: dict[str, Any], why: str, classes: Sequence[str]) -> Teacher:
-    """Return a teacher of weights that are here; it needs a fit unless kd-train takes
-    its outputs as the classes.
-    """
+def _local_teacher(
+    keys: dict[str, Any], why: str, classes: Sequence[str]
+) -> ChosenTeacher:
+    """Return a teacher of local weights; it needs a fit unless it has the classes."""
     spec = Spec(
         WHERE,
         args={},
@@ -115,76 +105,59 @@ def _fitted(keys: dict[str, Any], why: str, classes: Sequence[str]) -> Teacher:
     )
     options = registry.default_options("networks", "timm")
     try:
-        made = registry.build(
+        network = registry.build(
             "networks", "timm", options, WHERE, spec=spec, image_size=0, features=()
         )
     except ModelError:
-        return Teacher(keys, why, "fit")
+        return ChosenTeacher(keys, why, "fit")
     # A vision transformer would be built for the data's size.
-    return Teacher(
-        keys | input_keys(keys["model"], made.input_size),
-        f"{why}; its outputs are the classes",
-        "logits",
-    )
+    keys = keys | input_keys(keys["model"], network.input_size)
+    return ChosenTeacher(keys, f"{why}; its outputs are the classes", "logits")
 
 
-def named(config_path: str, text: str) -> tuple[dict[str, Any], str]:
-    """Return the keys of the pretrained weights NAME, FILE or NAME=FILE, and the facts
-    in a file.
-    """
+def pretrained_keys(config_path: str, text: str) -> tuple[dict[str, Any], str]:
+    """Return keys for the weights NAME, FILE or NAME=FILE, and the facts in a file."""
     model, _, file = text.rpartition("=")
-    is_name = (
-        not model
-        and Path(file).suffix not in WEIGHT_ENDINGS
-        and not Path(file).is_file()
-    )
-    if is_name:
+    path = Path(file)
+    if not model and path.suffix not in WEIGHT_ENDINGS and not path.is_file():
         require_weights(Spec(config_path, text, {}, (), pretrained=True))
         return {"model": text}, ""
-    model, by_order, why = identify(config_path, Path(file), model)
+    model, by_order, why = identify(config_path, path, model)
     log.info("%s: %s", file, why)
-    return {
-        "model": model,
-        "checkpoint": file,
-        **({"weights": "by_order"} if by_order else {}),
-    }, why
+    keys = {"model": model, "checkpoint": file}
+    if by_order:
+        keys["weights"] = "by_order"
+    return keys, why
 
 
 def find_student(
     size: int, classes: Sequence[str], ms: float | None, mb: float | None
 ) -> tuple[dict[str, Any], str]:
-    """Return keys of `student` and the reason: the first in the list within `ms` and
-    `mb`, timed here.
-    """
+    """Return keys of the first listed student within `ms` and `mb`, and the reason."""
     misses = []
     for name, args in STUDENTS.items():
-        name = name.replace("_p8_", "_p16_") if size >= COARSE else name
+        if size >= COARSE:
+            name = name.replace("_p8_", "_p16_")
         make = partial(load, Spec("student", name, args, classes, free_size=True), size)
         with torch.device("meta"):
             parameters = count_parameters(make())
-        found, took = (
-            f"{parameters / 1e6:.2f} M parameters, {4 * parameters / 1e6:.1f} MB",
-            0.0,
-        )
-        small = mb is None or 4 * parameters / 1e6 <= mb
-        if small and ms is not None:
+        student_mb = 4 * parameters / 1e6
+        why = f"{parameters / 1e6:.2f} M parameters, {student_mb:.1f} MB"
+        fits = mb is None or student_mb <= mb
+        if fits and ms is not None:
             log.info("timing %s on images of %d px ...", name, size)
-            took = SERVING_MS + measure_costs({name: make}, {name: size})[name].get(
-                "ms", float("inf")
-            )
-            found += (
-                f", {took:.1f} ms here on one thread, {SERVING_MS:g} of them for"
+            times = measure_costs({name: make}, {name: size})[name]
+            latency_ms = SERVING_MS + times.get("ms", float("inf"))
+            why += (
+                f", {latency_ms:.1f} ms here on one thread, {SERVING_MS:g} of them for"
                 " kd-serve"
             )
-        if small and took <= (ms or took):
-            return {
-                "model": name,
-                **({"args": args} if args else {}),
-            }, f"{found}; see docs/guide.md, Many settings"
-        misses.append(f"{name}: {found}")
-    raise ModelError(
-        "--latency, --mb",
-        f"no student is within them: {'; '.join(misses)}",
-        "",
-        "Allow more",
-    )
+            fits = latency_ms <= (ms or latency_ms)
+        if fits:
+            keys: dict[str, Any] = {"model": name}
+            if args:
+                keys["args"] = args
+            return keys, f"{why}; see docs/guide.md, Many settings"
+        misses.append(f"{name}: {why}")
+    wrong = f"no student is within them: {'; '.join(misses)}"
+    raise ModelError("--latency, --mb", wrong, "", "Allow more")

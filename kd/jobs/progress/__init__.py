@@ -1,1 +1,1 @@
-"""Progress of a run on the terminal and in experiment trackers."""
+"""Show the progress of a run on the terminal and in experiment trackers."""

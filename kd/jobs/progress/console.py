@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, plain lines elsewhere. Rank 0 only."""
+"""Show a run's progress as a bar on a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ if TYPE_CHECKING:
     from kd.jobs.progress.trackers import Trackers
 
 
+# keys of a training row that are not shown as a term
+HIDDEN = {
+    "loss",
+    "lr",
+    "images_per_second",
+    "grad_norm",
+    "step_ms",
+    "data_wait",
+    "optimizer_mib",
+    "cpu_seconds",
+}
+
+
 class Console:
     """Show the progress of a run. See `kd.engine.run.Logger`."""
 
@@ -31,18 +44,15 @@ class Console:
         scores: Scores | None = None,
         filled: Mapping[str, float] = {},
     ) -> None:
-        """Prepare the output; `quiet` for ranks other than 0. Without `scores`, every
-        key of a row is shown.
+        """Prepare the output; `quiet` for ranks other than 0.
 
-        `filled`: spans of a step that only fill a cache or store, each with the share
-        of the run at which it ends.
+        Without `scores`, every key of a row is shown. `filled`: spans of a step that
+        only fill a cache or store, each with the share of the run at which it ends.
         """
-        self.title, self.quiet, self.trackers, self.scores = (
-            title,
-            quiet,
-            trackers,
-            scores,
-        )
+        self.title = title
+        self.quiet = quiet
+        self.trackers = trackers
+        self.scores = scores
         self.filled = filled
         # A notebook's shell is a terminal, but the notebook would keep all control
         # codes.
@@ -57,13 +67,13 @@ class Console:
         self._brief = ""
         self._last_row: Mapping[str, float] = {}
         self._progress = 0.0
-        self._began: int | None = None  # epoch at the start of this process
-        self._row = 0.0  # progress at the last row
-        self._warm, self._filling = (
-            0.0,
-            0.0,
-        )  # seconds of a warm step; seconds that filling adds to the rest of the run
-        self._clock, self._evaluated, self._evaluation = time.monotonic(), 0, 0.0
+        self._first_epoch: int | None = None  # epoch at the start of this process
+        self._row_progress = 0.0  # progress at the last row
+        self._warm_seconds = 0.0  # of a step that fills nothing
+        self._filling_seconds = 0.0  # that filling adds to the rest of the run
+        self._step_time = time.monotonic()  # of the last step
+        self._evaluated_step = 0
+        self._evaluation_seconds = 0.0  # of the last evaluation, per step
 
     def __enter__(self) -> Console:
         if not self.quiet and self._console.is_terminal:
@@ -89,17 +99,14 @@ class Console:
     def info(self, text: str) -> None:
         """Print a line above the bar; an empty text prints nothing."""
         if text and not self.quiet:
-            (self._bar.console if self._bar is not None else self._console).print(
-                redact(text), markup=False
-            )
+            console = self._bar.console if self._bar is not None else self._console
+            console.print(redact(text), markup=False)
 
     def step(self, state: State, progress: float) -> None:
-        if self._began is None:
-            self._began, self._evaluated = (
-                state.epoch - (state.step_in_epoch == 0),
-                state.step - 1,
-            )
-        self._clock = time.monotonic()
+        if self._first_epoch is None:
+            self._first_epoch = _epoch_of_step(state)
+            self._evaluated_step = state.step - 1
+        self._step_time = time.monotonic()
         if self._bar is not None:
             self._bar.update(
                 self._task, completed=progress, text=f"step {state.step}{self._brief}"
@@ -114,56 +121,36 @@ class Console:
         if kind == "train":
             text = self._training_text(values)
             self._last_row = values
-            self._time(state, values)
-            speed = f"{values['images_per_second']:.0f} images/s"
+            self._record_times(state, values)
             self._brief = (
-                f", loss {values.get('loss', math.nan):.3f}, {speed}{self._left(state)}"
+                f", loss {values.get('loss', math.nan):.3f},"
+                f" {values['images_per_second']:.0f} images/s{self._time_left(state)}"
             )
         else:
-            self._evaluation = (time.monotonic() - self._clock) / max(
-                1, state.step - self._evaluated
-            )
-            self._evaluated = state.step
-            text = f"val {_pairs(values) if self.scores is None else self.scores.text(values)}"
+            steps = max(1, state.step - self._evaluated_step)
+            self._evaluation_seconds = (time.monotonic() - self._step_time) / steps
+            self._evaluated_step = state.step
+            show = _pairs_text if self.scores is None else self.scores.text
+            text = f"val {show(values)}"
         if self._bar is None:
-            share = (
-                f"({100 * self._progress:.0f} %{self._left(state)}) "
-                if self._progress
-                else ""
-            )
+            share = ""
+            if self._progress:
+                share = f"({100 * self._progress:.0f} %{self._time_left(state)}) "
             print(f"{self.title} | step {state.step} {share}| {text}", flush=True)
         elif kind != "train":
             self.info(f"{self.title} | step {state.step} | {text}")
 
     def _training_text(self, values: Mapping[str, float]) -> str:
-        """Return a row as text; unchanged values are omitted, so that counts are shown
-        once.
-        """
-        hidden = (
-            {column.key for column in self.scores.own}
-            if self.scores is not None
-            else set()
-        )
-        hidden |= {
-            "loss",
-            "lr",
-            "images_per_second",
-            "grad_norm",
-            "step_ms",
-            "data_wait",
-            "optimizer_mib",
-            "cpu_seconds",
-        }
-        changed = {
-            name: value
-            for name, value in values.items()
-            if self._last_row.get(name) != value
-        }
-        terms = _pairs(
+        """Return a row as text without unchanged values, which shows counts once."""
+        columns = self.scores.own if self.scores is not None else ()
+        hidden = HIDDEN | {column.key for column in columns}
+        terms = _pairs_text(
             {
-                n: value
-                for n, value in changed.items()
-                if n not in hidden and not n.startswith("ms_")
+                name: value
+                for name, value in values.items()
+                if name not in hidden
+                and not name.startswith("ms_")
+                and self._last_row.get(name) != value
             }
         )
         loss = values.get("loss", math.nan)  # no step of the window was applied
@@ -178,43 +165,43 @@ class Console:
             )
         return text
 
-    def _time(self, state: State, values: Mapping[str, float]) -> None:
-        """Record the seconds of a step from the last row alone: the mean, in the first
-        epoch the median.
-        """
-        step_seconds = (
-            state.images / state.step / max(values["images_per_second"], 1e-9)
-        )
-        if state.epoch - (state.step_in_epoch == 0) == self._began:
+    def _record_times(self, state: State, values: Mapping[str, float]) -> None:
+        """Record the seconds of a step from a row: the mean, at first the median."""
+        if _epoch_of_step(state) == self._first_epoch:
             step_seconds = values.get("step_ms", 0.0) / 1000
-        before, self._row = self._row, self._progress
-        self._warm, self._filling = step_seconds, 0.0
-        whole = (
-            sum(value for name, value in values.items() if name.startswith("ms_"))
-            or 1.0
+        else:
+            images_per_second = max(values["images_per_second"], 1e-9)
+            step_seconds = state.images / state.step / images_per_second
+        self._warm_seconds = step_seconds
+        self._filling_seconds = 0.0
+        spans_ms = sum(
+            value for name, value in values.items() if name.startswith("ms_")
         )
         for span, end in self.filled.items():
-            if before < end:
-                seconds = step_seconds * values.get(f"ms_{span}", 0.0) / whole
-                self._warm -= seconds
-                self._filling += (
-                    seconds * state.step * max(0.0, end / self._progress - 1)
-                )
+            if self._row_progress < end:
+                share = values.get(f"ms_{span}", 0.0)
+                seconds = step_seconds * share / (spans_ms or 1.0)
+                self._warm_seconds -= seconds
+                growth = max(0.0, end / self._progress - 1)
+                self._filling_seconds += seconds * state.step * growth
+        self._row_progress = self._progress
 
-    def _left(self, state: State) -> str:
+    def _time_left(self, state: State) -> str:
         """Return the estimated remaining time, with evaluations; "" if unknown."""
-        if not (0 < self._progress < 1 and self._warm):
+        if not (0 < self._progress < 1 and self._warm_seconds):
             return ""
-        seconds = (self._warm + self._evaluation) * state.step * (
-            1 / self._progress - 1
-        ) + self._filling
-        return f", about {format_seconds(seconds)} left"
+        step_seconds = self._warm_seconds + self._evaluation_seconds
+        seconds = step_seconds * state.step * (1 / self._progress - 1)
+        return f", about {format_seconds(seconds + self._filling_seconds)} left"
 
 
-def _pairs(values: Mapping[str, float]) -> str:
-    """Return values with their names: whole numbers without decimals, others with
-    three.
-    """
+def _epoch_of_step(state: State) -> int:
+    """Return the epoch of the last step; after an epoch's end `epoch` is the next."""
+    return state.epoch - (state.step_in_epoch == 0)
+
+
+def _pairs_text(values: Mapping[str, float]) -> str:
+    """Return values with their names; others than whole numbers have three decimals."""
     return " ".join(
         f"{name} {value:.0f}" if float(value).is_integer() else f"{name} {value:.3f}"
         for name, value in values.items()

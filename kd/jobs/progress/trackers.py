@@ -1,5 +1,6 @@
-"""Experiment trackers through accelerate: TensorBoard, Weights & Biases, MLflow,
-Trackio and others.
+"""Run experiment trackers through accelerate.
+
+They are TensorBoard, Weights & Biases, MLflow, Trackio and others.
 """
 
 import logging
@@ -14,7 +15,7 @@ log = logging.getLogger("kd")
 
 
 class Trackers:
-    """Experiment trackers, which get every row of metrics."""
+    """Pass every row of metrics to experiment trackers."""
 
     def __init__(
         self,
@@ -24,34 +25,34 @@ class Trackers:
         config: Mapping[str, Any],
     ) -> None:
         """Start trackers by accelerate's names; without a name nothing is imported.
+
         `config` is flat: `section.key`.
         """
-        self._started: dict[str, Any] = {}
-        """Running trackers by name; failed ones are removed."""
+        # running trackers by name; failed ones are removed
+        self._trackers: dict[str, Any] = {}
         for name in names:
-            start = partial(_start, find(name), project, folder, config)
+            start = partial(_start, tracker_class(name), project, folder, config)
             tracker = self._attempt(name, start)
             if tracker is not None:
-                self._started[name] = tracker
+                self._trackers[name] = tracker
 
     def log(self, kind: str, step: int, values: dict[str, float]) -> None:
         """Pass a row on as `kind/name`."""
         row = {f"{kind}/{name}": value for name, value in values.items()}
-        for name, tracker in list(self._started.items()):
-            self._attempt(name, lambda tracker=tracker: tracker.log(row, step=step))
+        for name, tracker in list(self._trackers.items()):
+            self._attempt(name, partial(tracker.log, row, step=step))
 
     def close(self) -> None:
-        for name, tracker in list(self._started.items()):
+        for name, tracker in list(self._trackers.items()):
             self._attempt(name, tracker.finish)
 
     def _attempt(self, name: str, call: Callable[[], Any]) -> Any:
-        """Continue without a tracker that fails with any error: its server may be down,
-        and training is expensive.
-        """
+        """Call a tracker; after any error, continue without it."""
+        # its server may be down, and training is expensive
         try:
             return call()
         except Exception as error:
-            self._started.pop(name, None)
+            self._trackers.pop(name, None)
             log.warning(
                 f"run.trackers: '{name}' failed ({error_summary(error)}). Training goes on"
                 " without it."
@@ -59,35 +60,25 @@ class Trackers:
             return None
 
 
-def find(name: str) -> Any:
+def tracker_class(name: str) -> Any:
     """Return the class of a tracker; ConfigError: unknown or not installed."""
     from accelerate import tracking
 
     trackers = {str(key): cls for key, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
     if name not in trackers:
-        near = did_you_mean(name, trackers) or "Correct the name"
-        raise ConfigError(
-            "run.trackers",
-            f"no tracker '{name}'",
-            f"Allowed: {', '.join(sorted(trackers))}",
-            near,
-        )
+        allowed = f"Allowed: {', '.join(sorted(trackers))}"
+        remedy = did_you_mean(name, trackers) or "Correct the name"
+        raise ConfigError("run.trackers", f"no tracker '{name}'", allowed, remedy)
     if name not in {str(key) for key in tracking.get_available_trackers()}:
-        remedy = (
-            "pip install 'PATH/kd[track]'"
-            if name == "tensorboard"
-            else f"pip install {name}"
-        )
-        raise MissingExtra("run.trackers", f"'{name}' is not installed", "", remedy)
+        package = "'PATH/kd[track]'" if name == "tensorboard" else name
+        wrong = f"'{name}' is not installed"
+        raise MissingExtra("run.trackers", wrong, "", f"pip install {package}")
     return trackers[name]
 
 
 def _start(cls: Any, project: str, folder: Path, config: Mapping[str, Any]) -> Any:
-    tracker = (
-        cls(project, logging_dir=str(folder))
-        if cls.requires_logging_directory
-        else cls(project)
-    )
+    options = {"logging_dir": str(folder)} if cls.requires_logging_directory else {}
+    tracker = cls(project, **options)
     if hasattr(tracker, "start"):
         tracker.start()
     plain = {

@@ -1,4 +1,6 @@
-"""Shared by all torch.distributed backends, which differ in device and process group.
+"""Implement what all torch.distributed backends share.
+
+They differ in device and process group.
 
 Rules: SUM then divide, never AVG; no second process group; world collectives only; only
 DDP reduces gradients; an all-reduce checks the world size before training starts.
@@ -29,8 +31,9 @@ from kd.parts.backends._launch import read_launch, set_rendezvous
 
 
 class DDPBackend:
-    """One process, alone or in a torch.distributed world. See
-    `kd.core.contracts.Backend`.
+    """Train in one process, alone or in a torch.distributed world.
+
+    See `kd.core.contracts.Backend`.
     """
 
     kind = ""
@@ -42,11 +45,10 @@ class DDPBackend:
     ) -> None:
         self.launch = read_launch()
         self.device = device
-        self.rank, self.world_size = self.launch.rank, self.launch.world_size
-        self.local_rank, self.local_world_size = (
-            self.launch.local_rank,
-            self.launch.local_world_size,
-        )
+        self.rank = self.launch.rank
+        self.world_size = self.launch.world_size
+        self.local_rank = self.launch.local_rank
+        self.local_world_size = self.launch.local_world_size
         self.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
         self.timeout = timedelta(seconds=timeout_seconds)
         self._joined = False
@@ -58,16 +60,12 @@ class DDPBackend:
 
     @property
     def auto_mode(self) -> str:
-        """bfloat16 if the device has units for it. Attention: `mfu_*.csv` for CPUs,
-        torch's choice for GPUs.
-        """
-        if self.device.type == "cuda":
-            return (
-                "bf16+fused"
-                if torch.cuda.get_device_capability(self.device) >= (8, 0)
-                else "fp32+fused"
-            )
-        return "bf16+unfused" if bf16_units() else "fp32+unfused"
+        """The mode of `auto`: bfloat16 if the device has units for it."""
+        # Attention: `mfu_*.csv` for CPUs, torch's choice for GPUs.
+        if self.device.type != "cuda":
+            return "bf16+unfused" if bf16_units() else "fp32+unfused"
+        has_bf16 = torch.cuda.get_device_capability(self.device) >= (8, 0)
+        return "bf16+fused" if has_bf16 else "fp32+fused"
 
     def bf16_pays(
         self, made_of: Callable[[], tuple[float, float]], trained: bool
@@ -84,78 +82,61 @@ class DDPBackend:
             self._join()
             self._joined = True
         except (dist.DistError, RuntimeError, ValueError) as error:
-            reason, waited = (
-                first_sentence(error),
-                f"{self.timeout.total_seconds():g} s",
-            )
             wrong = (
                 f"the ranks that {self.launch.launcher} started did not connect within"
-                f" {waited} ({reason})"
+                f" {self.timeout.total_seconds():g} s ({first_sentence(error)})"
             )
+            allowed = "All ranks must reach MASTER_ADDR:MASTER_PORT"
             remedy = (
                 "Start all ranks with the same command, and check that they can reach"
                 " that address"
             )
-            raise BackendError(
-                "backend", wrong, "All ranks must reach MASTER_ADDR:MASTER_PORT", remedy
-            ) from error
+            raise BackendError("backend", wrong, allowed, remedy) from error
         present = torch.ones(1, device=self.device)
         dist.all_reduce(present)
-        if (
-            int(present.item()) != self.world_size
-            or dist.get_world_size() != self.world_size
-        ):
-            found, wanted = (
-                int(present.item()),
-                f"{self.launch.launcher} set world size {self.world_size}",
+        joined = int(present.item())
+        if joined != self.world_size or dist.get_world_size() != self.world_size:
+            wrong = (
+                f"{joined} processes joined, but {self.launch.launcher} set world size"
+                f" {self.world_size}"
             )
-            remedy = "Start all ranks with the same command and the same `backend.kind`"
             allowed = "Every rank must take part in the reduction"
-            raise BackendError(
-                "backend.kind",
-                f"{found} processes joined, but {wanted}",
-                allowed,
-                remedy,
-            )
+            remedy = "Start all ranks with the same command and the same `backend.kind`"
+            raise BackendError("backend.kind", wrong, allowed, remedy)
 
     def _join(self) -> None:
-        """Join the process group, with store keys unused by the launcher's earlier
-        attempts.
-        """
+        """Join the process group, with store keys that no earlier attempt used."""
         # torchrun keeps one store across restarts, with `--standalone` too. Without the
         # prefix a restarted rank may read the address of a dead rank and wait for it.
         store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
-        store = dist.PrefixStore(
-            f"kd/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-        )
-        # nccl then connects here, where an error is one line, instead of in the first
-        # reduction
-        device = self.device if self.init == "nccl" else None
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         dist.init_process_group(
             self.init,
-            store=store,
+            store=dist.PrefixStore(f"kd/attempt_{attempt}", store),
             rank=rank,
             world_size=world_size,
             timeout=self.timeout,
-            device_id=device,
+            # nccl then connects here, where an error is one line, instead of in the
+            # first reduction
+            device_id=self.device if self.init == "nccl" else None,
         )
 
     def seed(self, seed: int) -> None:
-        (torch.default_generator if self.device.type == "cpu" else torch).manual_seed(
-            seed
-        )  # see map_dataset.py
+        # see map_dataset.py
+        generator = torch.default_generator if self.device.type == "cpu" else torch
+        generator.manual_seed(seed)
 
     def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            if (
-                self.device.type == "cuda"
-            ):  # stored outputs are not pinned yet, and copying them waits for the device
+            # stored outputs are not pinned yet, and copying them waits for the device
+            if self.device.type == "cuda":
                 batch = batch.pin_memory()
             yield batch.to(self.device, non_blocking=True)
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Wrap in DDP, which broadcasts the initial weights and reduces gradients; with
-        one rank, return the module.
+        """Wrap in DDP, which broadcasts the initial weights and reduces gradients.
+
+        With one rank, the module is returned.
         """
         if self.world_size == 1:
             return module
@@ -166,22 +147,17 @@ class DDPBackend:
             message="Grad strides do not match bucket view strides",
             category=UserWarning,
         )
-        devices = [self.device.index] if self.device.index is not None else None
-        unused = bool(
-            getattr(module, "unused", ())
-        )  # else DDP waits for each parameter's gradient
         wrapped = _DDP(
             module,
-            device_ids=devices,
+            device_ids=[self.device.index] if self.device.index is not None else None,
             gradient_as_bucket_view=True,
-            find_unused_parameters=unused,
+            # else DDP waits for each parameter's gradient
+            find_unused_parameters=bool(getattr(module, "unused", ())),
         )
-        if (
-            self.device.type == "cpu"
-        ):  # on a device DDP's timers sync, so only one step in a hundred is timed
-            wrapped._set_ddp_runtime_logging_sample_rate(
-                1
-            )  # not public, see `end_step`
+        # on a device DDP's timers sync, so only one step in a hundred is timed
+        if self.device.type == "cpu":
+            # not public, see `end_step`
+            wrapped._set_ddp_runtime_logging_sample_rate(1)
         self._module = wrapped
         return wrapped
 
@@ -191,20 +167,14 @@ class DDPBackend:
             _require_torch(_PIPELINE, "teacher.pipeline", str(stages), off="0")
             if stages != self.world_size or stages < 2:
                 wrong = f"is {stages}, but the number of processes is {self.world_size}"
+                allowed = "One stage per process, two or more"
                 remedy = "Start as many processes as stages, or set teacher.pipeline=0"
-                raise BackendError(
-                    "teacher.pipeline",
-                    wrong,
-                    "One stage per process, two or more",
-                    remedy,
-                )
+                raise BackendError("teacher.pipeline", wrong, allowed, remedy)
             return
         _require_torch(_FSDP2, "teacher.shard", "true", off="false")
         if self.world_size == 1:
-            wrong, allowed = (
-                "is true, but there is one process",
-                "Sharding needs two ranks or more",
-            )
+            wrong = "is true, but there is one process"
+            allowed = "Sharding needs two ranks or more"
             remedy = (
                 "Start with torchrun --nproc-per-node 2, or set teacher.shard=false"
             )
@@ -212,28 +182,24 @@ class DDPBackend:
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
         self.check_divided(0)
-        from kd.parts.backends._divided import (
-            shard,
-        )  # older torch lacks what it imports
+        # older torch lacks what it imports
+        from kd.parts.backends._divided import shard
 
         self._teacher = shard(module, source, self.device)
         return self._teacher
 
     def pipeline(self, module: nn.Module) -> nn.Module:
         self.check_divided(self.world_size)
-        from kd.parts.backends._divided import (
-            Pipelined,
-        )  # older torch lacks what it imports
+        # older torch lacks what it imports
+        from kd.parts.backends._divided import Pipelined
 
         self._teacher = Pipelined(module, self.device)
         return self._teacher
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        return (
-            module.no_sync()
-            if isinstance(module, DistributedDataParallel)
-            else nullcontext()
-        )
+        if isinstance(module, DistributedDataParallel):
+            return module.no_sync()
+        return nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(
@@ -247,42 +213,35 @@ class DDPBackend:
         zero: bool,
         **options: Any,
     ) -> torch.optim.Optimizer:
-        """Build the optimizer; with `zero` each rank keeps the state of its share of
-        the parameters (ZeRO-1).
-        """
+        """Build the optimizer; with `zero` a rank keeps its share's state (ZeRO-1)."""
+        if not zero or self.world_size == 1:
+            self._optimizer = cls(groups, **options)
+            return self._optimizer
+        # as in `is_divided`
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        strides = [
+            (parameter, torch.empty_like(parameter, device="meta").stride())
+            for group in groups
+            for parameter in group["params"]
+        ]
         # parameters_as_bucket_view: one broadcast per rank and step instead of one per
         # parameter.
-        if zero and self.world_size > 1:
-            from torch.distributed.optim import (
-                ZeroRedundancyOptimizer,
-            )  # as in `is_divided`
-
-            every = [parameter for group in groups for parameter in group["params"]]
-            strides = [
-                (parameter, torch.empty_like(parameter, device="meta").stride())
-                for parameter in every
-            ]
-            optimizer = ZeroRedundancyOptimizer(
-                groups, cls, parameters_as_bucket_view=True, **options
-            )
-            for (
-                parameter,
-                stride,
-            ) in (
-                strides
-            ):  # a bucket's view is row-major; the gradient keeps the old strides
-                values = parameter.data.clone()
-                parameter.data = parameter.data.as_strided(
-                    parameter.shape, stride
-                ).copy_(values)
-            self._optimizer = optimizer.optim
-            return optimizer
-        self._optimizer = cls(groups, **options)
-        return self._optimizer
+        optimizer = ZeroRedundancyOptimizer(
+            groups, cls, parameters_as_bucket_view=True, **options
+        )
+        # a bucket's view is row-major; the gradient keeps the old strides
+        for parameter, stride in strides:
+            values = parameter.data.clone()
+            view = parameter.data.as_strided(parameter.shape, stride)
+            parameter.data = view.copy_(values)
+        self._optimizer = optimizer.optim
+        return optimizer
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip, step and set gradients to None. DDP has already reduced them, so all
-        ranks have the same norm.
+        """Clip, step and set gradients to None.
+
+        DDP has already reduced the gradients, so all ranks have the same norm.
         """
         with_gradient = [
             parameter
@@ -315,10 +274,9 @@ class DDPBackend:
             states.load_state(optimizer, state)
 
     def counters(self) -> dict[str, float]:
-        own = (
-            states.state_tensors(self._optimizer) if self._optimizer is not None else []
-        )
-        memory = {"optimizer_mib": states.mib(own)}
+        memory = {"optimizer_mib": 0.0}
+        if self._optimizer is not None:
+            memory["optimizer_mib"] = states.mib(states.state_tensors(self._optimizer))
         if self._teacher is not None:
             from kd.parts.backends._divided import local_tensors
 
@@ -326,13 +284,12 @@ class DDPBackend:
         return memory
 
     def communication_ms(self) -> float:
-        """Return the mean wait of the backward pass for gradients over the steps timed
-        since the last call, ms.
-        """
+        """Return the mean wait for gradients in steps timed since the last call, ms."""
         # DDP times the all-reduces and their overlap with the gradients' computation;
         # the rest is the wait. It publishes a step's times in the next step. On a
         # device it times the first ten steps and then one in a hundred.
-        waits, self._waits = self._waits, []
+        waits = self._waits
+        self._waits = []
         return sum(waits) / len(waits) if waits else 0.0
 
     def end_step(self) -> None:
@@ -342,9 +299,8 @@ class DDPBackend:
             # 2.9.1 and 2.15
             times = self._module._get_ddp_logging_data()
             end = times.get("backward_comm_time_end", 0)
-            if (
-                end != self._last_wait and "backward_comm_time" in times
-            ):  # absent before the first timed step
+            # absent before the first timed step
+            if end != self._last_wait and "backward_comm_time" in times:
                 self._last_wait = end
                 exposed = (
                     times["backward_comm_time"]
@@ -367,50 +323,42 @@ class DDPBackend:
                 dist.broadcast(tensor, src=0)
 
     def barrier(self) -> None:
-        """Wait for all ranks, by an all-reduce: the barriers of the backends take
-        different arguments.
-        """
+        """Wait for all ranks."""
+        # By an all-reduce: the barriers of the backends take different arguments.
         self.reduce_sum(torch.zeros(1, device=self.device)).item()
 
     def explain(self, error: Exception) -> KdError | None:
-        text = str(error)
-        if "did not receive grad" in text and self._module is not None:
-            return self._without_gradient(text)
+        message = str(error)
+        if "did not receive grad" in message and self._module is not None:
+            return self._missing_gradient_error(message, self._module)
         lost = isinstance(error, dist.DistError) or any(
-            sign in text for sign in _PEER_ENDED
+            sign in message for sign in _PEER_ENDED
         )
         if not (self._joined and lost):
             return None
-        reason = next(
-            (line for line in text.splitlines() if line.strip()), type(error).__name__
-        )[:200]
+        lines = [line for line in message.splitlines() if line.strip()]
+        reason = lines[0] if lines else type(error).__name__
+        wrong = f"rank {self.rank} lost the other ranks ({reason[:200]})"
         remedy = (
             "Read the error of the rank that ended first; the same command resumes from"
             " the last checkpoint"
         )
-        return BackendError(
-            "backend", f"rank {self.rank} lost the other ranks ({reason})", "", remedy
-        )
+        return BackendError("backend", wrong, "", remedy)
 
-    def _without_gradient(self, text: str) -> ModelError:
+    def _missing_gradient_error(self, message: str, module: nn.Module) -> ModelError:
         """Name the parameters whose numbers DDP gives."""
-        assert self._module is not None
-        names = [
+        trained = [
             name
-            for name, parameter in self._module.named_parameters()
+            for name, parameter in module.named_parameters()
             if parameter.requires_grad
         ]
-        listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
-        numbers = map(int, listed[1].split() if listed else ())
-        found = ", ".join(author_name(names[number]) for number in numbers)
-        wrong = f"in this step no gradient reached {found}, which had one at the start"
+        match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+        numbers = map(int, match[1].split() if match else ())
+        names = ", ".join(author_name(trained[number]) for number in numbers)
+        wrong = f"in this step no gradient reached {names}, which had one at the start"
+        allowed = "On several ranks each parameter has a gradient in each step"
         remedy = "Use every layer in every step, or call requires_grad_(False) on those"
-        return ModelError(
-            "student",
-            wrong,
-            "On several ranks each parameter has a gradient in each step",
-            remedy,
-        )
+        return ModelError("student", wrong, allowed, remedy)
 
     def close(self) -> None:
         if self._joined:
@@ -440,10 +388,8 @@ _ENDED: list[object] = []
 of torch 2.4.1 may hang: it waits for its thread, which waits for Python's lock to free
 a tensor.
 """
-_FSDP2, _PIPELINE = "2.9", "2.13"
-"""Oldest torch of each. Older ones are untested with FSDP2; the pipelines of 2.9 abort
-in a forward over gloo.
-"""
+_FSDP2 = "2.9"  # oldest torch for it: older ones are untested
+_PIPELINE = "2.13"  # the pipelines of 2.9 abort in a forward over gloo
 
 # Buffers are constants, or statistics of a rank's own images. torch 2.13 renamed the
 # argument.

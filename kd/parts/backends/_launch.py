@@ -1,4 +1,4 @@
-"""Rank and world size, from the environment variables of the launcher.
+"""Read rank and world size from the environment variables of the launcher.
 
 Supported: torchrun (and `accelerate launch` on GPUs, which sets the same variables),
 mpirun, and SageMaker.
@@ -16,9 +16,7 @@ PORT = "29500"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Rank and world size of this process, global and on this machine, from the
-    launcher.
-    """
+    """The rank and world size of this process, global and on this machine."""
 
     launcher: str
     rank: int
@@ -39,9 +37,7 @@ _LAUNCHERS = {
 
 
 def read_launch() -> Launch:
-    """Read rank and world size from the launcher's environment; rank 0 of 1 without a
-    launcher.
-    """
+    """Read rank and world size from the launcher's environment, else rank 0 of 1."""
     with_rank = [
         launcher for launcher, names in _LAUNCHERS.items() if names[0] in os.environ
     ]
@@ -51,11 +47,12 @@ def read_launch() -> Launch:
         if os.environ.get(names[1], "1") != "1"
     ]
     if not with_rank and not with_world:
-        return _without_a_rank()
+        return _read_sagemaker_hosts()
     launcher = (with_rank or with_world)[0]
     names = _LAUNCHERS[launcher]
     try:
-        rank, world_size = int(os.environ[names[0]]), int(os.environ[names[1]])
+        rank = int(os.environ[names[0]])
+        world_size = int(os.environ[names[1]])
         local_rank = int(os.environ.get(names[2], rank))
         local_world_size = int(os.environ.get(names[3], world_size))
     except (KeyError, ValueError) as error:
@@ -68,20 +65,14 @@ def read_launch() -> Launch:
             "backend", wrong, f"Expected: {', '.join(names)}", remedy
         ) from error
     if not 0 <= rank < world_size:
+        wrong = f"{launcher} set rank {rank} of {world_size}"
         remedy = f"Unset {names[0]} and {names[1]}, or start with torchrun"
-        raise BackendError(
-            "backend",
-            f"{launcher} set rank {rank} of {world_size}",
-            "0 <= rank < world size",
-            remedy,
-        )
+        raise BackendError("backend", wrong, "0 <= rank < world size", remedy)
     return Launch(launcher, rank, world_size, local_rank, local_world_size)
 
 
-def _without_a_rank() -> Launch:
-    """Return one process per host if SageMaker runs the script on several hosts; else a
-    single process.
-    """
+def _read_sagemaker_hosts() -> Launch:
+    """Return one process per host of a SageMaker job; else a single process."""
     # A process of `accelerate launch --cpu --num_processes N` without mpirun is
     # refused: accelerate starts only one. With N above 1 it sets the rendezvous
     # address, but no rank and no world size.

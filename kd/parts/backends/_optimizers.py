@@ -1,8 +1,7 @@
-"""Shared by the backends: an optimizer's parameters and state, and steps whose gradient
-norm is not finite.
+"""Handle an optimizer's state and non-finite steps for the backends.
 
-Such a step changes neither weights nor state. The device decides, so the host does not
-wait.
+A step whose gradient norm is not finite changes neither weights nor state. The device
+decides, so the host does not wait.
 
 The state of a sharded optimizer becomes that of an unsharded one, and back, by float32
 broadcasts only. ZeRO's own consolidation pickles the state and broadcasts objects:
@@ -50,9 +49,7 @@ def set_group_options(
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's `state_dict`; each tensor of a parameter's shape gets that
-    parameter's order in memory.
-    """
+    """Load a `state_dict`; its tensors get their parameter's order in memory."""
     # A checkpoint is row-major. A convolution's weight may be channels-last, and
     # torch's fused kernels read parameter, gradient and averages by address.
     optimizer.load_state_dict(state)
@@ -63,18 +60,16 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
                 and value.shape == parameter.shape
                 and value.stride() != parameter.stride()
             ):
-                entries[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(
-                    value
-                )
+                ordered = torch.empty_like(parameter, dtype=value.dtype)
+                entries[name] = ordered.copy_(value)
 
 
 def skip_fused_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     """Let torch's fused kernels skip this step if `norm` is not finite."""
     # The kernels read the attribute `found_inf`, which torch sets for its GradScaler
     # only. There is no public way to it; it has run with torch 2.4.1, 2.9.1 and 2.15.
-    if (
-        not optimizer.state
-    ):  # a skipped first step would leave SGD's new buffers uninitialized
+    # a skipped first step would leave SGD's new buffers uninitialized
+    if not optimizer.state:
         for group in optimizer.param_groups:
             for parameter in group["params"] if group.get("momentum") else ():
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(
@@ -84,59 +79,55 @@ def skip_fused_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> 
 
 
 def copy_before_step(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
-    """Copy weights and state; the returned function restores them after a step if the
-    norm is not finite.
+    """Copy weights and state for the returned function.
+
+    It restores them after a step if the norm is not finite.
     """
+
     # A compiler fuses the update and the choice. State created in this step becomes 0,
     # its initial value.
-    moving = [*parameters(optimizer), *state_tensors(optimizer)]
-    before = {id(tensor): tensor.detach().clone() for tensor in moving}
+    def changing_tensors() -> list[Tensor]:
+        return [*parameters(optimizer), *state_tensors(optimizer)]
+
+    before = {id(tensor): tensor.detach().clone() for tensor in changing_tensors()}
 
     @torch.no_grad()
     def restore_unless_finite(norm: Tensor) -> None:
         finite = norm.isfinite()
-        for tensor in [*parameters(optimizer), *state_tensors(optimizer)]:
-            if (
-                tensor.device == norm.device
-            ):  # a step counter on the host would have to wait for the device
+        for tensor in changing_tensors():
+            # a step counter on the host would have to wait for the device
+            if tensor.device == norm.device:
                 old = before.get(id(tensor))
-                tensor.copy_(
-                    torch.where(
-                        finite, tensor, torch.zeros_like(tensor) if old is None else old
-                    )
-                )
+                if old is None:
+                    old = torch.zeros_like(tensor)
+                tensor.copy_(torch.where(finite, tensor, old))
 
     return restore_unless_finite
 
 
 State = dict[int, dict[str, Tensor]]
-_BASE = (
-    2**20
-)  # base of the two digits that encode a length: float32 is exact only up to 2**24
+# base of the two digits that encode a length: float32 is exact only up to 2**24
+_BASE = 2**20
 
 
 def is_divided(optimizer: torch.optim.Optimizer) -> TypeGuard[ZeroRedundancyOptimizer]:
-    """Return whether an optimizer is ZeRO's, without importing its module, which takes
-    0.9 s (FSDP and SymPy).
-    """
+    """Return whether an optimizer is ZeRO's."""
+    # without importing its module, which takes 0.9 s (FSDP and SymPy)
     return hasattr(optimizer, "consolidate_state_dict")
 
 
 def gather(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str, Any]:
-    """Return the complete state on rank 0, as the `state_dict` of an unsharded
-    optimizer; elsewhere an empty dict.
-    """
+    """Return on rank 0 the `state_dict` of an unsharded optimizer, elsewhere {}."""
     # All ranks must call it. Costs one shard of extra memory on the device.
     rank = dist.get_rank()
-    state = _owned(optimizer)
+    state = _owned_state(optimizer)
     for owner in range(1, dist.get_world_size()):
-        header, payload = (
-            _pack(_owned(optimizer), device)
-            if rank == owner
-            else (_empty(0, device), _empty(0, device))
-        )
+        header = payload = _empty_vector(0, device)
+        if rank == owner:
+            header, payload = _pack(state, device)
         digits = [
-            digit for part in (header, payload) for digit in divmod(part.numel(), _BASE)
+            *divmod(header.numel(), _BASE),
+            *divmod(payload.numel(), _BASE),
         ]
         lengths = torch.tensor(digits, dtype=torch.float32, device=device)
         dist.broadcast(lengths, owner)
@@ -147,10 +138,8 @@ def gather(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str
         if not num_payload:
             continue
         if rank != owner:
-            header, payload = (
-                _empty(header_high * _BASE + header_low, device),
-                _empty(num_payload, device),
-            )
+            header = _empty_vector(header_high * _BASE + header_low, device)
+            payload = _empty_vector(num_payload, device)
         dist.broadcast(header, owner)
         dist.broadcast(payload, owner)
         if rank == 0:
@@ -163,37 +152,28 @@ def gather(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str
 
 
 def scatter(optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
-    position = {
-        id(parameter): position
-        for position, parameter in enumerate(parameters(optimizer))
-    }
+    position = _positions(optimizer)
     local: dict[str, Any] = {"state": {}, "param_groups": []}
     number = 0
-    for inner, saved in zip(
-        optimizer.optim.param_groups, state["param_groups"], strict=True
-    ):
-        indices = []
-        for parameter in inner["params"]:
+    groups = zip(optimizer.optim.param_groups, state["param_groups"], strict=True)
+    for group, saved in groups:
+        first = number
+        for parameter in group["params"]:
             entries = state["state"].get(position[id(parameter)])
             if entries:
                 local["state"][number] = entries
-            indices.append(number)
             number += 1
+        indices = list(range(first, number))
         local["param_groups"].append({**saved, "params": indices})
     load_state(optimizer.optim, local)
     set_group_options(optimizer, state["param_groups"])
 
 
-def _owned(optimizer: ZeroRedundancyOptimizer) -> State:
-    """Return the state of the parameters that this rank updates, by their position in
-    the whole optimizer.
-    """
+def _owned_state(optimizer: ZeroRedundancyOptimizer) -> State:
+    """Return the state of this rank's parameters by position in all parameters."""
     # None and bool are not state: muon marks the parameters left to AdamW, and finds
     # them again by shape
-    position = {
-        id(parameter): position
-        for position, parameter in enumerate(parameters(optimizer))
-    }
+    position = _positions(optimizer)
     return {
         position[id(parameter)]: {
             name: torch.as_tensor(value)
@@ -204,29 +184,29 @@ def _owned(optimizer: ZeroRedundancyOptimizer) -> State:
     }
 
 
+def _positions(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Return the positions of an optimizer's parameters by their id."""
+    return {
+        id(parameter): position
+        for position, parameter in enumerate(parameters(optimizer))
+    }
+
+
 def _pack(state: State, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a state as two float32 tensors: a JSON header, one number per byte, and
-    the raw bits of the values.
-    """
-    entries, parts = [], []
-    for position, named in state.items():
-        for name, value in named.items():
-            entries.append(
-                [
-                    position,
-                    name,
-                    str(value.dtype).removeprefix("torch."),
-                    list(value.shape),
-                ]
-            )
+    """Return a state as two float32 tensors: a JSON header and the values' raw bits."""
+    # The header has one number per byte.
+    entries = []
+    payloads = [_empty_vector(0, device)]
+    for position, values in state.items():
+        for name, value in values.items():
+            dtype_name = str(value.dtype).removeprefix("torch.")
+            entries.append([position, name, dtype_name, list(value.shape)])
             raw = value.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
-            parts.append(
-                torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.float32)
-            )
-    header = torch.tensor(
-        list(json.dumps(entries).encode()), dtype=torch.float32, device=device
-    )
-    return header, torch.cat(parts) if parts else _empty(0, device)
+            padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 4))
+            payloads.append(padded.view(torch.float32))
+    header = list(json.dumps(entries).encode())
+    header_vector = torch.tensor(header, dtype=torch.float32, device=device)
+    return header_vector, torch.cat(payloads)
 
 
 def _unpack(header: Tensor, payload: Tensor) -> State:
@@ -244,5 +224,5 @@ def _unpack(header: Tensor, payload: Tensor) -> State:
     return state
 
 
-def _empty(size: int, device: torch.device) -> Tensor:
+def _empty_vector(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=device)

@@ -56,33 +56,20 @@ def build(options: Options, precision: str, timeout_seconds: float) -> Neuron:
         " backend.kind=cpu"
     )
     if importlib.util.find_spec("torch_neuronx") is None:
-        raise MissingExtra(
-            "backend.kind",
-            "is 'neuron', but the package torch_neuronx is not installed",
-            "",
-            remedy,
-        )
+        wrong = "is 'neuron', but the package torch_neuronx is not installed"
+        raise MissingExtra("backend.kind", wrong, "", remedy)
     if importlib.util.find_spec("torch_xla") is not None:
         wrong = (
             "is 'neuron', but the installed torch_neuronx is the older version, based"
             " on torch_xla"
         )
         allowed = "The native version needs torch 2.13 or newer"
-        raise MissingExtra(
-            "backend.kind",
-            wrong,
-            allowed,
-            "Set backend.kind=xla, or install the native torch-neuronx",
-        )
-    importlib.import_module(
-        "torch_neuronx"
-    )  # registers the device and the process group
+        remedy = "Set backend.kind=xla, or install the native torch-neuronx"
+        raise MissingExtra("backend.kind", wrong, allowed, remedy)
+    # registers the device and the process group
+    importlib.import_module("torch_neuronx")
     module = getattr(torch, "neuron", None)
     if module is None or not module.is_available():
-        raise BackendError(
-            "backend.kind",
-            "is 'neuron', but this machine has no NeuronCore",
-            "Trn2 or Trn3",
-            remedy,
-        )
+        wrong = "is 'neuron', but this machine has no NeuronCore"
+        raise BackendError("backend.kind", wrong, "Trn2 or Trn3", remedy)
     return Neuron(torch.device("neuron"), precision, timeout_seconds)

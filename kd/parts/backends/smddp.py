@@ -46,9 +46,7 @@ class Options(Keys):
 
 
 class SMDDP(DDPBackend):
-    """Train on one GPU per process over smddp, or over the fallback; on the CPU with a
-    stand-in.
-    """
+    """Train on one GPU per process over smddp or its fallback."""
 
     def __init__(
         self,
@@ -59,36 +57,26 @@ class SMDDP(DDPBackend):
     ) -> None:
         super().__init__(torch.device("cpu"), precision, timeout_seconds)
         self.init = init
-        self.kind = (
-            "smddp" if init == "smddp" else f"{init}, in place of smddp"
-        )  # the manifest records it
+        # the manifest records it
+        self.kind = "smddp" if init == "smddp" else f"{init}, in place of smddp"
         if options.device == "cuda":
             self.device = select_gpu(self.kind, self.local_rank, options.tf32)
 
     def check_divided(self, stages: int) -> None:
-        """Refuse stages (smddp documents no sends), and sharding if this release
-        refuses the all-gather.
-        """
-        # AWS documents AllGather (P4d and P4de), but a release of 2024 was reported to
-        # refuse it, so it is tested.
+        """Refuse stages, and sharding if this release refuses the all-gather."""
+        # smddp documents no sends. AWS documents AllGather (P4d and P4de), but a
+        # release of 2024 was reported to refuse it, so it is tested.
         if self.init == "smddp" and stages:
             wrong = f"is {stages}, but smddp has no documented point-to-point sends"
+            allowed = "Backends that divide it: cpu, cuda, neuron"
             remedy = "Set backend.kind=cuda, or remove the key"
-            raise BackendError(
-                "teacher.pipeline",
-                wrong,
-                "Backends that divide it: cpu, cuda, neuron",
-                remedy,
-            )
+            raise BackendError("teacher.pipeline", wrong, allowed, remedy)
         super().check_divided(stages)
         if self.init != "smddp":
             return
-        gathered, one = (
-            torch.empty(self.world_size, device=self.device),
-            torch.ones(1, device=self.device),
-        )
+        gathered = torch.empty(self.world_size, device=self.device)
         try:
-            dist.all_gather_into_tensor(gathered, one)
+            dist.all_gather_into_tensor(gathered, torch.ones(1, device=self.device))
         except RuntimeError as error:
             wrong = (
                 "is true, but this release of smddp refuses the all-gather that"
@@ -104,12 +92,11 @@ class SMDDP(DDPBackend):
 
 def facts(options: Options) -> BackendFacts:
     """Return the backend's facts."""
-    needed = ("ml.p4d.", "ml.p4de.") if options.fallback == "none" else ("",)
     return BackendFacts(
         cpu=options.device == "cpu",
         cuda=options.device == "cuda",
         complete=True,
-        instances=needed,
+        instances=("ml.p4d.", "ml.p4de.") if options.fallback == "none" else ("",),
     )
 
 
@@ -129,9 +116,10 @@ def build(options: Options, precision: str, timeout_seconds: float) -> DDPBacken
                 " backend.kind=cuda"
             )
             raise MissingExtra("backend.kind", wrong, allowed, remedy) from error
-        text = (
-            "backend: smddp is not installed; running on %s, as backend.fallback allows"
+        logging.getLogger("kd").warning(
+            "backend: smddp is not installed; running on %s, as backend.fallback"
+            " allows",
+            options.fallback,
         )
-        logging.getLogger("kd").warning(text, options.fallback)
         return SMDDP(precision, timeout_seconds, options, options.fallback)
     return SMDDP(precision, timeout_seconds, options)

@@ -58,7 +58,7 @@ facts = BackendFacts(
 
 
 class XLA(DDPBackend):
-    """One process, alone or in a torch_xla world. See `kd.core.contracts.Backend`."""
+    """Train in one process, alone or in a torch_xla world."""
 
     # Its device is the CPU until `setup`: on Neuron the runtime must not start before
     # the process group.
@@ -67,16 +67,12 @@ class XLA(DDPBackend):
 
     @property
     def auto_mode(self) -> str:
-        return (
-            "bf16+unfused"
-            if self.device.type == "xla" and xr.device_type() != "CPU"
-            else "fp32+unfused"
-        )
+        is_neuron = self.device.type == "xla" and xr.device_type() != "CPU"
+        return "bf16+unfused" if is_neuron else "fp32+unfused"
 
     def setup(self) -> None:
-        """Join the process group and check that it reduces; on the CPU torch_xla joins
-        but silently does not reduce.
-        """
+        """Join the process group and check that it reduces."""
+        # On the CPU torch_xla joins but silently does not reduce.
         _skip_llvm_passes(os.environ)
         # autocast decides what is bfloat16; the compiler must not lower the rest
         flags = os.environ.get("NEURON_CC_FLAGS", "")
@@ -87,33 +83,26 @@ class XLA(DDPBackend):
         warnings.filterwarnings("ignore", message="aten::kl_div", category=UserWarning)
         if self.world_size > 1:
             set_rendezvous(self.launch)
-            importlib.import_module(
-                "torch_xla.distributed.xla_backend"
-            )  # registers the process group
+            # registers the process group
+            importlib.import_module("torch_xla.distributed.xla_backend")
             dist.init_process_group("xla", timeout=self.timeout)
             self._joined = True
         self.device = torch_xla.device()
         present = self.reduce_sum(torch.ones(1, device=self.device))
-        if int(present.item()) != self.world_size or xr.world_size() != self.world_size:
+        joined = int(present.item())
+        if joined != self.world_size or xr.world_size() != self.world_size:
             self.close()
-            started = (
-                f"{int(present.item())} of the {self.world_size} processes that"
-                f" {self.launch.launcher} started"
-            )
             wrong = (
-                f"is 'xla', but {started} take part in an all-reduce on device"
+                f"is 'xla', but {joined} of the {self.world_size} processes that"
+                f" {self.launch.launcher} started take part in an all-reduce on device"
                 f" {xr.device_type()}"
             )
             allowed = (
                 "All ranks must take part; torch_xla reduces between processes on"
                 " Neuron, not on the CPU"
             )
-            raise BackendError(
-                "backend.kind",
-                wrong,
-                allowed,
-                "Start one process, or set backend.kind=cpu",
-            )
+            remedy = "Start one process, or set backend.kind=cpu"
+            raise BackendError("backend.kind", wrong, allowed, remedy)
 
     def seed(self, seed: int) -> None:
         """Seed torch's generator and the device's, which torch.manual_seed omits."""
@@ -124,9 +113,8 @@ class XLA(DDPBackend):
         """Upload batches from a thread, ahead of their use."""
         # torch_xla's thread drops exceptions and ends; they are stored and raised here.
         source = Uploads(batches)
-        loader = pl.ParallelLoader(
-            source, [self.device], batches_per_execution=NEVER
-        )  # inside MpDeviceLoader
+        # inside MpDeviceLoader
+        loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)
         try:
             for tensors, number in loader.per_device_loader(self.device):
                 yield source.on_device(tensors, number)
@@ -136,40 +124,30 @@ class XLA(DDPBackend):
             raise source.error
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Broadcast rank 0's parameters and return the module itself; `step` reduces
-        gradients.
-        """
+        """Broadcast rank 0's parameters and return the module; `step` reduces."""
         self.broadcast_([*module.parameters(), *module.buffers()])
         return module
 
     def check_divided(self, stages: int) -> None:
-        """Refuse: torch_xla does not support FSDP2, and torch's pipelines need 2.13,
-        but torch_xla ends with 2.9.
-        """
-        key, value = (
-            ("teacher.pipeline", str(stages)) if stages else ("teacher.shard", "true")
-        )
-        why = (
-            "torch_xla ends with torch 2.9, and this needs 2.13"
-            if stages
-            else "torch_xla does not support FSDP2"
-        )
+        """Refuse to divide a teacher."""
+        if stages:
+            key = "teacher.pipeline"
+            wrong = (
+                f"is {stages}, but torch_xla ends with torch 2.9, and this needs 2.13"
+            )
+        else:
+            key = "teacher.shard"
+            wrong = "is true, but torch_xla does not support FSDP2"
+        allowed = "Backends that support it: cpu, cuda, neuron"
         remedy = (
             "Remove the key; set teacher.micro_batch where the activations do not fit"
         )
-        raise BackendError(
-            key,
-            f"is {value}, but {why}",
-            "Backends that support it: cpu, cuda, neuron",
-            remedy,
-        )
+        raise BackendError(key, wrong, allowed, remedy)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return (
-            torch.autocast("xla", torch.bfloat16)
-            if self.autocast_dtype is not None
-            else nullcontext()
-        )
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast("xla", torch.bfloat16)
 
     def optimizer(
         self,
@@ -178,9 +156,7 @@ class XLA(DDPBackend):
         zero: bool,
         **options: Any,
     ) -> torch.optim.Optimizer:
-        """Build the optimizer; with `zero` torch_xla's, which shards every tensor along
-        its first dimension.
-        """
+        """Build the optimizer; with `zero` torch_xla's, which shards first axes."""
         # Its state is created here. Created in the first step, it would be constants of
         # that step's graph, and the largest graph of a run would be compiled again for
         # the later steps.
@@ -200,10 +176,8 @@ class XLA(DDPBackend):
     def step(self, optimizer: Any, max_norm: float) -> Tensor:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             # infinity: the norm is computed only with clipping
-            optimizer.grad_clipping, optimizer.max_norm = (
-                True,
-                (max_norm if max_norm > 0 else float("inf")),
-            )
+            optimizer.grad_clipping = True
+            optimizer.max_norm = max_norm if max_norm > 0 else math.inf
             optimizer.step()
             norm = optimizer.grad_norm
         else:
@@ -232,7 +206,7 @@ class XLA(DDPBackend):
         ):
             entries = optimizer.base_optimizer.state.get(shard, {})
             state[index] = {
-                name: self._gathered(value, shard, parameter)
+                name: self._gather_shards(value, shard, parameter)
                 for name, value in entries.items()
             }
         groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
@@ -241,19 +215,16 @@ class XLA(DDPBackend):
             _on_cpu({"state": state, "param_groups": groups}) if self.rank == 0 else {}
         )
 
-    def _gathered(self, value: Any, shard: Tensor, parameter: Tensor) -> Tensor:
+    def _gather_shards(self, value: Any, shard: Tensor, parameter: Tensor) -> Tensor:
         if (
             not isinstance(value, Tensor)
             or value.shape != shard.shape
             or not value.dim()
         ):
             return torch.as_tensor(value)
-        gathered = (
-            xm.all_gather(value, dim=0, pin_layout=False)
-            if self.world_size > 1
-            else value
-        )
-        return gathered[: parameter.shape[0]]
+        if self.world_size > 1:
+            value = xm.all_gather(value, dim=0, pin_layout=False)
+        return value[: parameter.shape[0]]
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
@@ -265,7 +236,7 @@ class XLA(DDPBackend):
         unsharded = parameters(optimizer)
         shared = {
             index: {
-                name: self._share(value, unsharded[index])
+                name: self._take_shard(value, unsharded[index])
                 for name, value in entries.items()
             }
             for index, entries in state["state"].items()
@@ -275,7 +246,7 @@ class XLA(DDPBackend):
         )
         set_group_options(optimizer, state["param_groups"])
 
-    def _share(self, value: Tensor, parameter: Tensor) -> Tensor:
+    def _take_shard(self, value: Tensor, parameter: Tensor) -> Tensor:
         if value.shape != parameter.shape or not value.dim():
             return value
         padded = nn.functional.pad(
@@ -285,8 +256,8 @@ class XLA(DDPBackend):
 
     def counters(self) -> dict[str, float]:
         return {
-            "compiles": float(_samples("CompileTime")),
-            "executions": float(_samples("ExecuteTime")),
+            "compiles": float(_metric_samples("CompileTime")),
+            "executions": float(_metric_samples("ExecuteTime")),
             **super().counters(),
         }
 
@@ -311,8 +282,9 @@ class XLA(DDPBackend):
 
 
 class Uploads:
-    """Converts batches to the device loader's form (a list of tensors and a number) and
-    keeps their other fields.
+    """Convert batches to the device loader's form, and keep their other fields.
+
+    That form is a list of tensors and a number.
     """
 
     def __init__(self, batches: Iterable[Batch]) -> None:
@@ -324,7 +296,7 @@ class Uploads:
         try:
             for number, batch in enumerate(self.batches):
                 self.heads[number] = batch
-                yield _tensors(batch), number
+                yield _batch_tensors(batch), number
         except Exception as error:
             self.error = error
 
@@ -333,7 +305,7 @@ class Uploads:
         return self.heads.pop(number).map(lambda _: next(arrived))
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
+def _batch_tensors(batch: Batch) -> list[Tensor]:
     tensors: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:
@@ -345,9 +317,7 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 
 def _skip_llvm_passes(environ: MutableMapping[str, str]) -> None:
-    """Switch off LLVM's optimizations in XLA's CPU compiler, unless XLA_FLAGS sets
-    their level.
-    """
+    """Switch off LLVM's passes in XLA's CPU compiler, unless XLA_FLAGS has a level."""
     # A small XCiT's step then compiles in a third of the time and runs as fast, since
     # library calls take most of it.
     flags = environ.get("XLA_FLAGS", "")
@@ -359,9 +329,8 @@ _LEVEL_FLAG = "--xla_backend_optimization_level"
 
 
 def _fresh_state(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's state before its first step, as CPU tensors, from one step
-    of a copy on the CPU.
-    """
+    """Return an optimizer's state before its first step, as CPU tensors."""
+    # It comes from one step of a copy on the CPU.
     groups = []
     for group in optimizer.param_groups:
         copies = [
@@ -380,7 +349,7 @@ def _fresh_state(optimizer: Any) -> dict[str, Any]:
     return state
 
 
-def _samples(metric: str) -> int:
+def _metric_samples(metric: str) -> int:
     data = met.metric_data(metric)
     return data[0] if data else 0
 
@@ -401,10 +370,6 @@ def build(options: Options, precision: str, timeout_seconds: float) -> XLA:
             "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use"
             " backend.kind=neuron"
         )
-        raise MissingExtra(
-            "backend.kind",
-            wrong,
-            allowed,
-            "pip install 'PATH/kd[xla]' in its own environment",
-        )
+        remedy = "pip install 'PATH/kd[xla]' in its own environment"
+        raise MissingExtra("backend.kind", wrong, allowed, remedy)
     return XLA(torch.device("cpu"), precision, timeout_seconds)

@@ -1,3 +1,1 @@
-"""Exporters: formats of graphs in an export, one file per runtime. See
-`_exporter.py`.
-"""
+"""Write and load graphs of an export, one file per runtime. See `_exporter.py`."""

@@ -1,5 +1,6 @@
-"""The contract of a format for kd-export, kd-serve and kd-verify. Imports nothing
-heavy: kd-serve has no torch.
+"""Define the contract of a format for kd-export, kd-serve and kd-verify.
+
+It imports nothing heavy: kd-serve has no torch.
 """
 
 from collections.abc import Callable
@@ -11,14 +12,14 @@ import numpy as np
 from kd.core.facts import Network
 from kd.core.host import installed, package_versions
 
-Engine = Callable[
-    [np.ndarray], np.ndarray
-]  # uint8 [B, 3, S, S] to logits [B, C] or vectors [B, D]; thread-safe
+# uint8 [B, 3, S, S] to logits [B, C] or vectors [B, D]; thread-safe
+Engine = Callable[[np.ndarray], np.ndarray]
 
 
 class Exporter:
-    """A format. A part overrides `write` and `load`, and other methods where it
-    differs.
+    """Write and load one format of graphs.
+
+    A part overrides `write` and `load`, and other methods where it differs.
     """
 
     runtime = ""  # the package that runs it
@@ -26,24 +27,43 @@ class Exporter:
     """Newest IR and opset that each version of the runtime reads, all tested."""
 
     def missing(self, file: str, write: bool) -> str:
-        """Return why this machine cannot run (or `write`) a graph, with the remedy
-        after a colon; "": it can.
+        """Return why this machine cannot run a graph, or "" if it can.
+
+        Args:
+            file: the graph's file name.
+            write: whether the graph is to be written.
+
+        Returns:
+            The reason, with the remedy after a colon.
         """
-        return (
-            ""
-            if installed(self.runtime)
-            else f"{self.runtime} is not installed: pip install {self.runtime}"
-        )
+        if installed(self.runtime):
+            return ""
+        return f"{self.runtime} is not installed: pip install {self.runtime}"
 
     def write(self, path: Path, network: Network) -> None:
-        """Write a graph; after any error its file is removed."""
+        """Write a graph; after any error its file is removed.
+
+        Args:
+            path: the new file.
+            network: the network with its normalization.
+        """
         raise NotImplementedError
 
     def load(
         self, file: str, content: bytes, weights: bytes, threads: int, slots: int
     ) -> Engine:
-        """Load a graph for `slots` parallel calls on `threads` each. A runtime's own
-        error means that it is damaged.
+        """Load a graph. A runtime's own error means that it is damaged.
+
+        Args:
+            file: the graph's file name.
+            content: of that file.
+            weights: content of its second file; empty if it has none.
+            threads: threads of each call.
+            slots: parallel calls.
+
+        Returns:
+            A thread-safe function from uint8 [B, 3, S, S] to logits [B, C] or vectors
+            [B, D].
         """
         raise NotImplementedError
 
@@ -52,31 +72,21 @@ class Exporter:
         return 0, 0
 
     def least(self, path: Path) -> dict[str, Any]:
-        """Return `ir` and `opset` of a graph, and as `least` the oldest version that
-        reads it.
-        """
+        """Return a graph's `ir` and `opset`, and as `least` its oldest reader."""
         ir, opset = self.written_for(path)
         return {"ir": ir, "opset": opset, "least": self.reader(ir, opset)}
 
     def reader(self, ir: int, opset: int) -> str:
-        """Return the oldest version that reads a graph; beyond the table, the installed
-        version.
-        """
-        found = (
-            name
-            for newest_ir, newest, name in self.oldest
-            if ir <= newest_ir and opset <= newest
-        )
-        return next(found, package_versions(self.runtime)[self.runtime])
+        """Return the oldest version that reads a graph, else the installed version."""
+        for newest_ir, newest_opset, version in self.oldest:
+            if ir <= newest_ir and opset <= newest_opset:
+                return version
+        return package_versions(self.runtime)[self.runtime]
 
     def metadata(self, path: Path) -> dict[str, str]:
-        """Return the texts in a graph's file that kd does not write, such as a licence,
-        by name.
-        """
+        """Return by name the texts in a graph that kd does not write, as a licence."""
         return {}
 
     def precision(self, path: Path, claimed: str) -> str:
-        """Return the type of a graph's weights in its file; the claimed type if the
-        file cannot be read.
-        """
+        """Return the type of a graph's weights, `claimed` if its file has none."""
         return claimed

@@ -24,9 +24,9 @@ facts = ExporterFacts(graphs={"model.pte": GRAPH})
 
 
 class ExecuTorch(Exporter):
-    """A program for one image: memory is planned for the largest batch, which would be
-    4,096 images.
-    """
+    """Write a program for one image."""
+
+    # Memory is planned for the largest batch, which would be 4,096 images.
 
     runtime = "executorch"
 
@@ -38,9 +38,8 @@ class ExecuTorch(Exporter):
             xnnpack = importlib.import_module(
                 "executorch.backends.xnnpack.partition.xnnpack_partitioner"
             )
-            parts = [xnnpack.XnnpackPartitioner()]
             lowered = exir.to_edge_transform_and_lower(
-                network.program(1), partitioner=parts
+                network.program(1), partitioner=[xnnpack.XnnpackPartitioner()]
             )
             path.write_bytes(lowered.to_executorch().buffer)
 
@@ -51,34 +50,25 @@ class ExecuTorch(Exporter):
             "torch", "export", "torch is not installed", "pip install torch"
         )
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # its classes say that they are experimental
+            # its classes say that they are experimental
+            warnings.simplefilter("ignore")
             runtime = import_optional(
                 "executorch.runtime",
                 "export",
                 "executorch is not installed",
                 "pip install executorch",
             )
-            program, alone = (
-                runtime.Runtime.get().load_program(content),
-                threading.Lock(),
-            )
-            held = (
-                program,
-                content,
-                program.load_method("forward"),
-            )  # a method uses the memory of both
+            program = runtime.Runtime.get().load_program(content)
+            # a method uses the memory of the program and of its content
+            loaded = (program.load_method("forward"), program, content)
+        lock = threading.Lock()
 
         def run(pixels: np.ndarray) -> np.ndarray:
-            with alone:  # a method owns its memory
-                rows = [
-                    held[2]
-                    .execute([torch.from_numpy(one[None].copy())])[0]
-                    .numpy()
-                    .copy()
-                    for one in pixels
-                ]
+            rows = []
+            with lock:  # a method owns its memory
+                for image in pixels:
+                    outputs = loaded[0].execute([torch.from_numpy(image[None].copy())])
+                    rows.append(outputs[0].numpy().copy())
             return np.concatenate(rows)
 
         return run

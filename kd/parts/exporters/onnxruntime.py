@@ -57,7 +57,8 @@ class ONNX(Exporter):
             "pip install onnxruntime",
         )
         options = runtime.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
         # A spinning thread would take CPU time from decoding other images.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
@@ -67,15 +68,14 @@ class ONNX(Exporter):
         return lambda pixels: session.run(None, {"image": pixels})[0]
 
     def written_for(self, path: Path) -> tuple[int, int]:
-        _, graph = _opened(path)
-        return graph.ir_version, max(
-            one.version for one in graph.opset_import if not one.domain
-        )
+        _, model = _read_model(path)
+        opsets = [opset.version for opset in model.opset_import if not opset.domain]
+        return model.ir_version, max(opsets)
 
     def metadata(self, path: Path) -> dict[str, str]:
         from kd.models.runtimes import onnx_messages
 
-        _, model = _opened(path)
+        _, model = _read_model(path)
         texts: dict[str, str] = {}
         for message in onnx_messages(model):
             texts |= {
@@ -88,33 +88,29 @@ class ONNX(Exporter):
         }
 
     def precision(self, path: Path, claimed: str) -> str:
-        onnx, model = _opened(path)
-        names = onnx.TensorProto.DataType.Name
-        matrices = [one for one in model.graph.initializer if len(one.dims) > 1]
-        types = {names(one.data_type).lower() for one in matrices} - {"int64", "int32"}
-        kinds = {
-            "int8" if "int8" in kind else "float32" if kind == "float" else kind
-            for kind in types
+        onnx, model = _read_model(path)
+        types = {
+            onnx.TensorProto.DataType.Name(array.data_type).lower()
+            for array in model.graph.initializer
+            if len(array.dims) > 1
         }
-        return (
-            "int8"
-            if "int8" in kinds
-            else "float32"
-            if kinds <= {"float32"}
-            else ", ".join(sorted(kinds))
-        )
+        types -= {"int64", "int32"}
+        if any("int8" in name for name in types):
+            return "int8"
+        if "float" in types:
+            types = types - {"float"} | {"float32"}
+        return ", ".join(sorted(types)) or "float32"
 
 
-def _opened(path: Path) -> tuple[Any, Any]:
+def _read_model(path: Path) -> tuple[Any, Any]:
     """Return the onnx package and the model of a file, without external weights."""
     onnx = import_optional(
         "onnx", "export", "onnx is not installed", "pip install onnx"
     )
     try:
         return onnx, onnx.load(path, load_external_data=False)
-    except (
-        Exception
-    ) as error:  # protobuf and onnx have one exception type per kind of damage
+    # protobuf and onnx have one exception type per kind of damage
+    except Exception as error:
         raise ModelError(
             f"export.{path.name}", "is no graph", "", "Do not serve it"
         ) from error

@@ -21,13 +21,11 @@ from kd.core.facts import NoOptions as Options
 from kd.core.host import installed, signal_stack
 from kd.parts.exporters._exporter import Engine, Exporter
 
-OPENVINO, BF16, STATIC = "openvino.xml", "openvino.bf16.xml", "openvino.int8.xml"
-TYPES = {
-    "f32": "float32",
-    "f16": "bf16",
-    "i8": "int8",
-    "u8": "int8",
-}  # names of weight types in `GraphFile.precision`
+OPENVINO = "openvino.xml"
+BF16 = "openvino.bf16.xml"  # if the processor has units for it
+STATIC = "openvino.int8.xml"
+# names of weight types in `GraphFile.precision`
+TYPES = {"f32": "float32", "f16": "bf16", "i8": "int8", "u8": "int8"}
 OWN_METADATA = re.compile(
     "rt_info|info|Runtime_version|conversion_parameters|input_model|is_python_object|nncf|friendly_names_were_updated|"
     "quantization|advanced_parameters|fast_bias_correction|ignored_scope|model_type|preset|subset_size|target_device|"
@@ -60,9 +58,7 @@ facts = ExporterFacts(
 
 
 class OpenVINO(Exporter):
-    """Post-training quantization uses SmoothQuant (arXiv:2211.10438) and bias
-    correction (NNCF).
-    """
+    """Quantize by SmoothQuant (arXiv:2211.10438) and bias correction (NNCF)."""
 
     runtime = "openvino"
     oldest = ((11, 15, "2024.5"),)
@@ -107,27 +103,27 @@ class OpenVINO(Exporter):
             compiled = core.compile_model(
                 core.read_model(content, weights), "CPU", settings
             )
-        local, first = threading.local(), threading.Lock()
+        local = threading.local()
+        first_inference = threading.Lock()
 
         def run(pixels: np.ndarray) -> np.ndarray:
             # The first inference of each thread must end before the next thread's
             # begins: two at once deadlocked, one holding a guard of OpenVINO's C++ code
             # and waiting for Python's lock, the other the reverse.
             if not hasattr(local, "request"):
-                with first:
+                with first_inference:
                     request = compiled.create_infer_request()
                     request.infer({0: pixels})
                 local.request = request
-            return next(iter(local.request.infer({0: pixels}).values())).copy()
+            outputs = local.request.infer({0: pixels})
+            return next(iter(outputs.values())).copy()
 
         return run
 
     def written_for(self, path: Path) -> tuple[int, int]:
         text = path.read_bytes()
-        ir, opsets = (
-            re.search(rb'<net [^>]*version="(\d+)"', text),
-            re.findall(rb'version="opset(\d+)"', text),
-        )
+        ir = re.search(rb'<net [^>]*version="(\d+)"', text)
+        opsets = re.findall(rb'version="opset(\d+)"', text)
         return int(ir[1]) if ir else 0, max(map(int, opsets), default=0)
 
     def metadata(self, path: Path) -> dict[str, str]:
@@ -144,13 +140,12 @@ class OpenVINO(Exporter):
         for name, size in re.findall(
             rb'element_type="(\w+)"[^>]* size="(\d+)"', path.read_bytes()
         ):
-            if kind := TYPES.get(name.decode(), ""):
+            kind = TYPES.get(name.decode())
+            if kind:
                 sizes[kind] = sizes.get(kind, 0) + int(size)
-        return (
-            "int8"
-            if sizes.get("int8")
-            else max(sizes, key=lambda kind: sizes[kind], default="no weights")
-        )
+        if sizes.get("int8"):
+            return "int8"
+        return max(sizes, key=sizes.__getitem__, default="no weights")
 
 
 def _import(config_path: str) -> Any:
@@ -159,14 +154,11 @@ def _import(config_path: str) -> Any:
 
 
 def post_training(source: Path, path: Path, views: Any) -> None:
-    """Write OpenVINO's IR, `path` (.xml) and its .bin, with int8 weights and
-    activations.
-    """
+    """Write OpenVINO's IR, `path` (.xml) and its .bin, quantized to int8."""
     with _nncf() as nncf:
         openvino = _import("--int8")
-        pixels = (
-            image[None] for batch, *_ in views(VIEWS) for image in batch
-        )  # NNCF's statistics are per image
+        # NNCF's statistics are per image
+        pixels = (image[None] for batch, *_ in views(VIEWS) for image in batch)
         quantized = nncf.quantize(
             openvino.convert_model(str(source)),
             nncf.Dataset(list(itertools.islice(pixels, VIEWS))),
@@ -182,9 +174,8 @@ def _nncf() -> Iterator[Any]:
     """Import NNCF and suppress its progress bars and log, which users cannot act on."""
     from kd.models.runtimes import without_warnings
 
-    os.environ.setdefault(
-        "NNCF_CI", "1"
-    )  # nothing is sent to Intel: NNCF's telemetry is off
+    # nothing is sent to Intel: NNCF's telemetry is off
+    os.environ.setdefault("NNCF_CI", "1")
     level = logging.getLogger("nncf").level
     with signal_stack(), without_warnings(), redirect_stdout(io.StringIO()):
         yield import_optional(

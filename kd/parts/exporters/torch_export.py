@@ -18,7 +18,7 @@ facts = ExporterFacts(
 
 
 class TorchExport(Exporter):
-    """An ExportedProgram, which runs on torch's threads."""
+    """Write an ExportedProgram, which runs on torch's threads."""
 
     runtime = "torch"
 

@@ -15,7 +15,7 @@ from kd.engine import meter
 from kd.engine.loop import evaluate_and_checkpoint
 from kd.engine.run import Stopping
 from kd.engine.snapshot import average_buffers
-from kd.jobs.distill import at_hand
+from kd.jobs.distill import reused_outputs
 
 NORM = (
     "student.model=xcit_nano_12_p8_224",
@@ -127,8 +127,10 @@ def test_outputs_of_any_rank_are_none_that_were_at_hand(make, tmp_path):
     )
     window.flush(State(step=1, images=32), 0.1)
     assert made.store.metrics("train")[-1]["teacher_images"] == 32.0
-    assert at_hand(32, run, State(step=1, images=32), made.store)["outputs"] == 0
-    assert at_hand(48, run, State(step=2, images=64), made.store)["outputs"] == 16
+    assert reused_outputs(32, run, State(step=1, images=32), made.store)["outputs"] == 0
+    assert (
+        reused_outputs(48, run, State(step=2, images=64), made.store)["outputs"] == 16
+    )
 
 
 def test_the_effective_sample_size_of_an_epoch_is_kishs(make):

@@ -23,7 +23,7 @@ from kd.jobs import fill_cache as job
 from kd.jobs.check import check
 from kd.jobs.description import describe
 from kd.jobs.estimate import Bench, estimate, measure
-from kd.jobs.stopwatch import Timed
+from kd.jobs.stopwatch import Timing
 from kd.setup.build import distributed
 from kd.setup.data import open_sources
 from kd.setup.recipe import fit_folders, resolve
@@ -297,7 +297,7 @@ def test_a_check_estimates_both_parts(settings):
             "score": 0.0,
             "teacher": 0.0,
         }
-        parts = {name: Timed(ms, ms, 8) for name, ms in {**known, "fit": 0.0}.items()}
+        parts = {name: Timing(ms, ms, 8) for name, ms in {**known, "fit": 0.0}.items()}
         speed = next(
             line for line in estimate(bench, parts) if line.startswith("speed")
         )

@@ -34,7 +34,7 @@ from kd.core.errors import ConfigError, KdError
 from kd.core.types import Dims, SiftContext
 from kd.data.map_dataset import MapDataset
 from kd.engine.criterion import Criterion, Term
-from kd.jobs.api.arguments import known_labels
+from kd.jobs.api.arguments import training_labels
 from kd.parts.sifters.none import Everything
 from kd.setup.student import loss_term
 
@@ -554,7 +554,7 @@ def test_class_weights_count_the_labels_that_are_there(how):
     train = data(40, 3)
     train.targets = train.tensors[1] if how == "targets" else None
     items = DataLoader(train, batch_size=16) if how == "batches" else train
-    assert torch.equal(known_labels(items, "all", 3), train.tensors[1])
+    assert torch.equal(training_labels(items, "all", 3), train.tensors[1])
     losses = [{"kind": "ce", "class_weights": "balanced"}]
     plain, weighted = (
         distill(network(16, 1), network(4, 2), items, losses=each)
@@ -565,7 +565,7 @@ def test_class_weights_count_the_labels_that_are_there(how):
         lambda label: label,
         2 - train.tensors[1],
     )  # torchvision's: before it
-    assert torch.equal(known_labels(train, "all", 3), train.tensors[1])
+    assert torch.equal(training_labels(train, "all", 3), train.tensors[1])
     train.targets = None
     with pytest.raises(
         ConfigError,

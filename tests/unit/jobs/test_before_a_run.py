@@ -25,7 +25,7 @@ from kd.files.pixels import HEIF
 from kd.files.run_dir import RunDir
 from kd.jobs.check import check
 from kd.jobs.description import describe
-from kd.jobs.distill import filled_at
+from kd.jobs.distill import filling_ends
 from kd.jobs.train import open_run, teach
 from kd.models import timm_folder
 from kd.setup.data import split_batch
@@ -414,7 +414,7 @@ def test_a_fit_with_fewer_labels_than_its_batch_is_refused_under_its_own_key(set
 def test_a_cache_or_store_is_full_when_each_view_has_been_seen(settings, keys, shares):
     """Eight epochs of 32 images, four steps each; 40 steps are ten epochs."""
     recipe = resolve(config.load(settings, ["run.epochs=8", *keys]))
-    assert filled_at(recipe, 32) == pytest.approx(
+    assert filling_ends(recipe, 32) == pytest.approx(
         {"teacher": 0.0, "data": 0.0} | shares
     )
 

@@ -10,7 +10,7 @@ import pytest
 from kd import config
 from kd.files.run_dir import RunDir
 from kd.jobs import forecast
-from kd.jobs.train import billed, train
+from kd.jobs.train import record_billable_time, train
 from kd.setup.recipe import resolve
 
 
@@ -40,14 +40,14 @@ def test_a_killed_start_counts_up_to_its_last_row(tmp_path):
         "a: 1"
     )  # before the first checkpoint a start begins anew, and what was billed stays
     started = time.perf_counter()
-    with billed(again, started - 2.0, [fit]):
+    with record_billable_time(again, started - 2.0, [fit]):
         manifest = again.manifest()
         assert manifest["billable_seconds"] == pytest.approx(5.0 + 20.25)
         assert manifest["began"] == pytest.approx(time.time() - 2.0, abs=1.0)
     taken = time.perf_counter() - started
     assert 27.25 <= again.manifest()["billable_seconds"] <= 27.25 + taken + 0.01
     assert again.manifest()["began"] == 0
-    with billed(
+    with record_billable_time(
         again, time.perf_counter()
     ):  # the last start ended by itself: nothing is counted twice
         assert again.manifest()["billable_seconds"] <= 27.25 + taken + 0.01

@@ -11,7 +11,7 @@ from kd import config
 from kd.core.text import format_seconds as spoken
 from kd.jobs import estimate, stopwatch
 from kd.jobs.forecast import forecast
-from kd.jobs.stopwatch import timed
+from kd.jobs.stopwatch import time_work
 from kd.parts.backends.cpu import CPU
 from kd.setup.build import distributed
 from kd.setup.data import open_sources
@@ -52,7 +52,7 @@ def clock(monkeypatch) -> Clock:
 
 def test_a_first_call_that_compiles_is_not_measured(clock):
     first_call = iter([0.7])  # lost, if it were measured
-    assert timed(
+    assert time_work(
         lambda images: clock.working(lambda: next(first_call, 0.005)), 1, 1
     ).ms == pytest.approx(5)
 
@@ -82,7 +82,7 @@ def test_a_part_is_timed_with_a_micro_batch_that_fits_the_time(
         sizes.append(images)
         return clock.working(overhead + each * images)
 
-    found = timed(make, most, min(2, most))
+    found = time_work(make, most, min(2, most))
     assert sizes == tried
     assert found.images == tried[-1]
     assert found.ms == pytest.approx(1000 * (each + overhead / found.images))
@@ -129,7 +129,7 @@ def test_the_students_step_is_timed_as_the_run_makes_it_however_slow_the_teacher
     assert found[1.0].ms == pytest.approx(1 + 20 / 32)
     lines = estimate.estimate(bench, parts)
     alone = next(line for line in lines if line.startswith("baseline"))
-    run = bench.planned(recipe)
+    run = bench.plan_run(recipe)
     cost = (
         run.images
         * run.epochs
@@ -245,7 +245,7 @@ def test_a_cpus_time_has_no_price_of_an_accelerator(settings, instance, words):
     recipe = resolve(config.load(settings, [f"price.instance={instance}"]))
     with distributed(recipe.backend) as backend:
         bench = estimate.Bench.of(recipe, open_sources(recipe.data), backend)
-        parts = dict.fromkeys(estimate.PARTS, stopwatch.Timed(1.0, 1.0, 8))
+        parts = dict.fromkeys(estimate.PARTS, stopwatch.Timing(1.0, 1.0, 8))
         (line,) = [
             line for line in estimate.estimate(bench, parts) if line.startswith("cost")
         ]

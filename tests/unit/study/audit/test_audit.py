@@ -17,7 +17,7 @@ from torch import nn
 
 from kd import config
 from kd.core.types import Batch, Outputs
-from kd.jobs.evaluate import _stored, answers_to
+from kd.jobs.evaluate import _cached_predictions, labelled_predictions
 from kd.models.cache import Codec, open_store
 from kd.parts import registry
 from kd.setup.data import open_sources
@@ -62,7 +62,7 @@ def test_stored_outputs_are_averaged_over_the_views_that_are_there(photos, tmp_p
     source = registry.build(
         "datasets", "imagefolder", options, "data.kind", split="train", classes=None
     )
-    found = _stored(store, 2, source)
+    found = _cached_predictions(store, 2, source)
     assert found.id.tolist() == [0, 1]
     assert found.prediction.tolist() == [0, 1]
     assert found.confidence == pytest.approx(logits[:2].softmax(-1).amax(-1).tolist())
@@ -230,7 +230,7 @@ def test_the_teacher_does_not_run_on_unlabelled_images(
             seen.extend(batch.ids.tolist())
             return Outputs(torch.zeros(len(batch.ids), 2))
 
-    answers = answers_to(
+    answers = labelled_predictions(
         Teacher(), data.evaluation_views(data.train, "skip"), range(len(data.train))
     )
     assert len(data.train) == 36
