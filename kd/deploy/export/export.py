@@ -21,9 +21,9 @@ from kd.deploy.export import graphs
 from kd.deploy.export.card import card, loading
 from kd.deploy.export.claims import InputClaims, Manifest, OutputClaims
 from kd.deploy.export.flags import ExportOptions
-from kd.deploy.export.graphs import Made, ReadImages, Subject
+from kd.deploy.export.graphs import ExportArtifacts, ReadImages, Subject
 from kd.deploy.export.package import complete, new_export, refuse_other, seal
-from kd.deploy.export.parity import shown_images
+from kd.deploy.export.parity import validation_batches
 from kd.deploy.export.receipt import licences, receipt
 from kd.deploy.export.signature import sign
 from kd.files.manifest import DIGITS
@@ -82,13 +82,13 @@ def export(
     vouched.check_models({"student": recipe.student})
     if options.any_graph:  # graphs are compared on images
         vouched.check_folder(recipe.data)
-    subject = subject_of(folder, recipe, vouched, options.index)
+    subject = read_subject(folder, recipe, vouched, options.index)
     return write(
-        teacher_of(subject, folder, vouched) if teacher else subject, target, options
+        teacher_subject(subject, folder, vouched) if teacher else subject, target, options
     )
 
 
-def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Subject:
+def read_subject(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Subject:
     """Read the best student of a run; with `index` also its projector into the
     teacher's space.
     """
@@ -104,7 +104,7 @@ def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> S
     expected = manifest.get("data") or ("" if vouched.images else "not recorded")
     student, provenance = best_student(folder, recipe, classes)
     if index:
-        student.project = best_projector(folder, recipe.losses, len(recipe.members))
+        student.project = learned_projector(folder, recipe.losses, len(recipe.members))
     alone = folder.alone()
     return Subject(
         recipe=recipe,
@@ -121,7 +121,7 @@ def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> S
     )
 
 
-def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
+def teacher_subject(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
     """Return the source of the teacher's export, given the student's."""
     recipe, task = subject.recipe, subject.recipe.task
     kinds = [one.kind for one in recipe.members.values()]
@@ -220,7 +220,7 @@ def _images(
                 "Graphs are compared on the run's own validation split",
                 remedy,
             )
-        yield partial(shown_images, data)
+        yield partial(validation_batches, data)
 
 
 def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExport:
@@ -249,7 +249,7 @@ def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExpo
     )
 
 
-def _write_weights(subject: Subject, draft: Path, made: Made) -> Manifest:
+def _write_weights(subject: Subject, draft: Path, made: ExportArtifacts) -> Manifest:
     """Write weights, config.json and kd.json, which serving needs; return the facts for
     manifest.json.
     """
@@ -269,8 +269,8 @@ def _write_weights(subject: Subject, draft: Path, made: Made) -> Manifest:
             provenance["digest"][:DIGITS]
             + ("-index" if student.project is not None else "")
         ),
-        "input": input_of(student, section),
-        "output": output_of(student, made),
+        "input": input_claims(student, section),
+        "output": output_claims(student, made),
         "parity": made.parity,
         "validation": made.validation,
         "environment": _environment(),
@@ -295,7 +295,7 @@ def _origin(section: StudentSection) -> str:
     return "trained from random initial weights"
 
 
-def input_of(student: Classifier, section: DataSection) -> InputClaims:
+def input_claims(student: Classifier, section: DataSection) -> InputClaims:
     """Return manifest.json's entry on the images that the graphs take."""
     size = section.image_size
     entry: InputClaims = {
@@ -311,7 +311,7 @@ def input_of(student: Classifier, section: DataSection) -> InputClaims:
     return entry
 
 
-def output_of(student: Classifier, made: Made) -> OutputClaims:
+def output_claims(student: Classifier, made: ExportArtifacts) -> OutputClaims:
     """Return manifest.json's entry on what the graphs return."""
     width = student.num_classes or student.num_features
     entry: OutputClaims = {
@@ -340,7 +340,7 @@ def _environment() -> dict[str, Any]:
     return found
 
 
-def best_projector(
+def learned_projector(
     folder: RunDir, losses: Sequence[LossSection], teachers: int
 ) -> torch.nn.Module:
     """Return the chosen checkpoint's learned projector from the student's pooled

@@ -32,10 +32,10 @@ class NotAcceptedError(ModelError):
     exit_code = 3
 
 
-def limits(sentence: str) -> dict[str, float]:
+def parse_limits(normalized_limits: str) -> dict[str, float]:
     """Parse limits into {word: largest number}; ValueError: anything else."""
     found: dict[str, float] = {}
-    for part in sentence.split():
+    for part in normalized_limits.split():
         match = re.fullmatch(r"([a-z-]+)<=([0-9]{1,9}(?:\.[0-9]{1,9})?)", part)
         if match is None:
             raise ValueError(f"'{part}' is not WORD<=NUMBER, {EXAMPLE}")
@@ -58,13 +58,13 @@ def limits(sentence: str) -> dict[str, float]:
     return found
 
 
-def sentence(text: str) -> str:
+def normalized_limits(text: str) -> str:
     """Return limits with normalized spaces; ValueError: they are malformed."""
-    limits(text)
+    parse_limits(text)
     return " ".join(text.split())
 
 
-def misses(found: Mapping[str, float], wanted: Mapping[str, float]) -> list[str]:
+def missed_limits(found: Mapping[str, float], wanted: Mapping[str, float]) -> list[str]:
     """Describe by how much a measured value misses its limit."""
     return [
         f"{word} by {found[word] - most:.3g} ({found[word]:.4g})"
@@ -118,7 +118,7 @@ class ExportOptions:
     """validation images compared, evenly spaced; 0: all"""
     compare: bool = option(False)
     """write every graph that runs here and measure each through kd-serve"""
-    accept: str | None = option(None, "LIMITS", sentence)
+    accept: str | None = option(None, "LIMITS", normalized_limits)
     """limits such as "drop<=2 ms<=5 mb<=4", also teacher-drop and ece, drops in points:
     write the first graph within them all, else exit with code 3
     """
@@ -198,7 +198,7 @@ class ExportOptions:
             )
         if self.accept is not None:
             try:
-                wanted = limits(self.accept)
+                wanted = parse_limits(self.accept)
             except ValueError as error:
                 raise ConfigError(
                     "--accept", str(error), "", f"Say it {EXAMPLE}"

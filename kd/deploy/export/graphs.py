@@ -19,11 +19,11 @@ from kd.deploy.export import defer, parity, variants
 from kd.deploy.export.calibrate import calibrate
 from kd.deploy.export.claims import ParityClaims, QualityClaims, VariantClaims
 from kd.deploy.export.defer import Rule
-from kd.deploy.export.flags import ExportOptions, NotAcceptedError, limits, misses
+from kd.deploy.export.flags import ExportOptions, NotAcceptedError, parse_limits, missed_limits
 from kd.deploy.export.parity import EAGER, GraphOutputs
 from kd.deploy.export.passing_on import (
     PASSED_ON,
-    Second,
+    SecondOutputs,
     describe_second,
     smallest_share,
 )
@@ -78,7 +78,7 @@ class Subject:
 
 
 @dataclass(slots=True)
-class Made:
+class ExportArtifacts:
     """Files and measurements of an export."""
 
     parity: dict[str, ParityClaims] = field(default_factory=dict)
@@ -118,8 +118,8 @@ def write(
     subject: Subject,
     folder: Path,
     options: ExportOptions,
-    seal: Callable[[Made], object],
-) -> Made:
+    seal: Callable[[ExportArtifacts], object],
+) -> ExportArtifacts:
     """Write the requested graphs and compare each with PyTorch. `seal` completes a
     folder that `kd-serve` can serve.
     """
@@ -129,7 +129,7 @@ def write(
             student, "student", noise(subject.recipe.data.image_size), bool(task.logits)
         )
         none = torch.zeros(0, len(classes))
-        return Made(
+        return ExportArtifacts(
             thresholds=task.thresholds(none, task.no_labels(0, len(classes)), classes)
         )
     known = registry.graphs()
@@ -139,7 +139,7 @@ def write(
             raise MissingExtra(known[name].option or "--onnx", wrong, "", remedy)
     second = describe_second(options, task, classes, subject.recipe.data)
     student.eval()
-    made, notes = Made(rule=options.rule), []
+    made, notes = ExportArtifacts(rule=options.rule), []
     with subject.images() as images:
         pixels = next(iter(images(IMAGES)))[0]
         examine(student, "student", torch.from_numpy(pixels), bool(task.logits))
@@ -147,7 +147,7 @@ def write(
             few = min(options.images or CALIBRATION_IMAGES, CALIBRATION_IMAGES)
             made.calibration, line = calibrate(student, images(few))
             notes.append(line)
-        work = _Workbench(subject, folder, options, images, made, known)
+        work = GraphExporter(subject, folder, options, images, made, known)
         work.add_first()
         made.thresholds = task.thresholds(
             work.outputs.outputs[EAGER], work.outputs.labels, classes
@@ -170,7 +170,7 @@ def write(
     made.defer = defer.choose(
         made.rule, kept, work.outputs.labels, made.thresholds, classes
     )
-    made.lines += defer.lines_of(made.defer)
+    made.lines += defer.defer_lines(made.defer)
     made.self_check = _self_check(
         subject,
         folder,
@@ -201,7 +201,7 @@ def _self_check(
     }
 
 
-def losses(
+def graph_losses(
     outputs: GraphOutputs, name: str, task: Task, behind: float
 ) -> dict[str, float]:
     """Return a graph's losses by the words of `--accept`, points; `behind`: the student
@@ -214,14 +214,14 @@ def losses(
 
 
 @dataclass(slots=True)
-class _Workbench:
+class GraphExporter:
     """An unfinished export with its open images."""
 
     subject: Subject
     folder: Path
     options: ExportOptions
     images: ReadImages
-    made: Made
+    made: ExportArtifacts
     known: Mapping[str, GraphFile]
     failures: dict[str, str] = field(default_factory=dict)
     outputs: GraphOutputs = field(init=False)
@@ -316,7 +316,7 @@ class _Workbench:
             len(outputs.labels),
         )
         if exact:
-            parity.check_exact(name, scores, difference, self.options.tolerance, images)
+            parity.require_exact(name, scores, difference, self.options.tolerance, images)
         made.parity[name] = outputs.facts(name, task)
         made.validation[name] = outputs.reference(
             name, task, self.subject.classes, bool(made.calibration)
@@ -347,12 +347,12 @@ class _Workbench:
         return variants.size(self.folder / name) / 1e6
 
     def accept(
-        self, text: str, seal: Callable[[Made], object], described: Description | None
+        self, text: str, seal: Callable[[ExportArtifacts], object], described: Description | None
     ) -> None:
         """Find the first graph within the limits, alone or with the second export;
         other candidates are removed.
         """
-        wanted, asked, told = limits(text), {ONNX, *self.made.parity}, list[str]()
+        wanted, asked, told = parse_limits(text), {ONNX, *self.made.parity}, list[str]()
         for name, found, why in self._attempts(wanted, seal, described):
             if not why:
                 rounded = {
@@ -389,7 +389,7 @@ class _Workbench:
     def _attempts(
         self,
         wanted: Mapping[str, float],
-        seal: Callable[[Made], object],
+        seal: Callable[[ExportArtifacts], object],
         described: Description | None,
     ) -> Iterator[tuple[str, dict[str, float], str]]:
         """Try each graph alone, then with the second export; yield name, values and the
@@ -402,7 +402,7 @@ class _Workbench:
             for name in [name for name in self.candidates if name in self.made.parity]:
                 yield name, *self._tried_with(second, name, wanted, seal)
 
-    def _second(self, described: Description, timed: bool) -> Second:
+    def _second(self, described: Description, timed: bool) -> SecondOutputs:
         """Run the second export's graph on the images, and measure it through
         `kd-serve` if `timed`.
         """
@@ -420,14 +420,14 @@ class _Workbench:
             else {}
         )
         ms = speeds[described.file][threads].p50_ms if timed else 0.0
-        return Second(found.outputs[described.file], ms, variants.size(path) / 1e6)
+        return SecondOutputs(found.outputs[described.file], ms, variants.size(path) / 1e6)
 
     def _tried_with(
         self,
-        second: Second,
+        second: SecondOutputs,
         name: str,
         wanted: Mapping[str, float],
-        seal: Callable[[Made], object],
+        seal: Callable[[ExportArtifacts], object],
     ) -> tuple[dict[str, float], str]:
         """Like `_tried`, for a graph that passes its unsure images on to the second
         export.
@@ -437,7 +437,7 @@ class _Workbench:
         )
         found = tried.values
         found["mb"] = self._megabytes(name) + second.megabytes
-        if not misses(found, wanted) and "ms" in wanted:
+        if not missed_limits(found, wanted) and "ms" in wanted:
             seal(self.made)
             threads = self.options.threads
             found["ms"] = (
@@ -450,7 +450,7 @@ class _Workbench:
         return found, why
 
     def _tried(
-        self, name: str, wanted: Mapping[str, float], seal: Callable[[Made], object]
+        self, name: str, wanted: Mapping[str, float], seal: Callable[[ExportArtifacts], object]
     ) -> tuple[dict[str, float], str]:
         """Measure a graph, cheap values first, until one misses its limit; return
         values and the reason.
@@ -460,20 +460,20 @@ class _Workbench:
         ):
             return {}, f"{name}: {why}"
         found = {"mb": self._megabytes(name)}
-        if not misses(found, wanted):
+        if not missed_limits(found, wanted):
             if name not in self.made.parity:
                 self._compare([name])
             found |= self._losses(name, wanted)
-            if "ms" in wanted and not misses(found, wanted):
+            if "ms" in wanted and not missed_limits(found, wanted):
                 seal(self.made)
                 threads = self.options.threads
                 found["ms"] = self._measure([name], [threads])[name][threads].p50_ms
-        missed = misses(found, wanted)
+        missed = missed_limits(found, wanted)
         return found, f"{name} misses {', '.join(missed)}" if missed else ""
 
     def _losses(self, name: str, wanted: Mapping[str, float]) -> dict[str, float]:
         """Return a graph's loss in points, and the calibration error if requested."""
-        found = losses(self.outputs, name, self.task, self._behind(wanted))
+        found = graph_losses(self.outputs, name, self.task, self._behind(wanted))
         if "ece" in wanted and "ece" not in found:
             raise ModelError(
                 "--accept",

@@ -145,7 +145,7 @@ class GraphOutputs:
             for (encoded, pixels), label in zip(
                 self.images, self.labels.numpy(), strict=True
             ):
-                names = names_of(label, classes)
+                names = label_names(label, classes)
                 rows.writerow(
                     [
                         f"{encoded:08x}",
@@ -173,7 +173,7 @@ class GraphOutputs:
         return float(found.max()) if bool(found.isfinite().all()) else float("inf")
 
 
-def names_of(label: np.ndarray, classes: Sequence[str]) -> list[str] | None:
+def label_names(label: np.ndarray, classes: Sequence[str]) -> list[str] | None:
     """Return the names of an image's label, a number, or of its label set [C]; None:
     unknown.
     """
@@ -185,7 +185,7 @@ def names_of(label: np.ndarray, classes: Sequence[str]) -> list[str] | None:
     ]
 
 
-def shown_images(data: Data, limit: int, training: bool = False) -> Batches:
+def validation_batches(data: Data, limit: int, training: bool = False) -> Batches:
     """Yield `Batches` of the validation split in evaluation's view.
 
     `limit`: number of images, evenly spaced; 0: all. `training`: the training split,
@@ -246,7 +246,7 @@ def eager_runner(student: Classifier) -> Runner:
     return run
 
 
-def check_exact(
+def require_exact(
     name: str, scores: GraphScores, difference: float, tolerance: float, images: int
 ) -> None:
     """Require a graph's outputs to equal PyTorch's within the tolerance."""

@@ -19,7 +19,7 @@ from kd.core.errors import ConfigError
 from kd.core.evaluation import Task
 from kd.core.text import percent
 from kd.deploy.export import defer
-from kd.deploy.export.flags import ExportOptions, misses
+from kd.deploy.export.flags import ExportOptions, missed_limits
 from kd.deploy.export.parity import EAGER, GraphOutputs
 from kd.deploy.serve.model import Description, describe
 from kd.parts.tasks.single_label import calibration_error
@@ -35,7 +35,7 @@ PASSED_ON = "passed_on"
 
 
 @dataclass(frozen=True, slots=True)
-class Second:
+class SecondOutputs:
     """The second export and its graph's outputs for the compared images."""
 
     logits: Tensor  # [N, C]
@@ -44,7 +44,7 @@ class Second:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class CascadeTrial:
     """A graph with the second export, and alone, on the same images."""
 
     rule: defer.Rule
@@ -54,8 +54,8 @@ class Tried:
 
     def reason(self, name: str, wanted: Mapping[str, float]) -> str:
         """Return why the pair is not accepted; "" if it is within the limits."""
-        missed = ", ".join(misses(self.values, wanted))
-        alone = ", ".join(misses(self.alone, wanted)) or "nothing"
+        missed = ", ".join(missed_limits(self.values, wanted))
+        alone = ", ".join(missed_limits(self.alone, wanted)) or "nothing"
         passed_on = (
             f"{percent(self.values[PASSED_ON])} of {self.images} images passed on"
         )
@@ -157,7 +157,7 @@ def smallest_share(
     task: Task,
     wanted: Mapping[str, float],
     behind: float,
-) -> Tried:
+) -> CascadeTrial:
     """Try the smallest share passed on that is within the limits; if none is, all
     images, on a half that misses them.
 
@@ -168,15 +168,15 @@ def smallest_share(
     kept = {each: outputs.outputs[each][known] for each in (EAGER, name)}
     values = partial(values_at, outputs, name, second, task, behind)
     alone, images = values(0.0), [len(outputs.labels[known][half]) for half in HALVES]
-    tried, missing = list[Tried](), list[Tried]()
+    tried, missing = list[CascadeTrial](), list[CascadeTrial]()
     for share in SHARES:
         rule = defer.Rule(share=share)
         threshold = defer.choose(rule, kept, outputs.labels[known], {}, ())["threshold"]
         tried = [
-            Tried(rule, *each)
+            CascadeTrial(rule, *each)
             for each in zip(values(threshold), alone, images, strict=True)
         ]
-        missing = [one for one in tried if misses(one.values, wanted)]
+        missing = [one for one in tried if missed_limits(one.values, wanted)]
         if not missing:
             break
     return (missing or tried)[-1]

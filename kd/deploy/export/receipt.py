@@ -22,7 +22,7 @@ from kd.deploy.export.claims import (
     ScoreClaims,
     ScoreOfModel,
 )
-from kd.deploy.export.graphs import Made, Subject
+from kd.deploy.export.graphs import ExportArtifacts, Subject
 from kd.files.manifest import sha256
 from kd.models import packages
 from kd.models.classifier import digest
@@ -74,9 +74,9 @@ def licences(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def receipt(subject: Subject, made: Made, folder: Path, license: str) -> Manifest:
+def receipt(subject: Subject, made: ExportArtifacts, folder: Path, license: str) -> Manifest:
     """Return manifest.json's entries on the origin of the graphs in `folder`."""
-    chain = chain_of(subject)
+    chain = export_chain(subject)
     entries: Manifest = {
         "chain": {
             **chain,
@@ -85,7 +85,7 @@ def receipt(subject: Subject, made: Made, folder: Path, license: str) -> Manifes
         "licences": {**subject.licences, chain["student"]["is"]: license or UNKNOWN},
         "eager_ms": round(made.eager_ms, 3),
         "about": about(subject),
-        "scores": scores_of(subject),
+        "scores": export_scores(subject),
     }
     if made.calibration:
         entries["calibration"] = made.calibration
@@ -106,7 +106,7 @@ def about(subject: Subject) -> AboutClaims:
     }
 
 
-def scores_of(subject: Subject) -> ScoreClaims:
+def export_scores(subject: Subject) -> ScoreClaims:
     """Return manifest.json's entry on scores: of each model, and of the student against
     the others.
     """
@@ -162,7 +162,7 @@ def _difference(one: Samples, other: Samples) -> dict[str, Any]:
     return {"value": value, "interval": [low, high]}
 
 
-def chain_of(subject: Subject) -> ChainClaims:
+def export_chain(subject: Subject) -> ChainClaims:
     """Return the chain from the teacher to the exported weights, without the graphs."""
     recipe, found, own = subject.recipe, subject.made_from, subject.provenance
     student: ChainStudent = {

@@ -22,7 +22,7 @@ LINE = 2000  # bytes of the child's header before its numbers
 TURNS = 12  # timed predictions
 
 
-class Confined:
+class Sandbox:
     """A graph in a child process: called with uint8 [B, 3, S, S], it returns float32
     [B, width].
 

@@ -170,7 +170,7 @@ class Claims:
         """Yield the path of each row, and from what its value can be made; None: no key
         that kd writes.
         """
-        kind, made = unwrapped(kind)
+        kind, made = without_annotation(kind)
         if made is not None:
             yield path, made
             return
@@ -272,7 +272,7 @@ class Claims:
 # types
 
 
-def unwrapped(kind: Any) -> tuple[Any, Origin | None]:
+def without_annotation(kind: Any) -> tuple[Any, Origin | None]:
     """Return a type without its annotation, and from what its values can be made; None:
     its keys say it.
     """

@@ -14,12 +14,12 @@ from kd.deploy.export import variants
 from kd.deploy.export.card import card
 from kd.deploy.export.claims import FILES
 from kd.deploy.export.export import FORMAT
-from kd.deploy.export.flags import limits, misses
+from kd.deploy.export.flags import parse_limits, missed_limits
 from kd.deploy.export.parity import IMAGES as IMAGES_FILE
 from kd.deploy.export.receipt import NAMED
 from kd.deploy.serve.self_check import FILE as SELF_CHECK
 from kd.deploy.verify.comparison import Claims
-from kd.deploy.verify.images import Line
+from kd.deploy.verify.images import ListedImage
 from kd.files.manifest import DIGITS, MANIFEST, SIGNATURE, checksum, sha256
 from kd.files.pixels import MARGIN
 from kd.models import runtimes
@@ -43,7 +43,7 @@ DRAWN = "drawn from manifest.json"
 LEFT_BY_HUB = (".gitattributes", ".cache/huggingface/", ".git/")
 
 
-def listed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, Any]:
+def present_files(folder: Path, claimed: Mapping[str, Any]) -> dict[str, Any]:
     """Return bytes and hashes of the files of an export; for a foreign file a text
     replaces the hash.
     """
@@ -109,11 +109,11 @@ def _accepted(manifest: Mapping[str, Any]) -> dict[str, Any]:
         return {"pick": variants.ONNX} if "pick" in manifest else {}
     accepted = manifest[key]
     try:
-        wanted = limits(accepted["sentence"])
+        wanted = parse_limits(accepted["sentence"])
         wrong = [
             f"{word}: not measured" for word in wanted if word not in accepted["found"]
         ]
-        wrong += misses(accepted["found"], wanted)
+        wrong += missed_limits(accepted["found"], wanted)
     except ValueError as error:
         wrong = [str(error)]
     file = (
@@ -222,7 +222,7 @@ def _network(known: Claims, task: Task, tensors: Mapping[str, Tensor]) -> Classi
     return network
 
 
-def show_graphs(known: Claims, lines: Sequence[Line] | None) -> None:
+def show_graphs(known: Claims, lines: Sequence[ListedImage] | None) -> None:
     """Compare each graph's size, hash, kind of weights, and numbers of compared and of
     labelled images.
     """
@@ -258,7 +258,7 @@ def show_graphs(known: Claims, lines: Sequence[Line] | None) -> None:
 
 
 def _counted(
-    known: Claims, graph: Mapping[str, Any], lines: Sequence[Line]
+    known: Claims, graph: Mapping[str, Any], lines: Sequence[ListedImage]
 ) -> dict[str, int]:
     """Return the numbers of images and, where a graph's entry needs it, of images with
     a label.

@@ -14,18 +14,18 @@ from kd.core.errors import KdError, ModelError
 from kd.core.evaluation import Task
 from kd.core.host import cores
 from kd.deploy.export import defer, parity, variants
-from kd.deploy.export.calibrate import fitted
+from kd.deploy.export.calibrate import fitted_temperature
 from kd.deploy.export.claims import FILES, IMAGES, SECOND
-from kd.deploy.export.graphs import CALIBRATION_IMAGES, losses
+from kd.deploy.export.graphs import CALIBRATION_IMAGES, graph_losses
 from kd.deploy.export.parity import EAGER, GraphOutputs, Runner
 from kd.deploy.export.passing_on import values_at
 from kd.deploy.export.receipt import OWN
 from kd.deploy.serve import self_check
 from kd.deploy.serve.engines import open_graph
 from kd.deploy.serve.model import Description
-from kd.deploy.verify.child import Confined
+from kd.deploy.verify.child import Sandbox
 from kd.deploy.verify.comparison import Claims, with_gaps
-from kd.deploy.verify.images import Shown
+from kd.deploy.verify.images import ListedImages
 from kd.files.manifest import MANIFEST
 from kd.models.classifier import Classifier
 from kd.parts import registry
@@ -46,7 +46,7 @@ ALLOWED = 2.0  # multiple of the difference expected here that a graph may allow
 
 def show_outputs(
     known: Claims,
-    shown: Shown,
+    shown: ListedImages,
     task: Task,
     network: Classifier | None,
     trust: bool,
@@ -73,7 +73,7 @@ def show_outputs(
         took = {
             name: run.cpu_ms(outputs.first[None])
             for name, run in runners.items()
-            if isinstance(run, Confined)
+            if isinstance(run, Sandbox)
         }
         outputs = replace(outputs, cpu_ms={**outputs.cpu_ms, **took})
         known.images = len(outputs.labels)
@@ -122,7 +122,7 @@ def show_self_check(known: Claims) -> None:
         if name not in claimed or registry.exporter(name).missing(name, False):
             continue
         what, width = f"{self_check.KEY}/{name}", known.claimed["output"]["width"]
-        with closing(Confined(known.folder / name, width)) as run, known.reading(what):
+        with closing(Sandbox(known.folder / name, width)) as run, known.reading(what):
             here = self_check.differences(arrays, name, run, *reading)
             bound = ALLOWED * self_check.allowed(name, arrays[name], arrays[exact])
             passed = (
@@ -159,7 +159,7 @@ def _runners(known: Claims, trust: bool, stack: ExitStack) -> dict[str, Runner]:
         if not why and code:
             runners[name] = open_graph(known.folder / name)
         elif not why:
-            run = stack.enter_context(closing(Confined(known.folder / name, width)))
+            run = stack.enter_context(closing(Sandbox(known.folder / name, width)))
             try:
                 run(np.full((1, 3, size, size), 127, np.uint8))
                 runners[name] = run
@@ -309,7 +309,7 @@ def _show_scores(known: Claims, outputs: GraphOutputs, task: Task) -> None:
         known.show(IMAGES, {"scores": {"models": {OWN: {key: {"value": value}}}}})
     if calibration and known.images <= CALIBRATION_IMAGES and int(labelled.sum()) > 1:
         logits = outputs.outputs[EAGER][labelled].double() * calibration["temperature"]
-        known.show(IMAGES, {"calibration": fitted(logits, outputs.labels[labelled])})
+        known.show(IMAGES, {"calibration": fitted_temperature(logits, outputs.labels[labelled])})
 
 
 def _show_promises(
@@ -339,7 +339,7 @@ def _show_promises(
             known.refuse("output/defer", error.wrong)
     known.show(IMAGES, {"output": output})
     if accepted["file"] in outputs.outputs.keys() - {EAGER}:
-        found = losses(outputs, accepted["file"], task, _behind(known))
+        found = graph_losses(outputs, accepted["file"], task, _behind(known))
         known.show(
             IMAGES,
             {
@@ -365,13 +365,13 @@ def _behind(known: Claims) -> float:
 
 
 def _show_pair(
-    known: Claims, outputs: GraphOutputs, task: Task, second: Description, shown: Shown
+    known: Claims, outputs: GraphOutputs, task: Task, second: Description, shown: ListedImages
 ) -> None:
     """Run the second export's graph on the images, and measure what the pair
     promises.
     """
     claimed = known.claimed["cascade"]
-    with closing(Confined(second.folder / second.file, second.output.width)) as run:
+    with closing(Sandbox(second.folder / second.file, second.output.width)) as run:
         batches = shown.batches(known.claimed["input"], known.labels, task)
         logits = torch.from_numpy(
             np.concatenate([run(pixels) for pixels, *_ in batches])

@@ -31,11 +31,11 @@ from kd.files.pixels import least_of_centre, load, open_training_image, planes
 # files with one CRC-32 that are looked at; of 4,000 PNGs of noise 112 share one with
 # another
 MOST_ALIKE = 8
-Line = tuple[int, int, Sequence[str] | None]
+ListedImage = tuple[int, int, Sequence[str] | None]
 """CRC-32 of a file and of its pixels, and labels (None: unknown)."""
 
 
-def lines_of(folder: Path) -> list[Line] | None:
+def read_image_list(folder: Path) -> list[ListedImage] | None:
     """Return the images in an export's list; None: it has no list."""
     file = folder / parity.IMAGES
     if not file.is_file():
@@ -77,16 +77,16 @@ def _cropped(file: bytes, told: Mapping[str, Any]) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ListedImages:
     """The images of an export below `--data`."""
 
-    lines: Sequence[Line]
+    lines: Sequence[ListedImage]
     read: Callable[[int], Iterator[bytes]]  # (CRC-32) -> contents of its files
     files: Mapping[int, int]  # number of files with a CRC-32
     total: int  # number of files below `--data`
 
     @staticmethod
-    def among(source: str, lines: Sequence[Line], copies: Path) -> Shown:
+    def among(source: str, lines: Sequence[ListedImage], copies: Path) -> ListedImages:
         """Find the listed images of an export below `--data`."""
         try:
             images = find(source, copies)
@@ -115,7 +115,7 @@ class Shown:
                 "Name the run's validation images",
             )
         files = {crc: len(ids) for crc, ids in at.items()}
-        return Shown(
+        return ListedImages(
             lines,
             lambda crc: map(images.content, at[crc][:MOST_ALIKE]),
             files,
@@ -150,7 +150,7 @@ class Shown:
                 ) from error
             yield np.stack(crops), truth, crcs
 
-    def _crop(self, line: Line, told: Mapping[str, Any]) -> np.ndarray:
+    def _crop(self, line: ListedImage, told: Mapping[str, Any]) -> np.ndarray:
         """Return an image's crop: of files with one CRC-32, as PNGs of noise may have,
         that with its pixels.
         """

@@ -12,11 +12,11 @@ from kd.core.host import versions
 from kd.deploy.export import parity
 from kd.deploy.export.calibrate import divide_logits
 from kd.deploy.export.claims import RUN
-from kd.deploy.export.export import input_of, output_of, subject_of, teacher_of
-from kd.deploy.export.graphs import Made, Subject
-from kd.deploy.export.receipt import about, chain_of, scores_of
+from kd.deploy.export.export import input_claims, output_claims, read_subject, teacher_subject
+from kd.deploy.export.graphs import ExportArtifacts, Subject
+from kd.deploy.export.receipt import about, export_chain, export_scores
 from kd.deploy.verify.comparison import Claims, with_gaps
-from kd.deploy.verify.images import Line
+from kd.deploy.verify.images import ListedImage
 from kd.models.licences import UNKNOWN
 from kd.models.timm_folder import export_files
 from kd.setup.finished import Trust, opened_run, require_files
@@ -26,7 +26,7 @@ LIMITS = (2000, 0)  # numbers of images that kd-export compares: its default, al
 
 
 def show_run(
-    known: Claims, path: Path, trust: bool, lines: Sequence[Line] | None
+    known: Claims, path: Path, trust: bool, lines: Sequence[ListedImage] | None
 ) -> None:
     """Make the receipt again from a run folder; without `trust` no code is run."""
     folder, stored = opened_run(path, trust)
@@ -34,12 +34,12 @@ def show_run(
     recipe, told = resolve(stored), known.claimed
     vouched = Trust.of(trust, (), recipe.data)
     vouched.check_models({"student": recipe.student})
-    subject = subject_of(folder, recipe, vouched, bool(told["output"].get("space")))
+    subject = read_subject(folder, recipe, vouched, bool(told["output"].get("space")))
     if told["chain"]["student"]["is"] == "teacher":
-        subject = teacher_of(subject, folder, vouched)
+        subject = teacher_subject(subject, folder, vouched)
     if by := told.get("calibration", {}).get("temperature"):
         divide_logits(subject.student.network, by)
-    recipe, task, chain = subject.recipe, subject.recipe.task, chain_of(subject)
+    recipe, task, chain = subject.recipe, subject.recipe.task, export_chain(subject)
     labels = subject.classes if task.logits else ()
     own = {**subject.provenance, "digest": chain["student"]["exported"]}
     found = {
@@ -48,8 +48,8 @@ def show_run(
         "licences": {
             key: one for key, one in subject.licences.items() if one != UNKNOWN
         },
-        "input": input_of(subject.student, recipe.data),
-        "output": output_of(subject.student, Made()),
+        "input": input_claims(subject.student, recipe.data),
+        "output": output_claims(subject.student, ExportArtifacts()),
         "kd.json": {
             key: own[key] for key in ("run", "step", "metrics", "eval_crop", "digest")
         },
@@ -59,7 +59,7 @@ def show_run(
     if not known.old:
         found |= {
             "about": about(subject),
-            "scores": with_gaps(told["scores"], scores_of(subject)),
+            "scores": with_gaps(told["scores"], export_scores(subject)),
         }
     if (
         versions("timm")["timm"] == told["environment"]["packages"]["timm"]
@@ -74,7 +74,7 @@ def show_run(
 
 
 def _show_choice(
-    known: Claims, subject: Subject, vouched: Trust, lines: Sequence[Line]
+    known: Claims, subject: Subject, vouched: Trust, lines: Sequence[ListedImage]
 ) -> None:
     """Compare the list of images and their labels with the run's own validation
     images.
@@ -93,7 +93,7 @@ def _show_choice(
                 )
                 found = _named(
                     [
-                        (encoded, parity.names_of(label, classes))
+                        (encoded, parity.label_names(label, classes))
                         for encoded, label in images
                     ]
                 )

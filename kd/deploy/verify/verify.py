@@ -22,9 +22,9 @@ from kd.deploy.export.signature import require_signature
 from kd.deploy.serve import self_check
 from kd.deploy.serve.model import Description, describe
 from kd.deploy.verify.comparison import OPEN, RIGHT, WRONG, Claims, Row, row
-from kd.deploy.verify.files import listed, show_graphs, show_manifest, show_weights
+from kd.deploy.verify.files import present_files, show_graphs, show_manifest, show_weights
 from kd.deploy.verify.graph_outputs import show_outputs, show_self_check
-from kd.deploy.verify.images import Shown, lines_of
+from kd.deploy.verify.images import ListedImages, read_image_list
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.manifest import MANIFEST, SIGNATURE, checksum
 from kd.models.classifier import Classifier
@@ -172,7 +172,7 @@ def verify(options: VerifyOptions) -> Verdict:
 
 def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> None:
     folder = options.export
-    found = listed(folder, manifest["files"])
+    found = present_files(folder, manifest["files"])
     known.show(FILES, {"files": found})
     known.graphs = tuple(
         name for name in registry.graphs() if "bytes" in found.get(name, {})
@@ -198,7 +198,7 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
         )
     lines, task = None, None
     with known.reading("images.csv"):
-        lines = lines_of(folder)
+        lines = read_image_list(folder)
         known.claimed["images.csv"] = {"choice": "the run's"}
     _require_images(options)
     second = _second(known, options)
@@ -221,7 +221,7 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
             tempfile.TemporaryDirectory() as copies,
             known.reading("predictions on the images"),
         ):
-            shown = Shown.among(options.data, lines, Path(copies, "shards"))
+            shown = ListedImages.among(options.data, lines, Path(copies, "shards"))
             show_outputs(known, shown, task, network, options.trust, second)
     if options.run is not None:
         from kd.deploy.verify.run_folder import show_run  # imports that open runs

@@ -49,11 +49,11 @@ from kd.deploy.verify.comparison import (
     WRONG,
     Claims,
     keys_of,
-    unwrapped,
+    without_annotation,
 )
-from kd.deploy.verify.files import listed
+from kd.deploy.verify.files import present_files
 from kd.deploy.verify.graph_outputs import _counts
-from kd.deploy.verify.images import lines_of
+from kd.deploy.verify.images import read_image_list
 from kd.deploy.verify.verify import NotVerifiedError
 from kd.files.manifest import MANIFEST
 from kd.models import runtimes
@@ -140,7 +140,7 @@ def test_every_key_of_an_export_is_in_the_types(honest):
 
 def leaves(kind: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield each value of a type, with from what it can be made."""
-    kind, made = unwrapped(kind)
+    kind, made = without_annotation(kind)
     if made is not None or not (get_origin(kind) is dict or is_typeddict(kind)):
         yield path, made
     elif get_origin(kind) is dict:
@@ -1069,7 +1069,7 @@ def test_links_lead_to_files_of_the_export_or_of_the_hub(tmp_path):
         (folder / name).symlink_to(f"{place}/file")
     out = {
         name
-        for name, one in listed(folder, {}).items()
+        for name, one in present_files(folder, {}).items()
         if one == {"sha256": "a link out of the folder"}
     }
     assert out == {"kd.json", "images.csv", "model.onnx"}
@@ -1102,4 +1102,4 @@ def test_a_label_with_another_line_break_is_one_line_of_the_list(tmp_path):
     (tmp_path / parity.IMAGES).write_text(
         '0a,0b,1,"a\u2028b","c\nd"\n0c,0d,0\n', encoding="utf-8", newline=""
     )
-    assert lines_of(tmp_path) == [(10, 11, ["a\u2028b", "c\nd"]), (12, 13, None)]
+    assert read_image_list(tmp_path) == [(10, 11, ["a\u2028b", "c\nd"]), (12, 13, None)]
