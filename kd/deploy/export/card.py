@@ -59,7 +59,8 @@ def loading(folder: str, timm: bool) -> str:
     """Return Python that loads the student of an export."""
     if timm:
         return f"timm.create_model('local-dir:{folder}', pretrained=True)"
-    return f"network.load_state_dict(safetensors.torch.load_file('{folder}/model.safetensors'))"
+    weights = f"safetensors.torch.load_file('{folder}/model.safetensors')"
+    return f"network.load_state_dict({weights})"
 
 
 def _embeds(facts: Facts) -> bool:

@@ -14,7 +14,7 @@ from kd.deploy.export.calibrate import divide_logits
 from kd.deploy.export.claims import RUN
 from kd.deploy.export.export import input_claims, output_claims, read_subject, teacher_subject
 from kd.deploy.export.graphs import ExportArtifacts, Subject
-from kd.deploy.export.receipt import about, export_chain, export_scores
+from kd.deploy.export.receipt import about_claims, export_chain, export_scores
 from kd.deploy.verify.comparison import Claims, with_gaps
 from kd.deploy.verify.images import ListedImage
 from kd.models.licences import UNKNOWN
@@ -58,7 +58,7 @@ def show_run(
         del found["chain"]["student"]["run"], found["kd.json"]["run"]
     if not known.old:
         found |= {
-            "about": about(subject),
+            "about": about_claims(subject),
             "scores": with_gaps(told["scores"], export_scores(subject)),
         }
     if (
