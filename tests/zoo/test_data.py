@@ -404,4 +404,6 @@ def test_an_endpoint_scales_16_bits_as_training_does(tmp_path):
         student = load(Spec("student", "lcnet_050", {}, ("a", "b")), 32)
     plan = DataPlan(kind="food_mini", bits=12, image_size=32)
     assert input_claims(student, plan)["bits"] == 12
-    assert "bits" not in input_claims(student, DataPlan(kind="food_mini", image_size=32))
+    assert "bits" not in input_claims(
+        student, DataPlan(kind="food_mini", image_size=32)
+    )

@@ -1,6 +1,4 @@
-"""The images behind an export's numbers, found by the CRC-32 of their files in any
-folder.
-"""
+"""Find the images behind an export's numbers by CRC-32, in any folder."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +38,17 @@ def read_image_list(folder: Path) -> list[ListedImage] | None:
     if not file.is_file():
         return None
     try:
-        lines = list(
-            csv.reader(io.StringIO(file.read_text(encoding="utf-8"), newline=""))
-        )
+        text = file.read_text(encoding="utf-8")
+        lines = list(csv.reader(io.StringIO(text, newline="")))
         if not lines:
             raise ValueError("it is empty")
         return [
-            (int(a, 16), int(b, 16), names if known == "1" else None)
-            for a, b, known, *names in lines
+            (
+                int(file_crc, 16),
+                int(pixel_crc, 16),
+                names if is_labelled == "1" else None,
+            )
+            for file_crc, pixel_crc, is_labelled, *names in lines
         ]
     except (csv.Error, ValueError) as error:
         raise ModelError(
@@ -59,20 +59,16 @@ def read_image_list(folder: Path) -> list[ListedImage] | None:
         ) from error
 
 
-def _cropped(file: bytes, told: Mapping[str, Any]) -> np.ndarray:
-    """Return evaluation's crop of an image file, uint8 [3, S, S]; `told`: `input` of
-    the manifest.
+def _evaluation_crop(file: bytes, entry: Mapping[str, Any]) -> np.ndarray:
+    """Return evaluation's crop of an image file, uint8 [3, S, S].
+
+    `entry`: `input` of the manifest.
     """
-    size, crop, margin, bits = (
-        told["size"],
-        told["crop"],
-        told.get("margin", 0),
-        told.get("bits", 16),
-    )
+    size = entry["size"]
+    crop = entry["crop"]
+    least = partial(least_of_centre, size=size, crop=crop)
     with open_training_image(file) as image:
-        rgb, _ = load(
-            image, partial(least_of_centre, size=size, crop=crop), margin, bits
-        )
+        rgb, _ = load(image, least, entry.get("margin", 0), entry.get("bits", 16))
     return planes(rgb, size, crop)
 
 
@@ -86,7 +82,7 @@ class ListedImages:
     total: int  # number of files below `--data`
 
     @staticmethod
-    def among(source: str, lines: Sequence[ListedImage], copies: Path) -> ListedImages:
+    def locate(source: str, lines: Sequence[ListedImage], copies: Path) -> ListedImages:
         """Find the listed images of an export below `--data`."""
         try:
             images = find(source, copies)
@@ -94,36 +90,36 @@ class ListedImages:
             raise DataError(
                 "--data", error.wrong, error.allowed, error.remedy
             ) from error
-        at: dict[int, list[int]] = {encoded: [] for encoded, *_ in lines}
+        ids_by_crc: dict[int, list[int]] = {crc: [] for crc, *_ in lines}
         unread = 0
         for id in range(len(images.names)):
             try:
-                at.get(zlib.crc32(images.content(id)), []).append(id)
+                ids_by_crc.get(zlib.crc32(images.content(id)), []).append(id)
             except (*GONE, Problem):
                 unread += 1
-        there = sum(bool(at[encoded]) for encoded, *_ in lines)
-        if there < len(lines):
+        present = sum(bool(ids_by_crc[crc]) for crc, *_ in lines)
+        if present < len(lines):
             wrong = (
-                f"'{source}' holds {there} of the {len(lines)} images behind the"
+                f"'{source}' holds {present} of the {len(lines)} images behind the"
                 " export's numbers"
             )
-            wrong += f"; files there that cannot be read: {unread}" if unread else ""
+            if unread:
+                wrong += f"; files there that cannot be read: {unread}"
             raise DataError(
                 "--data",
                 wrong,
                 "All of them, among any others",
                 "Name the run's validation images",
             )
-        files = {crc: len(ids) for crc, ids in at.items()}
         return ListedImages(
             lines,
-            lambda crc: map(images.content, at[crc][:MOST_ALIKE]),
-            files,
+            lambda crc: map(images.content, ids_by_crc[crc][:MOST_ALIKE]),
+            {crc: len(ids) for crc, ids in ids_by_crc.items()},
             len(images.names),
         )
 
     def batches(
-        self, told: Mapping[str, Any], labels: Sequence[str], task: Task
+        self, entry: Mapping[str, Any], labels: Sequence[str], task: Task
     ) -> Batches:
         """Yield the images as the export decoded them, with its labels."""
         for first in range(0, len(self.lines), BATCH):
@@ -131,72 +127,72 @@ class ListedImages:
             crcs, _, names = zip(*lines, strict=True)
             if task.logits == "sigmoid":
                 sets = [
-                    [-1 if one is None else int(label in one) for label in labels]
-                    for one in names
+                    [
+                        -1 if image_labels is None else int(label in image_labels)
+                        for label in labels
+                    ]
+                    for image_labels in names
                 ]
                 truth = np.array(sets, np.int8)
             else:
                 truth = np.array(
-                    [-1 if one is None else labels.index(one[0]) for one in names]
+                    [
+                        -1 if image_labels is None else labels.index(image_labels[0])
+                        for image_labels in names
+                    ]
                 )
             try:
-                crops = [self._crop(line, told) for line in lines]
+                crops = [self._crop(line, entry) for line in lines]
             except OSError as error:  # of a format that Pillow cannot read here
                 wrong = (
                     f"an image of the export cannot be decoded here ({in_short(error)})"
                 )
-                raise DataError(
-                    "--data", wrong, "", "Install the decoders that the export had"
-                ) from error
+                remedy = "Install the decoders that the export had"
+                raise DataError("--data", wrong, "", remedy) from error
             yield np.stack(crops), truth, crcs
 
-    def _crop(self, line: ListedImage, told: Mapping[str, Any]) -> np.ndarray:
-        """Return an image's crop: of files with one CRC-32, as PNGs of noise may have,
-        that with its pixels.
+    def _crop(self, line: ListedImage, entry: Mapping[str, Any]) -> np.ndarray:
+        """Return the crop of the file with the listed pixels, else of the first file.
+
+        Files may share one CRC-32, as PNGs of noise do.
         """
-        crops = (_cropped(content, told) for content in self.read(line[0]))
-        first = next(crops)
-        return next(
-            (
-                crop
-                for crop in chain([first], crops)
-                if zlib.crc32(crop.tobytes()) == line[1]
-            ),
-            first,
-        )
+        file_crc, pixel_crc, _ = line
+        crops = []
+        for content in self.read(file_crc):
+            crops.append(_evaluation_crop(content, entry))
+            if zlib.crc32(crops[-1].tobytes()) == pixel_crc:
+                return crops[-1]
+        return crops[0]
 
-    def repeated(self, known: Claims) -> bool:
+    def repeated(self, claims: Claims) -> bool:
         """Return whether images are listed more often than they are there."""
-        listed = Counter(crc for crc, *_ in self.lines)
-        more = sum(times > self.files[crc] for crc, times in listed.items())
-        known.claimed["images.csv"]["times"] = "0 too often"
-        known.show(IMAGES, {"images.csv": {"times": f"{more} too often"}})
-        return more > 0
+        counts = Counter(crc for crc, *_ in self.lines)
+        excess = sum(count > self.files[crc] for crc, count in counts.items())
+        claims.claimed["images.csv"]["times"] = "0 too often"
+        claims.add_evidence(IMAGES, {"images.csv": {"times": f"{excess} too often"}})
+        return excess > 0
 
-    def show(self, known: Claims, seen: Sequence[tuple[int, int]]) -> None:
-        """Compare pixels with the recorded ones, and count images."""
-        claimed, count = known.claimed, len(self.lines)
+    def compare_pixels(
+        self, claims: Claims, image_crcs: Sequence[tuple[int, int]]
+    ) -> None:
+        """Compare pixels with the recorded ones, and count images.
+
+        `image_crcs`: of each image's file and pixels.
+        """
+        claimed = claims.claimed
+        count = len(self.lines)
         same = sum(
             line[1] == pixels
-            for line, (_, pixels) in zip(self.lines, seen, strict=True)
+            for line, (_, pixels) in zip(self.lines, image_crcs, strict=True)
         )
-        here, there = (
-            versions("pillow")["pillow"],
-            claimed["environment"]["packages"]["pillow"],
-        )
-        if same == count or here == there:
+        pillow = claimed["environment"]["packages"]["pillow"]
+        if same == count or versions("pillow")["pillow"] == pillow:
+            entry = claimed["input"]
+            keys = {"size", "crop", "margin", "bits"} & entry.keys()
             wrong = f"{count - same} of {count} images have other pixels"
-            keys = {"size", "crop", "margin", "bits"} & claimed["input"].keys()
-            known.show(
-                IMAGES,
-                {
-                    "input": {
-                        key: claimed["input"][key] if same == count else wrong
-                        for key in keys
-                    }
-                },
-            )
-        known.reasons["images.csv/choice"] = (
+            remade = {key: entry[key] if same == count else wrong for key in keys}
+            claims.add_evidence(IMAGES, {"input": remade})
+        claims.reasons["images.csv/choice"] = (
             f"{count} of {self.total} images below --data; --run shows which, and their"
             " labels"
         )

@@ -10,7 +10,12 @@ import timm
 import torch
 from torch import nn
 
-from kd.deploy.export.calibrate import calibrate, cross_fitted, divide_logits, likelihood_gain
+from kd.deploy.export.calibrate import (
+    calibrate,
+    cross_fitted,
+    divide_logits,
+    likelihood_gain,
+)
 from kd.models.classifier import Classifier, Network
 from kd.parts.tasks.single_label import HIGHEST, LOWEST, calibration_error, temperature
 

@@ -68,7 +68,9 @@ def test_the_card_explains_the_outputs(card):
         "calibrated_ece": 0.02,
     }
     metrics = {"metrics": {"accuracy": 0.5, "top5": 1.0, "ece": 0.1}}
-    found = words(card(made=ExportArtifacts(calibration=calibration), provenance=metrics))
+    found = words(
+        card(made=ExportArtifacts(calibration=calibration), provenance=metrics)
+    )
     assert "divide them by 1.5, fitted on 200 validation images" in found
     assert "from 10.0 % to 2.0 %" in found
     assert "Every image is assigned one of the classes" in found

@@ -7,7 +7,7 @@ import torch
 
 from kd.core.text import AS_TRAINED, variant_rows
 from kd.deploy.export.parity import EAGER, GraphOutputs
-from kd.deploy.export.variants import facts, measure, is_noisy, quality
+from kd.deploy.export.variants import facts, is_noisy, measure, quality
 from kd.deploy.serve import bench
 from kd.deploy.serve.bench import Latency
 from kd.models import runtimes
