@@ -6,7 +6,7 @@ import csv
 import io
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -77,8 +77,8 @@ class ListedImages:
     """The images of an export below `--data`."""
 
     lines: Sequence[ListedImage]
-    read: Callable[[int], Iterator[bytes]]  # (CRC-32) -> contents of its files
-    files: Mapping[int, int]  # number of files with a CRC-32
+    content: Callable[[int], bytes]  # (id) -> content of a file
+    ids: Mapping[int, Sequence[int]]  # of the files with a CRC-32
     total: int  # number of files below `--data`
 
     @staticmethod
@@ -90,14 +90,14 @@ class ListedImages:
             raise DataError(
                 "--data", error.wrong, error.allowed, error.remedy
             ) from error
-        ids_by_crc: dict[int, list[int]] = {crc: [] for crc, *_ in lines}
+        ids: dict[int, list[int]] = {crc: [] for crc, *_ in lines}
         unread = 0
         for id in range(len(images.names)):
             try:
-                ids_by_crc.get(zlib.crc32(images.content(id)), []).append(id)
+                ids.get(zlib.crc32(images.content(id)), []).append(id)
             except (*GONE, Problem):
                 unread += 1
-        present = sum(bool(ids_by_crc[crc]) for crc, *_ in lines)
+        present = sum(bool(ids[crc]) for crc, *_ in lines)
         if present < len(lines):
             wrong = (
                 f"'{source}' holds {present} of the {len(lines)} images behind the"
@@ -111,12 +111,7 @@ class ListedImages:
                 "All of them, among any others",
                 "Name the run's validation images",
             )
-        return ListedImages(
-            lines,
-            lambda crc: map(images.content, ids_by_crc[crc][:MOST_ALIKE]),
-            {crc: len(ids) for crc, ids in ids_by_crc.items()},
-            len(images.names),
-        )
+        return ListedImages(lines, images.content, ids, len(images.names))
 
     def batches(
         self, entry: Mapping[str, Any], labels: Sequence[str], task: Task
@@ -158,8 +153,8 @@ class ListedImages:
         """
         file_crc, pixel_crc, _ = line
         crops = []
-        for content in self.read(file_crc):
-            crops.append(_evaluation_crop(content, entry))
+        for id in self.ids[file_crc][:MOST_ALIKE]:
+            crops.append(_evaluation_crop(self.content(id), entry))
             if zlib.crc32(crops[-1].tobytes()) == pixel_crc:
                 return crops[-1]
         return crops[0]
@@ -167,7 +162,7 @@ class ListedImages:
     def repeated(self, claims: Claims) -> bool:
         """Return whether images are listed more often than they are there."""
         counts = Counter(crc for crc, *_ in self.lines)
-        excess = sum(count > self.files[crc] for crc, count in counts.items())
+        excess = sum(count > len(self.ids[crc]) for crc, count in counts.items())
         claims.claimed["images.csv"]["times"] = "0 too often"
         claims.add_evidence(IMAGES, {"images.csv": {"times": f"{excess} too often"}})
         return excess > 0

@@ -207,10 +207,15 @@ def columns(pick: nn.Module) -> dict[str, list[int]]:
     return {"columns": pick.columns.tolist()} if isinstance(pick, Pick) else {}  # type: ignore[operator]
 
 
+def needed_outputs(spec: Spec, features: Collection[str]) -> str:
+    """Return the outputs that the losses need as text."""
+    return " and ".join([*(["logits"] if spec.logits else []), *sorted(features)])
+
+
 def require_one_output(spec: Spec, features: Collection[str], kind: str) -> None:
     """Refuse losses that need logits and features, of which this teacher has one."""
     if (spec.logits and features) or set(features) - {"pooled"}:
-        needed = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
+        needed = needed_outputs(spec, features)
         wrong = f"is {kind}, which has one output, but the losses need {needed}"
         allowed = "Losses on logits, or losses on pooled features"
         raise ModelError(f"{spec.config_path}.kind", wrong, allowed, "Take others")

@@ -25,7 +25,13 @@ from kd.core.text import nfc
 from kd.core.types import Outputs
 from kd.models.answer_table import AnswerTable, below, read
 from kd.models.spec import DatasetSpec, Spec
-from kd.parts.networks._shared import columns, require_logits, select_classes, to_logits
+from kd.parts.networks._shared import (
+    columns,
+    needed_outputs,
+    require_logits,
+    select_classes,
+    to_logits,
+)
 
 CHECKED = 64  # outputs checked at a time
 
@@ -127,15 +133,17 @@ def build(
     if table.val_values is not None:
         val_values = table.val_values[None].expand(len(values), -1, -1)
         values = torch.cat([values, val_values], 1)
-    train_rows, val_rows = _rows_by_name(table, images)
-    rows = [_find_rows(config_path, train_rows, images.train, "training")]
-    for split, source in (("validation", images.val), ("test", images.test)):
-        if source is not None:
-            rows.append(_find_rows(config_path, val_rows, source, split))
+    names = below([*table.names, *table.val_names], images.train.name(0))
+    train_rows = _rows_by_name(names[: len(table.names)])
+    val_rows = _rows_by_name(names)
+    splits = {"training": images.train, "validation": images.val, "test": images.test}
+    sources = {split: source for split, source in splits.items() if source is not None}
+    rows = []
+    for split, source in sources.items():
+        split_rows = train_rows if split == "training" else val_rows
+        rows.append(_find_rows(config_path, split_rows, source, split))
     if spec.logits:
-        sources = (images.train, images.val, images.test)
-        present = (source for source in sources if source is not None)
-        for rows_N, source in zip(rows, present, strict=True):
+        for rows_N, source in zip(rows, sources.values(), strict=True):
             _require_logits(spec, options.outputs, values[0], rows_N, source)
         classes, pick = select_classes(
             spec, values.shape[2], table.classes, options.classes
@@ -159,31 +167,17 @@ def _require_outputs(spec: Spec, table: AnswerTable, features: Collection[str]) 
     """Require that a table has the outputs that the losses read."""
     surplus = set(features) - (set() if spec.logits else {"pooled"})
     if surplus or spec.logits == (table.meaning == "embeddings"):
-        needed = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
+        needed = needed_outputs(spec, features)
         wrong = f"'{spec.model}' holds {table.meaning}, but the losses need {needed}"
         allowed = "A table of the outputs that the losses read"
         remedy = "Take other losses, or another table"
         raise ModelError(f"{spec.config_path}.model", wrong, allowed, remedy)
 
 
-def _rows_by_name(
-    table: AnswerTable, images: DatasetSpec
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the row of each name for training images, and for the others.
-
-    A name stands also as NFC; an exact name comes before that.
-    """
-    names = below([*table.names, *table.val_names], images.train.name(0))
-    rows = {name: row for row, name in enumerate(names[: len(table.names)])}
-    val_rows = {
-        **rows,
-        **{name: row for row, name in enumerate(names) if row >= len(rows)},
-    }
-    train_rows, val_rows = (
-        {nfc(name): row for name, row in exact.items()} | exact
-        for exact in (rows, val_rows)
-    )
-    return train_rows, val_rows
+def _rows_by_name(names: Sequence[str]) -> dict[str, int]:
+    """Return the row of each name and of its NFC; an exact name comes before that."""
+    rows = {name: row for row, name in enumerate(names)}
+    return {nfc(name): row for name, row in rows.items()} | rows
 
 
 def _require_logits(

@@ -161,7 +161,7 @@ def _require_texts(spec: Spec, both_towers: str, names: Sequence[str]) -> None:
 def file_vectors(
     spec: Spec, path: str, classes: Sequence[str]
 ) -> tuple[Sequence[str], Tensor]:
-    """Return class names and their vectors [C, D], matched by the file's names if any."""
+    """Return class names and their vectors [C, D], matched by name if it has names."""
     config_path = f"{spec.config_path}.vectors"
     names, vectors_CD = read_vectors(path, config_path)
     position = {name: i for i, name in enumerate(names)}
