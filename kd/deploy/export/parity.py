@@ -172,9 +172,8 @@ def label_names(label: np.ndarray, classes: Sequence[str]) -> list[str] | None:
     """Return the names of a label or of a label set [C]; None: unknown."""
     if not classes or label.min() < 0:
         return None
-    if not label.ndim:
-        return [classes[int(label)]]
-    return [classes[i] for i in np.flatnonzero(label).tolist()]
+    indices = np.flatnonzero(label).tolist() if label.ndim else [int(label)]
+    return [classes[i] for i in indices]
 
 
 def validation_batches(data: Data, limit: int, training: bool = False) -> Batches:

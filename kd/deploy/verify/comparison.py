@@ -423,8 +423,13 @@ def row(
     verdict = RIGHT if right else WRONG
     if right is None:
         verdict = OPEN
-    texts = (_table_text(value) for value in (name, claimed, remade))
-    return Row(*texts, verdict, "" if right else _printable(why))
+    return Row(
+        _table_text(name),
+        _table_text(claimed),
+        _table_text(remade),
+        verdict,
+        "" if right else _printable(why),
+    )
 
 
 def _table_text(value: object) -> str:
