@@ -2,7 +2,7 @@
 
 An image with a less probable prediction is passed on to a larger model or a human.
 Deferral by confidence is about as good as a learned rule unless labels are noisy or the
-photographs change (arXiv:2307.02764). Every second validation image chooses the
+images change (arXiv:2307.02764). Every second validation image chooses the
 threshold; the others measure the share passed on and the errors among the rest. The
 confidence is the exported, calibrated one.
 
