@@ -385,7 +385,7 @@ def test_an_endpoint_scales_16_bits_as_training_does(tmp_path):
     import torch
     from cases import grey16
 
-    from kd.deploy.export.export import input_of
+    from kd.deploy.export.export import input_claims
     from kd.deploy.serve.decoding import prepare
     from kd.deploy.serve.limits import Limits, Problem
     from kd.files.pixels import centre_crop
@@ -405,5 +405,7 @@ def test_an_endpoint_scales_16_bits_as_training_does(tmp_path):
     with torch.device("meta"):
         student = load(Spec("student", "lcnet_050", {}, ("a", "b")), 32)
     plan = DataPlan(kind="food_mini", bits=12, image_size=32)
-    assert input_of(student, plan)["bits"] == 12
-    assert "bits" not in input_of(student, DataPlan(kind="food_mini", image_size=32))
+    assert input_claims(student, plan)["bits"] == 12
+    assert "bits" not in input_claims(
+        student, DataPlan(kind="food_mini", image_size=32)
+    )

@@ -27,65 +27,55 @@ FEWEST_LABELLED = 100
 
 
 def calibrate(student: Classifier, images: Batches) -> tuple[dict[str, Any], str]:
-    """Fit a temperature on validation images and divide the weights of the student's
-    last layer by it.
+    """Divide the student's last layer by a temperature fitted on validation images.
 
     Return the result as JSON values and one line of text; {} and the reason if nothing
     was changed.
     """
-    answer = eager_runner(student)
+    predict = eager_runner(student)
     batches: list[tuple[np.ndarray, np.ndarray]] = []
     pixels = np.zeros(0)
     for pixels, labels, *_ in images:
-        batches.append((answer(pixels), labels))
+        batches.append((predict(pixels), labels))
     logits_NC, label_N = (
         torch.from_numpy(np.concatenate(each)) for each in zip(*batches, strict=True)
     )
-    logits_NC, label_N = logits_NC[label_N >= 0], label_N[label_N >= 0]
+    labelled_N = label_N >= 0
+    logits_NC = logits_NC[labelled_N]
+    label_N = label_N[labelled_N]
     mistakes = int((logits_NC.argmax(1) != label_N).sum())
     if len(label_N) < FEWEST_LABELLED or not mistakes:
-        reason = (
-            f"{len(label_N)} validation images have a label and {mistakes} predictions"
-            " are wrong"
+        return {}, (
+            f"not calibrated: {len(label_N)} validation images have a label and"
+            f" {mistakes} predictions are wrong; {FEWEST_LABELLED} images and one wrong"
+            " prediction are needed"
         )
-        return (
-            {},
-            (
-                f"not calibrated: {reason}; {FEWEST_LABELLED} images and one wrong"
-                " prediction are needed"
-            ),
+    low_gain, high_gain = likelihood_gain(
+        logits_NC, cross_fitted(logits_NC, label_N), label_N
+    )
+    if low_gain <= 0:
+        return {}, (
+            "not calibrated: a temperature fitted on one half does not surely help the"
+            f" other (log-likelihood gains {low_gain:.4f} to {high_gain:.4f} nats per"
+            " image (95 %))"
         )
-    low, high = gain(logits_NC, cross_fitted(logits_NC, label_N), label_N)
-    if low <= 0:
-        gained = f"log-likelihood gains {low:.4f} to {high:.4f} nats per image (95 %)"
-        return (
-            {},
-            (
-                "not calibrated: a temperature fitted on one half does not surely help"
-                f" the other ({gained})"
-            ),
-        )
-    found = fitted(logits_NC, label_N)
-    if reason := _divide(student, found["temperature"], pixels, batches[-1][0]):
+    calibration = fitted_temperature(logits_NC, label_N)
+    if reason := _divide_and_check(
+        student, calibration["temperature"], pixels, batches[-1][0]
+    ):
         return {}, f"not calibrated: {reason}"
-    line = (
-        f"calibrated: logits divided by {found['temperature']:.3g}, fitted on"
-        f" {len(label_N)} validation images; "
+    errors = (
+        f"{percent(calibration['ece'])} -> {percent(calibration['calibrated_ece'])}"
     )
-    errors = f"{percent(found['ece'])} -> {percent(found['calibrated_ece'])}"
-    return (
-        found,
-        (
-            f"{line}calibration error {errors}, fitted on one half and counted on the"
-            " other"
-        ),
+    return calibration, (
+        f"calibrated: logits divided by {calibration['temperature']:.3g}, fitted on"
+        f" {len(label_N)} validation images; calibration error {errors}, fitted on one"
+        " half and counted on the other"
     )
 
 
-def fitted(logits_NC: Tensor, label_N: Tensor) -> dict[str, Any]:
-    """Return the temperature of logits [N, C], and the calibration error before and
-    after it.
-    """
+def fitted_temperature(logits_NC: Tensor, label_N: Tensor) -> dict[str, Any]:
+    """Return the temperature of logits [N, C] with the calibration errors around it."""
     return {
         "temperature": temperature(logits_NC, label_N),
         "images": len(label_N),
@@ -95,9 +85,7 @@ def fitted(logits_NC: Tensor, label_N: Tensor) -> dict[str, Any]:
 
 
 def cross_fitted(logits_NC: Tensor, label_N: Tensor) -> Tensor:
-    """Return logits [N, C], each half divided by the temperature fitted on the other
-    half.
-    """
+    """Return logits [N, C], each half divided by the temperature of the other half."""
     first_N = torch.arange(len(label_N)) % 2 == 0
     divided_NC = logits_NC.clone()
     for half_N in (first_N, ~first_N):
@@ -105,10 +93,10 @@ def cross_fitted(logits_NC: Tensor, label_N: Tensor) -> Tensor:
     return divided_NC
 
 
-def gain(logits_NC: Tensor, divided_NC: Tensor, label_N: Tensor) -> tuple[float, float]:
-    """Return the 95 % interval of the mean gain in log-likelihood, nats per image, by
-    the bootstrap.
-    """
+def likelihood_gain(
+    logits_NC: Tensor, divided_NC: Tensor, label_N: Tensor
+) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the mean gain in nats per image."""
     before_N, after_N = (
         F.cross_entropy(each.double(), label_N, reduction="none")
         for each in (logits_NC, divided_NC)
@@ -119,45 +107,44 @@ def gain(logits_NC: Tensor, divided_NC: Tensor, label_N: Tensor) -> tuple[float,
     )
 
 
-def _divide(
-    student: Classifier, by: float, pixels: np.ndarray, logits: np.ndarray
+def _divide_and_check(
+    student: Classifier, divisor: float, pixels: np.ndarray, logits_BC: np.ndarray
 ) -> str:
-    """Divide a student's logits and check the change on `pixels`; return why it failed,
-    or "".
-    """
+    """Divide a student's logits, checked on `pixels`; return the failure, or ""."""
     network = student.network
     name = type(network.inner if isinstance(network, Network) else network).__name__
-    weights = {key: tensor.clone() for key, tensor in network.state_dict().items()}
-    if not divide_logits(network, by):
+    original_weights = {
+        key: tensor.clone() for key, tensor in network.state_dict().items()
+    }
+    if not divide_logits(network, divisor):
         return f"the last layer of {name} is not one nn.Linear"
     if not np.allclose(
-        eager_runner(student)(pixels) * by, logits, rtol=1e-3, atol=1e-3
+        eager_runner(student)(pixels) * divisor, logits_BC, rtol=1e-3, atol=1e-3
     ):
-        network.load_state_dict(weights)
+        network.load_state_dict(original_weights)
         return f"the logits of {name} are not the output of its last linear layer"
     return ""
 
 
-def divide_logits(network: nn.Module, by: float) -> bool:
+def divide_logits(network: nn.Module, divisor: float) -> bool:
     """Divide the weights of a network's last layer in place; return whether it has one.
 
     A timm network may have several linear layers whose outputs are added or averaged.
     In other networks it is the last registered linear layer; the caller must check that
     the logits are divided.
     """
-    own = isinstance(network, Network)
-    model: Any = network.inner if own else network
-    found: Any = None
+    is_module = isinstance(network, Network)
+    model: Any = network.inner if is_module else network
+    heads: Any = []
     if hasattr(model, "get_classifier"):
-        found = model.get_classifier()
-    elif own:
-        found = [one for one in model.modules() if type(one) in LINEAR][-1:]
-    heads: list[Any] = (
-        list(found) if isinstance(found, tuple | list | nn.ModuleList) else [found]
-    )
+        heads = model.get_classifier()
+        if not isinstance(heads, tuple | list | nn.ModuleList):
+            heads = [heads]
+    elif is_module:
+        heads = [layer for layer in model.modules() if type(layer) in LINEAR][-1:]
     if not heads or not all(type(head) in LINEAR for head in heads):
         return False
     with torch.no_grad():
         for parameter in {p for head in heads for p in head.parameters()}:
-            parameter /= by
+            parameter /= divisor
     return True

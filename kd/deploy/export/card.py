@@ -1,6 +1,4 @@
-"""The model card of an export: README.md in Hugging Face's format, made from
-manifest.json only.
-"""
+"""The model card of an export: README.md in Hugging Face's format."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 from kd.core.intervals import Samples, paired_interval, wilson_interval
 from kd.core.scores import DIFFERENCES_NOTE, Column, Scored, Scores
 from kd.core.text import VARIANTS_NOTE, markdown_table, percent, variant_rows
-from kd.deploy.export.defer import lines_of
+from kd.deploy.export.defer import defer_lines
 from kd.deploy.export.flags import accepted_line
 from kd.deploy.export.receipt import ALONE, OWN, licence_lines, plain
 from kd.files.manifest import DIGITS, graphs_by_priority
@@ -23,14 +21,12 @@ Facts = Mapping[str, Any]
 
 
 def card(facts: Facts) -> str:
-    """Return README.md, a function of manifest.json only: `kd verify` generates it
-    again and compares every byte.
+    """Return README.md, which depends on the manifest alone.
 
-    `facts`: the manifest. Raises one of `kd.files.json_file.DAMAGE` if it has another
-    format.
+    `kd verify` generates it again and compares every byte. Raises one of
+    `kd.files.json_file.DAMAGE` if the manifest has another format.
     """
     about = facts["about"]
-    timm = about["library"] == "timm"
     return render_template(
         TEMPLATE,
         facts=facts,
@@ -40,22 +36,22 @@ def card(facts: Facts) -> str:
         library=plain(about["library"]),
         licence=plain(facts["licences"][facts["chain"]["student"]["is"]]),
         unknown=UNKNOWN,
-        origin=_origin(facts),
+        origin=_training(facts),
         labels=[plain(label) for label in about["labels"]],
         named=NAMED,
         digits=DIGITS,
-        scores=_scores(facts),
+        scores=_score_section(facts),
         differences_note=DIFFERENCES_NOTE,
-        graphs=_graphs(facts),
+        graphs=_graph_comparison(facts),
         variants_note=VARIANTS_NOTE,
-        loading=loading(".", timm),
+        loading=loading(".", about["library"] == "timm"),
         chain=chain_lines(facts),
         licences=licence_lines(facts),
-        meaning=_meaning(facts),
-        sure=lines_of(facts["output"].get("defer", {})),
+        meaning=_limits_text(facts),
+        sure=defer_lines(facts["output"].get("defer", {})),
         plain=plain,
         percent=percent,
-        table=markdown_table,
+        markdown_table=markdown_table,
     )
 
 
@@ -63,32 +59,30 @@ def loading(folder: str, timm: bool) -> str:
     """Return Python that loads the student of an export."""
     if timm:
         return f"timm.create_model('local-dir:{folder}', pretrained=True)"
-    return f"network.load_state_dict(safetensors.torch.load_file('{folder}/model.safetensors'))"
+    weights = f"safetensors.torch.load_file('{folder}/model.safetensors')"
+    return f"network.load_state_dict({weights})"
 
 
 def _embeds(facts: Facts) -> bool:
     return facts["output"]["name"] == "embedding"
 
 
-def _origin(facts: Facts) -> str:
+def _training(facts: Facts) -> str:
     losses = facts["about"]["losses"]
     if not losses:
         return "a teacher"
-    teachers = [
-        f"`{one['name']}`"
-        for one in facts["chain"].get("teacher", {"members": {}})["members"].values()
-    ]
-    origin = (
-        f"distilled from {' and '.join(teachers)}"
-        if teachers
-        else "trained on labels alone"
-    )
-    return f"{origin} by kd (losses: {', '.join(map(plain, losses))})"
+    members = facts["chain"].get("teacher", {"members": {}})["members"]
+    training = "trained on labels alone"
+    if members:
+        names = [f"`{teacher['name']}`" for teacher in members.values()]
+        training = f"distilled from {' and '.join(names)}"
+    return f"{training} by kd (losses: {', '.join(map(plain, losses))})"
 
 
-def _scores(facts: Facts) -> dict[str, Any]:
+def _score_section(facts: Facts) -> dict[str, Any]:
     """Return what the card says about the recorded scores, {} without any."""
-    recorded, scores = facts["scores"], Scores.read(facts["scores"]["columns"])
+    recorded = facts["scores"]
+    scores = Scores.read(recorded["columns"])
     if not recorded["models"] and not recorded["pair"]:
         return {}
     exported = facts["chain"]["student"]["is"]
@@ -96,74 +90,67 @@ def _scores(facts: Facts) -> dict[str, Any]:
     order: list[str] = sorted(
         recorded["models"], key=lambda name: (name == ALONE, name == OWN, name)
     )
-    models = {titles.get(name, name): recorded["models"][name] for name in order}
-    values = {
-        name: {key: score["value"] for key, score in columns.items()}
-        for name, columns in models.items()
-    }
-    ends = {
-        name: {
-            key: Samples(score["value"], ends=near)
-            for key, score in columns.items()
-            if (near := interval(score))
-        }
-        for name, columns in models.items()
-    }
+    values: dict[str, dict[str, float]] = {}
+    samples: dict[str, dict[str, Samples]] = {}
+    for name in order:
+        title = titles.get(name, name)
+        values[title] = {}
+        samples[title] = {}
+        for key, score in recorded["models"][name].items():
+            values[title][key] = score["value"]
+            if ends := score_interval(score):
+                samples[title][key] = Samples(score["value"], ends=ends)
     scored = Scored(
         recorded["split"], 0, "", recorded["images"], recorded["evaluations"], {}, {}
     )
+    images = "On the validation split:"
+    split_note = ""
+    if scored.images:
+        images = f"On {scored.images:,} {scored.title} images:"
+        # the note on other splits is about the student's checkpoints
+        if exported == "student" or scored.split == "test":
+            split_note = scored.note
     column = scores.own[0]
-    of_student = exported == "student"  # the note is about the student's checkpoints
     return {
-        "rows": scores.table(values, ends),
-        "images": (
-            f"On {scored.images:,} {scored.title} images:"
-            if scored.images
-            else "On the validation split:"
-        ),
+        "rows": scores.markdown_table(values, samples),
+        "images": images,
         "note": scores.note,
         "differences": [
             f"{titles[OWN]} against {titles.get(name, name)}: {column.title}"
-            f" {column.difference_text(*_difference(gain))}"
+            f" {column.difference_text(*_gain(gain))}"
             for name, gain in recorded["differences"].items()
         ],
-        "split_note": (
-            scored.note
-            if scored.images and (of_student or scored.split == "test")
-            else ""
-        ),
+        "split_note": split_note,
         "against_teacher": scores.against_teacher(recorded["pair"], scored.title),
     }
 
 
-def interval(one: Facts) -> tuple[float, float] | None:
-    """Return the interval of a score: computed for a share of images, else the recorded
-    one, else None.
-    """
-    return (
-        wilson_interval(one["value"], one["images"])
-        if "images" in one
-        else one.get("interval")
-    )
+def score_interval(score: Facts) -> tuple[float, float] | None:
+    """Return the interval of a score, computed from its images or as recorded."""
+    if "images" in score:
+        return wilson_interval(score["value"], score["images"])
+    return score.get("interval")
 
 
-def _difference(one: Facts) -> tuple[float, float, float]:
-    """Return the student's gain with the ends of its interval, computed from counts or
-    as recorded.
-    """
-    if "gained" in one:
-        gained, lost, images = one["gained"], one["lost"], one["images"]
-        return (gained - lost) / images, *paired_interval(gained, lost, images)
-    return one["value"], one["interval"][0], one["interval"][1]
+def _gain(gain: Facts) -> tuple[float, float, float]:
+    """Return the student's gain and the ends of its interval."""
+    if "gained" not in gain:
+        return gain["value"], gain["interval"][0], gain["interval"][1]
+    gained = gain["gained"]
+    lost = gain["lost"]
+    images = gain["images"]
+    return (gained - lost) / images, *paired_interval(gained, lost, images)
 
 
-def _graphs(facts: Facts) -> dict[str, Any]:
+def _graph_comparison(facts: Facts) -> dict[str, Any]:
     """Return the comparison of the graphs with PyTorch, {} without graphs."""
     if not facts["parity"]:
         return {}
-    score, rows = Column(**facts["scores"]["columns"]["own"][0]), []
+    score = Column(**facts["scores"]["columns"]["own"][0])
+    rows = []
     for file in graphs_by_priority(facts):
-        graph, cells = facts["parity"][file], {"file": file}
+        graph = facts["parity"][file]
+        cells = {"file": file}
         if "cosine" in graph:
             cells["mean cosine with PyTorch"] = f"{graph['cosine']:.6f}"
         if score.title in graph:
@@ -191,55 +178,54 @@ def _graphs(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _meaning(facts: Facts) -> str:
+def _limits_text(facts: Facts) -> str:
     """Return the text on the limits of a prediction."""
-    apart = "a score is not the probability that the image shows that class."
     if _embeds(facts):
-        text = (
-            "Compare vectors by their cosine: the graphs return them with length 1,"
-            " PyTorch as they are. "
-        )
-        if facts["output"].get("space") == "teacher":
-            return (
-                text + "The graphs project them into the teacher's space by a learned"
-                " matrix, so that an index of the teacher's vectors, made length 1"
-                " too, can be searched. The weights for timm lack that projection."
-            )
-        if facts["about"]["losses"]:
-            text += (
-                "They lie in the student's own space: they do not compare with the"
-                " teacher's "
-            )
-            return f"{text}(`kd-export --index`)."
-        return (
-            text
-            + "Those of its students lie in this space only where they were exported"
-            " with `kd-export --index`."
-        )
+        return _embedding_text(facts)
+    warning = "a score is not the probability that the image shows that class."
     if thresholds := facts["output"].get("thresholds"):
-        text = _several_labels([*thresholds.values()])
-        return f"{text}An image unlike the training data gets scores too: {apart}"
+        text = _label_set_text([*thresholds.values()])
+        return f"{text}An image unlike the training data gets scores too: {warning}"
     return (
         "Every image is assigned one of the classes, even one unlike the training"
-        f" data: {apart}"
+        f" data: {warning}"
     )
 
 
-def _several_labels(thresholds: Sequence[Facts]) -> str:
-    chosen = sum(bool(one["chosen"]) for one in thresholds)
-    known = [one["f1"] for one in thresholds if one["chosen"] and "f1" in one]
+def _embedding_text(facts: Facts) -> str:
+    if facts["output"].get("space") == "teacher":
+        space = (
+            "The graphs project them into the teacher's space by a learned matrix, so"
+            " that an index of the teacher's vectors, made length 1 too, can be"
+            " searched. The weights for timm lack that projection."
+        )
+    elif facts["about"]["losses"]:
+        space = (
+            "They lie in the student's own space: they do not compare with the"
+            " teacher's (`kd-export --index`)."
+        )
+    else:
+        space = (
+            "Those of its students lie in this space only where they were exported"
+            " with `kd-export --index`."
+        )
+    return (
+        "Compare vectors by their cosine: the graphs return them with length 1,"
+        f" PyTorch as they are. {space}"
+    )
+
+
+def _label_set_text(thresholds: Sequence[Facts]) -> str:
+    chosen = [threshold for threshold in thresholds if threshold["chosen"]]
+    f1_values = [threshold["f1"] for threshold in chosen if "f1" in threshold]
     text = (
         "An image has each label whose probability exceeds its threshold in"
-        " manifest.json, or none. "
+        f" manifest.json, or none. {len(chosen)} of {len(thresholds)} thresholds have"
+        " the largest F1 on the validation images; the others are 0.5. "
     )
-    text += (
-        f"{chosen} of {len(thresholds)} thresholds have the largest F1 on the"
-        " validation images; the others are "
-    )
-    text += "0.5. "
-    if known:
+    if f1_values:
         text += (
             "On images that did not choose the thresholds the mean F1 is"
-            f" {percent(sum(known) / len(known))}. "
+            f" {percent(sum(f1_values) / len(f1_values))}. "
         )
     return text

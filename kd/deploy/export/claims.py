@@ -9,30 +9,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple, TypedDict
 
-FILES, IMAGES, RUN, SECOND = "the files", "--data", "--run", "--second"
+FILES = "the files"
+IMAGES = "--data"
+RUN = "--run"
+SECOND = "--second"
 Graph = Annotated[str, "the name of a graph in the export"]
 Threads = Annotated[str, "a number of threads that the exporting machine has"]
 TimmKey = Annotated[str, "a key of timm's `pretrained_cfg`"]
 
 
 class Origin(NamedTuple):
-    """From what a value can be made again, and how close it must be where another
-    machine may round differently.
-    """
+    """The evidence from which a value can be made again, and how close it must be."""
 
     by: tuple[str, ...] = ()
-    close: str = (
-        "equal"  # a rule of `kd.deploy.verify.comparison`, for what is made from images
-    )
+    # a rule of `kd.deploy.verify.comparison`, for values that are made from images
+    close: str = "equal"
 
 
-Exported = Annotated[Any, Origin((FILES,))]
-Shown = Annotated[Any, Origin((IMAGES,))]
-Trained = Annotated[Any, Origin((RUN,))]
-Pixels = Annotated[Any, Origin((IMAGES, RUN))]
-Preprocessing = Annotated[Any, Origin((FILES, IMAGES, RUN))]
-Stated = Annotated[Any, Origin((FILES, RUN))]
-Unknown = Annotated[Any, Origin()]
+FromFiles = Annotated[Any, Origin((FILES,))]
+FromImages = Annotated[Any, Origin((IMAGES,))]
+FromRun = Annotated[Any, Origin((RUN,))]
+FromImagesOrRun = Annotated[Any, Origin((IMAGES, RUN))]
+FromAll = Annotated[Any, Origin((FILES, IMAGES, RUN))]
+FromFilesOrRun = Annotated[Any, Origin((FILES, RUN))]
+FromNothing = Annotated[Any, Origin()]
 Count = Annotated[Any, Origin((IMAGES,), "count")]  # images, or a share of them
 Points = Annotated[Any, Origin((IMAGES,), "points")]
 Number = Annotated[Any, Origin((IMAGES,), "number")]
@@ -49,20 +49,20 @@ ShareOfPair = Annotated[float, Origin((IMAGES, SECOND), "count")]
 class FileClaims(TypedDict):
     """Size and hash of a file."""
 
-    bytes: Exported
-    sha256: Exported
+    bytes: FromFiles
+    sha256: FromFiles
 
 
 class InputClaims(TypedDict, total=False):
     """The images that the graphs take."""
 
-    name: Exported
-    layout: Exported
-    network_size: Exported
-    size: Pixels
-    crop: Pixels
-    margin: Pixels
-    bits: Pixels
+    name: FromFiles
+    layout: FromFiles
+    network_size: FromFiles
+    size: FromImagesOrRun
+    crop: FromImagesOrRun
+    margin: FromImagesOrRun
+    bits: FromImagesOrRun
 
 
 class DeferClaims(TypedDict, total=False):
@@ -78,10 +78,10 @@ class DeferClaims(TypedDict, total=False):
 class OutputClaims(TypedDict, total=False):
     """What the graphs return."""
 
-    name: Exported
-    layout: Exported
-    width: Shown
-    space: Trained
+    name: FromFiles
+    layout: FromFiles
+    width: FromImages
+    space: FromRun
     thresholds: Number
     defer: DeferClaims
 
@@ -89,8 +89,8 @@ class OutputClaims(TypedDict, total=False):
 class ParityClaims(TypedDict, total=False):
     """A graph beside PyTorch on the validation images."""
 
-    images: Exported
-    labelled: Exported
+    images: FromFiles
+    labelled: FromFiles
     correct: Count
     accuracy: Count
     same_top1: Count
@@ -113,9 +113,9 @@ class SpeedClaims(TypedDict):
 class QualityClaims(TypedDict):
     """A graph's score beside PyTorch's."""
 
-    title: Shown
-    unit: Shown
-    images: Shown
+    title: FromImages
+    unit: FromImages
+    images: FromImages
     score: Count
     interval: Count
     drop: Count
@@ -126,22 +126,28 @@ class QualityClaims(TypedDict):
 class VariantClaims(QualityClaims):
     """A graph of `--compare`."""
 
-    runtime: Exported
-    precision: Exported
-    bytes: Exported
+    runtime: FromFiles
+    precision: FromFiles
+    bytes: FromFiles
     speed: dict[Threads, SpeedClaims]
 
 
-Found = TypedDict(
-    "Found",
-    {"mb": Exported, "ms": Cost, "drop": Points, "teacher-drop": Points, "ece": Points},
+AcceptedValues = TypedDict(
+    "AcceptedValues",
+    {
+        "mb": FromFiles,
+        "ms": Cost,
+        "drop": Points,
+        "teacher-drop": Points,
+        "ece": Points,
+    },
 )
-PairFound = TypedDict(
-    "PairFound",
+PairValues = TypedDict(
+    "PairValues",
     {
         "passed_on": ShareOfPair,
         "mb": OfPair,
-        "ms": Unknown,
+        "ms": FromNothing,
         "drop": OfPair,
         "teacher-drop": OfPair,
         "ece": OfPair,
@@ -152,26 +158,26 @@ PairFound = TypedDict(
 class AcceptedClaims(TypedDict):
     """The graph within the limits of `--accept`."""
 
-    sentence: Exported
-    file: Exported
-    threads: Shown
-    found: Found
+    sentence: FromFiles
+    file: FromFiles
+    threads: FromImages
+    found: AcceptedValues
 
 
 class PairClaims(TypedDict):
     """A graph and a second export for its unsure images, within them."""
 
-    sentence: Exported
-    file: Exported
-    threads: Unknown
+    sentence: FromFiles
+    file: FromFiles
+    threads: FromNothing
     second: OfPair
-    found: PairFound
+    found: PairValues
 
 
 class CalibrationClaims(TypedDict):
     """The temperature of the logits."""
 
-    images: Shown
+    images: FromImages
     temperature: Number
     ece: Number
     calibrated_ece: Number
@@ -180,20 +186,20 @@ class CalibrationClaims(TypedDict):
 class SelfCheckClaims(TypedDict, total=False):
     """The self-check of a graph, see `kd.deploy.serve.self_check`."""
 
-    allowed: Exported
-    least: Exported
-    ir: Exported
-    opset: Exported
+    allowed: FromFiles
+    least: FromFiles
+    ir: FromFiles
+    opset: FromFiles
 
 
 ChainStudent = TypedDict(
     "ChainStudent",
     {
-        "is": Trained,
-        "run": Trained,
-        "step": Trained,
-        "weights": Trained,
-        "exported": Exported,
+        "is": FromRun,
+        "run": FromRun,
+        "step": FromRun,
+        "weights": FromRun,
+        "exported": FromFiles,
     },
 )
 
@@ -207,70 +213,70 @@ class ChainEnd(TypedDict):
 class ChainClaims(ChainEnd, total=False):
     """That way."""
 
-    teacher: Trained
-    answers: Trained
-    graphs: dict[Graph, Exported]
+    teacher: FromRun
+    answers: FromRun
+    graphs: dict[Graph, FromFiles]
 
 
 class AboutData(TypedDict):
     """The training data."""
 
-    kind: Trained
-    hash: Trained
+    kind: FromRun
+    hash: FromRun
 
 
 class AboutClaims(TypedDict):
     """The network and its training."""
 
-    model: Trained
-    parameters: Exported
-    library: Exported
-    losses: Trained
+    model: FromRun
+    parameters: FromFiles
+    library: FromFiles
+    losses: FromRun
     data: AboutData
-    labels: Trained
-    weights: Trained
+    labels: FromRun
+    weights: FromRun
 
 
 class ScoreOfModel(TypedDict, total=False):
     """A score with the number of its images, or its interval."""
 
     value: Score
-    images: Trained
-    interval: Trained
+    images: FromRun
+    interval: FromRun
 
 
 class ScoreClaims(TypedDict):
     """The final scores of the run."""
 
-    columns: Exported
-    split: Trained
-    images: Trained
-    evaluations: Trained
+    columns: FromFiles
+    split: FromRun
+    images: FromRun
+    evaluations: FromRun
     models: dict[str, dict[str, ScoreOfModel]]
-    differences: Trained
-    pair: Trained
+    differences: FromRun
+    pair: FromRun
 
 
 class Manifest(TypedDict, total=False):
     """manifest.json."""
 
-    format: Exported
-    name: Trained
-    version: Exported
-    checksum: Exported
+    format: FromFiles
+    name: FromRun
+    version: FromFiles
+    checksum: FromFiles
     files: dict[str, FileClaims]
     input: InputClaims
     output: OutputClaims
     parity: dict[Graph, ParityClaims]
     variants: dict[Graph, VariantClaims]
-    pick: Exported
+    pick: FromFiles
     accepted: AcceptedClaims
     cascade: PairClaims
     validation: dict[Graph, Tally]
     self_check: dict[Graph, SelfCheckClaims]
-    environment: Unknown
+    environment: FromNothing
     chain: ChainClaims
-    licences: dict[str, Stated]
+    licences: dict[str, FromFilesOrRun]
     eager_ms: ReferenceCost
     calibration: CalibrationClaims
     about: AboutClaims
@@ -280,45 +286,45 @@ class Manifest(TypedDict, total=False):
 class ConfigClaims(TypedDict, total=False):
     """config.json, which timm reads."""
 
-    architecture: Pixels
-    model_args: Pixels
-    num_classes: Stated
-    num_features: Stated
-    global_pool: Stated
-    problem_type: Stated
-    label_names: Trained
-    pretrained_cfg: dict[TimmKey, Preprocessing]
+    architecture: FromImagesOrRun
+    model_args: FromImagesOrRun
+    num_classes: FromFilesOrRun
+    num_features: FromFilesOrRun
+    global_pool: FromFilesOrRun
+    problem_type: FromFilesOrRun
+    label_names: FromRun
+    pretrained_cfg: dict[TimmKey, FromAll]
 
 
 class ProvenanceClaims(TypedDict, total=False):
     """kd.json."""
 
-    run: Trained
-    step: Trained
-    digest: Trained
-    eval_crop: Trained
-    metrics: Trained
-    calibration: Exported
-    kd: Unknown
+    run: FromRun
+    step: FromRun
+    digest: FromRun
+    eval_crop: FromRun
+    metrics: FromRun
+    calibration: FromFiles
+    kd: FromNothing
 
 
 class ImageListClaims(TypedDict, total=False):
     """images.csv: the images behind the numbers."""
 
-    times: Shown
-    choice: Trained
+    times: FromImages
+    choice: FromRun
 
 
 Beside = TypedDict(
     "Beside",
     {
-        "README.md": Exported,
+        "README.md": FromFiles,
         "config.json": ConfigClaims,
         "kd.json": ProvenanceClaims,
         "images.csv": ImageListClaims,
-        "model.safetensors": Exported,
-        "self_check.npz": Exported,
-        "random images": dict[str, Shown],
+        "model.safetensors": FromFiles,
+        "self_check.npz": FromFiles,
+        "random images": dict[str, FromImages],
     },
 )
 """The other files, and what graphs return for random images."""

@@ -1,9 +1,8 @@
-"""The threshold on confidence below which an export's prediction is unsure, and its
-measured effect.
+"""Choose the confidence below which an export's prediction is unsure.
 
 An image with a less probable prediction is passed on to a larger model or a human.
 Deferral by confidence is about as good as a learned rule unless labels are noisy or the
-photographs change (arXiv:2307.02764). Every second validation image chooses the
+images change (arXiv:2307.02764). Every second validation image chooses the
 threshold; the others measure the share passed on and the errors among the rest. The
 confidence is the exported, calibrated one.
 
@@ -31,20 +30,20 @@ from kd.core.text import percent
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule of `--defer` or `--defer-share`."""
+    """The rule of `--defer` or `--defer-share`; both 0: no threshold."""
 
-    # at most this share of the sure predictions is wrong (for several labels: per
-    # label)
+    # at most this share of the sure predictions is wrong, of several labels each
     wrong: float = 0.0
-    share: float = 0.0  # share of unsure images. Both 0: no threshold.
+    share: float = 0.0  # share of unsure images
 
     @property
     def config_path(self) -> str:
         return "--defer-share" if self.share else "--defer"
 
     def check(self, task: Task, images: bool) -> None:
-        """Refuse an impossible rule before minutes of work; `images`: whether
-        validation images are read.
+        """Refuse an impossible rule before minutes of work.
+
+        `images`: whether validation images are read.
         """
         if not self.wrong and not self.share:
             return
@@ -75,23 +74,25 @@ class Rule:
     def lowest(
         self, confidence_N: np.ndarray, right_N: np.ndarray
     ) -> tuple[float, float]:
-        """Return the lowest sure confidence (NaN: no confidence is sure), and the
-        smallest upper end found.
+        """Return the lowest sure confidence and the smallest upper end of the interval.
+
+        The confidence is NaN where none is sure.
         """
         order = np.argsort(-confidence_N, kind="stable")
-        value_N, wrong_N = confidence_N[order], np.cumsum(~right_N[order])
-        last_N = np.append(
-            value_N[1:] != value_N[:-1], True
-        )  # equal confidences are sure or unsure together
+        confidence_N = confidence_N[order]
         if self.share:
-            sure = math.ceil((1 - self.share) * len(value_N))
-            return (float(value_N[sure - 1]) if sure else 1.0), 0.0
-        upper = {
-            int(i): wilson_interval(wrong_N[i] / (i + 1), int(i) + 1)[1]
-            for i in np.flatnonzero(last_N)
-        }
-        held = [i for i, bound in upper.items() if bound <= self.wrong]
-        return (float(value_N[held[-1]]) if held else math.nan), min(upper.values())
+            sure_images = math.ceil((1 - self.share) * len(confidence_N))
+            return (float(confidence_N[sure_images - 1]) if sure_images else 1.0), 0.0
+        wrong_N = np.cumsum(~right_N[order])
+        # equal confidences are sure or unsure together
+        last_N = np.append(confidence_N[1:] != confidence_N[:-1], True)
+        lowest = math.nan
+        upper_ends = []
+        for i in np.flatnonzero(last_N).tolist():
+            upper_ends.append(wilson_interval(wrong_N[i] / (i + 1), i + 1)[1])
+            if upper_ends[-1] <= self.wrong:
+                lowest = float(confidence_N[i])
+        return lowest, min(upper_ends)
 
 
 def choose(
@@ -103,66 +104,68 @@ def choose(
 ) -> dict[str, Any]:
     """Return manifest.json's entry on the threshold as JSON values; {} without a rule.
 
-    `outputs`: logits [N, C] by graph, with the PyTorch weights' under ""; `labels`: int
-    [N], or sets [N, C], -1 if unknown; `thresholds`: per class if an image may have
-    several labels, else empty.
+    Args:
+        rule: the rule that the threshold keeps.
+        outputs: logits [N, C] by graph, with those of the PyTorch weights under "".
+        labels: int [N], or sets [N, C]; -1 if unknown.
+        thresholds: per class if an image may have several labels, else empty.
+        classes: names in the order of the logits.
     """
     if not rule.wrong and not rule.share:
         return {}
-    known = labels >= 0 if labels.ndim == 1 else (labels >= 0).all(1)
-    if int(known.sum()) < 2:
-        wrong = f"{int(known.sum())} of {len(labels)} validation images have a label"
+    is_labelled = labels >= 0 if labels.ndim == 1 else (labels >= 0).all(1)
+    if int(is_labelled.sum()) < 2:
+        wrong = (
+            f"{int(is_labelled.sum())} of {len(labels)} validation images have a label"
+        )
         raise ModelError(
             rule.config_path,
             wrong,
             "Labels are needed to count wrong predictions",
             f"Leave {rule.config_path} out",
         )
-    judge = _Labels(thresholds, classes) if thresholds else _Label()
-    answered = {
-        name: judge.answers(logits[known].double(), labels[known])
+    judge = _LabelSets(thresholds, classes) if thresholds else _SingleLabel()
+    predictions = {
+        name: judge.predictions(logits[is_labelled].double(), labels[is_labelled])
         for name, logits in outputs.items()
     }
-    confidence, right = answered.pop("")
-    found = judge.threshold(rule, confidence[::2], right[::2])
-    found |= {
-        "rule": {"wrong": rule.wrong} if rule.wrong else {"share": rule.share},
-        "chosen_on": len(right[::2]),
+    confidence, right = predictions.pop("")
+    entry = judge.threshold(rule, confidence[::2], right[::2])
+    entry["rule"] = {"wrong": rule.wrong} if rule.wrong else {"share": rule.share}
+    entry["chosen_on"] = len(right[::2])
+    entry["stated"] = {
+        name: judge.stated(entry, confidence[1::2], right[1::2])
+        for name, (confidence, right) in predictions.items()
     }
-    found["stated"] = {
-        name: judge.stated(found, *(one[1::2] for one in both))
-        for name, both in answered.items()
-    }
-    return found
+    return entry
 
 
-def lines_of(found: Mapping[str, Any]) -> list[str]:
+def defer_lines(entry: Mapping[str, Any]) -> list[str]:
     """Return the result of `choose` as text, one line per graph."""
     lines = []
-    for name, one in found.get("stated", {}).items():
-        text = f"passes {_share(one, 'passed_on')} of the images on; "
-        if "threshold" in found:
-            text = (
-                f"sure from {found['threshold']:.4g}: {text}{_share(one, 'wrong')} of"
-                " the other predictions are wrong"
+    for name, facts in entry.get("stated", {}).items():
+        passed_on = f"passes {_share_text(facts, 'passed_on')} of the images on"
+        if "threshold" in entry:
+            effect = (
+                f"sure from {entry['threshold']:.4g}: {passed_on};"
+                f" {_share_text(facts, 'wrong')} of the other predictions are wrong"
             )
         else:
-            by_label = one["labels"]
+            by_label = facts["labels"]
             worst = max(by_label, key=lambda label: by_label[label]["wrong"])
-            text += (
-                f"most of its sure but wrong predictions are about {worst}:"
-                f" {_share(by_label[worst], 'wrong')}"
+            effect = (
+                f"{passed_on}; most of its sure but wrong predictions are about"
+                f" {worst}: {_share_text(by_label[worst], 'wrong')}"
             )
-        lines.append(
-            f"{name}: {text} ({one['images']} validation images that did not choose it)"
-        )
+        images = f"{facts['images']} validation images that did not choose it"
+        lines.append(f"{name}: {effect} ({images})")
     return lines
 
 
-class _Label:
+class _SingleLabel:
     """One label per image: its probability is the confidence."""
 
-    def answers(
+    def predictions(
         self, logits_NC: Tensor, label_N: Tensor
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return confidences and whether each prediction is right, [N]."""
@@ -172,33 +175,32 @@ class _Label:
     def threshold(
         self, rule: Rule, confidence: np.ndarray, right: np.ndarray
     ) -> dict[str, Any]:
-        threshold, least = rule.lowest(confidence, right)
+        threshold, lowest_end = rule.lowest(confidence, right)
         if math.isnan(threshold):
-            raise _unreached(rule, least, len(right), "")
+            raise _unreached_error(rule, lowest_end, len(right), "")
         return {"threshold": threshold}
 
     def stated(
-        self, found: Mapping[str, Any], confidence: np.ndarray, right: np.ndarray
+        self, entry: Mapping[str, Any], confidence: np.ndarray, right: np.ndarray
     ) -> dict[str, Any]:
-        sure = confidence >= found["threshold"]
-        return {**_passed(sure), **_wrong(sure, right)}
+        sure = confidence >= entry["threshold"]
+        return {**_passed_on_facts(sure), **_wrong_facts(sure, right)}
 
 
 @dataclass(frozen=True, slots=True)
-class _Labels:
-    """Several labels per image: a label's confidence is the distance of its logit from
-    its threshold's.
+class _LabelSets:
+    """Several labels per image, each as confident as its logit is far from its edge.
+
+    The edge is the logit of the label's threshold.
     """
 
     thresholds: Mapping[str, Mapping[str, Any]]
     classes: Sequence[str]
 
-    def answers(
+    def predictions(
         self, logits_NC: Tensor, label_NC: Tensor
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the distances and whether each label's presence or absence is right,
-        [N, C].
-        """
+        """Return [N, C]: distances, and whether each label is rightly there or not."""
         distance_NC = logits_NC - self._edges()
         return distance_NC.abs().numpy(), ((distance_NC > 0) == (label_NC > 0)).numpy()
 
@@ -210,50 +212,45 @@ class _Labels:
         self, rule: Rule, confidence: np.ndarray, right: np.ndarray
     ) -> dict[str, Any]:
         if rule.share:
-            margins = [rule.lowest(confidence.min(1), np.all(right, 1))[0]] * len(
-                self.classes
-            )
+            margin, _ = rule.lowest(confidence.min(1), np.all(right, 1))
+            margins = [margin] * len(self.classes)
         else:
-            each = [
+            by_label = [
                 rule.lowest(confidence[:, i], right[:, i])
                 for i in range(len(self.classes))
             ]
-            margins = [margin for margin, _ in each]
-            if without := [i for i, margin in enumerate(margins) if math.isnan(margin)]:
-                least = max(each[i][1] for i in without)
-                raise _unreached(
-                    rule,
-                    least,
-                    len(right),
-                    f" for {', '.join(self.classes[i] for i in without[:3])}",
-                )
-        margin_C = torch.tensor(margins, dtype=torch.float64) * (
-            1 - 1e-9
-        )  # the image at the threshold stays sure
-        low, high = (
-            (self._edges() + sign * margin_C).sigmoid().tolist() for sign in (-1, 1)
-        )
-        rows = zip(self.classes, low, high, margin_C.tolist(), strict=True)
+            margins = [margin for margin, _ in by_label]
+            unreached = [i for i, margin in enumerate(margins) if math.isnan(margin)]
+            if unreached:
+                lowest_end = max(by_label[i][1] for i in unreached)
+                names = ", ".join(self.classes[i] for i in unreached[:3])
+                raise _unreached_error(rule, lowest_end, len(right), f" for {names}")
+        # a little less, so that the image at the threshold stays sure
+        margin_C = torch.tensor(margins, dtype=torch.float64) * (1 - 1e-9)
+        low_C = (self._edges() - margin_C).sigmoid().tolist()
+        high_C = (self._edges() + margin_C).sigmoid().tolist()
+        rows = zip(self.classes, low_C, high_C, margin_C.tolist(), strict=True)
         return {
             "labels": {
-                name: {"low": below, "high": above, "margin": m}
-                for name, below, above, m in rows
+                name: {"low": low, "high": high, "margin": margin}
+                for name, low, high, margin in rows
             }
         }
 
     def stated(
-        self, found: Mapping[str, Any], confidence: np.ndarray, right: np.ndarray
+        self, entry: Mapping[str, Any], confidence: np.ndarray, right: np.ndarray
     ) -> dict[str, Any]:
         sure = confidence >= np.array(
-            [found["labels"][name]["margin"] for name in self.classes]
+            [entry["labels"][name]["margin"] for name in self.classes]
         )
-        each = {
-            name: _wrong(sure[:, i], right[:, i]) for i, name in enumerate(self.classes)
+        by_label = {
+            name: _wrong_facts(sure[:, i], right[:, i])
+            for i, name in enumerate(self.classes)
         }
-        return {**_passed(np.all(sure, 1)), "labels": each}
+        return {**_passed_on_facts(np.all(sure, 1)), "labels": by_label}
 
 
-def _passed(sure_N: np.ndarray) -> dict[str, Any]:
+def _passed_on_facts(sure_N: np.ndarray) -> dict[str, Any]:
     share = 1 - float(sure_N.mean())
     return {
         "images": len(sure_N),
@@ -262,11 +259,9 @@ def _passed(sure_N: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _wrong(sure_N: np.ndarray, right_N: np.ndarray) -> dict[str, Any]:
-    answered, share = (
-        int(sure_N.sum()),
-        (float((~right_N[sure_N]).mean()) if sure_N.any() else 0.0),
-    )
+def _wrong_facts(sure_N: np.ndarray, right_N: np.ndarray) -> dict[str, Any]:
+    answered = int(sure_N.sum())
+    share = float((~right_N[sure_N]).mean()) if answered else 0.0
     return {
         "answered": answered,
         "wrong": share,
@@ -274,15 +269,17 @@ def _wrong(sure_N: np.ndarray, right_N: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _share(one: Mapping[str, Any], key: str) -> str:
-    low, high = one[f"{key}_interval"]
-    return f"{percent(one[key])} ({percent(low)} to {percent(high)})"
+def _share_text(facts: Mapping[str, Any], key: str) -> str:
+    low, high = facts[f"{key}_interval"]
+    return f"{percent(facts[key])} ({percent(low)} to {percent(high)})"
 
 
-def _unreached(rule: Rule, least: float, images: int, whom: str) -> ModelError:
+def _unreached_error(
+    rule: Rule, lowest_end: float, images: int, labels: str
+) -> ModelError:
     wrong = (
-        f"no confidence holds {rule.wrong:g}{whom}: of the surest predictions up to"
-        f" {least:.3g} may be wrong, as far as the {images} validation images that"
+        f"no confidence holds {rule.wrong:g}{labels}: of the surest predictions up to"
+        f" {lowest_end:.3g} may be wrong, as far as the {images} validation images that"
         " choose it can say"
     )
     return ModelError(

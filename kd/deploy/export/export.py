@@ -17,15 +17,15 @@ from kd.core.errors import ModelError, RunError
 from kd.core.host import environment, package_versions
 from kd.core.references import reference_or_value
 from kd.core.types import Dims
-from kd.deploy.export import graphs
 from kd.deploy.export.card import card, loading
 from kd.deploy.export.claims import InputClaims, Manifest, OutputClaims
 from kd.deploy.export.flags import ExportOptions
-from kd.deploy.export.graphs import Made, ReadImages, Subject
+from kd.deploy.export.graphs import ExportArtifacts, ReadImages, Subject
 from kd.deploy.export.package import complete, new_export, refuse_other, seal
-from kd.deploy.export.parity import shown_images
-from kd.deploy.export.receipt import licences, receipt
+from kd.deploy.export.parity import validation_batches
+from kd.deploy.export.receipt import receipt, run_licences
 from kd.deploy.export.signature import sign
+from kd.deploy.export.write_graphs import write_graphs
 from kd.files.manifest import DIGITS
 from kd.files.pixels import MARGIN
 from kd.files.run_dir import RunDir
@@ -63,18 +63,26 @@ def export(
     trust: bool = False,
     teacher: bool = False,
 ) -> WrittenExport:
-    """Export a run's best student or teacher to `target` (None: `export` or
-    `export-teacher` in the run folder).
+    """Export a run's best student or its teacher.
 
-    `overrides`: `key=value` for the run's configuration, such as the data's present
-    folder. `trust`: import modules and read paths named in the run's configuration.
+    Args:
+        path: the run folder.
+        target: the folder to write; None: `export` or `export-teacher` in the run.
+        options: see `ExportOptions`.
+        overrides: `key=value` for the run's configuration, such as the data's present
+            folder.
+        trust: import modules and read paths that the run's configuration names.
+        teacher: export the teacher instead of the student.
+
+    Returns:
+        What was written.
     """
     options = options or ExportOptions()
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)
-    recipe = resolve(
-        config.load(config.to_dict(stored), overrides) if overrides else stored
-    )
+    if overrides:
+        stored = config.load(config.to_dict(stored), overrides)
+    recipe = resolve(stored)
     target = target or path / ("export-teacher" if teacher else "export")
     refuse_other(target)  # refuse before minutes of work
     options.require(recipe.task)
@@ -82,15 +90,18 @@ def export(
     vouched.check_models({"student": recipe.student})
     if options.any_graph:  # graphs are compared on images
         vouched.check_folder(recipe.data)
-    subject = subject_of(folder, recipe, vouched, options.index)
-    return write(
-        teacher_of(subject, folder, vouched) if teacher else subject, target, options
-    )
+    subject = read_subject(folder, recipe, vouched, options.index)
+    if teacher:
+        subject = teacher_subject(subject, folder, vouched)
+    return write(subject, target, options)
 
 
-def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Subject:
-    """Read the best student of a run; with `index` also its projector into the
-    teacher's space.
+def read_subject(
+    folder: RunDir, recipe: Recipe, vouched: Trust, index: bool
+) -> Subject:
+    """Read the best student of a run.
+
+    `index`: also its projector into the teacher's space.
     """
     manifest = folder.manifest()
     if "classes" not in manifest:
@@ -100,46 +111,38 @@ def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> S
             "",
             "Train it first: `kd-train CONFIG`",
         )
-    classes, data = manifest["classes"], manifest.get("data", "not recorded")
+    classes = manifest["classes"]
     expected = manifest.get("data") or ("" if vouched.images else "not recorded")
     student, provenance = best_student(folder, recipe, classes)
     if index:
-        student.project = best_projector(folder, recipe.losses, len(recipe.members))
-    alone = folder.baseline()
+        student.project = learned_projector(folder, recipe.losses, len(recipe.members))
+    baseline = folder.baseline()
     return Subject(
         recipe=recipe,
         student=student,
         classes=classes,
-        data=data,
+        data=manifest.get("data", "not recorded"),
         provenance=provenance,
-        baseline=alone.metrics("val"),
-        scored=(folder.scored(), alone.scored()),
-        origin=_origin(recipe.student),
+        baseline=baseline.metrics("val"),
+        scored=(folder.scored(), baseline.scored()),
+        origin=_weights_origin(recipe.student),
         made_from={key: manifest.get(key) for key in ("teacher", "answers")},
-        licences=licences(recipe),
-        images=partial(_images, recipe.data, recipe.backend, classes, expected),
+        licences=run_licences(recipe),
+        images=partial(_open_images, recipe.data, recipe.backend, classes, expected),
     )
 
 
-def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
+def teacher_subject(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
     """Return the source of the teacher's export, given the student's."""
-    recipe, task = subject.recipe, subject.recipe.task
-    kinds = [one.kind for one in recipe.members.values()]
+    recipe = subject.recipe
+    kinds = [member.kind for member in recipe.members.values()]
     if not kinds:
-        raise ModelError(
-            "--teacher",
-            "the run has no teacher: it learned labels alone",
-            "",
-            "Name another run",
-        )
+        wrong = "the run has no teacher: it learned labels alone"
+        raise ModelError("--teacher", wrong, "", "Name another run")
     if len(kinds) > 1:
+        wrong = f"the run averages {len(kinds)} teachers, which do not make one graph"
         remedy = "Name a run with one of them, or export that model by a run of its own"
-        raise ModelError(
-            "--teacher",
-            f"the run averages {len(kinds)} teachers, which do not make one graph",
-            "",
-            remedy,
-        )
+        raise ModelError("--teacher", wrong, "", remedy)
     vouched.check_folder(recipe.data)
     vouched.check_models(recipe.members)
     model = load_fitted(recipe, open_sources(recipe.data)).model
@@ -148,68 +151,59 @@ def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
             f"a teacher of kind '{kinds[0]}' is no network of torch, which an export is"
             " written from"
         )
-        raise ModelError(
-            "--teacher",
-            wrong,
-            "Kinds timm, torch and zero_shot",
-            "Run it with its own library",
-        )
-    if task.logits and not model.num_classes:
+        allowed = "Kinds timm, torch and zero_shot"
+        raise ModelError("--teacher", wrong, allowed, "Run it with its own library")
+    if recipe.task.logits and not model.num_classes:
         wrong = (
             "the run's losses read the teacher's features alone, so that it was loaded"
             " without classes"
         )
-        raise ModelError(
-            "--teacher", wrong, "", "Export it by a run whose losses read its logits"
-        )
-    last = subject.scored[0]
-    own = task.scores.of_teachers(folder.best_row() if last is None else last.row).get(
-        "teacher", {}
-    )
-    scored = (
-        replace(last, row=own, samples=last.of("teacher")) if last is not None else None
-    )
-    alone = recipe.with_(
-        run=replace(recipe.config.run, name=f"{recipe.name}-teacher"),
-        student=replace(recipe.student, model=recipe.teacher.model),
-        teacher=replace(recipe.teacher, model=""),
-        losses=(),
-    )
+        remedy = "Export it by a run whose losses read its logits"
+        raise ModelError("--teacher", wrong, "", remedy)
+    scored = subject.scored[0]
+    row = folder.best_row() if scored is None else scored.row
+    metrics = recipe.task.scores.of_teachers(row).get("teacher", {})
+    if scored is not None:
+        scored = replace(scored, row=metrics, samples=scored.of("teacher"))
     fitted = (
         "fitted on the labels of the same data"
         if recipe.fits
         else f"as `teacher.kind={kinds[0]}` loads it"
     )
-    provenance = {
-        **subject.provenance,
-        "step": 0,
-        "metrics": own,
-        "digest": digest(model.network),
-    }
-    origin = f"the teacher of the run {subject.provenance['run']}, {fitted}"
-    stated = {
-        "data": subject.licences["data"],
-        "teacher's weights": subject.licences["teacher"],
-    }
-    more = {
-        "origin": origin,
-        "baseline": (),
-        "scored": (scored, None),
-        "made_from": {},
-        "licences": stated,
-    }
-    return replace(subject, recipe=alone, student=model, provenance=provenance, **more)
+    return replace(
+        subject,
+        recipe=recipe.with_(
+            run=replace(recipe.config.run, name=f"{recipe.name}-teacher"),
+            student=replace(recipe.student, model=recipe.teacher.model),
+            teacher=replace(recipe.teacher, model=""),
+            losses=(),
+        ),
+        student=model,
+        provenance={
+            **subject.provenance,
+            "step": 0,
+            "metrics": metrics,
+            "digest": digest(model.network),
+        },
+        origin=f"the teacher of the run {subject.provenance['run']}, {fitted}",
+        baseline=(),
+        scored=(scored, None),
+        made_from={},
+        licences={
+            "data": subject.licences["data"],
+            "teacher's weights": subject.licences["teacher"],
+        },
+    )
 
 
 @contextmanager
-def _images(
+def _open_images(
     plan: DataPlan, section: BackendSection, classes: Sequence[str], expected: str
 ) -> Iterator[ReadImages]:
     with distributed(section) as backend:
         data = open_data(plan, backend, fill=False)
-        if (data.classes and list(data.classes) != list(classes)) or (
-            expected and data.fingerprint != expected
-        ):
+        other_classes = data.classes and list(data.classes) != list(classes)
+        if other_classes or (expected and data.fingerprint != expected):
             wrong = (
                 "the data differs from the run's training data (another content hash)"
             )
@@ -220,74 +214,68 @@ def _images(
                 "Graphs are compared on the run's own validation split",
                 remedy,
             )
-        yield partial(shown_images, data)
+        yield partial(validation_batches, data)
 
 
 def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExport:
-    """Write a student with its graphs, manifest and card; if one of them is refused,
-    nothing is left.
-    """
+    """Write a student with its graphs, manifest and card, or nothing at all."""
     options.require(subject.recipe.task)
     with new_export(target) as draft:
-        made = graphs.write(
-            subject, draft, options, partial(_write_weights, subject, draft)
-        )
-        facts = _write_weights(subject, draft, made)
-        facts |= receipt(subject, made, draft, options.license)
-        as_read = json.loads(
-            json.dumps(facts, sort_keys=True)
-        )  # so that the card can be generated again
-        (draft / "README.md").write_text(card(as_read), encoding="utf-8")
+        write_weights = partial(_write_weights, subject, draft)
+        artifacts = write_graphs(subject, draft, options, write_weights)
+        facts = write_weights(artifacts)
+        facts |= receipt(subject, artifacts, draft, options.license)
+        # as a reader will parse it, so that the card can be generated again
+        parsed = json.loads(json.dumps(facts, sort_keys=True))
+        (draft / "README.md").write_text(card(parsed), encoding="utf-8")
         seal(draft, facts)
         if options.sign is not None:
             sign(draft, options.sign)
-    return WrittenExport(
-        target,
-        made.lines,
-        loading(str(target), is_timm(subject.student.network)),
-        facts,
-    )
+    load = loading(str(target), is_timm(subject.student.network))
+    return WrittenExport(target, artifacts.lines, load, facts)
 
 
-def _write_weights(subject: Subject, draft: Path, made: Made) -> Manifest:
-    """Write weights, config.json and kd.json, which serving needs; return the facts for
-    manifest.json.
-    """
-    student, recipe = subject.student, subject.recipe
-    task, section = recipe.task, recipe.data
+def _write_weights(
+    subject: Subject, draft: Path, artifacts: ExportArtifacts
+) -> Manifest:
+    """Write the files that serving needs, and return the facts for manifest.json."""
+    student = subject.student
+    recipe = subject.recipe
     provenance = {**subject.provenance, "digest": digest(student.network)}
-    if made.calibration:
-        provenance["calibration"] = made.calibration
-    classes = subject.classes if task.logits else ()
+    if artifacts.calibration:
+        provenance["calibration"] = artifacts.calibration
+    classes = subject.classes if recipe.task.logits else ()
     content, weights = export_files(
-        student, classes, section.crop_pct, task.problem_type
+        student, classes, recipe.data.crop_pct, recipe.task.problem_type
     )
+    version = provenance["digest"][:DIGITS]
+    if student.project is not None:
+        version += "-index"
     facts: Manifest = {
         "format": FORMAT,
         "name": recipe.name,
-        "version": (
-            provenance["digest"][:DIGITS]
-            + ("-index" if student.project is not None else "")
-        ),
-        "input": input_of(student, section),
-        "output": output_of(student, made),
-        "parity": made.parity,
-        "validation": made.validation,
+        "version": version,
+        "input": input_claims(student, recipe.data),
+        "output": output_claims(student, artifacts),
+        "parity": artifacts.parity,
+        "validation": artifacts.validation,
         "environment": _environment(),
     }
-    if made.variants:
-        facts["variants"] = made.variants
-    if made.accepted:
-        facts["pick"], facts["accepted"] = made.accepted["file"], made.accepted
-    if made.cascade:
-        facts["pick"], facts["cascade"] = made.cascade["file"], made.cascade
-    if made.self_check:
-        facts["self_check"] = made.self_check
+    if artifacts.variants:
+        facts["variants"] = artifacts.variants
+    if artifacts.accepted:
+        facts["pick"] = artifacts.accepted["file"]
+        facts["accepted"] = artifacts.accepted
+    if artifacts.cascade:
+        facts["pick"] = artifacts.cascade["file"]
+        facts["cascade"] = artifacts.cascade
+    if artifacts.self_check:
+        facts["self_check"] = artifacts.self_check
     complete(draft, content, weights, provenance, facts)
     return facts
 
 
-def _origin(section: StudentSection) -> str:
+def _weights_origin(section: StudentSection) -> str:
     if section.checkpoint:
         return f"started from the {packages.title(section.checkpoint)}"
     if section.init == "pretrained":
@@ -295,7 +283,7 @@ def _origin(section: StudentSection) -> str:
     return "trained from random initial weights"
 
 
-def input_of(student: Classifier, section: DataSection) -> InputClaims:
+def input_claims(student: Classifier, section: DataSection) -> InputClaims:
     """Return manifest.json's entry on the images that the graphs take."""
     size = section.image_size
     entry: InputClaims = {
@@ -311,7 +299,7 @@ def input_of(student: Classifier, section: DataSection) -> InputClaims:
     return entry
 
 
-def output_of(student: Classifier, made: Made) -> OutputClaims:
+def output_claims(student: Classifier, artifacts: ExportArtifacts) -> OutputClaims:
     """Return manifest.json's entry on what the graphs return."""
     width = student.num_classes or student.num_features
     entry: OutputClaims = {
@@ -319,51 +307,50 @@ def output_of(student: Classifier, made: Made) -> OutputClaims:
         "layout": f"float32 [batch, {width}]",
         "width": width,
     }
-    if made.thresholds:
-        entry["thresholds"] = made.thresholds
-    if made.defer:
-        entry["defer"] = made.defer
+    if artifacts.thresholds:
+        entry["thresholds"] = artifacts.thresholds
+    if artifacts.defer:
+        entry["defer"] = artifacts.defer
     if not student.num_classes:
-        entry["name"], entry["layout"] = (
-            runtimes.EMBEDDING,
-            f"float32 [batch, {width}], each of length 1",
-        )
+        entry["name"] = runtimes.EMBEDDING
+        entry["layout"] += ", each of length 1"
     if student.project is not None:
         entry["space"] = "teacher"
     return entry
 
 
 def _environment() -> dict[str, Any]:
-    found = environment()
-    found.pop("command")  # it contains the user's paths, and this file is published
-    found["packages"] |= package_versions(
+    facts = environment()
+    facts.pop("command")  # it contains the user's paths, and this file is published
+    facts["packages"] |= package_versions(
         "onnx", "onnxscript", "onnxruntime", "openvino"
     )
-    return found
+    return facts
 
 
-def best_projector(
+def learned_projector(
     folder: RunDir, losses: Sequence[LossSection], teachers: int
 ) -> torch.nn.Module:
-    """Return the chosen checkpoint's learned projector from the student's pooled
-    features to its first teacher's.
+    """Return the map from the student's pooled features to its first teacher's.
+
+    It is the chosen checkpoint's.
     """
     _, tensors, _ = folder.best()
     number = 0
     for i, (section, facts) in enumerate(zip(losses, loss_facts(losses), strict=True)):
-        prefix = f"model.criterion.terms.{number}."
-        own = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(prefix)
-        }
         if section.weight and facts.projects:
-            teacher, student = own["project.weight"].shape
+            prefix = f"model.criterion.terms.{number}."
+            weights = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
+            }
+            teacher, student = weights["project.weight"].shape
             dims = Dims(2, student, teacher)
             term: Any = registry.build(
                 "losses", section.kind, section.options, f"losses[{i}]", dims=dims
             )
-            term.load_state_dict(own)
+            term.load_state_dict(weights)
             return term.project
         number += teachers if facts.features else 1
     wrong = "no loss of this run maps the student's vectors into the teacher's space"

@@ -1,6 +1,4 @@
-"""The options of an export. Fields become `kd-export`'s flags, the texts below them its
-help.
-"""
+"""The options of an export: `kd-export` takes its flags and their help from them."""
 
 from __future__ import annotations
 
@@ -32,71 +30,67 @@ class NotAcceptedError(ModelError):
     exit_code = 3
 
 
-def limits(sentence: str) -> dict[str, float]:
+def parse_limits(sentence: str) -> dict[str, float]:
     """Parse limits into {word: largest number}; ValueError: anything else."""
-    found: dict[str, float] = {}
-    for part in sentence.split():
-        match = re.fullmatch(r"([a-z-]+)<=([0-9]{1,9}(?:\.[0-9]{1,9})?)", part)
+    limits: dict[str, float] = {}
+    for term in sentence.split():
+        match = re.fullmatch(r"([a-z-]+)<=([0-9]{1,9}(?:\.[0-9]{1,9})?)", term)
         if match is None:
-            raise ValueError(f"'{part}' is not WORD<=NUMBER, {EXAMPLE}")
-        word, limit = match[1], float(match[2])
+            raise ValueError(f"'{term}' is not WORD<=NUMBER, {EXAMPLE}")
+        word = match[1]
+        limit = float(match[2])
         if word not in HIGHEST:
-            near = did_you_mean(word, HIGHEST)
-            raise ValueError(
-                f"'{word}' is not one of {', '.join(HIGHEST)}"
-                + (f". {near}" if near else "")
-            )
+            wrong = f"'{word}' is not one of {', '.join(HIGHEST)}"
+            hint = did_you_mean(word, HIGHEST)
+            raise ValueError(f"{wrong}. {hint}" if hint else wrong)
         if limit > HIGHEST[word] or (word in ("ms", "mb") and not limit):
             raise ValueError(
-                f"'{part}' is out of range: {word} is at most {HIGHEST[word]:g}"
+                f"'{term}' is out of range: {word} is at most {HIGHEST[word]:g}"
             )
-        if word in found:
+        if word in limits:
             raise ValueError(f"'{word}' is repeated")
-        found[word] = limit
-    if not found:
+        limits[word] = limit
+    if not limits:
         raise ValueError("is empty")
-    return found
+    return limits
 
 
-def sentence(text: str) -> str:
+def normalized_limits(sentence: str) -> str:
     """Return limits with normalized spaces; ValueError: they are malformed."""
-    limits(text)
-    return " ".join(text.split())
+    parse_limits(sentence)
+    return " ".join(sentence.split())
 
 
-def misses(found: Mapping[str, float], wanted: Mapping[str, float]) -> list[str]:
+def missed_limits(
+    values: Mapping[str, float], limits: Mapping[str, float]
+) -> list[str]:
     """Describe by how much a measured value misses its limit."""
     return [
-        f"{word} by {found[word] - most:.3g} ({found[word]:.4g})"
-        for word, most in wanted.items()
-        if word in found and not found[word] <= most  # true for NaN
+        f"{word} by {values[word] - limit:.3g} ({values[word]:.4g})"
+        for word, limit in limits.items()
+        if word in values and not values[word] <= limit  # true for NaN
     ]
 
 
 def accepted_line(accepted: Mapping[str, Any]) -> str:
     """Return the accepted limits as text."""
-    found = ", ".join(
+    values = ", ".join(
         f"{word} {value:.4g}" for word, value in accepted["found"].items()
     )
-    second = (
-        f" and, for unsure images, {accepted['second']}" if "second" in accepted else ""
+    second = ""
+    caveat = ""
+    if "second" in accepted:
+        second = f" and, for unsure images, {accepted['second']}"
+        caveat = "; the share was chosen by these images too, which flatters it"
+    return (
+        f'accepted "{accepted["sentence"]}": {accepted["file"]}{second} with {values},'
+        f" on {accepted['threads']} threads{caveat}"
     )
-    chosen = (
-        "; the share was chosen by these images too, which flatters it"
-        if second
-        else ""
-    )
-    accepted_file = (
-        f"{accepted['file']}{second} with {found}, on {accepted['threads']} threads"
-    )
-    return f'accepted "{accepted["sentence"]}": {accepted_file}{chosen}'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """Which graphs are written beside the timm folder, how they are compared, and which
-    one is served.
-    """
+    """Which graphs an export has, how they are compared, and which one is served."""
 
     onnx: bool = option(True)
     """write model.onnx; without it and --pt2 no images are read"""
@@ -118,7 +112,7 @@ class ExportOptions:
     """validation images compared, evenly spaced; 0: all"""
     compare: bool = option(False)
     """write every graph that runs here and measure each through kd-serve"""
-    accept: str | None = option(None, "LIMITS", sentence)
+    accept: str | None = option(None, "LIMITS", normalized_limits)
     """limits such as "drop<=2 ms<=5 mb<=4", also teacher-drop and ece, drops in points:
     write the first graph within them all, else exit with code 3
     """
@@ -172,48 +166,30 @@ class ExportOptions:
         """Refuse incompatible options before minutes of work."""
         for name in filter(None, self.formats.split(",")):
             registry.find("exporters", name, "--formats")
-            if name not in registry.names(
-                "exporters"
-            ):  # an own module, which writes nothing
-                allowed = ", ".join(registry.names("exporters"))
-                raise ConfigError(
-                    "--formats",
-                    f"'{name}' lies outside kd/parts/exporters",
-                    f"One of: {allowed}",
-                )
+            exporters = registry.names("exporters")
+            if name not in exporters:  # a module of the user, which writes nothing
+                wrong = f"'{name}' lies outside kd/parts/exporters"
+                raise ConfigError("--formats", wrong, f"One of: {', '.join(exporters)}")
         if not self.onnx and (self.int8 or self.openvino or self.measures):
-            raise ConfigError(
-                "--no-onnx",
-                "all other graphs are made from model.onnx",
-                "",
-                "Leave out --no-onnx",
-            )
+            wrong = "all other graphs are made from model.onnx"
+            raise ConfigError("--no-onnx", wrong, "", "Leave out --no-onnx")
         if self.measures and not 1 <= self.threads <= cores():
             allowed = f"1 to {cores()}, which this process may use"
-            raise ConfigError(
-                "--threads",
-                f"is {self.threads}",
-                allowed,
-                "Measure where the endpoint will run",
-            )
+            remedy = "Measure where the endpoint will run"
+            raise ConfigError("--threads", f"is {self.threads}", allowed, remedy)
         if self.accept is not None:
             try:
-                wanted = limits(self.accept)
+                limits = parse_limits(self.accept)
             except ValueError as error:
-                raise ConfigError(
-                    "--accept", str(error), "", f"Say it {EXAMPLE}"
-                ) from error
-            if "ece" in wanted and task.logits != "softmax":
+                remedy = f"Say it {EXAMPLE}"
+                raise ConfigError("--accept", str(error), "", remedy) from error
+            if "ece" in limits and task.logits != "softmax":
                 wrong = "ece needs a student with one class per image"
                 raise ConfigError("--accept", wrong, "", "Leave ece out")
         if self.index and task.logits:
             wrong = "this student returns classes, not vectors"
-            raise ConfigError(
-                "--index",
-                wrong,
-                "A run whose losses are all on features",
-                "Leave out --index",
-            )
+            allowed = "A run whose losses are all on features"
+            raise ConfigError("--index", wrong, allowed, "Leave out --index")
         if self.index and not self.any_graph:
             wrong = "is applied inside the graphs, and --no-onnx writes no graph"
             raise ConfigError("--index", wrong, "", "Leave out --no-onnx")

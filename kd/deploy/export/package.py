@@ -1,6 +1,4 @@
-"""The export folder: timm's files, served graphs, provenance, and a hash of
-every file.
-"""
+"""The export folder: timm's files, served graphs, provenance, a hash of every file."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,8 +16,9 @@ from kd.files.storage import REPLACED, atomic_folder, refuse_unlisted, write_jso
 
 @contextmanager
 def new_export(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes the export `folder` if the block succeeds,
-    replacing an older export.
+    """Yield an empty folder that becomes the export `folder` if the block succeeds.
+
+    It replaces an older export.
     """
     refuse_other(folder)
     with atomic_folder(folder, config_path="export") as draft:
@@ -45,8 +44,7 @@ def complete(
     provenance: dict[str, Any],
     facts: Mapping[str, object] | None = None,
 ) -> None:
-    """Write the common files and the list of all files into a folder that may hold
-    graphs and the model card.
+    """Write the common files of an export into a folder that may hold graphs and card.
 
     `timm.create_model('local-dir:FOLDER', pretrained=True)` loads `config` and
     `tensors`; `provenance` becomes kd.json, `facts` go into manifest.json.
@@ -58,58 +56,39 @@ def complete(
 
 
 def seal(draft: Path, facts: Mapping[str, object]) -> None:
-    """Write manifest.json, after which `kd-serve` serves the folder: facts, all files,
-    a checksum.
-    """
+    """Write manifest.json with facts, files and checksum, so that it can be served."""
     (draft / MANIFEST).unlink(missing_ok=True)
-    content = json.loads(
-        json.dumps({**facts, "files": _listing(draft)})
-    )  # as a reader will parse it
+    # as a reader will parse it
+    content = json.loads(json.dumps({**facts, "files": _listing(draft)}))
     write_json(draft / MANIFEST, {**content, "checksum": checksum(content)})
 
 
 def refuse_other(folder: Path) -> None:
-    """Refuse to replace a folder that is not an export, or an export that was
-    edited.
-    """
-    listed: dict[str, Any] = {}
-    with suppress(
-        OSError, ValueError, KeyError, TypeError, RecursionError
-    ):  # no valid manifest: no files
-        content = json.loads((folder / MANIFEST).read_bytes())
-        listed = (
-            {**content["files"], MANIFEST: None, SIGNATURE: None}
-            if has_valid_checksum(content)
-            else {}
-        )
-    if (
-        not listed
-        and folder.is_dir()
-        and not folder.is_symlink()
-        and any(folder.iterdir())
-    ):
-        raise RunError(
-            "export",
-            f"'{folder}' exists and is not an exported model",
-            REPLACED,
-            "Choose another folder",
-        )
-    refuse_unlisted(folder, listed, "export")
+    """Refuse to replace a folder that is not an export, or an edited export."""
+    listed_files: dict[str, Any] = {}
+    # no valid manifest: no files
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if has_valid_checksum(manifest):
+            listed_files = {**manifest["files"], MANIFEST: None, SIGNATURE: None}
+    is_folder = folder.is_dir() and not folder.is_symlink()
+    if not listed_files and is_folder and any(folder.iterdir()):
+        wrong = f"'{folder}' exists and is not an exported model"
+        raise RunError("export", wrong, REPLACED, "Choose another folder")
+    refuse_unlisted(folder, listed_files, "export")
     for name, entry in _listing(folder).items():
-        if name not in (MANIFEST, SIGNATURE) and listed[name] != entry:
+        if name not in (MANIFEST, SIGNATURE) and listed_files[name] != entry:
             wrong = f"'{folder / name}' was changed after the export"
-            raise RunError(
-                "export", wrong, REPLACED, "Move it away, or choose another folder"
-            )
+            remedy = "Move it away, or choose another folder"
+            raise RunError("export", wrong, REPLACED, remedy)
 
 
 def _listing(folder: Path) -> dict[str, dict[str, Any]]:
-    files = {
-        one.relative_to(folder).as_posix(): one
-        for one in folder.rglob("*")
-        if one.is_file()
-    }
     return {
-        name: {"bytes": one.stat().st_size, "sha256": sha256(one)}
-        for name, one in files.items()
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": sha256(path),
+        }
+        for path in folder.rglob("*")
+        if path.is_file()
     }

@@ -1,6 +1,4 @@
-"""Compare exported graphs with PyTorch on real images and measure the cost
-per image.
-"""
+"""Compare exported graphs with PyTorch on real images, and measure their cost."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ from kd.setup.data import Data
 
 Runner = Callable[[np.ndarray], np.ndarray]
 Batches = Iterable[tuple[Any, ...]]
-"""uint8 images [B, 3, S, S], labels [B] or sets [B, C], and the CRC-32 of their files
-[B] if known.
+"""uint8 images [B, 3, S, S], labels [B] or sets [B, C], CRC-32 of their files if known.
 """
 # batch size of the comparison: outputs do not depend on it, and memory stays small
 BATCH = 16
@@ -54,13 +51,11 @@ class GraphOutputs:
     outputs: Mapping[str, torch.Tensor]  # logits [N, C] or vectors [N, D] by graph
     labels: torch.Tensor  # int [N], or label sets [N, C]; -1 if unknown
     measures: Sequence[Measures]  # see `kd.deploy.shift.measure`
-    cpu_ms: Mapping[str, float]  # CPU time per image on one thread
-    first: np.ndarray = field(
-        default_factory=lambda: np.zeros(0, np.uint8)
-    )  # the first image, uint8 [3, S, S]
-    images: Sequence[
-        tuple[int, int]
-    ] = ()  # CRC-32 of each file (0 if unknown) and of its pixels
+    median_cpu_ms: Mapping[str, float]  # CPU time per image on one thread
+    # the first image, uint8 [3, S, S]
+    first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
+    # CRC-32 of each file (0 if unknown) and of its pixels
+    images: Sequence[tuple[int, int]] = ()
 
     def reference(
         self, name: str, task: Task, classes: Sequence[str], calibrated: bool
@@ -69,20 +64,18 @@ class GraphOutputs:
         if not task.logits:
             return Reference.of((), ((0, numbers) for numbers in self.measures), False)
         logits_NC = self.outputs[name].double()
-        best = (
-            logits_NC.softmax(1) if task.logits == "softmax" else logits_NC.sigmoid()
-        ).max(1)
-        found = zip(
-            best.indices.tolist(), best.values.tolist(), self.measures, strict=True
-        )
-        made = Reference.of(
+        is_softmax = task.logits == "softmax"
+        share_NC = logits_NC.softmax(1) if is_softmax else logits_NC.sigmoid()
+        score_N, label_N = share_NC.max(1)
+        rows = zip(label_N.tolist(), score_N.tolist(), self.measures, strict=True)
+        reference = Reference.of(
             classes,
-            ((label, (score, *numbers)) for label, score, numbers in found),
+            ((label, (score, *numbers)) for label, score, numbers in rows),
             calibrated,
         )
-        if task.logits == "softmax" and bool((self.labels >= 0).all()):
-            made.right = int((best.indices == self.labels).sum())
-        return made
+        if is_softmax and bool((self.labels >= 0).all()):
+            reference.right = int((label_N == self.labels).sum())
+        return reference
 
     def scores(self, name: str, task: Task, picks: Any = slice(None)) -> GraphScores:
         """Return the scores on all images or on the picked ones."""
@@ -91,14 +84,15 @@ class GraphOutputs:
         )
 
     def interval(self, name: str, task: Task) -> tuple[float, float]:
-        """Return the 95 % interval of the selection metric: Wilson for shares, else the
-        bootstrap.
+        """Return the 95 % interval of the selection metric.
+
+        It is Wilson's for a share of images, else the bootstrap's.
         """
-        found = self.scores(name, task)
-        if found.share_of:
-            return wilson_interval(found.score, found.share_of)
+        scores = self.scores(name, task)
+        if scores.share_of:
+            return wilson_interval(scores.score, scores.share_of)
         return bootstrap_interval(
-            found.score,
+            scores.score,
             bootstrap_scores(
                 lambda picks: self.scores(name, task, picks).score, len(self.labels)
             ),
@@ -111,16 +105,17 @@ class GraphOutputs:
         )
 
     def drop_interval(self, name: str, task: Task) -> tuple[float, float]:
-        """Return the 95 % interval of `drop`: from the images whose prediction changed,
-        or by the bootstrap.
+        """Return the 95 % interval of `drop`.
+
+        It is computed from the images whose prediction changed, or by the bootstrap.
         """
         if images := self.scores(name, task).share_of:
-            expected = self.outputs[EAGER].argmax(1)
-            label = self.labels if bool((self.labels >= 0).any()) else expected
-            was, now = expected == label, self.outputs[name].argmax(1) == label
-            return paired_interval(
-                int((was & ~now).sum()), int((now & ~was).sum()), images
-            )
+            eager_N = self.outputs[EAGER].argmax(1)
+            label_N = self.labels if bool((self.labels >= 0).any()) else eager_N
+            before_N = eager_N == label_N
+            after_N = self.outputs[name].argmax(1) == label_N
+            lost = int((before_N & ~after_N).sum())
+            return paired_interval(lost, int((after_N & ~before_N).sum()), images)
         return bootstrap_interval(
             self.drop(name, task),
             bootstrap_scores(
@@ -129,33 +124,32 @@ class GraphOutputs:
         )
 
     def facts(self, name: str, task: Task) -> ParityClaims:
-        """Return a graph's entry in manifest.json: accuracy, distance from PyTorch, and
-        cost.
-        """
-        known = self.labels >= 0
+        """Return a graph's entry in manifest.json."""
+        is_labelled = self.labels >= 0
         entry: ParityClaims = {
             "images": len(self.labels),
             "max_difference": float(f"{self.difference(name):.3g}"),
-            "cpu_ms": round(self.cpu_ms[name], 3),
+            "cpu_ms": round(self.median_cpu_ms[name], 3),
         }
         entry.update(cast(ParityClaims, self.scores(name, task).facts))
-        if task.logits == "softmax" and bool(known.any()):
+        if task.logits == "softmax" and bool(is_labelled.any()):
             entry["ece"] = calibration_error(
-                self.outputs[name][known], self.labels[known]
+                self.outputs[name][is_labelled], self.labels[is_labelled]
             )
         return entry
 
     def write_images(self, file: Path, classes: Sequence[str]) -> None:
-        """Write one line per image: CRC-32 of file and pixels, whether its labels are
-        known, and their names.
+        """Write one line per image.
+
+        It has the CRC-32 of file and pixels, whether labels are known, and their names.
         """
         with file.open("w", newline="", encoding="utf-8") as opened:
-            rows = csv.writer(opened, lineterminator="\n")
+            writer = csv.writer(opened, lineterminator="\n")
             for (encoded, pixels), label in zip(
                 self.images, self.labels.numpy(), strict=True
             ):
-                names = names_of(label, classes)
-                rows.writerow(
+                names = label_names(label, classes)
+                writer.writerow(
                     [
                         f"{encoded:08x}",
                         f"{pixels:08x}",
@@ -164,87 +158,83 @@ class GraphOutputs:
                     ]
                 )
 
-    def joined(self, other: GraphOutputs) -> GraphOutputs:
-        outputs, took = (
-            {**self.outputs, **other.outputs},
-            {
-                **self.cpu_ms,
-                **other.cpu_ms,
-            },
+    def joined(self, graphs: GraphOutputs) -> GraphOutputs:
+        return replace(
+            self,
+            outputs={**self.outputs, **graphs.outputs},
+            median_cpu_ms={**self.median_cpu_ms, **graphs.median_cpu_ms},
         )
-        return replace(self, outputs=outputs, cpu_ms=took)
 
     def difference(self, name: str) -> float:
-        """Return the largest absolute difference from PyTorch; inf if a value is not
-        finite.
-        """
-        found = (self.outputs[name] - self.outputs[EAGER]).abs()
-        return float(found.max()) if bool(found.isfinite().all()) else float("inf")
+        """Return the largest absolute difference from PyTorch; inf if not finite."""
+        differences = (self.outputs[name] - self.outputs[EAGER]).abs()
+        return (
+            float(differences.max())
+            if bool(differences.isfinite().all())
+            else float("inf")
+        )
 
 
-def names_of(label: np.ndarray, classes: Sequence[str]) -> list[str] | None:
-    """Return the names of an image's label, a number, or of its label set [C]; None:
-    unknown.
-    """
+def label_names(label: np.ndarray, classes: Sequence[str]) -> list[str] | None:
+    """Return the names of a label or of a label set [C]; None: unknown."""
     if not classes or label.min() < 0:
         return None
-    return [
-        classes[i]
-        for i in (np.flatnonzero(label).tolist() if label.ndim else [int(label)])
-    ]
+    indices = np.flatnonzero(label).tolist() if label.ndim else [int(label)]
+    return [classes[i] for i in indices]
 
 
-def shown_images(data: Data, limit: int, training: bool = False) -> Batches:
+def validation_batches(data: Data, limit: int, training: bool = False) -> Batches:
     """Yield `Batches` of the validation split in evaluation's view.
 
     `limit`: number of images, evenly spaced; 0: all. `training`: the training split,
     with the views of its first epoch.
     """
-    shown = data.views()[0] if training else data.evaluation_views(data.val)
-    ids = evenly_spaced(len(shown), limit or len(shown))
-    images = 0
-    for batch in batches_of(shown, ids, BATCH):
-        images += len(batch.ids)
+    dataset = data.views()[0] if training else data.evaluation_views(data.val)
+    ids = evenly_spaced(len(dataset), limit or len(dataset))
+    image_count = 0
+    for batch in batches_of(dataset, ids, BATCH):
+        image_count += len(batch.ids)
         yield batch.image.numpy(), batch.label.numpy(), batch.crc
-    if not images:
+    if not image_count:
         split = "training" if training else "validation"
-        raise DataError(
-            "data",
-            f"no image of the {split} split can be decoded",
-            "",
-            "Check data.root",
-        )
+        wrong = f"no image of the {split} split can be decoded"
+        raise DataError("data", wrong, "", "Check data.root")
 
 
 def compare(
     eager: Runner, runners: Mapping[str, Runner], images: Batches
 ) -> GraphOutputs:
     """Run every image through PyTorch and every graph."""
-    every = {EAGER: eager, **runners}
-    outputs: dict[str, list[np.ndarray]] = {name: [] for name in every}
-    labels, measures, seen, first = [], [], list[tuple[int, int]](), np.zeros(0)
+    runners = {EAGER: eager, **runners}
+    outputs: dict[str, list[np.ndarray]] = {name: [] for name in runners}
+    labels: list[np.ndarray] = []
+    measures: list[Measures] = []
+    image_crcs: list[tuple[int, int]] = []
+    first = np.zeros(0)
     for pixels, label, *crc in images:
         first = first if len(first) else pixels[:1]
         labels.append(label)
         measures += map(measure, pixels)
-        shown = [zlib.crc32(image.tobytes()) for image in pixels]
-        seen += zip_longest(crc[0] if crc else (), shown, fillvalue=0)
-        for name, run in every.items():
+        pixel_crcs = [zlib.crc32(image.tobytes()) for image in pixels]
+        image_crcs += zip_longest(crc[0] if crc else (), pixel_crcs, fillvalue=0)
+        for name, run in runners.items():
             outputs[name].append(run(pixels))
-    joined = {
-        name: torch.from_numpy(np.concatenate(parts)) for name, parts in outputs.items()
-    }
-    took = median_cpu_ms(
-        {name: partial(run, first) for name, run in every.items()}, TIMED_SECONDS
-    )
     return GraphOutputs(
-        joined, torch.from_numpy(np.concatenate(labels)), measures, took, first[0], seen
+        {name: torch.from_numpy(np.concatenate(outputs[name])) for name in outputs},
+        torch.from_numpy(np.concatenate(labels)),
+        measures,
+        median_cpu_ms(
+            {name: partial(runners[name], first) for name in runners}, TIMED_SECONDS
+        ),
+        first[0],
+        image_crcs,
     )
 
 
 def eager_runner(student: Classifier) -> Runner:
-    """Return the student as a function from uint8 [B, 3, S, S] to float32 logits [B, C]
-    or vectors [B, D].
+    """Return the student as a function from uint8 [B, 3, S, S] to float32 [B, C or D].
+
+    It returns logits [B, C] or vectors [B, D].
     """
     student = student.eval()
 
@@ -255,7 +245,7 @@ def eager_runner(student: Classifier) -> Runner:
     return run
 
 
-def check_exact(
+def require_exact(
     name: str, scores: GraphScores, difference: float, tolerance: float, images: int
 ) -> None:
     """Require a graph's outputs to equal PyTorch's within the tolerance."""

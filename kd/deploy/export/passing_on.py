@@ -1,5 +1,4 @@
-"""A graph that passes unsure images on to a second export, as a candidate of
-`--accept`.
+"""Try a graph that passes unsure images on to a second export, for `--accept`.
 
 Every second labelled image chooses the confidence threshold of a share; the smallest
 share within the limits on both halves is taken. Its values are of the half that did not
@@ -19,23 +18,21 @@ from kd.core.errors import ConfigError
 from kd.core.evaluation import Task
 from kd.core.text import percent
 from kd.deploy.export import defer
-from kd.deploy.export.flags import ExportOptions, misses
+from kd.deploy.export.flags import ExportOptions, missed_limits
 from kd.deploy.export.parity import EAGER, GraphOutputs
 from kd.deploy.serve.model import Description, describe
 from kd.parts.tasks.single_label import calibration_error
 from kd.setup.data import DataPlan
 
-WHERE = "--second"
+OPTION = "--second"
 SHARES = tuple(percent / 100 for percent in range(1, 101))
-"""Shares of images passed on that are tried, up to all. 2,000 images know a share to
-about a point.
-"""
+"""Shares of images passed on that are tried; 2,000 images show one to about a point."""
 HALVES = slice(0, None, 2), slice(1, None, 2)  # the first chooses the threshold
 PASSED_ON = "passed_on"
 
 
 @dataclass(frozen=True, slots=True)
-class Second:
+class SecondOutputs:
     """The second export and its graph's outputs for the compared images."""
 
     logits: Tensor  # [N, C]
@@ -44,7 +41,7 @@ class Second:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class CascadeTrial:
     """A graph with the second export, and alone, on the same images."""
 
     rule: defer.Rule
@@ -52,18 +49,16 @@ class Tried:
     alone: dict[str, float]
     images: int
 
-    def reason(self, name: str, wanted: Mapping[str, float]) -> str:
+    def reason(self, name: str, limits: Mapping[str, float]) -> str:
         """Return why the pair is not accepted; "" if it is within the limits."""
-        missed = ", ".join(misses(self.values, wanted))
-        alone = ", ".join(misses(self.alone, wanted)) or "nothing"
-        passed_on = (
-            f"{percent(self.values[PASSED_ON])} of {self.images} images passed on"
-        )
+        missed = ", ".join(missed_limits(self.values, limits))
+        missed_alone = ", ".join(missed_limits(self.alone, limits)) or "nothing"
+        if not missed:
+            return ""
         return (
-            f"{name} with the second export misses {missed}, with {passed_on} (without:"
-            f" {alone})"
-            if missed
-            else ""
+            f"{name} with the second export misses {missed}, with"
+            f" {percent(self.values[PASSED_ON])} of {self.images} images passed on"
+            f" (without: {missed_alone})"
         )
 
 
@@ -81,70 +76,60 @@ def describe_second(
         return None
     if options.accept is None or options.defer or options.defer_share:
         wrong = "chooses the share of unsure images by the limits of --accept"
-        raise ConfigError(
-            WHERE, wrong, "", "Give --accept, and neither --defer nor --defer-share"
-        )
+        remedy = "Give --accept, and neither --defer nor --defer-share"
+        raise ConfigError(OPTION, wrong, "", remedy)
     if task.logits != "softmax":
-        raise ConfigError(
-            WHERE, "needs a student with one class per image", "", f"Leave {WHERE} out"
-        )
+        wrong = "needs a student with one class per image"
+        raise ConfigError(OPTION, wrong, "", f"Leave {OPTION} out")
     second = describe(folder)
+    reading = data.image_size, data.crop_pct, data.bits
     if second.labels != tuple(classes) or second.output.thresholds:
         wrong = (
             f"'{folder}' does not predict the {len(classes)} classes of the student, in"
             " their order"
         )
-        raise ConfigError(WHERE, wrong, "", "Name the export of this run's teacher")
-    if (second.size, second.crop, second.bits) != (
-        data.image_size,
-        data.crop_pct,
-        data.bits,
-    ):
+    elif (second.size, second.crop, second.bits) != reading:
         wrong = (
             f"'{folder}' takes images of {second.size} px, cropped to {second.crop:g},"
             " not as the student's"
         )
-        raise ConfigError(WHERE, wrong, "", "Name the export of this run's teacher")
-    return second
+    else:
+        return second
+    raise ConfigError(OPTION, wrong, "", "Name the export of this run's teacher")
 
 
 def values_at(
     outputs: GraphOutputs,
     name: str,
-    second: Tensor,
+    second_logits: Tensor,
     task: Task,
     behind: float,
     threshold: float,
 ) -> list[dict[str, float]]:
-    """Return the values of a graph with the second export at a confidence threshold, on
-    each half of labelled images.
+    """Return the values of a graph with the second export on each half of the images.
 
-    `second`, `behind`: see `smallest_share`.
+    The graph passes images below the confidence `threshold` on. The others: see
+    `smallest_share`.
     """
-    known = outputs.labels >= 0
-    first, trained = (
-        outputs.outputs[name][known].double(),
-        outputs.outputs[EAGER][known],
-    )
-    label, sure = outputs.labels[known], first.softmax(1).max(1).values >= threshold
-    joined = torch.where(sure[:, None], first, second[known].double())
+    labelled_N = outputs.labels >= 0
+    label_N = outputs.labels[labelled_N]
+    eager_NC = outputs.outputs[EAGER][labelled_N]
+    graph_NC = outputs.outputs[name][labelled_N].double()
+    sure_N = graph_NC.softmax(1).max(1).values >= threshold
+    pair_NC = torch.where(sure_N[:, None], graph_NC, second_logits[labelled_N].double())
     values = []
     for half in HALVES:
         before, after = (
-            task.graph_scores(each[half], trained[half], label[half]).score
-            for each in (trained, joined)
+            task.graph_scores(logits_NC[half], eager_NC[half], label_N[half]).score
+            for logits_NC in (eager_NC, pair_NC)
         )
-        drop, ece = (
-            100 * (before - after),
-            100 * calibration_error(joined[half], label[half]),
-        )
-        passed_on = 1 - float(sure[half].double().mean())
+        drop = 100 * (before - after)
         values.append(
             {
                 "drop": drop,
                 "teacher-drop": drop + behind,
-                "ece": ece,
-                PASSED_ON: passed_on,
+                "ece": 100 * calibration_error(pair_NC[half], label_N[half]),
+                PASSED_ON: 1 - float(sure_N[half].double().mean()),
             }
         )
     return values
@@ -153,30 +138,42 @@ def values_at(
 def smallest_share(
     outputs: GraphOutputs,
     name: str,
-    second: Tensor,
+    second_logits: Tensor,
     task: Task,
-    wanted: Mapping[str, float],
+    limits: Mapping[str, float],
     behind: float,
-) -> Tried:
-    """Try the smallest share passed on that is within the limits; if none is, all
-    images, on a half that misses them.
+) -> CascadeTrial:
+    """Return the trial of the smallest share passed on that is within the limits.
 
-    `outputs`: of PyTorch and the graph `name`; `second`: the second export's logits [N,
-    C]; `behind`: recorded points of the student behind its teacher.
+    If no share is, all images are passed on, and the trial is of a half that misses.
+
+    Args:
+        outputs: of PyTorch and the graph.
+        name: the graph.
+        second_logits: the second export's logits [N, C].
+        task: the student's task.
+        limits: by the words of `--accept`.
+        behind: recorded points of the student behind its teacher.
     """
-    known = outputs.labels >= 0
-    kept = {each: outputs.outputs[each][known] for each in (EAGER, name)}
-    values = partial(values_at, outputs, name, second, task, behind)
-    alone, images = values(0.0), [len(outputs.labels[known][half]) for half in HALVES]
-    tried, missing = list[Tried](), list[Tried]()
+    labelled_N = outputs.labels >= 0
+    labels = outputs.labels[labelled_N]
+    labelled_outputs = {
+        graph: outputs.outputs[graph][labelled_N] for graph in (EAGER, name)
+    }
+    values_at_threshold = partial(values_at, outputs, name, second_logits, task, behind)
+    values_alone = values_at_threshold(0.0)
+    image_counts = [len(labels[half]) for half in HALVES]
+    trials: list[CascadeTrial] = []
     for share in SHARES:
         rule = defer.Rule(share=share)
-        threshold = defer.choose(rule, kept, outputs.labels[known], {}, ())["threshold"]
-        tried = [
-            Tried(rule, *each)
-            for each in zip(values(threshold), alone, images, strict=True)
+        entry = defer.choose(rule, labelled_outputs, labels, {}, ())
+        values = values_at_threshold(entry["threshold"])
+        trials = [
+            CascadeTrial(rule, *of_half)
+            for of_half in zip(values, values_alone, image_counts, strict=True)
         ]
-        missing = [one for one in tried if misses(one.values, wanted)]
-        if not missing:
+        misses = [trial for trial in trials if missed_limits(trial.values, limits)]
+        if not misses:
             break
-    return (missing or tried)[-1]
+        trials = misses
+    return trials[-1]

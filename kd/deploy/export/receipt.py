@@ -1,5 +1,4 @@
-"""The provenance of an export: teacher, stored outputs, student, graphs, comparisons
-between them, and licences.
+"""The provenance of an export from teacher to graphs, its scores and licences.
 
 It is stored in manifest.json, from which card, report and `kd verify` read it.
 """
@@ -22,7 +21,7 @@ from kd.deploy.export.claims import (
     ScoreClaims,
     ScoreOfModel,
 )
-from kd.deploy.export.graphs import Made, Subject
+from kd.deploy.export.graphs import ExportArtifacts, Subject
 from kd.files.manifest import sha256
 from kd.models import packages
 from kd.models.classifier import digest
@@ -32,69 +31,70 @@ from kd.models.timm_folder import is_timm
 from kd.setup.finished import MAP_DATASET
 from kd.setup.recipe import Recipe
 
-OWN, ALONE = (
-    "student",
-    "labels only",
-)  # models in `scores`: the exported one, and the same student without a teacher
+OWN = "student"  # in `scores`: the exported model
+ALONE = "labels only"  # in `scores`: the same student without a teacher
 NAMED = "by its name"  # a source: the weights belong to the model's name
 
 
-def plain(text: str) -> str:
+def plain(name: str) -> str:
     """Escape a name as one line of plain Markdown: no HTML, no link, no heading."""
-    line = "".join(one if one.isprintable() else "?" for one in " ".join(text.split()))
+    line = "".join(
+        character if character.isprintable() else "?"
+        for character in " ".join(name.split())
+    )
     return re.sub(r"([\\`*\[\]|#])", r"\\\1", html.escape(line, quote=False))
 
 
-def plain_name(text: str) -> str:
+def plain_name(reference: str) -> str:
     """Return the name of a model on one line; for a local path only its last folder."""
-    name = " ".join(str(text).split()).replace("`", "'").removeprefix("local-dir:")
-    place = Path(name)
+    name = " ".join(str(reference).split()).replace("`", "'").removeprefix("local-dir:")
+    path = Path(name)
     if not name.startswith(("/", "~")):
         return name
-    return f"{place.parent.name}/{place.name}" if place.name == "export" else place.name
+    return f"{path.parent.name}/{path.name}" if path.name == "export" else path.name
 
 
-def licences(recipe: Recipe) -> dict[str, str]:
+def run_licences(recipe: Recipe) -> dict[str, str]:
     """Return the licences of a run's data and weights; `UNKNOWN` if undeclared."""
-    teachers, student, found = recipe.members, recipe.student, dict[str, str]()
-    for config_path, one in teachers.items():
-        fitted = config_path in recipe.fits
-        own = licence_of(one.model, one.checkpoint, one.pretrained or not fitted)
-        scratch = NONE if fitted and not one.pretrained else ""
-        found[config_path] = own or one.license or scratch or UNKNOWN
-    first = (
-        licence_of(student.model, student.checkpoint, True) or UNKNOWN
-        if student.init == "pretrained"
-        else NONE
-    )
-    return {
-        **found,
-        "data": recipe.data.license or UNKNOWN,
-        "student's first weights": first,
-    }
+    licences: dict[str, str] = {}
+    for config_path, member in recipe.members.items():
+        from_scratch = config_path in recipe.fits and not member.pretrained
+        licence = licence_of(member.model, member.checkpoint, not from_scratch)
+        undeclared = NONE if from_scratch else UNKNOWN
+        licences[config_path] = licence or member.license or undeclared
+    licences["data"] = recipe.data.license or UNKNOWN
+    student = recipe.student
+    first_weights = NONE
+    if student.init == "pretrained":
+        first_weights = licence_of(student.model, student.checkpoint, True) or UNKNOWN
+    licences["student's first weights"] = first_weights
+    return licences
 
 
-def receipt(subject: Subject, made: Made, folder: Path, license: str) -> Manifest:
+def receipt(
+    subject: Subject, artifacts: ExportArtifacts, folder: Path, license: str
+) -> Manifest:
     """Return manifest.json's entries on the origin of the graphs in `folder`."""
-    chain = chain_of(subject)
+    chain = export_chain(subject)
     entries: Manifest = {
         "chain": {
             **chain,
-            "graphs": {name: sha256(folder / name) for name in made.parity},
+            "graphs": {name: sha256(folder / name) for name in artifacts.parity},
         },
         "licences": {**subject.licences, chain["student"]["is"]: license or UNKNOWN},
-        "eager_ms": round(made.eager_ms, 3),
-        "about": about(subject),
-        "scores": scores_of(subject),
+        "eager_ms": round(artifacts.eager_ms, 3),
+        "about": about_claims(subject),
+        "scores": export_scores(subject),
     }
-    if made.calibration:
-        entries["calibration"] = made.calibration
+    if artifacts.calibration:
+        entries["calibration"] = artifacts.calibration
     return entries
 
 
-def about(subject: Subject) -> AboutClaims:
+def about_claims(subject: Subject) -> AboutClaims:
     """Return manifest.json's entries on the network and its training data."""
-    recipe, student = subject.recipe, subject.student
+    recipe = subject.recipe
+    student = subject.student
     return {
         "model": plain_name(reference_or_value(recipe.student.model)),
         "parameters": count_parameters(student.network),  # those of model.safetensors
@@ -106,44 +106,44 @@ def about(subject: Subject) -> AboutClaims:
     }
 
 
-def scores_of(subject: Subject) -> ScoreClaims:
-    """Return manifest.json's entry on scores: of each model, and of the student against
-    the others.
-    """
-    scores, (scored, alone) = subject.recipe.task.scores, subject.scored
+def export_scores(subject: Subject) -> ScoreClaims:
+    """Return manifest.json's entry on scores: of each model, and between models."""
+    scores = subject.recipe.task.scores
+    scored, alone = subject.scored
     row = subject.provenance["metrics"] if scored is None else scored.row
-    decides, teachers = scores.own[0].key, scores.of_teachers(row)
-    baseline = (
-        max(subject.baseline, key=lambda one: one[decides], default={})
-        if alone is None
-        else alone.row
-    )
-    known = {**teachers, OWN: row, ALONE: baseline}
+    metric = scores.own[0].key
+    teachers = scores.of_teachers(row)
+    if alone is None:
+        baseline = max(subject.baseline, key=lambda values: values[metric], default={})
+    else:
+        baseline = alone.row
     samples = {**samples_of(scored, teachers, OWN), **samples_of(alone, (), ALONE)}
-    models = {
-        name: {one.key: _score(values[one.key], samples.get(name, {}).get(one.key))
-               for one in scores.own if one.key in values}
-        for name, values in known.items() if decides in values
-    }  # fmt: skip
-    own, others = (
-        samples.get(OWN, {}),
-        {name: one for name, one in samples.items() if name != OWN and name in models},
-    )
+    models: dict[str, dict[str, ScoreOfModel]] = {}
+    for name, values in {**teachers, OWN: row, ALONE: baseline}.items():
+        if metric in values:
+            of_model = samples.get(name, {})
+            models[name] = {
+                column.key: _score_claims(values[column.key], of_model.get(column.key))
+                for column in scores.own
+                if column.key in values
+            }
+    student = samples.pop(OWN, {})
+    differences = {}
+    for name, of_model in samples.items():
+        if name in models and metric in of_model and metric in student:
+            differences[name] = _difference_claims(student[metric], of_model[metric])
     return {
         "columns": scores.record(),
         "split": "val" if scored is None else scored.split,
         "images": 0 if scored is None else scored.images,
         "evaluations": 0 if scored is None else scored.evaluations,
         "models": models,
-        "differences": {
-            name: _difference(own[decides], one[decides])
-            for name, one in others.items() if decides in one and decides in own
-        },
+        "differences": differences,
         "pair": {column.key: row[column.key] for column in scores.pair_in(row)},
-    }  # fmt: skip
+    }
 
 
-def _score(value: float, samples: Samples | None) -> ScoreOfModel:
+def _score_claims(value: float, samples: Samples | None) -> ScoreOfModel:
     if samples is None:
         return {"value": value}
     if samples.right is None:
@@ -151,72 +151,72 @@ def _score(value: float, samples: Samples | None) -> ScoreOfModel:
     return {"value": value, "images": len(samples.right)}
 
 
-def _difference(one: Samples, other: Samples) -> dict[str, Any]:
-    if one.right is not None and other.right is not None:
-        gained, lost = (
-            int((one.right & ~other.right).sum()),
-            int((other.right & ~one.right).sum()),
-        )
-        return {"gained": gained, "lost": lost, "images": len(one.right)}
-    value, low, high = one.minus(other)
+def _difference_claims(student: Samples, model: Samples) -> dict[str, Any]:
+    if student.right is not None and model.right is not None:
+        gained = int((student.right & ~model.right).sum())
+        lost = int((model.right & ~student.right).sum())
+        return {"gained": gained, "lost": lost, "images": len(student.right)}
+    value, low, high = student.minus(model)
     return {"value": value, "interval": [low, high]}
 
 
-def chain_of(subject: Subject) -> ChainClaims:
+def export_chain(subject: Subject) -> ChainClaims:
     """Return the chain from the teacher to the exported weights, without the graphs."""
-    recipe, found, own = subject.recipe, subject.made_from, subject.provenance
+    recipe = subject.recipe
+    recorded = subject.made_from
+    provenance = subject.provenance
     student: ChainStudent = {
         "is": "student" if recipe.losses else "teacher",
-        "run": own["run"],
-        "step": own["step"],
-        "weights": own["digest"],
+        "run": provenance["run"],
+        "step": provenance["step"],
+        "weights": provenance["digest"],
         "exported": digest(subject.student.network),
     }
     chain: ChainClaims = {"student": student}
     if recipe.members and recipe.losses:
         members = {
             config_path: {
-                "name": plain_name(reference_or_value(one.model)),
-                "source": _source(recipe, config_path),
+                "name": plain_name(reference_or_value(member.model)),
+                "source": _weights_source(recipe, config_path),
             }
-            for config_path, one in recipe.members.items()
+            for config_path, member in recipe.members.items()
         }
-        chain["teacher"] = {"members": members, "weights": found.get("teacher") or ""}
-        chain["answers"] = found.get("answers") or {}
+        chain["teacher"] = {
+            "members": members,
+            "weights": recorded.get("teacher") or "",
+        }
+        chain["answers"] = recorded.get("answers") or {}
     return chain
 
 
-def _source(recipe: Recipe, config_path: str) -> str:
-    one = recipe.members[config_path]
+def _weights_source(recipe: Recipe, config_path: str) -> str:
+    member = recipe.members[config_path]
     if recipe.data.kind == MAP_DATASET:
         return "a module that was passed to kd.distill"
     if config_path in recipe.fits:
         return "fitted on the labels" + (
-            " from pretrained weights" if one.pretrained else ""
+            " from pretrained weights" if member.pretrained else ""
         )
-    if one.checkpoint:
-        return f"the {packages.title(one.checkpoint)}"
-    return (
-        f"kind {one.kind},"
-        f" {'a folder' if Path(one.model.removeprefix('local-dir:')).is_dir() else NAMED}"
-    )
+    if member.checkpoint:
+        return f"the {packages.title(member.checkpoint)}"
+    is_folder = Path(member.model.removeprefix("local-dir:")).is_dir()
+    return f"kind {member.kind}, {'a folder' if is_folder else NAMED}"
 
 
 def licence_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return the table of licences, and one line per licence that covers derived
-    models.
-    """
-    found = {plain(what): plain(licence) for what, licence in facts["licences"].items()}
-    lines = markdown_table(
-        [{"what": what, "licence": licence} for what, licence in found.items()]
-    ).split("\n")
-    reaching = [
-        f"{what} ({licence})"
-        for what, licence in found.items()
-        if covers_derived(licence)
+    """Return the markdown_table of licences, and a text for each that covers derived models."""
+    licences = {
+        plain(source): plain(licence) for source, licence in facts["licences"].items()
+    }
+    rows = [
+        {"what": source, "licence": licence} for source, licence in licences.items()
     ]
-    told = (
-        "The licence of the {} speaks of models that are made with its weights, as this"
-        " one is: read it."
-    )
-    return [*lines, *(line for one in reaching for line in ("", told.format(one)))]
+    lines = markdown_table(rows).split("\n")
+    for source, licence in licences.items():
+        if covers_derived(licence):
+            text = (
+                f"The licence of the {source} ({licence}) speaks of models that are"
+                " made with its weights, as this one is: read it."
+            )
+            lines += ["", text]
+    return lines

@@ -1,7 +1,7 @@
-"""Who wrote an export: a signature by a local key, in the format of OpenSSF Model
-Signing (package model-signing).
+"""Sign an export by a local key, and verify who signed it.
 
-It covers manifest.json, which has the hash of every other file.
+The format is that of OpenSSF Model Signing (package model-signing). The signature
+covers manifest.json, which has the hash of every other file.
 """
 
 from pathlib import Path
@@ -19,17 +19,11 @@ MAKE = (
 
 def sign(folder: Path, private_key: Path) -> None:
     """Write the signature of an export; ConfigError: the key cannot sign."""
-    hashing = (
-        _library("hashing", "--sign")
-        .Config()
-        .use_file_serialization(allow_symlinks=True)
-    )
+    hashing = _signing_module("hashing", "--sign").Config()
+    hashing.use_file_serialization(allow_symlinks=True)
+    signer = _signing_module("signing", "--sign").Config()
     try:
-        signer = (
-            _library("signing", "--sign")
-            .Config()
-            .use_elliptic_key_signer(private_key=private_key)
-        )
+        signer.use_elliptic_key_signer(private_key=private_key)
         signer.set_hashing_config(hashing).sign(folder, folder / SIGNATURE)
     except (OSError, TypeError, ValueError) as error:
         wrong = f"'{private_key}' is no key that can be used ({first_sentence(error)})"
@@ -37,12 +31,15 @@ def sign(folder: Path, private_key: Path) -> None:
 
 
 def require_signature(folder: Path, public_key: Path) -> None:
-    """Raise ModelError unless the owner of a key signed the export as it is;
-    ConfigError: the key cannot be read.
+    """Require that the owner of a key signed the export as it is.
+
+    Raises:
+        ConfigError: the key cannot be read.
+        ModelError: the signature is missing or another.
     """
-    verifying = _library("verifying", "--signed-by")
+    verifier = _signing_module("verifying", "--signed-by").Config()
     try:
-        verifier = verifying.Config().use_elliptic_key_verifier(public_key=public_key)
+        verifier.use_elliptic_key_verifier(public_key=public_key)
     except (OSError, TypeError, ValueError) as error:
         wrong = f"'{public_key}' is no public key that can be used ({first_sentence(error)})"
         raise ConfigError(
@@ -50,20 +47,13 @@ def require_signature(folder: Path, public_key: Path) -> None:
         ) from error
     try:
         verifier.set_ignore_unsigned_files(True).verify(folder, folder / SIGNATURE)
-    except (
-        Exception
-    ) as error:  # a stranger's file: the library and its parsers raise many types
-        raise ModelError(
-            "signature",
-            f"not by this key, or not of these files ({first_sentence(error)})",
-        ) from error
+    # a stranger's file: the library and its parsers raise many types
+    except Exception as error:
+        wrong = f"not by this key, or not of these files ({first_sentence(error)})"
+        raise ModelError("signature", wrong) from error
 
 
-def _library(module: str, config_path: str) -> Any:
+def _signing_module(module: str, config_path: str) -> Any:
+    wrong = "the package model-signing is not installed"
     remedy = "pip install 'PATH/kd[sign]'"
-    return import_optional(
-        f"model_signing.{module}",
-        config_path,
-        "the package model-signing is not installed",
-        remedy,
-    )
+    return import_optional(f"model_signing.{module}", config_path, wrong, remedy)

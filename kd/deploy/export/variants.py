@@ -6,6 +6,7 @@ Times are latencies of one client of `kd-serve` (`kd.deploy.serve.bench`).
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +25,13 @@ INT8 = "model.int8.onnx"
 # seconds of requests per server: enough for `bench.ENOUGH` responses of a graph of 30
 # ms
 SECONDS = 12.0
-JPEG_QUALITY = 90  # JPEG quality of the sent picture, as from cameras and web pages
+JPEG_QUALITY = 90  # JPEG quality of the sent image, as from cameras and web pages
 # p99 / median above which the machine is busy; quiet: 1.9 to 2.2 (variants_table,
 # repvit)
 TAIL = 3.0
-SLOWER, SERVER_MS = (
-    5.0,
-    10.0,
-)  # a median above SLOWER x CPU ms + SERVER_MS is other work: seen 39.5 for 0.42 ms
+# a median above SLOWER x CPU ms + SERVER_MS is other work: seen 39.5 for 0.42 ms
+SLOWER = 5.0
+SERVER_MS = 10.0  # see SLOWER
 LEAST_INT8 = 0.5
 """Share of int8 weights below which an export reports it. In a convolutional network
 dynamic quantization converts only the head (as little as 0.6 %), so the file is
@@ -50,18 +50,15 @@ def size(path: Path) -> int:
 
 
 def quality(name: str, outputs: parity.GraphOutputs, task: Task) -> QualityClaims:
-    """Return a graph's accuracy as JSON values; `drop` and `agreement` are relative to
-    the student as trained.
+    """Return a graph's accuracy as JSON values.
+
+    `drop` and `agreement` are relative to the student as trained.
     """
     scores = outputs.scores(name, task)
-    units, images = (
-        {one.title: one.unit for one in task.scores.own},
-        len(outputs.labels),
-    )
-    unit, ends = (
-        ("%" if scores.share_of else units.get(scores.title, "")),
-        outputs.interval(name, task),
-    )
+    images = len(outputs.labels)
+    units = {column.title: column.unit for column in task.scores.own}
+    unit = "%" if scores.share_of else units.get(scores.title, "")
+    ends = outputs.interval(name, task)
     return {
         "title": scores.title,
         "unit": unit,
@@ -88,25 +85,23 @@ def measure(
 
     Latency: one image (`pixels`, uint8 [3, S, S], as a JPEG) at a time on these
     threads. `images_per_second`: as many images at a time as threads. `cpu_ms` of each
-    graph: see `noisy`.
+    graph: see `is_noisy`.
     """
-    file = io.BytesIO()
-    Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=JPEG_QUALITY)
+    jpeg = io.BytesIO()
+    Image.fromarray(pixels.transpose(1, 2, 0)).save(jpeg, "JPEG", quality=JPEG_QUALITY)
+    ask = partial(bench.ask, folder, list(cpu_ms), jpeg.getvalue())
     speeds: dict[str, dict[int, Latency]] = {name: {} for name in cpu_ms}
-    for count in threads:
-        alone = bench.ask(folder, list(cpu_ms), file.getvalue(), count, 1, SECONDS)
-        if any(
-            noisy(one, cpu_ms[name]) for name, one in alone.items()
-        ):  # the machine may be quiet now
-            alone = bench.ask(folder, list(cpu_ms), file.getvalue(), count, 1, SECONDS)
-        many = (
-            alone
-            if count == 1
-            else bench.ask(folder, list(cpu_ms), file.getvalue(), count, count, SECONDS)
-        )
-        for name, seen in alone.items():
-            speeds[name][count] = replace(
-                seen, images_per_second=many[name].images_per_second
+    for thread_count in threads:
+        latencies = ask(thread_count, 1, SECONDS)
+        # the machine may be quiet at the second time
+        if any(is_noisy(latency, cpu_ms[name]) for name, latency in latencies.items()):
+            latencies = ask(thread_count, 1, SECONDS)
+        parallel = latencies
+        if thread_count > 1:
+            parallel = ask(thread_count, thread_count, SECONDS)
+        for name, latency in latencies.items():
+            speeds[name][thread_count] = replace(
+                latency, images_per_second=parallel[name].images_per_second
             )
     return speeds
 
@@ -116,13 +111,12 @@ def facts(
 ) -> VariantClaims:
     """Return a graph's measured values as JSON, for manifest.json."""
     graph = registry.graphs()[path.name]
-    speeds = speed_facts(speed)
     return {
         "runtime": graph.runtime,
         "precision": graph.precision,
         "bytes": size(path),
         **quality,
-        "speed": speeds,
+        "speed": speed_facts(speed),
     }
 
 
@@ -130,15 +124,18 @@ def speed_facts(speed: Mapping[int, Latency]) -> dict[str, SpeedClaims]:
     """Return speeds as JSON values, by the number of threads."""
     return {
         str(threads): {
-            "p50_ms": round(seen.p50_ms, 3),
-            "p99_ms": round(seen.p99_ms, 3),
-            "images_per_second": round(seen.images_per_second, 3),
-            "memory_mb": round(seen.memory_mb, 3),
+            "p50_ms": round(latency.p50_ms, 3),
+            "p99_ms": round(latency.p99_ms, 3),
+            "images_per_second": round(latency.images_per_second, 3),
+            "memory_mb": round(latency.memory_mb, 3),
         }
-        for threads, seen in speed.items()
+        for threads, latency in speed.items()
     }
 
 
-def noisy(one: Latency, cpu_ms: float) -> bool:
+def is_noisy(latency: Latency, cpu_ms: float) -> bool:
     """Return whether other work disturbed a server's measurement too much."""
-    return one.p99_ms > TAIL * one.p50_ms or one.p50_ms > SLOWER * cpu_ms + SERVER_MS
+    return (
+        latency.p99_ms > TAIL * latency.p50_ms
+        or latency.p50_ms > SLOWER * cpu_ms + SERVER_MS
+    )

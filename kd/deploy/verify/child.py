@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ LINE = 2000  # bytes of the child's header before its numbers
 TURNS = 12  # timed predictions
 
 
-class Confined:
+class Sandbox:
     """A graph in a child process: called with uint8 [B, 3, S, S], it returns float32
     [B, width].
 
@@ -31,104 +32,103 @@ class Confined:
     """
 
     def __init__(self, path: Path, width: int) -> None:
-        argv = [sys.executable, "-m", __name__, str(path)]
-        self.path, self.width = path, width
-        pipe, none = subprocess.PIPE, subprocess.DEVNULL
+        self.path = path
+        self.width = width
         self.process = subprocess.Popen(
-            argv,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=none,
+            [sys.executable, "-m", __name__, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             preexec_fn=terminate_with_parent(),
         )
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
-        return self._asked(pixels)[0]
+        return self.predict(pixels)[0]
 
-    def cpu_ms(self, pixels: np.ndarray) -> float:
+    def median_cpu_ms(self, pixels: np.ndarray) -> float:
         """Return the median CPU milliseconds of a prediction."""
-        return statistics.median([self._asked(pixels)[1] for _ in range(TURNS)])
+        return statistics.median([self.predict(pixels)[1] for _ in range(TURNS)])
 
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
 
-    def _asked(self, pixels: np.ndarray) -> tuple[np.ndarray, float]:
-        watch = threading.Timer(SECONDS, self.process.kill)
-        watch.start()
+    def predict(self, pixels: np.ndarray) -> tuple[np.ndarray, float]:
+        """Return the outputs, and the CPU milliseconds of the prediction."""
+        timer = threading.Timer(SECONDS, self.process.kill)
+        timer.start()
         try:
-            head, content = self._exchanged(pixels)
+            header, content = self._exchange(pixels)
         except (OSError, ValueError):  # the child has ended
-            late = not watch.is_alive()
-            wrong = (
-                f"takes more than {SECONDS:g} s"
-                if late
-                else "ends its process: it crashes, or wants more memory"
-            )
-            raise self._wrong(wrong) from None
+            wrong = "ends its process: it crashes, or wants more memory"
+            if not timer.is_alive():
+                wrong = f"takes more than {SECONDS:g} s"
+            raise self._error(wrong) from None
         finally:
-            watch.cancel()
-        if "error" in head:
-            raise self._wrong(f"cannot be run ({head['error']})")
-        if head["shape"] != [len(pixels), self.width]:
-            raise self._wrong(
-                f"returns {head['shape']}, not {[len(pixels), self.width]}"
-            )
-        return np.frombuffer(content, np.float32).reshape(head["shape"]), head["ms"]
+            timer.cancel()
+        if "error" in header:
+            raise self._error(f"cannot be run ({header['error']})")
+        shape = [len(pixels), self.width]
+        if header["shape"] != shape:
+            raise self._error(f"returns {header['shape']}, not {shape}")
+        return np.frombuffer(content, np.float32).reshape(shape), header["ms"]
 
-    def _exchanged(self, pixels: np.ndarray) -> tuple[dict, bytes]:
-        to, back = self.process.stdin, self.process.stdout
-        assert to is not None
-        assert back is not None
-        to.write(json.dumps(pixels.shape).encode() + b"\n" + pixels.tobytes())
-        to.flush()
-        head = json.loads(back.readline(LINE))
-        if head.get("shape") != [len(pixels), self.width]:
-            return head, b""
-        size = 4 * math.prod(head["shape"])
-        content = back.read(size)
+    def _exchange(self, pixels: np.ndarray) -> tuple[dict, bytes]:
+        """Send pixels to the child; return its header and, if it fits, its numbers."""
+        stdin = self.process.stdin
+        stdout = self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps(pixels.shape).encode() + b"\n" + pixels.tobytes())
+        stdin.flush()
+        header = json.loads(stdout.readline(LINE))
+        if header.get("shape") != [len(pixels), self.width]:
+            return header, b""
+        size = 4 * len(pixels) * self.width
+        content = stdout.read(size)
         if len(content) < size:
             raise ValueError
-        return head, content
+        return header, content
 
-    def _wrong(self, text: str) -> ModelError:
-        return ModelError(f"export.{self.path.name}", text, "", "Do not serve it")
+    def _error(self, wrong: str) -> ModelError:
+        return ModelError(f"export.{self.path.name}", wrong, "", "Do not serve it")
 
 
 def main(path: Path) -> None:
     """Serve requests on standard input: a line with the shape, then pixels."""
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), 1
-    )  # a runtime's prints must not mix with the results
+    stdout = os.fdopen(os.dup(1), "wb")
+    # a runtime's prints must not mix with the results
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if sys.platform != "win32":
         import resource  # not on Windows, which then has no memory limit
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    run, failed = None, ""
+    graph = None
+    error_text = ""
     try:
-        run = open_graph(path)
+        graph = open_graph(path)
     except Exception as error:  # runtimes have their own, unrelated error types
-        failed = first_sentence(error)
+        error_text = first_sentence(error)
     while line := sys.stdin.buffer.readline():
         shape = json.loads(line)
         pixels = np.frombuffer(
             sys.stdin.buffer.read(math.prod(shape)), np.uint8
         ).reshape(shape)
-        answer, begin = np.zeros(0), time.process_time()
+        logits = np.zeros(0)
+        start = time.process_time()
         try:
-            answer = np.asarray(run(pixels), np.float32) if run is not None else answer
+            if graph is not None:
+                logits = np.asarray(graph(pixels), np.float32)
         except Exception as error:
-            failed = first_sentence(error)
-        head = (
-            {"error": failed}
-            if failed
-            else {"shape": answer.shape, "ms": 1000 * (time.process_time() - begin)}
-        )
-        out.write(
-            json.dumps(head).encode() + b"\n" + (b"" if failed else answer.tobytes())
-        )
-        out.flush()
+            error_text = first_sentence(error)
+        milliseconds = 1000 * (time.process_time() - start)
+        header: dict[str, Any] = {"shape": logits.shape, "ms": milliseconds}
+        content = logits.tobytes()
+        if error_text:
+            header = {"error": error_text}
+            content = b""
+        stdout.write(json.dumps(header).encode() + b"\n" + content)
+        stdout.flush()
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import (
     Annotated,
     Any,
@@ -45,29 +45,35 @@ from kd.files.json_file import DAMAGE
 from kd.files.manifest import DIGITS
 from kd.models.timm_folder import config_keys
 
-RIGHT, WRONG, OPEN = "right", "WRONG", "not checked"
-FLIPS, OTHER_FLIPS = 0.002, 0.02
+RIGHT = "right"
+WRONG = "WRONG"
+OPEN = "not checked"
+FLIPS = 0.002
 """Share of the images, plus one, whose prediction may differ from the export's: last
-bits depend on processor and threads, and int8 is rounded differently without VNNI.
-Values in between are `not checked`.
+bits depend on processor and threads.
+"""
+OTHER_FLIPS = 0.02
+"""The same on another machine, `not checked`: without VNNI int8 is rounded differently.
 """
 TRAINED_FLIPS = 0.005
 """The same for the score from training, perhaps in bfloat16: of 2,000 images 20 change
 their prediction, and gains and losses differ by 3 standard deviations of sqrt(20), 14.
 """
-ALIKE, SLOWER, HOPELESS = 1.5, 4.0, 100.0
-"""Multiples of the claimed cost that are right, that are wrong on the same idle
-processor, and that are wrong anywhere: a server of 0.42 ms was seen at 39.5 ms beside
-other work. Chosen; a lower cost is never wrong.
-"""
-NEAR, OVERFLOWED = 3.0, 10.0
-"""Largest ratio of a claimed and a found difference from PyTorch that is right, and
-that is open elsewhere: an int8 graph's is 4.9 times as large without VNNI
-(`self_check_*.csv`).
-"""
-ABSENT, NOTHING, GAP = "nothing", "nothing here shows it", "no such value"
+# Multiples of a claimed cost. Chosen; a lower cost is never wrong.
+ALIKE = 1.5  # up to here it is right
+SLOWER = 4.0  # above, it is wrong on the same idle processor
+# above, it is wrong anywhere: beside other work a server of 0.42 ms was seen at 39.5 ms
+HOPELESS = 100.0
+# Ratios of a claimed and a found difference from PyTorch.
+NEAR = 3.0  # up to here it is right
+# up to here it is open elsewhere: without VNNI an int8 graph's difference is 4.9 times
+# as large (`self_check_*.csv`)
+OVERFLOWED = 10.0
+ABSENT = "nothing"
+NOTHING = "nothing here shows it"
+GAP = "no such value"
 HASH = 64  # digits of a sha256
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
 
 class Row(NamedTuple):
@@ -82,37 +88,31 @@ class Row(NamedTuple):
 
 @dataclass(slots=True)
 class Claims:
-    """The claims of an export, and the values that were made again: trees of JSON,
-    other files' under their names.
+    """The claims of an export, and the values that were made again.
+
+    Both are trees of JSON, with those of other files under the files' names.
     """
 
     claimed: dict[str, Any]
-    folder: pathlib.Path = field(default_factory=pathlib.Path)
+    folder: Path = field(default_factory=Path)
     graphs: tuple[str, ...] = ()  # in the folder
     images: int = 0
-    given: set[str] = field(default_factory=set)  # evidence that was given
+    evidence_given: set[str] = field(default_factory=set)
     noisy: bool = False  # other work disturbed a server's clients
-    again: list[tuple[str, Mapping[str, Any]]] = field(
-        default_factory=list
-    )  # (evidence, values made from it)
-    reasons: dict[str, str] = field(
-        default_factory=dict
-    )  # reasons of `not checked` by the begin of a key
-    more: list[Row] = field(default_factory=list)  # that stand for no key
-
+    # (evidence, values made from it)
+    remade: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    # reasons of `not checked` by the begin of a key
+    reasons: dict[str, str] = field(default_factory=dict)
+    extra_rows: list[Row] = field(default_factory=list)  # that stand for no key
+    # whether the export names another processor, kd, runtime or Pillow than those here
     elsewhere: bool = field(init=False)
-    """Whether the export names another processor, kd, runtime or Pillow than those
-    here.
-    """
 
     def __post_init__(self) -> None:
         here = package_versions("kd", "onnxruntime", "openvino", "pillow", "torch")
-        there = {
-            name: at(self.claimed, ("environment", "packages", name)) for name in here
-        }
-        self.elsewhere = (
-            here != there
-            or at(self.claimed, ("environment", "machine", "processor")) != processor()
+        machine = at(self.claimed, ("environment", "machine", "processor"))
+        self.elsewhere = machine != processor() or any(
+            at(self.claimed, ("environment", "packages", name)) != here[name]
+            for name in here
         )
 
     @property
@@ -129,165 +129,147 @@ class Claims:
     def busy(self) -> bool:
         return self.noisy or self.elsewhere or os.getloadavg()[0] > cores()
 
-    def show(self, evidence: str, tree: Mapping[str, Any]) -> None:
-        """Add values that were made again."""
-        self.again.append(
-            (evidence, json.loads(json.dumps(tree)))
-        )  # as in the manifest
+    def add_evidence(self, evidence: str, tree: Mapping[str, Any]) -> None:
+        """Add values that were made again, in JSON as in the manifest."""
+        self.remade.append((evidence, json.loads(json.dumps(tree))))
 
-    def refuse(self, what: str, wrong: str) -> None:
-        self.more.append(row(what, "", wrong, False))
+    def refuse(self, name: str, wrong: str) -> None:
+        self.extra_rows.append(row(name, "", wrong, False))
 
-    def leave_open(self, what: str, claimed: str, why: str) -> None:
-        self.more.append(row(what, claimed, "", None, why))
+    def leave_open(self, name: str, claimed: str, why: str) -> None:
+        self.extra_rows.append(row(name, claimed, "", None, why))
 
     @contextmanager
-    def reading(self, what: str) -> Iterator[None]:
-        """Turn an unreadable file into a WRONG row. Errors about `--data` or `--run`
-        are raised.
-        """
+    def reading(self, name: str) -> Iterator[None]:
+        """Turn an unreadable file into a WRONG row, but raise errors about evidence."""
         try:
             yield
         except (DataError, ConfigError):
             raise
         except KdError as error:
-            self.refuse(what, error.wrong)
+            self.refuse(name, error.wrong)
         except (*DAMAGE, OSError, RuntimeError, SafetensorError) as error:
-            self.refuse(what, f"cannot be read ({error_summary(error)})")
+            self.refuse(name, f"cannot be read ({error_summary(error)})")
 
     @property
     def rows(self) -> list[Row]:
         """Return a row for each claim and for each missing one."""
-        trees = [self.claimed, *(tree for _, tree in self.again)]
-        return [
-            *self.more,
-            *(self._row(*place) for place in self.places(Manifest | Beside, trees)),
-        ]
+        trees = [self.claimed, *(tree for _, tree in self.remade)]
+        origins = self.row_origins(Manifest | Beside, trees)
+        return [*self.extra_rows, *(self._row(*origin) for origin in origins)]
 
-    def places(
-        self, kind: Any, trees: Sequence[Any], path: Path = ()
-    ) -> Iterator[tuple[Path, Origin | None]]:
-        """Yield the path of each row, and from what its value can be made; None: no key
-        that kd writes.
-        """
-        kind, made = unwrapped(kind)
-        if made is not None:
-            yield path, made
+    def row_origins(
+        self, kind: Any, trees: Sequence[Any], path: KeyPath = ()
+    ) -> Iterator[tuple[KeyPath, Origin | None]]:
+        """Yield the path of each row and its origin; None: no key that kd writes."""
+        kind, origin = without_annotation(kind)
+        if origin is not None:
+            yield path, origin
             return
         inner = [tree for tree in trees if isinstance(tree, dict)]
         if len(inner) < len(trees):
             yield path, None
         for key in dict.fromkeys(key for tree in inner for key in tree):
-            below, values = (
-                self.below(kind, key),
-                [tree[key] for tree in inner if key in tree],
-            )
-            if below is None:
+            key_kind = self._key_type(kind, key)
+            if key_kind is None:
                 yield (*path, key), None
             else:
-                yield from self.places(below, values, (*path, key))
+                values = [tree[key] for tree in inner if key in tree]
+                yield from self.row_origins(key_kind, values, (*path, key))
 
-    def below(self, kind: Any, key: str) -> Any:
-        """Return the type of a key; None: kd does not write it."""
+    def _key_type(self, kind: Any, key: str) -> Any:
+        """Return the type of a key's value; None: kd does not write the key."""
         if get_origin(kind) is not dict:
-            return keys_of(kind).get(key)
-        names, values = get_args(kind)
-        known = {
-            Graph: self._is_graph,
-            Threads: self._is_count,
-            TimmKey: config_keys().__contains__,
-        }
-        return values if names is str or known[names](key) else None
+            return key_types(kind).get(key)
+        key_kind, value_kind = get_args(kind)
+        if key_kind is Graph and key not in self.graphs:
+            return None
+        if key_kind is Threads and not self._is_thread_count(key):
+            return None
+        if key_kind is TimmKey and key not in config_keys():
+            return None
+        return value_kind
 
-    def _is_graph(self, key: str) -> bool:
-        return key in self.graphs
+    def _is_thread_count(self, key: str) -> bool:
+        limit = at(self.claimed, ("environment", "machine", "cores"))
+        return key.isdecimal() and isinstance(limit, int) and 0 < int(key[:9]) <= limit
 
-    def _is_count(self, key: str) -> bool:
-        most = at(self.claimed, ("environment", "machine", "cores"))
-        return key.isdecimal() and isinstance(most, int) and 0 < int(key[:9]) <= most
-
-    def _row(self, path: Path, made: Origin | None) -> Row:
-        what, claimed = "/".join(path), at(self.claimed, path)
-        if made is None:
-            return row(
-                what, claimed, "no key that kd writes for a file that is here", False
-            )
-        values = [(evidence, at(tree, path)) for evidence, tree in self.again]
+    def _row(self, path: KeyPath, origin: Origin | None) -> Row:
+        name = "/".join(path)
+        claimed = at(self.claimed, path)
+        if origin is None:
+            wrong = "no key that kd writes for a file that is here"
+            return row(name, claimed, wrong, False)
+        values = [(evidence, at(tree, path)) for evidence, tree in self.remade]
         verdicts = [
-            (evidence, value, self._judged(made, evidence, claimed, value))
+            (evidence, value, self._verdict(origin, evidence, claimed, value))
             for evidence, value in values
             if value is not ABSENT
         ]
-        for _, value, right in verdicts:
-            if right is False:
-                lacks = claimed is ABSENT and self.old
-                return row(
-                    what,
-                    claimed,
-                    value,
-                    None if lacks else False,
-                    "kd 0.3 did not say it" if lacks else "",
-                )
-        shown = [
-            (value, right) for evidence, value, right in verdicts if evidence in made.by
+        wrong = [value for _, value, right in verdicts if right is False]
+        if wrong and claimed is ABSENT and self.old:
+            return row(name, claimed, wrong[0], None, "kd 0.3 did not say it")
+        if wrong:
+            return row(name, claimed, wrong[0], False)
+        judged = [
+            (value, right)
+            for evidence, value, right in verdicts
+            if evidence in origin.by
         ]
-        for value, right in shown:
-            if right:
-                return row(what, claimed, value, True)
-        begin = max(
-            (one for one in self.reasons if what.startswith(one)), key=len, default=None
-        )
-        why = self._missing(made) if begin is None else self.reasons[begin]
-        why = "another machine, or other work, may explain it" if shown else why
-        return row(what, claimed, shown[0][0] if shown else "", None, why)
+        confirmed = [value for value, right in judged if right]
+        if confirmed:
+            return row(name, claimed, confirmed[0], True)
+        if judged:
+            why = "another machine, or other work, may explain it"
+            return row(name, claimed, judged[0][0], None, why)
+        return row(name, claimed, "", None, self._open_reason(name, origin))
 
-    def _missing(self, made: Origin) -> str:
-        """Return which evidence would show a value."""
-        made_from = {evidence for evidence, _ in self.again}
+    def _open_reason(self, name: str, origin: Origin) -> str:
+        """Return a recorded reason, or the evidence that would show a value."""
+        begins = [begin for begin in self.reasons if name.startswith(begin)]
+        if begins:
+            return self.reasons[max(begins, key=len)]
+        read = {FILES, *(evidence for evidence, _ in self.remade)}
+        unread = [evidence for evidence in origin.by if evidence not in read]
         absent = [
-            evidence
-            for evidence in made.by
-            if evidence != FILES and evidence not in made_from
+            evidence for evidence in unread if evidence not in self.evidence_given
         ]
-        others = [evidence for evidence in absent if evidence not in self.given]
-        if others:
-            return " or ".join(f"{evidence} shows it" for evidence in others)
-        return "not read, since something is wrong" if absent else NOTHING
+        if absent:
+            return " or ".join(f"{evidence} shows it" for evidence in absent)
+        return "not read, since something is wrong" if unread else NOTHING
 
-    def _judged(
-        self, made: Origin, evidence: str, claimed: Any, found: Any
+    def _verdict(
+        self, origin: Origin, evidence: str, claimed: Any, remade: Any
     ) -> bool | None:
-        rule = RULES[made.close] if evidence in (IMAGES, SECOND) else same
-        # an export of kd 0.3 lacks some claims
-        pairs = [
-            (one, other)
-            for one, other in _pairs(claimed, found)
-            if one is not ABSENT or not self.old
+        rule = RULES[origin.close] if evidence in (IMAGES, SECOND) else same
+        verdicts = [
+            _safely(rule, claimed_leaf, remade_leaf, self)
+            for claimed_leaf, remade_leaf in _leaf_pairs(claimed, remade)
+            # an export of kd 0.3 lacks some claims
+            if claimed_leaf is not ABSENT or not self.old
         ]
-        verdicts = [_safely(rule, one, other, self) for one, other in pairs]
-        return False if False in verdicts else None if None in verdicts else True
+        if False in verdicts:
+            return False
+        return None if None in verdicts else True
 
 
 # --------------------------------------------------------------------------------
 # types
 
 
-def unwrapped(kind: Any) -> tuple[Any, Origin | None]:
-    """Return a type without its annotation, and from what its values can be made; None:
-    its keys say it.
-    """
+def without_annotation(kind: Any) -> tuple[Any, Origin | None]:
+    """Return a type without annotation, and its origin; None: its keys have one."""
     return get_args(kind)[:2] if get_origin(kind) is Annotated else (kind, None)
 
 
 @cache
-def keys_of(kind: Any) -> dict[str, Any]:
+def key_types(kind: Any) -> dict[str, Any]:
     """Return the types of a TypedDict's keys, or of those of several."""
     kinds = [kind] if is_typeddict(kind) else get_args(kind)
-    return {
-        key: value
-        for one in kinds
-        for key, value in get_type_hints(one, include_extras=True).items()
-    }
+    types: dict[str, Any] = {}
+    for typed_dict in kinds:
+        types |= get_type_hints(typed_dict, include_extras=True)
+    return types
 
 
 # --------------------------------------------------------------------------------
@@ -297,84 +279,87 @@ def keys_of(kind: Any) -> dict[str, Any]:
 Rule = Callable[[Any, Any, Claims], "bool | None"]
 
 
-def same(claimed: Any, found: Any, known: Claims) -> bool:
+def _open_if(is_explained: bool) -> bool | None:
+    """Return the verdict on a value that is not right: open, else wrong."""
+    return None if is_explained else False
+
+
+def same(claimed: Any, remade: Any, claims: Claims) -> bool:
     """Compare exactly, but for the last bits of a number."""
-    if isinstance(claimed, float) and isinstance(found, float):
-        return claimed == found or abs(claimed - found) <= 1e-9 * max(
-            abs(claimed), abs(found)
+    if isinstance(claimed, float) and isinstance(remade, float):
+        return claimed == remade or abs(claimed - remade) <= 1e-9 * max(
+            abs(claimed), abs(remade)
         )
-    return claimed == found
+    return claimed == remade
 
 
-def count(claimed: Any, found: Any, known: Claims, share: float = FLIPS) -> bool | None:
+def count(
+    claimed: Any, remade: Any, claims: Claims, share: float = FLIPS
+) -> bool | None:
     """Compare numbers of images, or shares of them."""
-    off = abs(claimed - found) * (
-        1 if isinstance(claimed, int) and isinstance(found, int) else known.images
-    )
-    if off <= 1 + share * known.images + 1e-6:
+    error = abs(claimed - remade)
+    if not (isinstance(claimed, int) and isinstance(remade, int)):
+        error *= claims.images
+    if error <= 1 + share * claims.images + 1e-6:
         return True
-    return None if known.elsewhere and off <= 1 + OTHER_FLIPS * known.images else False
+    return _open_if(claims.elsewhere and error <= 1 + OTHER_FLIPS * claims.images)
 
 
-def points(claimed: Any, found: Any, known: Claims) -> bool | None:
+def points(claimed: Any, remade: Any, claims: Claims) -> bool | None:
     """Compare hundredths of a share."""
-    return count(claimed / 100, found / 100, known)
+    return count(claimed / 100, remade / 100, claims)
 
 
-def number(claimed: Any, found: Any, known: Claims) -> bool | None:
+def number(claimed: Any, remade: Any, claims: Claims) -> bool | None:
     """Compare numbers that are fitted."""
-    off = abs(claimed - found) / max(1.0, abs(found))
-    return True if off <= 1e-3 else None if known.elsewhere and off <= 0.1 else False
+    error = abs(claimed - remade) / max(1.0, abs(remade))
+    return error <= 1e-3 or _open_if(claims.elsewhere and error <= 0.1)
 
 
-def difference(claimed: Any, found: Any, known: Claims) -> bool | None:
+def difference(claimed: Any, remade: Any, claims: Claims) -> bool | None:
     """Compare largest differences from PyTorch."""
-    low, high = sorted((claimed, found))
-    return (
-        True
-        if high <= NEAR * low + 1e-4
-        else None
-        if known.elsewhere and high <= OVERFLOWED * low
-        else False
-    )
+    low, high = sorted((claimed, remade))
+    is_near = high <= NEAR * low + 1e-4
+    return is_near or _open_if(claims.elsewhere and high <= OVERFLOWED * low)
 
 
-def cost(claimed: Any, found: Any, known: Claims) -> bool | None:
+def cost(claimed: Any, remade: Any, claims: Claims) -> bool | None:
     """Compare times and memory, which other work makes larger."""
-    times = found / claimed if claimed > 0 else float("inf")
-    if times <= ALIKE and not known.elsewhere:
+    times = remade / claimed if claimed > 0 else float("inf")
+    if times <= ALIKE and not claims.elsewhere:
         return True
-    return None if times <= (HOPELESS if known.busy else SLOWER) else False
+    return _open_if(times <= (HOPELESS if claims.busy else SLOWER))
 
 
-def rate(claimed: Any, found: Any, known: Claims) -> bool | None:
+def rate(claimed: Any, remade: Any, claims: Claims) -> bool | None:
     """Compare images per second."""
-    return cost(1 / claimed, 1 / found, known)
+    return cost(1 / claimed, 1 / remade, claims)
 
 
-def reference_cost(claimed: Any, found: Any, known: Claims) -> bool | None:
-    """Compare PyTorch's cost: a much too high claim flatters the graphs, or the machine
-    was busy at the export.
+def reference_cost(claimed: Any, remade: Any, claims: Claims) -> bool | None:
+    """Compare PyTorch's cost, where a claim that is too high flatters the graphs.
+
+    The machine may have been busy at the export.
     """
-    if claimed > ALIKE * found:
-        return None if claimed <= HOPELESS * found else False
-    return cost(claimed, found, known)
+    if claimed > ALIKE * remade:
+        return _open_if(claimed <= HOPELESS * remade)
+    return cost(claimed, remade, claims)
 
 
-def tally(claimed: Any, found: Any, known: Claims) -> bool | None:
+def tally(claimed: Any, remade: Any, claims: Claims) -> bool | None:
     """Compare "BIN:IMAGES ..."; see `kd.deploy.shift.Reference`."""
-    if not isinstance(found, str):
-        return not isinstance(found, bool) and count(
-            round(claimed), round(found), known
+    if not isinstance(remade, str):
+        return not isinstance(remade, bool) and count(
+            round(claimed), round(remade), claims
         )
     first, second = (
-        dict(re.findall(r"(\d+):(\d+)", text)) for text in (str(claimed), str(found))
+        dict(re.findall(r"(\d+):(\d+)", text)) for text in (str(claimed), str(remade))
     )
-    off = sum(
+    moved = sum(
         abs(int(first.get(key, 0)) - int(second.get(key, 0)))
         for key in {*first, *second}
     )
-    return count(off // 2, 0, known, 2 * FLIPS) if off else claimed == found
+    return count(moved // 2, 0, claims, 2 * FLIPS) if moved else claimed == remade
 
 
 RULES: dict[str, Rule] = {
@@ -388,31 +373,31 @@ RULES |= {
 }
 
 
-def _safely(rule: Rule, claimed: Any, found: Any, known: Claims) -> bool | None:
+def _safely(rule: Rule, claimed: Any, remade: Any, claims: Claims) -> bool | None:
     """Return the verdict; False if the value has a wrong type."""
     try:
-        return rule(claimed, found, known) if not same(claimed, found, known) else True
+        return same(claimed, remade, claims) or rule(claimed, remade, claims)
     except (ArithmeticError, TypeError, ValueError):
         return False
 
 
-def _pairs(claimed: Any, found: Any) -> Iterator[tuple[Any, Any]]:
+def _leaf_pairs(claimed: Any, remade: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the single values of two trees, side by side."""
-    if isinstance(claimed, dict) and isinstance(found, dict):
-        for key in {**claimed, **found}:
-            yield from _pairs(claimed.get(key, ABSENT), found.get(key, ABSENT))
+    if isinstance(claimed, dict) and isinstance(remade, dict):
+        for key in {**claimed, **remade}:
+            yield from _leaf_pairs(claimed.get(key, ABSENT), remade.get(key, ABSENT))
     elif (
         isinstance(claimed, list)
-        and isinstance(found, list)
-        and len(claimed) == len(found)
+        and isinstance(remade, list)
+        and len(claimed) == len(remade)
     ):
-        for pair in zip(claimed, found, strict=True):
-            yield from _pairs(*pair)
+        for pair in zip(claimed, remade, strict=True):
+            yield from _leaf_pairs(*pair)
     else:
-        yield claimed, found
+        yield claimed, remade
 
 
-def at(tree: Any, path: Path) -> Any:
+def at(tree: Any, path: KeyPath) -> Any:
     """Return the value at a path, or ABSENT."""
     for key in path:
         if not isinstance(tree, dict) or key not in tree:
@@ -421,32 +406,36 @@ def at(tree: Any, path: Path) -> Any:
     return tree
 
 
-def with_gaps(claimed: Any, made: Any) -> Any:
-    """Return a tree that was made whole, with GAP for claimed values that it lacks:
-    they are wrong.
-    """
-    if isinstance(claimed, dict) and isinstance(made, dict):
+def mark_gaps(claimed: Any, remade: Any) -> Any:
+    """Return a remade tree with GAP, which is wrong, for claimed values it lacks."""
+    if isinstance(claimed, dict) and isinstance(remade, dict):
         return {
-            key: with_gaps(claimed.get(key), made.get(key, {}))
-            for key in {**claimed, **made}
+            key: mark_gaps(claimed.get(key), remade.get(key, {}))
+            for key in {**claimed, **remade}
         }
-    return GAP if made == {} else made
+    return GAP if remade == {} else remade
 
 
 def row(
-    what: str, claimed: object, found: object, right: bool | None, why: str = ""
+    name: str, claimed: object, remade: object, right: bool | None, why: str = ""
 ) -> Row:
     """Return a row of printable texts; `right` None: not checked."""
-    texts = [
-        f"{one:.5g}" if isinstance(one, float) else str(one)
-        for one in (what, claimed, found)
-    ]
-    texts = [text[:DIGITS] if len(text) == HASH else text for text in texts]
-    texts = [
-        "".join(c if c.isprintable() else "?" for c in text) for text in (*texts, why)
-    ]
+    verdict = RIGHT if right else WRONG
+    if right is None:
+        verdict = OPEN
     return Row(
-        *texts[:3],
-        OPEN if right is None else RIGHT if right else WRONG,
-        "" if right else texts[3],
+        _table_text(name),
+        _table_text(claimed),
+        _table_text(remade),
+        verdict,
+        "" if right else _printable(why),
     )
+
+
+def _table_text(value: object) -> str:
+    text = f"{value:.5g}" if isinstance(value, float) else str(value)
+    return _printable(text[:DIGITS] if len(text) == HASH else text)
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

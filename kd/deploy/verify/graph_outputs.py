@@ -1,6 +1,4 @@
-"""Values of an export that its images show: its graphs and weights are run on them, and
-on random images.
-"""
+"""Run an export's graphs and weights on its images, and on random ones."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -14,18 +12,19 @@ from kd.core.errors import KdError, ModelError
 from kd.core.evaluation import Task
 from kd.core.host import cores
 from kd.deploy.export import defer, parity, variants
-from kd.deploy.export.calibrate import fitted
+from kd.deploy.export.accept import graph_losses
+from kd.deploy.export.calibrate import fitted_temperature
 from kd.deploy.export.claims import FILES, IMAGES, SECOND
-from kd.deploy.export.graphs import CALIBRATION_IMAGES, losses
 from kd.deploy.export.parity import EAGER, GraphOutputs, Runner
 from kd.deploy.export.passing_on import values_at
 from kd.deploy.export.receipt import OWN
+from kd.deploy.export.write_graphs import CALIBRATION_IMAGES
 from kd.deploy.serve import self_check
 from kd.deploy.serve.engines import open_graph
 from kd.deploy.serve.model import Description
-from kd.deploy.verify.child import Confined
-from kd.deploy.verify.comparison import Claims, with_gaps
-from kd.deploy.verify.images import Shown
+from kd.deploy.verify.child import Sandbox
+from kd.deploy.verify.comparison import Claims, mark_gaps
+from kd.deploy.verify.images import ListedImages
 from kd.files.manifest import MANIFEST
 from kd.models.classifier import Classifier
 from kd.parts import registry
@@ -37,325 +36,301 @@ TOLERANCE = 1e-3
 # multiple of int8's and bfloat16's difference on the images allowed on random images;
 # chosen
 LOSSY = 30.0
-MOST_THREADS = (
-    3  # kd-export measures servers at 3 numbers of threads: 1, --threads, all
-)
+# kd-export measures servers at 3 numbers of threads: 1, --threads, all
+MOST_THREADS = 3
 SEEDED = "made from the seed"
 ALLOWED = 2.0  # multiple of the difference expected here that a graph may allow; chosen
+OF_GRAPHS = ("parity", "validation", "output/defer/stated", "variants", "random images")
+"""Keys of values by graph."""
 
 
-def show_outputs(
-    known: Claims,
-    shown: Shown,
+def check_outputs(
+    claims: Claims,
+    images: ListedImages,
     task: Task,
     network: Classifier | None,
     trust: bool,
     second: Description | None,
 ) -> None:
-    """Run graphs and weights on the images, and fill the manifest again as `kd-export`
-    does.
-    """
-    claimed, labels = known.claimed, known.labels
-    if shown.repeated(known):  # a list of millions of lines would take hours
+    """Run graphs and weights on the images, and make the manifest's values again."""
+    labels = claims.labels
+    if images.repeated(claims):  # a list of millions of lines would take hours
         return
+    pixels = claims.claimed["input"]
     with ExitStack() as stack:
-        runners = _runners(known, trust, stack)
+        runners = _open_runners(claims, trust, stack)
         if not runners:
             return
-        mapped = claimed["output"].get(
-            "space"
-        )  # by weights that are not in model.safetensors
-        eager = None if network is None or mapped else parity.eager_runner(network)
+        eager = None
+        # vectors in the teacher's space need weights that model.safetensors lacks
+        if network is not None and not claims.claimed["output"].get("space"):
+            eager = parity.eager_runner(network)
         reference = eager or next(iter(runners.values()))
         outputs = parity.compare(
-            reference, runners, shown.batches(claimed["input"], labels, task)
+            reference, runners, images.batches(pixels, labels, task)
         )
-        took = {
-            name: run.cpu_ms(outputs.first[None])
+        sandbox_ms = {
+            name: run.median_cpu_ms(outputs.first[None])
             for name, run in runners.items()
-            if isinstance(run, Confined)
+            if isinstance(run, Sandbox)
         }
-        outputs = replace(outputs, cpu_ms={**outputs.cpu_ms, **took})
-        known.images = len(outputs.labels)
-        shown.show(known, outputs.images)
-        known.show(IMAGES, _counts(known, outputs, task, eager is not None))
+        outputs = replace(outputs, cpu_ms={**outputs.cpu_ms, **sandbox_ms})
+        claims.images = len(outputs.labels)
+        images.compare_pixels(claims, outputs.images)
+        remade = _repeated_facts(claims, outputs, task, eager is not None)
+        claims.add_evidence(IMAGES, remade)
         if eager is not None:
-            _show_random(known, eager, runners, outputs)
+            _check_random_images(claims, eager, runners, outputs)
         if second is not None:
-            _show_pair(known, outputs, task, second, shown)
+            _check_pair(claims, outputs, task, second, images)
     if eager is not None:
-        _show_pixels(known, outputs)
-        if task.logits and not known.old:
-            _show_scores(known, outputs, task)
-    _show_promises(known, outputs, task, labels)
-    _show_speed(known, outputs)
+        _check_preprocessing(claims, outputs)
+        if task.logits and not claims.old:
+            _check_scores(claims, outputs, task)
+    _check_promises(claims, outputs, task, labels)
+    _check_speed(claims, outputs)
 
 
-def show_self_check(known: Claims) -> None:
-    """Decode the self-check's pictures as `kd-serve` does, and run each graph on their
-    pixels.
-    """
-    claimed = known.claimed.get(self_check.KEY, {})
-    graphs = [name for name in known.graphs if not registry.graphs()[name].code]
-    for name in graphs if claimed or not known.old else ():  # kd 0.3 wrote none
-        if name not in claimed:
-            known.refuse(f"{self_check.KEY}/{name}", f"{MANIFEST} has none")
-    if not claimed:
+def repeat_self_check(claims: Claims) -> None:
+    """Decode the self-check's images as `kd-serve` does, and run each graph on them."""
+    entries = claims.claimed.get(self_check.KEY, {})
+    graphs = [name for name in claims.graphs if not registry.graphs()[name].code]
+    if entries or not claims.old:  # kd 0.3 wrote none
+        for name in graphs:
+            if name not in entries:
+                claims.refuse(f"{self_check.KEY}/{name}", f"{MANIFEST} has none")
+    if not entries:
         return
-    pixels = known.claimed["input"]
+    pixels = claims.claimed["input"]
     reading = [pixels.get(key, 16) for key in ("crop", "margin", "bits")]
-    arrays = self_check.read((known.folder / self_check.FILE).read_bytes())
-    exact = next(
-        (name for name in known.graphs if name in arrays), ""
-    )  # of the cheapest graph, float32
+    arrays = self_check.read((claims.folder / self_check.FILE).read_bytes())
     large, small = self_check.large_and_small(pixels["size"], reading[-1])
     stored = [
         array.tobytes() for key, array in arrays.items() if key.startswith("picture")
     ]
-    as_made = stored == large + small
-    known.claimed[self_check.FILE] = SEEDED
-    if as_made or not (
-        "crops" not in arrays or known.elsewhere
-    ):  # an older list; another encoder's bytes
-        known.show(FILES, {self_check.FILE: SEEDED if as_made else "other pictures"})
+    is_as_made = stored == large + small
+    claims.claimed[self_check.FILE] = SEEDED
+    # an older list has no crops, and elsewhere another encoder makes other bytes
+    if is_as_made or ("crops" in arrays and not claims.elsewhere):
+        remade = SEEDED if is_as_made else "other pictures"
+        claims.add_evidence(FILES, {self_check.FILE: remade})
+    # the cheapest graph, float32
+    exact = next((name for name in claims.graphs if name in arrays), "")
     for name in graphs:
-        if name not in claimed or registry.exporter(name).missing(name, False):
+        if name not in entries or registry.exporter(name).missing(name, False):
             continue
-        what, width = f"{self_check.KEY}/{name}", known.claimed["output"]["width"]
-        with closing(Confined(known.folder / name, width)) as run, known.reading(what):
-            here = self_check.differences(arrays, name, run, *reading)
+        path = claims.folder / name
+        width = claims.claimed["output"]["width"]
+        reads = claims.reading(f"{self_check.KEY}/{name}")
+        with closing(Sandbox(path, width)) as run, reads:
+            differences = self_check.differences(arrays, name, run, *reading)
             bound = ALLOWED * self_check.allowed(name, arrays[name], arrays[exact])
-            passed = (
-                here.pixels <= self_check.LEVELS
-                and here.logits <= claimed[name]["allowed"] <= bound
-            )
-            differs = (
-                f"{here.pixels:.3g} levels of picture {here.picture}, logits"
-                f" {here.logits:.2g} of {bound:.2g}"
-            )
-            again = {"allowed": claimed[name]["allowed"] if passed else differs}
-            known.show(
-                FILES,
-                {
-                    self_check.KEY: {
-                        name: again | registry.exporter(name).least(known.folder / name)
-                    }
-                },
-            )
+            if (
+                differences.pixels <= self_check.LEVELS
+                and differences.logits <= entries[name]["allowed"] <= bound
+            ):
+                allowed = entries[name]["allowed"]
+            else:
+                allowed = (
+                    f"{differences.pixels:.3g} levels of picture"
+                    f" {differences.picture}, logits {differences.logits:.2g} of"
+                    f" {bound:.2g}"
+                )
+            remade = {"allowed": allowed} | registry.exporter(name).least(path)
+            claims.add_evidence(FILES, {self_check.KEY: {name: remade}})
 
 
-def _runners(known: Claims, trust: bool, stack: ExitStack) -> dict[str, Runner]:
-    """Return the graphs that can run here; a graph that fails on a grey image
-    is WRONG.
-    """
-    runners = dict[str, Runner]()
-    size, width = known.claimed["input"]["size"], known.claimed["output"]["width"]
-    for name in known.graphs:
-        why, code = (
-            registry.exporter(name).missing(name, False),
-            registry.graphs()[name].code,
-        )
-        why = "a pickle: see --trust" if code and not trust else why
-        if not why and code:
-            runners[name] = open_graph(known.folder / name)
-        elif not why:
-            run = stack.enter_context(closing(Confined(known.folder / name, width)))
+def _open_runners(claims: Claims, trust: bool, stack: ExitStack) -> dict[str, Runner]:
+    """Return the graphs that run here; a graph that fails on a grey image is WRONG."""
+    runners: dict[str, Runner] = {}
+    size = claims.claimed["input"]["size"]
+    width = claims.claimed["output"]["width"]
+    for name in claims.graphs:
+        path = claims.folder / name
+        code = registry.graphs()[name].code
+        reason = registry.exporter(name).missing(name, False)
+        if code and not trust:
+            reason = "a pickle: see --trust"
+        if not reason and code:
+            runners[name] = open_graph(path)
+        elif not reason:
+            run = stack.enter_context(closing(Sandbox(path, width)))
             try:
                 run(np.full((1, 3, size, size), 127, np.uint8))
                 runners[name] = run
             except ModelError as error:
-                known.refuse(name, error.wrong)
-                why = "it does not run"
-        if why:
-            places = (
-                "parity",
-                "validation",
-                "output/defer/stated",
-                "variants",
-                "random images",
-            )
-            known.reasons |= {f"{place}/{name}": why for place in places}
+                claims.refuse(name, error.wrong)
+                reason = "it does not run"
+        if reason:
+            for key in OF_GRAPHS:
+                claims.reasons[f"{key}/{name}"] = reason
     return runners
 
 
-def _counts(
-    known: Claims, outputs: GraphOutputs, task: Task, eager: bool
+def _repeated_facts(
+    claims: Claims, outputs: GraphOutputs, task: Task, eager: bool
 ) -> dict[str, Any]:
-    """Return what the graphs' outputs give, as `kd-export` wrote it; `eager`: PyTorch
-    is the reference.
+    """Return the values of the graphs' outputs, as `kd-export` wrote them.
+
+    `eager`: PyTorch is the reference.
     """
-    claimed, again = (
-        known.claimed,
-        dict[str, Any](parity={}, validation={}, variants={}),
-    )
+    claimed = claims.claimed
+    remade: dict[str, Any] = {"parity": {}, "validation": {}, "variants": {}}
     if eager:
-        again["eager_ms"] = outputs.cpu_ms[EAGER]
+        remade["eager_ms"] = outputs.cpu_ms[EAGER]
     else:
-        known.reasons["parity"] = "no network of timm's, or vectors are mapped"
+        claims.reasons["parity"] = "no network of timm's, or vectors are mapped"
     for name in outputs.outputs.keys() - {EAGER}:
-        facts, quality = (
-            dict(outputs.facts(name, task)),
-            dict(variants.quality(name, outputs, task)),
-        )
+        facts = dict(outputs.facts(name, task))
+        quality = dict(variants.quality(name, outputs, task))
         if "labelled" in facts:  # one image counts more there than the rules allow
-            quality = {
-                key: value
-                for key, value in quality.items()
-                if key not in ("score", "interval", "drop")
-            }
-            if known.old:
-                known.reasons[f"parity/{name}"] = (
+            quality = _without(quality, "score", "interval", "drop")
+            if claims.old:
+                claims.reasons[f"parity/{name}"] = (
                     "kd 0.3 took PyTorch's predictions for missing labels"
                 )
-                facts, quality = {}, {}
+                facts = {}
+                quality = {}
         if not eager:
-            facts = {
-                key: facts[key]
-                for key in facts.keys() - {"max_difference", "same_top1", "cosine"}
-            }
+            facts = _without(facts, "max_difference", "same_top1", "cosine")
             quality = {}
-        elif not known.old:
-            facts = with_gaps(claimed["parity"].get(name, {}), facts)
-        again["parity"][name] = {
-            key: value
-            for key, value in facts.items()
-            if key not in ("images", "labelled")
-        }
-        again["validation"][name] = outputs.reference(
-            name, task, known.labels, "calibration" in claimed
+        elif not claims.old:
+            facts = mark_gaps(claimed["parity"].get(name, {}), facts)
+        remade["parity"][name] = _without(facts, "images", "labelled")
+        remade["validation"][name] = outputs.reference(
+            name, task, claims.labels, "calibration" in claimed
         ).record()
         if name in claimed.get("variants", {}):
-            again["variants"][name] = quality
-    return {**again, "output": {"width": claimed["output"]["width"]}}
+            remade["variants"][name] = quality
+    return {**remade, "output": {"width": claimed["output"]["width"]}}
 
 
-def _show_pixels(known: Claims, outputs: GraphOutputs) -> None:
-    """Confirm network, mean and std: others would give other outputs than the exact
-    graphs.
-    """
-    config, most = known.claimed["config.json"], _allowed(outputs.outputs[EAGER])
+def _without(facts: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in facts.items() if key not in keys}
+
+
+def _check_preprocessing(claims: Claims, outputs: GraphOutputs) -> None:
+    """Confirm network, mean and std: others would differ from the exact graphs."""
+    tolerance = _tolerance(outputs.outputs[EAGER])
     exact = [
         name
         for name in outputs.outputs
         if name and registry.graphs()[name].precision == "float32"
     ]
-    if all(outputs.difference(name) <= most for name in exact):
-        pixels = {
-            key: config["pretrained_cfg"][key]
-            for key in ("mean", "std")
-            if key in config["pretrained_cfg"]
-        }
-        network = {
+    if all(outputs.difference(name) <= tolerance for name in exact):
+        config = claims.claimed["config.json"]
+        pretrained = config["pretrained_cfg"]
+        remade = {
             key: config[key] for key in ("architecture", "model_args") if key in config
         }
-        known.show(IMAGES, {"config.json": {**network, "pretrained_cfg": pixels}})
+        remade["pretrained_cfg"] = {
+            key: pretrained[key] for key in ("mean", "std") if key in pretrained
+        }
+        claims.add_evidence(IMAGES, {"config.json": remade})
 
 
-def _allowed(logits: torch.Tensor) -> float:
+def _tolerance(logits: torch.Tensor) -> float:
     return TOLERANCE * max(1.0, float(logits.abs().max()))
 
 
-def _show_random(
-    known: Claims, eager: Runner, runners: Mapping[str, Runner], outputs: GraphOutputs
+def _check_random_images(
+    claims: Claims, eager: Runner, runners: Mapping[str, Runner], outputs: GraphOutputs
 ) -> None:
-    """Compare with PyTorch on random images, one at a time as in serving: of any
-    levels, and of 0 and 255 alone.
+    """Compare with PyTorch on random images, one at a time as in serving.
+
+    Half of them have any levels, half 0 and 255 alone.
     """
-    draw, shape = np.random.default_rng(), (RANDOM, *outputs.first.shape)
+    generator = np.random.default_rng()
+    shape = (RANDOM, *outputs.first.shape)
     pixels = np.concatenate(
-        [draw.integers(0, 256, shape), 255 * draw.integers(0, 2, shape)]
+        [generator.integers(0, 256, shape), 255 * generator.integers(0, 2, shape)]
     ).astype(np.uint8)
     expected = torch.from_numpy(self_check.outputs(eager, pixels))
-    found, claimed = {}, {"all others": "as PyTorch"}
+    claimed = {"all others": "as PyTorch"}
+    remade = {}
     for name, run in runners.items():
         try:
             logits = torch.from_numpy(self_check.outputs(run, pixels))
         except ModelError as error:
-            known.refuse(f"{name} on random images", error.wrong)
+            claims.refuse(f"{name} on random images", error.wrong)
             continue
-        off = float((logits - expected).abs().nan_to_num(torch.inf).max())
-        near = min(
-            known.claimed["parity"][name]["max_difference"], outputs.difference(name)
-        )  # a claim may be high
-        exact = registry.graphs()[name].precision == "float32"
-        most = _allowed(expected) if exact else LOSSY * near + 1e-4
-        claimed[name] = f"within {most:.2g}"
-        found[name] = (
-            claimed[name] if off <= most < float("inf") else f"differs by {off:.2g}"
-        )
-    known.claimed["random images"] = claimed
-    known.show(IMAGES, {"random images": found})
+        difference = float((logits - expected).abs().nan_to_num(torch.inf).max())
+        # the claim may be high
+        claim = claims.claimed["parity"][name]["max_difference"]
+        tolerance = LOSSY * min(claim, outputs.difference(name)) + 1e-4
+        if registry.graphs()[name].precision == "float32":
+            tolerance = _tolerance(expected)
+        claimed[name] = f"within {tolerance:.2g}"
+        remade[name] = f"differs by {difference:.2g}"
+        if difference <= tolerance < float("inf"):
+            remade[name] = claimed[name]
+    claims.claimed["random images"] = claimed
+    claims.add_evidence(IMAGES, {"random images": remade})
 
 
-def _show_scores(known: Claims, outputs: GraphOutputs, task: Task) -> None:
-    """Score the student again, and fit the temperature, which needs the run's
-    logits.
-    """
-    scores, calibration = known.claimed["scores"], known.claimed.get("calibration")
-    labelled = (
-        outputs.labels >= 0
-        if outputs.labels.ndim == 1
-        else (outputs.labels >= 0).all(1)
-    )
-    all_images = (scores["images"] or known.images) == known.images
+def _check_scores(claims: Claims, outputs: GraphOutputs, task: Task) -> None:
+    """Score the student again, and fit the temperature to the run's logits."""
+    scores = claims.claimed["scores"]
+    labelled_N = outputs.labels >= 0
+    if labelled_N.ndim > 1:
+        labelled_N = labelled_N.all(1)
+    all_images = (scores["images"] or claims.images) == claims.images
     key = task.scores.own[0].key
     if (
         scores["split"] == "val"
         and all_images
-        and bool(labelled.any())
+        and bool(labelled_N.any())
         and key in scores["models"].get(OWN, {})
     ):
         value = outputs.scores(EAGER, task).score
-        known.show(IMAGES, {"scores": {"models": {OWN: {key: {"value": value}}}}})
-    if calibration and known.images <= CALIBRATION_IMAGES and int(labelled.sum()) > 1:
-        logits = outputs.outputs[EAGER][labelled].double() * calibration["temperature"]
-        known.show(IMAGES, {"calibration": fitted(logits, outputs.labels[labelled])})
+        models = {OWN: {key: {"value": value}}}
+        claims.add_evidence(IMAGES, {"scores": {"models": models}})
+    calibration = claims.claimed.get("calibration")
+    is_small = claims.images <= CALIBRATION_IMAGES
+    if calibration and is_small and int(labelled_N.sum()) > 1:
+        logits = outputs.outputs[EAGER][labelled_N].double()
+        remade = fitted_temperature(
+            logits * calibration["temperature"], outputs.labels[labelled_N]
+        )
+        claims.add_evidence(IMAGES, {"calibration": remade})
 
 
-def _show_promises(
-    known: Claims, outputs: GraphOutputs, task: Task, classes: Sequence[str]
+def _check_promises(
+    claims: Claims, outputs: GraphOutputs, task: Task, classes: Sequence[str]
 ) -> None:
     """Choose thresholds again, and measure what they and `--accept` promise."""
-    claimed, accepted = (
-        known.claimed["output"],
-        known.claimed.get("accepted", {"file": ""}),
-    )
-    output = dict[str, Any]()
-    chosen = task.thresholds(outputs.outputs[EAGER], outputs.labels, classes)
-    if chosen or "thresholds" in claimed:
-        output["thresholds"] = chosen
-    if stated := claimed.get("defer"):
-        kept = {
-            name: each
-            for name, each in outputs.outputs.items()
-            if name == EAGER or name in known.graphs
+    claimed = claims.claimed["output"]
+    remade: dict[str, Any] = {}
+    thresholds = task.thresholds(outputs.outputs[EAGER], outputs.labels, classes)
+    if thresholds or "thresholds" in claimed:
+        remade["thresholds"] = thresholds
+    if entry := claimed.get("defer"):
+        present = {
+            name: logits
+            for name, logits in outputs.outputs.items()
+            if name == EAGER or name in claims.graphs
         }
+        thresholds = claimed.get("thresholds") or {}
         try:
-            rule = defer.Rule(**stated["rule"])
-            output["defer"] = defer.choose(
-                rule, kept, outputs.labels, claimed.get("thresholds") or {}, classes
+            rule = defer.Rule(**entry["rule"])
+            remade["defer"] = defer.choose(
+                rule, present, outputs.labels, thresholds, classes
             )
         except ModelError as error:
-            known.refuse("output/defer", error.wrong)
-    known.show(IMAGES, {"output": output})
+            claims.refuse("output/defer", error.wrong)
+    claims.add_evidence(IMAGES, {"output": remade})
+    accepted = claims.claimed.get("accepted", {"file": ""})
     if accepted["file"] in outputs.outputs.keys() - {EAGER}:
-        found = losses(outputs, accepted["file"], task, _behind(known))
-        known.show(
-            IMAGES,
-            {
-                "accepted": {
-                    "found": {k: v for k, v in found.items() if k in accepted["found"]}
-                }
-            },
-        )
+        behind = _points_behind(claims)
+        losses = graph_losses(outputs, accepted["file"], task, behind)
+        values = {word: losses[word] for word in losses if word in accepted["found"]}
+        claims.add_evidence(IMAGES, {"accepted": {"found": values}})
 
 
-def _behind(known: Claims) -> float:
-    """Return by how many points the claimed student is behind its teacher; NaN without
-    a teacher.
-    """
-    scores = known.claimed["scores"]
-    if known.old or "teacher" not in scores["models"]:
+def _points_behind(claims: Claims) -> float:
+    """Return the claimed points of the student behind its teacher; NaN without one."""
+    scores = claims.claimed["scores"]
+    if claims.old or "teacher" not in scores["models"]:
         return float("nan")
     key = scores["columns"]["own"][0]["key"]
     teacher, student = (
@@ -364,73 +339,71 @@ def _behind(known: Claims) -> float:
     return 100 * (teacher - student)
 
 
-def _show_pair(
-    known: Claims, outputs: GraphOutputs, task: Task, second: Description, shown: Shown
+def _check_pair(
+    claims: Claims,
+    outputs: GraphOutputs,
+    task: Task,
+    second: Description,
+    images: ListedImages,
 ) -> None:
-    """Run the second export's graph on the images, and measure what the pair
-    promises.
-    """
-    claimed = known.claimed["cascade"]
-    with closing(Confined(second.folder / second.file, second.output.width)) as run:
-        batches = shown.batches(known.claimed["input"], known.labels, task)
-        logits = torch.from_numpy(
-            np.concatenate([run(pixels) for pixels, *_ in batches])
-        )
-    threshold = known.claimed["output"]["defer"]["threshold"]
-    _, found = values_at(
-        outputs, claimed["file"], logits, task, _behind(known), threshold
+    """Run the second export's graph on the images, and measure the pair's promises."""
+    claimed = claims.claimed["cascade"]
+    file = claimed["file"]
+    second_path = second.folder / second.file
+    with closing(Sandbox(second_path, second.output.width)) as run:
+        batches = images.batches(claims.claimed["input"], claims.labels, task)
+        logits = np.concatenate([run(pixels) for pixels, *_ in batches])
+    threshold = claims.claimed["output"]["defer"]["threshold"]
+    _, values = values_at(
+        outputs, file, torch.from_numpy(logits), task, _points_behind(claims), threshold
     )
-    found["mb"] = (
-        variants.size(known.folder / claimed["file"])
-        + variants.size(second.folder / second.file)
-    ) / 1e6
-    found = {key: value for key, value in found.items() if key in claimed["found"]}
-    known.show(
-        SECOND,
-        {"cascade": {"second": f"{second.name} {second.version}", "found": found}},
-    )
-
-
-def _show_speed(known: Claims, outputs: GraphOutputs) -> None:
-    """Time `kd-serve` again, with at most this machine's number of threads."""
-    claimed, accepted = (
-        known.claimed.get("variants", {}),
-        known.claimed.get("accepted", {"file": "", "found": {}}),
-    )
-    name = accepted["file"] if "ms" in accepted["found"] else ""
-    timed = {
-        one: outputs.cpu_ms[one]
-        for one in outputs.outputs
-        if one and (one in claimed or one == name)
+    size = variants.size(claims.folder / file) + variants.size(second_path)
+    values["mb"] = size / 1e6
+    remade = {
+        "second": f"{second.name} {second.version}",
+        "found": {word: values[word] for word in values if word in claimed["found"]},
     }
-    wanted = {
+    claims.add_evidence(SECOND, {"cascade": remade})
+
+
+def _check_speed(claims: Claims, outputs: GraphOutputs) -> None:
+    """Time `kd-serve` again, with at most this machine's number of threads."""
+    claimed = claims.claimed.get("variants", {})
+    accepted = claims.claimed.get("accepted", {"file": "", "found": {}})
+    accepted_file = accepted["file"] if "ms" in accepted["found"] else ""
+    cpu_ms = {
+        name: outputs.cpu_ms[name]
+        for name in outputs.outputs
+        if name and (name in claimed or name == accepted_file)
+    }
+    counts = {
         int(key)
-        for one in claimed.values()
-        for key in one["speed"]
+        for entry in claimed.values()
+        for key in entry["speed"]
         if key.isdecimal() and len(key) < 5
     }
-    wanted |= {accepted["threads"]} if name else set()
-    threads = sorted(one for one in wanted if 0 < one <= cores())[:MOST_THREADS]
-    if not timed or not threads:
+    if accepted_file:
+        counts.add(accepted["threads"])
+    threads = sorted(count for count in counts if 0 < count <= cores())[:MOST_THREADS]
+    if not cpu_ms or not threads:
         return
     try:
-        speeds = variants.measure(known.folder, timed, outputs.first, threads)
+        speeds = variants.measure(claims.folder, cpu_ms, outputs.first, threads)
     except KdError as error:
-        known.refuse("kd-serve", error.wrong)
+        claims.refuse("kd-serve", error.wrong)
         return
-    known.noisy = any(
-        variants.noisy(one, timed[file])
-        for file, seen in speeds.items()
-        for one in seen.values()
+    claims.noisy = any(
+        variants.is_noisy(latency, cpu_ms[name])
+        for name, by_threads in speeds.items()
+        for latency in by_threads.values()
     )
-    facts = {
-        file: {"speed": variants.speed_facts(speeds[file])}
-        for file in timed
-        if file in claimed
+    remade = {
+        name: {"speed": variants.speed_facts(speeds[name])}
+        for name in cpu_ms
+        if name in claimed
     }
-    known.show(IMAGES, {"variants": facts})
-    if name in speeds and accepted["threads"] in threads:
-        found = {"ms": speeds[name][accepted["threads"]].p50_ms}
-        known.show(
-            IMAGES, {"accepted": {"found": found, "threads": accepted["threads"]}}
-        )
+    claims.add_evidence(IMAGES, {"variants": remade})
+    if accepted_file in speeds and accepted["threads"] in threads:
+        ms = speeds[accepted_file][accepted["threads"]].p50_ms
+        facts = {"found": {"ms": ms}, "threads": accepted["threads"]}
+        claims.add_evidence(IMAGES, {"accepted": facts})

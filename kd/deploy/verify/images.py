@@ -1,6 +1,4 @@
-"""The images behind an export's numbers, found by the CRC-32 of their files in any
-folder.
-"""
+"""Find the images behind an export's numbers by CRC-32, in any folder."""
 
 from __future__ import annotations
 
@@ -8,10 +6,9 @@ import csv
 import io
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +28,27 @@ from kd.files.pixels import decode_rgb, least_of_centre, open_training_image, pl
 # files with one CRC-32 that are looked at; of 4,000 PNGs of noise 112 share one with
 # another
 MOST_ALIKE = 8
-Line = tuple[int, int, Sequence[str] | None]
+ListedImage = tuple[int, int, Sequence[str] | None]
 """CRC-32 of a file and of its pixels, and labels (None: unknown)."""
 
 
-def lines_of(folder: Path) -> list[Line] | None:
+def read_image_list(folder: Path) -> list[ListedImage] | None:
     """Return the images in an export's list; None: it has no list."""
     file = folder / parity.IMAGES
     if not file.is_file():
         return None
     try:
-        lines = list(
-            csv.reader(io.StringIO(file.read_text(encoding="utf-8"), newline=""))
-        )
+        text = file.read_text(encoding="utf-8")
+        lines = list(csv.reader(io.StringIO(text, newline="")))
         if not lines:
             raise ValueError("it is empty")
         return [
-            (int(a, 16), int(b, 16), names if known == "1" else None)
-            for a, b, known, *names in lines
+            (
+                int(file_crc, 16),
+                int(pixel_crc, 16),
+                names if is_labelled == "1" else None,
+            )
+            for file_crc, pixel_crc, is_labelled, *names in lines
         ]
     except (csv.Error, ValueError) as error:
         raise ModelError(
@@ -59,34 +59,30 @@ def lines_of(folder: Path) -> list[Line] | None:
         ) from error
 
 
-def _cropped(file: bytes, told: Mapping[str, Any]) -> np.ndarray:
-    """Return evaluation's crop of an image file, uint8 [3, S, S]; `told`: `input` of
-    the manifest.
+def _evaluation_crop(file: bytes, entry: Mapping[str, Any]) -> np.ndarray:
+    """Return evaluation's crop of an image file, uint8 [3, S, S].
+
+    `entry`: `input` of the manifest.
     """
-    size, crop, margin, bits = (
-        told["size"],
-        told["crop"],
-        told.get("margin", 0),
-        told.get("bits", 16),
-    )
+    size = entry["size"]
+    crop = entry["crop"]
+    least = partial(least_of_centre, size=size, crop=crop)
     with open_training_image(file) as image:
-        rgb, _ = decode_rgb(
-            image, partial(least_of_centre, size=size, crop=crop), margin, bits
-        )
+        rgb, _ = decode_rgb(image, least, entry.get("margin", 0), entry.get("bits", 16))
     return planes(rgb, size, crop)
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ListedImages:
     """The images of an export below `--data`."""
 
-    lines: Sequence[Line]
-    read: Callable[[int], Iterator[bytes]]  # (CRC-32) -> contents of its files
-    files: Mapping[int, int]  # number of files with a CRC-32
+    lines: Sequence[ListedImage]
+    content: Callable[[int], bytes]  # (id) -> content of a file
+    ids: Mapping[int, Sequence[int]]  # of the files with a CRC-32
     total: int  # number of files below `--data`
 
     @staticmethod
-    def among(source: str, lines: Sequence[Line], copies: Path) -> Shown:
+    def locate(source: str, lines: Sequence[ListedImage], copies: Path) -> ListedImages:
         """Find the listed images of an export below `--data`."""
         try:
             images = find(source, copies)
@@ -94,36 +90,31 @@ class Shown:
             raise DataError(
                 "--data", error.wrong, error.allowed, error.remedy
             ) from error
-        at: dict[int, list[int]] = {encoded: [] for encoded, *_ in lines}
+        ids: dict[int, list[int]] = {crc: [] for crc, *_ in lines}
         unread = 0
         for id in range(len(images.names)):
             try:
-                at.get(zlib.crc32(images.content(id)), []).append(id)
+                ids.get(zlib.crc32(images.content(id)), []).append(id)
             except (*GONE, Problem):
                 unread += 1
-        there = sum(bool(at[encoded]) for encoded, *_ in lines)
-        if there < len(lines):
+        present = sum(bool(ids[crc]) for crc, *_ in lines)
+        if present < len(lines):
             wrong = (
-                f"'{source}' holds {there} of the {len(lines)} images behind the"
+                f"'{source}' holds {present} of the {len(lines)} images behind the"
                 " export's numbers"
             )
-            wrong += f"; files there that cannot be read: {unread}" if unread else ""
+            if unread:
+                wrong += f"; files there that cannot be read: {unread}"
             raise DataError(
                 "--data",
                 wrong,
                 "All of them, among any others",
                 "Name the run's validation images",
             )
-        files = {crc: len(ids) for crc, ids in at.items()}
-        return Shown(
-            lines,
-            lambda crc: map(images.content, at[crc][:MOST_ALIKE]),
-            files,
-            len(images.names),
-        )
+        return ListedImages(lines, images.content, ids, len(images.names))
 
     def batches(
-        self, told: Mapping[str, Any], labels: Sequence[str], task: Task
+        self, entry: Mapping[str, Any], labels: Sequence[str], task: Task
     ) -> Batches:
         """Yield the images as the export decoded them, with its labels."""
         for first in range(0, len(self.lines), BATCH):
@@ -131,70 +122,70 @@ class Shown:
             crcs, _, names = zip(*lines, strict=True)
             if task.logits == "sigmoid":
                 sets = [
-                    [-1 if one is None else int(label in one) for label in labels]
-                    for one in names
+                    [
+                        -1 if image_labels is None else int(label in image_labels)
+                        for label in labels
+                    ]
+                    for image_labels in names
                 ]
                 truth = np.array(sets, np.int8)
             else:
                 truth = np.array(
-                    [-1 if one is None else labels.index(one[0]) for one in names]
+                    [
+                        -1 if image_labels is None else labels.index(image_labels[0])
+                        for image_labels in names
+                    ]
                 )
             try:
-                crops = [self._crop(line, told) for line in lines]
+                crops = [self._crop(line, entry) for line in lines]
             except OSError as error:  # of a format that Pillow cannot read here
                 wrong = f"an image of the export cannot be decoded here ({first_sentence(error)})"
-                raise DataError(
-                    "--data", wrong, "", "Install the decoders that the export had"
-                ) from error
+                remedy = "Install the decoders that the export had"
+                raise DataError("--data", wrong, "", remedy) from error
             yield np.stack(crops), truth, crcs
 
-    def _crop(self, line: Line, told: Mapping[str, Any]) -> np.ndarray:
-        """Return an image's crop: of files with one CRC-32, as PNGs of noise may have,
-        that with its pixels.
+    def _crop(self, line: ListedImage, entry: Mapping[str, Any]) -> np.ndarray:
+        """Return the crop of the file with the listed pixels, else of the first file.
+
+        Files may share one CRC-32, as PNGs of noise do.
         """
-        crops = (_cropped(content, told) for content in self.read(line[0]))
-        first = next(crops)
-        return next(
-            (
-                crop
-                for crop in chain([first], crops)
-                if zlib.crc32(crop.tobytes()) == line[1]
-            ),
-            first,
-        )
+        file_crc, pixel_crc, _ = line
+        crops = []
+        for id in self.ids[file_crc][:MOST_ALIKE]:
+            crops.append(_evaluation_crop(self.content(id), entry))
+            if zlib.crc32(crops[-1].tobytes()) == pixel_crc:
+                return crops[-1]
+        return crops[0]
 
-    def repeated(self, known: Claims) -> bool:
+    def repeated(self, claims: Claims) -> bool:
         """Return whether images are listed more often than they are there."""
-        listed = Counter(crc for crc, *_ in self.lines)
-        more = sum(times > self.files[crc] for crc, times in listed.items())
-        known.claimed["images.csv"]["times"] = "0 too often"
-        known.show(IMAGES, {"images.csv": {"times": f"{more} too often"}})
-        return more > 0
+        counts = Counter(crc for crc, *_ in self.lines)
+        excess = sum(count > len(self.ids[crc]) for crc, count in counts.items())
+        claims.claimed["images.csv"]["times"] = "0 too often"
+        claims.add_evidence(IMAGES, {"images.csv": {"times": f"{excess} too often"}})
+        return excess > 0
 
-    def show(self, known: Claims, seen: Sequence[tuple[int, int]]) -> None:
-        """Compare pixels with the recorded ones, and count images."""
-        claimed, count = known.claimed, len(self.lines)
+    def compare_pixels(
+        self, claims: Claims, image_crcs: Sequence[tuple[int, int]]
+    ) -> None:
+        """Compare pixels with the recorded ones, and count images.
+
+        `image_crcs`: of each image's file and pixels.
+        """
+        claimed = claims.claimed
+        count = len(self.lines)
         same = sum(
             line[1] == pixels
-            for line, (_, pixels) in zip(self.lines, seen, strict=True)
+            for line, (_, pixels) in zip(self.lines, image_crcs, strict=True)
         )
-        here, there = (
-            package_versions("pillow")["pillow"],
-            claimed["environment"]["packages"]["pillow"],
-        )
-        if same == count or here == there:
+        pillow = claimed["environment"]["packages"]["pillow"]
+        if same == count or package_versions("pillow")["pillow"] == pillow:
+            entry = claimed["input"]
+            keys = {"size", "crop", "margin", "bits"} & entry.keys()
             wrong = f"{count - same} of {count} images have other pixels"
-            keys = {"size", "crop", "margin", "bits"} & claimed["input"].keys()
-            known.show(
-                IMAGES,
-                {
-                    "input": {
-                        key: claimed["input"][key] if same == count else wrong
-                        for key in keys
-                    }
-                },
-            )
-        known.reasons["images.csv/choice"] = (
+            remade = {key: entry[key] if same == count else wrong for key in keys}
+            claims.add_evidence(IMAGES, {"input": remade})
+        claims.reasons["images.csv/choice"] = (
             f"{count} of {self.total} images below --data; --run shows which, and their"
             " labels"
         )

@@ -1,6 +1,4 @@
-"""Checks against the run folder: claims on teacher, student, data and scores,
-recomputed from it.
-"""
+"""Recompute claims on teacher, student, data and scores from the run folder."""
 
 import hashlib
 import json
@@ -12,11 +10,16 @@ from kd.core.host import package_versions
 from kd.deploy.export import parity
 from kd.deploy.export.calibrate import divide_logits
 from kd.deploy.export.claims import RUN
-from kd.deploy.export.export import input_of, output_of, subject_of, teacher_of
-from kd.deploy.export.graphs import Made, Subject
-from kd.deploy.export.receipt import about, chain_of, scores_of
-from kd.deploy.verify.comparison import Claims, with_gaps
-from kd.deploy.verify.images import Line
+from kd.deploy.export.export import (
+    input_claims,
+    output_claims,
+    read_subject,
+    teacher_subject,
+)
+from kd.deploy.export.graphs import ExportArtifacts, Subject
+from kd.deploy.export.receipt import about_claims, export_chain, export_scores
+from kd.deploy.verify.comparison import Claims, mark_gaps
+from kd.deploy.verify.images import ListedImage
 from kd.models.licences import UNKNOWN
 from kd.models.timm_folder import export_files
 from kd.setup.finished import Trust, opened_run, require_files
@@ -25,63 +28,65 @@ from kd.setup.recipe import resolve
 LIMITS = (2000, 0)  # numbers of images that kd-export compares: its default, all
 
 
-def show_run(
-    known: Claims, path: Path, trust: bool, lines: Sequence[Line] | None
+def check_run(
+    claims: Claims, path: Path, trust: bool, lines: Sequence[ListedImage] | None
 ) -> None:
     """Make the receipt again from a run folder; without `trust` no code is run."""
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)
-    recipe, told = resolve(stored), known.claimed
+    recipe = resolve(stored)
+    claimed = claims.claimed
     vouched = Trust.of(trust, (), recipe.data)
     vouched.check_models({"student": recipe.student})
-    subject = subject_of(folder, recipe, vouched, bool(told["output"].get("space")))
-    if told["chain"]["student"]["is"] == "teacher":
-        subject = teacher_of(subject, folder, vouched)
-    if by := told.get("calibration", {}).get("temperature"):
-        divide_logits(subject.student.network, by)
-    recipe, task, chain = subject.recipe, subject.recipe.task, chain_of(subject)
-    labels = subject.classes if task.logits else ()
-    own = {**subject.provenance, "digest": chain["student"]["exported"]}
-    found = {
+    subject = read_subject(
+        folder, recipe, vouched, bool(claimed["output"].get("space"))
+    )
+    if claimed["chain"]["student"]["is"] == "teacher":
+        subject = teacher_subject(subject, folder, vouched)
+    if temperature := claimed.get("calibration", {}).get("temperature"):
+        divide_logits(subject.student.network, temperature)
+    recipe = subject.recipe
+    chain = export_chain(subject)
+    provenance = {**subject.provenance, "digest": chain["student"]["exported"]}
+    keys = ("run", "step", "metrics", "eval_crop", "digest")
+    remade = {
         "name": recipe.name,
         "chain": chain,
         "licences": {
-            key: one for key, one in subject.licences.items() if one != UNKNOWN
+            key: licence
+            for key, licence in subject.licences.items()
+            if licence != UNKNOWN
         },
-        "input": input_of(subject.student, recipe.data),
-        "output": output_of(subject.student, Made()),
-        "kd.json": {
-            key: own[key] for key in ("run", "step", "metrics", "eval_crop", "digest")
-        },
+        "input": input_claims(subject.student, recipe.data),
+        "output": output_claims(subject.student, ExportArtifacts()),
+        "kd.json": {key: provenance[key] for key in keys},
     }
-    if path.resolve().name != told["chain"]["student"]["run"]:  # the folder was renamed
-        del found["chain"]["student"]["run"], found["kd.json"]["run"]
-    if not known.old:
-        found |= {
-            "about": about(subject),
-            "scores": with_gaps(told["scores"], scores_of(subject)),
-        }
-    if (
-        package_versions("timm")["timm"] == told["environment"]["packages"]["timm"]
-        and not known.old
-    ):
-        found["config.json"] = export_files(
-            subject.student, labels, recipe.data.crop_pct, task.problem_type
-        )[0]
-    known.show(RUN, found)
+    # the folder was renamed
+    if path.resolve().name != claimed["chain"]["student"]["run"]:
+        del remade["chain"]["student"]["run"], remade["kd.json"]["run"]
+    if not claims.old:
+        remade["about"] = about_claims(subject)
+        remade["scores"] = mark_gaps(claimed["scores"], export_scores(subject))
+        if (
+            package_versions("timm")["timm"]
+            == claimed["environment"]["packages"]["timm"]
+        ):
+            labels = subject.classes if recipe.task.logits else ()
+            remade["config.json"], _ = export_files(
+                subject.student, labels, recipe.data.crop_pct, recipe.task.problem_type
+            )
+    claims.add_evidence(RUN, remade)
     if lines is not None:
-        _show_choice(known, subject, vouched, lines)
+        _check_choice(claims, subject, vouched, lines)
 
 
-def _show_choice(
-    known: Claims, subject: Subject, vouched: Trust, lines: Sequence[Line]
+def _check_choice(
+    claims: Claims, subject: Subject, vouched: Trust, lines: Sequence[ListedImage]
 ) -> None:
-    """Compare the list of images and their labels with the run's own validation
-    images.
-    """
-    claimed = _named([(encoded, names) for encoded, _, names in lines])
+    """Compare the listed images and their labels with the run's validation images."""
+    claimed = _choice_text([(encoded, names) for encoded, _, names in lines])
     classes = subject.classes if subject.recipe.task.logits else ()
-    known.claimed["images.csv"]["choice"] = claimed
+    claims.claimed["images.csv"]["choice"] = claimed
     try:
         vouched.check_folder(subject.recipe.data)
         with subject.images() as read:
@@ -91,22 +96,20 @@ def _show_choice(
                     for _, labels, crcs in read(limit)
                     for image in zip(crcs, labels, strict=True)
                 )
-                found = _named(
+                choice = _choice_text(
                     [
-                        (encoded, parity.names_of(label, classes))
+                        (encoded, parity.label_names(label, classes))
                         for encoded, label in images
                     ]
                 )
-                if found == claimed:
+                if choice == claimed:
                     break
     except KdError as error:
-        known.reasons["images.csv/choice"] = f"the run's images: {error.wrong}"
+        claims.reasons["images.csv/choice"] = f"the run's images: {error.wrong}"
         return
-    known.show(RUN, {"images.csv": {"choice": found}})
+    claims.add_evidence(RUN, {"images.csv": {"choice": choice}})
 
 
-def _named(lines: list[tuple]) -> str:
-    return (
-        f"{len(lines)} images,"
-        f" {hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:12]}"
-    )
+def _choice_text(lines: list[tuple]) -> str:
+    digest = hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+    return f"{len(lines)} images, {digest[:12]}"

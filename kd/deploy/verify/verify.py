@@ -1,5 +1,4 @@
-"""`kd verify`: recompute the claims of an export, by running its files on the images
-that were used at the export.
+"""`kd verify`: recompute the claims of an export from its files, run on its images.
 
 The folder is untrusted. Its graphs run in processes with limits of time and memory;
 networks come from timm, with weights from safetensors. `--trust` also runs model.pt2,
@@ -22,9 +21,14 @@ from kd.deploy.export.signature import require_signature
 from kd.deploy.serve import self_check
 from kd.deploy.serve.model import Description, describe
 from kd.deploy.verify.comparison import OPEN, RIGHT, WRONG, Claims, Row, row
-from kd.deploy.verify.files import listed, show_graphs, show_manifest, show_weights
-from kd.deploy.verify.graph_outputs import show_outputs, show_self_check
-from kd.deploy.verify.images import Shown, lines_of
+from kd.deploy.verify.files import (
+    check_graph_files,
+    check_manifest,
+    check_weights,
+    present_files,
+)
+from kd.deploy.verify.graph_outputs import check_outputs, repeat_self_check
+from kd.deploy.verify.images import ListedImages, read_image_list
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.manifest import MANIFEST, SIGNATURE, checksum
 from kd.models.classifier import Classifier
@@ -100,17 +104,13 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """The last line: the numbers of right, wrong and unchecked claims, with the
-        names of the latter two.
-        """
-        counts = {
-            verdict: [row.what for row in self.rows if row.verdict == verdict]
-            for verdict in (WRONG, OPEN)
-        }
-        right = len(self.rows) - sum(map(len, counts.values()))
-        told = [f"{verdict.lower()}: {len(names)}" + (f" ({', '.join(names)})" if names else "")
-                for verdict, names in counts.items()]  # fmt: skip
-        return "; ".join([f"{RIGHT}: {right}", *told])
+        """The numbers of claims by verdict, with the names of those not right."""
+        counts = [f"{RIGHT}: {sum(row.verdict == RIGHT for row in self.rows)}"]
+        for verdict in (WRONG, OPEN):
+            names = [row.what for row in self.rows if row.verdict == verdict]
+            named = f" ({', '.join(names)})" if names else ""
+            counts.append(f"{verdict.lower()}: {len(names)}{named}")
+        return "; ".join(counts)
 
     def require(self, strict: bool = False) -> None:
         """Refuse an export with a wrong claim; `strict`: or with an unchecked one."""
@@ -120,26 +120,24 @@ class Verdict:
             if row.verdict == WRONG or (strict and row.verdict == OPEN)
         ]
         if failed:
-            named = "; ".join(failed[:5]) + (
-                f" and {len(failed) - 5} more" if len(failed) > 5 else ""
-            )
+            names = "; ".join(failed[:5])
+            if len(failed) > 5:
+                names += f" and {len(failed) - 5} more"
             kinds = "wrong or not checked" if strict else "wrong"
-            wrong = f"{len(failed)} of {len(self.rows)} claims are {kinds}: {named}"
+            wrong = f"{len(failed)} of {len(self.rows)} claims are {kinds}: {names}"
             raise NotVerifiedError("verify", wrong, "", "See the rows")
 
 
 def verify(options: VerifyOptions) -> Verdict:
     """Recompute what an export claims."""
-    folder, file = options.export, options.export / MANIFEST
+    folder = options.export
+    file = folder / MANIFEST
     try:
-        manifest = (
-            read_json(file, "export", "", kind=UnreadableExport)
-            if file.is_file()
-            else {}
-        )
-        if not isinstance(
-            manifest.get("files"), dict
-        ):  # a run folder has a different manifest.json
+        manifest = {}
+        if file.is_file():
+            manifest = read_json(file, "export", "", kind=UnreadableExport)
+        # a run folder has a different manifest.json
+        if not isinstance(manifest.get("files"), dict):
             wrong = (
                 f"'{folder}' is not an export: {MANIFEST} is missing or describes"
                 " something else"
@@ -152,11 +150,13 @@ def verify(options: VerifyOptions) -> Verdict:
             (RUN, options.run),
             (SECOND, options.second),
         )
-        known = Claims(
-            dict(manifest), folder, given={name for name, value in evidence if value}
+        claims = Claims(
+            dict(manifest),
+            folder,
+            evidence_given={name for name, value in evidence if value},
         )
-        _look(known, manifest, options)
-        return Verdict(manifest, known.rows)
+        _check(claims, manifest, options)
+        return Verdict(manifest, claims.rows)
     except OSError as error:
         wrong = f"'{folder}' cannot be read ({error.strerror}: '{error.filename}')"
         raise UnreadableExport("export", wrong, "", "Make it readable") from error
@@ -170,89 +170,90 @@ def verify(options: VerifyOptions) -> Verdict:
         ) from error
 
 
-def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> None:
+def _check(claims: Claims, manifest: dict[str, Any], options: VerifyOptions) -> None:
     folder = options.export
-    found = listed(folder, manifest["files"])
-    known.show(FILES, {"files": found})
-    known.graphs = tuple(
-        name for name in registry.graphs() if "bytes" in found.get(name, {})
+    listed = manifest["files"]
+    files = present_files(folder, listed)
+    claims.add_evidence(FILES, {"files": files})
+    claims.graphs = tuple(
+        name for name in registry.graphs() if "bytes" in files.get(name, {})
     )
-    intact = all(found[name] == file for name, file in manifest["files"].items())
-    _show_signature(known, options, intact)
-    if known.old:
-        _leave_out_texts(known)
-    if not all(manifest["files"].get(name) == file for name, file in found.items()):
-        known.show(FILES, {"checksum": checksum(manifest)})
-        known.reasons[""] = "nothing was read, since files are wrong"
+    is_intact = all(files[name] == entry for name, entry in listed.items())
+    _check_signature(claims, options, is_intact)
+    if claims.old:
+        _leave_out_texts(claims)
+    if not all(listed.get(name) == entry for name, entry in files.items()):
+        claims.add_evidence(FILES, {"checksum": checksum(manifest)})
+        claims.reasons[""] = "nothing was read, since files are wrong"
         return
     readme = folder / "README.md"
-    with known.reading("manifest.json"):
-        show_manifest(
-            known,
-            manifest,
-            readme.read_text("utf-8", "replace") if readme.is_file() else "",
-        )
+    with claims.reading("manifest.json"):
+        text = readme.read_text("utf-8", "replace") if readme.is_file() else ""
+        check_manifest(claims, manifest, text)
     for name in ("config.json", "kd.json"):
-        known.claimed[name] = read_json(
+        claims.claimed[name] = read_json(
             folder / name, "export", "", kind=UnreadableExport
         )
-    lines, task = None, None
-    with known.reading("images.csv"):
-        lines = lines_of(folder)
-        known.claimed["images.csv"] = {"choice": "the run's"}
+    lines = None
+    task = None
+    with claims.reading("images.csv"):
+        lines = read_image_list(folder)
+        claims.claimed["images.csv"] = {"choice": "the run's"}
     _require_images(options)
-    second = _second(known, options)
+    second = _describe_pair(claims, options)
     network: Classifier | None = None
-    with known.reading("model.safetensors"):
-        task = _task(known)
-        network = show_weights(known, task)
-    with known.reading("graphs"):
-        show_graphs(known, lines)
-    served = False
-    with known.reading("what kd-serve reads"):
-        served = all(registry.graphs()[name].code for name in known.graphs) or bool(
+    with claims.reading("model.safetensors"):
+        task = _claimed_task(claims)
+        network = check_weights(claims, task)
+    with claims.reading("graphs"):
+        check_graph_files(claims, lines)
+    is_readable = False
+    with claims.reading("what kd-serve reads"):
+        if not all(registry.graphs()[name].code for name in claims.graphs):
             describe(folder)
-        )
-    if served:
-        with known.reading(self_check.FILE):
-            show_self_check(known)
-    if options.data and lines and task is not None and served:
+        is_readable = True
+    if is_readable:
+        with claims.reading(self_check.FILE):
+            repeat_self_check(claims)
+    if options.data and lines and task is not None and is_readable:
         with (
             tempfile.TemporaryDirectory() as copies,
-            known.reading("predictions on the images"),
+            claims.reading("predictions on the images"),
         ):
-            shown = Shown.among(options.data, lines, Path(copies, "shards"))
-            show_outputs(known, shown, task, network, options.trust, second)
+            images = ListedImages.locate(options.data, lines, Path(copies, "shards"))
+            check_outputs(claims, images, task, network, options.trust, second)
     if options.run is not None:
-        from kd.deploy.verify.run_folder import show_run  # imports that open runs
+        from kd.deploy.verify.run_folder import check_run  # imports that open runs
 
-        show_run(known, options.run, options.trust, lines)
+        check_run(claims, options.run, options.trust, lines)
 
 
-def _show_signature(known: Claims, options: VerifyOptions, intact: bool) -> None:
-    """Add the row on who signed; a listed file that is a link to elsewhere is
-    not read.
-    """
-    signed = (options.export / SIGNATURE).is_file()
-    if options.signed_by is None:
-        why = "--signed-by shows whose" if signed else "consistent, not signed"
-        known.leave_open("signature", SIGNATURE if signed else "none", why)
-    elif signed and not intact:
-        known.refuse("signature", f"files are not those of {MANIFEST}")
-    elif signed:
-        with known.reading("signature"):
-            require_signature(options.export, options.signed_by)
-            known.more.append(row("signature", SIGNATURE, "by this key", True))
+def _check_signature(claims: Claims, options: VerifyOptions, is_intact: bool) -> None:
+    """Add the row on who signed; a listed file that links to elsewhere is not read."""
+    name = "signature"
+    is_signed = (options.export / SIGNATURE).is_file()
+    if options.signed_by is None and is_signed:
+        claims.leave_open(name, SIGNATURE, "--signed-by shows whose")
+    elif options.signed_by is None:
+        claims.leave_open(name, "none", "consistent, not signed")
+    elif not is_signed:
+        claims.refuse(name, f"no {SIGNATURE}, which kd-export --sign writes")
+    elif not is_intact:
+        claims.refuse(name, f"files are not those of {MANIFEST}")
     else:
-        known.refuse("signature", f"no {SIGNATURE}, which kd-export --sign writes")
+        with claims.reading(name):
+            require_signature(options.export, options.signed_by)
+            claims.extra_rows.append(row(name, SIGNATURE, "by this key", True))
 
 
-def _leave_out_texts(known: Claims) -> None:
+def _leave_out_texts(claims: Claims) -> None:
     """Leave out texts of kd 0.3, which had other keys."""
-    known.leave_open("scores", "texts", "free text of kd 0.3")
-    del known.claimed["scores"]
-    known.claimed["chain"] = {
-        k: v for k, v in known.claimed["chain"].items() if k != "against_teacher"
+    claims.leave_open("scores", "texts", "free text of kd 0.3")
+    del claims.claimed["scores"]
+    claims.claimed["chain"] = {
+        key: value
+        for key, value in claims.claimed["chain"].items()
+        if key != "against_teacher"
     }
 
 
@@ -265,7 +266,7 @@ def _require_images(options: VerifyOptions) -> None:
         raise DataError("--data", wrong, "", "Without --data they are not checked")
 
 
-def _second(known: Claims, options: VerifyOptions) -> Description | None:
+def _describe_pair(claims: Claims, options: VerifyOptions) -> Description | None:
     """Read the second export, if it is given."""
     folder = options.second
     if folder is None:
@@ -274,7 +275,7 @@ def _second(known: Claims, options: VerifyOptions) -> Description | None:
         raise DataError(
             "--second", "is compared on the images", "", "Name them: --data IMAGES"
         )
-    if "cascade" not in known.claimed:
+    if "cascade" not in claims.claimed:
         wrong = f"'{options.export}' claims nothing of a pair"
         raise DataError(
             "--second",
@@ -287,29 +288,19 @@ def _second(known: Claims, options: VerifyOptions) -> Description | None:
     except ModelError as error:
         raise DataError("--second", error.wrong, error.allowed, error.remedy) from error
     if (
-        list(second.labels) != known.labels
-        or second.size != known.claimed["input"]["size"]
+        list(second.labels) != claims.labels
+        or second.size != claims.claimed["input"]["size"]
     ):
         wrong = f"'{folder}' predicts other classes, or takes images of another size"
         raise DataError("--second", wrong, "The second export of this pair", "Name it")
     return second
 
 
-def _task(known: Claims) -> Task:
-    own = (
-        registry.build("tasks", one, registry.default_options("tasks", one), "")
-        for one in registry.names("tasks")
-    )
-    task = next(
-        (
-            one
-            for one in own
-            if one.problem_type == known.claimed["config.json"].get("problem_type", "")
-        ),
-        None,
-    )
-    if task is None:
-        raise ModelError(
-            "export", "its task is not one of kd's", "", "Ask who wrote it"
-        )
-    return task
+def _claimed_task(claims: Claims) -> Task:
+    problem_type = claims.claimed["config.json"].get("problem_type", "")
+    for name in registry.names("tasks"):
+        options = registry.default_options("tasks", name)
+        task: Task = registry.build("tasks", name, options, "")
+        if task.problem_type == problem_type:
+            return task
+    raise ModelError("export", "its task is not one of kd's", "", "Ask who wrote it")

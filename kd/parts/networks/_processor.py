@@ -1,5 +1,4 @@
-"""Measure the effect of a transformers image processor on pixels, a model's native
-preprocessing.
+"""Measure the effect of a transformers image processor, a model's preprocessing.
 
 Besides mean and std, families have their own keys, such as `do_flip_channel_order`,
 `rescale_offset` and `include_top`, with their own defaults. So the processor is run on
@@ -22,9 +21,7 @@ from kd.models.classifier import Preprocessing
 from kd.models.spec import Spec
 
 SIZES = ("do_resize", "do_center_crop", "do_pad", "do_thumbnail", "do_align_long_axis")
-"""Keys that switch off resizing and cropping: kd gives every model the same bicubically
-resized square.
-"""
+"""Switches of resizing and cropping, which kd does alike for every model."""
 KEYS = ("size", "crop_size", "crop_pct", "resample", "do_center_crop", "do_resize")
 SIDE = 32  # side of the noise image, pixels
 
@@ -45,20 +42,13 @@ def read_processor(spec: Spec, hub: Any) -> Any:
         return hub.AutoImageProcessor.from_pretrained(
             spec.model, trust_remote_code=False
         )
-    except (
-        Exception
-    ) as error:  # transformers raises many types, all caused by the folder
-        files = [
-            Path(spec.model) / name
-            for name in ("preprocessor_config.json", "processor_config.json")
-        ]
-        there = [
-            f"'{file.name}' of '{spec.model}' cannot be used"
-            for file in files
-            if file.is_file()
-        ]
-        wrong = there[0] if there else f"'{spec.model}' has no preprocessor_config.json"
-        wrong = f"{wrong} ({error_summary(error)}), so that nothing says how pixels are normalized"
+    # transformers raises many types, all caused by the folder
+    except Exception as error:
+        reason = f"'{spec.model}' has no preprocessor_config.json"
+        for name in ("processor_config.json", "preprocessor_config.json"):
+            if (Path(spec.model) / name).is_file():
+                reason = f"'{name}' of '{spec.model}' cannot be used"
+        wrong = f"{reason} ({error_summary(error)}), so that nothing says how pixels are normalized"
         remedy = (
             "Write it there:"
             " AutoImageProcessor.from_pretrained(...).save_pretrained(folder)"
@@ -66,7 +56,7 @@ def read_processor(spec: Spec, hub: Any) -> Any:
         raise ModelError(f"{spec.config_path}.model", wrong, "", remedy) from error
 
 
-def measure(spec: Spec, processor: Any) -> Preparation:
+def measure_processor(spec: Spec, processor: Any) -> Preparation:
     with torch.device("cpu"):  # because a teacher may be built on the meta device
         shape = _prepared(spec, processor, _noise()).shape
         if shape[1] != shape[2]:
@@ -78,29 +68,24 @@ def measure(spec: Spec, processor: Any) -> Preparation:
             raise ModelError(
                 f"{spec.config_path}.model", wrong, allowed, "Choose another model"
             )
-        size = (
-            0
-            if shape[1] == SIDE and not getattr(processor, "do_resize", True)
-            else shape[1]
-        )
-        flat = _without(processor, SIZES)
-        line = _line(spec, flat)
-        if line is None:
-            raise _crooked(spec, flat)
-    gain, offset, order = line
-    mean, std = _written(processor, -offset / gain, 1 / gain)
-    back = np.argsort(order)  # per channel of the image
-    own = Preprocessing(
-        "transformers",
-        lambda image: _prepared(spec, processor, image),
-        _keys(processor, KEYS),
-    )
+        keeps_size = shape[1] == SIDE and not getattr(processor, "do_resize", True)
+        unresized = _without(processor, SIZES)
+        lines = _fitted_lines(spec, unresized)
+        if lines is None:
+            raise _not_affine_error(spec, unresized)
+    gain, offset, order = lines
+    mean, std = _written_or_measured(processor, -offset / gain, 1 / gain)
+    by_channel = np.argsort(order)  # per channel of the image
     return Preparation(
-        size,
-        tuple(mean[back].tolist()),
-        tuple(std[back].tolist()),
+        0 if keeps_size else shape[1],
+        tuple(mean[by_channel].tolist()),
+        tuple(std[by_channel].tolist()),
         tuple(order.tolist()),
-        own,
+        Preprocessing(
+            "transformers",
+            lambda image: _prepared(spec, processor, image),
+            _key_text(processor, KEYS),
+        ),
     )
 
 
@@ -112,25 +97,17 @@ def _noise() -> Image.Image:
 
 def _prepared(spec: Spec, processor: Any, image: Image.Image) -> torch.Tensor:
     """Return the processor's output for an image, float32 [3, H, W]."""
+    config_path = f"{spec.config_path}.model"
     try:
-        found = processor(images=image, return_tensors="pt").get("pixel_values")
-    except (
-        Exception
-    ) as error:  # transformers raises many types, all caused by the folder
+        pixels = processor(images=image, return_tensors="pt").get("pixel_values")
+    # transformers raises many types, all caused by the folder
+    except Exception as error:
         wrong = f"the processor of '{spec.model}' fails ({error_summary(error)})"
-        numbers = _keys(
-            processor,
-            ("image_mean", "image_std", "rescale_factor", "size", "crop_size"),
-        )
-        raise ModelError(
-            f"{spec.config_path}.model", wrong, f"Its keys are {numbers}"
-        ) from error
-    if (
-        not isinstance(found, torch.Tensor)
-        or found.ndim != 4
-        or found.shape[:2] != (1, 3)
-    ):
-        shape = list(getattr(found, "shape", ()))
+        names = ("image_mean", "image_std", "rescale_factor", "size", "crop_size")
+        allowed = f"Its keys are {_key_text(processor, names)}"
+        raise ModelError(config_path, wrong, allowed) from error
+    shape = list(getattr(pixels, "shape", ()))
+    if not isinstance(pixels, torch.Tensor) or len(shape) != 4 or shape[:2] != [1, 3]:
         wrong = (
             f"the {type(processor).__name__} of '{spec.model}' makes input of the shape"
             f" {shape} of an image"
@@ -139,13 +116,9 @@ def _prepared(spec: Spec, processor: Any, image: Image.Image) -> torch.Tensor:
             "One image [1, 3, H, W]; not patches (patch_size, max_num_patches), tiles"
             " or colour clusters"
         )
-        raise ModelError(
-            f"{spec.config_path}.model",
-            wrong,
-            allowed,
-            "Choose another model, such as one of a fixed size",
-        )
-    return found[0].float()
+        remedy = "Choose another model, such as one of a fixed size"
+        raise ModelError(config_path, wrong, allowed, remedy)
+    return pixels[0].float()
 
 
 def _without(processor: Any, switches: tuple[str, ...]) -> Any:
@@ -156,74 +129,74 @@ def _without(processor: Any, switches: tuple[str, ...]) -> Any:
     return changed
 
 
-def _line(spec: Spec, flat: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return gain, offset and source channel of each output channel, for pixels in
-    0..1.
+def _fitted_lines(
+    spec: Spec, processor: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Return gain, offset and source of each output channel, for pixels in 0..1.
+
+    None: an output channel is not a straight line of one image channel.
     """
     image = _noise()
-    found = _prepared(spec, flat, image)
-    if found.shape[1:] != (SIDE, SIDE) or not found.isfinite().all():
+    output = _prepared(spec, processor, image)
+    if output.shape[1:] != (SIDE, SIDE) or not output.isfinite().all():
         return None
     pixels = np.asarray(image, np.float64).reshape(-1, 3) / 255
-    known = np.column_stack([pixels, np.ones(len(pixels))])
-    answers = found.double().numpy().reshape(3, -1).T
-    solution = np.linalg.lstsq(known, answers)[0]
-    gains, offset = solution[:3].T, solution[3]
+    inputs = np.column_stack([pixels, np.ones(len(pixels))])
+    outputs = output.double().numpy().reshape(3, -1).T
+    solution = np.linalg.lstsq(inputs, outputs)[0]
+    gains = solution[:3].T
+    offset = solution[3]
     order = np.abs(gains).argmax(1)
     gain = gains[np.arange(3), order]
-    straight = known[:, order] * gain + offset
-    error, spread = np.abs(straight - answers).max(0), answers.std(0)
-    return (
-        (gain, offset, order)
-        if (error < 1e-4 * spread).all() and len({*order.tolist()}) == 3
-        else None
-    )
+    error = np.abs(inputs[:, order] * gain + offset - outputs).max(0)
+    is_straight = bool((error < 1e-4 * outputs.std(0)).all())
+    return (gain, offset, order) if is_straight and len({*order}) == 3 else None
 
 
-def _written(
+def _written_or_measured(
     processor: Any, mean: np.ndarray, std: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the processor's own numbers if they equal the measured ones up to
-    rounding.
-    """
-    factor = 255 * (
-        processor.rescale_factor if getattr(processor, "do_rescale", False) else 1.0
-    )
-    keys = getattr(processor, "image_mean", 0.0), getattr(processor, "image_std", 1.0)
-    given = keys if getattr(processor, "do_normalize", False) else (0.0, 1.0)
+    """Return the processor's own numbers if they equal the measured ones, rounded."""
+    measured = mean.round(6), std.round(6)
+    factor = 255.0
+    if getattr(processor, "do_rescale", False):
+        factor = 255 * processor.rescale_factor
+    keys = (0.0, 1.0)
+    if getattr(processor, "do_normalize", False):
+        image_mean = getattr(processor, "image_mean", 0.0)
+        keys = image_mean, getattr(processor, "image_std", 1.0)
     try:
-        exact = [
-            np.broadcast_to(np.array(one, np.float64) / factor, 3) for one in given
-        ]
+        written_mean, written_std = (
+            np.broadcast_to(np.array(key, np.float64) / factor, 3) for key in keys
+        )
     except (TypeError, ValueError):
-        exact = [mean.round(6), std.round(6)]
-    close = all(
-        np.allclose(one, found, 1e-5, 1e-6)
-        for one, found in zip(exact, (mean, std), strict=True)
-    )
-    return (exact[0], exact[1]) if close else (mean.round(6), std.round(6))
+        return measured
+    is_close = np.allclose(written_mean, mean, 1e-5, 1e-6)
+    if is_close and np.allclose(written_std, std, 1e-5, 1e-6):
+        return written_mean, written_std
+    return measured
 
 
-def _crooked(spec: Spec, flat: Any) -> ModelError:
-    """Return the error for a processor that is not affine, naming the
-    responsible keys.
-    """
-    on = [
+def _not_affine_error(spec: Spec, processor: Any) -> ModelError:
+    """Return the error for a processor that is not affine, with the guilty keys."""
+    switches = [
         name
-        for name in vars(flat)
-        if name.startswith("do_") and getattr(flat, name) is True
+        for name in vars(processor)
+        if name.startswith("do_") and getattr(processor, name) is True
     ]
     guilty = [
-        name for name in on if _line(spec, _without(flat, (name,))) is not None
-    ] or on
+        name
+        for name in switches
+        if _fitted_lines(spec, _without(processor, (name,))) is not None
+    ] or switches
     wrong = (
         f"preprocessor_config.json of '{spec.model}' changes pixels in another way than"
         " by mean and deviation"
     )
     if "do_normalize" in guilty:
         guilty = [
-            f"image_std {getattr(flat, 'image_std', None)}",
-            f"image_mean {getattr(flat, 'image_mean', None)}",
+            f"image_std {getattr(processor, 'image_std', None)}",
+            f"image_mean {getattr(processor, 'image_mean', None)}",
         ]
     allowed = "A straight line of each channel, with deviations above 0"
     return ModelError(
@@ -234,8 +207,8 @@ def _crooked(spec: Spec, flat: Any) -> ModelError:
     )
 
 
-def _keys(processor: Any, names: Sequence[str]) -> str:
-    found = processor.to_dict()
+def _key_text(processor: Any, names: Sequence[str]) -> str:
+    values = processor.to_dict()
     return ", ".join(
-        f"{name} {found[name]}" for name in names if found.get(name) is not None
+        f"{name} {values[name]}" for name in names if values.get(name) is not None
     )

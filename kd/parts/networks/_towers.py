@@ -1,6 +1,4 @@
-"""Load transformers models from a folder or the hub: configuration, preprocessing,
-weights, one output.
-"""
+"""Load transformers models from a folder or the hub, as networks with one output."""
 
 import logging
 import math
@@ -18,17 +16,15 @@ from kd.core.types import Outputs
 from kd.models.checkpoints import require_no_adapter
 from kd.models.classifier import Classifier
 from kd.models.spec import Spec
-from kd.parts.networks._processor import Preparation, measure, read_processor
+from kd.parts.networks._processor import Preparation, measure_processor, read_processor
 
 CLASSIFIER = "ForImageClassification"  # part of the name of a class with a classifier
 HEADS = ("classifier", "head", "fc")  # endings of the names of their last layers
 
 
 def library(config_path: str) -> Any:
-    wrong, remedy = (
-        "needs the package transformers, which is not installed",
-        "pip install 'PATH/kd[transformers]'",
-    )
+    wrong = "needs the package transformers, which is not installed"
+    remedy = "pip install 'PATH/kd[transformers]'"
     return import_optional("transformers", f"{config_path}.kind", wrong, remedy)
 
 
@@ -36,53 +32,46 @@ def library(config_path: str) -> Any:
 def quiet(hub: Any) -> Iterator[None]:
     """Suppress transformers' reports and progress bars: problems are errors here."""
     logger = logging.getLogger("transformers")
-    level, bars = logger.level, hub.utils.logging.is_progress_bar_enabled()
+    level = logger.level
+    shows_bars = hub.utils.logging.is_progress_bar_enabled()
     logger.setLevel(logging.CRITICAL)
     hub.utils.logging.disable_progress_bar()
     try:
         yield
     finally:
         logger.setLevel(level)
-        if bars:
+        if shows_bars:
             hub.utils.logging.enable_progress_bar()
 
 
-def refused(spec: Spec, error: Exception) -> ModelError:
+def _loading_error(spec: Spec, error: Exception) -> ModelError:
     wrong = f"'{spec.model}' cannot be loaded ({error_summary(error)})"
     allowed = (
         "A folder that save_pretrained wrote, or an id on the hub; weights as"
         " safetensors"
     )
-    return ModelError(
-        f"{spec.config_path}.model",
-        wrong,
-        allowed,
-        "Check the name; an id on the hub needs the network",
-    )
+    remedy = "Check the name; an id on the hub needs the network"
+    return ModelError(f"{spec.config_path}.model", wrong, allowed, remedy)
 
 
 def read_config(spec: Spec, hub: Any) -> Any:
     """Return the configuration of a model, with `args` on top."""
     if spec.checkpoint:
-        wrong, remedy = (
-            "is set, but the folder or the hub id brings its weights",
-            "Leave checkpoint out",
-        )
-        raise ModelError(f"{spec.config_path}.checkpoint", wrong, "", remedy)
+        wrong = "is set, but the folder or the hub id brings its weights"
+        config_path = f"{spec.config_path}.checkpoint"
+        raise ModelError(config_path, wrong, "", "Leave checkpoint out")
     if "trust_remote_code" in spec.args:
         wrong = "has trust_remote_code, which runs code of the model's folder"
+        allowed = "A model that transformers knows"
         remedy = "Leave it out; teacher.kind=torch runs a function of your own"
-        raise ModelError(
-            f"{spec.config_path}.args", wrong, "A model that transformers knows", remedy
-        )
+        raise ModelError(f"{spec.config_path}.args", wrong, allowed, remedy)
     require_no_adapter(f"{spec.config_path}.model", Path(spec.model))
     try:
         with quiet(hub):
             config = hub.AutoConfig.from_pretrained(spec.model, **spec.args)
-    except (
-        Exception
-    ) as error:  # transformers raises many types, all caused by the folder
-        raise refused(spec, error) from error
+    # transformers raises many types, all caused by the folder
+    except Exception as error:
+        raise _loading_error(spec, error) from error
     if config.model_type == "timm_wrapper":
         wrong = (
             f"'{spec.model}' wraps a network of timm"
@@ -92,19 +81,13 @@ def read_config(spec: Spec, hub: Any) -> Any:
             "Save its `model.timm_model` with timm.models.save_for_hf, and set"
             f" {spec.config_path}.kind=timm"
         )
-        raise ModelError(
-            f"{spec.config_path}.model",
-            wrong,
-            "A network that transformers itself implements",
-            remedy,
-        )
+        allowed = "A network that transformers itself implements"
+        raise ModelError(f"{spec.config_path}.model", wrong, allowed, remedy)
     return config
 
 
 def vision_config(config: Any) -> Any:
-    """Return the configuration of the image tower, with the whole model's projection
-    width.
-    """
+    """Return the configuration of the image tower, with the projection's width."""
     vision = getattr(config, "vision_config", config)
     if hasattr(config, "projection_dim"):
         vision.projection_dim = config.projection_dim
@@ -114,67 +97,62 @@ def vision_config(config: Any) -> Any:
 def preprocessing(
     spec: Spec, hub: Any, config: Any, image_size: int
 ) -> tuple[dict[str, Any], Preparation]:
-    """Return `input_size`, `mean` and `std` for a Classifier, and the effect of the
-    model's own processor.
-    """
+    """Return `input_size`, `mean` and `std` for a Classifier, and the preparation."""
     with quiet(hub):
-        found = measure(spec, read_processor(spec, hub))
-    own = getattr(vision_config(config), "image_size", None)
-    size = found.size or (own if isinstance(own, int) else image_size)
-    return {"input_size": size, "mean": found.mean, "std": found.std}, found
+        preparation = measure_processor(spec, read_processor(spec, hub))
+    size = preparation.size or getattr(vision_config(config), "image_size", None)
+    arguments = {
+        "input_size": size if isinstance(size, int) else image_size,
+        "mean": preparation.mean,
+        "std": preparation.std,
+    }
+    return arguments, preparation
 
 
-def loaded(spec: Spec, hub: Any, auto: str, config: Any) -> nn.Module:
-    """Return a model with all of its weights, in eval mode; on the meta device if no
-    weights are needed.
+def load_model(spec: Spec, hub: Any, class_name: str, config: Any) -> nn.Module:
+    """Return a model with all of its weights, in eval mode.
+
+    Its weights are not read where another rank has them: `spec.pretrained` is False.
     """
-    # `spec.pretrained` is False if another rank has the weights.
-    cls: Any = getattr(hub, auto)
+    model_class: Any = getattr(hub, class_name)
     try:
         with quiet(hub):
             if not spec.pretrained:
-                return (cls.from_config if hasattr(cls, "from_config") else cls)(
-                    config
-                ).eval()
-            model, report = cls.from_pretrained(
+                make = getattr(model_class, "from_config", model_class)
+                return make(config).eval()
+            model, report = model_class.from_pretrained(
                 spec.model,
                 config=config,
                 use_safetensors=True,
                 output_loading_info=True,
                 dtype=torch.float32,
             )
-    except (
-        Exception
-    ) as error:  # transformers raises many types, all caused by the folder
-        raise refused(spec, error) from error
-    missing = sorted(
-        name for name in report["missing_keys"] if not name.startswith("pooler.")
+    # transformers raises many types, all caused by the folder
+    except Exception as error:
+        raise _loading_error(spec, error) from error
+    missing_keys = report["missing_keys"]
+    pooler_keys = [key for key in missing_keys if key.startswith("pooler.")]
+    lacking = sorted(key for key in missing_keys if key not in pooler_keys)
+    lacking += sorted(
+        str(key[0] if isinstance(key, tuple) else key)
+        for key in report["mismatched_keys"]
     )
-    other = sorted(
-        str(one[0] if isinstance(one, tuple) else one)
-        for one in report["mismatched_keys"]
-    )
-    if missing or other:
-        names = ", ".join([*missing, *other][:3])
+    if lacking:
         wrong = (
-            f"'{spec.model}' lacks {len(missing) + len(other)} weights of a"
-            f" {type(model).__name__} ({names})"
+            f"'{spec.model}' lacks {len(lacking)} weights of a"
+            f" {type(model).__name__} ({', '.join(lacking[:3])})"
         )
+        remedy = "Choose a model with these weights"
         raise ModelError(
-            f"{spec.config_path}.model",
-            wrong,
-            "They would be random",
-            "Choose a model with these weights",
+            f"{spec.config_path}.model", wrong, "They would be random", remedy
         )
-    if any(name.startswith("pooler.") for name in report["missing_keys"]):
+    if pooler_keys:
         model.pooler = None  # its weights would be random
     return model.eval()
 
 
 class Tower(nn.Module):
-    """A transformers model as a network from normalized pixels [B, 3, S, S] to one
-    tensor.
-    """
+    """A transformers model from normalized pixels [B, 3, S, S] to one tensor."""
 
     def __init__(
         self,
@@ -183,31 +161,34 @@ class Tower(nn.Module):
         patch: int = 0,
         pick: nn.Module | None = None,
     ) -> None:
-        """Wrap a model; `order`: the image channel at each input position; `patch`:
-        patch side, 0: no patches.
+        """Wrap a model.
+
+        Args:
+            model: of transformers.
+            order: the image channel at each input position.
+            patch: side of a patch, pixels; 0: no patches.
+            pick: selects logits.
         """
         super().__init__()
-        self.model, self.order, self.patch, self.pick = (
-            model,
-            list(order),
-            patch,
-            pick or nn.Identity(),
-        )
+        self.model = model
+        self.order = list(order)
+        self.patch = patch
+        self.pick = pick or nn.Identity()
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return the logits [B, C], or the pooled features [B, D] of a model without
-        classes.
-        """
-        output = self._ask(self.model, pixels)
-        return (
-            self._logits(output)
-            if CLASSIFIER in type(self.model).__name__
-            else self._pooled(output, pixels)
-        )
+        """Return the logits [B, C], or pooled features [B, D] without classes."""
+        output = self._predict(self.model, pixels)
+        if self._classifies:
+            return self._logits(output)
+        return self._pooled(output, pixels)
 
-    def described(self, pixels: Tensor, names: tuple[str, ...]) -> Outputs:
+    @property
+    def _classifies(self) -> bool:
+        return CLASSIFIER in type(self.model).__name__
+
+    def with_features(self, pixels: Tensor, names: tuple[str, ...]) -> Outputs:
         """Return logits [B, C] (width 0 without classes) and the named features."""
-        if CLASSIFIER in type(self.model).__name__:
+        if self._classifies:
             logits_BC, pooled_BD, last = self._classified(pixels)
         else:
             hidden: list[Any] = []  # CLIP's projected output has no tokens
@@ -217,15 +198,13 @@ class Tower(nn.Module):
             )
             pooled_BD = self.forward(pixels)
             hook.remove()
-            logits_BC, last = pooled_BD.new_zeros(len(pooled_BD), 0), hidden[0]
+            logits_BC = pooled_BD.new_zeros(len(pooled_BD), 0)
+            last = hidden[0]
         features = {"pooled": pooled_BD} if "pooled" in names else {}
-        if "tokens" in names:
-            maps = (
-                last.flatten(2).transpose(1, 2)
-                if last.ndim == 4
-                else last[:, -self._places(last, pixels) :]
-            )
-            features["tokens"] = maps
+        if "tokens" in names and last.ndim == 4:
+            features["tokens"] = last.flatten(2).transpose(1, 2)
+        elif "tokens" in names:
+            features["tokens"] = last[:, -self._patch_count(last, pixels) :]
         return Outputs(logits_BC, features)
 
     def _logits(self, output: Any) -> Tensor:  # another name in PP-LCNet
@@ -233,27 +212,23 @@ class Tower(nn.Module):
             output.logits if hasattr(output, "logits") else output.last_hidden_state
         )
 
-    def _ask(self, model: Any, pixels: Tensor) -> Any:
+    def _predict(self, model: Any, pixels: Tensor) -> Any:
         if self.order != [0, 1, 2]:
             pixels = pixels[:, self.order]
         if hasattr(model, "get_image_features"):
             output = model.get_image_features(pixel_values=pixels)
-            return (
-                SimpleNamespace(pooler_output=output)
-                if isinstance(output, Tensor)
-                else output
-            )
+            if isinstance(output, Tensor):
+                return SimpleNamespace(pooler_output=output)
+            return output
         return model(pixel_values=pixels)
 
     def _classified(self, pixels: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Return logits, the classifier's input (the mean of two), and the backbone's
-        output.
-        """
+        """Return logits, the mean input of the classifiers, and the last maps."""
         inner: Any = self.model
         heads = [
-            one
-            for name, one in inner.named_children()
-            if name.endswith(HEADS) and [*one.parameters()]
+            layer
+            for name, layer in inner.named_children()
+            if name.endswith(HEADS) and [*layer.parameters()]
         ]
         head_inputs: list[Tensor] = []
         outputs: list[Any] = []
@@ -263,29 +238,31 @@ class Tower(nn.Module):
             )
             for head in heads
         ]
-        backbone = [one for one in inner.children() if one not in heads]
         hooks += [
-            one.register_forward_hook(lambda _, inputs, output: outputs.append(output))
-            for one in backbone
+            layer.register_forward_hook(
+                lambda _, inputs, output: outputs.append(output)
+            )
+            for layer in inner.children()
+            if layer not in heads
         ]
-        logits_BC = self._logits(self._ask(inner, pixels))
+        logits_BC = self._logits(self._predict(inner, pixels))
         for hook in hooks:
             hook.remove()
         last = [
-            one.last_hidden_state
-            for one in outputs
-            if hasattr(one, "last_hidden_state")
+            output.last_hidden_state
+            for output in outputs
+            if hasattr(output, "last_hidden_state")
         ]
         if not head_inputs or not last:
             wrong = (
                 f"'{type(inner).__name__}' has no vector of features before its"
                 " classifier, which a loss needs"
             )
-            raise ModelError(
-                "losses", wrong, "Losses on logits", "Take others, or another teacher"
-            )
+            remedy = "Take others, or another teacher"
+            raise ModelError("losses", wrong, "Losses on logits", remedy)
         vectors = [
-            one.mean(1) if one.ndim == 3 else one.flatten(1) for one in head_inputs
+            features.mean(1) if features.ndim == 3 else features.flatten(1)
+            for features in head_inputs
         ]
         return logits_BC, torch.stack(vectors).mean(0), last[-1]
 
@@ -295,34 +272,31 @@ class Tower(nn.Module):
             if value is not None:
                 return value.flatten(1)
         last = output.last_hidden_state
-        if last.ndim == 3 and last.shape[1] > self._places(last, pixels):
+        if last.ndim != 3:
+            return last.mean((2, 3))
+        if last.shape[1] > self._patch_count(last, pixels):
             return last[:, 0]
-        return last.mean(1) if last.ndim == 3 else last.mean((2, 3))
+        return last.mean(1)
 
-    def _places(self, last: Tensor, pixels: Tensor) -> int:
-        """Return the number of patch tokens in [B, N, D]; class and register tokens
-        come first.
-        """
-        patches = (
-            (pixels.shape[-2] // self.patch) * (pixels.shape[-1] // self.patch)
-            if self.patch
-            else last.shape[1]
-        )
-        return min(
-            patches, math.isqrt(last.shape[1]) ** 2
-        )  # a square image has a square grid
+    def _patch_count(self, last: Tensor, pixels: Tensor) -> int:
+        """Return the number of patch tokens in [B, N, D], which are the last ones."""
+        tokens = last.shape[1]
+        square = math.isqrt(tokens) ** 2  # a square image has a square grid
+        if not self.patch:
+            return square
+        height, width = pixels.shape[-2:]
+        return min((height // self.patch) * (width // self.patch), square)
 
 
 class TowerTeacher(Classifier):
-    """A transformers model with its normalization and input size. See
-    `kd.core.contracts.TeacherModel`.
+    """A transformers model with its preprocessing.
+
+    See `kd.core.contracts.TeacherModel`.
     """
 
     network: Tower
 
     def outputs(self, pixels: Tensor) -> Outputs:
-        return (
-            self.network.described(pixels, self.features)
-            if self.features
-            else super().outputs(pixels)
-        )
+        if not self.features:
+            return super().outputs(pixels)
+        return self.network.with_features(pixels, self.features)

@@ -45,7 +45,8 @@ class Options(shared.Options):
 class GraphTeacher(nn.Module):
     """Predicts with a graph. See `kd.core.contracts.TeacherModel`."""
 
-    runtime, reads_ids = "onnxruntime", False
+    runtime = "onnxruntime"
+    reads_ids = False
     features: tuple[str, ...] = ()
     classes: Sequence[str]
 
@@ -53,9 +54,12 @@ class GraphTeacher(nn.Module):
         self, path: Path, options: Options, config_path: str, image_size: int
     ) -> None:
         super().__init__()
-        self.path, self.options, self.config_path = path, options, config_path
+        self.path = path
+        self.options = options
+        self.config_path = config_path
         self.network = nn.Module()
-        self.classes, self.num_classes = (), 0
+        self.classes = ()
+        self.num_classes = 0
         self.to_logits: Callable[[Tensor], Tensor] = Tensor.float
         self.pick: nn.Module = nn.Identity()
         self.sessions = Sessions(
@@ -63,56 +67,38 @@ class GraphTeacher(nn.Module):
         )
         self.files = graph_files(path, f"{config_path}.model")
         session = self.sessions()
-        inputs, outputs = (
-            session.get_inputs(),
-            [output.name for output in session.get_outputs()],
-        )
+        inputs = session.get_inputs()
         if (
             len(inputs) != 1
             or inputs[0].type not in DTYPES
             or len(inputs[0].shape) != 4
         ):
-            found = ", ".join(f"{one.name} {one.type} {one.shape}" for one in inputs)
+            texts = [f"{input.name} {input.type} {input.shape}" for input in inputs]
+            wrong = f"'{path}' takes {', '.join(texts)}"
             allowed = "One image input of rank 4: uint8, float32 or float16"
-            raise ModelError(
-                f"{config_path}.model",
-                f"'{path}' takes {found}",
-                allowed,
-                "Export it anew",
-            )
-        self.input, self.shape, self.dtype = (
-            inputs[0].name,
-            inputs[0].shape,
-            DTYPES[inputs[0].type],
-        )
-        self.output = options.output or (
-            "logits" if "logits" in outputs else outputs[0]
-        )
-        if self.output not in outputs or (
-            not options.output and len(outputs) > 1 and self.output != "logits"
-        ):
-            wrong = f"'{path}' has the outputs {', '.join(outputs)}"
-            raise ModelError(
-                f"{config_path}.output",
-                wrong,
-                "One of them",
-                f"Set {config_path}.output",
-            )
-        self.last = self.shape[3] == 3 and self.shape[1] != 3
-        side = self.shape[2]
-        self.input_size = (
-            side
-            if isinstance(side, int) and side > 0
-            else options.input_size or image_size
-        )
-        self.fixed = (
-            self.shape[0] if isinstance(self.shape[0], int) and self.shape[0] > 0 else 0
-        )
+            raise ModelError(f"{config_path}.model", wrong, allowed, "Export it anew")
+        self.input = inputs[0].name
+        self.dtype = DTYPES[inputs[0].type]
+        self.output = self._choose_output([out.name for out in session.get_outputs()])
+        shape = inputs[0].shape
+        self.channels_last = shape[3] == 3 and shape[1] != 3
+        self.input_size = _fixed(shape[2]) or options.input_size or image_size
+        self.batch_size = _fixed(shape[0])  # 0: any
         if self.dtype == np.uint8 and options.mean:
             wrong = "is set, but the graph takes uint8 and normalizes by itself"
             raise ModelError(f"{config_path}.mean", wrong, "", "Leave mean and std out")
         if self.dtype != np.uint8:
             shared.require_normalization(config_path, options.mean)
+
+    def _choose_output(self, names: Sequence[str]) -> str:
+        option = self.options.output
+        output = option or ("logits" if "logits" in names else names[0])
+        is_clear = bool(option) or len(names) == 1 or output == "logits"
+        if output in names and is_clear:
+            return output
+        wrong = f"'{self.path}' has the outputs {', '.join(names)}"
+        config_path = f"{self.config_path}.output"
+        raise ModelError(config_path, wrong, "One of them", f"Set {config_path}")
 
     def identity(self) -> dict[str, Any]:
         digest = hashlib.sha256()
@@ -141,33 +127,29 @@ class GraphTeacher(nn.Module):
         return Outputs(self.pick(self.to_logits(answer)))
 
     def answer(self, image: Tensor) -> Tensor:
+        """Return the graph's output for uint8 images [B, 3, H, W], float32."""
         pixels = resized(image, self.input_size)
         if self.dtype == np.uint8:
             pixels = pixels.round().clamp(0, 255).to(torch.uint8)
         else:
-            numbers = self.options.mean, self.options.std
             mean, std = (
-                torch.tensor(one, device=image.device).view(1, 3, 1, 1)
-                for one in numbers
+                torch.tensor(numbers, device=image.device).view(1, 3, 1, 1)
+                for numbers in (self.options.mean, self.options.std)
             )
             pixels = (pixels / 255 - mean) / std
-        pixels = (pixels.permute(0, 2, 3, 1) if self.last else pixels).contiguous()
-        array = pixels.cpu().numpy().astype(self.dtype, copy=False)
-        size, session, answers = self.fixed or len(array), self.sessions(), []
-        filled = np.concatenate(
-            [array, np.repeat(array[:1], -len(array) % size, 0)]
-        )  # if its batch size is fixed
+        if self.channels_last:
+            pixels = pixels.permute(0, 2, 3, 1)
+        array = pixels.contiguous().cpu().numpy().astype(self.dtype, copy=False)
+        size = self.batch_size or len(array)
+        # the last batch is filled with the first image
+        filled = np.concatenate([array, np.repeat(array[:1], -len(array) % size, 0)])
+        session = self.sessions()
+        answers = []
         for start in range(0, len(filled), size):
-            answers.append(
-                session.run([self.output], {self.input: filled[start : start + size]})[
-                    0
-                ]
-            )
-        return (
-            torch.from_numpy(np.concatenate(answers)[: len(array)])
-            .float()
-            .to(image.device)
-        )
+            batch = filled[start : start + size]
+            answers += session.run([self.output], {self.input: batch})
+        answer = torch.from_numpy(np.concatenate(answers)[: len(array)])
+        return answer.float().to(image.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphTeacher:
         return self  # a session cannot be copied, and it is immutable
@@ -179,38 +161,37 @@ def build(
     """Open the graph and run it once."""
     shared.require_one_output(spec, features, "onnx")
     path = Path(spec.model).expanduser()
+    config_path = f"{spec.config_path}.model"
     if not path.is_file():
-        raise ModelError(
-            f"{spec.config_path}.model",
-            f"no file '{path}'",
-            "An ONNX file",
-            "Check the path",
-        )
+        wrong = f"no file '{path}'"
+        raise ModelError(config_path, wrong, "An ONNX file", "Check the path")
     spec.require_bare("a graph holds its weights")
-    made = GraphTeacher(path, options, spec.config_path, image_size)
+    teacher = GraphTeacher(path, options, spec.config_path, image_size)
     noise = torch.randint(
         256, (2, 3, image_size, image_size), generator=torch.Generator().manual_seed(0)
     )
     try:
-        first = made.answer(noise.to(torch.uint8))
+        answer = teacher.answer(noise.to(torch.uint8))
     except Exception as error:  # onnxruntime has its own, unrelated error types
-        raise fails(spec.config_path, str(path), made.input_size, error) from error
-    if len(first) != 2:
-        wrong = f"'{path}' returns for two images the shape {tuple(first.shape)}"
-        raise ModelError(
-            f"{spec.config_path}.model",
-            wrong,
-            "One row of outputs per image",
-            "Export it anew",
-        )
+        raise fails(spec.config_path, str(path), teacher.input_size, error) from error
+    if len(answer) != 2:
+        wrong = f"'{path}' returns for two images the shape {tuple(answer.shape)}"
+        allowed = "One row of outputs per image"
+        raise ModelError(config_path, wrong, allowed, "Export it anew")
     if not spec.logits:
-        made.features = tuple(features)
-        return made
-    shared.require_logits(spec, first, options.outputs)
-    spec.require_meaning(
-        folder_config(path.parent).get("problem_type") or ""
-    )  # from a folder exported by kd
-    made.to_logits = shared.to_logits(spec, options.outputs)
-    made.classes, made.pick = shared.named(spec, first.shape[1], (), options.classes)
-    made.num_classes = len(made.classes)
-    return made
+        teacher.features = tuple(features)
+        return teacher
+    shared.require_logits(spec, answer, options.outputs)
+    # of a folder exported by kd
+    spec.require_meaning(folder_config(path.parent).get("problem_type") or "")
+    teacher.to_logits = shared.to_logits(spec, options.outputs)
+    teacher.classes, teacher.pick = shared.select_classes(
+        spec, answer.shape[1], (), options.classes
+    )
+    teacher.num_classes = len(teacher.classes)
+    return teacher
+
+
+def _fixed(size: object) -> int:
+    """Return a fixed size of a graph's input; 0: any."""
+    return size if isinstance(size, int) and size > 0 else 0

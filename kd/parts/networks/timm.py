@@ -13,7 +13,7 @@ from kd.core.keys import Keys, file_key, keys
 from kd.models.classifier import REORDERED, Classifier
 from kd.models.load_classifier import load
 from kd.models.spec import Spec
-from kd.parts.networks._shared import columns, named
+from kd.parts.networks._shared import columns, select_classes
 
 facts = NetworkFacts(trains=True)
 
@@ -33,42 +33,30 @@ class Options(Keys):
 def build(
     options: Options, spec: Spec, image_size: int, features: Collection[str]
 ) -> Classifier:
-    """Load the classifier, keeping only the rows of its last layer for the data's
-    classes.
-    """
+    """Load the classifier, keeping only the last layer's rows of the data's classes."""
     config_path = f"{spec.config_path}.classes"
     if options.classes and spec.config_path == "student":
-        raise ModelError(
-            config_path,
-            "is set, but a student has the data's classes",
-            "",
-            "Leave it out",
-        )
+        wrong = "is set, but a student has the data's classes"
+        raise ModelError(config_path, wrong, "", "Leave it out")
     if not (options.classes and spec.logits and spec.exact_head):
         return load(spec, image_size, features)
-    made = load(replace(spec, classes=None), image_size, features)
-    if spec.classes and made.classes == tuple(
-        spec.classes
-    ):  # it was fitted on the data's classes
-        return made
-    own = (
-        () if made.classes[0] == "class_0" else made.classes
-    )  # its outputs have no names
-    names, pick = named(spec, made.num_classes, own, options.classes)
-    head = made.network.get_classifier()  # type: ignore[operator]
+    model = load(replace(spec, classes=None), image_size, features)
+    # it was fitted on the data's classes
+    if spec.classes and model.classes == tuple(spec.classes):
+        return model
+    is_nameless = model.classes[0] == "class_0"
+    model_names = () if is_nameless else model.classes
+    names, pick = select_classes(spec, model.num_classes, model_names, options.classes)
+    head = model.network.get_classifier()  # type: ignore[operator]
     if not isinstance(head, nn.Linear):
-        raise ModelError(
-            config_path,
-            f"is set, but '{spec.model}' does not end in a linear layer",
-            "",
-            "Fit it",
-        )
+        wrong = f"is set, but '{spec.model}' does not end in a linear layer"
+        raise ModelError(config_path, wrong, "", "Fit it")
     for rows in columns(pick).values():
         head.weight = nn.Parameter(head.weight.detach()[rows])
         if head.bias is not None:
             head.bias = nn.Parameter(head.bias.detach()[rows])
-        if len(rows) == made.num_classes:
-            made.notes = (*made.notes, REORDERED)
-    head.out_features = made.num_classes = len(names)
-    made.classes = names
-    return made
+        if len(rows) == model.num_classes:
+            model.notes = (*model.notes, REORDERED)
+    head.out_features = model.num_classes = len(names)
+    model.classes = names
+    return model

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -44,74 +44,68 @@ def build(
 ) -> Classifier:
     """Build the module, load its weights, and run it once."""
     shared.require_one_output(spec, features, "torch")
-    function = shared.found_function(spec)
+    function = shared.find_function(spec)
     shared.require_normalization(spec.config_path, options.mean)
     try:
         inner = function(**spec.args)
     except TypeError as error:
+        wrong = f"'{spec.model}' refuses them ({first_sentence(error)})"
         raise ModelError(
-            f"{spec.config_path}.args",
-            f"'{spec.model}' refuses them ({first_sentence(error)})",
-            "",
-            "Correct them",
+            f"{spec.config_path}.args", wrong, "", "Correct them"
         ) from error
     if not isinstance(inner, nn.Module):
         wrong = f"'{spec.model}' returns {type(inner).__name__}"
         raise ModelError(
             f"{spec.config_path}.model", wrong, "A function that returns an nn.Module"
         )
-    own: list[str] = []
-    if (
-        spec.checkpoint
-    ):  # weights must match exactly; a .pth is read without running code
+    model_names: Sequence[str] = ()
+    # weights must match exactly; a .pth is read_weights without running code
+    if spec.checkpoint:
         weights = read_weights(f"{spec.config_path}.checkpoint", spec.checkpoint)
-        own = weights.classes or [] if spec.exact_head else []
-        taken = match_state_dict(weights, inner, spec.model, spec.weights)
+        if spec.exact_head:
+            model_names = weights.classes or ()
+        fitting = match_state_dict(weights, inner, spec.model, spec.weights)
         with without_meta_warnings():
-            inner.load_state_dict(taken.tensors)
+            inner.load_state_dict(fitting.tensors)
     size = options.input_size or image_size
-    architecture = {
-        "function": spec.model,
-        "args": spec.args,
-        "source": _source(function),
-        "outputs": options.outputs,
-    }
-    described: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "input_size": size,
         "mean": options.mean,
         "std": options.std,
-    }
-    described |= {
-        "architecture": architecture,
+        "architecture": {
+            "function": spec.model,
+            "args": spec.args,
+            "source": _source_hash(function),
+            "outputs": options.outputs,
+        },
         "features": () if spec.logits else ("pooled",),
     }
     network = Network(inner.eval(), shared.to_logits(spec, options.outputs))
     if not spec.logits:
-        return Embedder(network, num_classes=0, **described)
-    first = _first(spec, inner, size)
-    shared.require_logits(spec, first, options.outputs)
-    names, network.pick = shared.named(spec, first.shape[1], own, options.classes)
-    return Classifier(network, num_classes=len(names), classes=names, **described)
+        return Embedder(network, num_classes=0, **arguments)
+    answer_BC = _first_answer(spec, inner, size)
+    shared.require_logits(spec, answer_BC, options.outputs)
+    names, network.pick = shared.select_classes(
+        spec, answer_BC.shape[1], model_names, options.classes
+    )
+    return Classifier(network, num_classes=len(names), classes=names, **arguments)
 
 
 @torch.no_grad()
-def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
+def _first_answer(spec: Spec, inner: nn.Module, size: int) -> Tensor:
     noise = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
     weight = next(inner.parameters(), noise)
     try:
-        return main_output(
-            inner(noise.to(weight.dtype)), f"{spec.config_path}.model"
-        ).float()
+        output = inner(noise.to(weight.dtype))
+        return main_output(output, f"{spec.config_path}.model").float()
     except FAILURES as error:
         raise fails(spec.config_path, spec.model, size, error) from error
 
 
-def _source(function: Any) -> str:
-    """Return a hash of the module's source: equal weights give other outputs with
-    another forward.
-    """
+def _source_hash(function: Any) -> str:
+    """Return a hash of the module's source, on which outputs depend as on weights."""
     try:
-        text = inspect.getsource(sys.modules[function.__module__])
+        source = inspect.getsource(sys.modules[function.__module__])
     except (OSError, TypeError):
-        text = ""
-    return hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16]
+        source = ""
+    return hashlib.sha256(json.dumps(source).encode()).hexdigest()[:16]

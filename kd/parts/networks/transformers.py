@@ -3,14 +3,25 @@ tower of CLIP and SigLIP.
 """
 
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 from kd.core.errors import ModelError
 from kd.core.keys import Keys, file_key, keys
 from kd.models.spec import Spec
 from kd.parts.networks import _towers as towers
-from kd.parts.networks._shared import named
+from kd.parts.networks._shared import select_classes
+
+IMAGE_TOWERS = {"clip": "CLIPVisionModelWithProjection", "siglip": "SiglipVisionModel"}
+NO_IDENTITY = (
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "id2label",
+    "label2id",
+    "dtype",
+    "torch_dtype",
+)
+"""Keys of a configuration on which no output depends."""
 
 
 @keys
@@ -31,76 +42,59 @@ def build(
     """Load the model with its own normalization and input size."""
     hub = towers.library(spec.config_path)
     config = towers.read_config(spec, hub)
-    shown, own = towers.preprocessing(spec, hub, config, image_size)
+    arguments, preparation = towers.preprocessing(spec, hub, config, image_size)
     vision = towers.vision_config(config)
-    common: dict[str, Any] = {**shown, "features": features}
-    common["architecture"] = {
-        "transformers": type(config).__name__,
-        "config": _kept(config),
-    }
-    patch = getattr(vision, "patch_size", 0)
-    wrap = partial(
-        towers.Tower, order=own.order, patch=patch if isinstance(patch, int) else 0
-    )
-    names, pick = (), None
+    names: tuple[str, ...] = ()
+    pick = None
     if spec.logits:
-        classes = _own_classes(spec, config)
-        model = towers.loaded(spec, hub, "AutoModelForImageClassification", config)
-        names, pick = named(spec, len(config.id2label), classes, options.classes)
-    else:
-        auto = {
-            "clip": "CLIPVisionModelWithProjection",
-            "siglip": "SiglipVisionModel",
-        }.get(config.model_type)
-        model = towers.loaded(
-            spec, hub, auto or "AutoModel", vision if auto else config
+        model_names = _class_names(spec, config)
+        model = towers.load_model(spec, hub, "AutoModelForImageClassification", config)
+        names, pick = select_classes(
+            spec, len(config.id2label), model_names, options.classes
         )
+    elif config.model_type in IMAGE_TOWERS:
+        model = towers.load_model(spec, hub, IMAGE_TOWERS[config.model_type], vision)
+    else:
+        model = towers.load_model(spec, hub, "AutoModel", config)
+    patch = getattr(vision, "patch_size", 0)
+    if not isinstance(patch, int):
+        patch = 0
     teacher = towers.TowerTeacher(
-        wrap(model, pick=pick), num_classes=len(names), classes=names, **common
+        towers.Tower(model, preparation.order, patch, pick),
+        num_classes=len(names),
+        classes=names,
+        features=features,
+        architecture={
+            "transformers": type(config).__name__,
+            "config": _identity(config),
+        },
+        **arguments,
     )
-    teacher.preprocessing = own.preprocessing
+    teacher.preprocessing = preparation.preprocessing
     return teacher
 
 
-def _own_classes(spec: Spec, config: Any) -> list[str]:
+def _class_names(spec: Spec, config: Any) -> list[str]:
     """Return the names of the model's classes; empty if they are only numbered."""
     if not any(towers.CLASSIFIER in name for name in config.architectures or []):
-        wrong = (
-            f"'{spec.model}' is a"
-            f" {', '.join(config.architectures or [config.model_type])}, which has no"
-            " classes"
-        )
+        kinds = ", ".join(config.architectures or [config.model_type])
+        wrong = f"'{spec.model}' is a {kinds}, which has no classes"
+        allowed = f"A model ...{towers.CLASSIFIER} for losses on logits"
         remedy = (
             "Take losses on features, such as cosine, or for CLIP and SigLIP"
             " teacher.kind=zero_shot"
         )
-        raise ModelError(
-            f"{spec.config_path}.model",
-            wrong,
-            f"A model ...{towers.CLASSIFIER} for losses on logits",
-            remedy,
-        )
+        raise ModelError(f"{spec.config_path}.model", wrong, allowed, remedy)
     spec.require_meaning(getattr(config, "problem_type", None) or "")
-    own = [config.id2label[label] for label in sorted(config.id2label)]
-    return (
-        [] if all(name == f"LABEL_{label}" for label, name in enumerate(own)) else own
-    )
+    names = [config.id2label[label] for label in sorted(config.id2label)]
+    numbered = [f"LABEL_{label}" for label in range(len(names))]
+    return [] if names == numbered else names
 
 
-def _kept(config: Any) -> dict[str, Any]:
-    """Return the part of a configuration that outputs may depend on, without its path
-    and author.
-    """
-    names = (
-        "_name_or_path",
-        "transformers_version",
-        "architectures",
-        "id2label",
-        "label2id",
-    )
-    left_out = (*names, "dtype", "torch_dtype")
+def _identity(config: Any) -> dict[str, Any]:
+    """Return the part of a configuration that outputs may depend on."""
     return {
         key: value
         for key, value in config.to_diff_dict().items()
-        if key not in left_out
+        if key not in NO_IDENTITY
     }

@@ -21,23 +21,24 @@ from kd.core.keys import Keys, file_key, keys
 from kd.models.answer_table import read_vectors
 from kd.models.classifier import Classifier
 from kd.models.spec import Spec
-from kd.parts.networks._shared import columns, named, read_names
+from kd.parts.networks._shared import columns, read_names, select_classes
 from kd.parts.networks._towers import (
     Tower,
     library,
-    loaded,
+    load_model,
     preprocessing,
     quiet,
     read_config,
     vision_config,
 )
 
+# by model type: the class with both towers, and the class with only the image tower
 TOWERS = {
     "clip": ("CLIPModel", "CLIPVisionModelWithProjection"),
     "siglip": ("SiglipModel", "SiglipVisionModel"),
     "clip_vision_model": ("", "CLIPVisionModelWithProjection"),
     "siglip_vision_model": ("", "SiglipVisionModel"),
-}  # by model type: the class with both towers, and the class with only the image tower
+}
 
 
 @keys
@@ -74,7 +75,8 @@ class Nearest(nn.Module):
 
     def __init__(self, tower: Tower, vectors_CD: Tensor, scale: float) -> None:
         super().__init__()
-        self.tower, self.scale = tower, scale
+        self.tower = tower
+        self.scale = scale
         self.register_buffer("vectors", vectors_CD.float())
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -90,125 +92,94 @@ def build(
     config = read_config(spec, hub)
     if config.model_type not in TOWERS:
         wrong = f"'{spec.model}' is a {config.model_type}"
-        raise ModelError(
-            f"{spec.config_path}.model",
-            wrong,
-            f"One of: {', '.join(TOWERS)}",
-            "Choose a model with texts",
-        )
+        allowed = f"One of: {', '.join(TOWERS)}"
+        remedy = "Choose a model with texts"
+        raise ModelError(f"{spec.config_path}.model", wrong, allowed, remedy)
     if features or not spec.logits:
+        wrong = "is zero_shot, which returns logits"
         remedy = "Set teacher.kind=transformers for its features"
-        raise ModelError(
-            f"{spec.config_path}.kind",
-            "is zero_shot, which returns logits",
-            "Losses on logits",
-            remedy,
-        )
-    spec.require_meaning(
-        "single_label_classification"
-    )  # a class's score is meaningful only relative to the others
-    shown, own = preprocessing(spec, hub, config, image_size)
-    both, alone = TOWERS[config.model_type]
-    file = (
-        read_names(options.classes, f"{spec.config_path}.classes")
-        if options.classes
-        else None
-    )
-    if options.vectors:
-        names, vectors_CD = chosen_vectors(
-            spec, options.vectors, file or list(spec.classes or [])
-        )
-        whole = (
-            bool(both) and not options.scale
-        )  # the learned scale is stored beside the towers
-        part = (both, config) if whole else (alone, vision_config(config))
-        model = loaded(spec, hub, *part)
-    else:
-        if not both:
-            wrong = f"'{spec.model}' has no text tower"
-            raise ModelError(
-                f"{spec.config_path}.model",
-                wrong,
-                "A model with both towers, or vectors",
-                "Set vectors",
-            )
-        names = file or list(spec.classes or [])
-        if not names:
-            wrong = "is missing: neither the data nor the model names classes"
-            raise ModelError(
-                f"{spec.config_path}.classes",
-                wrong,
-                "A text file, one class a line",
-                "Add it",
-            )
-        model = loaded(spec, hub, both, config)
+        raise ModelError(f"{spec.config_path}.kind", wrong, "Losses on logits", remedy)
+    # a class's score is meaningful only relative to the others
+    spec.require_meaning("single_label_classification")
+    arguments, preparation = preprocessing(spec, hub, config, image_size)
+    names = list(spec.classes or [])
+    if options.classes:
+        names = read_names(options.classes, f"{spec.config_path}.classes")
+    both_towers, image_tower = TOWERS[config.model_type]
+    if not options.vectors:
+        _require_texts(spec, both_towers, names)
+        model = load_model(spec, hub, both_towers, config)
         vectors_CD = text_vectors(spec, hub, model, names, options.prompts)
-    scale = options.scale or _learned(spec, model)
+    else:
+        names, vectors_CD = file_vectors(spec, options.vectors, names)
+        # the learned scale is stored beside the towers
+        if both_towers and not options.scale:
+            model = load_model(spec, hub, both_towers, config)
+        else:
+            model = load_model(spec, hub, image_tower, vision_config(config))
+    scale = options.scale or _learned_scale(spec, model)
     if hasattr(model, "text_model"):
-        model.text_model = None  # type: ignore[assignment]  # it is not needed after the class vectors are computed
+        # it is not needed after the class vectors are computed
+        model.text_model = None  # type: ignore[assignment]
+    size = arguments["input_size"]
     with torch.no_grad():
-        width = Tower(model)(
-            torch.zeros(1, 3, shown["input_size"], shown["input_size"])
-        ).shape[1]
+        width = Tower(model)(torch.zeros(1, 3, size, size)).shape[1]
     if vectors_CD.shape[1] != width:
         wrong = (
             f"holds vectors of {vectors_CD.shape[1]} numbers, but the image tower's"
             f" have {width}"
         )
-        raise ModelError(
-            f"{spec.config_path}.vectors",
-            wrong,
-            "Vectors from the text tower of the same model",
-            "",
-        )
-    classes, pick = named(spec, len(vectors_CD), names, "")
+        allowed = "Vectors from the text tower of the same model"
+        raise ModelError(f"{spec.config_path}.vectors", wrong, allowed, "")
+    classes, pick = select_classes(spec, len(vectors_CD), names, "")
     for rows in columns(pick).values():
         vectors_CD = vectors_CD[rows]
-    architecture = {"zero_shot": type(config).__name__, "scale": scale}
-    network = Nearest(
-        Tower(model, own.order), F.normalize(vectors_CD.float(), dim=1), scale
-    )
+    tower = Tower(model, preparation.order)
     teacher = Classifier(
-        network,
+        Nearest(tower, F.normalize(vectors_CD.float(), dim=1), scale),
         num_classes=len(classes),
         classes=classes,
-        architecture=architecture,
-        **shown,
+        architecture={"zero_shot": type(config).__name__, "scale": scale},
+        **arguments,
     )
-    teacher.preprocessing = own.preprocessing
+    teacher.preprocessing = preparation.preprocessing
     return teacher
 
 
-def chosen_vectors(
-    spec: Spec, path: str, wanted: list[str]
-) -> tuple[list[str], Tensor]:
-    """Return class names and their vectors [C, D], matched by name if the file has
-    names.
-    """
+def _require_texts(spec: Spec, both_towers: str, names: Sequence[str]) -> None:
+    """Require a text tower, and class names to write texts about."""
+    if not both_towers:
+        wrong = f"'{spec.model}' has no text tower"
+        allowed = "A model with both towers, or vectors"
+        raise ModelError(f"{spec.config_path}.model", wrong, allowed, "Set vectors")
+    if not names:
+        wrong = "is missing: neither the data nor the model names classes"
+        allowed = "A text file, one class a line"
+        raise ModelError(f"{spec.config_path}.classes", wrong, allowed, "Add it")
+
+
+def file_vectors(
+    spec: Spec, path: str, classes: Sequence[str]
+) -> tuple[Sequence[str], Tensor]:
+    """Return class names and their vectors [C, D], matched by name if it has names."""
     config_path = f"{spec.config_path}.vectors"
     names, vectors_CD = read_vectors(path, config_path)
     position = {name: i for i, name in enumerate(names)}
-    missing = [name for name in wanted if name not in position] if names else []
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if missing or twice:
-        wrong = (
-            f"'{path}' has {'no vector' if missing else 'two vectors'} of the class"
-            f" '{[*missing, *twice][0]}'"
-        )
-        raise ModelError(
-            config_path,
-            wrong,
-            f"It names {', '.join(names[:5])}",
-            "One vector for each class",
-        )
-    if names and wanted:
-        names, vectors_CD = wanted, vectors_CD[[position[name] for name in wanted]]
-    if zeros := (vectors_CD == 0).all(1).nonzero()[:, 0].tolist():
+    missing = [name for name in classes if name not in position] if names else []
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if missing or repeated:
+        count = "no vector" if missing else "two vectors"
+        wrong = f"'{path}' has {count} of the class '{[*missing, *repeated][0]}'"
+        allowed = f"It names {', '.join(names[:5])}"
+        raise ModelError(config_path, wrong, allowed, "One vector for each class")
+    if names and classes:
+        vectors_CD = vectors_CD[[position[name] for name in classes]]
+    zeros = (vectors_CD == 0).all(1).nonzero()[:, 0].tolist()
+    if zeros:
         wrong = f"'{path}' has zeros as the vector of class {zeros[0]}"
-        raise ModelError(
-            config_path, wrong, "A direction for each class", "Write it anew"
-        )
-    return names or wanted, vectors_CD
+        allowed = "A direction for each class"
+        raise ModelError(config_path, wrong, allowed, "Write it anew")
+    return classes or names, vectors_CD
 
 
 @torch.no_grad()
@@ -219,9 +190,8 @@ def text_vectors(
     try:
         with quiet(hub):
             tokenizer = hub.AutoTokenizer.from_pretrained(spec.model)
-    except (
-        Exception
-    ) as error:  # transformers raises many types, all caused by the folder
+    # transformers raises many types, all caused by the folder
+    except Exception as error:
         wrong = (
             f"'{spec.model}' has no tokenizer that can be loaded"
             f" ({first_sentence(error, 150)})"
@@ -229,55 +199,56 @@ def text_vectors(
         allowed = "Its tokenizer beside the model, or a file of vectors"
         remedy = f"Add it to the folder, or set {spec.config_path}.vectors"
         raise ModelError(f"{spec.config_path}.model", wrong, allowed, remedy) from error
-    _require_words(spec, tokenizer, names, model.config.text_config.vocab_size)
-    siglip = "siglip" in model.config.model_type  # trained on padded texts
-    most = model.config.text_config.max_position_embeddings
-    found, wanted = [], ["input_ids"] if siglip else ["input_ids", "attention_mask"]
+    text_config = model.config.text_config
+    _require_words(spec, tokenizer, names, text_config.vocab_size)
+    keys = ["input_ids", "attention_mask"]
+    padding: dict[str, Any] = {
+        "padding": True,
+        "max_length": text_config.max_position_embeddings,
+    }
+    if "siglip" in model.config.model_type:  # trained on padded texts
+        keys = ["input_ids"]
+        padding["padding"] = "max_length"
+    class_vectors = []
     for name in names:
         texts = [prompt.replace("{}", name) for prompt in prompts]
-        padding = {"padding": "max_length" if siglip else True, "max_length": most}
         tokens = tokenizer(texts, return_tensors="pt", truncation=True, **padding)
-        vectors = model.get_text_features(
-            **{key: tokens[key] for key in wanted if key in tokens}
-        )
-        vectors_PD = vectors if isinstance(vectors, Tensor) else vectors.pooler_output
-        found.append(F.normalize(F.normalize(vectors_PD, dim=1).mean(0), dim=0))
-    return torch.stack(found)
+        inputs = {key: tokens[key] for key in keys if key in tokens}
+        vectors_PD = model.get_text_features(**inputs)
+        if not isinstance(vectors_PD, Tensor):
+            vectors_PD = vectors_PD.pooler_output
+        mean_D = F.normalize(vectors_PD, dim=1).mean(0)
+        class_vectors.append(F.normalize(mean_D, dim=0))
+    return torch.stack(class_vectors)
 
 
 def _require_words(spec: Spec, tokenizer: Any, names: Sequence[str], size: int) -> None:
-    """Require that the tokenizer distinguishes the classes: without its files
-    transformers may create an empty one.
+    """Require that the tokenizer distinguishes the classes.
+
+    Without its files transformers may create an empty one.
     """
-    seen: dict[tuple[int, ...], str] = {}
+    name_by_ids: dict[tuple[int, ...], str] = {}
     for name in names:
         ids = tuple(tokenizer(name, add_special_tokens=False)["input_ids"])
-        known = [id for id in ids if id != tokenizer.unk_token_id]
-        other = seen.setdefault(ids, name)
-        if not known or max(ids) >= size or other != name:
+        is_known = any(id != tokenizer.unk_token_id for id in ids)
+        same = name_by_ids.setdefault(ids, name)
+        if not is_known or max(ids) >= size or same != name:
             wrong = f"the tokenizer of '{spec.model}' does not know the class '{name}'"
-            wrong += f" from '{other}'" if other != name else ""
+            if same != name:
+                wrong += f" from '{same}'"
+            allowed = "The tokenizer that the model was trained with"
             remedy = (
                 f"Add its tokenizer to the folder, or set {spec.config_path}.vectors"
             )
-            raise ModelError(
-                f"{spec.config_path}.model",
-                wrong,
-                "The tokenizer that the model was trained with",
-                remedy,
-            )
+            raise ModelError(f"{spec.config_path}.model", wrong, allowed, remedy)
 
 
-def _learned(spec: Spec, model: Any) -> float:
+def _learned_scale(spec: Spec, model: Any) -> float:
     if not hasattr(model, "logit_scale"):
         wrong = (
             f"is missing: '{spec.model}' has an image tower alone, which has learned"
             " none"
         )
-        raise ModelError(
-            f"{spec.config_path}.scale",
-            wrong,
-            "A number above 0; CLIP's is 100",
-            "Set it",
-        )
+        allowed = "A number above 0; CLIP's is 100"
+        raise ModelError(f"{spec.config_path}.scale", wrong, allowed, "Set it")
     return float(model.logit_scale.detach().exp())

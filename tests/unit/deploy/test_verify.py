@@ -48,12 +48,12 @@ from kd.deploy.verify.comparison import (
     RULES,
     WRONG,
     Claims,
-    keys_of,
-    unwrapped,
+    key_types,
+    without_annotation,
 )
-from kd.deploy.verify.files import listed
-from kd.deploy.verify.graph_outputs import _counts
-from kd.deploy.verify.images import lines_of
+from kd.deploy.verify.files import present_files
+from kd.deploy.verify.graph_outputs import _repeated_facts
+from kd.deploy.verify.images import read_image_list
 from kd.deploy.verify.verify import NotVerifiedError
 from kd.files.manifest import MANIFEST
 from kd.models import runtimes
@@ -131,7 +131,7 @@ def test_every_key_of_an_export_is_in_the_types(honest):
         for name in ("config.json", "kd.json")
     }
     known = Claims(claimed, graphs=("model.onnx", "model.int8.onnx"))
-    places = [*known.places(Manifest | Beside, [claimed])]
+    places = [*known.row_origins(Manifest | Beside, [claimed])]
     assert len(places) > 100
     assert not [path for path, made in places if made is None]
     assert {row.verdict for row in known.rows} == {OPEN}  # nothing was looked at
@@ -140,13 +140,13 @@ def test_every_key_of_an_export_is_in_the_types(honest):
 
 def leaves(kind: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield each value of a type, with from what it can be made."""
-    kind, made = unwrapped(kind)
+    kind, made = without_annotation(kind)
     if made is not None or not (get_origin(kind) is dict or is_typeddict(kind)):
         yield path, made
     elif get_origin(kind) is dict:
         yield from leaves(get_args(kind)[1], f"{path}/*")
     else:
-        for key, value in keys_of(kind).items():
+        for key, value in key_types(kind).items():
             yield from leaves(value, f"{path}/{key}")
 
 
@@ -173,7 +173,7 @@ def test_one_wrong_value_among_doubtful_ones_is_wrong():
         images=100,
     )
     known.elsewhere = True
-    known.show(
+    known.add_evidence(
         IMAGES,
         {"output": {"thresholds": {"a": {"threshold": 0.5}, "b": {"threshold": 0.1}}}},
     )
@@ -183,7 +183,7 @@ def test_one_wrong_value_among_doubtful_ones_is_wrong():
 @pytest.mark.parametrize("names", [(), CLASSES[:-1], (*CLASSES, "kiwi")])
 def test_a_list_with_more_or_fewer_values_is_wrong(names):
     known = Claims({"about": {"labels": list(names)}})
-    known.show(IMAGES, {"about": {"labels": list(CLASSES)}})
+    known.add_evidence(IMAGES, {"about": {"labels": list(CLASSES)}})
     assert [row.verdict for row in known.rows] == [WRONG]
 
 
@@ -195,7 +195,7 @@ def test_costs_and_counts_have_three_verdicts():
     ):  # fmt: skip
         known = Claims(json.loads(json.dumps(told)), graphs=("model.onnx",), images=120)
         known.elsewhere, known.noisy = False, True
-        known.show(
+        known.add_evidence(
             IMAGES, {"parity": {"model.onnx": {"correct": value, "cpu_ms": cost}}}
         )
         assert tuple(row.verdict for row in known.rows) == verdicts
@@ -205,7 +205,9 @@ def test_costs_and_counts_have_three_verdicts():
             images=120,
         )
         assert far.elsewhere
-        far.show(IMAGES, {"parity": {"model.onnx": {"correct": value, "cpu_ms": cost}}})
+        far.add_evidence(
+            IMAGES, {"parity": {"model.onnx": {"correct": value, "cpu_ms": cost}}}
+        )
         rows = {row.what: row.verdict for row in far.rows}
         assert (
             rows["parity/model.onnx/correct"] == {81: RIGHT, 83: OPEN, 90: WRONG}[value]
@@ -225,7 +227,7 @@ def test_a_slow_pytorch_flatters_a_graph_as_a_fast_graph_does(
     monkeypatch.setattr(Claims, "busy", False)
     known = Claims({"eager_ms": 1.0})
     known.elsewhere = False
-    known.show(IMAGES, {"eager_ms": found})
+    known.add_evidence(IMAGES, {"eager_ms": found})
     assert [row.verdict for row in known.rows] == [verdict]
 
 
@@ -245,7 +247,7 @@ def test_a_difference_far_above_or_below_what_is_found_is_wrong(
     for other, verdict in ((False, here), (True, elsewhere)):
         known = Claims({"parity": {INT8: {"max_difference": claimed}}}, graphs=(INT8,))
         known.elsewhere = other
-        known.show(IMAGES, {"parity": {INT8: {"max_difference": 0.05}}})
+        known.add_evidence(IMAGES, {"parity": {INT8: {"max_difference": 0.05}}})
         assert [row.verdict for row in known.rows] == [verdict]
 
 
@@ -256,7 +258,9 @@ def test_claims_missing_in_kd_0_3_are_not_wrong():
     for form, verdict in ((1, RIGHT), (2, WRONG)):
         claimed = {"format": form, "validation": {"model.onnx": {"images": 120}}}
         known = Claims(claimed, graphs=("model.onnx",), images=120)
-        known.show(IMAGES, {"validation": {"model.onnx": {"images": 120, "right": 80}}})
+        known.add_evidence(
+            IMAGES, {"validation": {"model.onnx": {"images": 120, "right": 80}}}
+        )
         assert {row.what: row.verdict for row in known.rows}[
             "validation/model.onnx"
         ] == verdict
@@ -456,7 +460,7 @@ def test_kd_0_3_took_pytorchs_predictions_for_missing_labels(form, verdict):
         images=4,
     )
     known.elsewhere = False
-    known.show(IMAGES, _counts(known, outputs, SingleLabel(), False))
+    known.add_evidence(IMAGES, _repeated_facts(known, outputs, SingleLabel(), False))
     assert {row.what: row.verdict for row in known.rows}[
         "parity/model.onnx/correct"
     ] == verdict
@@ -1079,7 +1083,7 @@ def test_links_lead_to_files_of_the_export_or_of_the_hub(tmp_path):
         (folder / name).symlink_to(f"{place}/file")
     out = {
         name
-        for name, one in listed(folder, {}).items()
+        for name, one in present_files(folder, {}).items()
         if one == {"sha256": "a link out of the folder"}
     }
     assert out == {"kd.json", "images.csv", "model.onnx"}
@@ -1112,4 +1116,4 @@ def test_a_label_with_another_line_break_is_one_line_of_the_list(tmp_path):
     (tmp_path / parity.IMAGES).write_text(
         '0a,0b,1,"a\u2028b","c\nd"\n0c,0d,0\n', encoding="utf-8", newline=""
     )
-    assert lines_of(tmp_path) == [(10, 11, ["a\u2028b", "c\nd"]), (12, 13, None)]
+    assert read_image_list(tmp_path) == [(10, 11, ["a\u2028b", "c\nd"]), (12, 13, None)]

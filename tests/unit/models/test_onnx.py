@@ -11,7 +11,7 @@ import torch
 from pieces import Asks, slow
 
 from kd.core.errors import MissingExtra, ModelError
-from kd.deploy.export.parity import EAGER, GraphOutputs, check_exact
+from kd.deploy.export.parity import EAGER, GraphOutputs, require_exact
 from kd.deploy.serve.engines import open_graph
 from kd.models import runtimes as onnx
 from kd.models.classifier import Classifier
@@ -103,10 +103,10 @@ def test_a_graphs_outputs_equal_pytorchs():
     with pytest.raises(
         ModelError, match=r"differ from PyTorch's by up to 2\.5; 1 of 2 predictions"
     ):
-        check_exact("model.onnx", found, 2.5, 3.0, 2)
+        require_exact("model.onnx", found, 2.5, 3.0, 2)
     broken = answers.scores("broken.onnx", task), answers.difference("broken.onnx")
     with pytest.raises(ModelError, match="by up to inf"):
-        check_exact("broken.onnx", *broken, 1e9, 2)
+        require_exact("broken.onnx", *broken, 1e9, 2)
     unlabelled = GraphOutputs(outputs, torch.tensor([-1, -1]), [], {}).scores(
         "model.onnx", task
     )

@@ -18,9 +18,9 @@ from kd.deploy.export.export import write
 from kd.deploy.export.flags import (
     ExportOptions,
     NotAcceptedError,
-    limits,
-    misses,
-    sentence,
+    missed_limits,
+    normalized_limits,
+    parse_limits,
 )
 from kd.deploy.export.parity import compare, eager_runner
 from kd.deploy.serve.engines import open_graph
@@ -30,13 +30,13 @@ from kd.parts.tasks import single_label
 
 
 def test_a_sentence():
-    assert limits("drop<=2  ms<=5.5 mb<=4 ece<=0") == {
+    assert parse_limits("drop<=2  ms<=5.5 mb<=4 ece<=0") == {
         "drop": 2.0,
         "ms": 5.5,
         "mb": 4.0,
         "ece": 0.0,
     }
-    assert sentence(" teacher-drop<=1.5  mb<=4 ") == "teacher-drop<=1.5 mb<=4"
+    assert normalized_limits(" teacher-drop<=1.5  mb<=4 ") == "teacher-drop<=1.5 mb<=4"
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def test_a_sentence():
 )
 def test_malformed_limits_are_refused(text, told):
     with pytest.raises(ValueError, match=told):
-        limits(text)
+        parse_limits(text)
 
 
 def test_by_how_much_a_graph_misses():
     found = {"drop": 2.5, "mb": 4.0, "ece": float("nan")}
-    assert misses(found, {"drop": 2, "mb": 4, "ms": 1, "ece": 3}) == [
+    assert missed_limits(found, {"drop": 2, "mb": 4, "ms": 1, "ece": 3}) == [
         "drop by 0.5 (2.5)",
         "ece by nan (nan)",
     ]

@@ -10,7 +10,12 @@ import timm
 import torch
 from torch import nn
 
-from kd.deploy.export.calibrate import calibrate, cross_fitted, divide_logits, gain
+from kd.deploy.export.calibrate import (
+    calibrate,
+    cross_fitted,
+    divide_logits,
+    likelihood_gain,
+)
 from kd.models.classifier import Classifier, Network
 from kd.parts.tasks.single_label import HIGHEST, LOWEST, calibration_error, temperature
 
@@ -174,7 +179,7 @@ def test_a_temperature_is_taken_only_where_its_gain_is_sure():
                 divided_NC = cross_fitted(logits_NC, label_N)
                 assert (
                     bool(values)
-                    == (gain(logits_NC, divided_NC, label_N)[0] > 0)
+                    == (likelihood_gain(logits_NC, divided_NC, label_N)[0] > 0)
                     != ("not calibrated" in line)
                 )
                 by_error += scale == 1 and calibration_error(

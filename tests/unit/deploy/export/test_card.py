@@ -8,7 +8,7 @@ import pytest
 
 from kd.config.schema import TaskSection
 from kd.deploy.export.card import card as drawn
-from kd.deploy.export.graphs import Made
+from kd.deploy.export.graphs import ExportArtifacts
 from kd.deploy.export.receipt import plain, plain_name, receipt
 from kd.parts.tasks.embedding import Embedding
 from kd.parts.tasks.single_label import SingleLabel
@@ -16,13 +16,13 @@ from kd.parts.tasks.single_label import SingleLabel
 
 @pytest.fixture
 def card(subject, tmp_path):
-    """Return the text of a card; `task` and fields of `Made` and of the manifest's
+    """Return the text of a card; `task` and fields of `ExportArtifacts` and of the manifest's
     facts.
     """
 
     def draw(
         task=None,
-        made: Made | None = None,
+        made: ExportArtifacts | None = None,
         facts: dict | None = None,
         license: str = "",
         **more,
@@ -32,7 +32,7 @@ def card(subject, tmp_path):
         kind = (task or SingleLabel()).__class__.__module__.rpartition(".")[2]
         recipe = one.recipe.with_(task=TaskSection(kind=kind))
         one = replace(one, recipe=recipe)
-        made = made or Made()
+        made = made or ExportArtifacts()
         for name in made.parity:
             (tmp_path / name).touch()
         output = {
@@ -68,7 +68,9 @@ def test_the_card_explains_the_outputs(card):
         "calibrated_ece": 0.02,
     }
     metrics = {"metrics": {"accuracy": 0.5, "top5": 1.0, "ece": 0.1}}
-    found = words(card(made=Made(calibration=calibration), provenance=metrics))
+    found = words(
+        card(made=ExportArtifacts(calibration=calibration), provenance=metrics)
+    )
     assert "divide them by 1.5, fitted on 200 validation images" in found
     assert "from 10.0 % to 2.0 %" in found
     assert "Every image is assigned one of the classes" in found
@@ -76,7 +78,7 @@ def test_the_card_explains_the_outputs(card):
         "fig": {"threshold": 0.3, "chosen": True, "f1": 0.8},
         "pear": {"threshold": 0.5, "chosen": False},
     }
-    found = words(card(made=Made(thresholds=limits)))
+    found = words(card(made=ExportArtifacts(thresholds=limits)))
     assert "1 of 2 thresholds have the largest F1" in found
     assert "the mean F1 is 80.0 %" in found
     vectors = words(card(Embedding()))

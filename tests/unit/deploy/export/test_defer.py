@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kd.core.errors import ConfigError, ModelError
-from kd.deploy.export.defer import Rule, choose, lines_of
+from kd.deploy.export.defer import Rule, choose, defer_lines
 from kd.deploy.serve import responses
 from kd.deploy.serve.responses import bands, mark
 from kd.parts.tasks import embedding, label_sets, single_label
@@ -68,7 +68,7 @@ def test_it_is_the_lowest_confidence_whose_upper_end_holds():
         upper((~right[1::2][sure]).sum(), sure.sum())
     )
     assert json.loads(json.dumps(found))["rule"] == {"wrong": 0.06}
-    (line,) = lines_of(found)
+    (line,) = defer_lines(found)
     assert f"{100 * stated['passed_on']:.1f} %" in line
     assert f"{100 * stated['wrong']:.1f} %" in line
 
@@ -135,7 +135,7 @@ def test_each_of_several_labels_has_its_band():
         assert all(entry["sure"] == flags[entry["label"]] for entry in one["labels"])
     assert (
         max(stated["labels"], key=lambda name: stated["labels"][name]["wrong"])
-        in lines_of(found)[0]
+        in defer_lines(found)[0]
     )
 
 

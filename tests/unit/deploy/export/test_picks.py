@@ -7,7 +7,7 @@ import torch
 
 from kd.core.text import AS_TRAINED, variant_rows
 from kd.deploy.export.parity import EAGER, GraphOutputs
-from kd.deploy.export.variants import facts, measure, noisy, quality
+from kd.deploy.export.variants import facts, is_noisy, measure, quality
 from kd.deploy.serve import bench
 from kd.deploy.serve.bench import Latency
 from kd.models import runtimes
@@ -124,7 +124,7 @@ def test_a_search_in_the_teachers_index():
 )
 def test_times_that_other_work_disturbed(p50, p99, cpu, wanted):
     """Issue 49: before, the pick came out of such noise without a word."""
-    assert noisy(Latency(p50, p99, 1.0, 1.0), cpu) is wanted
+    assert is_noisy(Latency(p50, p99, 1.0, 1.0), cpu) is wanted
 
 
 @pytest.mark.parametrize(("clients", "rate"), [(1, 2.5), (4, 10.0)])

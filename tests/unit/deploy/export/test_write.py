@@ -19,7 +19,7 @@ import kd
 from kd.config.schema import LossSection
 from kd.core.errors import ConfigError, ModelError, RunError
 from kd.deploy.export import graphs
-from kd.deploy.export.export import best_projector, write
+from kd.deploy.export.export import learned_projector, write
 from kd.deploy.export.flags import ExportOptions
 from kd.deploy.export.package import new_export
 from kd.deploy.serve.bench import Latency
@@ -257,4 +257,4 @@ def test_the_projector_is_that_of_the_first_term_that_projects(
             f"{prefix}.bias": torch.zeros(4),
         }
     folder = SimpleNamespace(best=lambda: (None, tensors, None))
-    assert best_projector(folder, losses, teachers).weight[0, 0] == expected
+    assert learned_projector(folder, losses, teachers).weight[0, 0] == expected

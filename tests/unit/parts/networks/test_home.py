@@ -20,7 +20,7 @@ from kd.core.errors import KdError, ModelError
 from kd.jobs.check import compare
 from kd.jobs.description import describe
 from kd.models.spec import Spec
-from kd.parts.networks._shared import named
+from kd.parts.networks._shared import select_classes
 from kd.setup.build_teacher import load_teachers, pixels_of, readable_images
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
@@ -177,19 +177,21 @@ def spec(classes=("apple", "fig", "pear")):
 )
 def test_some_of_a_teacher_s_classes(lines, count, own, columns, tmp_path):
     (tmp_path / "names.txt").write_text("\n".join(lines), encoding="utf-8-sig")
-    classes, pick = named(spec(), count, own, str(tmp_path / "names.txt"))
+    classes, pick = select_classes(spec(), count, own, str(tmp_path / "names.txt"))
     assert classes == ("apple", "fig", "pear")
     assert pick(torch.arange(float(count))[None]).tolist() == [columns]
 
 
 def test_a_teacher_s_own_names_decide_the_order():
-    classes, pick = named(spec(), 3, ["fig", "pear", "apple"], "")
+    classes, pick = select_classes(spec(), 3, ["fig", "pear", "apple"], "")
     assert classes == ("apple", "fig", "pear")
     assert pick(torch.arange(3.0)[None]).tolist() == [[2, 0, 1]]
     with pytest.raises(
         ModelError, match=r"^student\.model: class 0 is 'fig'.* in another order"
     ):
-        named(replace(spec(), config_path="student"), 3, ["fig", "pear", "apple"], "")
+        select_classes(
+            replace(spec(), config_path="student"), 3, ["fig", "pear", "apple"], ""
+        )
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_classes_that_do_not_fit(lines, own, message, tmp_path):
         file = str(tmp_path / "names.txt")
         Path(file).write_text("\n".join(lines))
     with pytest.raises(ModelError, match=f"^{message}"):
-        named(spec(), 7, own, file)
+        select_classes(spec(), 7, own, file)
 
 
 def test_the_probability_share_of_the_datas_classes_is_shown(bare, tmp_path):
