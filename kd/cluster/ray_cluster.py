@@ -27,7 +27,10 @@ def connect(config_path: str) -> None:
     try:
         ray.init(address, namespace="kd", log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
-        wrong = f"there is no Ray cluster at RAY_ADDRESS={address} ({first_sentence(error)})"
+        wrong = (
+            f"there is no Ray cluster at RAY_ADDRESS={address}"
+            f" ({first_sentence(error)})"
+        )
         remedy = "Start with kd-launch, or see docs/scale.md"
         raise RunError(config_path, wrong, "", remedy) from error
     finally:

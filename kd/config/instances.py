@@ -155,7 +155,8 @@ def core_plan(
     )
     lines.append(
         f"data      --data-group {kind}:{hosts} brings {data_cores} cores for USD"
-        f" {format_dollars(data_usd)} an hour ({dearer:.2f} times the price), and pays from"
+        f" {format_dollars(data_usd)} an hour ({dearer:.2f} times the price), and"
+        " pays from"
         f" {loaded * dearer / accelerators:,.0f} images/s per accelerator on"
     )
     if loaded_by_all < trained:

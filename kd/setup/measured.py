@@ -212,10 +212,8 @@ def comparison_text(table: Sequence[Measured]) -> str:
     level = max(accuracy for _, accuracy in labels.curve)
     paid = [seconds for row in taught if (seconds := pays_from(row, level)) is not None]
     if not paid:
-        return (
-            text
-            + f"distilling {percent(best.accuracy)} after {format_seconds(best.seconds)}"
-        )
+        seconds = format_seconds(best.seconds)
+        return f"{text}distilling {percent(best.accuracy)} after {seconds}"
     teacher = f"teacher {percent(best.teacher)}"
     return (
         text + f"distilling was better from {format_seconds(min(paid))} on, and reached"

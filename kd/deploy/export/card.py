@@ -51,7 +51,7 @@ def card(facts: Facts) -> str:
         sure=defer_lines(facts["output"].get("defer", {})),
         plain=plain,
         percent=percent,
-        markdown_table=markdown_table,
+        table=markdown_table,
     )
 
 
@@ -112,7 +112,7 @@ def _score_section(facts: Facts) -> dict[str, Any]:
             split_note = scored.note
     column = scores.own[0]
     return {
-        "rows": scores.markdown_table(values, samples),
+        "rows": scores.table(values, samples),
         "images": images,
         "note": scores.note,
         "differences": [

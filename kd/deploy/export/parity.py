@@ -51,7 +51,7 @@ class GraphOutputs:
     outputs: Mapping[str, torch.Tensor]  # logits [N, C] or vectors [N, D] by graph
     labels: torch.Tensor  # int [N], or label sets [N, C]; -1 if unknown
     measures: Sequence[Measures]  # see `kd.deploy.shift.measure`
-    median_cpu_ms: Mapping[str, float]  # CPU time per image on one thread
+    cpu_ms: Mapping[str, float]  # CPU time per image on one thread
     # the first image, uint8 [3, S, S]
     first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
     # CRC-32 of each file (0 if unknown) and of its pixels
@@ -129,7 +129,7 @@ class GraphOutputs:
         entry: ParityClaims = {
             "images": len(self.labels),
             "max_difference": float(f"{self.difference(name):.3g}"),
-            "cpu_ms": round(self.median_cpu_ms[name], 3),
+            "cpu_ms": round(self.cpu_ms[name], 3),
         }
         entry.update(cast(ParityClaims, self.scores(name, task).facts))
         if task.logits == "softmax" and bool(is_labelled.any()):
@@ -162,7 +162,7 @@ class GraphOutputs:
         return replace(
             self,
             outputs={**self.outputs, **graphs.outputs},
-            median_cpu_ms={**self.median_cpu_ms, **graphs.median_cpu_ms},
+            cpu_ms={**self.cpu_ms, **graphs.cpu_ms},
         )
 
     def difference(self, name: str) -> float:

@@ -204,7 +204,7 @@ def _weights_source(recipe: Recipe, config_path: str) -> str:
 
 
 def licence_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return the markdown_table of licences, and a text for each that covers derived models."""
+    """Return the table of licences, and a text per licence of derived models."""
     licences = {
         plain(source): plain(licence) for source, licence in facts["licences"].items()
     }

@@ -41,7 +41,10 @@ def require_signature(folder: Path, public_key: Path) -> None:
     try:
         verifier.use_elliptic_key_verifier(public_key=public_key)
     except (OSError, TypeError, ValueError) as error:
-        wrong = f"'{public_key}' is no public key that can be used ({first_sentence(error)})"
+        wrong = (
+            f"'{public_key}' is no public key that can be used"
+            f" ({first_sentence(error)})"
+        )
         raise ConfigError(
             "--signed-by", wrong, "The public key of who signed, PEM", "Ask for it"
         ) from error

@@ -139,7 +139,10 @@ class ListedImages:
             try:
                 crops = [self._crop(line, entry) for line in lines]
             except OSError as error:  # of a format that Pillow cannot read here
-                wrong = f"an image of the export cannot be decoded here ({first_sentence(error)})"
+                wrong = (
+                    "an image of the export cannot be decoded here"
+                    f" ({first_sentence(error)})"
+                )
                 remedy = "Install the decoders that the export had"
                 raise DataError("--data", wrong, "", remedy) from error
             yield np.stack(crops), truth, crcs

@@ -54,8 +54,8 @@ class Trackers:
         except Exception as error:
             self._trackers.pop(name, None)
             log.warning(
-                f"run.trackers: '{name}' failed ({error_summary(error)}). Training goes on"
-                " without it."
+                f"run.trackers: '{name}' failed ({error_summary(error)})."
+                " Training goes on without it."
             )
             return None
 

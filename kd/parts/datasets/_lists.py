@@ -184,7 +184,7 @@ def read_list_file(
 def parse_table(
     content: str, path: str
 ) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
-    """Return the names of the columns, and the lines by number; see `tables.parse_table`."""
+    """Return the columns' names, and the lines by number; see `tables.parse_table`."""
     ending = os.path.splitext(path)[1].lower()
     header, rows = tables.parse_table(content, tables.DELIMITERS[ending])
     if os.fsencode(header[0].lower()).endswith(ENDINGS):

@@ -48,7 +48,10 @@ def read_processor(spec: Spec, hub: Any) -> Any:
         for name in ("processor_config.json", "preprocessor_config.json"):
             if (Path(spec.model) / name).is_file():
                 reason = f"'{name}' of '{spec.model}' cannot be used"
-        wrong = f"{reason} ({error_summary(error)}), so that nothing says how pixels are normalized"
+        wrong = (
+            f"{reason} ({error_summary(error)}), so that nothing says how pixels are"
+            " normalized"
+        )
         remedy = (
             "Write it there:"
             " AutoImageProcessor.from_pretrained(...).save_pretrained(folder)"

@@ -189,10 +189,8 @@ def _total(run: RunRecord, span_ms: Mapping[str, float], title: str) -> Card:
             shares.append(share)
             text = f"{name} {format_seconds(ms / 1000)} ({share.percent:.1f} %)"
             legend.append((text, share.color))
-    hint = (
-        f"{format_seconds(total / 1000)} for {run.steps:,} steps, from the opened run folder to"
-        " the end."
-    )
+    seconds = format_seconds(total / 1000)
+    hint = f"{seconds} for {run.steps:,} steps, from the opened run folder to the end."
     return Card(title, [hint], shares, total, legend=legend)
 
 

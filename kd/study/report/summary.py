@@ -156,9 +156,9 @@ def paying_verdict(run: RunRecord) -> str:
     if not (equal or stopped):
         steps = math.ceil(alone.steps * cost / alone_cost)
         return (
-            f"No verdict: {text}, which still learned; they had {format_seconds(alone_cost)} of"
-            f" {format_seconds(cost)}. `run.baseline_steps={steps}` gives a verdict at equal"
-            f" cost. {training}"
+            f"No verdict: {text}, which still learned; they had"
+            f" {format_seconds(alone_cost)} of {format_seconds(cost)}."
+            f" `run.baseline_steps={steps}` gives a verdict at equal cost. {training}"
         )
     costs = f"{format_seconds(cost)} of {unit} against {format_seconds(alone_cost)}"
     if not equal:
