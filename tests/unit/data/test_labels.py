@@ -61,7 +61,8 @@ def test_a_folder_of_images_as_it_comes(loose):
 
 def test_a_term_on_labels_is_the_mean_over_labelled_images():
     torch.manual_seed(0)
-    logits, said = torch.randn(8, 3, requires_grad=True), torch.randn(8, 3)
+    logits = torch.randn(8, 3, requires_grad=True)
+    said = torch.randn(8, 3)
     label = torch.tensor([0, -1, 2, -1, 1, 1, -1, -1])
     known = label >= 0
     terms = [loss_term("ce", 0.5, label_smoothing=0.1), loss_term("kl", 2.0)]
@@ -187,10 +188,8 @@ def test_those_with_a_label_are_the_same_images_in_a_store(settings, store):
     recipe = resolve(config.load(settings, overrides))
     data = open_data(recipe.data, build_backend(recipe.backend))
     labelled = data.with_labels()
-    views, found = (
-        labelled.views()[0],
-        [labelled.train.label(id) for id in range(len(labelled.train))],
-    )
+    views = labelled.views()[0]
+    found = [labelled.train.label(id) for id in range(len(labelled.train))]
     assert sorted(found) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert len(views) == len(labelled.train) == 9
     for id in range(9):

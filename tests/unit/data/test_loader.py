@@ -27,7 +27,9 @@ class Numbers:
     def __init__(
         self, length: int, broken: frozenset[int] = frozenset(), refuse: bool = False
     ) -> None:
-        self.length, self.broken, self.refuse = length, broken, refuse
+        self.length = length
+        self.broken = broken
+        self.refuse = refuse
 
     def __len__(self) -> int:
         return self.length
@@ -81,10 +83,8 @@ def test_a_step_is_the_same_set_of_images_on_any_number_of_ranks(ranks, micros):
     plan = plan_of(24)
     by_rank = [load(8, micros, rank, ranks) for rank in range(ranks)]
     for step in range(3):
-        ids, weights = (
-            plan.ids[8 * step : 8 * step + 8],
-            plan.weights[8 * step : 8 * step + 8],
-        )
+        ids = plan.ids[8 * step : 8 * step + 8]
+        weights = plan.weights[8 * step : 8 * step + 8]
         # micro i of rank r is number i * ranks + r of the step
         found = [
             by_rank[rank][step * micros + micro]
@@ -139,7 +139,8 @@ def test_loader_times_separate_reading_from_computing(workers):
 
 @pytest.mark.parametrize("start", [0, 1, 2, 3])
 def test_an_epoch_goes_on_where_it_was_left(start):
-    whole, rest = load(8, 2), load(8, 2, start=start)
+    whole = load(8, 2)
+    rest = load(8, 2, start=start)
     assert len(rest) == len(whole) - 2 * start
     assert all(same(a, b) for a, b in zip(whole[2 * start :], rest, strict=True))
 

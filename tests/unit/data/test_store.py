@@ -51,12 +51,10 @@ class Pictures:
     def __init__(
         self, sizes: list[tuple[int, int]], broken: bool = False, length: int = 0
     ) -> None:
-        self.sizes, self.broken, self.length, self.decoded = (
-            sizes,
-            broken,
-            length or len(sizes),
-            0,
-        )
+        self.sizes = sizes
+        self.broken = broken
+        self.length = length or len(sizes)
+        self.decoded = 0
 
     def __len__(self) -> int:
         return self.length
@@ -101,7 +99,8 @@ def test_a_small_image_is_kept_as_it_is():
     a side.
     """
     rule = Shrunk(64, 0.4)
-    small, large = Image.new("RGB", (116, 117)), Image.new("RGB", (118, 118))
+    small = Image.new("RGB", (116, 117))
+    large = Image.new("RGB", (118, 118))
     assert rule(small) is small
     assert rule(large).size == (117, 117)
     assert Shrunk(64, 1.0)(Image.new("RGB", (640, 480))).size == (
@@ -114,7 +113,8 @@ def test_no_random_crop_of_what_is_kept_is_smaller_than_training_needs():
     rng = random.Random(0)
     least = []
     for _ in range(1500):
-        size, crop = rng.choice((8, 17, 32)), rng.choice((0.08, 0.35, 0.7, 1.0))
+        size = rng.choice((8, 17, 32))
+        crop = rng.choice((0.08, 0.35, 0.7, 1.0))
         width, height = (round(size * 10 ** rng.uniform(0, 1.2)) for _ in range(2))
         kept = Shrunk(size, crop)(Image.new("RGB", (width, height)))
         left, top, right, bottom = random_box(*kept.size, crop, rng)
@@ -181,7 +181,8 @@ def test_views_of_small_images_are_those_without_a_store(
     )
     for view in range(2):
         for id in range(len(source)):
-            one, other = plain.load(id, view), kept.load(id, view)
+            one = plain.load(id, view)
+            other = kept.load(id, view)
             assert torch.equal(one.pixels, other.pixels)
             assert one[1:] == other[1:]
 
@@ -193,10 +194,8 @@ def test_evaluation_is_bit_identical_for_every_image(tmp_path, crop):
     stored = Stored(
         source, rule, opened("disk", tmp_path, len(source), rule.max_pixels)
     )
-    plain, kept = (
-        Views(source, EvalTransform(16, crop), 16, 0),
-        Views(stored, EvalTransform(16, 1.0), 16, 0),
-    )
+    plain = Views(source, EvalTransform(16, crop), 16, 0)
+    kept = Views(stored, EvalTransform(16, 1.0), 16, 0)
     for _ in range(2):
         assert all(
             torch.equal(plain.load(id, 0).pixels, kept.load(id, 0).pixels)
@@ -205,7 +204,8 @@ def test_evaluation_is_bit_identical_for_every_image(tmp_path, crop):
 
 
 def test_without_slots_the_pixels_are_the_same():
-    source, rule = Pictures([(90, 50)]), Shrunk(16, 0.5)
+    source = Pictures([(90, 50)])
+    rule = Shrunk(16, 0.5)
     assert np.array_equal(
         pixels(Stored(source, rule).decode(0).image),
         pixels(rule(source.decode(0).image)),
@@ -242,7 +242,8 @@ def test_workers_share_what_they_decode(tmp_path, kind):
 def test_a_disk_store_travels_to_workers_that_are_started_anew_and_ram_says_why_not(
     tmp_path,
 ):
-    source, rule = Pictures([(90, 50)] * 4), Shrunk(16, 0.5)
+    source = Pictures([(90, 50)] * 4)
+    rule = Shrunk(16, 0.5)
     stored = Stored(source, rule, opened("disk", tmp_path, 4, rule.max_pixels))
     first = pixels(stored.decode(2).image)
     other = pickle.loads(pickle.dumps(stored))
@@ -274,7 +275,8 @@ def _fill(folder: str, count: int, ready, go) -> None:
 
 def test_several_runs_begin_and_fill_one_store_together(tmp_path):
     context = multiprocessing.get_context("fork")
-    go, ready = context.Event(), [context.Event() for _ in range(3)]
+    go = context.Event()
+    ready = [context.Event() for _ in range(3)]
     runs = [
         context.Process(target=_fill, args=(str(tmp_path), 40, each, go))
         for each in ready
@@ -286,7 +288,8 @@ def test_several_runs_begin_and_fill_one_store_together(tmp_path):
     for run in runs:
         run.join(30)
     assert [run.exitcode for run in runs] == [0, 0, 0]
-    rule, source = Shrunk(16, 0.5), Pictures([(90, 50), (60, 70)], length=40)
+    rule = Shrunk(16, 0.5)
+    source = Pictures([(90, 50), (60, 70)], length=40)
     stored = Stored(source, rule, opened("disk", tmp_path, 40, rule.max_pixels))
     kept = [pixels(stored.decode(id).image) for id in range(40)]
     assert source.decoded == 0
@@ -303,7 +306,8 @@ def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
     stored = Stored(source, rule, opened("disk", tmp_path, 3, rule.max_pixels))
     expected = [pixels(stored.decode(id).image) for id in range(3)]
     assert stored.slots is not None
-    stride, path = stored.slots.records.stride, tmp_path / "store" / PIXELS
+    stride = stored.slots.records.stride
+    path = tmp_path / "store" / PIXELS
     content = bytearray(path.read_bytes())
     if damage == "pixel":
         content[stride + Records.HEAD.size + 100] ^= 1
@@ -321,7 +325,8 @@ def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
 
 
 def test_a_file_that_was_cut_short_is_made_whole(tmp_path):
-    rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 3)
+    rule = Shrunk(16, 0.5)
+    source = Pictures([(90, 50)] * 3)
     expected = pixels(
         Stored(source, rule, opened("disk", tmp_path, 3, rule.max_pixels))
         .decode(2)
@@ -340,7 +345,8 @@ def test_a_file_that_was_cut_short_is_made_whole(tmp_path):
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_a_corrupt_image_is_what_it_was_without_a_store(tmp_path, kind):
-    rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 5, broken=True)
+    rule = Shrunk(16, 0.5)
+    source = Pictures([(90, 50)] * 5, broken=True)
     stored = Stored(source, rule, opened(kind, tmp_path, 5, rule.max_pixels))
     for _ in range(2):
         with pytest.raises(
@@ -357,7 +363,8 @@ def test_a_corrupt_image_is_what_it_was_without_a_store(tmp_path, kind):
 
 
 def test_a_slot_remembers_the_bytes_that_it_came_from(tmp_path):
-    rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 4)
+    rule = Shrunk(16, 0.5)
+    source = Pictures([(90, 50)] * 4)
     kept = Stored(source, rule, opened("disk", tmp_path, 4, rule.max_pixels))
     first = [kept.decode(id).crc for id in range(4)]
     assert first == [Pictures(source.sizes).decode(id).crc for id in range(4)]
@@ -413,7 +420,8 @@ def test_files_of_one_size_that_were_exchanged_are_decoded_again(
     """In place, so that only their times tell; and with the times of the contents put
     back, as `cp -p` does.
     """
-    root, rule = bitmaps(tmp_path / "photos"), Shrunk(16, 0.5)
+    root = bitmaps(tmp_path / "photos")
+    rule = Shrunk(16, 0.5)
 
     def seen() -> tuple[str, dict[str, bytes]]:
         source = listed(root)
@@ -463,7 +471,8 @@ def test_files_that_were_only_touched_are_compared_once_a_run(tmp_path, caplog):
     """So it is where hosts with copies of their own share a store: the times differ,
     the bytes do not.
     """
-    rule, sources = Shrunk(16, 0.5), (Dated([(90, 50)] * 8), Dated([(90, 50)] * 8))
+    rule = Shrunk(16, 0.5)
+    sources = (Dated([(90, 50)] * 8), Dated([(90, 50)] * 8))
     sources[1].times = 2
     hosts = [
         Stored(source, rule, opened("disk", tmp_path, 8, rule.max_pixels))
@@ -519,11 +528,10 @@ def test_each_rank_of_a_host_holds_a_store_in_memory_of_its_own(
     chosen, monkeypatch, kind
 ):
     """There is room for one and a half."""
-    backend, source = build_backend(chosen.backend), Pictures([(90, 50)], length=1000)
-    section, views = (
-        replace(chosen.data, store=kind),
-        Views(source, TrainTransform(64, 0.35, 0.5, 0.3), 64, 7),
-    )
+    backend = build_backend(chosen.backend)
+    source = Pictures([(90, 50)], length=1000)
+    section = replace(chosen.data, store=kind)
+    views = Views(source, TrainTransform(64, 0.35, 0.5, 0.3), 64, 7)
     needed = (
         4096 * 1004 / 2**20
         if kind == "ram"
@@ -646,7 +654,8 @@ def test_a_partial_stored_view_is_made_again_and_a_corrupt_image_decoded_each_ti
     )
     stored = StoredViews(views, 1)
     assert [stored.load(3, 0).readable for _ in range(2)] == [False, False]
-    first, decoded = stored.load(1, 0).pixels, views.source.decoded
+    first = stored.load(1, 0).pixels
+    decoded = views.source.decoded
     os.pwrite(stored.records._file, b"x", stored.records.stride + 100)
     assert torch.equal(stored.load(1, 0).pixels, first)
     assert views.source.decoded == decoded + 1

@@ -58,15 +58,14 @@ def test_a_name_alone_decides():
     """Images that are added, in whatever order, change the side of no other."""
     few = [f"{i}.jpg" for i in range(200)]
     more = [f"new_{i}.jpg" for i in range(300)] + few[::-1]
-    (_, one), (_, other) = set_aside(Listing(few), 0.5), set_aside(Listing(more), 0.5)
+    (_, one) = set_aside(Listing(few), 0.5)
+    (_, other) = set_aside(Listing(more), 0.5)
     assert {*names(one)} == {*names(other)} & {*few}
 
 
 def test_it_is_what_its_source_is():
-    plain, files = (
-        set_aside(Listing(list("abcdefgh")), 0.5)[0],
-        set_aside(Files(list("abcdefgh")), 0.5)[1],
-    )
+    plain = set_aside(Listing(list("abcdefgh")), 0.5)[0]
+    files = set_aside(Files(list("abcdefgh")), 0.5)[1]
     assert isinstance(plain, Source)
     assert not isinstance(plain, Stamped)
     assert isinstance(files, Stamped)
@@ -116,10 +115,8 @@ def test_each_split_has_a_label_if_one_has(labelled, split):
 
 def test_labels_are_kept_by_seed_and_name():
     source = Files([f"{i}.jpg" for i in range(400)])
-    hidden, alone = (
-        keep_labels(source, 20, 3, hide=True),
-        keep_labels(source, 20, 3, hide=False),
-    )
+    hidden = keep_labels(source, 20, 3, hide=True)
+    alone = keep_labels(source, 20, 3, hide=False)
     known = {
         hidden.name(id): hidden.label(id) for id in range(400) if hidden.label(id) >= 0
     }

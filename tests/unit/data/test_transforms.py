@@ -46,8 +46,12 @@ def test_random_box_statistics():
     ranges over 4,000 draws.
     """
     rng = random.Random(0)
-    width, height, smallest = 400, 400, 0.25
-    shares, aspects, centres = [], [], []
+    width = 400
+    height = 400
+    smallest = 0.25
+    shares = []
+    aspects = []
+    centres = []
     for _ in range(4000):
         left, top, right, bottom = random_box(width, height, smallest, rng)
         shares.append((right - left) * (bottom - top) / (width * height))
@@ -112,10 +116,8 @@ def test_evaluation_crops_the_centre():
 
 def test_flip_has_the_configured_frequency():
     image = noise(8, 8)
-    plain, turned = (
-        image.tobytes(),
-        image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).tobytes(),
-    )
+    plain = image.tobytes()
+    turned = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).tobytes()
     results = [
         TrainTransform(8, 1.0, 0.3, 0.0)(image, random.Random(seed)).tobytes()
         for seed in range(1000)
@@ -145,7 +147,8 @@ def test_jitter_is_its_three_steps_in_one(seed):
     pixels = np.random.default_rng(seed).integers(
         90, 150, (28, 28, 3), np.uint8
     )  # as many as the mean is taken of
-    image, rng = Image.fromarray(pixels), random.Random(seed)
+    image = Image.fromarray(pixels)
+    rng = random.Random(seed)
     steps: list[Any] = [
         ImageEnhance.Brightness,
         ImageEnhance.Contrast,
@@ -220,16 +223,19 @@ def test_an_erased_rectangle_is_timms_pixel_mode():
     """Area, aspect, place and noise of 500 draws against what timm's RandomErasing
     draws on normalized black images.
     """
-    size, rng = 96, random.Random(0)
+    size = 96
+    rng = random.Random(0)
     black = Image.new("RGB", (size, size))
-    ours, values = [], []
+    ours = []
+    values = []
     for _ in range(500):
         pixels = np.asarray(erase(black, rng)).astype(float)
         ours.append(rectangle(np.abs(pixels).sum(2) > 0))
         values.append(pixels[pixels.sum(2) > 0])
     random.seed(0)
     torch.manual_seed(0)
-    erasing, theirs = RandomErasing(1.0, mode="pixel", device="cpu"), []
+    erasing = RandomErasing(1.0, mode="pixel", device="cpu")
+    theirs = []
     for _ in range(500):
         theirs.append(
             rectangle(erasing(torch.zeros(3, size, size)).abs().sum(0).numpy() > 0)
@@ -253,8 +259,10 @@ def rectangle(erased: np.ndarray) -> tuple[int, int, int, int]:
     """Return top, left, height and width of what was erased, which must be one
     rectangle.
     """
-    rows, columns = np.flatnonzero(erased.any(1)), np.flatnonzero(erased.any(0))
-    height, width = rows[-1] - rows[0] + 1, columns[-1] - columns[0] + 1
+    rows = np.flatnonzero(erased.any(1))
+    columns = np.flatnonzero(erased.any(0))
+    height = rows[-1] - rows[0] + 1
+    width = columns[-1] - columns[0] + 1
     assert erased.sum() > 0.99 * height * width  # noise may be black
     return rows[0], columns[0], height, width
 

@@ -88,13 +88,12 @@ def test_a_small_view_is_the_whole_one_of_fewer_pixels(tmp_path, name):
         )
         for side in (32, 16)
     )
-    gaps, others = [], []
+    gaps = []
+    others = []
     for id, view in itertools.product(range(6), range(8)):
-        one, two, other = (
-            whole.load(id, view),
-            small.load(id, view),
-            whole.load(id, view + 100),
-        )
+        one = whole.load(id, view)
+        two = small.load(id, view)
+        other = whole.load(id, view + 100)
         assert (one.label, one.partner_label, one.lam, one.crc) == (
             two.label,
             two.partner_label,
@@ -116,7 +115,8 @@ def test_a_small_view_is_the_whole_one_of_fewer_pixels(tmp_path, name):
 def test_an_erased_box_is_the_same_share_of_a_small_view():
     grey = {side: Image.new("RGB", (side, side), (9, 9, 9)) for side in (64, 32)}
     for seed in range(40):
-        states, boxes = [], []
+        states = []
+        boxes = []
         for side, image in grey.items():
             rng = random.Random(seed)
             changed = np.asarray(erase(image, rng, 64)).mean(-1) != 9
@@ -206,16 +206,15 @@ def test_mixup_is_the_weighted_mean_of_the_pixels():
 
 
 def test_cutmix_pastes_a_box_whose_share_is_one_minus_lam():
-    one, other = (
-        torch.zeros(3, 16, 12, dtype=torch.uint8),
-        torch.full((3, 16, 12), 255, dtype=torch.uint8),
-    )
+    one = torch.zeros(3, 16, 12, dtype=torch.uint8)
+    other = torch.full((3, 16, 12), 255, dtype=torch.uint8)
     lams = []
     for seed in range(300):
         mixed, lam = mix(one, other, MixupCutmix(0.0, 1.0, 1.0), random.Random(seed))
         kept = (mixed == 0).float().mean().item()
         assert lam == pytest.approx(kept, abs=1e-6)
-        rows, columns = (mixed[0] > 0).any(1).nonzero(), (mixed[0] > 0).any(0).nonzero()
+        rows = (mixed[0] > 0).any(1).nonzero()
+        columns = (mixed[0] > 0).any(0).nonzero()
         if len(rows):  # a rectangle: every pixel between the outermost rows and columns
             area = (rows[-1] - rows[0] + 1) * (columns[-1] - columns[0] + 1)
             assert area.item() == (mixed[0] > 0).sum().item()
@@ -229,10 +228,8 @@ def test_cutmix_pastes_a_box_whose_share_is_one_minus_lam():
 
 
 def test_with_both_on_each_gets_about_half():
-    one, other = (
-        torch.zeros(3, 8, 8, dtype=torch.uint8),
-        torch.full((3, 8, 8), 255, dtype=torch.uint8),
-    )
+    one = torch.zeros(3, 8, 8, dtype=torch.uint8)
+    other = torch.full((3, 8, 8), 255, dtype=torch.uint8)
     cut = 0
     for seed in range(400):
         mixed, lam = mix(one, other, MixupCutmix(1.0, 1.0, 1.0), random.Random(seed))
@@ -354,7 +351,8 @@ def test_a_sample_knows_the_bytes_that_it_came_from(source, photos):
 
 
 def test_a_mixed_sample_knows_those_of_both_images(source):
-    plain, mixed = views(source, "plain"), views(source, "mixup")
+    plain = views(source, "plain")
+    mixed = views(source, "mixup")
     alone = [plain.load(id, 0).crc for id in range(len(source))]
     both = [mixed.load(id, 0).crc for id in range(len(source))]
     pairs = {

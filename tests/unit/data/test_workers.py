@@ -158,7 +158,8 @@ def test_no_thread_of_a_worker_takes_a_signal_that_its_trainer_did_not_send():
     batches = made.epoch(PLAN, 0)
     next(batches)
     for worker in made.processes():
-        deadline, statuses = time.monotonic() + 10, []
+        deadline = time.monotonic() + 10
+        statuses = []
         while (
             len(statuses) < 3 and time.monotonic() < deadline
         ):  # the second worker may still be starting
@@ -194,7 +195,8 @@ def test_a_slow_loader_is_not_late():
 
 
 def test_a_loop_that_computes_for_long_does_not_make_its_workers_late():
-    made, seen = loader(1, timeout=1.5), 0
+    made = loader(1, timeout=1.5)
+    seen = 0
     for _ in made.epoch(Plan(PLAN.ids[:16], PLAN.weights[:16]), 0):
         time.sleep(2.0)
         seen += 1
@@ -223,7 +225,8 @@ def test_other_errors_are_not_taken_for_an_end(text):
 def test_batches_that_do_not_fit_into_the_shared_memory_are_refused_at_the_start():
     """256 images of 8192 x 8192 a batch: more than any machine has."""
     section = BackendSection(kind="cpu", options=default_options("backends", "cpu"))
-    backend, split = build_backend(section), BatchSplit(256, 1, 256, 1, 256)
+    backend = build_backend(section)
+    split = BatchSplit(256, 1, 256, 1, 256)
     both = (Slow(), Slow())
     for workers in (2, 0):
         data = DataSection(kind="food_mini", image_size=8192, workers=workers)

@@ -81,7 +81,8 @@ def test_skipped_images_are_predicted_when_they_come(make, tmp_path):
         "sifter.warmup=0",
         "sifter.anneal=0",
     )
-    live, filling = make(*half, "data.views=2"), make(*half, *keys(tmp_path))
+    live = make(*half, "data.views=2")
+    filling = make(*half, *keys(tmp_path))
     train(live.run)
     train(filling.run)
     assert taught(filling)[:4] == [8.0] * 4
@@ -93,7 +94,8 @@ def test_skipped_images_are_predicted_when_they_come(make, tmp_path):
 
 def test_a_cache_works_with_a_sifter(make, tmp_path):
     sifting = (*VIEWS, "sifter.kind=history", "sifter.keep=0.5", *keys(tmp_path))
-    first, second = make(*sifting), make(*sifting)
+    first = make(*sifting)
+    second = make(*sifting)
     train(first.run)
     train(second.run)
     assert curve(first) == curve(second)

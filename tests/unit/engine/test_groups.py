@@ -15,7 +15,8 @@ def names_of(network: nn.Module, group: dict) -> set[str]:
 
 
 def test_several_modules_and_frozen_parameters():
-    one, other = nn.Linear(2, 3), nn.Linear(3, 4)
+    one = nn.Linear(2, 3)
+    other = nn.Linear(3, 4)
     other.weight.requires_grad_(False)
     decayed, kept = groups([one, other], 0.1)
     assert decayed["params"] == [one.weight]

@@ -79,7 +79,8 @@ def test_it_is_a_plain_loop(make, overrides):
     plain = make("run.steps=5", *overrides).run
     train(ours.run)
 
-    student, teacher = plain.distillation.student, plain.teacher
+    student = plain.distillation.student
+    teacher = plain.teacher
     student.train()
     sgd = "optimizer.kind=sgd" in overrides
     peak = 0.1 if sgd else 2e-3
@@ -103,7 +104,8 @@ def test_it_is_a_plain_loop(make, overrides):
         if sgd
         else torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.999), fused=True)
     )
-    losses, norms = [], []
+    losses = []
+    norms = []
     batches = [
         b
         for epoch in range(2)
@@ -148,7 +150,8 @@ def test_a_step_of_muon_makes_the_gradient_orthogonal(make):
         make(*keys, "optimizer.kind=muon"),
         make(*keys, "optimizer.kind=sgd", "optimizer.momentum=0"),
     )
-    before, steps = weights(made[0].run), []
+    before = weights(made[0].run)
+    steps = []
     for one in made:
         train(one.run)
         lr = 0.01 * one.run.schedule.factor(0.5)
@@ -175,7 +178,8 @@ def test_micro_batches_sum_to_the_whole_batch(make, micro):
         "optimizer.kind=sgd",
         "optimizer.clip_grad_norm=0",
     )  # a clipped gradient has lost its length
-    whole, divided = make(*same_step), make(*same_step, f"data.micro_batch={micro}")
+    whole = make(*same_step)
+    divided = make(*same_step, f"data.micro_batch={micro}")
     assert divided.run.accumulate == 8 // micro
     before = weights(whole.run)
     for made in (whole, divided):
@@ -185,17 +189,16 @@ def test_micro_batches_sum_to_the_whole_batch(make, micro):
             whole.store.rows[0][name], rel=1e-4
         )
     for name, tensor in weights(divided.run).items():
-        step, expected = tensor - before[name], weights(whole.run)[name] - before[name]
+        step = tensor - before[name]
+        expected = weights(whole.run)[name] - before[name]
         torch.testing.assert_close(
             step, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item() + 1e-9
         )
 
 
 def test_the_rows_are_means_over_their_window(make):
-    often, seldom = (
-        make("run.every.log=1", "run.epochs=1"),
-        make("run.every.log=4", "run.epochs=1"),
-    )
+    often = make("run.every.log=1", "run.epochs=1")
+    seldom = make("run.every.log=4", "run.epochs=1")
     for made in (often, seldom):
         train(made.run)
     each = [row for row in often.store.rows if row["kind"] == "train"]
@@ -218,7 +221,8 @@ def test_same_seed_same_bits_other_seed_other_bits(make):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_step_and_rank_has_a_seed_of_its_own(make, rank):
-    run, seeds = make("run.steps=3").run, []
+    run = make("run.steps=3").run
+    seeds = []
     run.backend.rank = rank
     run.module.register_forward_pre_hook(lambda *_: seeds.append(torch.initial_seed()))
     train(run)
@@ -229,10 +233,8 @@ def test_the_first_step_is_averaged_as_step_1(make):
     run = make("run.steps=1", "optimizer.ema_decay=0.9").run
     before = {name: tensor.clone() for name, tensor in run.average.average.items()}
     train(run)
-    after, decay = (
-        run.distillation.student.state_dict(),
-        2 / 11,
-    )  # (1 + 1) / (10 + 1), below 0.9
+    after = run.distillation.student.state_dict()
+    decay = 2 / 11  # (1 + 1) / (10 + 1), below 0.9
     for name, average in run.average.average.items():
         torch.testing.assert_close(
             average, decay * before[name] + (1 - decay) * after[name]
@@ -264,7 +266,8 @@ def test_every_n_steps(make):
 
 def test_progress_runs_from_0_to_1_in_the_middle_of_steps():
     by_epoch = RunLength(2, 0, 8, 0, Intervals())
-    state, found = State(), []
+    state = State()
+    found = []
     while not by_epoch.finished(state):
         found.append(by_epoch.progress(state, 4))
         state = advance(state, 8, 4)
@@ -281,7 +284,8 @@ def test_a_sifted_epoch_still_ends_where_the_schedule_ends():
     come.
     """
     length = RunLength(4, 0, 8, 0, Intervals())
-    state, last = State(), 0.0
+    state = State()
+    last = 0.0
     for steps_in_epoch in (4, 2, 1, 3):
         for _ in range(steps_in_epoch):
             assert length.progress(state, steps_in_epoch) > last
@@ -315,7 +319,9 @@ def test_the_loop_marks_what_it_does(make):
         "data.batch_size=8",
         "data.micro_batch=4",
     )
-    heard, alone, timed = make(*overrides), make(*overrides), make(*overrides)
+    heard = make(*overrides)
+    alone = make(*overrides)
+    timed = make(*overrides)
     train(replace(heard.run, span=span))
     train(alone.run)
     with Timeline() as timeline:
@@ -451,7 +457,8 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     last = train(whole.run)
     whole.store.close()
     for number in stops:
-        folder, calls = tmp_path / f"stopped {number}", iter([False] * number + [True])
+        folder = tmp_path / f"stopped {number}"
+        calls = iter([False] * number + [True])
         stopped = make(*overrides, folder=folder)
         with pytest.raises(Interrupted):
             train(replace(stopped.run, stop=lambda calls=calls: next(calls, False)))
@@ -586,7 +593,8 @@ def test_the_criterion_sums_its_weighted_terms():
             loss_term("kl", 0.0),
         ]
     )
-    student, teacher = Outputs(torch.randn(3, 3)), Outputs(torch.randn(3, 3))
+    student = Outputs(torch.randn(3, 3))
+    teacher = Outputs(torch.randn(3, 3))
     found = criterion(student, teacher, batch([1.0, 0.0, 2.5]))
     assert list(found) == ["ce", "kl", "kl_2", "per_image", "loss"]
     one, other = (term(student, teacher, batch([1.0, 1.0, 1.0])) for term in terms)
@@ -595,10 +603,8 @@ def test_the_criterion_sums_its_weighted_terms():
     torch.testing.assert_close(
         found["loss"], torch.tensor([1.0, 0.0, 2.5]) * (0.3 * one + 2.0 * other)
     )
-    reads_labels, reads_teacher = (
-        LossFacts(labels=True, logits="softmax"),
-        LossFacts(teacher=True, logits="softmax"),
-    )
+    reads_labels = LossFacts(labels=True, logits="softmax")
+    reads_teacher = LossFacts(teacher=True, logits="softmax")
     assert [term.facts for term in criterion.all] == [
         reads_labels,
         reads_teacher,
@@ -610,23 +616,20 @@ def test_the_agreement_is_the_cosine_of_the_projected_student_with_its_first_tea
     """As its column says: similarities of `cckd`, tokens and other teachers are not
     mixed in.
     """
-    dims, features = (
-        Dims(3, 4, 4),
-        torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)),
-    )
+    dims = Dims(3, 4, 4)
+    features = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
     near, other, second = (
         loss_term("cosine", weight, dims) for weight in (0.25, 0.5, 1.0)
     )
-    alike, far = (
-        loss_term("cckd", 1.5, dims),
-        replace(loss_term("cckd", 1.5, dims), teacher=1),
-    )
+    alike = loss_term("cckd", 1.5, dims)
+    far = replace(loss_term("cckd", 1.5, dims), teacher=1)
     student, one = (
         Outputs(torch.zeros(5, 3), {"pooled": each}) for each in features[:2]
     )
     both = Outputs(one.logits, {"pooled": features[1], "pooled.1": features[2]})
     project = near.loss.project
-    projected, target = features[0] @ project.weight.T + project.bias, features[1]
+    projected = features[0] @ project.weight.T + project.bias
+    target = features[1]
     lengths = projected.norm(dim=1) * target.norm(dim=1)
     criterion = Criterion(
         [alike, loss_term("kl", 2.0), near, other, replace(second, teacher=1)]

@@ -26,7 +26,8 @@ FROZEN = ("student.tuning.freeze=[patch_embed.*]", "student.tuning.freeze_epochs
 
 def test_cpu_seconds_are_those_of_all_ranks(make, monkeypatch):
     """Each of three ranks needs two seconds for a window."""
-    made, clock = make(), iter((5.0, 7.0))
+    made = make()
+    clock = iter((5.0, 7.0))
     monkeypatch.setattr(meter, "cpu_seconds", lambda: next(clock))
     one = meter.Meter(
         replace(made.run, backend=Ranks(made.run.backend, 3)), State(cpu_seconds=10.0)
@@ -95,10 +96,10 @@ def test_a_checkpoint_has_the_mean_statistics_of_the_ranks_whyever_it_is_written
     run = replace(
         made.run, backend=Ranks(made.run.backend, 2, lambda tensor: tensor + 0.5)
     )
-    expected, stop = (
-        {n: t + 0.5 for n, t in run.distillation.named_buffers() if "running_" in n},
-        Stopping(run),
-    )
+    expected = {
+        n: t + 0.5 for n, t in run.distillation.named_buffers() if "running_" in n
+    }
+    stop = Stopping(run)
     stop.agreed = due == "stop"
     with pytest.raises(Interrupted) if stop.agreed else nullcontext():
         evaluate_and_checkpoint(

@@ -185,11 +185,9 @@ def test_a_run_that_skips_is_the_plain_loop_that_skips(kind, nan):
     not come.
     """
     generator = torch.Generator().manual_seed(0)
-    images, teacher, student = (
-        torch.rand(24, 3, 8, 8, generator=generator),
-        small(1),
-        small(2),
-    )
+    images = torch.rand(24, 3, 8, 8, generator=generator)
+    teacher = small(1)
+    student = small(2)
     images[4 * nan + 1, 0, 0, 0] = float("nan")
     items = [(image, i % 3) for i, image in enumerate(images)]
     batches = torch.utils.data.DataLoader(items, batch_size=4)  # taken as they come
@@ -280,7 +278,8 @@ def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
         if not name.startswith("sifter.")
     )
     for at in (skipped[0] - 1, skipped[0], last.step - 1):
-        folder, calls = tmp_path / f"stopped {at}", iter([False] * (at - 1) + [True])
+        folder = tmp_path / f"stopped {at}"
+        calls = iter([False] * (at - 1) + [True])
         stopped = make(*more, SKIP, folder=folder)
         with pytest.raises(Interrupted):
             train(replace(stopped.run, stop=lambda calls=calls: next(calls, False)))
@@ -288,7 +287,8 @@ def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
         resumed = make(*more, SKIP, folder=folder)
         assert timeless(train(resumed.run)) == timeless(last)
         resumed.store.close()
-        one, other = whole.store.restore()[1], resumed.store.restore()[1]
+        one = whole.store.restore()[1]
+        other = resumed.store.restore()[1]
         assert all(
             torch.equal(one[name].nan_to_num(7.0), other[name].nan_to_num(7.0))
             for name in one

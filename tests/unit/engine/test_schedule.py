@@ -28,10 +28,8 @@ def test_constant():
 
 
 def test_apply_sets_every_group_and_has_no_state():
-    weight, bias = (
-        torch.nn.Parameter(torch.zeros(2, 2)),
-        torch.nn.Parameter(torch.zeros(2)),
-    )
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    bias = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD(
         [{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}], lr=9.0
     )

@@ -103,12 +103,15 @@ def test_the_step_reuses_the_scoring_passs_teacher_outputs(make, steady):
         "data.batch_size=12",
         f"teacher.model={steady}",
     )
-    made, asked = make(*keys), make(*keys)
-    teacher, compared = asked.run.teacher, []
+    made = make(*keys)
+    asked = make(*keys)
+    teacher = asked.run.teacher
+    compared = []
 
     class Again:
         images = 0
-        lookup, flush = teacher.lookup, teacher.flush
+        lookup = teacher.lookup
+        flush = teacher.flush
 
         def __call__(self, batch):
             if batch.teacher_outputs is not None:

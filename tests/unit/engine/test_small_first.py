@@ -54,7 +54,8 @@ def test_the_student_sees_small_images_first_and_its_teacher_whole_ones(make):
     """
     made = make(*SMALL, "run.epochs=4", "run.every.evaluate=16", "data.micro_batch=4")
     student = made.run.distillation.student.network
-    seen, teacher = sides(student), sides(made.run.teacher.model.network)
+    seen = sides(student)
+    teacher = sides(made.run.teacher.model.network)
     train(made.run)
     trained = [side for side in seen if side == 8]
     assert seen[:20] == trained == [8] * 20

@@ -68,11 +68,9 @@ def test_the_newest_within_a_standard_error_of_the_best_is_kept(make, images, ke
         def standard_error(self, value):
             return math.sqrt(value * (1 - value) / images) if images else 0.0
 
-    run, state, found = (
-        replace(make("run.steps=1").run, evaluator=Scripted()),
-        State(),
-        [],
-    )
+    run = replace(make("run.steps=1").run, evaluator=Scripted())
+    state = State()
+    found = []
     for step in range(5):
         state, chosen = evaluate(run, state, Stopping(run))
         found += [step] * chosen
@@ -98,7 +96,8 @@ def test_evaluation_and_checkpoint_have_the_averaged_weights(make, tmp_path):
         folder=tmp_path / "run",
     )
     train(run)
-    last, raw = store.metrics("val")[-1], run.evaluator(run.distillation.student)
+    last = store.metrics("val")[-1]
+    raw = run.evaluator(run.distillation.student)
     smooth = run.evaluator(averaged(run))
     column = (
         "student_kl"

@@ -76,7 +76,8 @@ def test_shared_and_strided_tensors_can_be_written(tmp_path):
 def test_a_damaged_checkpoint_says_what_to_remove(tmp_path, damage):
     folder = tmp_path / "step_00000001"
     checkpoint.write(folder, State(step=1), TENSORS, {})
-    tensors, state = folder / "tensors.safetensors", folder / "state.json"
+    tensors = folder / "tensors.safetensors"
+    state = folder / "state.json"
     content = json.loads(state.read_text())
     if damage == "cut":
         tensors.write_bytes(tensors.read_bytes()[:-1])

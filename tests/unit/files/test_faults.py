@@ -38,7 +38,10 @@ class Faults:
 
     def __init__(self, at: int, number: int, lasting: bool) -> None:
         """`number`: of the error; KILLED ends the process."""
-        self.at, self.number, self.lasting, self.calls = at, number, lasting, 0
+        self.at = at
+        self.number = number
+        self.lasting = lasting
+        self.calls = 0
 
     def fails(self) -> bool:
         self.calls += 1
@@ -54,7 +57,8 @@ class Faults:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("mkdir", "replace", "fsync", "unlink", "rmdir"):
                 patch.setattr(os, name, self._checked(getattr(os, name)))
-            opened, save = Path.open, checkpoint.save_file
+            opened = Path.open
+            save = checkpoint.save_file
 
             def open_(
                 path: Path, mode: str = "r", *args: object, **options: object

@@ -99,10 +99,8 @@ def test_a_folder_that_was_being_replaced_is_put_back(tmp_path):
 
 
 def test_what_a_living_writer_is_replacing_is_left_to_it(tmp_path):
-    old, draft = (
-        tmp_path / ".folder.0123456789ab.old",
-        tmp_path / ".folder.0123456789ab.tmp",
-    )
+    old = tmp_path / ".folder.0123456789ab.old"
+    draft = tmp_path / ".folder.0123456789ab.tmp"
     for one in (old, draft):
         one.mkdir()
     descriptor = os.open(draft, os.O_RDONLY)
@@ -122,10 +120,8 @@ def test_a_draft_in_use_is_left_alone(tmp_path):
         (draft / "file").write_text("new")
         recover(tmp_path)
     assert everything(tmp_path) == ["folder", "folder/file"]
-    young, old = (
-        tmp_path / ".a.json.0123456789ab.tmp",
-        tmp_path / ".b.json.0123456789ab.tmp",
-    )
+    young = tmp_path / ".a.json.0123456789ab.tmp"
+    old = tmp_path / ".b.json.0123456789ab.tmp"
     for file in (young, old):
         file.write_text("half")
     os.utime(old, (0, 0))
@@ -192,7 +188,8 @@ def test_a_long_line_is_left_out_and_takes_no_memory(tmp_path):
     path = tmp_path / "rows.jsonl"
     row = json.dumps({"step": 1}).encode() + b"\n"
     long = b'{"step": "' + bytes(2**26).replace(b"\0", b"x") + b'"}'
-    fits, is_too_long = long[: 2**20 - 1], long[: 2**20]
+    fits = long[: 2**20 - 1]
+    is_too_long = long[: 2**20]
     for lines in ([row, long, row], [row, row, long], [fits, row, is_too_long, row]):
         path.write_bytes(b"".join(line.rstrip() + b"\n" for line in lines))
         tracemalloc.start()

@@ -26,7 +26,8 @@ from kd.models.cache import CachedTeacher, Codec, claim_writer, open_store
 from kd.models.classifier import LogitsModel
 from kd.models.live_teacher import LiveTeacher
 
-IMAGES, CLASSES = 40, 5
+IMAGES = 40
+CLASSES = 5
 
 
 @pytest.fixture
@@ -187,7 +188,8 @@ def test_top_k_keeps_the_probabilities_of_the_highest_and_the_mass_of_the_rest()
     codec = Codec(50, "fp32", 8)
     rebuilt = codec.expand(codec.compress(logits_BC))
     highest = logits_BC.topk(8)
-    exact, found = logits_BC.double().softmax(1), rebuilt.double().softmax(1)
+    exact = logits_BC.double().softmax(1)
+    found = rebuilt.double().softmax(1)
     torch.testing.assert_close(
         found.gather(1, highest.indices),
         exact.gather(1, highest.indices),
@@ -341,7 +343,8 @@ def test_a_record_of_an_image_that_has_changed_is_computed_again_and_counted(
     assert live.images == before
     assert not caplog.messages
     changed = read([0, 1, 2, 3], [10, 99, 12, 98])
-    changed.image[1], changed.image[3] = image(30, 0), image(31, 0)
+    changed.image[1] = image(30, 0)
+    changed.image[3] = image(31, 0)
     answer = ask(stored, changed)[0]
     assert live.images - before == 2
     torch.testing.assert_close(answer, live(changed).logits)

@@ -33,16 +33,14 @@ from kd.models.recognize import identify
 from kd.models.spec import Spec
 from kd.parts import registry
 
-NAME, ARGS = (
-    "vit_tiny_patch16_224",
-    {
-        "patch_size": 8,
-        "embed_dim": 24,
-        "depth": 1,
-        "num_heads": 2,
-        "img_size": 16,
-    },
-)
+NAME = "vit_tiny_patch16_224"
+ARGS = {
+    "patch_size": 8,
+    "embed_dim": 24,
+    "depth": 1,
+    "num_heads": 2,
+    "img_size": 16,
+}
 TWO = ("no", "yes")
 SAMPLE = [
     "convnext_atto",
@@ -80,7 +78,8 @@ def taken(
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
-    first, second = one.state_dict(), other.state_dict()
+    first = one.state_dict()
+    second = other.state_dict()
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
     )
@@ -112,7 +111,8 @@ def file(tmp_path):
     "name", [name if name in SAMPLE else slow(name) for name in FAMILIES]
 )
 def test_a_file_with_its_authors_names_is_loaded_as_timm_loads_it(name, file):
-    network, args = build_network(name), FAMILIES[name][0]
+    network = build_network(name)
+    args = FAMILIES[name][0]
     path = file({"model": author_tensors(name, network)})
     overlay = {"file": str(path), "num_classes": len(CLASSES)}
     theirs = timm.create_model(
@@ -167,10 +167,8 @@ def test_the_filter_is_the_one_of_timm_s_own_loader(share, monkeypatch):
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             timm.create_model(name, pretrained=True)
-        theirs, options = (
-            getattr(called[0], "func", called[0]),
-            getattr(called[0], "keywords", {}),
-        )
+        theirs = getattr(called[0], "func", called[0])
+        options = getattr(called[0], "keywords", {})
         found = fitting.family_filter(name)
         if timm.model_entrypoint(name).__module__.endswith("crossvit"):
             # it is made inside of a function; the test above compares what it does
@@ -253,7 +251,8 @@ NESTED = [
 
 @pytest.mark.parametrize("prefix", PREFIXES + NESTED)
 def test_wrappers_and_prefixes(prefix, file):
-    raw, averaged = vit(), vit(seed=1)
+    raw = vit()
+    averaged = vit(seed=1)
     tensors = [
         {f"{prefix}{name}": one for name, one in each.state_dict().items()}
         for each in (raw, averaged)
@@ -270,7 +269,8 @@ def test_wrappers_and_prefixes(prefix, file):
 
 
 def test_the_set_of_tensors_is_reported_and_selectable(file):
-    raw, averaged = vit(), vit(seed=1)
+    raw = vit()
+    averaged = vit(seed=1)
     path = file(
         {
             "model": raw.state_dict(),
@@ -1007,7 +1007,8 @@ def test_a_part_of_a_network_and_an_encoder_with_its_decoder_are_named(file):
 
 
 def test_a_student_starts_from_files_of_other_libraries(file):
-    raw, averaged = vit(), vit(seed=1)
+    raw = vit()
+    averaged = vit(seed=1)
     path = file(
         {
             "model": {f"module.{n}": t for n, t in raw.state_dict().items()},
@@ -1028,7 +1029,8 @@ def test_a_student_starts_from_files_of_other_libraries(file):
 
 
 def test_the_log_and_the_manifest_say_what_was_taken(written, command, file, tmp_path):
-    raw, averaged = vit(3), vit(3, seed=1)
+    raw = vit(3)
+    averaged = vit(3, seed=1)
     path = file(
         {"state_dict": raw.state_dict(), "state_dict_ema": averaged.state_dict()}
     )

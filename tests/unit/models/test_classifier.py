@@ -51,10 +51,8 @@ def family(name: str, features: bool) -> Classifier:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("training", [False, True])
 def test_logits_beside_features_are_the_plain_logits(name, training):
-    plain, both = (
-        family(name, False).train(training),
-        family(name, True).train(training),
-    )
+    plain = family(name, False).train(training)
+    both = family(name, True).train(training)
     torch.manual_seed(1)
     expected = plain(images())
     torch.manual_seed(1)

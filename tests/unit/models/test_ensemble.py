@@ -87,11 +87,11 @@ def test_precision_reaches_the_networks_and_spares_the_pixels():
 
 
 def test_the_identity_has_every_member():
-    one, two, three = member(0), member(1), member(2)
-    pair, other = (
-        Ensemble((one, two), (1.0, 1.0), AVERAGE),
-        Ensemble((one, three), (1.0, 1.0), AVERAGE),
-    )
+    one = member(0)
+    two = member(1)
+    three = member(2)
+    pair = Ensemble((one, two), (1.0, 1.0), AVERAGE)
+    other = Ensemble((one, three), (1.0, 1.0), AVERAGE)
     assert digest(pair.network) != digest(other.network)
     assert pair.identity() != other.identity()
     assert pair.identity() != Ensemble((one, two), (1.0, 2.0), AVERAGE).identity()

@@ -52,12 +52,11 @@ def test_a_fault_is_found(name, trained):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_network_passes_and_is_left_as_it_was(name, seed):
-    model, pixels = made(HONEST[name], seed), images(seed=seed)
-    before, state, given = (
-        copy.deepcopy(model.state_dict()),
-        torch.get_rng_state(),
-        pixels.clone(),
-    )
+    model = made(HONEST[name], seed)
+    pixels = images(seed=seed)
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    given = pixels.clone()
     for trained in (0, 2):
         outputs = examine(model.train(), "student", pixels, True, trained)
         assert outputs["logits"].shape == (2, CLASSES)
@@ -167,7 +166,9 @@ def test_dynamic_int8_passes_and_a_fault_in_it_does_not():
 
 
 def test_shared_memory_is_found_also_behind_other_names():
-    teacher, student, other = Changed(), Changed(), Changed()
+    teacher = Changed()
+    student = Changed()
+    other = Changed()
     require_apart(student, {"teacher": teacher}, "student")
     student.plain[1].weight.data = teacher.plain[1].weight.data[
         :
@@ -192,7 +193,8 @@ def test_parameters_without_a_gradient_are_named_and_nothing_moves():
 def test_weights_statistics_and_modes_come_back_bit_by_bit():
     model = convolution(nn.BatchNorm2d(8), nn.Dropout(0.5))
     model[1].eval()  # frozen statistics, as some train
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
     modes = [module.training for module in model.modules()]
     with restored(model, parameters=True):
         add_noise(model.train(), 1.0, 3)

@@ -11,16 +11,14 @@ from kd.core.errors import ModelError
 from kd.models.spec import Spec
 from kd.parts import registry
 
-NAME, ARGS = (
-    "vit_tiny_patch16_224",
-    {
-        "patch_size": 8,
-        "embed_dim": 24,
-        "depth": 1,
-        "num_heads": 2,
-        "img_size": 16,
-    },
-)
+NAME = "vit_tiny_patch16_224"
+ARGS = {
+    "patch_size": 8,
+    "embed_dim": 24,
+    "depth": 1,
+    "num_heads": 2,
+    "img_size": 16,
+}
 CLASSES = ("apple", "fig", "pear")
 PICTURES = torch.randint(0, 255, (2, 3, 16, 16), dtype=torch.uint8)
 

@@ -347,13 +347,11 @@ def test_a_name_may_be_decomposed(tmp_path, how):
     """
     torch.manual_seed(0)
     folder = store(tmp_path / "stored", build().network, ("cre\u0300me", "fig", "pear"))
-    given, classes = (
-        load_file(folder / "model.safetensors"),
-        (
-            "cr\u00e8me",
-            "fig",
-            "pear",
-        ),
+    given = load_file(folder / "model.safetensors")
+    classes = (
+        "cr\u00e8me",
+        "fig",
+        "pear",
     )
     if how == "checkpoint":
         started = build(config_path="student", classes=classes, checkpoint=str(folder))

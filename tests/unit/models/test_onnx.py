@@ -89,7 +89,8 @@ def test_a_package_that_is_missing(monkeypatch, tmp_path):
 
 
 def test_a_graphs_outputs_equal_pytorchs():
-    reference, task = torch.tensor([[0.0, 1.0], [2.0, 0.0]]), SingleLabel()
+    reference = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    task = SingleLabel()
     outputs = {
         EAGER: reference,
         "model.onnx": reference + torch.tensor([[0.0, 0.0], [0.0, 2.5]]),

@@ -13,7 +13,8 @@ from kd.engine.monitor.evidence import MIN_SAMPLES, Evidence, Facts
 from kd.engine.monitor.rules import find_bottlenecks
 
 WAITING = {"data": 10.0, "forward": 10.0, "backward": 10.0}
-DECODES, READS = {"busy": 1.0, "decoding": 0.8}, {"busy": 0.4, "decoding": 0.9}
+DECODES = {"busy": 1.0, "decoding": 0.8}
+READS = {"busy": 0.4, "decoding": 0.9}
 AUGMENTS = {"busy": 1.0, "decoding": 0.08}
 
 

@@ -194,7 +194,9 @@ class Late:
     """
 
     def __init__(self, behind: int) -> None:
-        self.behind, self.marks, self.made = behind, 0, 0
+        self.behind = behind
+        self.marks = 0
+        self.made = 0
 
     def event(self):
         device = self
