@@ -63,7 +63,7 @@ def test_everything_wrong_is_in_one_report():
         "optimizer": {"zero": "perhaps", "betas": "high"},
         "sifter": "none",
     }
-    found = errors_of(raw)
+    errors = errors_of(raw)
     expected = {
         "run.epoks": (
             "run.epoks: no such key. Allowed: baseline, baseline_steps, epochs, every,"
@@ -92,16 +92,16 @@ def test_everything_wrong_is_in_one_report():
             " 0 and < 1."
         ),
     }
-    assert {key: found.get(key) for key in expected} == expected
-    assert found["losses[0].kind"].startswith(
+    assert {key: errors.get(key) for key in expected} == expected
+    assert errors["losses[0].kind"].startswith(
         "losses[0].kind: is 'kll'. Allowed: bce, "
     )
-    assert found["losses[0].kind"].endswith("Did you mean 'kl'?")
-    assert found["optimiser"].endswith("Did you mean 'optimizer'?")
+    assert errors["losses[0].kind"].endswith("Did you mean 'kl'?")
+    assert errors["optimiser"].endswith("Did you mean 'optimizer'?")
     assert (
-        found["sifter"] == "sifter: is 'none'. A section with keys is expected: kind."
+        errors["sifter"] == "sifter: is 'none'. A section with keys is expected: kind."
     )
-    assert len(found) == len(expected) + 3
+    assert len(errors) == len(expected) + 3
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_an_option_of_a_loss_that_is_out_of_range_is_refused_by_its_key(
     kind, key, wrong
 ):
     for value in wrong:
-        found = errors_of(minimal(losses=[{"kind": kind, key: value}]))
-        assert "Allowed: a number >" in found[f"losses[0].{key}"]
+        errors = errors_of(minimal(losses=[{"kind": kind, key: value}]))
+        assert "Allowed: a number >" in errors[f"losses[0].{key}"]
 
 
 def test_a_sifter_of_stored_answers_needs_a_cache():
@@ -176,9 +176,9 @@ def test_wrong_values_are_one_line_that_names_the_key(key, value):
         place[section] = dict(place.get(section, {}))
         place = place[section]
     place[last] = value
-    found = errors_of(raw)
-    assert len(found) == 1, found
-    config_path, message = found.popitem()
+    errors = errors_of(raw)
+    assert len(errors) == 1, errors
+    config_path, message = errors.popitem()
     assert config_path.startswith(key)
     assert "\n" not in message
 
@@ -216,13 +216,15 @@ def test_a_part_outside_the_repository(tmp_path, monkeypatch):
     assert to_dict(loaded)["losses"] == [
         {"kind": "mylab.sharp", "weight": 1.0, "power": 3.0}
     ]
-    found = errors_of(minimal(losses=[{"kind": "mylab.sharp", "powr": 3}]))[
+    message = errors_of(minimal(losses=[{"kind": "mylab.sharp", "powr": 3}]))[
         "losses[0].powr"
     ]
-    assert "no such key. Allowed: kind, power, weight. Did you mean 'power'?" in found
+    assert "no such key. Allowed: kind, power, weight. Did you mean 'power'?" in message
     for name, words in (("dull", "is not a part"), ("shrap", "cannot be imported")):
-        found = errors_of(minimal(losses=[{"kind": f"mylab.{name}"}]))["losses[0].kind"]
-        assert f"the module 'mylab.{name}' {words}" in found
+        message = errors_of(minimal(losses=[{"kind": f"mylab.{name}"}]))[
+            "losses[0].kind"
+        ]
+        assert f"the module 'mylab.{name}' {words}" in message
     for name in [name for name in sys.modules if name.partition(".")[0] == "mylab"]:
         del sys.modules[name]
 
@@ -347,15 +349,15 @@ def test_xla_with_zero_cannot_skip_steps():
         "optimizer.zero=true",
         "optimizer.on_nonfinite=skip",
     )
-    found = errors_of(minimal(), *overrides)
-    assert list(found) == ["optimizer.on_nonfinite"]
-    assert "optimizer.zero=false" in found["optimizer.on_nonfinite"]
-    for other in (
+    errors = errors_of(minimal(), *overrides)
+    assert list(errors) == ["optimizer.on_nonfinite"]
+    assert "optimizer.zero=false" in errors["optimizer.on_nonfinite"]
+    for remedy in (
         "backend.kind=cpu",
         "optimizer.zero=false",
         "optimizer.on_nonfinite=error",
     ):
-        load(minimal(), [*overrides, other])
+        load(minimal(), [*overrides, remedy])
 
 
 def test_missing_file_suggests_a_neighbour(tmp_path):
@@ -472,18 +474,24 @@ def test_an_override_of_the_student_is_merged_and_takes_over_nothing_of_another_
         {"depth": 2, "width": 3},
         "fused",
     )
-    other = load(file, ["student={model: lcnet_050}"]).student
-    assert (other.model, other.args, other.attention) == ("lcnet_050", {}, "fused")
+    changed = load(file, ["student={model: lcnet_050}"]).student
+    assert (changed.model, changed.args, changed.attention) == (
+        "lcnet_050",
+        {},
+        "fused",
+    )
 
 
 def test_all_wrong_overrides_are_reported():
-    found = errors_of(
+    errors = errors_of(
         minimal(), "optimizer.lr", "=3", "losses[5].weight=2", "run.name.deep=1"
     )
-    assert list(found) == ["optimizer.lr", "=3", "losses[5].weight", "run.name"]
-    assert found["optimizer.lr"].endswith("Overrides read key=value. Add the `=value`.")
-    found = errors_of(minimal(), "optimizer.rl=3", "data.augment.flop=1")
-    assert list(found) == ["data.augment.flop", "optimizer.rl"]
+    assert list(errors) == ["optimizer.lr", "=3", "losses[5].weight", "run.name"]
+    assert errors["optimizer.lr"].endswith(
+        "Overrides read key=value. Add the `=value`."
+    )
+    errors = errors_of(minimal(), "optimizer.rl=3", "data.augment.flop=1")
+    assert list(errors) == ["data.augment.flop", "optimizer.rl"]
 
 
 @pytest.mark.parametrize(
@@ -565,7 +573,7 @@ def test_dump_is_accepted_and_equal(loss, tmp_path):
 
 def sections(cls: type = Config) -> list[type]:
     """Return every dataclass of the schema."""
-    found = [cls]
+    classes = [cls]
     for hint in typing.get_type_hints(cls).values():
         several = (
             typing.get_origin(hint) is tuple
@@ -576,8 +584,8 @@ def sections(cls: type = Config) -> list[type]:
             if several and dataclasses.is_dataclass(arg)
         ]
         for section in [hint] if dataclasses.is_dataclass(hint) else inner:
-            found += sections(section)
-    return found
+            classes += sections(section)
+    return classes
 
 
 PARTS = [
@@ -640,8 +648,8 @@ def test_a_parts_keys_never_collide_with_those_of_its_section(folder, name):
         for f in fields_of(cls).values()
         if declaration(f).get("parts") == folder
     )
-    own = {f.name for f in dataclasses.fields(section)}
-    assert not own & {
+    keys = {f.name for f in dataclasses.fields(section)}
+    assert not keys & {
         f.name for f in dataclasses.fields(registry.options_type(folder, name, ""))
     }
 
@@ -720,10 +728,10 @@ def test_the_runs_made_from_a_run_write_no_secret_either(monkeypatch):
     overrides += ["run.epochs=1"]  # `auto` would look for the images
     recipe = resolve(load(minimal(), [*overrides, "data.root=${oc.env:KD_TOKEN}"]))
     assert recipe.baseline is not None
-    for one in (recipe, resolve(recipe.fits["teacher"]), resolve(recipe.baseline)):
-        assert SECRET not in one.record.yaml
-        assert SECRET not in str(one.record.display_keys)
-        assert SECRET in one.record.keys.values()
+    for each in (recipe, resolve(recipe.fits["teacher"]), resolve(recipe.baseline)):
+        assert SECRET not in each.record.yaml
+        assert SECRET not in str(each.record.display_keys)
+        assert SECRET in each.record.keys.values()
     assert (
         resolve(recipe.fits["teacher"]).record.display_keys["student.model"]
         == "${oc.env:KD_TOKEN}"
@@ -769,11 +777,11 @@ def test_a_separator_is_given_as_it_is(settings, text):
         "train_labels": "a.csv",
         "val_labels": "b.csv",
     }
-    found = load(
+    loaded = load(
         {**settings, "data": labels, "losses": [{"kind": "bce"}]},
         [f"data.separator={text}"],
     )
-    assert found.data.options.separator == text
+    assert loaded.data.options.separator == text
 
 
 @pytest.mark.parametrize(("kind", "fits"), [("timm", True), ("onnx", False)])

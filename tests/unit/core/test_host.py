@@ -47,9 +47,10 @@ V1 = "4:memory:/d\n3:cpu,cpuacct:/d\n", "cpu/d/cpu.cfs_quota_us"
     ],
 )
 def test_quotas_of_both_versions(tmp_path, group, file, quota, cores):
-    more = {"a/b/cpu.max": "max 100000", "cpu/d/cpu.cfs_period_us": "100000"}
+    defaults = {"a/b/cpu.max": "max 100000", "cpu/d/cpu.cfs_period_us": "100000"}
     files = {
-        f"sys/fs/cgroup/{name}": text for name, text in {**more, file: quota}.items()
+        f"sys/fs/cgroup/{name}": text
+        for name, text in {**defaults, file: quota}.items()
     }
     assert host.cores(system(tmp_path, group, files)) == cores
 
@@ -68,16 +69,16 @@ def test_the_affinity():
         os.sched_setaffinity(0, before)
 
 
-def container(folder, version: int, limit: str, used: int, droppable: int) -> None:
+def container(folder, version: int, limit: str, usage: int, droppable: int) -> None:
     """Write what a cgroup of that version says of its memory."""
     limits, uses, name = {
         1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         2: ("memory.max", "memory.current", "inactive_file"),
     }[version]
     (folder / limits).write_text(f"{limit}\n")
-    (folder / uses).write_text(f"{used}\n")
+    (folder / uses).write_text(f"{usage}\n")
     (folder / "memory.stat").write_text(
-        f"anon {used - droppable}\nslab_reclaimable 7\n{name} {droppable}\n"
+        f"anon {usage - droppable}\nslab_reclaimable 7\n{name} {droppable}\n"
     )
 
 
@@ -142,14 +143,14 @@ def test_modules_missing_on_windows_fail_only_on_use(tmp_path):
     """Windows itself was not at hand: these are the modules and functions that it has
     not.
     """
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", WINDOWS, tmp_path / "a"],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "without locks (on Windows kd trains in WSL)" in done.stdout
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert "without locks (on Windows kd trains in WSL)" in completed.stdout
 
 
 @pytest.mark.skipif(
@@ -163,17 +164,17 @@ def test_a_command_has_run_since_its_process_began_or_the_torchrun_that_started_
     ask += "print(command_seconds(), time.perf_counter() - begin)"
 
     def answer(**variables: str) -> list[float]:
-        found = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", ask],
             env={**os.environ, **variables},
             capture_output=True,
         )
-        return [float(word) for word in found.stdout.split()]
+        return [float(word) for word in completed.stdout.split()]
 
     begin = time.perf_counter()
-    own, imports = answer()
+    seconds, imports = answer()
     assert (
-        imports - 0.02 <= own <= time.perf_counter() - begin + 0.02
+        imports - 0.02 <= seconds <= time.perf_counter() - begin + 0.02
     )  # the kernel counts in hundredths
     assert (
         answer(TORCHELASTIC_RESTART_COUNT="1")[0] <= time.perf_counter() - begin + 0.02
@@ -199,11 +200,11 @@ def faults(**variables: str) -> int:
     environ = {
         name: value for name, value in os.environ.items() if name[:7] != "MALLOC_"
     } | variables
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", FAULTS], env=environ, capture_output=True, text=True
     )
-    assert found.returncode == 0, found.stderr
-    return int(found.stdout)
+    assert completed.returncode == 0, completed.stderr
+    return int(completed.stdout)
 
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -249,10 +250,12 @@ def test_the_cpu_time_of_a_process_is_that_of_its_children_too_while_they_run_an
 
 
 @pytest.mark.parametrize(
-    ("wanted", "hard", "allowed", "soft"),
+    ("requested", "hard", "allowed", "soft"),
     [(300, 200, 200, 200), (150, 200, 150, 150), (50, 200, 50, 100)],
 )
-def test_open_files_are_raised_to_what_the_system_allows(wanted, hard, allowed, soft):
+def test_open_files_are_raised_to_what_the_system_allows(
+    requested, hard, allowed, soft
+):
     """A process of its own: a limit that was lowered cannot be raised again."""
     code = """
 import resource, sys
@@ -261,6 +264,6 @@ wanted, hard = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
 print(open_files(wanted), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
-    argv = [sys.executable, "-c", code, str(wanted), str(hard)]
-    told = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-    assert told.split() == [str(allowed), str(soft)]
+    argv = [sys.executable, "-c", code, str(requested), str(hard)]
+    output = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert output.split() == [str(allowed), str(soft)]

@@ -74,13 +74,13 @@ def test_better_is_what_mcnemars_exact_test_confirms(images):
     """
     for gained in range(40):
         for lost in range(40):
-            shown = (
+            differs = (
                 interval_verdict(*paired_interval(gained, lost, images))
                 != "no difference shown"
             )
             p = mcnemar(gained, lost)
-            assert not (shown and p > 0.1), (gained, lost)
-            assert shown or p >= 0.02, (gained, lost)
+            assert not (differs and p > 0.1), (gained, lost)
+            assert differs or p >= 0.02, (gained, lost)
 
 
 def test_verdict():
@@ -140,11 +140,11 @@ def test_the_same_samples_for_all_models():
     spread between them.
     """
     values = np.random.default_rng(3).random(300)
-    one, other = (
+    first, second = (
         bootstrap_scores(lambda ids, add=add: values[ids].mean() + add, 300)
         for add in (0.0, 0.1)
     )
-    assert bootstrap_interval(0.1, other - one) == (
+    assert bootstrap_interval(0.1, second - first) == (
         pytest.approx(0.1),
         pytest.approx(0.1),
     )
@@ -156,9 +156,9 @@ def test_samples_survive_their_record():
     again = Samples.read(json.loads(json.dumps(right.record())))
     assert again.right.tolist() == right.right.tolist()
     assert len(json.dumps(right.record())) < 203 / 4 + 60  # a digit for four images
-    other = Samples(0.5, replicates=draw.normal(0.5, 0.1, RESAMPLES))
-    again = Samples.read(json.loads(json.dumps(other.record())))
-    assert again.interval() == pytest.approx(other.interval(), abs=1e-6)
+    resampled = Samples(0.5, replicates=draw.normal(0.5, 0.1, RESAMPLES))
+    again = Samples.read(json.loads(json.dumps(resampled.record())))
+    assert again.interval() == pytest.approx(resampled.interval(), abs=1e-6)
 
 
 def test_the_interval_of_a_share_that_is_shown_ends_at_100_percent():
@@ -194,19 +194,19 @@ def test_the_interval_of_a_share_ends_at_0_and_1_and_that_of_a_difference_does_n
 
 
 def test_a_difference_of_samples():
-    one, other = (
+    first, second = (
         np.array([1] * a + [0] * b + [1] * c, bool)
         for a, b, c in ((60, 10, 30), (50, 20, 30))
     )
-    assert Samples(0.9, right=one).minus(Samples(0.8, right=other)) == (
+    assert Samples(0.9, right=first).minus(Samples(0.8, right=second)) == (
         pytest.approx(0.1),
         *paired_interval(10, 0, 100),
     )
     spread = np.random.default_rng(5).normal(0, 0.1, RESAMPLES)
-    found = Samples(0.6, replicates=0.6 + spread).minus(
+    difference = Samples(0.6, replicates=0.6 + spread).minus(
         Samples(0.5, replicates=0.5 + spread)
     )
-    assert found == pytest.approx(
+    assert difference == pytest.approx(
         (0.1, 0.1, 0.1)
     )  # what both owe to the sample is no difference between them
 
@@ -217,8 +217,10 @@ def average_precision(truth: np.ndarray, score: np.ndarray) -> float:
     """
     hits = np.take_along_axis(truth, np.argsort(-score, axis=0), 0)
     precision = np.cumsum(hits, 0) / np.arange(1, len(hits) + 1)[:, None]
-    seen = hits.any(0)
-    return float(((precision * hits).sum(0)[seen] / hits.sum(0)[seen]).mean())
+    has_positive = hits.any(0)
+    return float(
+        ((precision * hits).sum(0)[has_positive] / hits.sum(0)[has_positive]).mean()
+    )
 
 
 def test_few_images_call_two_equal_models_different_in_five_of_a_hundred_cases_at_most():

@@ -116,10 +116,10 @@ def test_no_random_crop_of_what_is_kept_is_smaller_than_training_needs():
         size = rng.choice((8, 17, 32))
         crop = rng.choice((0.08, 0.35, 0.7, 1.0))
         width, height = (round(size * 10 ** rng.uniform(0, 1.2)) for _ in range(2))
-        kept = Shrunk(size, crop)(Image.new("RGB", (width, height)))
-        left, top, right, bottom = random_box(*kept.size, crop, rng)
+        shrunk = Shrunk(size, crop)(Image.new("RGB", (width, height)))
+        left, top, right, bottom = random_box(*shrunk.size, crop, rng)
         shorter = min(right - left, bottom - top)
-        if kept.size == (width, height):  # never enlarged
+        if shrunk.size == (width, height):  # never enlarged
             continue
         least.append(shorter / size)
         assert shorter >= size * (1 - 1e-9)
@@ -138,8 +138,8 @@ def test_every_image_up_to_four_times_as_long_as_wide_has_room(crop):
         (33, 132),
         (4032, 3024),
     ]:
-        kept = rule(Image.new("RGB", (width, height)))
-        assert kept.width * kept.height <= rule.max_pixels
+        shrunk = rule(Image.new("RGB", (width, height)))
+        assert shrunk.width * shrunk.height <= rule.max_pixels
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
@@ -175,16 +175,16 @@ def test_views_of_small_images_are_those_without_a_store(
     source = imagefolder.build(imagefolder.Options(root=str(photos)), "train", None)
     rule = Shrunk(16, 0.35)
     stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.max_pixels))
-    plain, kept = (
+    plain, cached = (
         Views(each, TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, mixing)
         for each in (source, stored)
     )
     for view in range(2):
         for id in range(len(source)):
-            one = plain.load(id, view)
-            other = kept.load(id, view)
-            assert torch.equal(one.pixels, other.pixels)
-            assert one[1:] == other[1:]
+            expected = plain.load(id, view)
+            sample = cached.load(id, view)
+            assert torch.equal(expected.pixels, sample.pixels)
+            assert expected[1:] == sample[1:]
 
 
 @pytest.mark.parametrize("crop", [1.0, 0.9, 0.6])
@@ -195,10 +195,10 @@ def test_evaluation_is_bit_identical_for_every_image(tmp_path, crop):
         source, rule, opened("disk", tmp_path, len(source), rule.max_pixels)
     )
     plain = Views(source, EvalTransform(16, crop), 16, 0)
-    kept = Views(stored, EvalTransform(16, 1.0), 16, 0)
+    cached = Views(stored, EvalTransform(16, 1.0), 16, 0)
     for _ in range(2):
         assert all(
-            torch.equal(plain.load(id, 0).pixels, kept.load(id, 0).pixels)
+            torch.equal(plain.load(id, 0).pixels, cached.load(id, 0).pixels)
             for id in range(len(source))
         )
 
@@ -234,8 +234,8 @@ def test_workers_share_what_they_decode(tmp_path, kind):
     )
     assert source.decoded == 0  # not in this process, though all of them are here
     assert all(
-        torch.equal(one.image, other.image)
-        for one, other in zip(filled, again, strict=True)
+        torch.equal(first.image, second.image)
+        for first, second in zip(filled, again, strict=True)
     )
 
 
@@ -246,10 +246,10 @@ def test_a_disk_store_travels_to_workers_that_are_started_anew_and_ram_says_why_
     rule = Shrunk(16, 0.5)
     stored = Stored(source, rule, opened("disk", tmp_path, 4, rule.max_pixels))
     first = pixels(stored.decode(2).image)
-    other = pickle.loads(pickle.dumps(stored))
-    before = other.source.decoded
-    assert np.array_equal(pixels(other.decode(2).image), first)
-    assert other.source.decoded == before
+    travelled = pickle.loads(pickle.dumps(stored))
+    before = travelled.source.decoded
+    assert np.array_equal(pixels(travelled.decode(2).image), first)
+    assert travelled.source.decoded == before
     with pytest.raises(
         DataError,
         match=(
@@ -291,10 +291,10 @@ def test_several_runs_begin_and_fill_one_store_together(tmp_path):
     rule = Shrunk(16, 0.5)
     source = Pictures([(90, 50), (60, 70)], length=40)
     stored = Stored(source, rule, opened("disk", tmp_path, 40, rule.max_pixels))
-    kept = [pixels(stored.decode(id).image) for id in range(40)]
+    filled = [pixels(stored.decode(id).image) for id in range(40)]
     assert source.decoded == 0
     assert all(
-        np.array_equal(kept[id], pixels(rule(source.decode(id).image)))
+        np.array_equal(filled[id], pixels(rule(source.decode(id).image)))
         for id in range(40)
     )
 
@@ -365,10 +365,10 @@ def test_a_corrupt_image_is_what_it_was_without_a_store(tmp_path, kind):
 def test_a_slot_remembers_the_bytes_that_it_came_from(tmp_path):
     rule = Shrunk(16, 0.5)
     source = Pictures([(90, 50)] * 4)
-    kept = Stored(source, rule, opened("disk", tmp_path, 4, rule.max_pixels))
-    first = [kept.decode(id).crc for id in range(4)]
+    dated = Stored(source, rule, opened("disk", tmp_path, 4, rule.max_pixels))
+    first = [dated.decode(id).crc for id in range(4)]
     assert first == [Pictures(source.sizes).decode(id).crc for id in range(4)]
-    assert [kept.decode(id).crc for id in range(4)] == first
+    assert [dated.decode(id).crc for id in range(4)] == first
     assert source.decoded == 4
 
 
@@ -407,10 +407,10 @@ def listed(root: Path):
     )
 
 
-def swap(one: Path, other: Path) -> None:
-    first = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(first)
+def swap(path: Path, other_path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(other_path.read_bytes())
+    other_path.write_bytes(content)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -423,38 +423,38 @@ def test_files_of_one_size_that_were_exchanged_are_decoded_again(
     root = bitmaps(tmp_path / "photos")
     rule = Shrunk(16, 0.5)
 
-    def seen() -> tuple[str, dict[str, bytes]]:
+    def read_all() -> tuple[str, dict[str, bytes]]:
         source = listed(root)
-        kept = Stored(
+        cached = Stored(
             source, rule, opened("disk", tmp_path, len(source), rule.max_pixels)
         )
         loader = LocalLoader(
-            Views(kept, EvalTransform(16, 1.0), 16, 0), Share(2, 1, 0, 1), workers
+            Views(cached, EvalTransform(16, 1.0), 16, 0), Share(2, 1, 0, 1), workers
         )
         plan = Plan(torch.arange(len(source)), torch.ones(len(source)))
         for _ in range(2):
             batches = list(loader.epoch(plan, 0))
-        found = {
-            source.name(i): pixels(kept.decode(i).image).tobytes()
+        by_name = {
+            source.name(i): pixels(cached.decode(i).image).tobytes()
             for i in range(len(source))
         }
-        assert found == {
+        assert by_name == {
             source.name(i): pixels(rule(source.decode(i).image)).tobytes()
             for i in range(len(source))
         }
         assert len(batches) == len(source) // 2
-        return source.fingerprint, found
+        return source.fingerprint, by_name
 
-    before, shown = seen()
-    one, other, third = (root / name for name in list(shown)[:3])
-    times = one.stat()
-    swap(one, other)
-    swap(one, third)
-    for path in (one, other, third):
+    before, contents = read_all()
+    first, second, third = (root / name for name in list(contents)[:3])
+    times = first.stat()
+    swap(first, second)
+    swap(first, third)
+    for path in (first, second, third):
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    after, again = seen()
+    after, again = read_all()
     assert after == before  # the store is the same one
-    assert sum(shown[name] != again[name] for name in shown) == 3
+    assert sum(contents[name] != again[name] for name in contents) == 3
     assert "has changed since it was decoded" in caplog.text or workers
 
 
@@ -482,8 +482,8 @@ def test_files_that_were_only_touched_are_compared_once_a_run(tmp_path, caplog):
     for _ in range(3):
         for host in reversed(hosts):
             assert all(
-                np.array_equal(pixels(host.decode(id).image), one)
-                for id, one in enumerate(expected)
+                np.array_equal(pixels(host.decode(id).image), image)
+                for id, image in enumerate(expected)
             )
     assert [source.decoded for source in sources] == [8 + 8, 8]
     assert not caplog.messages
@@ -514,12 +514,12 @@ def test_a_store_larger_than_the_space_is_refused_with_both_sizes(
     """
     with pytest.raises(RunError) as refused:
         stored(chosen, kind, Pictures([(90, 50)], length=100_000_000))
-    told = str(refused.value)
-    assert told.startswith(
+    message = str(refused.value)
+    assert message.startswith(
         f"data.store: is {kind}, and the decoded images take about 381.5 GiB; "
     )
-    assert instead in told
-    assert ("data.store=disk" in told) == (kind == "ram")
+    assert instead in message
+    assert ("data.store=disk" in message) == (kind == "ram")
     assert not (tmp_path / "runs").exists()  # nothing half-written
 
 
@@ -615,7 +615,7 @@ def test_stored_views_are_those_that_are_made(kind, mixing, workers):
     """Pixels, labels, weights and checksums; each view is made once, whoever
     makes it.
     """
-    made, kept = (
+    live, backing = (
         Views(
             kind([(40, 30), (20, 60)], length=12),
             TrainTransform(16, 0.35, 0.5, 0.3),
@@ -625,23 +625,23 @@ def test_stored_views_are_those_that_are_made(kind, mixing, workers):
         )
         for _ in "ab"
     )
-    stored = StoredViews(kept, 2)
-    for one, other in zip(
-        samples(made, workers), samples(stored, workers), strict=True
+    stored = StoredViews(backing, 2)
+    for first, second in zip(
+        samples(live, workers), samples(stored, workers), strict=True
     ):
         for name in ("ids", "image", "label", "partner_label", "lam", "weight"):
-            assert torch.equal(getattr(one, name), getattr(other, name)), name
-        assert (one.crc, one.view) == (other.crc, other.view)
+            assert torch.equal(getattr(first, name), getattr(second, name)), name
+        assert (first.crc, first.view) == (second.crc, second.view)
     if not workers:
-        assert (stored.spent.decoding > 0, made.source.decoded) == (
+        assert (stored.spent.decoding > 0, live.source.decoded) == (
             True,
-            2 * kept.source.decoded,
+            2 * backing.source.decoded,
         )
-    before = kept.source.decoded
+    before = backing.source.decoded
     for view in (0, 1, 2, 2):  # the third one is not kept
         stored.load(0, view)
-    assert kept.source.decoded - before >= 2
-    assert mixing or kept.source.decoded - before == 2
+    assert backing.source.decoded - before >= 2
+    assert mixing or backing.source.decoded - before == 2
 
 
 def test_a_partial_stored_view_is_made_again_and_a_corrupt_image_decoded_each_time():

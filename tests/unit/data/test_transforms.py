@@ -108,9 +108,9 @@ def test_evaluation_crops_the_centre():
     )  # the middle 20 x 20: half of the shorter side
     inner = np.asarray(EvalTransform(10, 0.5)(image, random.Random()))
     assert inner.min() > 200
-    whole = np.asarray(EvalTransform(40, 1.0)(image, random.Random()))[..., 0]
+    uncropped = np.asarray(EvalTransform(40, 1.0)(image, random.Random()))[..., 0]
     assert np.array_equal(
-        whole, np.asarray(image)[:, 10:50, 0]
+        uncropped, np.asarray(image)[:, 10:50, 0]
     )  # same size: nothing is resampled
 
 
@@ -158,9 +158,9 @@ def test_jitter_is_its_three_steps_in_one(seed):
     expected = image
     for step in steps:
         expected = step(expected).enhance(rng.uniform(0.7, 1.3))
-    found = jitter(image, 0.3, random.Random(seed))
+    jittered = jitter(image, 0.3, random.Random(seed))
     assert (
-        np.abs(np.asarray(found, int) - np.asarray(expected, int)).max() <= 3
+        np.abs(np.asarray(jittered, int) - np.asarray(expected, int)).max() <= 3
     )  # Pillow rounds down after each step
 
 

@@ -148,20 +148,20 @@ def train(folder: RunDir, best: float, first: int, last: int) -> None:
         folder.checkpoint(state, {"w": torch.full((3,), float(step))}, {}, improved)
 
 
-def check_and_finish(path: Path, done: set[int]) -> None:
-    """Require that a folder restores to one of `done` with the true best, and goes on
+def check_and_finish(path: Path, expected_steps: set[int]) -> None:
+    """Require that a folder restores to one of `expected_steps` with the true best, and goes on
     to the end.
     """
     folder = RunDir(path, keep=1)
     folder.open("")
-    found = folder.restore()
-    state = found[0] if found else State()
-    assert state.step in done
+    restored = folder.restore()
+    state = restored[0] if restored else State()
+    assert state.step in expected_steps
     assert [
         name for name in os.listdir(folder.checkpoints) if name.startswith(".")
     ] == []
-    if found:
-        assert found[1]["w"].tolist() == [float(state.step)] * 3
+    if restored:
+        assert restored[1]["w"].tolist() == [float(state.step)] * 3
         require_best(folder, state.step)
         assert state.best == max(ACCURACY[step] for step in range(1, state.step + 1))
     train(folder, state.best, state.step + 1, 5)
@@ -209,7 +209,7 @@ def test_a_checkpoint(tmp_path, record_property, step, number, lasting):
     def work(path: Path) -> None:
         train(
             RunDir(path, keep=1),
-            max([-1.0, *(ACCURACY[done] for done in range(1, step))]),
+            max([-1.0, *(ACCURACY[earlier] for earlier in range(1, step))]),
             step,
             step,
         )
