@@ -15,12 +15,12 @@ def names_of(network: nn.Module, group: dict) -> set[str]:
 
 
 def test_several_modules_and_frozen_parameters():
-    one = nn.Linear(2, 3)
-    other = nn.Linear(3, 4)
-    other.weight.requires_grad_(False)
-    decayed, kept = groups([one, other], 0.1)
-    assert decayed["params"] == [one.weight]
-    assert [id(p) for p in kept["params"]] == [id(one.bias), id(other.bias)]
+    first = nn.Linear(2, 3)
+    second = nn.Linear(3, 4)
+    second.weight.requires_grad_(False)
+    decayed, undecayed = groups([first, second], 0.1)
+    assert decayed["params"] == [first.weight]
+    assert [id(p) for p in undecayed["params"]] == [id(first.bias), id(second.bias)]
 
 
 @pytest.mark.parametrize("module", [nn.Linear(2, 3, bias=False), nn.LayerNorm(4)])

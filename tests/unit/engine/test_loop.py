@@ -49,20 +49,20 @@ class StopAfter:
 
 
 def weights(run) -> dict[str, torch.Tensor]:
-    found = {
+    tensors = {
         name: tensor.clone() for name, tensor in run.distillation.state_dict().items()
     }
     if run.average is not None:
-        found |= {
+        tensors |= {
             f"average.{name}": tensor.clone()
             for name, tensor in run.average.average.items()
         }
-    return found
+    return tensors
 
 
-def same(one, other) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) for name in one
+def same(first, second) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
     )
 
 
@@ -90,14 +90,14 @@ def test_it_is_a_plain_loop(make, overrides):
         for n, p in network.named_parameters()
         if p.ndim > 1 and n not in ("pos_embed", "cls_token")
     ]
-    kept = [
+    undecayed = [
         p
         for n, p in network.named_parameters()
         if p.ndim <= 1 or n in ("pos_embed", "cls_token")
     ]
     groups = [
         {"params": decayed, "weight_decay": 0.05},
-        {"params": kept, "weight_decay": 0.0},
+        {"params": undecayed, "weight_decay": 0.0},
     ]
     optimizer = (
         torch.optim.SGD(groups, lr=1.0, momentum=0.9, nesterov=True, fused=True)
@@ -122,7 +122,7 @@ def test_it_is_a_plain_loop(make, overrides):
         ).sum(1)
         loss_B.mean().backward()
         limit = float("inf") if "optimizer.clip_grad_norm=0" in overrides else 1.0
-        norms.append(torch.nn.utils.clip_grad_norm_(decayed + kept, limit).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(decayed + undecayed, limit).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss_B.mean().item())
@@ -146,19 +146,19 @@ def test_a_step_of_muon_makes_the_gradient_orthogonal(make):
         "optimizer.weight_decay=0",
         "optimizer.clip_grad_norm=0",
     )
-    made = (
+    runs = (
         make(*keys, "optimizer.kind=muon"),
         make(*keys, "optimizer.kind=sgd", "optimizer.momentum=0"),
     )
-    before = weights(made[0].run)
+    before = weights(runs[0].run)
     steps = []
-    for one in made:
-        train(one.run)
-        lr = 0.01 * one.run.schedule.factor(0.5)
+    for built in runs:
+        train(built.run)
+        lr = 0.01 * built.run.schedule.factor(0.5)
         steps.append(
             {
                 name: (before[name] - tensor) / lr
-                for name, tensor in weights(one.run).items()
+                for name, tensor in weights(built.run).items()
             }
         )
     name = next(name for name in before if name.endswith("blocks.0.mlp.fc1.weight"))
@@ -178,19 +178,19 @@ def test_micro_batches_sum_to_the_whole_batch(make, micro):
         "optimizer.kind=sgd",
         "optimizer.clip_grad_norm=0",
     )  # a clipped gradient has lost its length
-    whole = make(*same_step)
+    undivided = make(*same_step)
     divided = make(*same_step, f"data.micro_batch={micro}")
     assert divided.run.accumulate == 8 // micro
-    before = weights(whole.run)
-    for made in (whole, divided):
-        train(made.run)
+    before = weights(undivided.run)
+    for built in (undivided, divided):
+        train(built.run)
     for name in ("loss", "accuracy", "grad_norm"):
         assert divided.store.rows[0][name] == pytest.approx(
-            whole.store.rows[0][name], rel=1e-4
+            undivided.store.rows[0][name], rel=1e-4
         )
     for name, tensor in weights(divided.run).items():
         step = tensor - before[name]
-        expected = weights(whole.run)[name] - before[name]
+        expected = weights(undivided.run)[name] - before[name]
         torch.testing.assert_close(
             step, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item() + 1e-9
         )
@@ -199,24 +199,26 @@ def test_micro_batches_sum_to_the_whole_batch(make, micro):
 def test_the_rows_are_means_over_their_window(make):
     often = make("run.every.log=1", "run.epochs=1")
     seldom = make("run.every.log=4", "run.epochs=1")
-    for made in (often, seldom):
-        train(made.run)
+    for built in (often, seldom):
+        train(built.run)
     each = [row for row in often.store.rows if row["kind"] == "train"]
-    (one,) = [row for row in seldom.store.rows if row["kind"] == "train"]
-    assert (len(each), one["step"]) == (4, 4)
+    (window,) = [row for row in seldom.store.rows if row["kind"] == "train"]
+    assert (len(each), window["step"]) == (4, 4)
     for name in ("loss", "kl", "accuracy", "grad_norm"):
-        assert one[name] == pytest.approx(sum(row[name] for row in each) / 4, rel=1e-6)
-    assert one["lr"] == each[-1]["lr"]
+        assert window[name] == pytest.approx(
+            sum(row[name] for row in each) / 4, rel=1e-6
+        )
+    assert window["lr"] == each[-1]["lr"]
     assert each[0]["loss"] != each[1]["loss"]
 
 
 def test_same_seed_same_bits_other_seed_other_bits(make):
-    made = [make("run.epochs=1", *more) for more in ([], [], ["run.seed=1"])]
-    for each in made:
+    runs = [make("run.epochs=1", *overrides) for overrides in ([], [], ["run.seed=1"])]
+    for each in runs:
         train(each.run)
-    assert same(weights(made[0].run), weights(made[1].run))
-    assert without_clocks(made[0].store.rows) == without_clocks(made[1].store.rows)
-    assert not same(weights(made[0].run), weights(made[2].run))
+    assert same(weights(runs[0].run), weights(runs[1].run))
+    assert without_clocks(runs[0].store.rows) == without_clocks(runs[1].store.rows)
+    assert not same(weights(runs[0].run), weights(runs[2].run))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -245,18 +247,20 @@ def test_the_first_step_is_averaged_as_step_1(make):
     ("steps", "evaluated"), [(1, [1]), (4, [4]), (5, [4, 5]), (9, [4, 8, 9])]
 )
 def test_a_run_of_steps_ends_there_and_is_evaluated(make, steps, evaluated):
-    made = make(f"run.steps={steps}")
-    state = train(made.run)
+    built = make(f"run.steps={steps}")
+    state = train(built.run)
     assert (state.step, state.images) == (steps, 8 * steps)
-    assert [row["step"] for row in made.store.rows if row["kind"] == "val"] == evaluated
-    assert made.store.rows[-1]["step"] == steps
+    assert [
+        row["step"] for row in built.store.rows if row["kind"] == "val"
+    ] == evaluated
+    assert built.store.rows[-1]["step"] == steps
 
 
 def test_every_n_steps(make):
-    made = make("run.epochs=2", "run.every.log=3", "run.every.evaluate=5")
-    train(made.run)
-    assert [row["step"] for row in made.store.rows if row["kind"] == "val"] == [5, 8]
-    assert [row["step"] for row in made.store.rows if row["kind"] == "train"] == [
+    built = make("run.epochs=2", "run.every.log=3", "run.every.evaluate=5")
+    train(built.run)
+    assert [row["step"] for row in built.store.rows if row["kind"] == "val"] == [5, 8]
+    assert [row["step"] for row in built.store.rows if row["kind"] == "train"] == [
         3,
         5,
         6,
@@ -267,11 +271,11 @@ def test_every_n_steps(make):
 def test_progress_runs_from_0_to_1_in_the_middle_of_steps():
     by_epoch = RunLength(2, 0, 8, 0, Intervals())
     state = State()
-    found = []
+    progress = []
     while not by_epoch.finished(state):
-        found.append(by_epoch.progress(state, 4))
+        progress.append(by_epoch.progress(state, 4))
         state = advance(state, 8, 4)
-    assert found == pytest.approx([(i + 0.5) / 8 for i in range(8)])
+    assert progress == pytest.approx([(i + 0.5) / 8 for i in range(8)])
     assert (state.step, state.epoch, state.step_in_epoch, state.images) == (8, 2, 0, 64)
     by_step = replace(by_epoch, steps=5)
     assert [by_step.progress(State(step=s), 4) for s in range(6)] == pytest.approx(
@@ -306,11 +310,11 @@ def test_views(views, expected):
 
 def test_the_loop_marks_what_it_does(make):
     """A listener sees every part of a step, in order; it changes no bit of the run."""
-    seen = []
+    spans = []
 
     @contextmanager
     def span(name):
-        seen.append(name)
+        spans.append(name)
         yield
 
     overrides = (
@@ -328,7 +332,7 @@ def test_the_loop_marks_what_it_does(make):
         train(replace(timed.run, span=timeline.span, window=timeline.window))
     micro = ["teacher", "forward", "backward", "sifting"]
     step = ["data", *micro, *micro, "optimizer", "wait"]
-    assert seen == ["sifting", *step, *step, "evaluation", "checkpoint"]
+    assert spans == ["sifting", *step, *step, "evaluation", "checkpoint"]
     assert without_clocks(heard.store.rows) == without_clocks(alone.store.rows)
     assert without_clocks(timed.store.rows) == without_clocks(alone.store.rows)
     assert same(weights(timed.run), weights(alone.run))
@@ -391,10 +395,10 @@ QUICK = ("mixed, in steps", "ended by patience", "balanced, erased, patches drop
 )
 def test_a_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name, apart):
     overrides = RUNS[name]
-    whole = make(*overrides, folder=tmp_path / "whole")
-    last = train(whole.run)
+    uninterrupted = make(*overrides, folder=tmp_path / "whole")
+    last = train(uninterrupted.run)
     rows = read_rows(tmp_path / "whole")
-    whole.store.close()
+    uninterrupted.store.close()
     for at in range(min(apart, 2), last.step + 1, apart):
         folder = tmp_path / f"killed {at}"
         killed = make(*overrides, folder=folder, logger=StopAfter(at))
@@ -405,7 +409,7 @@ def test_a_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name, apa
         state = train(resumed.run)
         resumed.store.close()
         assert timeless(state) == timeless(last)
-        assert same(weights(resumed.run), weights(whole.run)), at
+        assert same(weights(resumed.run), weights(uninterrupted.run)), at
         assert without_clocks(read_rows(folder)) == without_clocks(rows)
 
 
@@ -421,20 +425,20 @@ def test_a_compiled_run_that_was_killed_is_the_run_that_was_not(make, tmp_path):
         "optimizer.ema_decay=0.9",
         "run.every.checkpoint=3",
     )
-    whole = make(*overrides, folder=tmp_path / "whole")
-    last = train(whole.run)
+    uninterrupted = make(*overrides, folder=tmp_path / "whole")
+    last = train(uninterrupted.run)
     killed = make(*overrides, folder=tmp_path / "killed", logger=StopAfter(5))
     with pytest.raises(Stop):
         train(killed.run)
     killed.store.close()
     resumed = make(*overrides, folder=tmp_path / "killed")
     assert timeless(train(resumed.run)) == timeless(last)
-    assert same(weights(resumed.run), weights(whole.run))
+    assert same(weights(resumed.run), weights(uninterrupted.run))
     assert without_clocks(read_rows(tmp_path / "killed")) == without_clocks(
         read_rows(tmp_path / "whole")
     )
-    for made in (whole, resumed):
-        made.store.close()
+    for built in (uninterrupted, resumed):
+        built.store.close()
 
 
 @pytest.mark.parametrize(
@@ -453,9 +457,9 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     `stops` counts these calls.
     """
     overrides = (*RUNS[name], "data.eval_batch=5")
-    whole = make(*overrides, folder=tmp_path / "whole")
-    last = train(whole.run)
-    whole.store.close()
+    uninterrupted = make(*overrides, folder=tmp_path / "whole")
+    last = train(uninterrupted.run)
+    uninterrupted.store.close()
     for number in stops:
         folder = tmp_path / f"stopped {number}"
         calls = iter([False] * number + [True])
@@ -467,7 +471,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
         state = train(resumed.run)
         resumed.store.close()
         assert timeless(state) == timeless(last)
-        assert same(weights(resumed.run), weights(whole.run)), number
+        assert same(weights(resumed.run), weights(uninterrupted.run)), number
         rows = [
             [row for row in read_rows(f) if row["kind"] == "val"]
             for f in (folder, tmp_path / "whole")
@@ -478,23 +482,23 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
 def test_an_evaluation_that_is_given_up_twice_is_made_in_the_end(make, tmp_path):
     calls = iter([False] * 4 + [True])  # four steps, then the evaluation's first batch
     for stop in (lambda: next(calls, False), lambda: True):
-        made = make("run.epochs=1", folder=tmp_path / "run")
+        built = make("run.epochs=1", folder=tmp_path / "run")
         with pytest.raises(
             Interrupted, match="stopped after step 4 and wrote a checkpoint"
         ):
-            train(replace(made.run, stop=stop))
-        made.store.close()
+            train(replace(built.run, stop=stop))
+        built.store.close()
         assert [row["kind"] for row in read_rows(tmp_path / "run")] == [
             "train",
             "train",
             "epoch",
         ]
-    made = make("run.epochs=1", folder=tmp_path / "run")
-    state = train(made.run)
-    made.store.close()
+    built = make("run.epochs=1", folder=tmp_path / "run")
+    state = train(built.run)
+    built.store.close()
     assert (state.step, state.unevaluated) == (4, False)
     (row,) = (row for row in read_rows(tmp_path / "run") if row["kind"] == "val")
-    assert state.best == row["accuracy"] == made.store.best()[0].best
+    assert state.best == row["accuracy"] == built.store.best()[0].best
 
 
 def read_rows(folder) -> list[dict]:
@@ -504,9 +508,9 @@ def read_rows(folder) -> list[dict]:
 
 
 def test_a_checkpoint_of_other_code_is_refused_in_one_line(make, tmp_path):
-    made = make("run.epochs=1", folder=tmp_path / "run")
-    train(made.run)
-    made.store.close()
+    built = make("run.epochs=1", folder=tmp_path / "run")
+    train(built.run)
+    built.store.close()
     changed = make("run.epochs=2", folder=tmp_path / "run")
     changed.run.distillation.student.network.head = torch.nn.Linear(
         7, 3
@@ -522,17 +526,17 @@ def test_a_checkpoint_of_other_code_is_refused_in_one_line(make, tmp_path):
 
 
 def test_a_checkpoint_knows_nothing_of_the_teacher(make, tmp_path):
-    made = make(
+    built = make(
         "run.epochs=1",
         "losses=[{kind: cosine}]",
         "optimizer.ema_decay=0.9",
         folder=tmp_path / "run",
     )
-    live = made.run.teacher.model
+    live = built.run.teacher.model
     before = {name: tensor.clone() for name, tensor in live.state_dict().items()}
-    train(made.run)
-    _, tensors, _ = made.store.restore()
-    made.store.close()
+    train(built.run)
+    _, tensors, _ = built.store.restore()
+    built.store.close()
     assert {name.partition(".")[0] for name in tensors} == {
         "model",
         "average",
@@ -557,22 +561,24 @@ def test_a_checkpoint_knows_nothing_of_the_teacher(make, tmp_path):
 
 @pytest.mark.parametrize("lr", [1e30, 1e39])
 def test_divergence_stops_and_the_last_checkpoint_is_finite(make, tmp_path, lr):
-    more = (
+    overrides = (
         "run.epochs=3",
         "run.every.log=3",
         "run.every.checkpoint=1",
         "optimizer.warmup_ratio=0.5",
     )
-    made = make(f"optimizer.lr={lr}", *more, folder=tmp_path / "run")
+    built = make(f"optimizer.lr={lr}", *overrides, folder=tmp_path / "run")
     with pytest.raises(
         NonFiniteLoss, match=r"became NaN or infinite in steps? \d+"
     ) as caught:
-        train(made.run)
+        train(built.run)
     assert "Choose another run.name with a lower optimizer.lr" in str(caught.value)
-    found = made.store.restore()
-    made.store.close()
-    if found is not None:
-        floats = [tensor for tensor in found[1].values() if tensor.is_floating_point()]
+    restored = built.store.restore()
+    built.store.close()
+    if restored is not None:
+        floats = [
+            tensor for tensor in restored[1].values() if tensor.is_floating_point()
+        ]
         assert all(tensor.isfinite().all() for tensor in floats)
 
 
@@ -595,13 +601,15 @@ def test_the_criterion_sums_its_weighted_terms():
     )
     student = Outputs(torch.randn(3, 3))
     teacher = Outputs(torch.randn(3, 3))
-    found = criterion(student, teacher, batch([1.0, 0.0, 2.5]))
-    assert list(found) == ["ce", "kl", "kl_2", "per_image", "loss"]
-    one, other = (term(student, teacher, batch([1.0, 1.0, 1.0])) for term in terms)
-    torch.testing.assert_close(found["ce"], one)
-    torch.testing.assert_close(found["per_image"], 0.3 * one + 2.0 * other)
+    scores = criterion(student, teacher, batch([1.0, 0.0, 2.5]))
+    assert list(scores) == ["ce", "kl", "kl_2", "per_image", "loss"]
+    ce_term, kl_term = (
+        term(student, teacher, batch([1.0, 1.0, 1.0])) for term in terms
+    )
+    torch.testing.assert_close(scores["ce"], ce_term)
+    torch.testing.assert_close(scores["per_image"], 0.3 * ce_term + 2.0 * kl_term)
     torch.testing.assert_close(
-        found["loss"], torch.tensor([1.0, 0.0, 2.5]) * (0.3 * one + 2.0 * other)
+        scores["loss"], torch.tensor([1.0, 0.0, 2.5]) * (0.3 * ce_term + 2.0 * kl_term)
     )
     reads_labels = LossFacts(labels=True, logits="softmax")
     reads_teacher = LossFacts(teacher=True, logits="softmax")
@@ -618,28 +626,28 @@ def test_the_agreement_is_the_cosine_of_the_projected_student_with_its_first_tea
     """
     dims = Dims(3, 4, 4)
     features = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
-    near, other, second = (
+    near, another, second = (
         loss_term("cosine", weight, dims) for weight in (0.25, 0.5, 1.0)
     )
     alike = loss_term("cckd", 1.5, dims)
     far = replace(loss_term("cckd", 1.5, dims), teacher=1)
-    student, one = (
+    student, single = (
         Outputs(torch.zeros(5, 3), {"pooled": each}) for each in features[:2]
     )
-    both = Outputs(one.logits, {"pooled": features[1], "pooled.1": features[2]})
+    both = Outputs(single.logits, {"pooled": features[1], "pooled.1": features[2]})
     project = near.loss.project
     projected = features[0] @ project.weight.T + project.bias
     target = features[1]
     lengths = projected.norm(dim=1) * target.norm(dim=1)
     criterion = Criterion(
-        [alike, loss_term("kl", 2.0), near, other, replace(second, teacher=1)]
+        [alike, loss_term("kl", 2.0), near, another, replace(second, teacher=1)]
     )
     torch.testing.assert_close(
         criterion.agreement(student, both), (projected * target).sum(1) / lengths
     )
     unprojected = Criterion([alike, far, loss_term("cckd", 0.0, dims)])
     torch.testing.assert_close(
-        unprojected.agreement(student, both), alike.loss.agreement(student, one)
+        unprojected.agreement(student, both), alike.loss.agreement(student, single)
     )
 
 
@@ -664,7 +672,7 @@ def test_a_run_that_patience_ends_leaves_its_last_step(make, tmp_path):
     """Its last evaluation is no better, and no checkpoint is due: the averaged weights
     of the end would be lost.
     """
-    made = make(
+    built = make(
         "run.epochs=9",
         "optimizer.lr=1e-12",
         "run.patience=2",
@@ -672,7 +680,7 @@ def test_a_run_that_patience_ends_leaves_its_last_step(make, tmp_path):
         "run.every.checkpoint=1000",
         folder=tmp_path / "run",
     )
-    state = train(made.run)
-    assert made.run.length.gave_up(state)
-    assert made.store.step() == state.step == 9
-    made.store.close()
+    state = train(built.run)
+    assert built.run.length.gave_up(state)
+    assert built.store.step() == state.step == 9
+    built.store.close()

@@ -162,7 +162,7 @@ class Renames(Grows):
     def __init__(self) -> None:
         super().__init__()
         self._register_state_dict_hook(
-            lambda module, state, prefix, rest: state.update(old=state.popitem()[1])
+            lambda module, state, prefix, metadata: state.update(old=state.popitem()[1])
         )
 
 

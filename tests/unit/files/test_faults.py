@@ -149,8 +149,8 @@ def train(folder: RunDir, best: float, first: int, last: int) -> None:
 
 
 def check_and_finish(path: Path, expected_steps: set[int]) -> None:
-    """Require that a folder restores to one of `expected_steps` with the true best, and goes on
-    to the end.
+    """Require that a folder restores to one of `expected_steps` with the true best, and
+    goes on to the end.
     """
     folder = RunDir(path, keep=1)
     folder.open("")

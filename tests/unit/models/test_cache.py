@@ -46,17 +46,17 @@ def image(id: int, view: int) -> torch.Tensor:
 
 
 def batch(ids: list[int], view: int = 0) -> Batch:
-    made = Batch.of(
+    plain = Batch.of(
         torch.stack([image(id, view) for id in ids]),
         torch.zeros(len(ids), dtype=torch.int64),
     )
     return Batch(
         torch.tensor(ids),
-        made.image,
-        made.label,
-        made.label,
-        made.lam,
-        made.weight,
+        plain.image,
+        plain.label,
+        plain.label,
+        plain.lam,
+        plain.weight,
         view,
     )
 
@@ -69,27 +69,27 @@ def opened(
 
 
 def ask(teacher: CachedTeacher, *batches: Batch) -> list[torch.Tensor]:
-    return [teacher(found).logits for found in teacher.lookup(batches)]
+    return [teacher(looked_up).logits for looked_up in teacher.lookup(batches)]
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_the_cache_equals_the_live_teacher_and_queries_it_once(tmp_path, live, dtype):
     stored = CachedTeacher(live, opened(tmp_path, dtype))
-    asked = [batch(list(range(8))), batch(list(range(8, 16)))]
-    expected = [live(one).logits for one in asked]
+    batches = [batch(list(range(8))), batch(list(range(8, 16)))]
+    expected = [live(each).logits for each in batches]
     if dtype == "fp16":
         expected = [logits.half().float() for logits in expected]
     before = live.images
-    first = ask(stored, *asked)
+    first = ask(stored, *batches)
     stored.flush()
     assert live.images - before == 16
-    again = ask(stored, *asked)
-    afresh = ask(CachedTeacher(live, opened(tmp_path, dtype, writable=False)), *asked)
+    again = ask(stored, *batches)
+    afresh = ask(CachedTeacher(live, opened(tmp_path, dtype, writable=False)), *batches)
     assert live.images - before == 16
     for answers in (first, again, afresh):
         assert all(
-            torch.equal(one, other)
-            for one, other in zip(answers, expected, strict=True)
+            torch.equal(each, reference)
+            for each, reference in zip(answers, expected, strict=True)
         )
 
 
@@ -189,18 +189,18 @@ def test_top_k_keeps_the_probabilities_of_the_highest_and_the_mass_of_the_rest()
     rebuilt = codec.expand(codec.compress(logits_BC))
     highest = logits_BC.topk(8)
     exact = logits_BC.double().softmax(1)
-    found = rebuilt.double().softmax(1)
+    approximate = rebuilt.double().softmax(1)
     torch.testing.assert_close(
-        found.gather(1, highest.indices),
+        approximate.gather(1, highest.indices),
         exact.gather(1, highest.indices),
         rtol=1e-5,
         atol=0,
     )
-    rest = torch.ones(6, 50, dtype=torch.bool).scatter(1, highest.indices, False)
+    remaining = torch.ones(6, 50, dtype=torch.bool).scatter(1, highest.indices, False)
     torch.testing.assert_close(
-        (found * rest).sum(1), (exact * rest).sum(1), rtol=1e-5, atol=0
+        (approximate * remaining).sum(1), (exact * remaining).sum(1), rtol=1e-5, atol=0
     )
-    assert math.isclose(found.sum().item(), 6.0, rel_tol=1e-9)
+    assert math.isclose(approximate.sum().item(), 6.0, rel_tol=1e-9)
 
 
 def test_top_k_through_the_files(tmp_path, live):
@@ -265,8 +265,8 @@ def test_a_damaged_manifest_is_one_line_with_its_remedy(tmp_path, text):
 
 
 def test_one_process_writes_and_who_may_only_read_does_not(tmp_path):
-    with (tmp_path / ".lock").open("a") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+    with (tmp_path / ".lock").open("a") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         assert not claim_writer(tmp_path)
     assert claim_writer(tmp_path)
     assert claim_writer(tmp_path)

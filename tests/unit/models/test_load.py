@@ -27,25 +27,25 @@ CLASSES = ("apple", "fig", "pear")
 
 
 def build(
-    model=NAME, classes=CLASSES, config_path="teacher", args=TINY, size=16, **more
+    model=NAME, classes=CLASSES, config_path="teacher", args=TINY, size=16, **changes
 ):
-    return load(Spec(config_path, str(model), args, classes, **more), size)
+    return load(Spec(config_path, str(model), args, classes, **changes), size)
 
 
-def exact(model, classes=CLASSES, **more):
-    return build(model, classes, args={}, pretrained=True, exact_head=True, **more)
+def exact(model, classes=CLASSES, **changes):
+    return build(model, classes, args={}, pretrained=True, exact_head=True, **changes)
 
 
-def refusal(*args, **more) -> str:
+def refusal(*args, **changes) -> str:
     with pytest.raises(ModelError) as caught:
-        build(*args, **more)
+        build(*args, **changes)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) for name in one
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
     )
 
 
@@ -85,16 +85,16 @@ def test_a_folder_without_safetensors_is_refused_before_timm_reads_it(
     torch.load(stored / name, weights_only=False)
     assert mark.exists()  # the attack works where somebody loads it
     mark.unlink()
-    asked = []
+    calls = []
     monkeypatch.setattr(
-        timm, "create_model", lambda *args, **kwargs: asked.append(args)
+        timm, "create_model", lambda *args, **kwargs: calls.append(args)
     )
     for config_path in ("teacher", "student"):
         text = refusal(
             form.format(stored), args={}, pretrained=True, config_path=config_path
         )
         assert text.startswith(f"{config_path}.model: no model.safetensors in ")
-    assert not asked
+    assert not calls
     assert not mark.exists()
 
 
@@ -194,8 +194,8 @@ def test_checkpoint_beside_a_damaged_config(stored, text):
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty", "absent"])
-@pytest.mark.parametrize("how", ["model", "checkpoint"])
-def test_weights_that_are_not_whole(stored, damage, how):
+@pytest.mark.parametrize("source", ["model", "checkpoint"])
+def test_weights_that_are_not_whole(stored, damage, source):
     file = stored / "model.safetensors"
     if damage == "absent":
         file.unlink()
@@ -210,27 +210,27 @@ def test_weights_that_are_not_whole(stored, damage, how):
     with pytest.raises(ModelError) as caught:
         (
             exact(stored)
-            if how == "model"
+            if source == "model"
             else build(checkpoint=str(stored), exact_head=True)
         )
-    assert str(caught.value).startswith(f"teacher.{how}: ")
+    assert str(caught.value).startswith(f"teacher.{source}: ")
     assert "\n" not in str(caught.value)
 
 
-def classes_refused(stored, classes, how):
-    given = (
+def classes_refused(stored, classes, source):
+    keys = (
         {"model": stored, "args": {}, "pretrained": True}
-        if how == "model"
+        if source == "model"
         else {"checkpoint": str(stored)}
     )
-    return refusal(classes=classes, exact_head=True, **given)
+    return refusal(classes=classes, exact_head=True, **keys)
 
 
-@pytest.mark.parametrize("how", ["model", "checkpoint"])
-def test_another_number_of_classes_is_never_a_random_head(stored, how):
-    message = classes_refused(stored, (*CLASSES, "quince"), how)
+@pytest.mark.parametrize("source", ["model", "checkpoint"])
+def test_another_number_of_classes_is_never_a_random_head(stored, source):
+    message = classes_refused(stored, (*CLASSES, "quince"), source)
     assert message.startswith(
-        f"teacher.{how}: has 3 classes, the data has 4. Both must be equal: a new head"
+        f"teacher.{source}: has 3 classes, the data has 4. Both must be equal: a new head"
         " would be"
     )
     for way in (
@@ -251,20 +251,20 @@ def test_the_number_of_classes_is_read_from_the_file(stored, tmp_path):
     assert "has 3 classes, the data has 2" in message
 
 
-@pytest.mark.parametrize("how", ["model", "checkpoint"])
-def test_classes_of_another_order_or_other_ones(stored, how):
-    given = load_file(stored / "model.safetensors")
+@pytest.mark.parametrize("source", ["model", "checkpoint"])
+def test_classes_of_another_order_or_other_ones(stored, source):
+    tensors = load_file(stored / "model.safetensors")
     named = (
         {"model": stored, "args": {}, "pretrained": True}
-        if how == "model"
+        if source == "model"
         else {"checkpoint": str(stored)}
     )
-    made = build(classes=("fig", "apple", "pear"), exact_head=True, **named)
-    assert torch.equal(made.network.head.weight, given["head.weight"][[1, 0, 2]])
-    assert torch.equal(made.network.head.bias, given["head.bias"][[1, 0, 2]])
-    assert "order of the data's classes" in made.notes[0]
+    model = build(classes=("fig", "apple", "pear"), exact_head=True, **named)
+    assert torch.equal(model.network.head.weight, tensors["head.weight"][[1, 0, 2]])
+    assert torch.equal(model.network.head.bias, tensors["head.bias"][[1, 0, 2]])
+    assert "order of the data's classes" in model.notes[0]
     assert "class 1 is 'fig', the data's is 'fog'." in classes_refused(
-        stored, ("apple", "fog", "pear"), how
+        stored, ("apple", "fog", "pear"), source
     )
 
 
@@ -297,12 +297,12 @@ def test_a_student_from_weights_of_another_class_count_gets_a_head_of_zeros(
     started = build(
         config_path="student", classes=classes, checkpoint=str(stored)
     ).network.state_dict()
-    given = load_file(stored / "model.safetensors")
+    tensors = load_file(stored / "model.safetensors")
     for name, tensor in started.items():
         expected = (
             torch.zeros_like(tensor)
             if name.startswith("head.") and len(classes) != 3
-            else given[name]
+            else tensors[name]
         )
         assert torch.equal(tensor, expected), name
 
@@ -311,12 +311,12 @@ def test_a_student_may_start_from_a_folder_with_another_head(stored):
     started = build(
         stored, ("a", "b"), "student", args={}, pretrained=True
     ).network.state_dict()
-    given = load_file(stored / "model.safetensors")
+    tensors = load_file(stored / "model.safetensors")
     assert started["head.weight"].shape == (2, 24)
     assert not started["head.weight"].any()
     assert all(
-        torch.equal(started[name], given[name])
-        for name in given
+        torch.equal(started[name], tensors[name])
+        for name in tensors
         if not name.startswith("head.")
     )
 
@@ -324,40 +324,40 @@ def test_a_student_may_start_from_a_folder_with_another_head(stored):
 @pytest.mark.parametrize(
     "classes", [("plum", "fig", "pear"), ("fig", "apple", "pear"), CLASSES]
 )
-@pytest.mark.parametrize("how", ["checkpoint", "model"])
-def test_a_student_keeps_a_head_of_the_same_classes_only(stored, classes, how):
-    given = load_file(stored / "model.safetensors")
-    if how == "checkpoint":
+@pytest.mark.parametrize("source", ["checkpoint", "model"])
+def test_a_student_keeps_a_head_of_the_same_classes_only(stored, classes, source):
+    tensors = load_file(stored / "model.safetensors")
+    if source == "checkpoint":
         started = build(config_path="student", classes=classes, checkpoint=str(stored))
     else:
         started = build(stored, classes, "student", args={}, pretrained=True)
-    held = {
-        name: torch.equal(tensor, given[name])
+    same_bits = {
+        name: torch.equal(tensor, tensors[name])
         for name, tensor in started.network.state_dict().items()
     }
-    assert held.pop("head.weight") == (classes == CLASSES)
-    del held["head.bias"]  # zeros in both
-    assert all(held.values())
+    assert same_bits.pop("head.weight") == (classes == CLASSES)
+    del same_bits["head.bias"]  # zeros in both
+    assert all(same_bits.values())
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "model"])
-def test_a_name_may_be_decomposed(tmp_path, how):
+@pytest.mark.parametrize("source", ["checkpoint", "model"])
+def test_a_name_may_be_decomposed(tmp_path, source):
     """As macOS writes it: it was another class, whose student began with a head of
     zeros.
     """
     torch.manual_seed(0)
     folder = store(tmp_path / "stored", build().network, ("cre\u0300me", "fig", "pear"))
-    given = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     classes = (
         "cr\u00e8me",
         "fig",
         "pear",
     )
-    if how == "checkpoint":
+    if source == "checkpoint":
         started = build(config_path="student", classes=classes, checkpoint=str(folder))
     else:
         started = build(folder, classes, "student", args={}, pretrained=True)
-    assert torch.equal(started.network.head.weight, given["head.weight"])
+    assert torch.equal(started.network.head.weight, tensors["head.weight"])
 
 
 @pytest.mark.parametrize("names", [CLASSES, ("class_0", "class_1", "class_2")])
@@ -367,10 +367,10 @@ def test_outputs_are_put_into_the_order_of_the_datas_classes_whatever_their_name
     """`class_0` is also what outputs without a name are called."""
     torch.manual_seed(0)
     folder = store(tmp_path / "stored", build().network, (names[0], names[2], names[1]))
-    given = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     spec = Spec("teacher", str(folder), {}, names, pretrained=True, exact_head=True)
-    made = timm_kind.build(timm_kind.Options(), spec, 16, ())
-    assert torch.equal(made.network.head.weight, given["head.weight"][[0, 2, 1]])
+    model = timm_kind.build(timm_kind.Options(), spec, 16, ())
+    assert torch.equal(model.network.head.weight, tensors["head.weight"][[0, 2, 1]])
 
 
 def test_the_digest_follows_every_bit():
@@ -418,22 +418,22 @@ def test_the_position_embedding_of_another_image_size_is_resampled_as_timm_does_
     file = tmp_path / "large.safetensors"
     save_file(large.state_dict(), file)
     spec = Spec("teacher", "vit_tiny_patch16_224", sizes, (), str(file))
-    found = load(spec, 16, ("pooled",))
+    model = load(spec, 16, ("pooled",))
     timms = timm.create_model(
         "vit_tiny_patch16_224", img_size=16, num_classes=9, **sizes
     )
     timms.load_state_dict(
         checkpoint_filter_fn(large.state_dict(), timms)
     )  # as timm loads pretrained weights
-    assert found.num_classes == 0  # nine classes of other data play no part
-    torch.testing.assert_close(found.network.pos_embed, timms.pos_embed)
+    assert model.num_classes == 0  # nine classes of other data play no part
+    torch.testing.assert_close(model.network.pos_embed, timms.pos_embed)
     image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
     with torch.no_grad():
-        pixels = found.normalize(image)
+        pixels = model.normalize(image)
         expected = timms.eval().forward_head(
             timms.forward_features(pixels), pre_logits=True
         )
-        torch.testing.assert_close(found.eval()(image).features["pooled"], expected)
+        torch.testing.assert_close(model.eval()(image).features["pooled"], expected)
 
 
 def test_a_config_json_in_the_working_folder_is_ignored(monkeypatch, tmp_path):
@@ -464,10 +464,10 @@ def test_weights_that_are_only_compared_raise_no_warnings(tmp_path, config_path)
     named = named or {"model": "vit_tiny_patch16_224", "checkpoint": str(tmp_path)}
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = load(
+        model = load(
             Spec("teacher", args=args, classes=["a", "b"], exact_head=True, **named), 32
         )
-    assert next(made.parameters()).is_meta
+    assert next(model.parameters()).is_meta
     with pytest.raises(ModelError), torch.device("meta"):
         load(
             Spec(

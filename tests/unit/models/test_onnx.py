@@ -97,14 +97,14 @@ def test_a_graphs_outputs_equal_pytorchs():
         "broken.onnx": torch.full((2, 2), torch.nan),
     }
     answers = GraphOutputs(outputs, torch.tensor([1, 1]), [], {})
-    found = answers.scores("model.onnx", task)
-    assert found.facts == {"same_top1": 1, "correct": 2, "accuracy": 1.0}
-    assert (found.changed, found.score, found.title) == (1, 1.0, "accuracy")
+    scores = answers.scores("model.onnx", task)
+    assert scores.facts == {"same_top1": 1, "correct": 2, "accuracy": 1.0}
+    assert (scores.changed, scores.score, scores.title) == (1, 1.0, "accuracy")
     assert answers.difference("model.onnx") == 2.5
     with pytest.raises(
         ModelError, match=r"differ from PyTorch's by up to 2\.5; 1 of 2 predictions"
     ):
-        require_exact("model.onnx", found, 2.5, 3.0, 2)
+        require_exact("model.onnx", scores, 2.5, 3.0, 2)
     broken = answers.scores("broken.onnx", task), answers.difference("broken.onnx")
     with pytest.raises(ModelError, match="by up to inf"):
         require_exact("broken.onnx", *broken, 1e9, 2)

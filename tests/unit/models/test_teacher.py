@@ -53,28 +53,30 @@ def test_only_a_teacher_in_stages_or_shards_is_divided():
 
 
 def test_the_model_that_was_given_is_not_changed():
-    given = model().train()
-    LiveTeacher(given, CPU, torch.bfloat16)
-    assert given.training
-    assert all(p.requires_grad and p.dtype == torch.float32 for p in given.parameters())
+    network = model().train()
+    LiveTeacher(network, CPU, torch.bfloat16)
+    assert network.training
+    assert all(
+        p.requires_grad and p.dtype == torch.float32 for p in network.parameters()
+    )
 
 
 def test_it_says_what_the_model_in_eval_mode_says():
-    given = model(features=("pooled",))
-    outputs = LiveTeacher(given, CPU)(batch())
+    network = model(features=("pooled",))
+    outputs = LiveTeacher(network, CPU)(batch())
     with torch.no_grad():
-        expected = given.eval()(batch().image)
+        expected = network.eval()(batch().image)
     assert torch.equal(outputs.logits, expected.logits)
     assert torch.equal(outputs.features["pooled"], expected.features["pooled"])
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 7, 100])
 def test_slices_give_what_the_whole_gives(micro_batch):
-    whole = LiveTeacher(model(("pooled",)), CPU)(batch())
+    undivided = LiveTeacher(model(("pooled",)), CPU)(batch())
     sliced = LiveTeacher(model(("pooled",)), CPU, micro_batch=micro_batch)(batch())
-    torch.testing.assert_close(sliced.logits, whole.logits, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sliced.logits, undivided.logits, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
-        sliced.features["pooled"], whole.features["pooled"], rtol=1e-5, atol=1e-6
+        sliced.features["pooled"], undivided.features["pooled"], rtol=1e-5, atol=1e-6
     )
 
 

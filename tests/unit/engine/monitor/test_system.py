@@ -60,7 +60,9 @@ def test_a_sample_measures_the_machine():
         < row["memory_total_mib"]
     )
     assert before - 0.001 <= row["time"] <= time.time() + 0.001
-    assert any(one["time"] % 1 for one in (row, sampler.sample()))  # to the millisecond
+    assert any(
+        each["time"] % 1 for each in (row, sampler.sample())
+    )  # to the millisecond
     assert (
         min(row["disk_read_mib_s"], row["disk_write_mib_s"], row["network_mib_s"]) >= 0
     )
@@ -70,18 +72,18 @@ def test_the_load_of_workers_is_that_since_the_last_sample():
     """Also after the children were looked for again."""
     sampler = Sampler()
     busy = [sys.executable, "-c", "while True: pass"]
-    others = len(psutil.Process().children())  # of the tests before
+    children = len(psutil.Process().children())  # of the tests before
     with subprocess.Popen(busy) as worker:
         try:
-            assert sampler.sample()["workers"] == others + 1
+            assert sampler.sample()["workers"] == children + 1
             for _ in range(2 * CHILDREN_EVERY):
                 time.sleep(0.05)
                 row = sampler.sample()
-                assert row["workers"] == others + 1
-                found = (
+                assert row["workers"] == children + 1
+                workers_cpu = (
                     row["workers_cpu"] if sampler._count % CHILDREN_EVERY == 1 else 1
                 )
-                assert found > 0
+                assert workers_cpu > 0
         finally:
             worker.kill()
 

@@ -32,11 +32,11 @@ def made_clock(monkeypatch):
     )
 
 
-def work(timeline: Timeline, step: int, seconds: float = 0.001, **more: float) -> None:
+def work(timeline: Timeline, step: int, seconds: float = 0.001, **extra: float) -> None:
     """Make a step whose parts sleep, and log it."""
     for name in PARTS:
         with timeline.span(name):
-            time.sleep(seconds + more.get(name, 0.0))
+            time.sleep(seconds + extra.get(name, 0.0))
     timeline.window(State(step=step))
 
 
@@ -116,14 +116,14 @@ def test_a_row_has_what_loading_its_batches_took(tmp_path):
             with timeline.span("optimizer"):
                 pass
             timeline.window(State(step=step))
-    first, *rest = [
+    first, *later_rows = [
         row["loading_ms"] for row in read_rows(tmp_path / "t") if row["steps"]
     ]
     none = {"resizing": 0.0, "whole": 0.0}
     assert first == pytest.approx(
         {"seconds": 10.0, "busy": 4.0, "decoding": 6.0} | none
     )
-    assert [row["seconds"] for row in rest] == pytest.approx([20.0, 30.0])
+    assert [row["seconds"] for row in later_rows] == pytest.approx([20.0, 30.0])
 
 
 @pytest.mark.usefixtures("made_clock")
@@ -149,8 +149,13 @@ def test_a_window_has_the_median_step_without_evaluation(tmp_path):
     assert sum(values[name] for name in names) == pytest.approx(
         (5 + 34 + 5) / 3
     )  # the mean, without the evaluations
-    first, rest = [row for row in read_rows(tmp_path / "t") if row["steps"]]
-    assert (first["steps"], rest["steps"], rest["slowest"][0], rest["slowest"][2]) == (
+    first, later = [row for row in read_rows(tmp_path / "t") if row["steps"]]
+    assert (
+        first["steps"],
+        later["steps"],
+        later["slowest"][0],
+        later["slowest"][2],
+    ) == (
         1,
         2,
         2,
