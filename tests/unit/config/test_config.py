@@ -183,7 +183,7 @@ def test_wrong_values_are_one_line_that_names_the_key(key, value):
     assert "\n" not in message
 
 
-def test_a_part_outside_the_repository(tmp_path, monkeypatch):
+def test_a_part_outside_the_repository_is_loaded(tmp_path, monkeypatch):
     (tmp_path / "mylab").mkdir()
     (tmp_path / "mylab" / "sharp.py").write_text(
         "from dataclasses import dataclass\n"
@@ -230,7 +230,7 @@ def test_a_part_outside_the_repository(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["..", ".kl", "kl.", "kd..losses", 3, None, ["ce"]])
-def test_kinds_that_are_no_module_path(kind):
+def test_kinds_that_are_no_module_path_are_refused(kind):
     assert list(errors_of(minimal(losses=[{"kind": kind}]))) == ["losses[0].kind"]
 
 
@@ -333,7 +333,7 @@ THAWED = (
         ),
     ],
 )
-def test_contradictions_between_keys(overrides, config_path, words):
+def test_contradictions_between_keys_are_refused(overrides, config_path, words):
     assert (
         words
         in errors_of(minimal(teacher={"model": "vit_tiny_patch16_224"}), *overrides)[
@@ -497,7 +497,7 @@ def test_all_wrong_overrides_are_reported():
 @pytest.mark.parametrize(
     "override", ["run.name=[", "run.name={a", "a b=c", "[0]=1", "..=1", "run..name=2"]
 )
-def test_overrides_that_are_not_yaml(override):
+def test_overrides_that_are_not_yaml_are_refused_in_one_line(override):
     assert all(
         "\n" not in message for message in errors_of(minimal(), override).values()
     )
@@ -630,7 +630,7 @@ def test_explain_covers_every_key_with_a_meaning():
         assert words.rstrip().endswith((".", ")", "?")), f"{key}: {words}"
 
 
-def test_explain_below_a_prefix():
+def test_explain_shows_the_keys_below_a_prefix():
     assert [key for key, *_ in explain("run.every")] == [
         "run.every.log",
         "run.every.evaluate",

@@ -46,7 +46,7 @@ V1 = "4:memory:/d\n3:cpu,cpuacct:/d\n", "cpu/d/cpu.cfs_quota_us"
         (*V1, "100000", 1),
     ],
 )
-def test_quotas_of_both_versions(tmp_path, group, file, quota, cores):
+def test_quotas_of_both_versions_limit_the_cores(tmp_path, group, file, quota, cores):
     defaults = {"a/b/cpu.max": "max 100000", "cpu/d/cpu.cfs_period_us": "100000"}
     files = {
         f"sys/fs/cgroup/{name}": text
@@ -55,12 +55,12 @@ def test_quotas_of_both_versions(tmp_path, group, file, quota, cores):
     assert host.cores(system(tmp_path, group, files)) == cores
 
 
-def test_no_cgroup_at_all(tmp_path):
+def test_without_a_cgroup_every_core_counts(tmp_path):
     assert host.cores(tmp_path) == ALL
 
 
 @pytest.mark.skipif(ALL < 2, reason="needs two cores")
-def test_the_affinity():
+def test_the_cores_are_those_of_the_affinity():
     first, *_ = before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {first})
     try:

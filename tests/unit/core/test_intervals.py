@@ -32,7 +32,7 @@ def test_wilson_is_newcombes_method_3(right, images, low, high):
     )
 
 
-def test_wilson_at_the_ends():
+def test_wilson_stays_within_0_and_1():
     assert wilson_interval(0.0, 20) == (
         0.0,
         pytest.approx(0.1611, abs=5e-5),
@@ -83,7 +83,7 @@ def test_better_is_what_mcnemars_exact_test_confirms(images):
             assert differs or p >= 0.02, (gained, lost)
 
 
-def test_verdict():
+def test_the_verdict_says_on_which_side_of_0_the_interval_lies():
     assert [
         interval_verdict(0.01, 0.2),
         interval_verdict(-0.2, -0.01),
@@ -135,7 +135,7 @@ def test_the_bias_of_the_bootstrap_is_taken_off():
     )
 
 
-def test_the_same_samples_for_all_models():
+def test_all_models_are_scored_on_the_same_samples():
     """So that their difference is paired: two models that differ by a constant have no
     spread between them.
     """
@@ -193,7 +193,7 @@ def test_the_interval_of_a_share_ends_at_0_and_1_and_that_of_a_difference_does_n
     )
 
 
-def test_a_difference_of_samples():
+def test_a_difference_of_samples_is_paired():
     first, second = (
         np.array([1] * a + [0] * b + [1] * c, bool)
         for a, b, c in ((60, 10, 30), (50, 20, 30))

@@ -55,7 +55,7 @@ def loose(tmp_path_factory):
     return root / "all"
 
 
-def test_a_folder_of_images_as_it_comes(loose):
+def test_a_folder_of_images_is_read_as_it_comes(loose):
     train, val = (source(loose, split, val_fraction=0.25) for split in ("train", "val"))
     assert (len(train), len(val)) == (18, 6)
     assert {train.label(id) for id in range(18)} == {-1}
@@ -294,7 +294,7 @@ def test_food_mini_withholds_its_labels():
     assert min(data.val.label(id) for id in range(len(data.val))) == 0
 
 
-def test_rows_of_a_table_without_a_label(tmp_path):
+def test_rows_of_a_table_may_have_no_label(tmp_path):
     hub = pytest.importorskip("datasets")
     from PIL import Image
 

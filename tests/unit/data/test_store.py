@@ -90,6 +90,16 @@ def opened(kind: str, folder: Path, count: int, pixels: int) -> Slots:
     return open_disk(folder / "store", {"images": count, "split": "train"}, pixels)
 
 
+RULE = Shrunk(16, 0.5)
+
+
+def open_at(
+    folder: Path, source, kind: str = "disk", rule: Shrunk | EvalTransform = RULE
+) -> Stored:
+    slots = opened(kind, folder, len(source), rule.max_pixels)
+    return Stored(source, rule, slots)
+
+
 def pixels(image: Image.Image) -> np.ndarray:
     return np.asarray(image)
 
@@ -144,11 +154,10 @@ def test_every_image_up_to_four_times_as_long_as_wide_has_room(crop):
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_an_image_is_the_same_from_its_slot_and_decoded_once(tmp_path, kind):
-    rule = Shrunk(16, 0.5)
     source = Pictures([(20, 14), (90, 50), (300, 31), (9, 70)] * 2)
-    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.max_pixels))
+    stored = open_at(tmp_path, source, kind)
     expected = [
-        pixels(rule(Pictures(source.sizes).decode(id).image))
+        pixels(RULE(Pictures(source.sizes).decode(id).image))
         for id in range(len(source))
     ]
     for _ in range(3):
@@ -156,7 +165,7 @@ def test_an_image_is_the_same_from_its_slot_and_decoded_once(tmp_path, kind):
             image = stored.decode(id).image
             assert image.mode == "RGB"
             assert np.array_equal(pixels(image), expected[id])
-    kept_not = [id for id in range(8) if expected[id].size > 3 * rule.max_pixels]
+    kept_not = [id for id in range(8) if expected[id].size > 3 * RULE.max_pixels]
     assert source.decoded == 8 + 2 * len(kept_not)
     assert (len(stored), stored.label(3), stored.name(2)) == (8, 1, "noise/2")
     assert (stored.classes, stored.fingerprint) == (source.classes, source.fingerprint)
@@ -174,7 +183,7 @@ def test_views_of_small_images_are_those_without_a_store(
     """
     source = imagefolder.build(imagefolder.Options(root=str(photos)), "train", None)
     rule = Shrunk(16, 0.35)
-    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.max_pixels))
+    stored = open_at(tmp_path, source, kind, rule)
     plain, cached = (
         Views(each, TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, mixing)
         for each in (source, stored)
@@ -191,9 +200,7 @@ def test_views_of_small_images_are_those_without_a_store(
 def test_evaluation_is_bit_identical_for_every_image(tmp_path, crop):
     source = Pictures([(20, 14), (90, 50), (300, 31), (9, 70), (16, 16)])
     rule = EvalTransform(16, crop)
-    stored = Stored(
-        source, rule, opened("disk", tmp_path, len(source), rule.max_pixels)
-    )
+    stored = open_at(tmp_path, source, "disk", rule)
     plain = Views(source, EvalTransform(16, crop), 16, 0)
     cached = Views(stored, EvalTransform(16, 1.0), 16, 0)
     for _ in range(2):
@@ -205,18 +212,16 @@ def test_evaluation_is_bit_identical_for_every_image(tmp_path, crop):
 
 def test_without_slots_the_pixels_are_the_same():
     source = Pictures([(90, 50)])
-    rule = Shrunk(16, 0.5)
     assert np.array_equal(
-        pixels(Stored(source, rule).decode(0).image),
-        pixels(rule(source.decode(0).image)),
+        pixels(Stored(source, RULE).decode(0).image),
+        pixels(RULE(source.decode(0).image)),
     )
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_workers_share_what_they_decode(tmp_path, kind):
-    rule = Shrunk(16, 0.5)
     source = Pictures([(90, 50), (60, 70)] * 12)
-    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.max_pixels))
+    stored = open_at(tmp_path, source, kind)
     plan = Plan(torch.arange(24), torch.ones(24))
     filled = list(
         LocalLoader(
@@ -243,8 +248,7 @@ def test_a_disk_store_travels_to_workers_that_are_started_anew_and_ram_says_why_
     tmp_path,
 ):
     source = Pictures([(90, 50)] * 4)
-    rule = Shrunk(16, 0.5)
-    stored = Stored(source, rule, opened("disk", tmp_path, 4, rule.max_pixels))
+    stored = open_at(tmp_path, source)
     first = pixels(stored.decode(2).image)
     travelled = pickle.loads(pickle.dumps(stored))
     before = travelled.source.decoded
@@ -257,16 +261,11 @@ def test_a_disk_store_travels_to_workers_that_are_started_anew_and_ram_says_why_
             r" data\.workers=0"
         ),
     ):
-        pickle.dumps(Stored(source, rule, opened("ram", tmp_path, 4, rule.max_pixels)))
+        pickle.dumps(open_at(tmp_path, source, "ram"))
 
 
 def _fill(folder: str, count: int, ready, go) -> None:
-    rule = Shrunk(16, 0.5)
-    stored = Stored(
-        Pictures([(90, 50), (60, 70)], length=count),
-        rule,
-        opened("disk", Path(folder), count, rule.max_pixels),
-    )
+    stored = open_at(Path(folder), Pictures([(90, 50), (60, 70)], length=count))
     ready.set()
     go.wait()
     for id in range(count):
@@ -288,22 +287,20 @@ def test_several_runs_begin_and_fill_one_store_together(tmp_path):
     for run in runs:
         run.join(30)
     assert [run.exitcode for run in runs] == [0, 0, 0]
-    rule = Shrunk(16, 0.5)
     source = Pictures([(90, 50), (60, 70)], length=40)
-    stored = Stored(source, rule, opened("disk", tmp_path, 40, rule.max_pixels))
+    stored = open_at(tmp_path, source)
     filled = [pixels(stored.decode(id).image) for id in range(40)]
     assert source.decoded == 0
     assert all(
-        np.array_equal(filled[id], pixels(rule(source.decode(id).image)))
+        np.array_equal(filled[id], pixels(RULE(source.decode(id).image)))
         for id in range(40)
     )
 
 
 @pytest.mark.parametrize("damage", ["pixel", "nonsense size"])
 def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
-    rule = Shrunk(16, 0.5)
     source = Pictures([(90, 50)] * 3)
-    stored = Stored(source, rule, opened("disk", tmp_path, 3, rule.max_pixels))
+    stored = open_at(tmp_path, source)
     expected = [pixels(stored.decode(id).image) for id in range(3)]
     assert stored.slots is not None
     stride = stored.slots.records.stride
@@ -314,7 +311,7 @@ def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
     else:
         content[stride : stride + Records.HEAD.size] = Records.HEAD.pack(7, 2**31)
     path.write_bytes(content)
-    again = Stored(source, rule, opened("disk", tmp_path, 3, rule.max_pixels))
+    again = open_at(tmp_path, source)
     before = source.decoded
     assert all(
         np.array_equal(pixels(again.decode(id).image), expected[id]) for id in range(3)
@@ -325,29 +322,16 @@ def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
 
 
 def test_a_file_that_was_cut_short_is_made_whole(tmp_path):
-    rule = Shrunk(16, 0.5)
     source = Pictures([(90, 50)] * 3)
-    expected = pixels(
-        Stored(source, rule, opened("disk", tmp_path, 3, rule.max_pixels))
-        .decode(2)
-        .image
-    )
+    expected = pixels(open_at(tmp_path, source).decode(2).image)
     os.truncate(tmp_path / "store" / PIXELS, 100)
-    assert np.array_equal(
-        pixels(
-            Stored(source, rule, opened("disk", tmp_path, 3, rule.max_pixels))
-            .decode(2)
-            .image
-        ),
-        expected,
-    )
+    assert np.array_equal(pixels(open_at(tmp_path, source).decode(2).image), expected)
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_a_corrupt_image_is_what_it_was_without_a_store(tmp_path, kind):
-    rule = Shrunk(16, 0.5)
     source = Pictures([(90, 50)] * 5, broken=True)
-    stored = Stored(source, rule, opened(kind, tmp_path, 5, rule.max_pixels))
+    stored = open_at(tmp_path, source, kind)
     for _ in range(2):
         with pytest.raises(
             DataError, match=r"data\.root: noise/3: the image is truncated"
@@ -363,9 +347,8 @@ def test_a_corrupt_image_is_what_it_was_without_a_store(tmp_path, kind):
 
 
 def test_a_slot_remembers_the_bytes_that_it_came_from(tmp_path):
-    rule = Shrunk(16, 0.5)
     source = Pictures([(90, 50)] * 4)
-    dated = Stored(source, rule, opened("disk", tmp_path, 4, rule.max_pixels))
+    dated = open_at(tmp_path, source)
     first = [dated.decode(id).crc for id in range(4)]
     assert first == [Pictures(source.sizes).decode(id).crc for id in range(4)]
     assert [dated.decode(id).crc for id in range(4)] == first
@@ -421,13 +404,10 @@ def test_files_of_one_size_that_were_exchanged_are_decoded_again(
     back, as `cp -p` does.
     """
     root = bitmaps(tmp_path / "photos")
-    rule = Shrunk(16, 0.5)
 
     def read_all() -> tuple[str, dict[str, bytes]]:
         source = listed(root)
-        cached = Stored(
-            source, rule, opened("disk", tmp_path, len(source), rule.max_pixels)
-        )
+        cached = open_at(tmp_path, source)
         loader = LocalLoader(
             Views(cached, EvalTransform(16, 1.0), 16, 0), Share(2, 1, 0, 1), workers
         )
@@ -439,7 +419,7 @@ def test_files_of_one_size_that_were_exchanged_are_decoded_again(
             for i in range(len(source))
         }
         assert by_name == {
-            source.name(i): pixels(rule(source.decode(i).image)).tobytes()
+            source.name(i): pixels(RULE(source.decode(i).image)).tobytes()
             for i in range(len(source))
         }
         assert len(batches) == len(source) // 2
@@ -471,13 +451,9 @@ def test_files_that_were_only_touched_are_compared_once_a_run(tmp_path, caplog):
     """So it is where hosts with copies of their own share a store: the times differ,
     the bytes do not.
     """
-    rule = Shrunk(16, 0.5)
     sources = (Dated([(90, 50)] * 8), Dated([(90, 50)] * 8))
     sources[1].times = 2
-    hosts = [
-        Stored(source, rule, opened("disk", tmp_path, 8, rule.max_pixels))
-        for source in sources
-    ]
+    hosts = [open_at(tmp_path, source) for source in sources]
     expected = [pixels(hosts[0].decode(id).image) for id in range(8)]
     for _ in range(3):
         for host in reversed(hosts):

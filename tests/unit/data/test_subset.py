@@ -94,11 +94,8 @@ def test_each_split_has_a_label_if_one_has(labelled, split):
 
     class Some(Listing):
         def label(self, id):
-            return (
-                0
-                if labelled in ("both", "test" if self.names[id] in tested else "val")
-                else -1
-            )
+            split_of_image = "test" if self.names[id] in tested else "val"
+            return 0 if labelled in ("both", split_of_image) else -1
 
     tested: list[str] = []
     source = Some([f"{i}.jpg" for i in range(40)])

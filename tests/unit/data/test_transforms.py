@@ -41,7 +41,7 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     )
 
 
-def test_random_box_statistics():
+def test_random_boxes_have_uniform_areas_and_aspects():
     """Where every aspect fits, area and log aspect are uniform: compare means and
     ranges over 4,000 draws.
     """

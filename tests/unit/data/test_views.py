@@ -286,7 +286,7 @@ def test_the_partner_is_another_image_seen_through_the_transform(source):
         assert sample.label == source.label(id)
 
 
-def test_mix_probability(source):
+def test_images_are_mixed_with_the_configured_probability(source):
     some = Views(
         source,
         EvalTransform(16, 1.0),

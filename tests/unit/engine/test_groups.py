@@ -14,7 +14,7 @@ def names_of(network: nn.Module, group: dict) -> set[str]:
     return {names[id(parameter)] for parameter in group["params"]}
 
 
-def test_several_modules_and_frozen_parameters():
+def test_parameters_of_several_modules_are_grouped_without_frozen_ones():
     first = nn.Linear(2, 3)
     second = nn.Linear(3, 4)
     second.weight.requires_grad_(False)

@@ -212,7 +212,7 @@ def test_the_rows_are_means_over_their_window(make):
     assert each[0]["loss"] != each[1]["loss"]
 
 
-def test_same_seed_same_bits_other_seed_other_bits(make):
+def test_a_seed_decides_every_bit(make):
     runs = [make("run.epochs=1", *overrides) for overrides in ([], [], ["run.seed=1"])]
     for each in runs:
         train(each.run)
@@ -256,7 +256,7 @@ def test_a_run_of_steps_ends_there_and_is_evaluated(make, steps, evaluated):
     assert built.store.rows[-1]["step"] == steps
 
 
-def test_every_n_steps(make):
+def test_rows_and_evaluations_come_every_n_steps(make):
     built = make("run.epochs=2", "run.every.log=3", "run.every.evaluate=5")
     train(built.run)
     assert [row["step"] for row in built.store.rows if row["kind"] == "val"] == [5, 8]
@@ -302,7 +302,7 @@ def test_a_sifted_epoch_still_ends_where_the_schedule_ends():
 @pytest.mark.parametrize(
     ("views", "expected"), [(0, [0, 1, 2, 3, 4]), (2, [0, 1, 0, 1, 0]), (1, [0] * 5)]
 )
-def test_views(views, expected):
+def test_views_repeat_after_their_number(views, expected):
     assert [
         RunLength(1, 0, 1, views, Intervals()).view(epoch) for epoch in range(5)
     ] == expected

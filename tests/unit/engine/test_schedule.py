@@ -10,7 +10,7 @@ from kd.engine.optim import Schedule
 
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("least", [0.0, 0.1])
-def test_cosine(warmup, least):
+def test_the_cosine_follows_its_formula(warmup, least):
     schedule = Schedule(0.5, warmup, least)
     for i in range(101):
         progress = i / 100
@@ -22,7 +22,7 @@ def test_cosine(warmup, least):
         assert schedule.factor(progress) == pytest.approx(expected, abs=1e-12)
 
 
-def test_constant():
+def test_a_constant_rate_follows_its_warmup():
     schedule = Schedule(1.0, 0.2, 0.0, "constant")
     assert [schedule.factor(p) for p in (0.1, 0.2, 0.7, 1.0)] == [0.5, 1.0, 1.0, 1.0]
 

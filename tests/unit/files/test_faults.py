@@ -197,7 +197,9 @@ CASES = [(3, *fault) for fault in FAULTS] + [
 
 
 @pytest.mark.parametrize(("step", "number", "lasting"), CASES)
-def test_a_checkpoint(tmp_path, record_property, step, number, lasting):
+def test_a_checkpoint_survives_every_fault(
+    tmp_path, record_property, step, number, lasting
+):
     """The first one, one that is the new best and removes the old best, and one that
     removes a worse one.
     """
@@ -223,7 +225,9 @@ def test_a_checkpoint(tmp_path, record_property, step, number, lasting):
 
 
 @pytest.mark.parametrize(("number", "lasting"), FAULTS, ids=IDS)
-def test_a_folder_that_is_replaced(tmp_path, record_property, number, lasting):
+def test_a_folder_that_is_replaced_survives_every_fault(
+    tmp_path, record_property, number, lasting
+):
     (tmp_path / "base" / "export").mkdir(parents=True)
     (tmp_path / "base" / "export" / "file").write_text("old")
 

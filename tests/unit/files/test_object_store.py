@@ -61,6 +61,6 @@ def test_a_copy_is_whole_or_absent(aws, tmp_path, small_disk):
 @pytest.mark.parametrize(
     ("url", "words"), [("nocloud://a/b", "nocloud"), ("gs://a/b", "pip install gcsfs")]
 )
-def test_a_protocol_without_its_package(url, words):
+def test_a_protocol_without_its_package_is_refused(url, words):
     with pytest.raises(MissingExtra, match=words):
         object_store.versions(url, "data.train")

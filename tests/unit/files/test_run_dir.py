@@ -349,6 +349,6 @@ def test_a_file_is_refused(tmp_path):
         RunDir(tmp_path / "run").open("")
 
 
-def test_nothing_to_export_before_the_first_checkpoint(opened):
+def test_there_is_nothing_to_export_before_the_first_checkpoint(opened):
     with pytest.raises(RunError, match="has no checkpoint yet"):
         opened.best()

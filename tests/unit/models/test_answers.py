@@ -37,7 +37,7 @@ WHERE = "teacher.model"
         ("a.csv", TABLE.replace("a/1", "./a//1")),
     ],
 )
-def test_forms_of_a_table(tmp_path, name, content):
+def test_every_form_of_a_table_is_read(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     table = read_answers(str(tmp_path / name), WHERE)
     assert (list(table.names), list(table.classes)) == (

@@ -203,7 +203,7 @@ def test_top_k_keeps_the_probabilities_of_the_highest_and_the_mass_of_the_rest()
     assert math.isclose(approximate.sum().item(), 6.0, rel_tol=1e-9)
 
 
-def test_top_k_through_the_files(tmp_path, live):
+def test_top_k_logits_come_back_through_the_files(tmp_path, live):
     stored = CachedTeacher(live, opened(tmp_path, "fp32", topk=2))
     first = ask(stored, batch([0, 1, 2]))[0]
     stored.flush()

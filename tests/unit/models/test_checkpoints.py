@@ -137,7 +137,7 @@ def test_a_file_with_its_authors_names_is_loaded_as_timm_loads_it(name, file):
     ) or name.startswith("cait")
 
 
-def test_forty_families_at_least():
+def test_at_least_forty_families_are_tested():
     assert len({timm.model_entrypoint(name).__module__ for name in FAMILIES}) >= 35
     assert len(FAMILIES) >= 40
 
@@ -250,7 +250,7 @@ NESTED = [
 
 
 @pytest.mark.parametrize("prefix", PREFIXES + NESTED)
-def test_wrappers_and_prefixes(prefix, file):
+def test_wrappers_and_prefixes_are_taken_off(prefix, file):
     raw = vit()
     averaged = vit(seed=1)
     tensors = [
@@ -322,7 +322,7 @@ def test_a_prefix_is_left_out_only_where_all_below_it_fits(file):
 # what lies beside
 
 
-def test_values_beside_the_weights(file):
+def test_values_beside_the_weights_are_left_out(file):
     values = {
         "metric": np.float64(0.9),
         "step": np.int64(3),
@@ -342,7 +342,7 @@ def test_values_beside_the_weights(file):
     }
 
 
-def test_old_formats_and_files_from_elsewhere(file, tmp_path):
+def test_the_old_format_is_read(file, tmp_path):
     network = vit()
     torch.save(
         {"model": network.state_dict()},
@@ -365,7 +365,7 @@ def test_other_objects_are_named_and_the_line_rewrites_the_file(file):
         assert same(load_weights(path.with_suffix(".weights.pth")).network, network)
 
 
-def test_a_pickled_module_and_a_torchscript_archive(file, tmp_path):
+def test_a_pickled_module_and_a_torchscript_archive_are_rewritten(file, tmp_path):
     network = vit()
     path = file({"epoch": 1, "model": network, "ema": None})
     text = refusal(path)
@@ -545,7 +545,7 @@ def test_a_file_of_transformers_without_its_folder_is_named(kind, tmp_path, file
 # grid, channels, classes
 
 
-def test_grids_of_another_size_as_timm_resamples_them(file):
+def test_grids_of_another_size_are_resampled_as_timm_does_it(file):
     large = {**families.SWIN, "img_size": 128, "window_size": 8}
     network = build_network("swin_tiny_patch4_window7_224", **large)
     path = file(author_tensors("swin_tiny_patch4_window7_224", network))
@@ -641,7 +641,7 @@ def test_a_module_of_one_output_is_a_binary_teacher(outputs, monkeypatch):
         torch.testing.assert_close(teacher(image).logits.softmax(1)[:, 1], z.sigmoid())
 
 
-def test_a_file_without_a_classifier(file):
+def test_a_file_without_a_classifier_is_refused_for_a_teacher_of_logits(file):
     tensors = {
         name: tensor
         for name, tensor in vit().state_dict().items()
@@ -667,7 +667,7 @@ def test_a_file_without_a_classifier(file):
 # folders, formats
 
 
-def test_folders_as_accelerate_and_transformers_divide_them(tmp_path, file):
+def test_folders_are_read_as_accelerate_and_transformers_divide_them(tmp_path, file):
     network = vit()
     tensors = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     torch.save(tensors, tmp_path / "pytorch_model.bin")
@@ -728,7 +728,7 @@ LOOKALIKES: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", LOOKALIKES)
 @pytest.mark.parametrize("ending", [".pth", ".safetensors"])
-def test_files_that_are_no_weights(name, ending, tmp_path):
+def test_files_that_are_no_weights_are_named(name, ending, tmp_path):
     path = tmp_path / f"a{ending}"
     content, words = LOOKALIKES[name]
     path.write_bytes(content)
@@ -795,7 +795,7 @@ def test_lookalikes_are_named(name, file):
 
 
 @pytest.mark.parametrize("count", [101_000, slow(1_000_000)])
-def test_more_tensors_than_any_network_has(count, tmp_path):
+def test_more_tensors_than_any_network_has_are_refused(count, tmp_path):
     header = {
         f"t{i}": {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]}
         for i in range(count)
@@ -910,7 +910,7 @@ def test_a_file_that_is_not_there_is_no_unknown_network():
         named("--teacher", "resnet1")
 
 
-def test_order_without_counts_of_batches(file):
+def test_tensors_are_taken_by_order_without_counts_of_batches(file):
     """Older torch counted no batches."""
     network = timm.create_model("resnet10t", num_classes=5)
     tensors = {

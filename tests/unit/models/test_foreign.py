@@ -61,7 +61,7 @@ def refusal(*args, **changes) -> str:
     return str(caught.value)
 
 
-def test_tensors_by_their_places(foreign):
+def test_tensors_are_taken_by_their_places(foreign):
     path, network = foreign
     model = build(path, tuple("abcde"))
     assert torch.equal(model(PICTURES).main, network(model.normalize(PICTURES)))
@@ -122,7 +122,7 @@ def test_a_pickle_runs_no_code(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_outputs_of_the_data_s_classes(foreign, tmp_path):
+def test_the_outputs_are_those_of_the_data_s_classes(foreign, tmp_path):
     """The file names all outputs; the data's are picked, in its order."""
     path, network = foreign
     names = tmp_path / "names.txt"

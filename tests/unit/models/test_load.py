@@ -36,6 +36,13 @@ def exact(model, classes=CLASSES, **changes):
     return build(model, classes, args={}, pretrained=True, exact_head=True, **changes)
 
 
+def keys_of(folder: Path, source: str) -> dict:
+    """Return the keys that name a folder as a model or as a checkpoint."""
+    if source == "checkpoint":
+        return {"checkpoint": str(folder)}
+    return {"model": folder, "args": {}, "pretrained": True}
+
+
 def refusal(*args, **changes) -> str:
     with pytest.raises(ModelError) as caught:
         build(*args, **changes)
@@ -99,7 +106,7 @@ def test_a_folder_without_safetensors_is_refused_before_timm_reads_it(
 
 
 @pytest.mark.parametrize("form", ["{}", "local-dir:{}"])
-def test_by_folder(stored, form):
+def test_a_folder_names_a_model(stored, form):
     model = exact(form.format(stored))
     assert same(
         dict(model.network.state_dict()), load_file(stored / "model.safetensors")
@@ -108,7 +115,7 @@ def test_by_folder(stored, form):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_by_checkpoint(stored, kind):
+def test_a_checkpoint_gives_the_weights(stored, kind):
     path = stored / "model.safetensors" if kind == "file" else stored
     model = build(checkpoint=str(path), exact_head=True)
     assert same(
@@ -147,7 +154,7 @@ def test_unknown_name_suggests_one():
     assert message.endswith("Did you mean 'vit_tiny_patch16_224.augreg_in21k'?")
 
 
-def test_arguments_that_the_architecture_refuses():
+def test_arguments_that_the_architecture_refuses_are_named():
     message = refusal(args={"embed_dim": 25, "num_heads": 2})
     assert message.startswith(f"teacher.model: '{NAME}' cannot be built (")
     assert "teacher.args" in message
@@ -157,7 +164,7 @@ def test_arguments_that_the_architecture_refuses():
     assert "cannot be built (IndexError" in refusal("convnext_atto", args={"dims": [8]})
 
 
-def test_hub_id_without_the_network(monkeypatch):
+def test_a_hub_id_needs_the_network(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -169,7 +176,7 @@ def test_hub_id_without_the_network(monkeypatch):
     )
 
 
-def test_folder_without_config(tmp_path):
+def test_a_folder_without_config_is_refused(tmp_path):
     assert "no config.json" in refusal(
         f"local-dir:{tmp_path}", args={}, pretrained=True
     )
@@ -178,7 +185,7 @@ def test_folder_without_config(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"architecture": "no_such_net"}', '"vit"']
 )
-def test_folder_with_a_damaged_config(stored, text):
+def test_a_folder_with_a_damaged_config_is_refused_in_one_line(stored, text):
     (stored / "config.json").write_text(text)
     with pytest.raises(ModelError, match=r"^teacher\.model: ") as caught:
         exact(stored)
@@ -186,7 +193,7 @@ def test_folder_with_a_damaged_config(stored, text):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]"])
-def test_checkpoint_beside_a_damaged_config(stored, text):
+def test_a_checkpoint_beside_a_damaged_config_is_refused(stored, text):
     (stored / "config.json").write_text(text)
     assert refusal(checkpoint=str(stored), exact_head=True).startswith(
         "teacher.checkpoint: "
@@ -195,7 +202,7 @@ def test_checkpoint_beside_a_damaged_config(stored, text):
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty", "absent"])
 @pytest.mark.parametrize("source", ["model", "checkpoint"])
-def test_weights_that_are_not_whole(stored, damage, source):
+def test_weights_that_are_not_whole_are_refused(stored, damage, source):
     file = stored / "model.safetensors"
     if damage == "absent":
         file.unlink()
@@ -208,22 +215,13 @@ def test_weights_that_are_not_whole(stored, damage, source):
             }[damage]
         )
     with pytest.raises(ModelError) as caught:
-        (
-            exact(stored)
-            if source == "model"
-            else build(checkpoint=str(stored), exact_head=True)
-        )
+        build(exact_head=True, **keys_of(stored, source))
     assert str(caught.value).startswith(f"teacher.{source}: ")
     assert "\n" not in str(caught.value)
 
 
 def classes_refused(stored, classes, source):
-    keys = (
-        {"model": stored, "args": {}, "pretrained": True}
-        if source == "model"
-        else {"checkpoint": str(stored)}
-    )
-    return refusal(classes=classes, exact_head=True, **keys)
+    return refusal(classes=classes, exact_head=True, **keys_of(stored, source))
 
 
 @pytest.mark.parametrize("source", ["model", "checkpoint"])
@@ -252,14 +250,10 @@ def test_the_number_of_classes_is_read_from_the_file(stored, tmp_path):
 
 
 @pytest.mark.parametrize("source", ["model", "checkpoint"])
-def test_classes_of_another_order_or_other_ones(stored, source):
+def test_classes_are_reordered_and_other_ones_refused(stored, source):
     tensors = load_file(stored / "model.safetensors")
-    named = (
-        {"model": stored, "args": {}, "pretrained": True}
-        if source == "model"
-        else {"checkpoint": str(stored)}
-    )
-    model = build(classes=("fig", "apple", "pear"), exact_head=True, **named)
+    keys = keys_of(stored, source)
+    model = build(classes=("fig", "apple", "pear"), exact_head=True, **keys)
     assert torch.equal(model.network.head.weight, tensors["head.weight"][[1, 0, 2]])
     assert torch.equal(model.network.head.bias, tensors["head.bias"][[1, 0, 2]])
     assert "order of the data's classes" in model.notes[0]
@@ -278,7 +272,7 @@ def test_a_folder_without_labels_is_taken_by_its_number(stored):
         exact(stored, ("x", "y"))
 
 
-def test_weights_of_another_architecture(stored):
+def test_weights_of_another_architecture_are_refused(stored):
     message = refusal(args={**TINY, "depth": 2}, checkpoint=str(stored))
     assert (
         f"a part of the network, which '{NAME}' does not take (missing: blocks.1."
@@ -327,10 +321,8 @@ def test_a_student_may_start_from_a_folder_with_another_head(stored):
 @pytest.mark.parametrize("source", ["checkpoint", "model"])
 def test_a_student_keeps_a_head_of_the_same_classes_only(stored, classes, source):
     tensors = load_file(stored / "model.safetensors")
-    if source == "checkpoint":
-        started = build(config_path="student", classes=classes, checkpoint=str(stored))
-    else:
-        started = build(stored, classes, "student", args={}, pretrained=True)
+    keys = keys_of(stored, source)
+    started = build(config_path="student", classes=classes, **keys)
     same_bits = {
         name: torch.equal(tensor, tensors[name])
         for name, tensor in started.network.state_dict().items()
@@ -348,15 +340,9 @@ def test_a_name_may_be_decomposed(tmp_path, source):
     torch.manual_seed(0)
     folder = store(tmp_path / "stored", build().network, ("cre\u0300me", "fig", "pear"))
     tensors = load_file(folder / "model.safetensors")
-    classes = (
-        "cr\u00e8me",
-        "fig",
-        "pear",
-    )
-    if source == "checkpoint":
-        started = build(config_path="student", classes=classes, checkpoint=str(folder))
-    else:
-        started = build(folder, classes, "student", args={}, pretrained=True)
+    classes = ("cr\u00e8me", "fig", "pear")
+    keys = keys_of(folder, source)
+    started = build(config_path="student", classes=classes, **keys)
     assert torch.equal(started.network.head.weight, tensors["head.weight"])
 
 

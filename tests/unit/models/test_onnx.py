@@ -79,7 +79,7 @@ def test_a_network_that_cannot_be_traced():
         onnx.export_program(Classifier(Asks(), 3, 0), 8)
 
 
-def test_a_package_that_is_missing(monkeypatch, tmp_path):
+def test_a_package_that_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(
         MissingExtra,

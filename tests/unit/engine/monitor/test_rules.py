@@ -106,7 +106,7 @@ STEP = {
         pytest.param({"evaluation": 6.0, "checkpoint": 1.0}, "", "", None, id="usual"),
     ],
 )
-def test_shares_of_the_table(added_ms, share, key, value):
+def test_a_large_share_of_a_step_is_a_finding(added_ms, share, key, value):
     row = steady(ms=STEP | added_ms)
     finding = ask(row, evaluate=10, checkpoint=10).get("TimeShare")
     assert (finding is not None) == bool(share)
@@ -281,7 +281,7 @@ def test_a_wait_that_nothing_helps_against_is_no_finding():
     )  # the cores are not known
 
 
-def test_more_workers_than_cores():
+def test_more_workers_than_cores_are_a_finding():
     full = [sample(i, cpu=[99.0, 97.0], workers_cpu=60.0) for i in range(9)]
     finding = ask(samples=full, workers=8)["CPUBottleneck"]
     assert (finding.key, finding.value, finding.severity) == (
@@ -319,7 +319,7 @@ def test_more_workers_than_cores():
     assert gpu["CPUBottleneck"].value == 7
 
 
-def test_a_teacher_that_runs_in_every_epoch():
+def test_a_teacher_that_runs_in_every_epoch_is_a_finding():
     """8 of 20 ms a step: of ten epochs eight are saved."""
     finding = ask(live=True, epochs=10.0)["Teacher"]
     assert (finding.key, finding.value, finding.severity) == (
@@ -334,7 +334,7 @@ def test_a_teacher_that_runs_in_every_epoch():
     assert ask(steady(steps=19), live=True, epochs=10.0) == {}
 
 
-def test_float32_where_bfloat16_has_units():
+def test_float32_where_bfloat16_has_units_is_a_finding():
     finding = ask(float32=lambda: True)["Precision"]  # 18 of 20 ms compute
     assert (finding.key, finding.value, finding.severity) == (
         "backend.precision",
@@ -353,7 +353,7 @@ def test_float32_where_bfloat16_has_units():
     [(0, 10.0, "data.workers"), (4, 0.5, "student.compile")],
     ids=["starved", "host"],
 )
-def test_an_idle_gpu(workers, data, key):
+def test_an_idle_gpu_is_a_finding(workers, data, key):
     """By rows of the device, as CUDA's events would give them. Never run on a GPU."""
     device = {"data": 40 * data, "forward": 400.0, "backward": 400.0}
     row = steady(device_ms=device, clock="device")
