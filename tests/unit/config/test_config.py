@@ -384,9 +384,8 @@ def test_configurations_of_kd_itself_are_found_by_name(tmp_path, monkeypatch):
         ),
     ):
         load("vit_fod")
-    (tmp_path / "vit_food").write_text(
-        "losses: [{kind: kd}]"
-    )  # a file of that name comes first
+    # a file of that name comes first
+    (tmp_path / "vit_food").write_text("losses: [{kind: kd}]")
     with pytest.raises(KdError, match="losses"):
         load("vit_food")
 
@@ -575,9 +574,8 @@ def sections(cls: type = Config) -> list[type]:
     """Return every dataclass of the schema."""
     classes = [cls]
     for hint in typing.get_type_hints(cls).values():
-        several = (
-            typing.get_origin(hint) is tuple
-        )  # a section that may be null is one key
+        # a section that may be null is one key
+        several = typing.get_origin(hint) is tuple
         inner = [
             arg
             for arg in typing.get_args(hint)
@@ -617,9 +615,8 @@ def test_explain_covers_every_key_with_a_meaning():
     )
     # a teacher's keys stand in teacher and in teacher.also, those of what can be
     # trained in student too
-    fitted = len(
-        dataclasses.fields(Augment)
-    )  # teacher.fit.augment, which may be null, has a row of its own
+    # teacher.fit.augment, which may be null, has a row of its own
+    fitted = len(dataclasses.fields(Augment))
     assert len(rows) == fields - nested + options + also + student + fitted
     for key, allowed, default, meaning in rows:
         assert allowed.startswith("Allowed: "), key
@@ -710,9 +707,8 @@ def test_a_text_from_the_environment_is_used_but_its_reference_is_written(monkey
         "${oc.env:KD_TOKEN}",
         {"b": "x-${oc.env:KD_TOKEN}"},
     ]
-    assert (
-        held["optimizer"]["lr"] == 0.5
-    )  # a number is no secret, and the run folder says what was trained
+    # a number is no secret, and the run folder says what was trained
+    assert held["optimizer"]["lr"] == 0.5
     assert load(held) == loaded
     assert SECRET not in str(errors_of(minimal(), "optimizer.lr=${oc.env:KD_TOKEN}"))
 

@@ -125,9 +125,8 @@ def test_each_old_name_is_logged_once_except_for_recorded_runs(caplog):
         first_count = len(caplog.records)
         config.load(SETTINGS)
     lines = [record.getMessage() for record in caplog.records]
-    assert (
-        len(lines) == first_count == len(set(lines)) == 11
-    )  # ten places of keys, one kind
+    # ten places of keys, one kind
+    assert len(lines) == first_count == len(set(lines)) == 11
     assert any(
         "optimizer.min_lr is now optimizer.min_lr_ratio" in line for line in lines
     )

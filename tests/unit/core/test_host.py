@@ -96,9 +96,8 @@ def inside(monkeypatch, tmp_path):
 @pytest.mark.parametrize("version", [1, 2])
 def test_pages_of_files_that_can_be_dropped_are_free(inside, version):
     container(inside, version, str(3 * GIB // 64), 2 * GIB // 64, GIB // 64)
-    assert (
-        host.free_mib() == 2 * 1024 / 64
-    )  # of 3 parts 2 are used, and 1 of these can be dropped
+    # of 3 parts 2 are used, and 1 of these can be dropped
+    assert host.free_mib() == 2 * 1024 / 64
 
 
 @pytest.mark.parametrize(("version", "limit"), [(1, str(2**63 - 4096)), (2, "max")])
@@ -173,9 +172,8 @@ def test_a_command_has_run_since_its_process_began_or_the_torchrun_that_started_
 
     begin = time.perf_counter()
     seconds, imports = answer()
-    assert (
-        imports - 0.02 <= seconds <= time.perf_counter() - begin + 0.02
-    )  # the kernel counts in hundredths
+    # the kernel counts in hundredths
+    assert imports - 0.02 <= seconds <= time.perf_counter() - begin + 0.02
     assert (
         answer(TORCHELASTIC_RESTART_COUNT="1")[0] <= time.perf_counter() - begin + 0.02
     )
@@ -219,9 +217,8 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def test_a_run_on_a_cpu_does_not_touch_freed_pages_anew():
     pages = 10 * 4 * 12 * 2**20 // os.sysconf("SC_PAGE_SIZE")
     assert faults() < pages / 20
-    assert (
-        faults(MALLOC_MMAP_THRESHOLD_="131072") > pages / 2
-    )  # the user's choice stands
+    # the user's choice stands
+    assert faults(MALLOC_MMAP_THRESHOLD_="131072") > pages / 2
 
 
 BURN = (
@@ -240,9 +237,8 @@ def test_the_cpu_time_of_a_process_is_that_of_its_children_too_while_they_run_an
     running = host.cpu_seconds()
     assert 0.28 <= running - before < 2
     child.communicate(b"\n")
-    assert (
-        host.cpu_seconds() >= running - 0.02
-    )  # clocks of the system tick a hundred times a second
+    # clocks of the system tick a hundred times a second
+    assert host.cpu_seconds() >= running - 0.02
     end = time.process_time() + 0.2
     while time.process_time() < end:
         pass

@@ -33,10 +33,11 @@ def test_wilson_is_newcombes_method_3(right, images, low, high):
 
 
 def test_wilson_stays_within_0_and_1():
+    # the same table: 0 of 20
     assert wilson_interval(0.0, 20) == (
         0.0,
         pytest.approx(0.1611, abs=5e-5),
-    )  # the same table: 0 of 20
+    )
     assert wilson_interval(1.0, 29) == (
         pytest.approx(1 - 0.1170, abs=5e-5),
         pytest.approx(1.0),
@@ -118,12 +119,12 @@ def test_the_bootstrap_of_a_mean_is_its_standard_error():
     replicates = bootstrap_scores(lambda ids: values[ids].mean(), len(values))
     low, high = bootstrap_interval(values.mean(), replicates)
     assert len(replicates) == RESAMPLES
+    # 200 resamples: +- 10 %
     assert (high - low) / 2 == pytest.approx(
         1.96 * values.std() / math.sqrt(500), rel=0.15
-    )  # 200 resamples: +- 10 %
-    assert (low + high) / 2 == pytest.approx(
-        values.mean(), abs=0.02
-    )  # a mean has no bias
+    )
+    # a mean has no bias
+    assert (low + high) / 2 == pytest.approx(values.mean(), abs=0.02)
 
 
 def test_the_bias_of_the_bootstrap_is_taken_off():
@@ -206,9 +207,8 @@ def test_a_difference_of_samples_is_paired():
     difference = Samples(0.6, replicates=0.6 + spread).minus(
         Samples(0.5, replicates=0.5 + spread)
     )
-    assert difference == pytest.approx(
-        (0.1, 0.1, 0.1)
-    )  # what both owe to the sample is no difference between them
+    # what both owe to the sample is no difference between them
+    assert difference == pytest.approx((0.1, 0.1, 0.1))
 
 
 def average_precision(truth: np.ndarray, score: np.ndarray) -> float:

@@ -287,10 +287,11 @@ def test_food_mini_withholds_its_labels():
         ).data
     )
     assert len(data.train) == 12 * 6
+    # -1: without one
     assert (
         np.bincount([data.train.label(id) + 1 for id in range(72)]).tolist()
         == [48] + [2] * 12
-    )  # -1: without one
+    )
     assert min(data.val.label(id) for id in range(len(data.val))) == 0
 
 

@@ -241,9 +241,8 @@ def test_the_evaluation_plan_holds_each_image_once_and_padding_of_weight_0(
     assert plan.weights.tolist() == [1.0] * images + [0.0] * (len(plan.ids) - images)
 
 
-@pytest.mark.parametrize(
-    "batches", [4, 1]
-)  # the whole epoch; an epoch that is left early
+# the whole epoch; an epoch that is left early
+@pytest.mark.parametrize("batches", [4, 1])
 def test_a_loader_that_is_dropped_ends_its_workers_at_once(batches):
     """Without the garbage collector: it closes queues before torch tells the workers to
     end, and torch then waits.

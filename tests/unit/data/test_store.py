@@ -113,10 +113,11 @@ def test_a_small_image_is_kept_as_it_is():
     large = Image.new("RGB", (118, 118))
     assert rule(small) is small
     assert rule(large).size == (117, 117)
+    # no random crop: the shorter side
     assert Shrunk(64, 1.0)(Image.new("RGB", (640, 480))).size == (
         86,
         64,
-    )  # no random crop: the shorter side
+    )
 
 
 def test_no_random_crop_of_what_is_kept_is_smaller_than_training_needs():

@@ -59,13 +59,11 @@ def test_random_boxes_have_uniform_areas_and_aspects():
         centres.append(((left + right) / 2 / width, (top + bottom) / 2 / height))
     assert min(shares) == pytest.approx(smallest, abs=0.01)
     assert max(shares) == pytest.approx(1.0, abs=0.01)
-    assert np.mean(shares) == pytest.approx(
-        (1 + smallest) / 2, abs=0.01
-    )  # 4 deviations of the mean
+    # 4 deviations of the mean
+    assert np.mean(shares) == pytest.approx((1 + smallest) / 2, abs=0.01)
     assert np.mean(aspects) == pytest.approx(0.0, abs=0.01)
-    fits = [
-        a for a, s in zip(aspects, shares, strict=True) if s < 3 / 4
-    ]  # every aspect up to 4:3 fits below that
+    # every aspect up to 4:3 fits below that
+    fits = [a for a, s in zip(aspects, shares, strict=True) if s < 3 / 4]
     assert max(fits) == pytest.approx(math.log(4 / 3), abs=0.01)
     assert min(fits) == pytest.approx(math.log(3 / 4), abs=0.01)
     assert np.std(fits) == pytest.approx(2 * math.log(4 / 3) / math.sqrt(12), abs=0.01)
@@ -103,15 +101,13 @@ def test_any_image_becomes_a_square(width, height):
 
 def test_evaluation_crops_the_centre():
     image = Image.new("RGB", (60, 40))
-    image.paste(
-        (255, 255, 255), (20, 10, 40, 30)
-    )  # the middle 20 x 20: half of the shorter side
+    # the middle 20 x 20: half of the shorter side
+    image.paste((255, 255, 255), (20, 10, 40, 30))
     inner = np.asarray(EvalTransform(10, 0.5)(image, random.Random()))
     assert inner.min() > 200
     uncropped = np.asarray(EvalTransform(40, 1.0)(image, random.Random()))[..., 0]
-    assert np.array_equal(
-        uncropped, np.asarray(image)[:, 10:50, 0]
-    )  # same size: nothing is resampled
+    # same size: nothing is resampled
+    assert np.array_equal(uncropped, np.asarray(image)[:, 10:50, 0])
 
 
 def test_flip_has_the_configured_frequency():
@@ -127,9 +123,8 @@ def test_flip_has_the_configured_frequency():
 
 
 def test_jitter_changes_colours_within_its_strength():
-    grey = Image.new(
-        "RGB", (4, 4), (100, 100, 100)
-    )  # contrast and saturation do not change a grey plane
+    # contrast and saturation do not change a grey plane
+    grey = Image.new("RGB", (4, 4), (100, 100, 100))
     values = {
         TrainTransform(4, 1.0, 0.0, 0.2)(grey, random.Random(seed)).getpixel((0, 0))[0]
         for seed in range(300)
@@ -144,9 +139,8 @@ def test_jitter_is_its_three_steps_in_one(seed):
     """Against Pillow's own enhancers in the order and with the factors drawn, on
     colours that no step cuts off.
     """
-    pixels = np.random.default_rng(seed).integers(
-        90, 150, (28, 28, 3), np.uint8
-    )  # as many as the mean is taken of
+    # as many as the mean is taken of
+    pixels = np.random.default_rng(seed).integers(90, 150, (28, 28, 3), np.uint8)
     image = Image.fromarray(pixels)
     rng = random.Random(seed)
     steps: list[Any] = [
@@ -159,9 +153,8 @@ def test_jitter_is_its_three_steps_in_one(seed):
     for step in steps:
         expected = step(expected).enhance(rng.uniform(0.7, 1.3))
     jittered = jitter(image, 0.3, random.Random(seed))
-    assert (
-        np.abs(np.asarray(jittered, int) - np.asarray(expected, int)).max() <= 3
-    )  # Pillow rounds down after each step
+    # Pillow rounds down after each step
+    assert np.abs(np.asarray(jittered, int) - np.asarray(expected, int)).max() <= 3
 
 
 @pytest.mark.parametrize("size", [5, 16, 40])
@@ -250,9 +243,8 @@ def test_an_erased_rectangle_is_timms_pixel_mode():
     assert 0.015 < min(shares) < 0.05 < 0.3 < max(shares) < 0.35
     noise = np.concatenate(values)
     assert noise.mean(0) == pytest.approx([123.7, 116.3, 103.5], abs=2)
-    assert noise.std(0) == pytest.approx(
-        [58.4, 57.1, 57.4], abs=3
-    )  # cut off at 0 and 255
+    # cut off at 0 and 255
+    assert noise.std(0) == pytest.approx([58.4, 57.1, 57.4], abs=3)
 
 
 def rectangle(erased: np.ndarray) -> tuple[int, int, int, int]:

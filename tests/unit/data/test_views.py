@@ -111,9 +111,8 @@ def test_a_small_view_is_the_whole_one_of_fewer_pixels(tmp_path, name):
         )
         gaps.append((means - view_small.pixels).abs().median().item())
         unrelated.append((otherwise - view_small.pixels).abs().median().item())
-    assert (
-        np.quantile(gaps, 0.9 if name == "policy" else 1.0) <= 5
-    )  # a policy may sharpen or posterize
+    # a policy may sharpen or posterize
+    assert np.quantile(gaps, 0.9 if name == "policy" else 1.0) <= 5
     assert np.median(unrelated) > 4 * max(1.0, np.median(gaps))
 
 
@@ -182,9 +181,8 @@ def test_seed_view_and_id_each_change_the_pixels(source):
 
 
 def test_pixels_are_the_decoded_image(source):
-    val = Views(
-        source, EvalTransform(20, 1.0), size=20, seed=0
-    )  # image 0 is 20 x 20: nothing is resampled
+    # image 0 is 20 x 20: nothing is resampled
+    val = Views(source, EvalTransform(20, 1.0), size=20, seed=0)
     expected = np.asarray(source.decode(0).image).transpose(2, 0, 1)
     assert np.array_equal(val.load(0, 0).pixels.numpy(), expected)
 
@@ -205,9 +203,8 @@ def test_mixup_is_the_weighted_mean_of_the_pixels():
         ) * second.numpy().astype(np.float64)
         assert mixed.dtype == torch.uint8
         assert 0 <= lam <= 1
-        assert (
-            np.abs(mixed.numpy() - expected).max() <= 0.5 + 1e-3
-        )  # rounding, and float32 in between
+        # rounding, and float32 in between
+        assert np.abs(mixed.numpy() - expected).max() <= 0.5 + 1e-3
 
 
 def test_cutmix_pastes_a_box_whose_share_is_one_minus_lam():
@@ -297,9 +294,8 @@ def test_images_are_mixed_with_the_configured_probability(source):
     mixed = sum(
         some.load(id, view).lam < 1 for id in range(len(source)) for view in range(20)
     )
-    assert mixed / (20 * len(source)) == pytest.approx(
-        0.25, abs=0.065
-    )  # 4 deviations of 720 draws
+    # 4 deviations of 720 draws
+    assert mixed / (20 * len(source)) == pytest.approx(0.25, abs=0.065)
     assert (
         Views(source, EvalTransform(16, 1.0), 16, 0, MixupCutmix(1.0, 0.0, 0.0))
         .load(0, 0)
@@ -339,9 +335,8 @@ def test_a_corrupt_partner_leaves_the_image_unmixed(damaged):
     plain = Views(damaged, EvalTransform(16, 1.0), 16, 0)
     samples = [skipping.load(0, view) for view in range(60)]
     unmixed = [sample for sample in samples if sample.lam == 1.0]
-    assert len(unmixed) == pytest.approx(
-        15, abs=13
-    )  # one partner in four cannot be read
+    # one partner in four cannot be read
+    assert len(unmixed) == pytest.approx(15, abs=13)
     assert all(
         sample.readable and torch.equal(sample.pixels, plain.load(0, 0).pixels)
         for sample in unmixed

@@ -104,9 +104,10 @@ def test_a_stopped_worker_ends_the_run_and_is_named(number, settled):
     )
     assert "resumes" in line
     assert len(pids) == 2
+    # this process can end
     wait_until(
         lambda: all(process_stat(pid)[:1] in ([], ["Z"]) for pid in pids), seconds=10
-    )  # this process can end
+    )
 
 
 def test_a_worker_stopped_between_two_epochs_is_named():
@@ -172,9 +173,8 @@ def test_no_thread_of_a_worker_takes_a_signal_that_its_trainer_did_not_send():
             for text in statuses
             if not int(re.findall(r"SigBlk:\s*(\w+)", text)[0], 16) >> 14 & 1
         ]
-        assert (
-            len(statuses) >= 3
-        )  # the main thread, the one that waits for the signal, and that of a queue
+        # the main thread, the one that waits for the signal, and that of a queue
+        assert len(statuses) >= 3
         assert len(unblocked) <= 1, unblocked  # the one that waits for it
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert len(list(batches)) == 49

@@ -173,11 +173,12 @@ def test_a_step_of_muon_makes_the_gradient_orthogonal(make):
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_micro_batches_sum_to_the_whole_batch(make, micro):
+    # a clipped gradient has lost its length
     same_step = (
         "run.steps=1",
         "optimizer.kind=sgd",
         "optimizer.clip_grad_norm=0",
-    )  # a clipped gradient has lost its length
+    )
     undivided = make(*same_step)
     divided = make(*same_step, f"data.micro_batch={micro}")
     assert divided.run.accumulate == 8 // micro
@@ -512,9 +513,8 @@ def test_a_checkpoint_of_other_code_is_refused_in_one_line(make, tmp_path):
     train(built.run)
     built.store.close()
     changed = make("run.epochs=2", folder=tmp_path / "run")
-    changed.run.distillation.student.network.head = torch.nn.Linear(
-        7, 3
-    )  # as if the file of the model were edited
+    # as if the file of the model were edited
+    changed.run.distillation.student.network.head = torch.nn.Linear(7, 3)
     with pytest.raises(
         RunError,
         match=(

@@ -88,9 +88,8 @@ def test_the_teacher_runs_once_on_what_is_scored(make):
     built = make("run.epochs=3", *keys)
     state = train(built.run)
     assert state.images == 3 * 16
-    assert (
-        sum(row["teacher_images"] for row in rows(built, "train")) == 3 * 32
-    )  # every candidate, not again in the step
+    # every candidate, not again in the step
+    assert sum(row["teacher_images"] for row in rows(built, "train")) == 3 * 32
 
 
 def test_the_step_reuses_the_scoring_passs_teacher_outputs(make, steady):

@@ -212,11 +212,12 @@ def _jpeg(file, quality: int) -> bytes:
 
 
 def test_patience_begins_where_images_have_their_size(make):
+    # no evaluation is better than the first
     overrides = (
         "run.epochs=8",
         "run.patience=1",
         "optimizer.lr=1e-12",
-    )  # no evaluation is better than the first
+    )
     assert train(make(*overrides).run).epoch == 2
     assert train(make(*overrides, *SMALL).run).epoch == 5  # 0.6 of 8 epochs are 4.8
 

@@ -36,9 +36,8 @@ def test_the_host_waits_for_the_device_at_known_points_only(make, tmp_path, name
     run = make("run.epochs=3", "run.every.log=100", *CASES[name], *folder).run
     with Reads() as reads:
         train(run)
-    waits = {"history": ONCE_AN_EPOCH, "cached": {"types:take"}}.get(
-        name, set()
-    )  # of a batch that was not sent yet
+    # of a batch that was not sent yet
+    waits = {"history": ONCE_AN_EPOCH, "cached": {"types:take"}}.get(name, set())
     assert set(reads.found) - HOST == AT_POINTS | waits
 
 

@@ -96,9 +96,8 @@ def test_the_cache_equals_the_live_teacher_and_queries_it_once(tmp_path, live, d
 def test_outputs_wait_on_the_device_until_they_have_so_many_bytes(
     tmp_path, live, monkeypatch
 ):
-    monkeypatch.setattr(
-        cache, "WAITING_BYTES", 3 * 4 * CLASSES * 4
-    )  # three batches of four images in float32
+    # three batches of four images in float32
+    monkeypatch.setattr(cache, "WAITING_BYTES", 3 * 4 * CLASSES * 4)
     stored = CachedTeacher(live, opened(tmp_path, "fp32"))
     for start, written in ((0, False), (4, False), (8, True)):
         ask(stored, batch([*range(start, start + 4)]))
@@ -271,9 +270,8 @@ def test_one_process_writes_and_who_may_only_read_does_not(tmp_path):
     assert claim_writer(tmp_path)
     assert claim_writer(tmp_path)
     unwritable = tmp_path / "unwritable"
-    (unwritable / ".lock").mkdir(
-        parents=True
-    )  # the superuser may write anything, but not this
+    # the superuser may write anything, but not this
+    (unwritable / ".lock").mkdir(parents=True)
     with pytest.raises(RunError, match=r"cannot write '.*' \(Is a directory\)"):
         claim_writer(unwritable)
     opened(unwritable)
@@ -334,12 +332,13 @@ def test_a_record_of_an_image_that_has_changed_is_computed_again_and_counted(
     ask(stored, read([0, 1, 2, 3], [10, 11, 12, 13]))
     stored.flush()
     before = live.images
+    # equal, or unknown
     ask(
         stored,
         read([0, 1, 2, 3], [10, 11, 12, 13]),
         read([0, 1], [0, 0]),
         batch([2, 3]),
-    )  # equal, or unknown
+    )
     assert live.images == before
     assert not caplog.messages
     changed = read([0, 1, 2, 3], [10, 99, 12, 98])

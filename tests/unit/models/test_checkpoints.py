@@ -125,9 +125,8 @@ def test_a_file_with_its_authors_names_is_loaded_as_timm_loads_it(name, file):
     size = args.get("img_size", network.pretrained_cfg["input_size"][-1])
     model = load_weights(path, model=name, args=args, size=size)
     assert same(model.network, theirs)
-    assert name.startswith("vit_base_patch16_clip") or same(
-        network, theirs
-    )  # CLIP's file has no bias
+    # CLIP's file has no bias
+    assert name.startswith("vit_base_patch16_clip") or same(network, theirs)
     ours = model.network.to(memory_format=torch.contiguous_format)
     pixels = torch.rand(1, 3, size, size)
     with torch.no_grad():
@@ -289,9 +288,8 @@ def test_the_set_of_tensors_is_reported_and_selectable(file):
     assert text.startswith("teacher.weights: is 'state_dict', and")
     assert "by_name, by_order, raw, model, model_ema" in text
     deeper = file({"model": raw.state_dict(), "model_ema": vit(depth=2).state_dict()})
-    assert same(
-        load_weights(deeper).network, raw
-    )  # the averaged ones are another network's
+    # the averaged ones are another network's
+    assert same(load_weights(deeper).network, raw)
     assert "would fit" not in load_weights(deeper).notes[0]
 
 
@@ -305,9 +303,8 @@ def test_a_prefix_is_left_out_only_where_all_below_it_fits(file):
     path = file(
         {**tensors, "head.weight": network.head.weight, "head.bias": network.head.bias}
     )
-    assert same(
-        load_weights(path).network, network
-    )  # as OpenMMLab's: the classifier stands outside
+    # as OpenMMLab's: the classifier stands outside
+    assert same(load_weights(path).network, network)
     path = file(
         {
             **tensors,
@@ -590,9 +587,8 @@ def test_a_grey_teacher_sees_the_grey_of_a_photograph(file):
             teacher(image).logits, expected, rtol=1e-5, atol=1e-5
         )
     assert "it sees the grey" in teacher.notes[0]
-    colour = (
-        vit()
-    )  # weights of three channels become those of one as timm's loader makes them
+    # weights of three channels become those of one as timm's loader makes them
+    colour = vit()
     path = file(colour.state_dict())
     teacher = load_weights(path, args={**ARGS, "in_chans": 1})
     summed = colour.patch_embed.proj.weight.sum(1, keepdim=True)
@@ -1031,9 +1027,8 @@ def test_a_student_starts_from_files_of_other_libraries(file):
         "the set 'model_ema'; ['model'] would fit too (student.weights"
         in student.notes[0]
     )
-    shutil.copy(
-        path, path.with_suffix(".safetensors")
-    )  # the content decides, not the name
+    # the content decides, not the name
+    shutil.copy(path, path.with_suffix(".safetensors"))
     assert same(
         load_weights(path.with_suffix(".safetensors"), weights="raw").network, raw
     )

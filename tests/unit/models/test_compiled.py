@@ -45,9 +45,8 @@ def test_a_library_that_cannot_be_loaded_is_compiled_anew(tmp_path):
     first = compiled(tmp_path)
     assert first.returncode == 0, first.stderr
     for size, message in ((0, "never finished"), (100, "compiled again")):
-        libraries = sorted(
-            tmp_path.rglob("*.main.so")
-        )  # of the forward and of the backward
+        # of the forward and of the backward
+        libraries = sorted(tmp_path.rglob("*.main.so"))
         assert len(libraries) > 1
         assert not any(map(_unfinished, libraries))
         times = libraries[0].stat().st_mtime_ns

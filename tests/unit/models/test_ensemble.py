@@ -28,9 +28,8 @@ def member(seed: int, size: int = 16, width: int = 24):
         "img_size": size,
     }
     model = load(Spec("teacher", "vit_tiny_patch16_224", args, CLASSES), 16)
-    torch.nn.init.normal_(
-        model.network.head.weight, std=0.5
-    )  # a fresh head says the same of everything
+    # a fresh head says the same of everything
+    torch.nn.init.normal_(model.network.head.weight, std=0.5)
     return model.eval()
 
 

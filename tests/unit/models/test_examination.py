@@ -32,9 +32,8 @@ def build_model(build, seed=0):
     return LogitsModel(build(), "student")
 
 
-FINAL = [
-    (name, 0) for name in FAULTS if "behind" not in name
-]  # final weights hide nothing behind zeros
+# final weights hide nothing behind zeros
+FINAL = [(name, 0) for name in FAULTS if "behind" not in name]
 
 
 @pytest.mark.parametrize(
@@ -104,13 +103,14 @@ def test_a_batch_norm_on_one_value_per_channel_is_refused():
         examine(network, "student", images(), True, 1)
     examine(network, "student", images(), True, 2)
     examine(network, "teacher", images())  # in evaluation it has statistics
+    # its maps are larger
     examine(
         build_model(lambda: convolution(nn.BatchNorm2d(8))),
         "student",
         images(),
         True,
         1,
-    )  # its maps are larger
+    )
 
 
 def test_not_a_number_is_refused_of_final_weights():
@@ -180,9 +180,8 @@ def test_shared_memory_is_found_also_behind_other_names():
     student = Changed()
     other_teacher = Changed()
     require_apart(student, {"teacher": teacher}, "student")
-    student.plain[1].weight.data = teacher.plain[1].weight.data[
-        :
-    ]  # another Parameter, the same memory
+    # another Parameter, the same memory
+    student.plain[1].weight.data = teacher.plain[1].weight.data[:]
     with pytest.raises(ModelError, match=r"^student: .*plain\.1\.weight.*teacher\[1\]"):
         require_apart(
             student, {"teacher[0]": other_teacher, "teacher[1]": teacher}, "student"

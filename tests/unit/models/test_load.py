@@ -378,9 +378,8 @@ def test_other_families_survive_an_export(tmp_path, name):
         f"local-dir:{store(tmp_path / name, network)}", pretrained=True
     ).eval()
     pixels = torch.rand(2, 3, 64, 64)
-    network = network.to(
-        memory_format=torch.contiguous_format
-    )  # theirs keeps channels first
+    # theirs keeps channels first
+    network = network.to(memory_format=torch.contiguous_format)
     assert torch.equal(network(pixels), theirs(pixels))
 
 
@@ -408,9 +407,8 @@ def test_the_position_embedding_of_another_image_size_is_resampled_as_timm_does_
     timms = timm.create_model(
         "vit_tiny_patch16_224", img_size=16, num_classes=9, **sizes
     )
-    timms.load_state_dict(
-        checkpoint_filter_fn(large.state_dict(), timms)
-    )  # as timm loads pretrained weights
+    # as timm loads pretrained weights
+    timms.load_state_dict(checkpoint_filter_fn(large.state_dict(), timms))
     assert model.num_classes == 0  # nine classes of other data play no part
     torch.testing.assert_close(model.network.pos_embed, timms.pos_embed)
     image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)

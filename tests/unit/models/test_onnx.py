@@ -111,8 +111,9 @@ def test_a_graphs_outputs_equal_pytorchs():
     unlabelled = GraphOutputs(outputs, torch.tensor([-1, -1]), [], {}).scores(
         "model.onnx", task
     )
+    # no accuracy: the same predictions decide
     assert unlabelled.facts == {
         "same_top1": 1,
         "labelled": 0,
-    }  # no accuracy: the same predictions decide
+    }
     assert (unlabelled.score, unlabelled.share_of) == (0.5, 2)

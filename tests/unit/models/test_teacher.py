@@ -39,9 +39,8 @@ def test_it_is_frozen_and_in_eval_mode():
     live = LiveTeacher(model().train(), CPU)
     assert not any(module.training for module in live.model.modules())
     assert not any(parameter.requires_grad for parameter in live.model.parameters())
-    assert not isinstance(
-        live, torch.nn.Module
-    )  # no .train(), no DDP, no state_dict can reach it
+    # no .train(), no DDP, no state_dict can reach it
+    assert not isinstance(live, torch.nn.Module)
 
 
 def test_only_a_teacher_in_stages_or_shards_is_divided():

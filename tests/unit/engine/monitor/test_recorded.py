@@ -31,6 +31,5 @@ def test_a_recorded_run_is_diagnosed(path):
         assert findings == {}
     else:
         finding = findings[record["rule"]]
-        assert (
-            record["facts"].get(finding.key.removeprefix("data.")) != finding.value
-        )  # not what is set already
+        # not what is set already
+        assert record["facts"].get(finding.key.removeprefix("data.")) != finding.value

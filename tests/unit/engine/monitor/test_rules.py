@@ -161,18 +161,15 @@ def test_the_finding_on_data_wait_names_its_cause():
     )
     assert findings["Dataloader"].severity == "warning"
     assert "10.0 of 30.0 ms (33 %)" in findings["Dataloader"].evidence
-    assert (
-        ask(alone, workers=0, cores=8)["Dataloader"].value == 1
-    )  # half of the compute hides it all
+    # half of the compute hides it all
+    assert ask(alone, workers=0, cores=8)["Dataloader"].value == 1
     slow = steady(ms=WAITING | {"data": 100.0}, loading_ms=loading(100.0, DECODES))
     assert ask(slow, workers=0, cores=8)["Dataloader"].value == 5
-    assert ask(slow, workers=0, cores=2).keys() == {
-        "CPUBottleneck"
-    }  # no core for a worker
+    # no core for a worker
+    assert ask(slow, workers=0, cores=2).keys() == {"CPUBottleneck"}
     full = [sample(i, cpu=[99.0, 97.0]) for i in range(9)]
-    assert ask(slow, workers=0, cores=8, samples=full).keys() == {
-        "CPUBottleneck"
-    }  # other programs have the cores
+    # other programs have the cores
+    assert ask(slow, workers=0, cores=8, samples=full).keys() == {"CPUBottleneck"}
 
     findings = ask(steady(ms=WAITING))  # its one worker works all the time
     assert (findings.keys(), findings["CPUBottleneck"].key) == (
@@ -250,9 +247,8 @@ def test_a_slow_loader_is_named_by_its_parts():
     assert (
         "; 4.0 ms decode whole images" in ask(row, workers=0)["CPUBottleneck"].evidence
     )
-    older = steady(
-        ms=WAITING, loading_ms=loading(10.0, DECODES)
-    )  # of a run whose resizing was not counted
+    # of a run whose resizing was not counted
+    older = steady(ms=WAITING, loading_ms=loading(10.0, DECODES))
     assert (
         "80 % of the loading is decoding, the rest resizing and"
         in ask(older, workers=0)["CPUBottleneck"].evidence
@@ -268,17 +264,16 @@ def test_a_wait_is_long_by_its_share_of_a_step(ms, long):
 
 def test_a_wait_that_nothing_helps_against_is_no_finding():
     assert ask(steady(ms=WAITING | {"data": 2.2}), workers=0) == {}  # a short one
-    assert (
-        ask(steady(ms=WAITING, loading_ms=loading(15.0, DECODES))) == {}
-    )  # the worker has time to spare
+    # the worker has time to spare
+    assert ask(steady(ms=WAITING, loading_ms=loading(15.0, DECODES))) == {}
     assert ask(steady(ms=WAITING, loading_ms={})) == {}  # other hosts load
-    assert (
-        ask(steady(ms=WAITING, loading_ms=loading(30.0, AUGMENTS))) == {}
-    )  # no store saves augmentation
+    # no store saves augmentation
+    assert ask(steady(ms=WAITING, loading_ms=loading(30.0, AUGMENTS))) == {}
+    # the cores are not known
     assert (
         ask(steady(ms=WAITING), samples=[sample(i) for i in range(MIN_SAMPLES - 1)])
         == {}
-    )  # the cores are not known
+    )
 
 
 def test_more_workers_than_cores_are_a_finding():
@@ -298,18 +293,18 @@ def test_more_workers_than_cores_are_a_finding():
     )
     assert ask(samples=full, workers=2) == {}
     assert ask(samples=[each | {"workers_cpu": 5.0} for each in full], workers=8) == {}
-    assert (
-        ask(steady(loading_ms=loading(60.0, READS)), samples=full, workers=8) == {}
-    )  # they wait for bytes
+    # they wait for bytes
+    assert ask(steady(loading_ms=loading(60.0, READS)), samples=full, workers=8) == {}
     assert ask(samples=[sample(i) for i in range(9)], workers=8) == {}  # there is room
     idle = ask(samples=[sample(i, workers_cpu=1.0) for i in range(9)], workers=9)[
         "CPUBottleneck"
     ]
+    # far too many, whatever they take
     assert (idle.key, idle.value, idle.severity) == (
         "data.workers",
         1,
         "info",
-    )  # far too many, whatever they take
+    )
     gpu = ask(
         samples=[sample(i, workers_cpu=1.0) for i in range(9)],
         workers=40,

@@ -60,9 +60,8 @@ def test_a_sample_measures_the_machine():
         < row["memory_total_mib"]
     )
     assert before - 0.001 <= row["time"] <= time.time() + 0.001
-    assert any(
-        each["time"] % 1 for each in (row, sampler.sample())
-    )  # to the millisecond
+    # to the millisecond
+    assert any(each["time"] % 1 for each in (row, sampler.sample()))
     assert (
         min(row["disk_read_mib_s"], row["disk_write_mib_s"], row["network_mib_s"]) >= 0
     )

@@ -146,9 +146,8 @@ def test_a_window_has_the_median_step_without_evaluation(tmp_path):
         "ms_other",
     }
     assert values["step_ms"] == pytest.approx(5)
-    assert sum(values[name] for name in names) == pytest.approx(
-        (5 + 34 + 5) / 3
-    )  # the mean, without the evaluations
+    # the mean, without the evaluations
+    assert sum(values[name] for name in names) == pytest.approx((5 + 34 + 5) / 3)
     first, later = [row for row in read_rows(tmp_path / "t") if row["steps"]]
     assert (
         first["steps"],
@@ -290,11 +289,12 @@ def test_an_error_in_a_step_leaves_the_rows_before_it(tmp_path):
     rows = [
         (row["kind"], row["step"], row["steps"]) for row in read_rows(tmp_path / "t")
     ]
+    # its time is told, and that it made no step
     assert rows == [
         ("setup", 0, 0),
         ("first", 1, 1),
         ("warm-up", 1, 0),
-    ]  # its time is told, and that it made no step
+    ]
     assert not active
 
 
