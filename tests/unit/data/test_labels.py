@@ -26,14 +26,12 @@ from kd.setup.recipe import resolve
 from kd.setup.student import loss_term
 
 
-def source(root, split="train", labels="none", **options):
-    built_options = registry.default_options(
-        "datasets", "imagefolder", root=str(root), **options
-    )
+def dataset(kind, split="train", labels="all", **options):
+    built_options = registry.default_options("datasets", kind, **options)
     label_options = {} if labels == "all" else {"labels": labels}
     return registry.build(
         "datasets",
-        "imagefolder",
+        kind,
         built_options,
         "data.kind",
         split=split,
@@ -56,13 +54,16 @@ def loose(tmp_path_factory):
 
 
 def test_a_folder_of_images_is_read_as_it_comes(loose):
-    train, val = (source(loose, split, val_fraction=0.25) for split in ("train", "val"))
+    folder = {"root": str(loose), "val_fraction": 0.25}
+    train, val = (
+        dataset("imagefolder", split, "none", **folder) for split in ("train", "val")
+    )
     assert (len(train), len(val)) == (18, 6)
     assert {train.label(id) for id in range(18)} == {-1}
     assert train.classes == val.classes == ()
     assert not {train.name(id) for id in range(18)} & {val.name(id) for id in range(6)}
     with pytest.raises(DataError, match=r"^data\.root: .*outside any class folder"):
-        source(loose, labels="all", val_fraction=0.25)
+        dataset("imagefolder", **folder)
 
 
 def test_a_term_on_labels_is_the_mean_over_labelled_images():
@@ -246,20 +247,9 @@ def vit():
 
 
 def test_food_mini_withholds_its_labels():
-    options = registry.default_options(
-        "datasets", "food_mini", train_images=2, val_images=1
-    )
     labelled, none = (
-        registry.build(
-            "datasets",
-            "food_mini",
-            options,
-            "data",
-            split="train",
-            classes=None,
-            **label_options,
-        )
-        for label_options in ({}, {"labels": "none"})
+        dataset("food_mini", labels=labels, train_images=2, val_images=1)
+        for labels in ("all", "none")
     )
     assert [none.name(id) for id in range(len(none))] == [
         labelled.name(id) for id in range(len(labelled))
@@ -309,17 +299,8 @@ def test_rows_of_a_table_may_have_no_label(tmp_path):
     hub.DatasetDict({"train": table, "validation": table}).save_to_disk(
         tmp_path / "rows"
     )
-    options = registry.default_options("datasets", "hf", path=str(tmp_path / "rows"))
     for labels, expected in (("some", [0, 1, -1, 1]), ("none", [-1] * 4)):
-        rows = registry.build(
-            "datasets",
-            "hf",
-            options,
-            "data",
-            split="train",
-            classes=None,
-            labels=labels,
-        )
+        rows = dataset("hf", labels=labels, path=str(tmp_path / "rows"))
         assert [rows.label(id) for id in range(4)] == expected
 
 

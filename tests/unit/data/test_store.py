@@ -224,19 +224,10 @@ def test_workers_share_what_they_decode(tmp_path, kind):
     source = Pictures([(90, 50), (60, 70)] * 12)
     stored = open_at(tmp_path, source, kind)
     plan = Plan(torch.arange(24), torch.ones(24))
-    filled = list(
-        LocalLoader(
-            Views(stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 1),
-            Share(6, 1, 0, 1),
-            workers=2,
-        ).epoch(plan, 0)
-    )
-    again = list(
-        LocalLoader(
-            Views(stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 1),
-            Share(6, 1, 0, 1),
-            workers=0,
-        ).epoch(plan, 0)
+    views = Views(stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 1)
+    filled, again = (
+        list(LocalLoader(views, Share(6, 1, 0, 1), workers).epoch(plan, 0))
+        for workers in (2, 0)
     )
     assert source.decoded == 0  # not in this process, though all of them are here
     assert all(

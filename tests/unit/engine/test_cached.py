@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from PIL import Image
+from test_loop import rows_of
 
 from kd import config
 from kd.core.errors import ConfigError, DataError
@@ -19,11 +20,11 @@ VIEWS = ("run.epochs=4", LOG, "data.augment.crop_scale=0.5")
 
 
 def curve(built) -> list[float]:
-    return [row["loss"] for row in built.store.rows if row["kind"] == "train"]
+    return [row["loss"] for row in rows_of(built, "train")]
 
 
 def taught(built) -> list[float]:
-    return [row["teacher_images"] for row in built.store.rows if row["kind"] == "train"]
+    return [row["teacher_images"] for row in rows_of(built, "train")]
 
 
 def keys(path, dtype="fp32", views=2) -> list[str]:
@@ -105,8 +106,7 @@ def test_a_cache_works_with_a_sifter(make, tmp_path):
     train(first.run)
     train(second.run)
     assert curve(first) == curve(second)
-    epochs = [row for row in first.store.rows if row["kind"] == "epoch"]
-    assert [row["trained"] for row in epochs] == [32, 16, 16, 16]
+    assert [row["trained"] for row in rows_of(first, "epoch")] == [32, 16, 16, 16]
     assert sum(taught(second)) == 0
 
 

@@ -60,6 +60,24 @@ def weights(run) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def rows_of(built, kind: str) -> list[dict]:
+    return [row for row in built.store.rows if row["kind"] == kind]
+
+
+def killed_and_resumed(make, step: int, folder, *overrides: str):
+    """Kill a run after a step, resume it to its end; return what resumed, and its last
+    state.
+    """
+    killed = make(*overrides, folder=folder, logger=StopAfter(step))
+    with pytest.raises(Stop):
+        train(killed.run)
+    killed.store.close()
+    resumed = make(*overrides, folder=folder)
+    state = train(resumed.run)
+    resumed.store.close()
+    return resumed, state
+
+
 def same(first, second) -> bool:
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
@@ -126,7 +144,7 @@ def test_it_is_a_plain_loop(make, overrides):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss_B.mean().item())
-    rows = [row for row in ours.store.rows if row["kind"] == "train"]
+    rows = rows_of(ours, "train")
     assert [row["loss"] for row in rows] == losses
     assert [row["grad_norm"] for row in rows] == norms
     assert same(ours.run.distillation.student.state_dict(), student.state_dict())
@@ -202,8 +220,8 @@ def test_the_rows_are_means_over_their_window(make):
     seldom = make("run.every.log=4", "run.epochs=1")
     for built in (often, seldom):
         train(built.run)
-    each = [row for row in often.store.rows if row["kind"] == "train"]
-    (window,) = [row for row in seldom.store.rows if row["kind"] == "train"]
+    each = rows_of(often, "train")
+    (window,) = rows_of(seldom, "train")
     assert (len(each), window["step"]) == (4, 4)
     for name in ("loss", "kl", "accuracy", "grad_norm"):
         assert window[name] == pytest.approx(
@@ -251,17 +269,15 @@ def test_a_run_of_steps_ends_there_and_is_evaluated(make, steps, evaluated):
     built = make(f"run.steps={steps}")
     state = train(built.run)
     assert (state.step, state.images) == (steps, 8 * steps)
-    assert [
-        row["step"] for row in built.store.rows if row["kind"] == "val"
-    ] == evaluated
+    assert [row["step"] for row in rows_of(built, "val")] == evaluated
     assert built.store.rows[-1]["step"] == steps
 
 
 def test_rows_and_evaluations_come_every_n_steps(make):
     built = make("run.epochs=2", "run.every.log=3", "run.every.evaluate=5")
     train(built.run)
-    assert [row["step"] for row in built.store.rows if row["kind"] == "val"] == [5, 8]
-    assert [row["step"] for row in built.store.rows if row["kind"] == "train"] == [
+    assert [row["step"] for row in rows_of(built, "val")] == [5, 8]
+    assert [row["step"] for row in rows_of(built, "train")] == [
         3,
         5,
         6,
@@ -402,13 +418,7 @@ def test_a_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name, apa
     uninterrupted.store.close()
     for at in range(min(apart, 2), last.step + 1, apart):
         folder = tmp_path / f"killed {at}"
-        killed = make(*overrides, folder=folder, logger=StopAfter(at))
-        with pytest.raises(Stop):
-            train(killed.run)
-        killed.store.close()
-        resumed = make(*overrides, folder=folder)
-        state = train(resumed.run)
-        resumed.store.close()
+        resumed, state = killed_and_resumed(make, at, folder, *overrides)
         assert timeless(state) == timeless(last)
         assert same(weights(resumed.run), weights(uninterrupted.run)), at
         assert without_clocks(read_rows(folder)) == without_clocks(rows)
@@ -428,18 +438,13 @@ def test_a_compiled_run_that_was_killed_is_the_run_that_was_not(make, tmp_path):
     )
     uninterrupted = make(*overrides, folder=tmp_path / "whole")
     last = train(uninterrupted.run)
-    killed = make(*overrides, folder=tmp_path / "killed", logger=StopAfter(5))
-    with pytest.raises(Stop):
-        train(killed.run)
-    killed.store.close()
-    resumed = make(*overrides, folder=tmp_path / "killed")
-    assert timeless(train(resumed.run)) == timeless(last)
+    uninterrupted.store.close()
+    resumed, state = killed_and_resumed(make, 5, tmp_path / "killed", *overrides)
+    assert timeless(state) == timeless(last)
     assert same(weights(resumed.run), weights(uninterrupted.run))
     assert without_clocks(read_rows(tmp_path / "killed")) == without_clocks(
         read_rows(tmp_path / "whole")
     )
-    for built in (uninterrupted, resumed):
-        built.store.close()
 
 
 @pytest.mark.parametrize(

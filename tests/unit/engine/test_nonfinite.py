@@ -3,7 +3,6 @@ which is computed another way.
 """
 
 import copy
-import json
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pieces import timeless
+from pieces import timeless, without_clocks
+from test_loop import read_rows
 from timm.optim.muon import Muon
 from torch import nn
 from torch.nn import functional as F
@@ -239,20 +239,6 @@ def test_a_run_that_skips_is_the_plain_loop_that_skips(kind, nan):
         )
 
 
-def read_rows(folder) -> list[dict]:
-    rows = [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    return [
-        {
-            k: v
-            for k, v in row.items()
-            if k not in ("seconds", "cpu_seconds", "images_per_second")
-        }
-        for row in rows
-    ]
-
-
 def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
     """Sifted by its losses, averaged; stopped after each step in turn; begun with the
     policy `error`.
@@ -268,7 +254,7 @@ def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
     uninterrupted = make(*overrides, SKIP, folder=tmp_path / "whole")
     last = train(uninterrupted.run)
     uninterrupted.store.close()
-    rows = read_rows(tmp_path / "whole")
+    rows = without_clocks(read_rows(tmp_path / "whole"))
     skipped = [row["step"] for row in rows if row["kind"] == "train" and row["skipped"]]
     assert len(skipped) > 1
     assert all("loss" not in row for row in rows if row.get("skipped"))
@@ -293,9 +279,9 @@ def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
             torch.equal(expected[name].nan_to_num(7.0), tensors[name].nan_to_num(7.0))
             for name in expected
         )
-        assert [row for row in read_rows(folder) if row["kind"] == "val"] == [
-            r for r in rows if r["kind"] == "val"
-        ]
+        assert [
+            row for row in without_clocks(read_rows(folder)) if row["kind"] == "val"
+        ] == [r for r in rows if r["kind"] == "val"]
 
 
 def test_the_image_with_nan_is_named_and_not_its_batch():

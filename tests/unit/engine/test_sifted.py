@@ -5,7 +5,14 @@ says of an epoch.
 import pytest
 import torch
 from pieces import slow
-from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
+from test_loop import (
+    killed_and_resumed,
+    read_rows,
+    rows_of,
+    same,
+    weights,
+    without_clocks,
+)
 
 from kd.core.errors import ModelError
 from kd.engine.loop import train
@@ -27,10 +34,6 @@ SIFTERS = {
 QUICK = ("history", "relative, in micros")  # before and after a batch is made
 
 
-def rows(built, kind: str) -> list[dict]:
-    return [row for row in built.store.rows if row["kind"] == kind]
-
-
 @pytest.mark.parametrize(
     "name", [sifter if sifter in QUICK else slow(sifter) for sifter in SIFTERS]
 )
@@ -50,15 +53,9 @@ def test_a_sifted_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, na
     uninterrupted.store.close()
     for at in range(2, last.step, 3):
         folder = tmp_path / f"killed {at}"
-        killed = make(
-            *overrides, cache.format(folder), folder=folder, logger=StopAfter(at)
+        resumed, _ = killed_and_resumed(
+            make, at, folder, *overrides, cache.format(folder)
         )
-        with pytest.raises(Stop):
-            train(killed.run)
-        killed.store.close()
-        resumed = make(*overrides, cache.format(folder), folder=folder)
-        train(resumed.run)
-        resumed.store.close()
         assert same(weights(resumed.run), weights(uninterrupted.run)), at
         # an answer is asked for again where a resumed epoch scores again what was
         # waiting
@@ -74,9 +71,9 @@ def test_the_schedule_decays_to_its_end_and_the_epochs_are_logged(make, name):
     built = make("run.epochs=6", "run.every.log=1", *SIFTERS[name])
     state = train(built.run)
     assert state.epoch == 6
-    rates = [row["lr"] for row in rows(built, "train")]
+    rates = [row["lr"] for row in rows_of(built, "train")]
     assert rates[-1] < 0.02 * max(rates)
-    epochs = rows(built, "epoch")
+    epochs = rows_of(built, "epoch")
     assert sum(row["trained"] for row in epochs) == state.images
     assert sum(row["trained"] for row in epochs) < 6 * 32
     for row in epochs:
@@ -89,7 +86,7 @@ def test_the_teacher_runs_once_on_what_is_scored(make):
     state = train(built.run)
     assert state.images == 3 * 16
     # every candidate, not again in the step
-    assert sum(row["teacher_images"] for row in rows(built, "train")) == 3 * 32
+    assert sum(row["teacher_images"] for row in rows_of(built, "train")) == 3 * 32
 
 
 def test_the_step_reuses_the_scoring_passs_teacher_outputs(make, steady):

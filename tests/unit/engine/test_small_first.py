@@ -11,7 +11,7 @@ import torch
 from pieces import slow
 from PIL import Image
 from test_cached import curve, keys, taught
-from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
+from test_loop import killed_and_resumed, read_rows, same, weights, without_clocks
 
 from kd import config
 from kd.core.errors import ModelError
@@ -156,14 +156,9 @@ def test_a_run_that_was_killed_in_either_part_is_the_run_that_was_not(
     assert {8, 16} == set(student_sides)
     for at in (3, last.step - 2):
         folder = tmp_path / f"killed {at}"
-        killed = make(
-            *overrides, cache.format(folder), folder=folder, logger=StopAfter(at)
+        resumed, _ = killed_and_resumed(
+            make, at, folder, *overrides, cache.format(folder)
         )
-        with pytest.raises(Stop):
-            train(killed.run)
-        killed.store.close()
-        resumed = make(*overrides, cache.format(folder), folder=folder)
-        train(resumed.run)
         assert same(weights(resumed.run), weights(uninterrupted.run)), at
         actual, expected = (
             [
