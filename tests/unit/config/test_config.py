@@ -170,12 +170,12 @@ def test_a_sifter_of_stored_answers_needs_a_cache():
     ],
 )
 def test_wrong_values_are_one_line_that_names_the_key(key, value):
-    raw = place = minimal()
+    raw = section_values = minimal()
     *sections, last = key.split(".")
     for section in sections:
-        place[section] = dict(place.get(section, {}))
-        place = place[section]
-    place[last] = value
+        section_values[section] = dict(section_values.get(section, {}))
+        section_values = section_values[section]
+    section_values[last] = value
     errors = errors_of(raw)
     assert len(errors) == 1, errors
     config_path, message = errors.popitem()
@@ -699,17 +699,19 @@ def test_a_text_from_the_environment_is_used_but_its_reference_is_written(monkey
     assert loaded.optimizer.lr == 0.5
     text = dump(loaded)
     assert SECRET not in text
-    held = yaml.safe_load(text)
+    recorded = yaml.safe_load(text)
     assert (
-        held["data"]["root"] == held["data"]["val_split"] == "/data/${oc.env:KD_TOKEN}"
+        recorded["data"]["root"]
+        == recorded["data"]["val_split"]
+        == "/data/${oc.env:KD_TOKEN}"
     )
-    assert held["teacher"]["args"]["a"] == [
+    assert recorded["teacher"]["args"]["a"] == [
         "${oc.env:KD_TOKEN}",
         {"b": "x-${oc.env:KD_TOKEN}"},
     ]
     # a number is no secret, and the run folder says what was trained
-    assert held["optimizer"]["lr"] == 0.5
-    assert load(held) == loaded
+    assert recorded["optimizer"]["lr"] == 0.5
+    assert load(recorded) == loaded
     assert SECRET not in str(errors_of(minimal(), "optimizer.lr=${oc.env:KD_TOKEN}"))
 
 
@@ -724,10 +726,10 @@ def test_the_runs_made_from_a_run_write_no_secret_either(monkeypatch):
     overrides += ["run.epochs=1"]  # `auto` would look for the images
     recipe = resolve(load(minimal(), [*overrides, "data.root=${oc.env:KD_TOKEN}"]))
     assert recipe.baseline is not None
-    for each in (recipe, resolve(recipe.fits["teacher"]), resolve(recipe.baseline)):
-        assert SECRET not in each.record.yaml
-        assert SECRET not in str(each.record.display_keys)
-        assert SECRET in each.record.keys.values()
+    for stage in (recipe, resolve(recipe.fits["teacher"]), resolve(recipe.baseline)):
+        assert SECRET not in stage.record.yaml
+        assert SECRET not in str(stage.record.display_keys)
+        assert SECRET in stage.record.keys.values()
     assert (
         resolve(recipe.fits["teacher"]).record.display_keys["student.model"]
         == "${oc.env:KD_TOKEN}"

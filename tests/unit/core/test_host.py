@@ -177,8 +177,10 @@ def test_a_command_has_run_since_its_process_began_or_the_torchrun_that_started_
     assert (
         answer(TORCHELASTIC_RESTART_COUNT="1")[0] <= time.perf_counter() - begin + 0.02
     )
-    mine = time.time() - psutil.Process().create_time()
-    assert answer(TORCHELASTIC_RESTART_COUNT="0")[0] == pytest.approx(mine, abs=10.0)
+    process_age = time.time() - psutil.Process().create_time()
+    assert answer(TORCHELASTIC_RESTART_COUNT="0")[0] == pytest.approx(
+        process_age, abs=10.0
+    )
 
 
 FAULTS = """

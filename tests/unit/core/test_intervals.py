@@ -64,8 +64,10 @@ def mcnemar(gained: int, lost: int) -> float:
     discordant image.
     """
     few = min(gained, lost)
-    both = gained + lost
-    return min(1.0, 2 * sum(math.comb(both, k) for k in range(few + 1)) / 2**both)
+    discordant = gained + lost
+    return min(
+        1.0, 2 * sum(math.comb(discordant, k) for k in range(few + 1)) / 2**discordant
+    )
 
 
 @pytest.mark.parametrize("images", [111, 1200, 10_000])

@@ -46,9 +46,9 @@ def loose(tmp_path_factory):
     root = tmp_path_factory.mktemp("loose")
     paint(root / "made", (8, 8, 8), seed=3)
     for number, path in enumerate(sorted((root / "made").rglob("*.jpg"))):
-        place = root / ("all" if number % 2 else "all/deep/er")
-        place.mkdir(parents=True, exist_ok=True)
-        shutil.move(path, place / f"{number:02d}.jpg")
+        folder = root / ("all" if number % 2 else "all/deep/er")
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, folder / f"{number:02d}.jpg")
     shutil.rmtree(root / "made")
     return root / "all"
 

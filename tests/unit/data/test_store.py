@@ -186,8 +186,8 @@ def test_views_of_small_images_are_those_without_a_store(
     rule = Shrunk(16, 0.35)
     stored = open_at(tmp_path, source, kind, rule)
     plain, cached = (
-        Views(each, TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, mixing)
-        for each in (source, stored)
+        Views(dataset, TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, mixing)
+        for dataset in (source, stored)
     )
     for view in range(2):
         for id in range(len(source)):
@@ -269,12 +269,12 @@ def test_several_runs_begin_and_fill_one_store_together(tmp_path):
     go = context.Event()
     ready = [context.Event() for _ in range(3)]
     runs = [
-        context.Process(target=_fill, args=(str(tmp_path), 40, each, go))
-        for each in ready
+        context.Process(target=_fill, args=(str(tmp_path), 40, event, go))
+        for event in ready
     ]
     for run in runs:
         run.start()
-    assert all(each.wait(30) for each in ready)
+    assert all(event.wait(30) for event in ready)
     go.set()
     for run in runs:
         run.join(30)

@@ -234,11 +234,14 @@ def test_an_erased_rectangle_is_timms_pixel_mode():
             rectangle(erasing(torch.zeros(3, size, size)).abs().sum(0).numpy() > 0)
         )
     assert np.asarray(black).sum() == 0  # what was passed in is left alone
-    for mine, its in zip(np.array(ours).T, np.array(theirs).T, strict=True):
-        assert np.mean(mine) == pytest.approx(
-            np.mean(its), abs=4 * np.hypot(np.std(mine), np.std(its)) / 500**0.5
+    for our_values, their_values in zip(
+        np.array(ours).T, np.array(theirs).T, strict=True
+    ):
+        assert np.mean(our_values) == pytest.approx(
+            np.mean(their_values),
+            abs=4 * np.hypot(np.std(our_values), np.std(their_values)) / 500**0.5,
         )
-        assert np.std(mine) == pytest.approx(np.std(its), rel=0.15)
+        assert np.std(our_values) == pytest.approx(np.std(their_values), rel=0.15)
     shares = [height * width / size**2 for _, _, height, width in ours]
     assert 0.015 < min(shares) < 0.05 < 0.3 < max(shares) < 0.35
     noise = np.concatenate(values)

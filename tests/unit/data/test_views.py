@@ -106,8 +106,8 @@ def test_a_small_view_is_the_whole_one_of_fewer_pixels(tmp_path, name):
             view_small.crc,
         )
         means, otherwise = (
-            torch.nn.functional.avg_pool2d(each.pixels.float(), 2)
-            for each in (view_large, another_view)
+            torch.nn.functional.avg_pool2d(sample.pixels.float(), 2)
+            for sample in (view_large, another_view)
         )
         gaps.append((means - view_small.pixels).abs().median().item())
         unrelated.append((otherwise - view_small.pixels).abs().median().item())
@@ -353,12 +353,12 @@ def test_a_sample_knows_the_bytes_that_it_came_from(source, photos):
 def test_a_mixed_sample_knows_those_of_both_images(source):
     plain = views(source, "plain")
     mixed = views(source, "mixup")
-    alone = [plain.load(id, 0).crc for id in range(len(source))]
-    both = [mixed.load(id, 0).crc for id in range(len(source))]
+    plain_crcs = [plain.load(id, 0).crc for id in range(len(source))]
+    mixed_crcs = [mixed.load(id, 0).crc for id in range(len(source))]
     pairs = {
         zlib.crc32(partner_crc.to_bytes(4, "little"), crc)
-        for crc in alone
-        for partner_crc in alone
+        for crc in plain_crcs
+        for partner_crc in plain_crcs
     }
-    assert set(both) <= pairs
-    assert not set(both) & set(alone)
+    assert set(mixed_crcs) <= pairs
+    assert not set(mixed_crcs) & set(plain_crcs)

@@ -227,20 +227,20 @@ def test_batches_that_do_not_fit_into_the_shared_memory_are_refused_at_the_start
     section = BackendSection(kind="cpu", options=default_options("backends", "cpu"))
     backend = build_backend(section)
     split = BatchSplit(256, 1, 256, 1, 256)
-    both = (Slow(), Slow())
+    datasets = (Slow(), Slow())
     for workers in (2, 0):
         data = DataSection(kind="food_mini", image_size=8192, workers=workers)
         if not workers:
             assert [
-                each.batch_bytes(8192)
-                for each in loaders(both, data, split, backend, 60)
+                split_loader.batch_bytes(8192)
+                for split_loader in loaders(datasets, data, split, backend, 60)
             ] == [0, 0]
             continue
         with pytest.raises(
             RunError,
             match=r"^data\.workers: the batches of 2 workers take about 98\d{4} MiB",
         ) as e:
-            loaders(both, data, split, backend, 60)
+            loaders(datasets, data, split, backend, 60)
         assert all(
             word in str(e.value)
             for word in ("/dev/shm", "--shm-size=", "data.workers=0")

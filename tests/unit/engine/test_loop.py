@@ -220,21 +220,21 @@ def test_the_rows_are_means_over_their_window(make):
     seldom = make("run.every.log=4", "run.epochs=1")
     for built in (often, seldom):
         train(built.run)
-    each = rows_of(often, "train")
+    every_row = rows_of(often, "train")
     (window,) = rows_of(seldom, "train")
-    assert (len(each), window["step"]) == (4, 4)
+    assert (len(every_row), window["step"]) == (4, 4)
     for name in ("loss", "kl", "accuracy", "grad_norm"):
         assert window[name] == pytest.approx(
-            sum(row[name] for row in each) / 4, rel=1e-6
+            sum(row[name] for row in every_row) / 4, rel=1e-6
         )
-    assert window["lr"] == each[-1]["lr"]
-    assert each[0]["loss"] != each[1]["loss"]
+    assert window["lr"] == every_row[-1]["lr"]
+    assert every_row[0]["loss"] != every_row[1]["loss"]
 
 
 def test_a_seed_decides_every_bit(make):
     runs = [make("run.epochs=1", *overrides) for overrides in ([], [], ["run.seed=1"])]
-    for each in runs:
-        train(each.run)
+    for built in runs:
+        train(built.run)
     assert same(weights(runs[0].run), weights(runs[1].run))
     assert without_clocks(runs[0].store.rows) == without_clocks(runs[1].store.rows)
     assert not same(weights(runs[0].run), weights(runs[2].run))
@@ -413,13 +413,13 @@ QUICK = ("mixed, in steps", "ended by patience", "balanced, erased, patches drop
 def test_a_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name, apart):
     overrides = RUNS[name]
     uninterrupted = make(*overrides, folder=tmp_path / "whole")
-    last = train(uninterrupted.run)
+    final_state = train(uninterrupted.run)
     rows = read_rows(tmp_path / "whole")
     uninterrupted.store.close()
-    for at in range(min(apart, 2), last.step + 1, apart):
+    for at in range(min(apart, 2), final_state.step + 1, apart):
         folder = tmp_path / f"killed {at}"
         resumed, state = killed_and_resumed(make, at, folder, *overrides)
-        assert timeless(state) == timeless(last)
+        assert timeless(state) == timeless(final_state)
         assert same(weights(resumed.run), weights(uninterrupted.run)), at
         assert without_clocks(read_rows(folder)) == without_clocks(rows)
 
@@ -437,10 +437,10 @@ def test_a_compiled_run_that_was_killed_is_the_run_that_was_not(make, tmp_path):
         "run.every.checkpoint=3",
     )
     uninterrupted = make(*overrides, folder=tmp_path / "whole")
-    last = train(uninterrupted.run)
+    final_state = train(uninterrupted.run)
     uninterrupted.store.close()
     resumed, state = killed_and_resumed(make, 5, tmp_path / "killed", *overrides)
-    assert timeless(state) == timeless(last)
+    assert timeless(state) == timeless(final_state)
     assert same(weights(resumed.run), weights(uninterrupted.run))
     assert without_clocks(read_rows(tmp_path / "killed")) == without_clocks(
         read_rows(tmp_path / "whole")
@@ -464,7 +464,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     """
     overrides = (*RUNS[name], "data.eval_batch=5")
     uninterrupted = make(*overrides, folder=tmp_path / "whole")
-    last = train(uninterrupted.run)
+    final_state = train(uninterrupted.run)
     uninterrupted.store.close()
     for number in stops:
         folder = tmp_path / f"stopped {number}"
@@ -476,7 +476,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
         resumed = make(*overrides, folder=folder)
         state = train(resumed.run)
         resumed.store.close()
-        assert timeless(state) == timeless(last)
+        assert timeless(state) == timeless(final_state)
         assert same(weights(resumed.run), weights(uninterrupted.run)), number
         rows = [
             [row for row in read_rows(f) if row["kind"] == "val"]
@@ -637,9 +637,11 @@ def test_the_agreement_is_the_cosine_of_the_projected_student_with_its_first_tea
     alike = loss_term("cckd", 1.5, dims)
     far = replace(loss_term("cckd", 1.5, dims), teacher=1)
     student, single = (
-        Outputs(torch.zeros(5, 3), {"pooled": each}) for each in features[:2]
+        Outputs(torch.zeros(5, 3), {"pooled": pooled}) for pooled in features[:2]
     )
-    both = Outputs(single.logits, {"pooled": features[1], "pooled.1": features[2]})
+    two_teachers = Outputs(
+        single.logits, {"pooled": features[1], "pooled.1": features[2]}
+    )
     project = near.loss.project
     projected = features[0] @ project.weight.T + project.bias
     target = features[1]
@@ -648,11 +650,13 @@ def test_the_agreement_is_the_cosine_of_the_projected_student_with_its_first_tea
         [alike, loss_term("kl", 2.0), near, another, replace(second, teacher=1)]
     )
     torch.testing.assert_close(
-        criterion.agreement(student, both), (projected * target).sum(1) / lengths
+        criterion.agreement(student, two_teachers),
+        (projected * target).sum(1) / lengths,
     )
     unprojected = Criterion([alike, far, loss_term("cckd", 0.0, dims)])
     torch.testing.assert_close(
-        unprojected.agreement(student, both), alike.loss.agreement(student, single)
+        unprojected.agreement(student, two_teachers),
+        alike.loss.agreement(student, single),
     )
 
 

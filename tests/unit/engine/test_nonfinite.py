@@ -252,7 +252,7 @@ def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
         "sifter.anneal=0",
     )
     uninterrupted = make(*overrides, SKIP, folder=tmp_path / "whole")
-    last = train(uninterrupted.run)
+    final_state = train(uninterrupted.run)
     uninterrupted.store.close()
     rows = without_clocks(read_rows(tmp_path / "whole"))
     skipped = [row["step"] for row in rows if row["kind"] == "train" and row["skipped"]]
@@ -263,7 +263,7 @@ def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
         for name, tensor in uninterrupted.store.restore()[1].items()
         if not name.startswith("sifter.")
     )
-    for at in (skipped[0] - 1, skipped[0], last.step - 1):
+    for at in (skipped[0] - 1, skipped[0], final_state.step - 1):
         folder = tmp_path / f"stopped {at}"
         calls = iter([False] * (at - 1) + [True])
         stopped = make(*overrides, SKIP, folder=folder)
@@ -271,7 +271,7 @@ def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
             train(replace(stopped.run, stop=lambda calls=calls: next(calls, False)))
         stopped.store.close()
         resumed = make(*overrides, SKIP, folder=folder)
-        assert timeless(train(resumed.run)) == timeless(last)
+        assert timeless(train(resumed.run)) == timeless(final_state)
         resumed.store.close()
         expected = uninterrupted.store.restore()[1]
         tensors = resumed.store.restore()[1]

@@ -48,10 +48,10 @@ def test_a_sifted_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, na
     uninterrupted = make(
         *overrides, cache.format(tmp_path / "whole"), folder=tmp_path / "whole"
     )
-    last = train(uninterrupted.run)
+    final_state = train(uninterrupted.run)
     expected = without_clocks(read_rows(tmp_path / "whole"))
     uninterrupted.store.close()
-    for at in range(2, last.step, 3):
+    for at in range(2, final_state.step, 3):
         folder = tmp_path / f"killed {at}"
         resumed, _ = killed_and_resumed(
             make, at, folder, *overrides, cache.format(folder)

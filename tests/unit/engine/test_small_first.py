@@ -152,9 +152,9 @@ def test_a_run_that_was_killed_in_either_part_is_the_run_that_was_not(
         *overrides, cache.format(tmp_path / "whole"), folder=tmp_path / "whole"
     )
     student_sides = sides(uninterrupted.run.distillation.student.network)
-    last = train(uninterrupted.run)
+    final_state = train(uninterrupted.run)
     assert {8, 16} == set(student_sides)
-    for at in (3, last.step - 2):
+    for at in (3, final_state.step - 2):
         folder = tmp_path / f"killed {at}"
         resumed, _ = killed_and_resumed(
             make, at, folder, *overrides, cache.format(folder)
@@ -305,8 +305,8 @@ def test_a_check_estimates_both_parts(settings):
             line for line in estimate(bench, assumed) if line.startswith("speed")
         )
     once = 36 / 800  # images are also loaded whole where the teacher is run
-    each = 0.4 * (40 + 4) + 0.6 * (10 + 2 + once * 4)
-    assert f" {1000 / each:.0f} images/s; " in speed
+    ms_per_image = 0.4 * (40 + 4) + 0.6 * (10 + 2 + once * 4)
+    assert f" {1000 / ms_per_image:.0f} images/s; " in speed
     assert (
         "student 40.000, loading 4.000, at 8 px, until 60%, student 10.000, loading"
         " then 2.000 ms" in speed

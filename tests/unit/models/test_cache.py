@@ -76,7 +76,7 @@ def ask(teacher: CachedTeacher, *batches: Batch) -> list[torch.Tensor]:
 def test_the_cache_equals_the_live_teacher_and_queries_it_once(tmp_path, live, dtype):
     stored = CachedTeacher(live, opened(tmp_path, dtype))
     batches = [batch(list(range(8))), batch(list(range(8, 16)))]
-    expected = [live(each).logits for each in batches]
+    expected = [live(item).logits for item in batches]
     if dtype == "fp16":
         expected = [logits.half().float() for logits in expected]
     before = live.images
@@ -84,12 +84,14 @@ def test_the_cache_equals_the_live_teacher_and_queries_it_once(tmp_path, live, d
     stored.flush()
     assert live.images - before == 16
     again = ask(stored, *batches)
-    afresh = ask(CachedTeacher(live, opened(tmp_path, dtype, writable=False)), *batches)
+    reopened = ask(
+        CachedTeacher(live, opened(tmp_path, dtype, writable=False)), *batches
+    )
     assert live.images - before == 16
-    for answers in (first, again, afresh):
+    for answers in (first, again, reopened):
         assert all(
-            torch.equal(each, reference)
-            for each, reference in zip(answers, expected, strict=True)
+            torch.equal(item, reference)
+            for item, reference in zip(answers, expected, strict=True)
         )
 
 
@@ -170,15 +172,15 @@ def test_a_torn_record_is_computed_again(tmp_path, live):
     raw = bytearray(file.read_bytes())
     raw[4 * size] ^= 1
     file.write_bytes(raw)
-    afresh = CachedTeacher(live, opened(tmp_path))
-    assert 4 in afresh.store.missing(0)
+    reopened = CachedTeacher(live, opened(tmp_path))
+    assert 4 in reopened.store.missing(0)
     before = live.images
     assert torch.equal(
-        ask(afresh, batch(list(range(10))))[0][4], live(batch([4])).logits[0]
+        ask(reopened, batch(list(range(10))))[0][4], live(batch([4])).logits[0]
     )
     assert live.images - before == 2
-    afresh.flush()
-    assert 4 not in afresh.store.missing(0)
+    reopened.flush()
+    assert 4 not in reopened.store.missing(0)
 
 
 def test_top_k_keeps_the_probabilities_of_the_highest_and_the_mass_of_the_rest():

@@ -253,8 +253,8 @@ def test_wrappers_and_prefixes_are_taken_off(prefix, file):
     raw = vit()
     averaged = vit(seed=1)
     tensors = [
-        {f"{prefix}{name}": tensor for name, tensor in each.state_dict().items()}
-        for each in (raw, averaged)
+        {f"{prefix}{name}": tensor for name, tensor in network.state_dict().items()}
+        for network in (raw, averaged)
     ]
     for wrapper, (wrap, expected) in WRAPPERS.items():
         model = load_weights(file(wrap(*tensors)))
@@ -645,11 +645,11 @@ def test_a_file_without_a_classifier_is_refused_for_a_teacher_of_logits(file):
     }
     text = refusal(file(tensors))
     assert "has no classifier" in text
-    for way in (
+    for remedy in (
         "teacher.pretrained=true with teacher.fit.epochs",
         "losses=[{kind: cosine}]",
     ):
-        assert way in text
+        assert remedy in text
     assert "teacher.classes" not in text  # names of outputs that it does not have
     assert "has no classifier" in refusal(file(tensors), classes=None)
     assert not load_weights(
@@ -686,13 +686,13 @@ def test_folders_are_read_as_accelerate_and_transformers_divide_them(tmp_path, f
             }
         )
     )
-    for place in (tmp_path, index, *(tmp_path / shard for shard in shards)):
-        assert same(load_weights(place).network, network), place
+    for path in (tmp_path, index, *(tmp_path / shard for shard in shards)):
+        assert same(load_weights(path).network, network), path
     index.unlink()
     assert same(load_weights(tmp_path).network, network)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    for place in (tmp_path, tmp_path / "model-00001-of-00002.safetensors"):
-        assert "is one of 2 parts, of which 1 are in its folder" in refusal(place)
+    for path in (tmp_path, tmp_path / "model-00001-of-00002.safetensors"):
+        assert "is one of 2 parts, of which 1 are in its folder" in refusal(path)
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     for name, word in {
         "__0_0.distcp": "dcp_to_torch",
@@ -965,7 +965,7 @@ def test_a_trainers_arguments_name_no_other_weights_and_no_other_network(
         "num_classes": 9,
         "img_size": 7,
     }
-    for beside in (
+    for arguments in (
         {"model_kwargs": hostile},
         {"model_kwargs": "x=1"},
         {"model_kwargs": [1, 2]},
@@ -975,7 +975,7 @@ def test_a_trainers_arguments_name_no_other_weights_and_no_other_network(
                 {
                     "arch": "resnet10t",
                     "state_dict": network.state_dict(),
-                    "args": beside,
+                    "args": arguments,
                 }
             ),
             model="resnet10t",
@@ -1040,11 +1040,11 @@ def test_the_log_and_the_manifest_say_what_was_taken(written, command, file, tmp
     path = file(
         {"state_dict": raw.state_dict(), "state_dict_ema": averaged.state_dict()}
     )
-    both = {"model": NAME, "args": ARGS, "checkpoint": str(path)}
-    teacher = {**both, "min_accuracy": 0.0, "weights": "raw"}
+    section = {"model": NAME, "args": ARGS, "checkpoint": str(path)}
+    teacher = {**section, "min_accuracy": 0.0, "weights": "raw"}
     config = written(
         teacher=teacher,
-        student={**both, "init": "pretrained"},
+        student={**section, "init": "pretrained"},
         run={"name": "said", "steps": 1},
     )
     answer = command("train", config)
@@ -1134,9 +1134,9 @@ def test_parameters_without_statistics_are_named(file):
 
 def test_a_trainers_record_of_the_network_is_reported(file):
     """Heads that are divided otherwise have equal shapes: nothing but this can tell."""
-    beside = argparse.Namespace(model=NAME, model_kwargs={"num_heads": 3}, lr=0.1)
-    note = load_weights(file({"state_dict": vit().state_dict(), "args": beside})).notes[
-        -1
-    ]
+    arguments = argparse.Namespace(model=NAME, model_kwargs={"num_heads": 3}, lr=0.1)
+    note = load_weights(
+        file({"state_dict": vit().state_dict(), "args": arguments})
+    ).notes[-1]
     assert "num_heads" in note
     assert NAME in note

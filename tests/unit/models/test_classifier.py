@@ -52,15 +52,15 @@ def family(name: str, features: bool) -> Classifier:
 @pytest.mark.parametrize("training", [False, True])
 def test_logits_beside_features_are_the_plain_logits(name, training):
     plain = family(name, False).train(training)
-    both = family(name, True).train(training)
+    with_features = family(name, True).train(training)
     torch.manual_seed(1)
     expected = plain(images())
     torch.manual_seed(1)
-    outputs = both(images())
+    outputs = with_features(images())
     assert not expected.features
     assert torch.equal(outputs.logits, expected.logits)
     assert outputs.logits.shape == (3, 5)
-    assert outputs.features["pooled"].shape == (3, both.num_features)
+    assert outputs.features["pooled"].shape == (3, with_features.num_features)
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,12 @@ def test_probabilities_are_averaged_and_not_logits(weights):
     models = member(0), member(1, size=24, width=32)  # the second resizes for itself
     logits = LiveTeacher(Ensemble(models, weights, AVERAGE), CPU)(batch()).logits
     with torch.no_grad():
-        each = [model(batch().image).logits.double().softmax(-1) for model in models]
-    expected = sum(w * p for w, p in zip(weights, each, strict=True)) / sum(weights)
+        probabilities = [
+            model(batch().image).logits.double().softmax(-1) for model in models
+        ]
+    expected = sum(w * p for w, p in zip(weights, probabilities, strict=True)) / sum(
+        weights
+    )
     torch.testing.assert_close(logits.double().exp(), expected, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(
         logits.double().softmax(-1), expected, rtol=1e-5, atol=1e-7

@@ -231,12 +231,12 @@ def test_another_number_of_classes_is_never_a_random_head(stored, source):
         f"teacher.{source}: has 3 classes, the data has 4. Both must be equal: a new head"
         " would be"
     )
-    for way in (
+    for remedy in (
         "teacher.classes=FILE",
         "teacher.pretrained=true with teacher.fit.epochs",
         "losses=[{kind: cosine}]",
     ):
-        assert way in message
+        assert remedy in message
 
 
 def test_the_number_of_classes_is_read_from_the_file(stored, tmp_path):
@@ -264,8 +264,8 @@ def test_classes_are_reordered_and_other_ones_refused(stored, source):
 
 def test_a_folder_without_labels_is_taken_by_its_number(stored):
     content = json.loads((stored / "config.json").read_text())
-    for place in (content, content["pretrained_cfg"]):
-        place.pop("label_names", None)
+    for section in (content, content["pretrained_cfg"]):
+        section.pop("label_names", None)
     (stored / "config.json").write_text(json.dumps(content))
     assert exact(stored, ("x", "y", "z")).num_classes == 3
     with pytest.raises(ModelError, match="has 3 classes, the data has 2"):

@@ -28,7 +28,7 @@ def loading(seconds: float, shares: dict[str, float], steps: int = 40) -> dict:
 
 def steady(steps: int = 40, ms: dict[str, float] | None = None, **changes) -> dict:
     """A row of steady steps, 20 ms each unless told otherwise, that ends at 1,000 s."""
-    each = ms or {
+    step_ms = ms or {
         "data": 0.5,
         "teacher": 8.0,
         "forward": 4.0,
@@ -36,7 +36,7 @@ def steady(steps: int = 40, ms: dict[str, float] | None = None, **changes) -> di
         "optimizer": 1.0,
         "other": 0.5,
     }
-    spans = {name: value * steps for name, value in each.items()}
+    spans = {name: value * steps for name, value in step_ms.items()}
     row = {
         "time": 1000.0,
         "step": 100,
@@ -47,10 +47,12 @@ def steady(steps: int = 40, ms: dict[str, float] | None = None, **changes) -> di
     }
     row |= {
         "wall_ms": sum(spans.values()),
-        "median_ms": sum(each.values()),
+        "median_ms": sum(step_ms.values()),
         "slowest": [90, 30.0, "data"],
     }
-    return row | {"loading_ms": loading(sum(each.values()), DECODES, steps)} | changes
+    return (
+        row | {"loading_ms": loading(sum(step_ms.values()), DECODES, steps)} | changes
+    )
 
 
 def sample(i: int = 0, **changes) -> dict:
@@ -292,7 +294,9 @@ def test_more_workers_than_cores_are_a_finding():
         == 1
     )
     assert ask(samples=full, workers=2) == {}
-    assert ask(samples=[each | {"workers_cpu": 5.0} for each in full], workers=8) == {}
+    assert (
+        ask(samples=[loaded | {"workers_cpu": 5.0} for loaded in full], workers=8) == {}
+    )
     # they wait for bytes
     assert ask(steady(loading_ms=loading(60.0, READS)), samples=full, workers=8) == {}
     assert ask(samples=[sample(i) for i in range(9)], workers=8) == {}  # there is room
@@ -390,9 +394,9 @@ def test_ranks_are_compared_by_their_own_work():
     def balance(*ranks: dict) -> list:
         rows = {rank: [steady(ms=ms)] for rank, ms in enumerate(ranks)}
         return [
-            each
-            for each in find_bottlenecks(Evidence(rows, [], Facts(workers=1)))
-            if each.rule == "LoadBalancing"
+            candidate
+            for candidate in find_bottlenecks(Evidence(rows, [], Facts(workers=1)))
+            if candidate.rule == "LoadBalancing"
         ]
 
     (finding,) = balance(waits, works, waits)

@@ -34,7 +34,7 @@ def test_a_sample_measures_the_machine():
     sampler = Sampler()
     inner = time.perf_counter()
     inner_cpu = time.process_time()
-    held = b"x" * 2**26
+    buffer = b"x" * 2**26
     while time.process_time() < inner_cpu + 0.5:
         sum(range(1000))
     inner = time.perf_counter() - inner
@@ -54,14 +54,14 @@ def test_a_sample_measures_the_machine():
         os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20, rel=0.01
     )
     assert (
-        len(held) / 2**20
+        len(buffer) / 2**20
         < row["process_mib"]
         < row["memory_mib"]
         < row["memory_total_mib"]
     )
     assert before - 0.001 <= row["time"] <= time.time() + 0.001
     # to the millisecond
-    assert any(each["time"] % 1 for each in (row, sampler.sample()))
+    assert any(sampled["time"] % 1 for sampled in (row, sampler.sample()))
     assert (
         min(row["disk_read_mib_s"], row["disk_write_mib_s"], row["network_mib_s"]) >= 0
     )

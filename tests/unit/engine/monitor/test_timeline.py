@@ -24,11 +24,11 @@ PARTS = ("data", "teacher", "forward", "backward", "optimizer")
 @pytest.fixture
 def made_clock(monkeypatch):
     """A clock that only sleeping moves, so that a busy machine changes no number."""
-    now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(time, "time", lambda: 1e9 + now[0])
+    clock = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "time", lambda: 1e9 + clock[0])
     monkeypatch.setattr(
-        time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds)
+        time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
     )
 
 
