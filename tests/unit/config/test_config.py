@@ -63,7 +63,7 @@ def test_everything_wrong_is_in_one_report():
         "optimizer": {"zero": "perhaps", "betas": "high"},
         "sifter": "none",
     }
-    found = errors_of(raw)
+    errors = errors_of(raw)
     expected = {
         "run.epoks": (
             "run.epoks: no such key. Allowed: baseline, baseline_steps, epochs, every,"
@@ -92,16 +92,16 @@ def test_everything_wrong_is_in_one_report():
             " 0 and < 1."
         ),
     }
-    assert {key: found.get(key) for key in expected} == expected
-    assert found["losses[0].kind"].startswith(
+    assert {key: errors.get(key) for key in expected} == expected
+    assert errors["losses[0].kind"].startswith(
         "losses[0].kind: is 'kll'. Allowed: bce, "
     )
-    assert found["losses[0].kind"].endswith("Did you mean 'kl'?")
-    assert found["optimiser"].endswith("Did you mean 'optimizer'?")
+    assert errors["losses[0].kind"].endswith("Did you mean 'kl'?")
+    assert errors["optimiser"].endswith("Did you mean 'optimizer'?")
     assert (
-        found["sifter"] == "sifter: is 'none'. A section with keys is expected: kind."
+        errors["sifter"] == "sifter: is 'none'. A section with keys is expected: kind."
     )
-    assert len(found) == len(expected) + 3
+    assert len(errors) == len(expected) + 3
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_an_option_of_a_loss_that_is_out_of_range_is_refused_by_its_key(
     kind, key, wrong
 ):
     for value in wrong:
-        found = errors_of(minimal(losses=[{"kind": kind, key: value}]))
-        assert "Allowed: a number >" in found[f"losses[0].{key}"]
+        errors = errors_of(minimal(losses=[{"kind": kind, key: value}]))
+        assert "Allowed: a number >" in errors[f"losses[0].{key}"]
 
 
 def test_a_sifter_of_stored_answers_needs_a_cache():
@@ -170,20 +170,20 @@ def test_a_sifter_of_stored_answers_needs_a_cache():
     ],
 )
 def test_wrong_values_are_one_line_that_names_the_key(key, value):
-    raw = place = minimal()
+    raw = section_values = minimal()
     *sections, last = key.split(".")
     for section in sections:
-        place[section] = dict(place.get(section, {}))
-        place = place[section]
-    place[last] = value
-    found = errors_of(raw)
-    assert len(found) == 1, found
-    config_path, message = found.popitem()
+        section_values[section] = dict(section_values.get(section, {}))
+        section_values = section_values[section]
+    section_values[last] = value
+    errors = errors_of(raw)
+    assert len(errors) == 1, errors
+    config_path, message = errors.popitem()
     assert config_path.startswith(key)
     assert "\n" not in message
 
 
-def test_a_part_outside_the_repository(tmp_path, monkeypatch):
+def test_a_part_outside_the_repository_is_loaded(tmp_path, monkeypatch):
     (tmp_path / "mylab").mkdir()
     (tmp_path / "mylab" / "sharp.py").write_text(
         "from dataclasses import dataclass\n"
@@ -216,19 +216,21 @@ def test_a_part_outside_the_repository(tmp_path, monkeypatch):
     assert to_dict(loaded)["losses"] == [
         {"kind": "mylab.sharp", "weight": 1.0, "power": 3.0}
     ]
-    found = errors_of(minimal(losses=[{"kind": "mylab.sharp", "powr": 3}]))[
+    message = errors_of(minimal(losses=[{"kind": "mylab.sharp", "powr": 3}]))[
         "losses[0].powr"
     ]
-    assert "no such key. Allowed: kind, power, weight. Did you mean 'power'?" in found
+    assert "no such key. Allowed: kind, power, weight. Did you mean 'power'?" in message
     for name, words in (("dull", "is not a part"), ("shrap", "cannot be imported")):
-        found = errors_of(minimal(losses=[{"kind": f"mylab.{name}"}]))["losses[0].kind"]
-        assert f"the module 'mylab.{name}' {words}" in found
+        message = errors_of(minimal(losses=[{"kind": f"mylab.{name}"}]))[
+            "losses[0].kind"
+        ]
+        assert f"the module 'mylab.{name}' {words}" in message
     for name in [name for name in sys.modules if name.partition(".")[0] == "mylab"]:
         del sys.modules[name]
 
 
 @pytest.mark.parametrize("kind", ["..", ".kl", "kl.", "kd..losses", 3, None, ["ce"]])
-def test_kinds_that_are_no_module_path(kind):
+def test_kinds_that_are_no_module_path_are_refused(kind):
     assert list(errors_of(minimal(losses=[{"kind": kind}]))) == ["losses[0].kind"]
 
 
@@ -331,7 +333,7 @@ THAWED = (
         ),
     ],
 )
-def test_contradictions_between_keys(overrides, config_path, words):
+def test_contradictions_between_keys_are_refused(overrides, config_path, words):
     assert (
         words
         in errors_of(minimal(teacher={"model": "vit_tiny_patch16_224"}), *overrides)[
@@ -347,15 +349,15 @@ def test_xla_with_zero_cannot_skip_steps():
         "optimizer.zero=true",
         "optimizer.on_nonfinite=skip",
     )
-    found = errors_of(minimal(), *overrides)
-    assert list(found) == ["optimizer.on_nonfinite"]
-    assert "optimizer.zero=false" in found["optimizer.on_nonfinite"]
-    for other in (
+    errors = errors_of(minimal(), *overrides)
+    assert list(errors) == ["optimizer.on_nonfinite"]
+    assert "optimizer.zero=false" in errors["optimizer.on_nonfinite"]
+    for remedy in (
         "backend.kind=cpu",
         "optimizer.zero=false",
         "optimizer.on_nonfinite=error",
     ):
-        load(minimal(), [*overrides, other])
+        load(minimal(), [*overrides, remedy])
 
 
 def test_missing_file_suggests_a_neighbour(tmp_path):
@@ -382,9 +384,8 @@ def test_configurations_of_kd_itself_are_found_by_name(tmp_path, monkeypatch):
         ),
     ):
         load("vit_fod")
-    (tmp_path / "vit_food").write_text(
-        "losses: [{kind: kd}]"
-    )  # a file of that name comes first
+    # a file of that name comes first
+    (tmp_path / "vit_food").write_text("losses: [{kind: kd}]")
     with pytest.raises(KdError, match="losses"):
         load("vit_food")
 
@@ -472,24 +473,30 @@ def test_an_override_of_the_student_is_merged_and_takes_over_nothing_of_another_
         {"depth": 2, "width": 3},
         "fused",
     )
-    other = load(file, ["student={model: lcnet_050}"]).student
-    assert (other.model, other.args, other.attention) == ("lcnet_050", {}, "fused")
+    changed = load(file, ["student={model: lcnet_050}"]).student
+    assert (changed.model, changed.args, changed.attention) == (
+        "lcnet_050",
+        {},
+        "fused",
+    )
 
 
 def test_all_wrong_overrides_are_reported():
-    found = errors_of(
+    errors = errors_of(
         minimal(), "optimizer.lr", "=3", "losses[5].weight=2", "run.name.deep=1"
     )
-    assert list(found) == ["optimizer.lr", "=3", "losses[5].weight", "run.name"]
-    assert found["optimizer.lr"].endswith("Overrides read key=value. Add the `=value`.")
-    found = errors_of(minimal(), "optimizer.rl=3", "data.augment.flop=1")
-    assert list(found) == ["data.augment.flop", "optimizer.rl"]
+    assert list(errors) == ["optimizer.lr", "=3", "losses[5].weight", "run.name"]
+    assert errors["optimizer.lr"].endswith(
+        "Overrides read key=value. Add the `=value`."
+    )
+    errors = errors_of(minimal(), "optimizer.rl=3", "data.augment.flop=1")
+    assert list(errors) == ["data.augment.flop", "optimizer.rl"]
 
 
 @pytest.mark.parametrize(
     "override", ["run.name=[", "run.name={a", "a b=c", "[0]=1", "..=1", "run..name=2"]
 )
-def test_overrides_that_are_not_yaml(override):
+def test_overrides_that_are_not_yaml_are_refused_in_one_line(override):
     assert all(
         "\n" not in message for message in errors_of(minimal(), override).values()
     )
@@ -565,19 +572,18 @@ def test_dump_is_accepted_and_equal(loss, tmp_path):
 
 def sections(cls: type = Config) -> list[type]:
     """Return every dataclass of the schema."""
-    found = [cls]
+    classes = [cls]
     for hint in typing.get_type_hints(cls).values():
-        several = (
-            typing.get_origin(hint) is tuple
-        )  # a section that may be null is one key
+        # a section that may be null is one key
+        several = typing.get_origin(hint) is tuple
         inner = [
             arg
             for arg in typing.get_args(hint)
             if several and dataclasses.is_dataclass(arg)
         ]
         for section in [hint] if dataclasses.is_dataclass(hint) else inner:
-            found += sections(section)
-    return found
+            classes += sections(section)
+    return classes
 
 
 PARTS = [
@@ -609,9 +615,8 @@ def test_explain_covers_every_key_with_a_meaning():
     )
     # a teacher's keys stand in teacher and in teacher.also, those of what can be
     # trained in student too
-    fitted = len(
-        dataclasses.fields(Augment)
-    )  # teacher.fit.augment, which may be null, has a row of its own
+    # teacher.fit.augment, which may be null, has a row of its own
+    fitted = len(dataclasses.fields(Augment))
     assert len(rows) == fields - nested + options + also + student + fitted
     for key, allowed, default, meaning in rows:
         assert allowed.startswith("Allowed: "), key
@@ -622,7 +627,7 @@ def test_explain_covers_every_key_with_a_meaning():
         assert words.rstrip().endswith((".", ")", "?")), f"{key}: {words}"
 
 
-def test_explain_below_a_prefix():
+def test_explain_shows_the_keys_below_a_prefix():
     assert [key for key, *_ in explain("run.every")] == [
         "run.every.log",
         "run.every.evaluate",
@@ -640,8 +645,8 @@ def test_a_parts_keys_never_collide_with_those_of_its_section(folder, name):
         for f in fields_of(cls).values()
         if declaration(f).get("parts") == folder
     )
-    own = {f.name for f in dataclasses.fields(section)}
-    assert not own & {
+    keys = {f.name for f in dataclasses.fields(section)}
+    assert not keys & {
         f.name for f in dataclasses.fields(registry.options_type(folder, name, ""))
     }
 
@@ -694,18 +699,19 @@ def test_a_text_from_the_environment_is_used_but_its_reference_is_written(monkey
     assert loaded.optimizer.lr == 0.5
     text = dump(loaded)
     assert SECRET not in text
-    held = yaml.safe_load(text)
+    recorded = yaml.safe_load(text)
     assert (
-        held["data"]["root"] == held["data"]["val_split"] == "/data/${oc.env:KD_TOKEN}"
+        recorded["data"]["root"]
+        == recorded["data"]["val_split"]
+        == "/data/${oc.env:KD_TOKEN}"
     )
-    assert held["teacher"]["args"]["a"] == [
+    assert recorded["teacher"]["args"]["a"] == [
         "${oc.env:KD_TOKEN}",
         {"b": "x-${oc.env:KD_TOKEN}"},
     ]
-    assert (
-        held["optimizer"]["lr"] == 0.5
-    )  # a number is no secret, and the run folder says what was trained
-    assert load(held) == loaded
+    # a number is no secret, and the run folder says what was trained
+    assert recorded["optimizer"]["lr"] == 0.5
+    assert load(recorded) == loaded
     assert SECRET not in str(errors_of(minimal(), "optimizer.lr=${oc.env:KD_TOKEN}"))
 
 
@@ -720,10 +726,10 @@ def test_the_runs_made_from_a_run_write_no_secret_either(monkeypatch):
     overrides += ["run.epochs=1"]  # `auto` would look for the images
     recipe = resolve(load(minimal(), [*overrides, "data.root=${oc.env:KD_TOKEN}"]))
     assert recipe.baseline is not None
-    for one in (recipe, resolve(recipe.fits["teacher"]), resolve(recipe.baseline)):
-        assert SECRET not in one.record.yaml
-        assert SECRET not in str(one.record.display_keys)
-        assert SECRET in one.record.keys.values()
+    for stage in (recipe, resolve(recipe.fits["teacher"]), resolve(recipe.baseline)):
+        assert SECRET not in stage.record.yaml
+        assert SECRET not in str(stage.record.display_keys)
+        assert SECRET in stage.record.keys.values()
     assert (
         resolve(recipe.fits["teacher"]).record.display_keys["student.model"]
         == "${oc.env:KD_TOKEN}"
@@ -769,11 +775,11 @@ def test_a_separator_is_given_as_it_is(settings, text):
         "train_labels": "a.csv",
         "val_labels": "b.csv",
     }
-    found = load(
+    loaded = load(
         {**settings, "data": labels, "losses": [{"kind": "bce"}]},
         [f"data.separator={text}"],
     )
-    assert found.data.options.separator == text
+    assert loaded.data.options.separator == text
 
 
 @pytest.mark.parametrize(("kind", "fits"), [("timm", True), ("onnx", False)])

@@ -84,11 +84,11 @@ def test_it_refuses_what_kd_refuses(sections):
 
 def keys_in(node, definitions) -> set[str]:
     """Return the names of all properties below a node."""
-    found: set[str] = set()
+    names: set[str] = set()
     for schema in definitions.values():
         for alternative in [schema, *schema.get("oneOf", [])]:
-            found |= alternative.get("properties", {}).keys()
-    return found | node["properties"].keys()
+            names |= alternative.get("properties", {}).keys()
+    return names | node["properties"].keys()
 
 
 def test_every_key_stands_in_it_with_its_meaning():

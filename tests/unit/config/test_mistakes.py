@@ -384,7 +384,7 @@ def test_an_override_that_cannot_be_set_is_one_line(override, words):
     assert "\n" not in str(error)
 
 
-def told(raw: dict[str, Any]) -> list[KdError]:
+def errors_of(raw: dict[str, Any]) -> list[KdError]:
     with pytest.raises(KdError) as caught:
         load(raw)
     return getattr(caught.value, "errors", [caught.value])
@@ -406,7 +406,7 @@ def plain(change: Any) -> dict[str, Any]:
     ids=[row[0] for row in MISTAKES],
 )
 def test_a_mistake_is_one_line_that_says_what_is_allowed(change, expected):
-    errors = {error.config_path: str(error) for error in told(plain(change))}
+    errors = {error.config_path: str(error) for error in errors_of(plain(change))}
     assert errors.keys() == {key for key, _ in expected}
     for key, words in expected:
         assert errors[key].startswith(f"{key}: ")
@@ -504,7 +504,7 @@ def test_a_key_of_the_section_is_no_key_of_a_part(tmp_path, monkeypatch):
         OUTSIDE.format(field="weight: float = 3.0")
     )
     monkeypatch.syspath_prepend(tmp_path)
-    (error,) = told({**RIGHT, "losses": [{"kind": "shadows.part"}]})
+    (error,) = errors_of({**RIGHT, "losses": [{"kind": "shadows.part"}]})
     assert error.config_path == "losses[0].kind"
     assert "weight" in error.wrong
 
@@ -522,15 +522,21 @@ def test_python_reads_references_and_old_names(monkeypatch):
         "losses": [{"kind": "relational"}],
     }
     optimizer = {"lr": "${run.seed}", "ema": 0.5}
-    made = Config(**values, run={"seed": "${oc.env:KD_TEST_SEED}"}, optimizer=optimizer)  # type: ignore[arg-type]
-    assert (made.run.seed, made.optimizer.lr, made.optimizer.ema_decay) == (7, 7.0, 0.5)
-    assert made.losses[0].kind == "cckd"
+    loaded = Config(
+        **values, run={"seed": "${oc.env:KD_TEST_SEED}"}, optimizer=optimizer
+    )  # type: ignore[arg-type]
+    assert (loaded.run.seed, loaded.optimizer.lr, loaded.optimizer.ema_decay) == (
+        7,
+        7.0,
+        0.5,
+    )
+    assert loaded.losses[0].kind == "cckd"
     with pytest.raises(ConfigErrors, match=r"run\.seed: .*does not set run\.epochs"):
         Config(**values, run={"seed": "${run.epochs}"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("field", "given", "allowed"),
+    ("field", "options", "allowed"),
     [
         ("where: pathlib.Path = pathlib.Path('x')", {"where": 3}, "a path"),
         ("several: Sequence[int] = ()", {"several": "x"}, "a list of a whole number"),
@@ -558,7 +564,7 @@ def test_python_reads_references_and_old_names(monkeypatch):
     ],
 )
 def test_a_type_from_outside_is_told_in_words(
-    tmp_path, monkeypatch, field, given, allowed
+    tmp_path, monkeypatch, field, options, allowed
 ):
     (tmp_path / "typed").mkdir()
     name = f"part_{abs(hash(field))}"
@@ -568,8 +574,8 @@ def test_a_type_from_outside_is_told_in_words(
     )
     (tmp_path / "typed" / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    values = {**RIGHT, "losses": [{"kind": f"typed.{name}", **given}]}
-    (error,) = told(values)
+    values = {**RIGHT, "losses": [{"kind": f"typed.{name}", **options}]}
+    (error,) = errors_of(values)
     assert re.search(allowed, str(error)), error
     assert "\n" not in str(error)
 
@@ -592,7 +598,7 @@ def test_a_text_that_looks_like_a_reference_is_written_as_a_text():
 
 
 @pytest.mark.parametrize(
-    "given",
+    "sections",
     [
         {"run": None},
         {"sifter": None},
@@ -600,10 +606,10 @@ def test_a_text_that_looks_like_a_reference_is_written_as_a_text():
         {"optimizer": {"lr": "1e-3"}},
     ],
 )
-def test_an_editor_accepts_what_kd_accepts(given):
-    load({**RIGHT, **given})
+def test_an_editor_accepts_what_kd_accepts(sections):
+    load({**RIGHT, **sections})
     assert not [
-        *jsonschema.Draft7Validator(json_schema()).iter_errors({**RIGHT, **given})
+        *jsonschema.Draft7Validator(json_schema()).iter_errors({**RIGHT, **sections})
     ]
 
 

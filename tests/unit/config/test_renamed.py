@@ -39,23 +39,23 @@ def unsaid(monkeypatch):
 
 
 def test_every_old_name_sets_the_value_of_its_new_name():
-    found = config.load(SETTINGS)
-    assert (found.data.crop_pct, found.data.augment.crop_scale) == (0.9, 0.5)
-    fit = found.teacher.fit
+    loaded = config.load(SETTINGS)
+    assert (loaded.data.crop_pct, loaded.data.augment.crop_scale) == (0.9, 0.5)
+    fit = loaded.teacher.fit
     assert (fit.warmup_ratio, fit.augment.crop_scale, fit.tuning.head_lr_scale) == (
         0.2,
         0.6,
         3.0,
     )
-    assert found.student.tuning.head_lr_scale == 4.0
-    rates = found.optimizer
+    assert loaded.student.tuning.head_lr_scale == 4.0
+    rates = loaded.optimizer
     assert (
         rates.min_lr_ratio,
         rates.warmup_ratio,
         rates.clip_grad_norm,
         rates.ema_decay,
     ) == (0.1, 0.3, 2.0, 0.99)
-    assert [one.kind for one in found.losses] == ["kl", "cckd"]
+    assert [loss.kind for loss in loaded.losses] == ["kl", "cckd"]
 
 
 def test_the_arguments_of_a_network_keep_their_names():
@@ -63,8 +63,8 @@ def test_the_arguments_of_a_network_keep_their_names():
 
 
 def test_a_section_of_several_teachers_and_its_record_read_alike():
-    found = config.load(SETTINGS)
-    assert config.load(config.to_dict(found)) == found
+    loaded = config.load(SETTINGS)
+    assert config.load(config.to_dict(loaded)) == loaded
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_dotted_keys_of_a_file_and_references_to_old_names_are_renamed():
         "optimizer": {"warmup": 0.3, "ema": "${optimizer.warmup}"},
         "optimizer.clip": 3.0,
     }
-    found = config.load(settings).optimizer
-    assert (found.ema_decay, found.clip_grad_norm) == (0.3, 3.0)
+    optimizer = config.load(settings).optimizer
+    assert (optimizer.ema_decay, optimizer.clip_grad_norm) == (0.3, 3.0)
 
 
 def test_both_names_of_a_key_are_an_error():
@@ -122,10 +122,11 @@ def test_each_old_name_is_logged_once_except_for_recorded_runs(caplog):
         config.load(SETTINGS, here=False)
         assert not caplog.records
         config.load(SETTINGS)
-        said = len(caplog.records)
+        first_count = len(caplog.records)
         config.load(SETTINGS)
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == said == len(set(lines)) == 11  # ten places of keys, one kind
+    # ten places of keys, one kind
+    assert len(lines) == first_count == len(set(lines)) == 11
     assert any(
         "optimizer.min_lr is now optimizer.min_lr_ratio" in line for line in lines
     )

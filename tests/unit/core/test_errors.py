@@ -14,7 +14,7 @@ TREE = [
 ]
 
 
-def test_the_sentences():
+def test_an_error_is_written_in_sentences():
     error = KdError("data.root", "is empty", "At least one image", "Check the path")
     assert str(error) == "data.root: is empty. At least one image. Check the path."
     assert (
@@ -63,5 +63,5 @@ def test_several_errors_are_one_a_line():
         ("weight", "Did you mean 'weight'?"),
     ],
 )
-def test_near_misses(word, expected):
+def test_a_near_miss_is_suggested(word, expected):
     assert did_you_mean(word, ["weight", "kind"]) == expected

@@ -46,20 +46,21 @@ V1 = "4:memory:/d\n3:cpu,cpuacct:/d\n", "cpu/d/cpu.cfs_quota_us"
         (*V1, "100000", 1),
     ],
 )
-def test_quotas_of_both_versions(tmp_path, group, file, quota, cores):
-    more = {"a/b/cpu.max": "max 100000", "cpu/d/cpu.cfs_period_us": "100000"}
+def test_quotas_of_both_versions_limit_the_cores(tmp_path, group, file, quota, cores):
+    defaults = {"a/b/cpu.max": "max 100000", "cpu/d/cpu.cfs_period_us": "100000"}
     files = {
-        f"sys/fs/cgroup/{name}": text for name, text in {**more, file: quota}.items()
+        f"sys/fs/cgroup/{name}": text
+        for name, text in {**defaults, file: quota}.items()
     }
     assert host.cores(system(tmp_path, group, files)) == cores
 
 
-def test_no_cgroup_at_all(tmp_path):
+def test_without_a_cgroup_every_core_counts(tmp_path):
     assert host.cores(tmp_path) == ALL
 
 
 @pytest.mark.skipif(ALL < 2, reason="needs two cores")
-def test_the_affinity():
+def test_the_cores_are_those_of_the_affinity():
     first, *_ = before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {first})
     try:
@@ -68,16 +69,16 @@ def test_the_affinity():
         os.sched_setaffinity(0, before)
 
 
-def container(folder, version: int, limit: str, used: int, droppable: int) -> None:
+def container(folder, version: int, limit: str, usage: int, droppable: int) -> None:
     """Write what a cgroup of that version says of its memory."""
     limits, uses, name = {
         1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         2: ("memory.max", "memory.current", "inactive_file"),
     }[version]
     (folder / limits).write_text(f"{limit}\n")
-    (folder / uses).write_text(f"{used}\n")
+    (folder / uses).write_text(f"{usage}\n")
     (folder / "memory.stat").write_text(
-        f"anon {used - droppable}\nslab_reclaimable 7\n{name} {droppable}\n"
+        f"anon {usage - droppable}\nslab_reclaimable 7\n{name} {droppable}\n"
     )
 
 
@@ -95,9 +96,8 @@ def inside(monkeypatch, tmp_path):
 @pytest.mark.parametrize("version", [1, 2])
 def test_pages_of_files_that_can_be_dropped_are_free(inside, version):
     container(inside, version, str(3 * GIB // 64), 2 * GIB // 64, GIB // 64)
-    assert (
-        host.free_mib() == 2 * 1024 / 64
-    )  # of 3 parts 2 are used, and 1 of these can be dropped
+    # of 3 parts 2 are used, and 1 of these can be dropped
+    assert host.free_mib() == 2 * 1024 / 64
 
 
 @pytest.mark.parametrize(("version", "limit"), [(1, str(2**63 - 4096)), (2, "max")])
@@ -142,14 +142,14 @@ def test_modules_missing_on_windows_fail_only_on_use(tmp_path):
     """Windows itself was not at hand: these are the modules and functions that it has
     not.
     """
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", WINDOWS, tmp_path / "a"],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "without locks (on Windows kd trains in WSL)" in done.stdout
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert "without locks (on Windows kd trains in WSL)" in completed.stdout
 
 
 @pytest.mark.skipif(
@@ -163,23 +163,24 @@ def test_a_command_has_run_since_its_process_began_or_the_torchrun_that_started_
     ask += "print(command_seconds(), time.perf_counter() - begin)"
 
     def answer(**variables: str) -> list[float]:
-        found = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", ask],
             env={**os.environ, **variables},
             capture_output=True,
         )
-        return [float(word) for word in found.stdout.split()]
+        return [float(word) for word in completed.stdout.split()]
 
     begin = time.perf_counter()
-    own, imports = answer()
-    assert (
-        imports - 0.02 <= own <= time.perf_counter() - begin + 0.02
-    )  # the kernel counts in hundredths
+    seconds, imports = answer()
+    # the kernel counts in hundredths
+    assert imports - 0.02 <= seconds <= time.perf_counter() - begin + 0.02
     assert (
         answer(TORCHELASTIC_RESTART_COUNT="1")[0] <= time.perf_counter() - begin + 0.02
     )
-    mine = time.time() - psutil.Process().create_time()
-    assert answer(TORCHELASTIC_RESTART_COUNT="0")[0] == pytest.approx(mine, abs=10.0)
+    process_age = time.time() - psutil.Process().create_time()
+    assert answer(TORCHELASTIC_RESTART_COUNT="0")[0] == pytest.approx(
+        process_age, abs=10.0
+    )
 
 
 FAULTS = """
@@ -199,11 +200,11 @@ def faults(**variables: str) -> int:
     environ = {
         name: value for name, value in os.environ.items() if name[:7] != "MALLOC_"
     } | variables
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", FAULTS], env=environ, capture_output=True, text=True
     )
-    assert found.returncode == 0, found.stderr
-    return int(found.stdout)
+    assert completed.returncode == 0, completed.stderr
+    return int(completed.stdout)
 
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -218,9 +219,8 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def test_a_run_on_a_cpu_does_not_touch_freed_pages_anew():
     pages = 10 * 4 * 12 * 2**20 // os.sysconf("SC_PAGE_SIZE")
     assert faults() < pages / 20
-    assert (
-        faults(MALLOC_MMAP_THRESHOLD_="131072") > pages / 2
-    )  # the user's choice stands
+    # the user's choice stands
+    assert faults(MALLOC_MMAP_THRESHOLD_="131072") > pages / 2
 
 
 BURN = (
@@ -239,9 +239,8 @@ def test_the_cpu_time_of_a_process_is_that_of_its_children_too_while_they_run_an
     running = host.cpu_seconds()
     assert 0.28 <= running - before < 2
     child.communicate(b"\n")
-    assert (
-        host.cpu_seconds() >= running - 0.02
-    )  # clocks of the system tick a hundred times a second
+    # clocks of the system tick a hundred times a second
+    assert host.cpu_seconds() >= running - 0.02
     end = time.process_time() + 0.2
     while time.process_time() < end:
         pass
@@ -249,10 +248,12 @@ def test_the_cpu_time_of_a_process_is_that_of_its_children_too_while_they_run_an
 
 
 @pytest.mark.parametrize(
-    ("wanted", "hard", "allowed", "soft"),
+    ("requested", "hard", "allowed", "soft"),
     [(300, 200, 200, 200), (150, 200, 150, 150), (50, 200, 50, 100)],
 )
-def test_open_files_are_raised_to_what_the_system_allows(wanted, hard, allowed, soft):
+def test_open_files_are_raised_to_what_the_system_allows(
+    requested, hard, allowed, soft
+):
     """A process of its own: a limit that was lowered cannot be raised again."""
     code = """
 import resource, sys
@@ -261,6 +262,6 @@ wanted, hard = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
 print(open_files(wanted), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
-    argv = [sys.executable, "-c", code, str(wanted), str(hard)]
-    told = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-    assert told.split() == [str(allowed), str(soft)]
+    argv = [sys.executable, "-c", code, str(requested), str(hard)]
+    output = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert output.split() == [str(allowed), str(soft)]

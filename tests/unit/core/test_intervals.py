@@ -32,11 +32,12 @@ def test_wilson_is_newcombes_method_3(right, images, low, high):
     )
 
 
-def test_wilson_at_the_ends():
+def test_wilson_stays_within_0_and_1():
+    # the same table: 0 of 20
     assert wilson_interval(0.0, 20) == (
         0.0,
         pytest.approx(0.1611, abs=5e-5),
-    )  # the same table: 0 of 20
+    )
     assert wilson_interval(1.0, 29) == (
         pytest.approx(1 - 0.1170, abs=5e-5),
         pytest.approx(1.0),
@@ -62,8 +63,11 @@ def mcnemar(gained: int, lost: int) -> float:
     """Return the two-sided p of the exact test: a fair coin for each
     discordant image.
     """
-    few, both = min(gained, lost), gained + lost
-    return min(1.0, 2 * sum(math.comb(both, k) for k in range(few + 1)) / 2**both)
+    few = min(gained, lost)
+    discordant = gained + lost
+    return min(
+        1.0, 2 * sum(math.comb(discordant, k) for k in range(few + 1)) / 2**discordant
+    )
 
 
 @pytest.mark.parametrize("images", [111, 1200, 10_000])
@@ -73,16 +77,16 @@ def test_better_is_what_mcnemars_exact_test_confirms(images):
     """
     for gained in range(40):
         for lost in range(40):
-            shown, p = (
+            differs = (
                 interval_verdict(*paired_interval(gained, lost, images))
-                != "no difference shown",
-                mcnemar(gained, lost),
+                != "no difference shown"
             )
-            assert not (shown and p > 0.1), (gained, lost)
-            assert shown or p >= 0.02, (gained, lost)
+            p = mcnemar(gained, lost)
+            assert not (differs and p > 0.1), (gained, lost)
+            assert differs or p >= 0.02, (gained, lost)
 
 
-def test_verdict():
+def test_the_verdict_says_on_which_side_of_0_the_interval_lies():
     assert [
         interval_verdict(0.01, 0.2),
         interval_verdict(-0.2, -0.01),
@@ -117,12 +121,12 @@ def test_the_bootstrap_of_a_mean_is_its_standard_error():
     replicates = bootstrap_scores(lambda ids: values[ids].mean(), len(values))
     low, high = bootstrap_interval(values.mean(), replicates)
     assert len(replicates) == RESAMPLES
+    # 200 resamples: +- 10 %
     assert (high - low) / 2 == pytest.approx(
         1.96 * values.std() / math.sqrt(500), rel=0.15
-    )  # 200 resamples: +- 10 %
-    assert (low + high) / 2 == pytest.approx(
-        values.mean(), abs=0.02
-    )  # a mean has no bias
+    )
+    # a mean has no bias
+    assert (low + high) / 2 == pytest.approx(values.mean(), abs=0.02)
 
 
 def test_the_bias_of_the_bootstrap_is_taken_off():
@@ -134,16 +138,16 @@ def test_the_bias_of_the_bootstrap_is_taken_off():
     )
 
 
-def test_the_same_samples_for_all_models():
+def test_all_models_are_scored_on_the_same_samples():
     """So that their difference is paired: two models that differ by a constant have no
     spread between them.
     """
     values = np.random.default_rng(3).random(300)
-    one, other = (
+    first, second = (
         bootstrap_scores(lambda ids, add=add: values[ids].mean() + add, 300)
         for add in (0.0, 0.1)
     )
-    assert bootstrap_interval(0.1, other - one) == (
+    assert bootstrap_interval(0.1, second - first) == (
         pytest.approx(0.1),
         pytest.approx(0.1),
     )
@@ -155,9 +159,9 @@ def test_samples_survive_their_record():
     again = Samples.read(json.loads(json.dumps(right.record())))
     assert again.right.tolist() == right.right.tolist()
     assert len(json.dumps(right.record())) < 203 / 4 + 60  # a digit for four images
-    other = Samples(0.5, replicates=draw.normal(0.5, 0.1, RESAMPLES))
-    again = Samples.read(json.loads(json.dumps(other.record())))
-    assert again.interval() == pytest.approx(other.interval(), abs=1e-6)
+    resampled = Samples(0.5, replicates=draw.normal(0.5, 0.1, RESAMPLES))
+    again = Samples.read(json.loads(json.dumps(resampled.record())))
+    assert again.interval() == pytest.approx(resampled.interval(), abs=1e-6)
 
 
 def test_the_interval_of_a_share_that_is_shown_ends_at_100_percent():
@@ -175,10 +179,8 @@ def test_the_interval_of_a_share_ends_at_0_and_1_and_that_of_a_difference_does_n
     """By hand: standard errors 0.1 x sqrt(2), and 0.2 x sqrt(2) of the difference. A
     sweep refused its own 1.18.
     """
-    high, low = (
-        Samples(0.9, replicates=np.array([0.8, 1.0])),
-        Samples(0.1, replicates=np.array([0.2, 0.0])),
-    )
+    high = Samples(0.9, replicates=np.array([0.8, 1.0]))
+    low = Samples(0.1, replicates=np.array([0.2, 0.0]))
     half = 1.959964 * 0.1 * math.sqrt(2)
     assert (high.interval(), low.interval()) == (
         (pytest.approx(0.9 - half), 1.0),
@@ -194,22 +196,21 @@ def test_the_interval_of_a_share_ends_at_0_and_1_and_that_of_a_difference_does_n
     )
 
 
-def test_a_difference_of_samples():
-    one, other = (
+def test_a_difference_of_samples_is_paired():
+    first, second = (
         np.array([1] * a + [0] * b + [1] * c, bool)
         for a, b, c in ((60, 10, 30), (50, 20, 30))
     )
-    assert Samples(0.9, right=one).minus(Samples(0.8, right=other)) == (
+    assert Samples(0.9, right=first).minus(Samples(0.8, right=second)) == (
         pytest.approx(0.1),
         *paired_interval(10, 0, 100),
     )
     spread = np.random.default_rng(5).normal(0, 0.1, RESAMPLES)
-    found = Samples(0.6, replicates=0.6 + spread).minus(
+    difference = Samples(0.6, replicates=0.6 + spread).minus(
         Samples(0.5, replicates=0.5 + spread)
     )
-    assert found == pytest.approx(
-        (0.1, 0.1, 0.1)
-    )  # what both owe to the sample is no difference between them
+    # what both owe to the sample is no difference between them
+    assert difference == pytest.approx((0.1, 0.1, 0.1))
 
 
 def average_precision(truth: np.ndarray, score: np.ndarray) -> float:
@@ -218,15 +219,20 @@ def average_precision(truth: np.ndarray, score: np.ndarray) -> float:
     """
     hits = np.take_along_axis(truth, np.argsort(-score, axis=0), 0)
     precision = np.cumsum(hits, 0) / np.arange(1, len(hits) + 1)[:, None]
-    seen = hits.any(0)
-    return float(((precision * hits).sum(0)[seen] / hits.sum(0)[seen]).mean())
+    has_positive = hits.any(0)
+    return float(
+        ((precision * hits).sum(0)[has_positive] / hits.sum(0)[has_positive]).mean()
+    )
 
 
 def test_few_images_call_two_equal_models_different_in_five_of_a_hundred_cases_at_most():
     """60 images, 20 rare classes: it was 10 of 100 here, and 13 of 100 with another
     statistician's labels.
     """
-    draw, images, false, cases = np.random.default_rng(1), 60, 0, 120
+    draw = np.random.default_rng(1)
+    images = 60
+    false = 0
+    cases = 120
     for _ in range(cases):
         truth = draw.random((images, 20)) < 0.08
         shared = 1.5 * truth + 0.7 * draw.normal(size=truth.shape)

@@ -23,7 +23,7 @@ def test_a_name_is_read_as_it_was_written(name):
     assert names_in_list(f"# a remark\n\n{list_line(name)}\n") == [name]
 
 
-def test_a_list_written_by_hand():
+def test_a_list_written_by_hand_is_read():
     assert names_in_list("a.jpg\r\n  b.jpg\n#c.jpg\n \nval:d e.jpg") == [
         "a.jpg",
         "b.jpg",

@@ -3,7 +3,7 @@
 from kd.core.seeds import seed_from
 
 
-def test_golden_values():
+def test_seeds_have_their_golden_values():
     """Computed with Python 3.11 when the rule was written: another value breaks the
     resuming of every run there is.
     """

@@ -26,13 +26,17 @@ from kd.setup.recipe import resolve
 from kd.setup.student import loss_term
 
 
-def source(root, split="train", labels="none", **options):
-    made = registry.default_options(
-        "datasets", "imagefolder", root=str(root), **options
-    )
-    more = {} if labels == "all" else {"labels": labels}
+def dataset(kind, split="train", labels="all", **options):
+    built_options = registry.default_options("datasets", kind, **options)
+    label_options = {} if labels == "all" else {"labels": labels}
     return registry.build(
-        "datasets", "imagefolder", made, "data.kind", split=split, classes=None, **more
+        "datasets",
+        kind,
+        built_options,
+        "data.kind",
+        split=split,
+        classes=None,
+        **label_options,
     )
 
 
@@ -42,46 +46,54 @@ def loose(tmp_path_factory):
     root = tmp_path_factory.mktemp("loose")
     paint(root / "made", (8, 8, 8), seed=3)
     for number, path in enumerate(sorted((root / "made").rglob("*.jpg"))):
-        place = root / ("all" if number % 2 else "all/deep/er")
-        place.mkdir(parents=True, exist_ok=True)
-        shutil.move(path, place / f"{number:02d}.jpg")
+        folder = root / ("all" if number % 2 else "all/deep/er")
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, folder / f"{number:02d}.jpg")
     shutil.rmtree(root / "made")
     return root / "all"
 
 
-def test_a_folder_of_images_as_it_comes(loose):
-    train, val = (source(loose, split, val_fraction=0.25) for split in ("train", "val"))
+def test_a_folder_of_images_is_read_as_it_comes(loose):
+    folder = {"root": str(loose), "val_fraction": 0.25}
+    train, val = (
+        dataset("imagefolder", split, "none", **folder) for split in ("train", "val")
+    )
     assert (len(train), len(val)) == (18, 6)
     assert {train.label(id) for id in range(18)} == {-1}
     assert train.classes == val.classes == ()
     assert not {train.name(id) for id in range(18)} & {val.name(id) for id in range(6)}
     with pytest.raises(DataError, match=r"^data\.root: .*outside any class folder"):
-        source(loose, labels="all", val_fraction=0.25)
+        dataset("imagefolder", **folder)
 
 
 def test_a_term_on_labels_is_the_mean_over_labelled_images():
     torch.manual_seed(0)
-    logits, said = torch.randn(8, 3, requires_grad=True), torch.randn(8, 3)
+    logits = torch.randn(8, 3, requires_grad=True)
+    teacher_logits = torch.randn(8, 3)
     label = torch.tensor([0, -1, 2, -1, 1, 1, -1, -1])
-    known = label >= 0
+    has_label = label >= 0
     terms = [loss_term("ce", 0.5, label_smoothing=0.1), loss_term("kl", 2.0)]
     criterion = Criterion(terms, labelled=0.5)
-    scores = criterion(Outputs(logits), Outputs(said), Batch.of(torch.zeros(8), label))
+    scores = criterion(
+        Outputs(logits), Outputs(teacher_logits), Batch.of(torch.zeros(8), label)
+    )
     loss = scores["loss"].mean()
     log = logits.double().log_softmax(1)
     expected_ce = torch.nn.functional.cross_entropy(
-        logits[known].double(), label[known], label_smoothing=0.1
+        logits[has_label].double(), label[has_label], label_smoothing=0.1
     )
-    target = said.double().log_softmax(1)
+    target = teacher_logits.double().log_softmax(1)
     expected = 0.5 * expected_ce + 2.0 * (target.exp() * (target - log)).sum(1).mean()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
-    assert scores["ce"][~known].abs().max() == 0
-    other = label.clone()
-    other[~known] = 1  # the gradient must not depend on what stands for no label
-    masked = Criterion(terms)(
-        Outputs(logits), Outputs(said), Batch.of(torch.zeros(8), other)
+    assert scores["ce"][~has_label].abs().max() == 0
+    relabelled = label.clone()
+    relabelled[~has_label] = (
+        1  # the gradient must not depend on what stands for no label
     )
-    assert masked["ce"][~known].abs().min() > 0
+    masked = Criterion(terms)(
+        Outputs(logits), Outputs(teacher_logits), Batch.of(torch.zeros(8), relabelled)
+    )
+    assert masked["ce"][~has_label].abs().min() > 0
 
 
 def test_a_mixed_image_counts_where_both_labels_are_known():
@@ -93,11 +105,11 @@ def test_a_mixed_image_counts_where_both_labels_are_known():
         torch.full((3,), 0.7),
         torch.ones(3),
     )
-    found = Criterion([loss_term("ce")], labelled=1 / 3)(
+    scores = Criterion([loss_term("ce")], labelled=1 / 3)(
         Outputs(torch.zeros(3, 2)), Outputs(torch.zeros(3, 0)), batch
     )
     torch.testing.assert_close(
-        found["ce"], torch.tensor([3 * np.log(2), 0.0, 0.0], dtype=torch.float32)
+        scores["ce"], torch.tensor([3 * np.log(2), 0.0, 0.0], dtype=torch.float32)
     )
 
 
@@ -111,12 +123,12 @@ def test_the_share_of_known_labels_counts_the_partners_of_mixed_images(
         "augment": {"mixup": 1.0, "mix_probability": probability},
     }
     data = open_sources(resolve(config.load(merged(settings, {"data": changed}))).data)
-    shown = data.views()[0]
+    views = data.views()[0]
     samples = [
-        shown.load(id, view) for id in range(len(data.train)) for view in range(40)
+        views.load(id, view) for id in range(len(data.train)) for view in range(40)
     ]
-    known = [min(sample.label, sample.partner_label) >= 0 for sample in samples]
-    assert data.labelled_share() == pytest.approx(np.mean(known), abs=0.06)
+    both_known = [min(sample.label, sample.partner_label) >= 0 for sample in samples]
+    assert data.labelled_share() == pytest.approx(np.mean(both_known), abs=0.06)
 
 
 @pytest.mark.parametrize(
@@ -155,14 +167,14 @@ def test_without_labels_the_student_is_the_same(settings, photos):
         "sifter": {"kind": "history", "keep": 0.6},
     }
     bare = merged(settings, common)
-    known = kd.train(merged(bare, {"run": {"name": "known"}}))
+    labelled = kd.train(merged(bare, {"run": {"name": "known"}}))
     none = merged(bare, {"run": {"name": "none"}, "data": {"labels": "none"}})
     blind = kd.train(none, "run.every.checkpoint=4")
-    expected = student(known)
+    expected = student(labelled)
     assert all(
         torch.equal(tensor, expected[name]) for name, tensor in student(blind).items()
     )
-    assert blind.metrics["agreement"] == known.metrics["agreement"]
+    assert blind.metrics["agreement"] == labelled.metrics["agreement"]
     assert "accuracy" not in blind.metrics
     assert (
         f"agreement {100 * blind.metrics['agreement']:.1f} % (same prediction as the"
@@ -187,23 +199,21 @@ def test_those_with_a_label_are_the_same_images_in_a_store(settings, store):
     recipe = resolve(config.load(settings, overrides))
     data = open_data(recipe.data, build_backend(recipe.backend))
     labelled = data.with_labels()
-    views, found = (
-        labelled.views()[0],
-        [labelled.train.label(id) for id in range(len(labelled.train))],
-    )
-    assert sorted(found) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    views = labelled.views()[0]
+    labels = [labelled.train.label(id) for id in range(len(labelled.train))]
+    assert sorted(labels) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert len(views) == len(labelled.train) == 9
     for id in range(9):
-        own = [
+        numbers = [
             number
             for number in range(len(data.train))
             if data.train.name(number) == labelled.train.name(id)
         ]
-        assert data.train.label(own[0]) == found[id]
+        assert data.train.label(numbers[0]) == labels[id]
         assert views.source.name(id) == labelled.train.name(id)
         pixels = np.asarray(views.source.decode(id).image)
         assert np.array_equal(
-            pixels, np.asarray(data.views()[0].source.decode(own[0]).image)
+            pixels, np.asarray(data.views()[0].source.decode(numbers[0]).image)
         )
 
 
@@ -232,32 +242,21 @@ def test_a_checkpoint_alone_numbers_its_classes(teacher, tmp_path):
 
 def vit():
     """The architecture of the fixture `teacher`."""
-    made = tiny(2, 48)
-    return {"model": made["model"], "args": made["args"]}
+    architecture = tiny(2, 48)
+    return {"model": architecture["model"], "args": architecture["args"]}
 
 
 def test_food_mini_withholds_its_labels():
-    options = registry.default_options(
-        "datasets", "food_mini", train_images=2, val_images=1
-    )
-    known, none = (
-        registry.build(
-            "datasets",
-            "food_mini",
-            options,
-            "data",
-            split="train",
-            classes=None,
-            **more,
-        )
-        for more in ({}, {"labels": "none"})
+    labelled, none = (
+        dataset("food_mini", labels=labels, train_images=2, val_images=1)
+        for labels in ("all", "none")
     )
     assert [none.name(id) for id in range(len(none))] == [
-        known.name(id) for id in range(len(known))
+        labelled.name(id) for id in range(len(labelled))
     ]
     assert {none.label(id) for id in range(len(none))} == {-1}
-    assert none.fingerprint != known.fingerprint
-    made = {
+    assert none.fingerprint != labelled.fingerprint
+    settings = {
         "data": {
             "kind": "food_mini",
             "labels": "some",
@@ -269,19 +268,24 @@ def test_food_mini_withholds_its_labels():
     data = open_sources(
         resolve(
             config.load(
-                {**made, "student": {"model": "resnet10t"}, "losses": [{"kind": "ce"}]}
+                {
+                    **settings,
+                    "student": {"model": "resnet10t"},
+                    "losses": [{"kind": "ce"}],
+                }
             )
         ).data
     )
     assert len(data.train) == 12 * 6
+    # -1: without one
     assert (
         np.bincount([data.train.label(id) + 1 for id in range(72)]).tolist()
         == [48] + [2] * 12
-    )  # -1: without one
+    )
     assert min(data.val.label(id) for id in range(len(data.val))) == 0
 
 
-def test_rows_of_a_table_without_a_label(tmp_path):
+def test_rows_of_a_table_may_have_no_label(tmp_path):
     hub = pytest.importorskip("datasets")
     from PIL import Image
 
@@ -295,18 +299,9 @@ def test_rows_of_a_table_without_a_label(tmp_path):
     hub.DatasetDict({"train": table, "validation": table}).save_to_disk(
         tmp_path / "rows"
     )
-    options = registry.default_options("datasets", "hf", path=str(tmp_path / "rows"))
     for labels, expected in (("some", [0, 1, -1, 1]), ("none", [-1] * 4)):
-        found = registry.build(
-            "datasets",
-            "hf",
-            options,
-            "data",
-            split="train",
-            classes=None,
-            labels=labels,
-        )
-        assert [found.label(id) for id in range(4)] == expected
+        rows = dataset("hf", labels=labels, path=str(tmp_path / "rows"))
+        assert [rows.label(id) for id in range(4)] == expected
 
 
 def test_an_evaluation_needs_a_labelled_image(settings, photos, tmp_path):

@@ -27,7 +27,9 @@ class Numbers:
     def __init__(
         self, length: int, broken: frozenset[int] = frozenset(), refuse: bool = False
     ) -> None:
-        self.length, self.broken, self.refuse = length, broken, refuse
+        self.length = length
+        self.broken = broken
+        self.refuse = refuse
 
     def __len__(self) -> int:
         return self.length
@@ -63,14 +65,14 @@ def load(
     return list(loader.epoch(plan or plan_of(24), view, start))
 
 
-def same(one: Batch, other: Batch) -> bool:
+def same(first: Batch, second: Batch) -> bool:
     equal = all(
-        torch.equal(getattr(one, name), getattr(other, name)) for name in FIELDS
+        torch.equal(getattr(first, name), getattr(second, name)) for name in FIELDS
     )
-    return equal and (one.view, one.unreadable, one.crc) == (
-        other.view,
-        other.unreadable,
-        other.crc,
+    return equal and (first.view, first.unreadable, first.crc) == (
+        second.view,
+        second.unreadable,
+        second.crc,
     )
 
 
@@ -81,19 +83,19 @@ def test_a_step_is_the_same_set_of_images_on_any_number_of_ranks(ranks, micros):
     plan = plan_of(24)
     by_rank = [load(8, micros, rank, ranks) for rank in range(ranks)]
     for step in range(3):
-        ids, weights = (
-            plan.ids[8 * step : 8 * step + 8],
-            plan.weights[8 * step : 8 * step + 8],
-        )
+        ids = plan.ids[8 * step : 8 * step + 8]
+        weights = plan.weights[8 * step : 8 * step + 8]
         # micro i of rank r is number i * ranks + r of the step
-        found = [
+        micros_of_step = [
             by_rank[rank][step * micros + micro]
             for micro in range(micros)
             for rank in range(ranks)
         ]
-        assert torch.equal(torch.cat([batch.ids for batch in found]), ids)
-        assert torch.equal(torch.cat([batch.weight for batch in found]), weights)
-        assert all(len(batch.ids) == 8 // (ranks * micros) for batch in found)
+        assert torch.equal(torch.cat([batch.ids for batch in micros_of_step]), ids)
+        assert torch.equal(
+            torch.cat([batch.weight for batch in micros_of_step]), weights
+        )
+        assert all(len(batch.ids) == 8 // (ranks * micros) for batch in micros_of_step)
 
 
 def test_batches_hold_what_the_dataset_gives():
@@ -131,17 +133,20 @@ def test_loader_times_separate_reading_from_computing(workers):
     """
     loader = LocalLoader(Slow(24), Share(8, 1, 0, 1), workers)
     assert len(list(loader.epoch(plan_of(24), 0))) == 3
-    found = loader.loading
-    assert found.seconds >= 24 * 0.004
-    assert 24 * 0.003 <= found.decoding < found.seconds - 24 * 0.0009
-    assert 24 * 0.001 <= found.busy <= found.seconds - 0.5 * 24 * 0.003
+    loading = loader.loading
+    assert loading.seconds >= 24 * 0.004
+    assert 24 * 0.003 <= loading.decoding < loading.seconds - 24 * 0.0009
+    assert 24 * 0.001 <= loading.busy <= loading.seconds - 0.5 * 24 * 0.003
 
 
 @pytest.mark.parametrize("start", [0, 1, 2, 3])
 def test_an_epoch_goes_on_where_it_was_left(start):
-    whole, rest = load(8, 2), load(8, 2, start=start)
-    assert len(rest) == len(whole) - 2 * start
-    assert all(same(a, b) for a, b in zip(whole[2 * start :], rest, strict=True))
+    complete = load(8, 2)
+    remainder = load(8, 2, start=start)
+    assert len(remainder) == len(complete) - 2 * start
+    assert all(
+        same(a, b) for a, b in zip(complete[2 * start :], remainder, strict=True)
+    )
 
 
 @pytest.mark.parametrize("augment", ["plain", "mixed"])
@@ -163,9 +168,9 @@ def test_workers_give_what_this_process_gives(photos, workers, augment):
     for epoch in range(2):  # the second epoch meets workers that have drawn before
         torch.manual_seed(epoch)
         expected = list(here.epoch(plan, epoch))
-        found = list(there.epoch(plan, epoch))
-        assert len(found) == 6
-        assert all(same(a, b) for a, b in zip(expected, found, strict=True))
+        actual = list(there.epoch(plan, epoch))
+        assert len(actual) == 6
+        assert all(same(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -190,30 +195,31 @@ def test_an_error_of_a_worker_stays_one_line(workers):
     loader = LocalLoader(
         Numbers(24, frozenset({3}), refuse=True), Share(8, 1, 0, 1), workers
     )
-    told = ""
+    message = ""
     try:  # not pytest.raises: it keeps the traceback, and with it the workers
         list(loader.epoch(plan_of(24), 0))
     except DataError as error:
-        told = f"{error} | {error.remedy}"
+        message = f"{error} | {error.remedy}"
     assert (
-        told
+        message
         == "data.root: image 3 cannot be read. Whole images. Delete it. | Delete it"
     )
 
 
 @pytest.mark.parametrize(
-    ("broken", "share", "most"), [(2, 0.01, 1), (1, 0.0, 1), (6, 0.25, 6), (7, 0.25, 6)]
+    ("broken", "share", "limit"),
+    [(2, 0.01, 1), (1, 0.0, 1), (6, 0.25, 6), (7, 0.25, 6)],
 )
-def test_more_skipped_images_than_allowed_end_the_run(broken, share, most):
+def test_more_skipped_images_than_allowed_end_the_run(broken, share, limit):
     loader = LocalLoader(
         Numbers(24, frozenset(range(broken))), Share(8, 1, 0, 1), 0, max_skipped=share
     )
-    if broken <= most:
+    if broken <= limit:
         assert len(list(loader.epoch(plan_of(24), 0))) == 3
         return
     with pytest.raises(
         DataError,
-        match=rf"^data\.max_skipped: {broken} of 24 images .* At most {most} ",
+        match=rf"^data\.max_skipped: {broken} of 24 images .* At most {limit} ",
     ):
         list(loader.epoch(plan_of(24), 0))
 
@@ -235,9 +241,8 @@ def test_the_evaluation_plan_holds_each_image_once_and_padding_of_weight_0(
     assert plan.weights.tolist() == [1.0] * images + [0.0] * (len(plan.ids) - images)
 
 
-@pytest.mark.parametrize(
-    "batches", [4, 1]
-)  # the whole epoch; an epoch that is left early
+# the whole epoch; an epoch that is left early
+@pytest.mark.parametrize("batches", [4, 1])
 def test_a_loader_that_is_dropped_ends_its_workers_at_once(batches):
     """Without the garbage collector: it closes queues before torch tells the workers to
     end, and torch then waits.

@@ -51,12 +51,10 @@ class Pictures:
     def __init__(
         self, sizes: list[tuple[int, int]], broken: bool = False, length: int = 0
     ) -> None:
-        self.sizes, self.broken, self.length, self.decoded = (
-            sizes,
-            broken,
-            length or len(sizes),
-            0,
-        )
+        self.sizes = sizes
+        self.broken = broken
+        self.length = length or len(sizes)
+        self.decoded = 0
 
     def __len__(self) -> int:
         return self.length
@@ -92,6 +90,16 @@ def opened(kind: str, folder: Path, count: int, pixels: int) -> Slots:
     return open_disk(folder / "store", {"images": count, "split": "train"}, pixels)
 
 
+RULE = Shrunk(16, 0.5)
+
+
+def open_at(
+    folder: Path, source, kind: str = "disk", rule: Shrunk | EvalTransform = RULE
+) -> Stored:
+    slots = opened(kind, folder, len(source), rule.max_pixels)
+    return Stored(source, rule, slots)
+
+
 def pixels(image: Image.Image) -> np.ndarray:
     return np.asarray(image)
 
@@ -101,25 +109,28 @@ def test_a_small_image_is_kept_as_it_is():
     a side.
     """
     rule = Shrunk(64, 0.4)
-    small, large = Image.new("RGB", (116, 117)), Image.new("RGB", (118, 118))
+    small = Image.new("RGB", (116, 117))
+    large = Image.new("RGB", (118, 118))
     assert rule(small) is small
     assert rule(large).size == (117, 117)
+    # no random crop: the shorter side
     assert Shrunk(64, 1.0)(Image.new("RGB", (640, 480))).size == (
         86,
         64,
-    )  # no random crop: the shorter side
+    )
 
 
 def test_no_random_crop_of_what_is_kept_is_smaller_than_training_needs():
     rng = random.Random(0)
     least = []
     for _ in range(1500):
-        size, crop = rng.choice((8, 17, 32)), rng.choice((0.08, 0.35, 0.7, 1.0))
+        size = rng.choice((8, 17, 32))
+        crop = rng.choice((0.08, 0.35, 0.7, 1.0))
         width, height = (round(size * 10 ** rng.uniform(0, 1.2)) for _ in range(2))
-        kept = Shrunk(size, crop)(Image.new("RGB", (width, height)))
-        left, top, right, bottom = random_box(*kept.size, crop, rng)
+        shrunk = Shrunk(size, crop)(Image.new("RGB", (width, height)))
+        left, top, right, bottom = random_box(*shrunk.size, crop, rng)
         shorter = min(right - left, bottom - top)
-        if kept.size == (width, height):  # never enlarged
+        if shrunk.size == (width, height):  # never enlarged
             continue
         least.append(shorter / size)
         assert shorter >= size * (1 - 1e-9)
@@ -138,17 +149,16 @@ def test_every_image_up_to_four_times_as_long_as_wide_has_room(crop):
         (33, 132),
         (4032, 3024),
     ]:
-        kept = rule(Image.new("RGB", (width, height)))
-        assert kept.width * kept.height <= rule.max_pixels
+        shrunk = rule(Image.new("RGB", (width, height)))
+        assert shrunk.width * shrunk.height <= rule.max_pixels
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_an_image_is_the_same_from_its_slot_and_decoded_once(tmp_path, kind):
-    rule = Shrunk(16, 0.5)
     source = Pictures([(20, 14), (90, 50), (300, 31), (9, 70)] * 2)
-    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.max_pixels))
+    stored = open_at(tmp_path, source, kind)
     expected = [
-        pixels(rule(Pictures(source.sizes).decode(id).image))
+        pixels(RULE(Pictures(source.sizes).decode(id).image))
         for id in range(len(source))
     ]
     for _ in range(3):
@@ -156,7 +166,7 @@ def test_an_image_is_the_same_from_its_slot_and_decoded_once(tmp_path, kind):
             image = stored.decode(id).image
             assert image.mode == "RGB"
             assert np.array_equal(pixels(image), expected[id])
-    kept_not = [id for id in range(8) if expected[id].size > 3 * rule.max_pixels]
+    kept_not = [id for id in range(8) if expected[id].size > 3 * RULE.max_pixels]
     assert source.decoded == 8 + 2 * len(kept_not)
     assert (len(stored), stored.label(3), stored.name(2)) == (8, 1, "noise/2")
     assert (stored.classes, stored.fingerprint) == (source.classes, source.fingerprint)
@@ -174,81 +184,68 @@ def test_views_of_small_images_are_those_without_a_store(
     """
     source = imagefolder.build(imagefolder.Options(root=str(photos)), "train", None)
     rule = Shrunk(16, 0.35)
-    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.max_pixels))
-    plain, kept = (
-        Views(each, TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, mixing)
-        for each in (source, stored)
+    stored = open_at(tmp_path, source, kind, rule)
+    plain, cached = (
+        Views(dataset, TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, mixing)
+        for dataset in (source, stored)
     )
     for view in range(2):
         for id in range(len(source)):
-            one, other = plain.load(id, view), kept.load(id, view)
-            assert torch.equal(one.pixels, other.pixels)
-            assert one[1:] == other[1:]
+            expected = plain.load(id, view)
+            sample = cached.load(id, view)
+            assert torch.equal(expected.pixels, sample.pixels)
+            assert expected[1:] == sample[1:]
 
 
 @pytest.mark.parametrize("crop", [1.0, 0.9, 0.6])
 def test_evaluation_is_bit_identical_for_every_image(tmp_path, crop):
     source = Pictures([(20, 14), (90, 50), (300, 31), (9, 70), (16, 16)])
     rule = EvalTransform(16, crop)
-    stored = Stored(
-        source, rule, opened("disk", tmp_path, len(source), rule.max_pixels)
-    )
-    plain, kept = (
-        Views(source, EvalTransform(16, crop), 16, 0),
-        Views(stored, EvalTransform(16, 1.0), 16, 0),
-    )
+    stored = open_at(tmp_path, source, "disk", rule)
+    plain = Views(source, EvalTransform(16, crop), 16, 0)
+    cached = Views(stored, EvalTransform(16, 1.0), 16, 0)
     for _ in range(2):
         assert all(
-            torch.equal(plain.load(id, 0).pixels, kept.load(id, 0).pixels)
+            torch.equal(plain.load(id, 0).pixels, cached.load(id, 0).pixels)
             for id in range(len(source))
         )
 
 
 def test_without_slots_the_pixels_are_the_same():
-    source, rule = Pictures([(90, 50)]), Shrunk(16, 0.5)
+    source = Pictures([(90, 50)])
     assert np.array_equal(
-        pixels(Stored(source, rule).decode(0).image),
-        pixels(rule(source.decode(0).image)),
+        pixels(Stored(source, RULE).decode(0).image),
+        pixels(RULE(source.decode(0).image)),
     )
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_workers_share_what_they_decode(tmp_path, kind):
-    rule = Shrunk(16, 0.5)
     source = Pictures([(90, 50), (60, 70)] * 12)
-    stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.max_pixels))
+    stored = open_at(tmp_path, source, kind)
     plan = Plan(torch.arange(24), torch.ones(24))
-    filled = list(
-        LocalLoader(
-            Views(stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 1),
-            Share(6, 1, 0, 1),
-            workers=2,
-        ).epoch(plan, 0)
-    )
-    again = list(
-        LocalLoader(
-            Views(stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 1),
-            Share(6, 1, 0, 1),
-            workers=0,
-        ).epoch(plan, 0)
+    views = Views(stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 1)
+    filled, again = (
+        list(LocalLoader(views, Share(6, 1, 0, 1), workers).epoch(plan, 0))
+        for workers in (2, 0)
     )
     assert source.decoded == 0  # not in this process, though all of them are here
     assert all(
-        torch.equal(one.image, other.image)
-        for one, other in zip(filled, again, strict=True)
+        torch.equal(first.image, second.image)
+        for first, second in zip(filled, again, strict=True)
     )
 
 
 def test_a_disk_store_travels_to_workers_that_are_started_anew_and_ram_says_why_not(
     tmp_path,
 ):
-    source, rule = Pictures([(90, 50)] * 4), Shrunk(16, 0.5)
-    stored = Stored(source, rule, opened("disk", tmp_path, 4, rule.max_pixels))
+    source = Pictures([(90, 50)] * 4)
+    stored = open_at(tmp_path, source)
     first = pixels(stored.decode(2).image)
-    other = pickle.loads(pickle.dumps(stored))
-    before = other.source.decoded
-    assert np.array_equal(pixels(other.decode(2).image), first)
-    assert other.source.decoded == before
+    travelled = pickle.loads(pickle.dumps(stored))
+    before = travelled.source.decoded
+    assert np.array_equal(pixels(travelled.decode(2).image), first)
+    assert travelled.source.decoded == before
     with pytest.raises(
         DataError,
         match=(
@@ -256,16 +253,11 @@ def test_a_disk_store_travels_to_workers_that_are_started_anew_and_ram_says_why_
             r" data\.workers=0"
         ),
     ):
-        pickle.dumps(Stored(source, rule, opened("ram", tmp_path, 4, rule.max_pixels)))
+        pickle.dumps(open_at(tmp_path, source, "ram"))
 
 
 def _fill(folder: str, count: int, ready, go) -> None:
-    rule = Shrunk(16, 0.5)
-    stored = Stored(
-        Pictures([(90, 50), (60, 70)], length=count),
-        rule,
-        opened("disk", Path(folder), count, rule.max_pixels),
-    )
+    stored = open_at(Path(folder), Pictures([(90, 50), (60, 70)], length=count))
     ready.set()
     go.wait()
     for id in range(count):
@@ -274,43 +266,44 @@ def _fill(folder: str, count: int, ready, go) -> None:
 
 def test_several_runs_begin_and_fill_one_store_together(tmp_path):
     context = multiprocessing.get_context("fork")
-    go, ready = context.Event(), [context.Event() for _ in range(3)]
+    go = context.Event()
+    ready = [context.Event() for _ in range(3)]
     runs = [
-        context.Process(target=_fill, args=(str(tmp_path), 40, each, go))
-        for each in ready
+        context.Process(target=_fill, args=(str(tmp_path), 40, event, go))
+        for event in ready
     ]
     for run in runs:
         run.start()
-    assert all(each.wait(30) for each in ready)
+    assert all(event.wait(30) for event in ready)
     go.set()
     for run in runs:
         run.join(30)
     assert [run.exitcode for run in runs] == [0, 0, 0]
-    rule, source = Shrunk(16, 0.5), Pictures([(90, 50), (60, 70)], length=40)
-    stored = Stored(source, rule, opened("disk", tmp_path, 40, rule.max_pixels))
-    kept = [pixels(stored.decode(id).image) for id in range(40)]
+    source = Pictures([(90, 50), (60, 70)], length=40)
+    stored = open_at(tmp_path, source)
+    filled = [pixels(stored.decode(id).image) for id in range(40)]
     assert source.decoded == 0
     assert all(
-        np.array_equal(kept[id], pixels(rule(source.decode(id).image)))
+        np.array_equal(filled[id], pixels(RULE(source.decode(id).image)))
         for id in range(40)
     )
 
 
 @pytest.mark.parametrize("damage", ["pixel", "nonsense size"])
 def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
-    rule = Shrunk(16, 0.5)
     source = Pictures([(90, 50)] * 3)
-    stored = Stored(source, rule, opened("disk", tmp_path, 3, rule.max_pixels))
+    stored = open_at(tmp_path, source)
     expected = [pixels(stored.decode(id).image) for id in range(3)]
     assert stored.slots is not None
-    stride, path = stored.slots.records.stride, tmp_path / "store" / PIXELS
+    stride = stored.slots.records.stride
+    path = tmp_path / "store" / PIXELS
     content = bytearray(path.read_bytes())
     if damage == "pixel":
         content[stride + Records.HEAD.size + 100] ^= 1
     else:
         content[stride : stride + Records.HEAD.size] = Records.HEAD.pack(7, 2**31)
     path.write_bytes(content)
-    again = Stored(source, rule, opened("disk", tmp_path, 3, rule.max_pixels))
+    again = open_at(tmp_path, source)
     before = source.decoded
     assert all(
         np.array_equal(pixels(again.decode(id).image), expected[id]) for id in range(3)
@@ -321,27 +314,16 @@ def test_a_slot_that_is_not_whole_is_decoded_again(tmp_path, damage):
 
 
 def test_a_file_that_was_cut_short_is_made_whole(tmp_path):
-    rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 3)
-    expected = pixels(
-        Stored(source, rule, opened("disk", tmp_path, 3, rule.max_pixels))
-        .decode(2)
-        .image
-    )
+    source = Pictures([(90, 50)] * 3)
+    expected = pixels(open_at(tmp_path, source).decode(2).image)
     os.truncate(tmp_path / "store" / PIXELS, 100)
-    assert np.array_equal(
-        pixels(
-            Stored(source, rule, opened("disk", tmp_path, 3, rule.max_pixels))
-            .decode(2)
-            .image
-        ),
-        expected,
-    )
+    assert np.array_equal(pixels(open_at(tmp_path, source).decode(2).image), expected)
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_a_corrupt_image_is_what_it_was_without_a_store(tmp_path, kind):
-    rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 5, broken=True)
-    stored = Stored(source, rule, opened(kind, tmp_path, 5, rule.max_pixels))
+    source = Pictures([(90, 50)] * 5, broken=True)
+    stored = open_at(tmp_path, source, kind)
     for _ in range(2):
         with pytest.raises(
             DataError, match=r"data\.root: noise/3: the image is truncated"
@@ -357,11 +339,11 @@ def test_a_corrupt_image_is_what_it_was_without_a_store(tmp_path, kind):
 
 
 def test_a_slot_remembers_the_bytes_that_it_came_from(tmp_path):
-    rule, source = Shrunk(16, 0.5), Pictures([(90, 50)] * 4)
-    kept = Stored(source, rule, opened("disk", tmp_path, 4, rule.max_pixels))
-    first = [kept.decode(id).crc for id in range(4)]
+    source = Pictures([(90, 50)] * 4)
+    dated = open_at(tmp_path, source)
+    first = [dated.decode(id).crc for id in range(4)]
     assert first == [Pictures(source.sizes).decode(id).crc for id in range(4)]
-    assert [kept.decode(id).crc for id in range(4)] == first
+    assert [dated.decode(id).crc for id in range(4)] == first
     assert source.decoded == 4
 
 
@@ -400,10 +382,10 @@ def listed(root: Path):
     )
 
 
-def swap(one: Path, other: Path) -> None:
-    first = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(first)
+def swap(path: Path, other_path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(other_path.read_bytes())
+    other_path.write_bytes(content)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -413,40 +395,38 @@ def test_files_of_one_size_that_were_exchanged_are_decoded_again(
     """In place, so that only their times tell; and with the times of the contents put
     back, as `cp -p` does.
     """
-    root, rule = bitmaps(tmp_path / "photos"), Shrunk(16, 0.5)
+    root = bitmaps(tmp_path / "photos")
 
-    def seen() -> tuple[str, dict[str, bytes]]:
+    def read_all() -> tuple[str, dict[str, bytes]]:
         source = listed(root)
-        kept = Stored(
-            source, rule, opened("disk", tmp_path, len(source), rule.max_pixels)
-        )
+        cached = open_at(tmp_path, source)
         loader = LocalLoader(
-            Views(kept, EvalTransform(16, 1.0), 16, 0), Share(2, 1, 0, 1), workers
+            Views(cached, EvalTransform(16, 1.0), 16, 0), Share(2, 1, 0, 1), workers
         )
         plan = Plan(torch.arange(len(source)), torch.ones(len(source)))
         for _ in range(2):
             batches = list(loader.epoch(plan, 0))
-        found = {
-            source.name(i): pixels(kept.decode(i).image).tobytes()
+        by_name = {
+            source.name(i): pixels(cached.decode(i).image).tobytes()
             for i in range(len(source))
         }
-        assert found == {
-            source.name(i): pixels(rule(source.decode(i).image)).tobytes()
+        assert by_name == {
+            source.name(i): pixels(RULE(source.decode(i).image)).tobytes()
             for i in range(len(source))
         }
         assert len(batches) == len(source) // 2
-        return source.fingerprint, found
+        return source.fingerprint, by_name
 
-    before, shown = seen()
-    one, other, third = (root / name for name in list(shown)[:3])
-    times = one.stat()
-    swap(one, other)
-    swap(one, third)
-    for path in (one, other, third):
+    before, contents = read_all()
+    first, second, third = (root / name for name in list(contents)[:3])
+    times = first.stat()
+    swap(first, second)
+    swap(first, third)
+    for path in (first, second, third):
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    after, again = seen()
+    after, again = read_all()
     assert after == before  # the store is the same one
-    assert sum(shown[name] != again[name] for name in shown) == 3
+    assert sum(contents[name] != again[name] for name in contents) == 3
     assert "has changed since it was decoded" in caplog.text or workers
 
 
@@ -463,18 +443,15 @@ def test_files_that_were_only_touched_are_compared_once_a_run(tmp_path, caplog):
     """So it is where hosts with copies of their own share a store: the times differ,
     the bytes do not.
     """
-    rule, sources = Shrunk(16, 0.5), (Dated([(90, 50)] * 8), Dated([(90, 50)] * 8))
+    sources = (Dated([(90, 50)] * 8), Dated([(90, 50)] * 8))
     sources[1].times = 2
-    hosts = [
-        Stored(source, rule, opened("disk", tmp_path, 8, rule.max_pixels))
-        for source in sources
-    ]
+    hosts = [open_at(tmp_path, source) for source in sources]
     expected = [pixels(hosts[0].decode(id).image) for id in range(8)]
     for _ in range(3):
         for host in reversed(hosts):
             assert all(
-                np.array_equal(pixels(host.decode(id).image), one)
-                for id, one in enumerate(expected)
+                np.array_equal(pixels(host.decode(id).image), image)
+                for id, image in enumerate(expected)
             )
     assert [source.decoded for source in sources] == [8 + 8, 8]
     assert not caplog.messages
@@ -505,12 +482,12 @@ def test_a_store_larger_than_the_space_is_refused_with_both_sizes(
     """
     with pytest.raises(RunError) as refused:
         stored(chosen, kind, Pictures([(90, 50)], length=100_000_000))
-    told = str(refused.value)
-    assert told.startswith(
+    message = str(refused.value)
+    assert message.startswith(
         f"data.store: is {kind}, and the decoded images take about 381.5 GiB; "
     )
-    assert instead in told
-    assert ("data.store=disk" in told) == (kind == "ram")
+    assert instead in message
+    assert ("data.store=disk" in message) == (kind == "ram")
     assert not (tmp_path / "runs").exists()  # nothing half-written
 
 
@@ -519,11 +496,10 @@ def test_each_rank_of_a_host_holds_a_store_in_memory_of_its_own(
     chosen, monkeypatch, kind
 ):
     """There is room for one and a half."""
-    backend, source = build_backend(chosen.backend), Pictures([(90, 50)], length=1000)
-    section, views = (
-        replace(chosen.data, store=kind),
-        Views(source, TrainTransform(64, 0.35, 0.5, 0.3), 64, 7),
-    )
+    backend = build_backend(chosen.backend)
+    source = Pictures([(90, 50)], length=1000)
+    section = replace(chosen.data, store=kind)
+    views = Views(source, TrainTransform(64, 0.35, 0.5, 0.3), 64, 7)
     needed = (
         4096 * 1004 / 2**20
         if kind == "ram"
@@ -607,7 +583,7 @@ def test_stored_views_are_those_that_are_made(kind, mixing, workers):
     """Pixels, labels, weights and checksums; each view is made once, whoever
     makes it.
     """
-    made, kept = (
+    live, backing = (
         Views(
             kind([(40, 30), (20, 60)], length=12),
             TrainTransform(16, 0.35, 0.5, 0.3),
@@ -617,23 +593,23 @@ def test_stored_views_are_those_that_are_made(kind, mixing, workers):
         )
         for _ in "ab"
     )
-    stored = StoredViews(kept, 2)
-    for one, other in zip(
-        samples(made, workers), samples(stored, workers), strict=True
+    stored = StoredViews(backing, 2)
+    for first, second in zip(
+        samples(live, workers), samples(stored, workers), strict=True
     ):
         for name in ("ids", "image", "label", "partner_label", "lam", "weight"):
-            assert torch.equal(getattr(one, name), getattr(other, name)), name
-        assert (one.crc, one.view) == (other.crc, other.view)
+            assert torch.equal(getattr(first, name), getattr(second, name)), name
+        assert (first.crc, first.view) == (second.crc, second.view)
     if not workers:
-        assert (stored.spent.decoding > 0, made.source.decoded) == (
+        assert (stored.spent.decoding > 0, live.source.decoded) == (
             True,
-            2 * kept.source.decoded,
+            2 * backing.source.decoded,
         )
-    before = kept.source.decoded
+    before = backing.source.decoded
     for view in (0, 1, 2, 2):  # the third one is not kept
         stored.load(0, view)
-    assert kept.source.decoded - before >= 2
-    assert mixing or kept.source.decoded - before == 2
+    assert backing.source.decoded - before >= 2
+    assert mixing or backing.source.decoded - before == 2
 
 
 def test_a_partial_stored_view_is_made_again_and_a_corrupt_image_decoded_each_time():
@@ -646,7 +622,8 @@ def test_a_partial_stored_view_is_made_again_and_a_corrupt_image_decoded_each_ti
     )
     stored = StoredViews(views, 1)
     assert [stored.load(3, 0).readable for _ in range(2)] == [False, False]
-    first, decoded = stored.load(1, 0).pixels, views.source.decoded
+    first = stored.load(1, 0).pixels
+    decoded = views.source.decoded
     os.pwrite(stored.records._file, b"x", stored.records.stride + 100)
     assert torch.equal(stored.load(1, 0).pixels, first)
     assert views.source.decoded == decoded + 1

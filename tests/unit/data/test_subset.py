@@ -57,16 +57,15 @@ def test_each_image_is_in_one_of_the_two():
 def test_a_name_alone_decides():
     """Images that are added, in whatever order, change the side of no other."""
     few = [f"{i}.jpg" for i in range(200)]
-    more = [f"new_{i}.jpg" for i in range(300)] + few[::-1]
-    (_, one), (_, other) = set_aside(Listing(few), 0.5), set_aside(Listing(more), 0.5)
-    assert {*names(one)} == {*names(other)} & {*few}
+    grown = [f"new_{i}.jpg" for i in range(300)] + few[::-1]
+    (_, from_few) = set_aside(Listing(few), 0.5)
+    (_, from_grown) = set_aside(Listing(grown), 0.5)
+    assert {*names(from_few)} == {*names(from_grown)} & {*few}
 
 
 def test_it_is_what_its_source_is():
-    plain, files = (
-        set_aside(Listing(list("abcdefgh")), 0.5)[0],
-        set_aside(Files(list("abcdefgh")), 0.5)[1],
-    )
+    plain = set_aside(Listing(list("abcdefgh")), 0.5)[0]
+    files = set_aside(Files(list("abcdefgh")), 0.5)[1]
     assert isinstance(plain, Source)
     assert not isinstance(plain, Stamped)
     assert isinstance(files, Stamped)
@@ -95,11 +94,8 @@ def test_each_split_has_a_label_if_one_has(labelled, split):
 
     class Some(Listing):
         def label(self, id):
-            return (
-                0
-                if labelled in ("both", "test" if self.names[id] in tested else "val")
-                else -1
-            )
+            split_of_image = "test" if self.names[id] in tested else "val"
+            return 0 if labelled in ("both", split_of_image) else -1
 
     tested: list[str] = []
     source = Some([f"{i}.jpg" for i in range(40)])
@@ -116,26 +112,26 @@ def test_each_split_has_a_label_if_one_has(labelled, split):
 
 def test_labels_are_kept_by_seed_and_name():
     source = Files([f"{i}.jpg" for i in range(400)])
-    hidden, alone = (
-        keep_labels(source, 20, 3, hide=True),
-        keep_labels(source, 20, 3, hide=False),
-    )
-    known = {
+    hidden = keep_labels(source, 20, 3, hide=True)
+    alone = keep_labels(source, 20, 3, hide=False)
+    label_of = {
         hidden.name(id): hidden.label(id) for id in range(400) if hidden.label(id) >= 0
     }
     assert len(hidden) == 400
-    assert known == {alone.name(id): alone.label(id) for id in range(len(alone))}
-    assert sorted(known.values()) == [0] * 20 + [1] * 20
-    assert known.keys() < {*names(source)}
+    assert label_of == {alone.name(id): alone.label(id) for id in range(len(alone))}
+    assert sorted(label_of.values()) == [0] * 20 + [1] * 20
+    assert label_of.keys() < {*names(source)}
     assert hidden.decode(7) == source.decode(7)
     assert hidden.stamp(7) == 107
     again = pickle.loads(pickle.dumps(hidden))
     assert [again.label(id) for id in range(400)] == [
         hidden.label(id) for id in range(400)
     ]
-    other = keep_labels(source, 20, 4, hide=True)
-    assert known != {
-        other.name(id): other.label(id) for id in range(400) if other.label(id) >= 0
+    reseeded = keep_labels(source, 20, 4, hide=True)
+    assert label_of != {
+        reseeded.name(id): reseeded.label(id)
+        for id in range(400)
+        if reseeded.label(id) >= 0
     }
     assert (
         len(
@@ -143,7 +139,7 @@ def test_labels_are_kept_by_seed_and_name():
                 source.fingerprint,
                 hidden.fingerprint,
                 alone.fingerprint,
-                other.fingerprint,
+                reseeded.fingerprint,
             }
         )
         == 4

@@ -41,13 +41,17 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     )
 
 
-def test_random_box_statistics():
+def test_random_boxes_have_uniform_areas_and_aspects():
     """Where every aspect fits, area and log aspect are uniform: compare means and
     ranges over 4,000 draws.
     """
     rng = random.Random(0)
-    width, height, smallest = 400, 400, 0.25
-    shares, aspects, centres = [], [], []
+    width = 400
+    height = 400
+    smallest = 0.25
+    shares = []
+    aspects = []
+    centres = []
     for _ in range(4000):
         left, top, right, bottom = random_box(width, height, smallest, rng)
         shares.append((right - left) * (bottom - top) / (width * height))
@@ -55,13 +59,11 @@ def test_random_box_statistics():
         centres.append(((left + right) / 2 / width, (top + bottom) / 2 / height))
     assert min(shares) == pytest.approx(smallest, abs=0.01)
     assert max(shares) == pytest.approx(1.0, abs=0.01)
-    assert np.mean(shares) == pytest.approx(
-        (1 + smallest) / 2, abs=0.01
-    )  # 4 deviations of the mean
+    # 4 deviations of the mean
+    assert np.mean(shares) == pytest.approx((1 + smallest) / 2, abs=0.01)
     assert np.mean(aspects) == pytest.approx(0.0, abs=0.01)
-    fits = [
-        a for a, s in zip(aspects, shares, strict=True) if s < 3 / 4
-    ]  # every aspect up to 4:3 fits below that
+    # every aspect up to 4:3 fits below that
+    fits = [a for a, s in zip(aspects, shares, strict=True) if s < 3 / 4]
     assert max(fits) == pytest.approx(math.log(4 / 3), abs=0.01)
     assert min(fits) == pytest.approx(math.log(3 / 4), abs=0.01)
     assert np.std(fits) == pytest.approx(2 * math.log(4 / 3) / math.sqrt(12), abs=0.01)
@@ -99,23 +101,19 @@ def test_any_image_becomes_a_square(width, height):
 
 def test_evaluation_crops_the_centre():
     image = Image.new("RGB", (60, 40))
-    image.paste(
-        (255, 255, 255), (20, 10, 40, 30)
-    )  # the middle 20 x 20: half of the shorter side
+    # the middle 20 x 20: half of the shorter side
+    image.paste((255, 255, 255), (20, 10, 40, 30))
     inner = np.asarray(EvalTransform(10, 0.5)(image, random.Random()))
     assert inner.min() > 200
-    whole = np.asarray(EvalTransform(40, 1.0)(image, random.Random()))[..., 0]
-    assert np.array_equal(
-        whole, np.asarray(image)[:, 10:50, 0]
-    )  # same size: nothing is resampled
+    uncropped = np.asarray(EvalTransform(40, 1.0)(image, random.Random()))[..., 0]
+    # same size: nothing is resampled
+    assert np.array_equal(uncropped, np.asarray(image)[:, 10:50, 0])
 
 
 def test_flip_has_the_configured_frequency():
     image = noise(8, 8)
-    plain, turned = (
-        image.tobytes(),
-        image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).tobytes(),
-    )
+    plain = image.tobytes()
+    turned = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).tobytes()
     results = [
         TrainTransform(8, 1.0, 0.3, 0.0)(image, random.Random(seed)).tobytes()
         for seed in range(1000)
@@ -125,9 +123,8 @@ def test_flip_has_the_configured_frequency():
 
 
 def test_jitter_changes_colours_within_its_strength():
-    grey = Image.new(
-        "RGB", (4, 4), (100, 100, 100)
-    )  # contrast and saturation do not change a grey plane
+    # contrast and saturation do not change a grey plane
+    grey = Image.new("RGB", (4, 4), (100, 100, 100))
     values = {
         TrainTransform(4, 1.0, 0.0, 0.2)(grey, random.Random(seed)).getpixel((0, 0))[0]
         for seed in range(300)
@@ -142,10 +139,10 @@ def test_jitter_is_its_three_steps_in_one(seed):
     """Against Pillow's own enhancers in the order and with the factors drawn, on
     colours that no step cuts off.
     """
-    pixels = np.random.default_rng(seed).integers(
-        90, 150, (28, 28, 3), np.uint8
-    )  # as many as the mean is taken of
-    image, rng = Image.fromarray(pixels), random.Random(seed)
+    # as many as the mean is taken of
+    pixels = np.random.default_rng(seed).integers(90, 150, (28, 28, 3), np.uint8)
+    image = Image.fromarray(pixels)
+    rng = random.Random(seed)
     steps: list[Any] = [
         ImageEnhance.Brightness,
         ImageEnhance.Contrast,
@@ -155,10 +152,9 @@ def test_jitter_is_its_three_steps_in_one(seed):
     expected = image
     for step in steps:
         expected = step(expected).enhance(rng.uniform(0.7, 1.3))
-    found = jitter(image, 0.3, random.Random(seed))
-    assert (
-        np.abs(np.asarray(found, int) - np.asarray(expected, int)).max() <= 3
-    )  # Pillow rounds down after each step
+    jittered = jitter(image, 0.3, random.Random(seed))
+    # Pillow rounds down after each step
+    assert np.abs(np.asarray(jittered, int) - np.asarray(expected, int)).max() <= 3
 
 
 @pytest.mark.parametrize("size", [5, 16, 40])
@@ -220,41 +216,48 @@ def test_an_erased_rectangle_is_timms_pixel_mode():
     """Area, aspect, place and noise of 500 draws against what timm's RandomErasing
     draws on normalized black images.
     """
-    size, rng = 96, random.Random(0)
+    size = 96
+    rng = random.Random(0)
     black = Image.new("RGB", (size, size))
-    ours, values = [], []
+    ours = []
+    values = []
     for _ in range(500):
         pixels = np.asarray(erase(black, rng)).astype(float)
         ours.append(rectangle(np.abs(pixels).sum(2) > 0))
         values.append(pixels[pixels.sum(2) > 0])
     random.seed(0)
     torch.manual_seed(0)
-    erasing, theirs = RandomErasing(1.0, mode="pixel", device="cpu"), []
+    erasing = RandomErasing(1.0, mode="pixel", device="cpu")
+    theirs = []
     for _ in range(500):
         theirs.append(
             rectangle(erasing(torch.zeros(3, size, size)).abs().sum(0).numpy() > 0)
         )
     assert np.asarray(black).sum() == 0  # what was passed in is left alone
-    for mine, its in zip(np.array(ours).T, np.array(theirs).T, strict=True):
-        assert np.mean(mine) == pytest.approx(
-            np.mean(its), abs=4 * np.hypot(np.std(mine), np.std(its)) / 500**0.5
+    for our_values, their_values in zip(
+        np.array(ours).T, np.array(theirs).T, strict=True
+    ):
+        assert np.mean(our_values) == pytest.approx(
+            np.mean(their_values),
+            abs=4 * np.hypot(np.std(our_values), np.std(their_values)) / 500**0.5,
         )
-        assert np.std(mine) == pytest.approx(np.std(its), rel=0.15)
+        assert np.std(our_values) == pytest.approx(np.std(their_values), rel=0.15)
     shares = [height * width / size**2 for _, _, height, width in ours]
     assert 0.015 < min(shares) < 0.05 < 0.3 < max(shares) < 0.35
     noise = np.concatenate(values)
     assert noise.mean(0) == pytest.approx([123.7, 116.3, 103.5], abs=2)
-    assert noise.std(0) == pytest.approx(
-        [58.4, 57.1, 57.4], abs=3
-    )  # cut off at 0 and 255
+    # cut off at 0 and 255
+    assert noise.std(0) == pytest.approx([58.4, 57.1, 57.4], abs=3)
 
 
 def rectangle(erased: np.ndarray) -> tuple[int, int, int, int]:
     """Return top, left, height and width of what was erased, which must be one
     rectangle.
     """
-    rows, columns = np.flatnonzero(erased.any(1)), np.flatnonzero(erased.any(0))
-    height, width = rows[-1] - rows[0] + 1, columns[-1] - columns[0] + 1
+    rows = np.flatnonzero(erased.any(1))
+    columns = np.flatnonzero(erased.any(0))
+    height = rows[-1] - rows[0] + 1
+    width = columns[-1] - columns[0] + 1
     assert erased.sum() > 0.99 * height * width  # noise may be black
     return rows[0], columns[0], height, width
 

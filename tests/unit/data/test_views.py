@@ -56,11 +56,11 @@ def test_a_view_does_not_depend_on_the_caller(source, name):
     shake(1)
     first = {id: bits(views(source, name).load(id, 3)) for id in ids}
     shake(2)
-    other = views(source, name)
+    later = views(source, name)
     random.Random(0).shuffle(ids)
     for id in ids:
-        other.load(id, 4)  # another view in between
-        assert bits(other.load(id, 3)) == first[id]
+        later.load(id, 4)  # another view in between
+        assert bits(later.load(id, 3)) == first[id]
 
 
 @pytest.mark.parametrize("name", [*AUGMENTS, "erased", "erased and cut"])
@@ -82,41 +82,45 @@ def test_a_small_view_is_the_whole_one_of_fewer_pixels(tmp_path, name):
     share = 1.0 if "erased" in name else 0.0
     common = {"seed": 7, "mixing": mixing, "drawn": 32}
     source = build(Options(root=str(tmp_path)), "train", None)
-    whole, small = (
+    large, small = (
         Views(
             source, replace(transform, size=side, erase=share, drawn=32), side, **common
         )
         for side in (32, 16)
     )
-    gaps, others = [], []
+    gaps = []
+    unrelated = []
     for id, view in itertools.product(range(6), range(8)):
-        one, two, other = (
-            whole.load(id, view),
-            small.load(id, view),
-            whole.load(id, view + 100),
-        )
-        assert (one.label, one.partner_label, one.lam, one.crc) == (
-            two.label,
-            two.partner_label,
-            two.lam,
-            two.crc,
+        view_large = large.load(id, view)
+        view_small = small.load(id, view)
+        another_view = large.load(id, view + 100)
+        assert (
+            view_large.label,
+            view_large.partner_label,
+            view_large.lam,
+            view_large.crc,
+        ) == (
+            view_small.label,
+            view_small.partner_label,
+            view_small.lam,
+            view_small.crc,
         )
         means, otherwise = (
-            torch.nn.functional.avg_pool2d(each.pixels.float(), 2)
-            for each in (one, other)
+            torch.nn.functional.avg_pool2d(sample.pixels.float(), 2)
+            for sample in (view_large, another_view)
         )
-        gaps.append((means - two.pixels).abs().median().item())
-        others.append((otherwise - two.pixels).abs().median().item())
-    assert (
-        np.quantile(gaps, 0.9 if name == "policy" else 1.0) <= 5
-    )  # a policy may sharpen or posterize
-    assert np.median(others) > 4 * max(1.0, np.median(gaps))
+        gaps.append((means - view_small.pixels).abs().median().item())
+        unrelated.append((otherwise - view_small.pixels).abs().median().item())
+    # a policy may sharpen or posterize
+    assert np.quantile(gaps, 0.9 if name == "policy" else 1.0) <= 5
+    assert np.median(unrelated) > 4 * max(1.0, np.median(gaps))
 
 
 def test_an_erased_box_is_the_same_share_of_a_small_view():
     grey = {side: Image.new("RGB", (side, side), (9, 9, 9)) for side in (64, 32)}
     for seed in range(40):
-        states, boxes = [], []
+        states = []
+        boxes = []
         for side, image in grey.items():
             rng = random.Random(seed)
             changed = np.asarray(erase(image, rng, 64)).mean(-1) != 9
@@ -149,19 +153,19 @@ def test_loading_times_separate_decoding_and_resizing(tmp_path, kind):
         Image.effect_noise((400, 300), 40).convert("RGB").save(
             tmp_path / f"{name}.{kind.lower()}"
         )
-    found = Views(
+    dataset = Views(
         build(Options(root=str(tmp_path)), "train", None),
         TrainTransform(16, 0.35, 0.5, 0.3),
         size=16,
         seed=7,
     )
-    assert found.spent == Loading()
-    found.load(0, 0)
-    one = found.spent
-    assert one.decoding > 0 < one.resizing
-    assert one.whole == (0.0 if kind == "JPEG" else one.decoding)
-    found.load(1, 0)
-    assert found.spent.minus(one).decoding > 0 < found.spent.minus(one).resizing
+    assert dataset.spent == Loading()
+    dataset.load(0, 0)
+    spent = dataset.spent
+    assert spent.decoding > 0 < spent.resizing
+    assert spent.whole == (0.0 if kind == "JPEG" else spent.decoding)
+    dataset.load(1, 0)
+    assert dataset.spent.minus(spent).decoding > 0 < dataset.spent.minus(spent).resizing
 
 
 def test_seed_view_and_id_each_change_the_pixels(source):
@@ -177,9 +181,8 @@ def test_seed_view_and_id_each_change_the_pixels(source):
 
 
 def test_pixels_are_the_decoded_image(source):
-    val = Views(
-        source, EvalTransform(20, 1.0), size=20, seed=0
-    )  # image 0 is 20 x 20: nothing is resampled
+    # image 0 is 20 x 20: nothing is resampled
+    val = Views(source, EvalTransform(20, 1.0), size=20, seed=0)
     expected = np.asarray(source.decode(0).image).transpose(2, 0, 1)
     assert np.array_equal(val.load(0, 0).pixels.numpy(), expected)
 
@@ -192,30 +195,28 @@ def planes(size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_mixup_is_the_weighted_mean_of_the_pixels():
-    one, other = planes()
+    first, second = planes()
     for seed in range(50):
-        mixed, lam = mix(one, other, MixupCutmix(0.8, 0.0, 1.0), random.Random(seed))
-        expected = lam * one.numpy().astype(np.float64) + (
+        mixed, lam = mix(first, second, MixupCutmix(0.8, 0.0, 1.0), random.Random(seed))
+        expected = lam * first.numpy().astype(np.float64) + (
             1 - lam
-        ) * other.numpy().astype(np.float64)
+        ) * second.numpy().astype(np.float64)
         assert mixed.dtype == torch.uint8
         assert 0 <= lam <= 1
-        assert (
-            np.abs(mixed.numpy() - expected).max() <= 0.5 + 1e-3
-        )  # rounding, and float32 in between
+        # rounding, and float32 in between
+        assert np.abs(mixed.numpy() - expected).max() <= 0.5 + 1e-3
 
 
 def test_cutmix_pastes_a_box_whose_share_is_one_minus_lam():
-    one, other = (
-        torch.zeros(3, 16, 12, dtype=torch.uint8),
-        torch.full((3, 16, 12), 255, dtype=torch.uint8),
-    )
+    first = torch.zeros(3, 16, 12, dtype=torch.uint8)
+    second = torch.full((3, 16, 12), 255, dtype=torch.uint8)
     lams = []
     for seed in range(300):
-        mixed, lam = mix(one, other, MixupCutmix(0.0, 1.0, 1.0), random.Random(seed))
-        kept = (mixed == 0).float().mean().item()
-        assert lam == pytest.approx(kept, abs=1e-6)
-        rows, columns = (mixed[0] > 0).any(1).nonzero(), (mixed[0] > 0).any(0).nonzero()
+        mixed, lam = mix(first, second, MixupCutmix(0.0, 1.0, 1.0), random.Random(seed))
+        share = (mixed == 0).float().mean().item()
+        assert lam == pytest.approx(share, abs=1e-6)
+        rows = (mixed[0] > 0).any(1).nonzero()
+        columns = (mixed[0] > 0).any(0).nonzero()
         if len(rows):  # a rectangle: every pixel between the outermost rows and columns
             area = (rows[-1] - rows[0] + 1) * (columns[-1] - columns[0] + 1)
             assert area.item() == (mixed[0] > 0).sum().item()
@@ -229,26 +230,24 @@ def test_cutmix_pastes_a_box_whose_share_is_one_minus_lam():
 
 
 def test_with_both_on_each_gets_about_half():
-    one, other = (
-        torch.zeros(3, 8, 8, dtype=torch.uint8),
-        torch.full((3, 8, 8), 255, dtype=torch.uint8),
-    )
+    first = torch.zeros(3, 8, 8, dtype=torch.uint8)
+    second = torch.full((3, 8, 8), 255, dtype=torch.uint8)
     cut = 0
     for seed in range(400):
-        mixed, lam = mix(one, other, MixupCutmix(1.0, 1.0, 1.0), random.Random(seed))
+        mixed, lam = mix(first, second, MixupCutmix(1.0, 1.0, 1.0), random.Random(seed))
         cut += set(mixed.unique().tolist()) <= {0, 255} and 0.01 < lam < 0.99
     assert 140 < cut < 240
 
 
 @pytest.mark.parametrize("alpha", [1e-3, 0.2, 1.0, 100.0])
 def test_any_alpha_gives_a_share(alpha):
-    one, other = planes(4)
+    first, second = planes(4)
     for cut in (False, True):
         mixing = MixupCutmix(0.0, alpha, 1.0) if cut else MixupCutmix(alpha, 0.0, 1.0)
         for seed in range(100):
-            mixed, lam = mix(one, other, mixing, random.Random(seed))
+            mixed, lam = mix(first, second, mixing, random.Random(seed))
             assert 0.0 <= lam <= 1.0
-            assert mixed.shape == one.shape
+            assert mixed.shape == first.shape
 
 
 def test_the_partner_is_another_image_seen_through_the_transform(source):
@@ -265,13 +264,13 @@ def test_the_partner_is_another_image_seen_through_the_transform(source):
     plain = Views(source, EvalTransform(16, 1.0), size=16, seed=7)
     for id in range(6):
         sample = mixed.load(id, 0)
-        own = plain.load(id, 0).pixels.double()
+        pixels = plain.load(id, 0).pixels.double()
         candidates = [
             p for p in range(len(source)) if source.label(p) == sample.partner_label
         ]
         errors = [
             (
-                sample.lam * own
+                sample.lam * pixels
                 + (1 - sample.lam) * plain.load(p, 0).pixels.double()
                 - sample.pixels
             )
@@ -284,7 +283,7 @@ def test_the_partner_is_another_image_seen_through_the_transform(source):
         assert sample.label == source.label(id)
 
 
-def test_mix_probability(source):
+def test_images_are_mixed_with_the_configured_probability(source):
     some = Views(
         source,
         EvalTransform(16, 1.0),
@@ -295,9 +294,8 @@ def test_mix_probability(source):
     mixed = sum(
         some.load(id, view).lam < 1 for id in range(len(source)) for view in range(20)
     )
-    assert mixed / (20 * len(source)) == pytest.approx(
-        0.25, abs=0.065
-    )  # 4 deviations of 720 draws
+    # 4 deviations of 720 draws
+    assert mixed / (20 * len(source)) == pytest.approx(0.25, abs=0.065)
     assert (
         Views(source, EvalTransform(16, 1.0), 16, 0, MixupCutmix(1.0, 0.0, 0.0))
         .load(0, 0)
@@ -337,9 +335,8 @@ def test_a_corrupt_partner_leaves_the_image_unmixed(damaged):
     plain = Views(damaged, EvalTransform(16, 1.0), 16, 0)
     samples = [skipping.load(0, view) for view in range(60)]
     unmixed = [sample for sample in samples if sample.lam == 1.0]
-    assert len(unmixed) == pytest.approx(
-        15, abs=13
-    )  # one partner in four cannot be read
+    # one partner in four cannot be read
+    assert len(unmixed) == pytest.approx(15, abs=13)
     assert all(
         sample.readable and torch.equal(sample.pixels, plain.load(0, 0).pixels)
         for sample in unmixed
@@ -348,17 +345,20 @@ def test_a_corrupt_partner_leaves_the_image_unmixed(damaged):
 
 def test_a_sample_knows_the_bytes_that_it_came_from(source, photos):
     files = sorted((photos / "train").glob("*/*.jpg"))
-    wanted = [zlib.crc32(file.read_bytes()) for file in files]
+    expected = [zlib.crc32(file.read_bytes()) for file in files]
     plain = views(source, "plain")
-    assert [plain.load(id, 0).crc for id in range(len(source))] == wanted
+    assert [plain.load(id, 0).crc for id in range(len(source))] == expected
 
 
 def test_a_mixed_sample_knows_those_of_both_images(source):
-    plain, mixed = views(source, "plain"), views(source, "mixup")
-    alone = [plain.load(id, 0).crc for id in range(len(source))]
-    both = [mixed.load(id, 0).crc for id in range(len(source))]
+    plain = views(source, "plain")
+    mixed = views(source, "mixup")
+    plain_crcs = [plain.load(id, 0).crc for id in range(len(source))]
+    mixed_crcs = [mixed.load(id, 0).crc for id in range(len(source))]
     pairs = {
-        zlib.crc32(two.to_bytes(4, "little"), one) for one in alone for two in alone
+        zlib.crc32(partner_crc.to_bytes(4, "little"), crc)
+        for crc in plain_crcs
+        for partner_crc in plain_crcs
     }
-    assert set(both) <= pairs
-    assert not set(both) & set(alone)
+    assert set(mixed_crcs) <= pairs
+    assert not set(mixed_crcs) & set(plain_crcs)

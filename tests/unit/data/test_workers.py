@@ -71,14 +71,14 @@ def loader(
     )
 
 
-def error_line(made: LocalLoader, harm, after: int = 2) -> str:
+def error_line(batches: LocalLoader, harm, after: int = 2) -> str:
     """Harm the workers after some batches; return the line. Not pytest.raises: its
     traceback would keep the workers.
     """
     try:
-        for number, _ in enumerate(made.epoch(PLAN, 0), 1):
+        for number, _ in enumerate(batches.epoch(PLAN, 0), 1):
             if number == after:
-                harm([worker.pid for worker in made.processes()])
+                harm([worker.pid for worker in batches.processes()])
     except RunError as error:
         return str(error)
     return ""
@@ -104,16 +104,17 @@ def test_a_stopped_worker_ends_the_run_and_is_named(number, settled):
     )
     assert "resumes" in line
     assert len(pids) == 2
+    # this process can end
     wait_until(
         lambda: all(process_stat(pid)[:1] in ([], ["Z"]) for pid in pids), seconds=10
-    )  # this process can end
+    )
 
 
 def test_a_worker_stopped_between_two_epochs_is_named():
-    made = loader()
-    assert len(list(made.epoch(PLAN, 0))) == 50
-    os.kill(made.processes()[1].pid or 0, signal.SIGSTOP)
-    assert "worker 1 (process " in error_line(made, None, after=-1)
+    worker_loader = loader()
+    assert len(list(worker_loader.epoch(PLAN, 0))) == 50
+    os.kill(worker_loader.processes()[1].pid or 0, signal.SIGSTOP)
+    assert "worker 1 (process " in error_line(worker_loader, None, after=-1)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -154,11 +155,12 @@ def test_no_thread_of_a_worker_takes_a_signal_that_its_trainer_did_not_send():
     there.
     """
     torch.set_num_threads(torch.get_num_threads())  # makes the pool here
-    made = loader()
-    batches = made.epoch(PLAN, 0)
+    worker_loader = loader()
+    batches = worker_loader.epoch(PLAN, 0)
     next(batches)
-    for worker in made.processes():
-        deadline, statuses = time.monotonic() + 10, []
+    for worker in worker_loader.processes():
+        deadline = time.monotonic() + 10
+        statuses = []
         while (
             len(statuses) < 3 and time.monotonic() < deadline
         ):  # the second worker may still be starting
@@ -166,15 +168,14 @@ def test_no_thread_of_a_worker_takes_a_signal_that_its_trainer_did_not_send():
                 (task / "status").read_text()
                 for task in Path(f"/proc/{worker.pid}/task").iterdir()
             ]
-        taken = [
+        unblocked = [
             text
             for text in statuses
             if not int(re.findall(r"SigBlk:\s*(\w+)", text)[0], 16) >> 14 & 1
         ]
-        assert (
-            len(statuses) >= 3
-        )  # the main thread, the one that waits for the signal, and that of a queue
-        assert len(taken) <= 1, taken  # the one that waits for it
+        # the main thread, the one that waits for the signal, and that of a queue
+        assert len(statuses) >= 3
+        assert len(unblocked) <= 1, unblocked  # the one that waits for it
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert len(list(batches)) == 49
 
@@ -194,17 +195,18 @@ def test_a_slow_loader_is_not_late():
 
 
 def test_a_loop_that_computes_for_long_does_not_make_its_workers_late():
-    made, seen = loader(1, timeout=1.5), 0
-    for _ in made.epoch(Plan(PLAN.ids[:16], PLAN.weights[:16]), 0):
+    worker_loader = loader(1, timeout=1.5)
+    batches = 0
+    for _ in worker_loader.epoch(Plan(PLAN.ids[:16], PLAN.weights[:16]), 0):
         time.sleep(2.0)
-        seen += 1
-    assert seen == 2
+        batches += 1
+    assert batches == 2
 
 
 def test_watching_ends_with_the_epoch():
-    made = loader(1)
-    list(made.epoch(PLAN, 0))
-    some = made.epoch(PLAN, 0)
+    worker_loader = loader(1)
+    list(worker_loader.epoch(PLAN, 0))
+    some = worker_loader.epoch(PLAN, 0)
     next(some)
     del some
     wait_until(
@@ -223,21 +225,22 @@ def test_other_errors_are_not_taken_for_an_end(text):
 def test_batches_that_do_not_fit_into_the_shared_memory_are_refused_at_the_start():
     """256 images of 8192 x 8192 a batch: more than any machine has."""
     section = BackendSection(kind="cpu", options=default_options("backends", "cpu"))
-    backend, split = build_backend(section), BatchSplit(256, 1, 256, 1, 256)
-    both = (Slow(), Slow())
+    backend = build_backend(section)
+    split = BatchSplit(256, 1, 256, 1, 256)
+    datasets = (Slow(), Slow())
     for workers in (2, 0):
         data = DataSection(kind="food_mini", image_size=8192, workers=workers)
         if not workers:
             assert [
-                made.batch_bytes(8192)
-                for made in loaders(both, data, split, backend, 60)
+                split_loader.batch_bytes(8192)
+                for split_loader in loaders(datasets, data, split, backend, 60)
             ] == [0, 0]
             continue
         with pytest.raises(
             RunError,
             match=r"^data\.workers: the batches of 2 workers take about 98\d{4} MiB",
         ) as e:
-            loaders(both, data, split, backend, 60)
+            loaders(datasets, data, split, backend, 60)
         assert all(
             word in str(e.value)
             for word in ("/dev/shm", "--shm-size=", "data.workers=0")

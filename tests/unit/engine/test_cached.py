@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from PIL import Image
+from test_loop import rows_of
 
 from kd import config
 from kd.core.errors import ConfigError, DataError
@@ -18,12 +19,12 @@ LOG = "run.every.log=1"
 VIEWS = ("run.epochs=4", LOG, "data.augment.crop_scale=0.5")
 
 
-def curve(made) -> list[float]:
-    return [row["loss"] for row in made.store.rows if row["kind"] == "train"]
+def curve(built) -> list[float]:
+    return [row["loss"] for row in rows_of(built, "train")]
 
 
-def taught(made) -> list[float]:
-    return [row["teacher_images"] for row in made.store.rows if row["kind"] == "train"]
+def taught(built) -> list[float]:
+    return [row["teacher_images"] for row in rows_of(built, "train")]
 
 
 def keys(path, dtype="fp32", views=2) -> list[str]:
@@ -47,15 +48,21 @@ def test_live_filled_as_it_goes_and_filled_ahead_are_the_same_run(
     train(live.run)
     filling = make(*VIEWS, *mixing, *keys(tmp_path / "one"))
     train(filling.run)
-    done = job.cache(config.load(settings, [*VIEWS, *mixing, *keys(tmp_path / "two")]))
-    assert (done.records, done.missing, done.computed) == (72, 0, 72)
+    filled = job.cache(
+        config.load(settings, [*VIEWS, *mixing, *keys(tmp_path / "two")])
+    )
+    assert (filled.records, filled.missing, filled.computed) == (72, 0, 72)
     ahead = make(*VIEWS, *mixing, *keys(tmp_path / "two"))
     train(ahead.run)
     assert curve(live) == curve(filling) == curve(ahead)
-    one, *others = (
-        made.run.distillation.state_dict() for made in (live, filling, ahead)
+    first_state, *other_states = (
+        built.run.distillation.state_dict() for built in (live, filling, ahead)
     )
-    assert all(torch.equal(one[name], other[name]) for name in one for other in others)
+    assert all(
+        torch.equal(first_state[name], state[name])
+        for name in first_state
+        for state in other_states
+    )
     assert taught(live) == [12.0] * 12
     assert taught(filling) == [12.0] * 6 + [0.0] * 6
     assert taught(ahead) == [0.0] * 12
@@ -81,7 +88,8 @@ def test_skipped_images_are_predicted_when_they_come(make, tmp_path):
         "sifter.warmup=0",
         "sifter.anneal=0",
     )
-    live, filling = make(*half, "data.views=2"), make(*half, *keys(tmp_path))
+    live = make(*half, "data.views=2")
+    filling = make(*half, *keys(tmp_path))
     train(live.run)
     train(filling.run)
     assert taught(filling)[:4] == [8.0] * 4
@@ -93,12 +101,12 @@ def test_skipped_images_are_predicted_when_they_come(make, tmp_path):
 
 def test_a_cache_works_with_a_sifter(make, tmp_path):
     sifting = (*VIEWS, "sifter.kind=history", "sifter.keep=0.5", *keys(tmp_path))
-    first, second = make(*sifting), make(*sifting)
+    first = make(*sifting)
+    second = make(*sifting)
     train(first.run)
     train(second.run)
     assert curve(first) == curve(second)
-    epochs = [row for row in first.store.rows if row["kind"] == "epoch"]
-    assert [row["trained"] for row in epochs] == [32, 16, 16, 16]
+    assert [row["trained"] for row in rows_of(first, "epoch")] == [32, 16, 16, 16]
     assert sum(taught(second)) == 0
 
 
@@ -121,17 +129,17 @@ def test_images_replaced_under_their_names_are_taught_anew(
     root = shutil.copytree(photos, tmp_path / "photos")
     overrides = [f"data.root={root}", "data.batch_size=12", *keys(tmp_path, views=1)]
     job.cache(config.load(settings, overrides))
-    for one in (root / "train").rglob("*.jpg"):
-        size = one.stat().st_size
-        Image.new("RGB", (20, 20), "white").save(one, quality=90)
-        one.write_bytes(one.read_bytes().ljust(size, b"\0")[:size])
-    made = make(LOG, *overrides)
-    train(made.run)
+    for file in (root / "train").rglob("*.jpg"):
+        size = file.stat().st_size
+        Image.new("RGB", (20, 20), "white").save(file, quality=90)
+        file.write_bytes(file.read_bytes().ljust(size, b"\0")[:size])
+    built = make(LOG, *overrides)
+    train(built.run)
     assert (
         "teacher.cache: view 0: 36 records are of images that have changed"
         in caplog.text
     )
-    assert sum(taught(made)) == 36  # once, though there are two epochs
+    assert sum(taught(built)) == 36  # once, though there are two epochs
 
 
 def test_checking_a_cache_leaves_unreadable_images_to_the_run(

@@ -21,7 +21,7 @@ def change(module: nn.Module, seed: int) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.99])
-def test_the_formula(decay):
+def test_the_average_follows_its_formula(decay):
     module = network()
     average = EMA(module, decay)
     expected = {

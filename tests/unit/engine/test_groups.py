@@ -14,12 +14,13 @@ def names_of(network: nn.Module, group: dict) -> set[str]:
     return {names[id(parameter)] for parameter in group["params"]}
 
 
-def test_several_modules_and_frozen_parameters():
-    one, other = nn.Linear(2, 3), nn.Linear(3, 4)
-    other.weight.requires_grad_(False)
-    decayed, kept = groups([one, other], 0.1)
-    assert decayed["params"] == [one.weight]
-    assert [id(p) for p in kept["params"]] == [id(one.bias), id(other.bias)]
+def test_parameters_of_several_modules_are_grouped_without_frozen_ones():
+    first = nn.Linear(2, 3)
+    second = nn.Linear(3, 4)
+    second.weight.requires_grad_(False)
+    decayed, undecayed = groups([first, second], 0.1)
+    assert decayed["params"] == [first.weight]
+    assert [id(p) for p in undecayed["params"]] == [id(first.bias), id(second.bias)]
 
 
 @pytest.mark.parametrize("module", [nn.Linear(2, 3, bias=False), nn.LayerNorm(4)])

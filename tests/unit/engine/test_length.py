@@ -50,12 +50,12 @@ def test_the_length_that_check_says_is_that_of_the_run(
         "cache": {"path": str(tmp_path / "answers")},
     }
     settings["run"]["epochs"] = 6
-    told = describe(resolve(config.load(settings, overrides)))
+    description = describe(resolve(config.load(settings, overrides)))
     logger = Seen()
-    made = make(*overrides, logger=logger)
-    state = train(made.run)
+    built = make(*overrides, logger=logger)
+    state = train(built.run)
     steps, epochs = re.findall(
-        r"length    (\d+) steps of 8 images \(([\d.]+) epochs?\)", told
+        r"length    (\d+) steps of 8 images \(([\d.]+) epochs?\)", description
     )[0]
     assert int(steps) == state.step
     assert float(epochs) == pytest.approx(

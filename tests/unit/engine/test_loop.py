@@ -49,20 +49,38 @@ class StopAfter:
 
 
 def weights(run) -> dict[str, torch.Tensor]:
-    found = {
+    tensors = {
         name: tensor.clone() for name, tensor in run.distillation.state_dict().items()
     }
     if run.average is not None:
-        found |= {
+        tensors |= {
             f"average.{name}": tensor.clone()
             for name, tensor in run.average.average.items()
         }
-    return found
+    return tensors
 
 
-def same(one, other) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) for name in one
+def rows_of(built, kind: str) -> list[dict]:
+    return [row for row in built.store.rows if row["kind"] == kind]
+
+
+def killed_and_resumed(make, step: int, folder, *overrides: str):
+    """Kill a run after a step, resume it to its end; return what resumed, and its last
+    state.
+    """
+    killed = make(*overrides, folder=folder, logger=StopAfter(step))
+    with pytest.raises(Stop):
+        train(killed.run)
+    killed.store.close()
+    resumed = make(*overrides, folder=folder)
+    state = train(resumed.run)
+    resumed.store.close()
+    return resumed, state
+
+
+def same(first, second) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
     )
 
 
@@ -79,7 +97,8 @@ def test_it_is_a_plain_loop(make, overrides):
     plain = make("run.steps=5", *overrides).run
     train(ours.run)
 
-    student, teacher = plain.distillation.student, plain.teacher
+    student = plain.distillation.student
+    teacher = plain.teacher
     student.train()
     sgd = "optimizer.kind=sgd" in overrides
     peak = 0.1 if sgd else 2e-3
@@ -89,21 +108,22 @@ def test_it_is_a_plain_loop(make, overrides):
         for n, p in network.named_parameters()
         if p.ndim > 1 and n not in ("pos_embed", "cls_token")
     ]
-    kept = [
+    undecayed = [
         p
         for n, p in network.named_parameters()
         if p.ndim <= 1 or n in ("pos_embed", "cls_token")
     ]
     groups = [
         {"params": decayed, "weight_decay": 0.05},
-        {"params": kept, "weight_decay": 0.0},
+        {"params": undecayed, "weight_decay": 0.0},
     ]
     optimizer = (
         torch.optim.SGD(groups, lr=1.0, momentum=0.9, nesterov=True, fused=True)
         if sgd
         else torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.999), fused=True)
     )
-    losses, norms = [], []
+    losses = []
+    norms = []
     batches = [
         b
         for epoch in range(2)
@@ -120,11 +140,11 @@ def test_it_is_a_plain_loop(make, overrides):
         ).sum(1)
         loss_B.mean().backward()
         limit = float("inf") if "optimizer.clip_grad_norm=0" in overrides else 1.0
-        norms.append(torch.nn.utils.clip_grad_norm_(decayed + kept, limit).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(decayed + undecayed, limit).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss_B.mean().item())
-    rows = [row for row in ours.store.rows if row["kind"] == "train"]
+    rows = rows_of(ours, "train")
     assert [row["loss"] for row in rows] == losses
     assert [row["grad_norm"] for row in rows] == norms
     assert same(ours.run.distillation.student.state_dict(), student.state_dict())
@@ -144,18 +164,19 @@ def test_a_step_of_muon_makes_the_gradient_orthogonal(make):
         "optimizer.weight_decay=0",
         "optimizer.clip_grad_norm=0",
     )
-    made = (
+    runs = (
         make(*keys, "optimizer.kind=muon"),
         make(*keys, "optimizer.kind=sgd", "optimizer.momentum=0"),
     )
-    before, steps = weights(made[0].run), []
-    for one in made:
-        train(one.run)
-        lr = 0.01 * one.run.schedule.factor(0.5)
+    before = weights(runs[0].run)
+    steps = []
+    for built in runs:
+        train(built.run)
+        lr = 0.01 * built.run.schedule.factor(0.5)
         steps.append(
             {
                 name: (before[name] - tensor) / lr
-                for name, tensor in weights(one.run).items()
+                for name, tensor in weights(built.run).items()
             }
         )
     name = next(name for name in before if name.endswith("blocks.0.mlp.fc1.weight"))
@@ -170,55 +191,59 @@ def test_a_step_of_muon_makes_the_gradient_orthogonal(make):
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_micro_batches_sum_to_the_whole_batch(make, micro):
+    # a clipped gradient has lost its length
     same_step = (
         "run.steps=1",
         "optimizer.kind=sgd",
         "optimizer.clip_grad_norm=0",
-    )  # a clipped gradient has lost its length
-    whole, divided = make(*same_step), make(*same_step, f"data.micro_batch={micro}")
+    )
+    undivided = make(*same_step)
+    divided = make(*same_step, f"data.micro_batch={micro}")
     assert divided.run.accumulate == 8 // micro
-    before = weights(whole.run)
-    for made in (whole, divided):
-        train(made.run)
+    before = weights(undivided.run)
+    for built in (undivided, divided):
+        train(built.run)
     for name in ("loss", "accuracy", "grad_norm"):
         assert divided.store.rows[0][name] == pytest.approx(
-            whole.store.rows[0][name], rel=1e-4
+            undivided.store.rows[0][name], rel=1e-4
         )
     for name, tensor in weights(divided.run).items():
-        step, expected = tensor - before[name], weights(whole.run)[name] - before[name]
+        step = tensor - before[name]
+        expected = weights(undivided.run)[name] - before[name]
         torch.testing.assert_close(
             step, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item() + 1e-9
         )
 
 
 def test_the_rows_are_means_over_their_window(make):
-    often, seldom = (
-        make("run.every.log=1", "run.epochs=1"),
-        make("run.every.log=4", "run.epochs=1"),
-    )
-    for made in (often, seldom):
-        train(made.run)
-    each = [row for row in often.store.rows if row["kind"] == "train"]
-    (one,) = [row for row in seldom.store.rows if row["kind"] == "train"]
-    assert (len(each), one["step"]) == (4, 4)
+    often = make("run.every.log=1", "run.epochs=1")
+    seldom = make("run.every.log=4", "run.epochs=1")
+    for built in (often, seldom):
+        train(built.run)
+    every_row = rows_of(often, "train")
+    (window,) = rows_of(seldom, "train")
+    assert (len(every_row), window["step"]) == (4, 4)
     for name in ("loss", "kl", "accuracy", "grad_norm"):
-        assert one[name] == pytest.approx(sum(row[name] for row in each) / 4, rel=1e-6)
-    assert one["lr"] == each[-1]["lr"]
-    assert each[0]["loss"] != each[1]["loss"]
+        assert window[name] == pytest.approx(
+            sum(row[name] for row in every_row) / 4, rel=1e-6
+        )
+    assert window["lr"] == every_row[-1]["lr"]
+    assert every_row[0]["loss"] != every_row[1]["loss"]
 
 
-def test_same_seed_same_bits_other_seed_other_bits(make):
-    made = [make("run.epochs=1", *more) for more in ([], [], ["run.seed=1"])]
-    for each in made:
-        train(each.run)
-    assert same(weights(made[0].run), weights(made[1].run))
-    assert without_clocks(made[0].store.rows) == without_clocks(made[1].store.rows)
-    assert not same(weights(made[0].run), weights(made[2].run))
+def test_a_seed_decides_every_bit(make):
+    runs = [make("run.epochs=1", *overrides) for overrides in ([], [], ["run.seed=1"])]
+    for built in runs:
+        train(built.run)
+    assert same(weights(runs[0].run), weights(runs[1].run))
+    assert without_clocks(runs[0].store.rows) == without_clocks(runs[1].store.rows)
+    assert not same(weights(runs[0].run), weights(runs[2].run))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_step_and_rank_has_a_seed_of_its_own(make, rank):
-    run, seeds = make("run.steps=3").run, []
+    run = make("run.steps=3").run
+    seeds = []
     run.backend.rank = rank
     run.module.register_forward_pre_hook(lambda *_: seeds.append(torch.initial_seed()))
     train(run)
@@ -229,10 +254,8 @@ def test_the_first_step_is_averaged_as_step_1(make):
     run = make("run.steps=1", "optimizer.ema_decay=0.9").run
     before = {name: tensor.clone() for name, tensor in run.average.average.items()}
     train(run)
-    after, decay = (
-        run.distillation.student.state_dict(),
-        2 / 11,
-    )  # (1 + 1) / (10 + 1), below 0.9
+    after = run.distillation.student.state_dict()
+    decay = 2 / 11  # (1 + 1) / (10 + 1), below 0.9
     for name, average in run.average.average.items():
         torch.testing.assert_close(
             average, decay * before[name] + (1 - decay) * after[name]
@@ -243,18 +266,18 @@ def test_the_first_step_is_averaged_as_step_1(make):
     ("steps", "evaluated"), [(1, [1]), (4, [4]), (5, [4, 5]), (9, [4, 8, 9])]
 )
 def test_a_run_of_steps_ends_there_and_is_evaluated(make, steps, evaluated):
-    made = make(f"run.steps={steps}")
-    state = train(made.run)
+    built = make(f"run.steps={steps}")
+    state = train(built.run)
     assert (state.step, state.images) == (steps, 8 * steps)
-    assert [row["step"] for row in made.store.rows if row["kind"] == "val"] == evaluated
-    assert made.store.rows[-1]["step"] == steps
+    assert [row["step"] for row in rows_of(built, "val")] == evaluated
+    assert built.store.rows[-1]["step"] == steps
 
 
-def test_every_n_steps(make):
-    made = make("run.epochs=2", "run.every.log=3", "run.every.evaluate=5")
-    train(made.run)
-    assert [row["step"] for row in made.store.rows if row["kind"] == "val"] == [5, 8]
-    assert [row["step"] for row in made.store.rows if row["kind"] == "train"] == [
+def test_rows_and_evaluations_come_every_n_steps(make):
+    built = make("run.epochs=2", "run.every.log=3", "run.every.evaluate=5")
+    train(built.run)
+    assert [row["step"] for row in rows_of(built, "val")] == [5, 8]
+    assert [row["step"] for row in rows_of(built, "train")] == [
         3,
         5,
         6,
@@ -264,11 +287,12 @@ def test_every_n_steps(make):
 
 def test_progress_runs_from_0_to_1_in_the_middle_of_steps():
     by_epoch = RunLength(2, 0, 8, 0, Intervals())
-    state, found = State(), []
+    state = State()
+    progress = []
     while not by_epoch.finished(state):
-        found.append(by_epoch.progress(state, 4))
+        progress.append(by_epoch.progress(state, 4))
         state = advance(state, 8, 4)
-    assert found == pytest.approx([(i + 0.5) / 8 for i in range(8)])
+    assert progress == pytest.approx([(i + 0.5) / 8 for i in range(8)])
     assert (state.step, state.epoch, state.step_in_epoch, state.images) == (8, 2, 0, 64)
     by_step = replace(by_epoch, steps=5)
     assert [by_step.progress(State(step=s), 4) for s in range(6)] == pytest.approx(
@@ -281,7 +305,8 @@ def test_a_sifted_epoch_still_ends_where_the_schedule_ends():
     come.
     """
     length = RunLength(4, 0, 8, 0, Intervals())
-    state, last = State(), 0.0
+    state = State()
+    last = 0.0
     for steps_in_epoch in (4, 2, 1, 3):
         for _ in range(steps_in_epoch):
             assert length.progress(state, steps_in_epoch) > last
@@ -294,7 +319,7 @@ def test_a_sifted_epoch_still_ends_where_the_schedule_ends():
 @pytest.mark.parametrize(
     ("views", "expected"), [(0, [0, 1, 2, 3, 4]), (2, [0, 1, 0, 1, 0]), (1, [0] * 5)]
 )
-def test_views(views, expected):
+def test_views_repeat_after_their_number(views, expected):
     assert [
         RunLength(1, 0, 1, views, Intervals()).view(epoch) for epoch in range(5)
     ] == expected
@@ -302,11 +327,11 @@ def test_views(views, expected):
 
 def test_the_loop_marks_what_it_does(make):
     """A listener sees every part of a step, in order; it changes no bit of the run."""
-    seen = []
+    spans = []
 
     @contextmanager
     def span(name):
-        seen.append(name)
+        spans.append(name)
         yield
 
     overrides = (
@@ -315,14 +340,16 @@ def test_the_loop_marks_what_it_does(make):
         "data.batch_size=8",
         "data.micro_batch=4",
     )
-    heard, alone, timed = make(*overrides), make(*overrides), make(*overrides)
+    heard = make(*overrides)
+    alone = make(*overrides)
+    timed = make(*overrides)
     train(replace(heard.run, span=span))
     train(alone.run)
     with Timeline() as timeline:
         train(replace(timed.run, span=timeline.span, window=timeline.window))
     micro = ["teacher", "forward", "backward", "sifting"]
     step = ["data", *micro, *micro, "optimizer", "wait"]
-    assert seen == ["sifting", *step, *step, "evaluation", "checkpoint"]
+    assert spans == ["sifting", *step, *step, "evaluation", "checkpoint"]
     assert without_clocks(heard.store.rows) == without_clocks(alone.store.rows)
     assert without_clocks(timed.store.rows) == without_clocks(alone.store.rows)
     assert same(weights(timed.run), weights(alone.run))
@@ -385,21 +412,15 @@ QUICK = ("mixed, in steps", "ended by patience", "balanced, erased, patches drop
 )
 def test_a_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name, apart):
     overrides = RUNS[name]
-    whole = make(*overrides, folder=tmp_path / "whole")
-    last = train(whole.run)
+    uninterrupted = make(*overrides, folder=tmp_path / "whole")
+    final_state = train(uninterrupted.run)
     rows = read_rows(tmp_path / "whole")
-    whole.store.close()
-    for at in range(min(apart, 2), last.step + 1, apart):
+    uninterrupted.store.close()
+    for at in range(min(apart, 2), final_state.step + 1, apart):
         folder = tmp_path / f"killed {at}"
-        killed = make(*overrides, folder=folder, logger=StopAfter(at))
-        with pytest.raises(Stop):
-            train(killed.run)
-        killed.store.close()
-        resumed = make(*overrides, folder=folder)
-        state = train(resumed.run)
-        resumed.store.close()
-        assert timeless(state) == timeless(last)
-        assert same(weights(resumed.run), weights(whole.run)), at
+        resumed, state = killed_and_resumed(make, at, folder, *overrides)
+        assert timeless(state) == timeless(final_state)
+        assert same(weights(resumed.run), weights(uninterrupted.run)), at
         assert without_clocks(read_rows(folder)) == without_clocks(rows)
 
 
@@ -415,20 +436,15 @@ def test_a_compiled_run_that_was_killed_is_the_run_that_was_not(make, tmp_path):
         "optimizer.ema_decay=0.9",
         "run.every.checkpoint=3",
     )
-    whole = make(*overrides, folder=tmp_path / "whole")
-    last = train(whole.run)
-    killed = make(*overrides, folder=tmp_path / "killed", logger=StopAfter(5))
-    with pytest.raises(Stop):
-        train(killed.run)
-    killed.store.close()
-    resumed = make(*overrides, folder=tmp_path / "killed")
-    assert timeless(train(resumed.run)) == timeless(last)
-    assert same(weights(resumed.run), weights(whole.run))
+    uninterrupted = make(*overrides, folder=tmp_path / "whole")
+    final_state = train(uninterrupted.run)
+    uninterrupted.store.close()
+    resumed, state = killed_and_resumed(make, 5, tmp_path / "killed", *overrides)
+    assert timeless(state) == timeless(final_state)
+    assert same(weights(resumed.run), weights(uninterrupted.run))
     assert without_clocks(read_rows(tmp_path / "killed")) == without_clocks(
         read_rows(tmp_path / "whole")
     )
-    for made in (whole, resumed):
-        made.store.close()
 
 
 @pytest.mark.parametrize(
@@ -447,11 +463,12 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     `stops` counts these calls.
     """
     overrides = (*RUNS[name], "data.eval_batch=5")
-    whole = make(*overrides, folder=tmp_path / "whole")
-    last = train(whole.run)
-    whole.store.close()
+    uninterrupted = make(*overrides, folder=tmp_path / "whole")
+    final_state = train(uninterrupted.run)
+    uninterrupted.store.close()
     for number in stops:
-        folder, calls = tmp_path / f"stopped {number}", iter([False] * number + [True])
+        folder = tmp_path / f"stopped {number}"
+        calls = iter([False] * number + [True])
         stopped = make(*overrides, folder=folder)
         with pytest.raises(Interrupted):
             train(replace(stopped.run, stop=lambda calls=calls: next(calls, False)))
@@ -459,8 +476,8 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
         resumed = make(*overrides, folder=folder)
         state = train(resumed.run)
         resumed.store.close()
-        assert timeless(state) == timeless(last)
-        assert same(weights(resumed.run), weights(whole.run)), number
+        assert timeless(state) == timeless(final_state)
+        assert same(weights(resumed.run), weights(uninterrupted.run)), number
         rows = [
             [row for row in read_rows(f) if row["kind"] == "val"]
             for f in (folder, tmp_path / "whole")
@@ -471,23 +488,23 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
 def test_an_evaluation_that_is_given_up_twice_is_made_in_the_end(make, tmp_path):
     calls = iter([False] * 4 + [True])  # four steps, then the evaluation's first batch
     for stop in (lambda: next(calls, False), lambda: True):
-        made = make("run.epochs=1", folder=tmp_path / "run")
+        built = make("run.epochs=1", folder=tmp_path / "run")
         with pytest.raises(
             Interrupted, match="stopped after step 4 and wrote a checkpoint"
         ):
-            train(replace(made.run, stop=stop))
-        made.store.close()
+            train(replace(built.run, stop=stop))
+        built.store.close()
         assert [row["kind"] for row in read_rows(tmp_path / "run")] == [
             "train",
             "train",
             "epoch",
         ]
-    made = make("run.epochs=1", folder=tmp_path / "run")
-    state = train(made.run)
-    made.store.close()
+    built = make("run.epochs=1", folder=tmp_path / "run")
+    state = train(built.run)
+    built.store.close()
     assert (state.step, state.unevaluated) == (4, False)
     (row,) = (row for row in read_rows(tmp_path / "run") if row["kind"] == "val")
-    assert state.best == row["accuracy"] == made.store.best()[0].best
+    assert state.best == row["accuracy"] == built.store.best()[0].best
 
 
 def read_rows(folder) -> list[dict]:
@@ -497,13 +514,12 @@ def read_rows(folder) -> list[dict]:
 
 
 def test_a_checkpoint_of_other_code_is_refused_in_one_line(make, tmp_path):
-    made = make("run.epochs=1", folder=tmp_path / "run")
-    train(made.run)
-    made.store.close()
+    built = make("run.epochs=1", folder=tmp_path / "run")
+    train(built.run)
+    built.store.close()
     changed = make("run.epochs=2", folder=tmp_path / "run")
-    changed.run.distillation.student.network.head = torch.nn.Linear(
-        7, 3
-    )  # as if the file of the model were edited
+    # as if the file of the model were edited
+    changed.run.distillation.student.network.head = torch.nn.Linear(7, 3)
     with pytest.raises(
         RunError,
         match=(
@@ -515,17 +531,17 @@ def test_a_checkpoint_of_other_code_is_refused_in_one_line(make, tmp_path):
 
 
 def test_a_checkpoint_knows_nothing_of_the_teacher(make, tmp_path):
-    made = make(
+    built = make(
         "run.epochs=1",
         "losses=[{kind: cosine}]",
         "optimizer.ema_decay=0.9",
         folder=tmp_path / "run",
     )
-    live = made.run.teacher.model
+    live = built.run.teacher.model
     before = {name: tensor.clone() for name, tensor in live.state_dict().items()}
-    train(made.run)
-    _, tensors, _ = made.store.restore()
-    made.store.close()
+    train(built.run)
+    _, tensors, _ = built.store.restore()
+    built.store.close()
     assert {name.partition(".")[0] for name in tensors} == {
         "model",
         "average",
@@ -550,22 +566,24 @@ def test_a_checkpoint_knows_nothing_of_the_teacher(make, tmp_path):
 
 @pytest.mark.parametrize("lr", [1e30, 1e39])
 def test_divergence_stops_and_the_last_checkpoint_is_finite(make, tmp_path, lr):
-    more = (
+    overrides = (
         "run.epochs=3",
         "run.every.log=3",
         "run.every.checkpoint=1",
         "optimizer.warmup_ratio=0.5",
     )
-    made = make(f"optimizer.lr={lr}", *more, folder=tmp_path / "run")
+    built = make(f"optimizer.lr={lr}", *overrides, folder=tmp_path / "run")
     with pytest.raises(
         NonFiniteLoss, match=r"became NaN or infinite in steps? \d+"
     ) as caught:
-        train(made.run)
+        train(built.run)
     assert "Choose another run.name with a lower optimizer.lr" in str(caught.value)
-    found = made.store.restore()
-    made.store.close()
-    if found is not None:
-        floats = [tensor for tensor in found[1].values() if tensor.is_floating_point()]
+    restored = built.store.restore()
+    built.store.close()
+    if restored is not None:
+        floats = [
+            tensor for tensor in restored[1].values() if tensor.is_floating_point()
+        ]
         assert all(tensor.isfinite().all() for tensor in floats)
 
 
@@ -586,19 +604,20 @@ def test_the_criterion_sums_its_weighted_terms():
             loss_term("kl", 0.0),
         ]
     )
-    student, teacher = Outputs(torch.randn(3, 3)), Outputs(torch.randn(3, 3))
-    found = criterion(student, teacher, batch([1.0, 0.0, 2.5]))
-    assert list(found) == ["ce", "kl", "kl_2", "per_image", "loss"]
-    one, other = (term(student, teacher, batch([1.0, 1.0, 1.0])) for term in terms)
-    torch.testing.assert_close(found["ce"], one)
-    torch.testing.assert_close(found["per_image"], 0.3 * one + 2.0 * other)
+    student = Outputs(torch.randn(3, 3))
+    teacher = Outputs(torch.randn(3, 3))
+    scores = criterion(student, teacher, batch([1.0, 0.0, 2.5]))
+    assert list(scores) == ["ce", "kl", "kl_2", "per_image", "loss"]
+    ce_term, kl_term = (
+        term(student, teacher, batch([1.0, 1.0, 1.0])) for term in terms
+    )
+    torch.testing.assert_close(scores["ce"], ce_term)
+    torch.testing.assert_close(scores["per_image"], 0.3 * ce_term + 2.0 * kl_term)
     torch.testing.assert_close(
-        found["loss"], torch.tensor([1.0, 0.0, 2.5]) * (0.3 * one + 2.0 * other)
+        scores["loss"], torch.tensor([1.0, 0.0, 2.5]) * (0.3 * ce_term + 2.0 * kl_term)
     )
-    reads_labels, reads_teacher = (
-        LossFacts(labels=True, logits="softmax"),
-        LossFacts(teacher=True, logits="softmax"),
-    )
+    reads_labels = LossFacts(labels=True, logits="softmax")
+    reads_teacher = LossFacts(teacher=True, logits="softmax")
     assert [term.facts for term in criterion.all] == [
         reads_labels,
         reads_teacher,
@@ -610,33 +629,34 @@ def test_the_agreement_is_the_cosine_of_the_projected_student_with_its_first_tea
     """As its column says: similarities of `cckd`, tokens and other teachers are not
     mixed in.
     """
-    dims, features = (
-        Dims(3, 4, 4),
-        torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)),
-    )
-    near, other, second = (
+    dims = Dims(3, 4, 4)
+    features = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+    near, another, second = (
         loss_term("cosine", weight, dims) for weight in (0.25, 0.5, 1.0)
     )
-    alike, far = (
-        loss_term("cckd", 1.5, dims),
-        replace(loss_term("cckd", 1.5, dims), teacher=1),
+    alike = loss_term("cckd", 1.5, dims)
+    far = replace(loss_term("cckd", 1.5, dims), teacher=1)
+    student, single = (
+        Outputs(torch.zeros(5, 3), {"pooled": pooled}) for pooled in features[:2]
     )
-    student, one = (
-        Outputs(torch.zeros(5, 3), {"pooled": each}) for each in features[:2]
+    two_teachers = Outputs(
+        single.logits, {"pooled": features[1], "pooled.1": features[2]}
     )
-    both = Outputs(one.logits, {"pooled": features[1], "pooled.1": features[2]})
     project = near.loss.project
-    projected, target = features[0] @ project.weight.T + project.bias, features[1]
+    projected = features[0] @ project.weight.T + project.bias
+    target = features[1]
     lengths = projected.norm(dim=1) * target.norm(dim=1)
     criterion = Criterion(
-        [alike, loss_term("kl", 2.0), near, other, replace(second, teacher=1)]
+        [alike, loss_term("kl", 2.0), near, another, replace(second, teacher=1)]
     )
     torch.testing.assert_close(
-        criterion.agreement(student, both), (projected * target).sum(1) / lengths
+        criterion.agreement(student, two_teachers),
+        (projected * target).sum(1) / lengths,
     )
     unprojected = Criterion([alike, far, loss_term("cckd", 0.0, dims)])
     torch.testing.assert_close(
-        unprojected.agreement(student, both), alike.loss.agreement(student, one)
+        unprojected.agreement(student, two_teachers),
+        alike.loss.agreement(student, single),
     )
 
 
@@ -661,7 +681,7 @@ def test_a_run_that_patience_ends_leaves_its_last_step(make, tmp_path):
     """Its last evaluation is no better, and no checkpoint is due: the averaged weights
     of the end would be lost.
     """
-    made = make(
+    built = make(
         "run.epochs=9",
         "optimizer.lr=1e-12",
         "run.patience=2",
@@ -669,7 +689,7 @@ def test_a_run_that_patience_ends_leaves_its_last_step(make, tmp_path):
         "run.every.checkpoint=1000",
         folder=tmp_path / "run",
     )
-    state = train(made.run)
-    assert made.run.length.gave_up(state)
-    assert made.store.step() == state.step == 9
-    made.store.close()
+    state = train(built.run)
+    assert built.run.length.gave_up(state)
+    assert built.store.step() == state.step == 9
+    built.store.close()

@@ -26,14 +26,17 @@ FROZEN = ("student.tuning.freeze=[patch_embed.*]", "student.tuning.freeze_epochs
 
 def test_cpu_seconds_are_those_of_all_ranks(make, monkeypatch):
     """Each of three ranks needs two seconds for a window."""
-    made, clock = make(), iter((5.0, 7.0))
+    built = make()
+    clock = iter((5.0, 7.0))
     monkeypatch.setattr(meter, "cpu_seconds", lambda: next(clock))
-    one = meter.Meter(
-        replace(made.run, backend=Ranks(made.run.backend, 3)), State(cpu_seconds=10.0)
+    window = meter.Meter(
+        replace(built.run, backend=Ranks(built.run.backend, 3)), State(cpu_seconds=10.0)
     )
-    one.add({"loss": torch.tensor(1.0)}, State(), Plan(torch.arange(8), torch.ones(8)))
-    after = one.flush(State(step=1, images=8, cpu_seconds=10.0), 0.1)
-    assert after.cpu_seconds == made.store.rows[-1]["cpu_seconds"] == 16.0
+    window.add(
+        {"loss": torch.tensor(1.0)}, State(), Plan(torch.arange(8), torch.ones(8))
+    )
+    after = window.flush(State(step=1, images=8, cpu_seconds=10.0), 0.1)
+    assert after.cpu_seconds == built.store.rows[-1]["cpu_seconds"] == 16.0
 
 
 @pytest.mark.parametrize(("labelled", "logged"), [(0.5, 0.75), (0.0, None)])
@@ -43,10 +46,10 @@ def test_the_accuracy_of_a_window_is_that_of_the_labelled_images_of_all_ranks(
     """Unlabelled images counted as wrong. This rank has labels for some of its images,
     the other one for none.
     """
-    made = make()
-    one = meter.Meter(
+    built = make()
+    window = meter.Meter(
         replace(
-            made.run, backend=Ranks(made.run.backend, 2, lambda tensor: tensor / 2)
+            built.run, backend=Ranks(built.run.backend, 2, lambda tensor: tensor / 2)
         ),
         State(),
     )
@@ -54,10 +57,10 @@ def test_the_accuracy_of_a_window_is_that_of_the_labelled_images_of_all_ranks(
         "accuracy": torch.tensor(0.75 * labelled),
         "labelled": torch.tensor(labelled),
     }
-    one.add(values, State(), Plan(torch.arange(8), torch.ones(8)))
-    one.flush(State(step=1, images=8), 0.1)
-    assert made.store.rows[-1].get("accuracy") == logged
-    assert "labelled" not in made.store.rows[-1]
+    window.add(values, State(), Plan(torch.arange(8), torch.ones(8)))
+    window.flush(State(step=1, images=8), 0.1)
+    assert built.store.rows[-1].get("accuracy") == logged
+    assert "labelled" not in built.store.rows[-1]
 
 
 @pytest.mark.parametrize("frozen", [(), FROZEN], ids=["plain", "frozen"])
@@ -67,22 +70,27 @@ def test_statistics_and_their_averages_become_the_mean_of_the_ranks(make, frozen
     """
     run = make(*NORM, *frozen, "optimizer.ema_decay=0.9").run
     run = replace(run, backend=Ranks(run.backend, 2, lambda tensor: tensor + 0.5))
-    found = []
+    states = []
     for _ in range(2):
         student = run.distillation.student.state_dict() | {
             f"average.{n}": t for n, t in run.average.average.items()
         }
-        found.append({name: tensor.clone() for name, tensor in student.items()})
+        states.append({name: tensor.clone() for name, tensor in student.items()})
         average_buffers(run, State())
-    before, after = found
+    before, after = states
     buffers = {
         name for name in before if name.endswith(("running_mean", "running_var"))
     }
-    held = {name for name in buffers if frozen and "patch_embed" in name}
-    assert {name.startswith("average.") for name in buffers - held} == {True, False}
-    assert bool(held) == bool(frozen)
+    frozen_buffers = {name for name in buffers if frozen and "patch_embed" in name}
+    assert {name.startswith("average.") for name in buffers - frozen_buffers} == {
+        True,
+        False,
+    }
+    assert bool(frozen_buffers) == bool(frozen)
     for name in before:
-        expected = before[name] + 0.5 if name in buffers - held else before[name]
+        expected = (
+            before[name] + 0.5 if name in buffers - frozen_buffers else before[name]
+        )
         torch.testing.assert_close(after[name], expected, rtol=0, atol=1e-6)
 
 
@@ -91,55 +99,57 @@ def test_a_checkpoint_has_the_mean_statistics_of_the_ranks_whyever_it_is_written
     make, tmp_path, due
 ):
     """The other rank's values are larger by 1."""
-    made = make(*NORM, folder=tmp_path / "run")
+    built = make(*NORM, folder=tmp_path / "run")
     run = replace(
-        made.run, backend=Ranks(made.run.backend, 2, lambda tensor: tensor + 0.5)
+        built.run, backend=Ranks(built.run.backend, 2, lambda tensor: tensor + 0.5)
     )
-    expected, stop = (
-        {n: t + 0.5 for n, t in run.distillation.named_buffers() if "running_" in n},
-        Stopping(run),
-    )
+    expected = {
+        n: t + 0.5 for n, t in run.distillation.named_buffers() if "running_" in n
+    }
+    stop = Stopping(run)
     stop.agreed = due == "stop"
     with pytest.raises(Interrupted) if stop.agreed else nullcontext():
         evaluate_and_checkpoint(
             run, State(step=1), stop, due == "evaluation", due == "checkpoint"
         )
-    _, tensors, _ = made.store.restore()
-    made.store.close()
-    found = {name: tensors[f"model.{name}"] for name in expected}
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    _, tensors, _ = built.store.restore()
+    built.store.close()
+    restored = {name: tensors[f"model.{name}"] for name in expected}
+    torch.testing.assert_close(restored, expected, rtol=0, atol=1e-6)
 
 
 def test_outputs_of_any_rank_are_none_that_were_at_hand(make, tmp_path):
     """Two ranks: each of them ran the teacher on half of the images, and a row has the
     images of both.
     """
-    made = make(
+    built = make(
         f"teacher.cache.path={tmp_path / 'cache'}",
         "teacher.cache.views=1",
         folder=tmp_path / "run",
     )
-    run = replace(made.run, backend=Ranks(made.run.backend, 2))
+    run = replace(built.run, backend=Ranks(built.run.backend, 2))
     window = meter.Meter(run, State())
-    made.run.teacher.live.images += 16
+    built.run.teacher.live.images += 16
     window.add(
         {"loss": torch.tensor(1.0)}, State(), Plan(torch.arange(8), torch.ones(8))
     )
     window.flush(State(step=1, images=32), 0.1)
-    assert made.store.metrics("train")[-1]["teacher_images"] == 32.0
-    assert reused_outputs(32, run, State(step=1, images=32), made.store)["outputs"] == 0
+    assert built.store.metrics("train")[-1]["teacher_images"] == 32.0
     assert (
-        reused_outputs(48, run, State(step=2, images=64), made.store)["outputs"] == 16
+        reused_outputs(32, run, State(step=1, images=32), built.store)["outputs"] == 0
+    )
+    assert (
+        reused_outputs(48, run, State(step=2, images=64), built.store)["outputs"] == 16
     )
 
 
 def test_the_effective_sample_size_of_an_epoch_is_kishs(make):
     """(sum of w)^2 / sum of w^2, of weights 1, 2 and 3."""
-    made = make()
-    meter.Meter(made.run, State()).log_epoch(
+    built = make()
+    meter.Meter(built.run, State()).log_epoch(
         State(), Plan(torch.arange(3), torch.tensor([1.0, 2.0, 3.0])), 1
     )
-    row = made.store.rows[-1]
+    row = built.store.rows[-1]
     assert (row["candidates"], row["trained"]) == (3.0, 8.0)
     assert row["effective"] == pytest.approx(36 / 14)
 

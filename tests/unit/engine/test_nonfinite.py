@@ -3,7 +3,6 @@ which is computed another way.
 """
 
 import copy
-import json
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pieces import timeless
+from pieces import timeless, without_clocks
+from test_loop import read_rows
 from timm.optim.muon import Muon
 from torch import nn
 from torch.nn import functional as F
@@ -51,32 +51,32 @@ def steps_with(run, image: int, epochs: int) -> list[int]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_term_step_and_layer_are_named(make, workers):
-    made = make("run.epochs=2", "run.every.log=4", BAD, f"data.workers={workers}")
-    bad = steps_with(made.run, IMAGE, 2)
+    built = make("run.epochs=2", "run.every.log=4", BAD, f"data.workers={workers}")
+    bad = steps_with(built.run, IMAGE, 2)
     before = {
         name: tensor.clone()
-        for name, tensor in made.run.distillation.state_dict().items()
+        for name, tensor in built.run.distillation.state_dict().items()
     }
     with pytest.raises(
         Diverged,
         match=rf"^losses: outside.overflowing, loss, grad_norm .* in step {bad[0]}; ",
     ) as caught:
-        train(made.run)
+        train(built.run)
     assert "first in loss term 'outside.overflowing'" in str(caught.value)
     assert "optimizer.on_nonfinite=skip" in caught.value.remedy
-    assert before.keys() == made.run.distillation.state_dict().keys()
+    assert before.keys() == built.run.distillation.state_dict().keys()
     assert all(
         tensor.isfinite().all()
-        for tensor in made.run.distillation.state_dict().values()
+        for tensor in built.run.distillation.state_dict().values()
     )
 
 
 @pytest.mark.parametrize("config_path", ["head", "blocks.0.attn.qkv"])
 def test_a_layer_whose_output_overflows_is_named(make, config_path):
     """Its weights are finite; the network has a parameter that it does not use."""
-    made = make("run.epochs=1", "run.every.log=2")
-    made.run.distillation.student.network.unused = nn.Parameter(torch.zeros(1))
-    layer = made.run.distillation.student.network.get_submodule(config_path)
+    built = make("run.epochs=1", "run.every.log=2")
+    built.run.distillation.student.network.unused = nn.Parameter(torch.zeros(1))
+    layer = built.run.distillation.student.network.get_submodule(config_path)
     with torch.no_grad():
         layer.weight.fill_(3e38)
         layer.bias.fill_(3e38)
@@ -84,28 +84,28 @@ def test_a_layer_whose_output_overflows_is_named(make, config_path):
         Diverged,
         match=rf"in steps 1 to 2; first in the output of layer 'network.{config_path}'",
     ):
-        train(made.run)
+        train(built.run)
 
 
 @pytest.mark.parametrize("policy", ["optimizer.on_nonfinite=error", SKIP])
 def test_a_weight_is_named_and_a_run_that_makes_no_good_step_ends(make, policy):
-    made = make("run.steps=12", "run.every.log=4", "run.every.evaluate=12", policy)
+    built = make("run.steps=12", "run.every.log=4", "run.every.evaluate=12", policy)
     with torch.no_grad():
-        made.run.distillation.student.network.head.weight[1, 2] = float("nan")
+        built.run.distillation.student.network.head.weight[1, 2] = float("nan")
     steps = (
         "9 to 12; 12 steps in a row were skipped, 10 may be"
         if policy == SKIP
         else "1 to 4"
     )
-    found = (
+    message = (
         rf"^losses: kl, loss, grad_norm became NaN or infinite in steps {steps}; first"
         r" in weight 'student.network.head"
     )
-    with pytest.raises(NonFiniteLoss, match=found):
-        train(made.run)
+    with pytest.raises(NonFiniteLoss, match=message):
+        train(built.run)
     rows = [
         (row["step"], row["skipped"], "loss" in row)
-        for row in made.store.rows
+        for row in built.store.rows
         if row["kind"] == "train"
     ]
     assert rows == ([(4, 4.0, False), (8, 4.0, False)] if policy == SKIP else [])
@@ -119,7 +119,7 @@ def test_a_run_that_skips_more_than_half_of_its_steps_ends_with_an_error(
     """
     bad = f"losses=[{{kind: outside.overflowing, image: {IMAGE}}}]"
     for _ in range(2):
-        made = make(
+        built = make(
             "run.epochs=8",
             "data.batch_size=36",
             "run.every.log=3",
@@ -131,8 +131,8 @@ def test_a_run_that_skips_more_than_half_of_its_steps_ends_with_an_error(
             NonFiniteLoss,
             match=r"^optimizer\.on_nonfinite: 8 of 8 steps were skipped.*half.*lr",
         ):
-            train(made.run)
-        made.store.close()
+            train(built.run)
+        built.store.close()
 
 
 @pytest.mark.parametrize("good", [3, 4])
@@ -149,20 +149,20 @@ def test_half_of_the_steps_may_be_skipped(good):
 def test_the_reports_say_how_many_steps_were_skipped(settings, capfd):
     """One image in one step of each epoch; the baseline skips none."""
     bad = f"losses=[{{kind: outside.overflowing, image: {IMAGE}}}]"
-    more = [
+    overrides = [
         "run.epochs=3",
         "data.batch_size=12",
         "run.every.log=2",
         "run.baseline=true",
     ]
-    folder = run_job(config.load(settings, [*more, bad, SKIP])).folder
+    folder = run_job(config.load(settings, [*overrides, bad, SKIP])).folder
     line = "3 of 9 optimizer steps were skipped: their gradient was NaN or infinite."
     assert (folder / "report.md").read_text().count(line) == 1
     assert capfd.readouterr().out.count(line) == 1
-    made = report([folder], images=-1, trust=True)
-    assert line in made.summary
+    reported = report([folder], images=-1, trust=True)
+    assert line in reported.summary
     assert re.search(
-        r"steps were skipped</td>\s*<td[^>]*>3 of 9", made.file.read_text()
+        r"steps were skipped</td>\s*<td[^>]*>3 of 9", reported.file.read_text()
     )
 
 
@@ -185,11 +185,9 @@ def test_a_run_that_skips_is_the_plain_loop_that_skips(kind, nan):
     not come.
     """
     generator = torch.Generator().manual_seed(0)
-    images, teacher, student = (
-        torch.rand(24, 3, 8, 8, generator=generator),
-        small(1),
-        small(2),
-    )
+    images = torch.rand(24, 3, 8, 8, generator=generator)
+    teacher = small(1)
+    student = small(2)
     images[4 * nan + 1, 0, 0, 0] = float("nan")
     items = [(image, i % 3) for i, image in enumerate(images)]
     batches = torch.utils.data.DataLoader(items, batch_size=4)  # taken as they come
@@ -202,11 +200,11 @@ def test_a_run_that_skips_is_the_plain_loop_that_skips(kind, nan):
         "lr": 0.01,
         "clip": 1.0,
     }
-    made = kd.distill(
+    distilled = kd.distill(
         teacher=teacher, student=student, train=batches, val=items[4 * nan + 4 :], epochs=1, batch_size=4,
         optimizer={**settings, "on_nonfinite": "skip"}, backend={"kind": "cpu"}, progress=False,
     )  # fmt: skip
-    assert made.state.skipped == 0
+    assert distilled.state.skipped == 0
     optimizers = {
         "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0, fused=True),
         "sgd": partial(
@@ -241,25 +239,11 @@ def test_a_run_that_skips_is_the_plain_loop_that_skips(kind, nan):
         )
 
 
-def read_rows(folder) -> list[dict]:
-    rows = [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    return [
-        {
-            k: v
-            for k, v in row.items()
-            if k not in ("seconds", "cpu_seconds", "images_per_second")
-        }
-        for row in rows
-    ]
-
-
 def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
     """Sifted by its losses, averaged; stopped after each step in turn; begun with the
     policy `error`.
     """
-    more = (
+    overrides = (
         "run.epochs=4",
         "run.every.log=1",
         BAD,
@@ -267,35 +251,37 @@ def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
         "sifter.kind=history",
         "sifter.anneal=0",
     )
-    whole = make(*more, SKIP, folder=tmp_path / "whole")
-    last = train(whole.run)
-    whole.store.close()
-    rows = read_rows(tmp_path / "whole")
+    uninterrupted = make(*overrides, SKIP, folder=tmp_path / "whole")
+    final_state = train(uninterrupted.run)
+    uninterrupted.store.close()
+    rows = without_clocks(read_rows(tmp_path / "whole"))
     skipped = [row["step"] for row in rows if row["kind"] == "train" and row["skipped"]]
     assert len(skipped) > 1
     assert all("loss" not in row for row in rows if row.get("skipped"))
     assert all(
         tensor.isfinite().all()
-        for name, tensor in whole.store.restore()[1].items()
+        for name, tensor in uninterrupted.store.restore()[1].items()
         if not name.startswith("sifter.")
     )
-    for at in (skipped[0] - 1, skipped[0], last.step - 1):
-        folder, calls = tmp_path / f"stopped {at}", iter([False] * (at - 1) + [True])
-        stopped = make(*more, SKIP, folder=folder)
+    for at in (skipped[0] - 1, skipped[0], final_state.step - 1):
+        folder = tmp_path / f"stopped {at}"
+        calls = iter([False] * (at - 1) + [True])
+        stopped = make(*overrides, SKIP, folder=folder)
         with pytest.raises(Interrupted):
             train(replace(stopped.run, stop=lambda calls=calls: next(calls, False)))
         stopped.store.close()
-        resumed = make(*more, SKIP, folder=folder)
-        assert timeless(train(resumed.run)) == timeless(last)
+        resumed = make(*overrides, SKIP, folder=folder)
+        assert timeless(train(resumed.run)) == timeless(final_state)
         resumed.store.close()
-        one, other = whole.store.restore()[1], resumed.store.restore()[1]
+        expected = uninterrupted.store.restore()[1]
+        tensors = resumed.store.restore()[1]
         assert all(
-            torch.equal(one[name].nan_to_num(7.0), other[name].nan_to_num(7.0))
-            for name in one
+            torch.equal(expected[name].nan_to_num(7.0), tensors[name].nan_to_num(7.0))
+            for name in expected
         )
-        assert [row for row in read_rows(folder) if row["kind"] == "val"] == [
-            r for r in rows if r["kind"] == "val"
-        ]
+        assert [
+            row for row in without_clocks(read_rows(folder)) if row["kind"] == "val"
+        ] == [r for r in rows if r["kind"] == "val"]
 
 
 def test_the_image_with_nan_is_named_and_not_its_batch():

@@ -10,7 +10,7 @@ from kd.engine.optim import Schedule
 
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("least", [0.0, 0.1])
-def test_cosine(warmup, least):
+def test_the_cosine_follows_its_formula(warmup, least):
     schedule = Schedule(0.5, warmup, least)
     for i in range(101):
         progress = i / 100
@@ -22,16 +22,14 @@ def test_cosine(warmup, least):
         assert schedule.factor(progress) == pytest.approx(expected, abs=1e-12)
 
 
-def test_constant():
+def test_a_constant_rate_follows_its_warmup():
     schedule = Schedule(1.0, 0.2, 0.0, "constant")
     assert [schedule.factor(p) for p in (0.1, 0.2, 0.7, 1.0)] == [0.5, 1.0, 1.0, 1.0]
 
 
 def test_apply_sets_every_group_and_has_no_state():
-    weight, bias = (
-        torch.nn.Parameter(torch.zeros(2, 2)),
-        torch.nn.Parameter(torch.zeros(2)),
-    )
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    bias = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD(
         [{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}], lr=9.0
     )

@@ -5,7 +5,14 @@ says of an epoch.
 import pytest
 import torch
 from pieces import slow
-from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
+from test_loop import (
+    killed_and_resumed,
+    read_rows,
+    rows_of,
+    same,
+    weights,
+    without_clocks,
+)
 
 from kd.core.errors import ModelError
 from kd.engine.loop import train
@@ -27,12 +34,8 @@ SIFTERS = {
 QUICK = ("history", "relative, in micros")  # before and after a batch is made
 
 
-def rows(made, kind: str) -> list[dict]:
-    return [row for row in made.store.rows if row["kind"] == kind]
-
-
 @pytest.mark.parametrize(
-    "name", [one if one in QUICK else slow(one) for one in SIFTERS]
+    "name", [sifter if sifter in QUICK else slow(sifter) for sifter in SIFTERS]
 )
 def test_a_sifted_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name):
     overrides = (
@@ -42,41 +45,35 @@ def test_a_sifted_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, na
         *SIFTERS[name],
     )
     cache = "teacher.cache.path={}/cache"  # each run fills its own
-    whole = make(
+    uninterrupted = make(
         *overrides, cache.format(tmp_path / "whole"), folder=tmp_path / "whole"
     )
-    last = train(whole.run)
+    final_state = train(uninterrupted.run)
     expected = without_clocks(read_rows(tmp_path / "whole"))
-    whole.store.close()
-    for at in range(2, last.step, 3):
+    uninterrupted.store.close()
+    for at in range(2, final_state.step, 3):
         folder = tmp_path / f"killed {at}"
-        killed = make(
-            *overrides, cache.format(folder), folder=folder, logger=StopAfter(at)
+        resumed, _ = killed_and_resumed(
+            make, at, folder, *overrides, cache.format(folder)
         )
-        with pytest.raises(Stop):
-            train(killed.run)
-        killed.store.close()
-        resumed = make(*overrides, cache.format(folder), folder=folder)
-        train(resumed.run)
-        resumed.store.close()
-        assert same(weights(resumed.run), weights(whole.run)), at
+        assert same(weights(resumed.run), weights(uninterrupted.run)), at
         # an answer is asked for again where a resumed epoch scores again what was
         # waiting
         uncounted = [
-            [{k: v for k, v in row.items() if k != "teacher_images"} for row in found]
-            for found in (without_clocks(read_rows(folder)), expected)
+            [{k: v for k, v in row.items() if k != "teacher_images"} for row in metrics]
+            for metrics in (without_clocks(read_rows(folder)), expected)
         ]
         assert uncounted[0] == uncounted[1]
 
 
 @pytest.mark.parametrize("name", SIFTERS)
 def test_the_schedule_decays_to_its_end_and_the_epochs_are_logged(make, name):
-    made = make("run.epochs=6", "run.every.log=1", *SIFTERS[name])
-    state = train(made.run)
+    built = make("run.epochs=6", "run.every.log=1", *SIFTERS[name])
+    state = train(built.run)
     assert state.epoch == 6
-    rates = [row["lr"] for row in rows(made, "train")]
+    rates = [row["lr"] for row in rows_of(built, "train")]
     assert rates[-1] < 0.02 * max(rates)
-    epochs = rows(made, "epoch")
+    epochs = rows_of(built, "epoch")
     assert sum(row["trained"] for row in epochs) == state.images
     assert sum(row["trained"] for row in epochs) < 6 * 32
     for row in epochs:
@@ -85,12 +82,11 @@ def test_the_schedule_decays_to_its_end_and_the_epochs_are_logged(make, name):
 
 def test_the_teacher_runs_once_on_what_is_scored(make):
     keys = ("sifter.kind=relative", "sifter.sift_delay=0", "sifter.beta_value=1")
-    made = make("run.epochs=3", *keys)
-    state = train(made.run)
+    built = make("run.epochs=3", *keys)
+    state = train(built.run)
     assert state.images == 3 * 16
-    assert (
-        sum(row["teacher_images"] for row in rows(made, "train")) == 3 * 32
-    )  # every candidate, not again in the step
+    # every candidate, not again in the step
+    assert sum(row["teacher_images"] for row in rows_of(built, "train")) == 3 * 32
 
 
 def test_the_step_reuses_the_scoring_passs_teacher_outputs(make, steady):
@@ -103,12 +99,15 @@ def test_the_step_reuses_the_scoring_passs_teacher_outputs(make, steady):
         "data.batch_size=12",
         f"teacher.model={steady}",
     )
-    made, asked = make(*keys), make(*keys)
-    teacher, compared = asked.run.teacher, []
+    plain = make(*keys)
+    queried = make(*keys)
+    teacher = queried.run.teacher
+    compared = []
 
     class Again:
         images = 0
-        lookup, flush = teacher.lookup, teacher.flush
+        lookup = teacher.lookup
+        flush = teacher.flush
 
         def __call__(self, batch):
             if batch.teacher_outputs is not None:
@@ -117,13 +116,13 @@ def test_the_step_reuses_the_scoring_passs_teacher_outputs(make, steady):
                 )
             return teacher(batch)
 
-    object.__setattr__(asked.run, "teacher", Again())
-    train(made.run)
-    train(asked.run)
+    object.__setattr__(queried.run, "teacher", Again())
+    train(plain.run)
+    train(queried.run)
     assert compared
     for stored, live in compared:
         torch.testing.assert_close(stored, live, rtol=1e-5, atol=1e-6)
-    assert same(weights(made.run), weights(asked.run))
+    assert same(weights(plain.run), weights(queried.run))
 
 
 def test_scoring_leaves_the_student_as_it_was(make):
@@ -154,25 +153,25 @@ def test_scoring_leaves_the_student_as_it_was(make):
 
 
 def test_the_scoring_pass_may_see_images_of_half_the_size(make):
-    made = make(
+    built = make(
         *RELATIVE,
         "sifter.shrink=2",
         "student.args.dynamic_img_size=true",
         "run.epochs=4",
     )
-    seen: list[torch.Size] = []
-    hook = made.run.distillation.student.network.register_forward_pre_hook(
-        lambda _, given: seen.append(given[0].shape)
+    shapes: list[torch.Size] = []
+    hook = built.run.distillation.student.network.register_forward_pre_hook(
+        lambda _, inputs: shapes.append(inputs[0].shape)
     )
-    state = train(made.run)
+    state = train(built.run)
     hook.remove()
-    side = max(shape[-1] for shape in seen)
-    assert {shape[-1] for shape in seen} == {side, side // 2}
+    side = max(shape[-1] for shape in shapes)
+    assert {shape[-1] for shape in shapes} == {side, side // 2}
     assert state.images < 4 * 32
 
 
 def test_a_student_of_one_size_is_not_scored_on_smaller_images(make):
-    made = make(*RELATIVE, "sifter.shrink=2")
+    built = make(*RELATIVE, "sifter.shrink=2")
     with pytest.raises(
         ModelError,
         match=(
@@ -180,4 +179,4 @@ def test_a_student_of_one_size_is_not_scored_on_smaller_images(make):
             r" height"
         ),
     ):
-        train(made.run)
+        train(built.run)

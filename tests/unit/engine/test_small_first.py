@@ -11,7 +11,7 @@ import torch
 from pieces import slow
 from PIL import Image
 from test_cached import curve, keys, taught
-from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
+from test_loop import killed_and_resumed, read_rows, same, weights, without_clocks
 
 from kd import config
 from kd.core.errors import ModelError
@@ -43,24 +43,27 @@ def sides(module: torch.nn.Module) -> list[int]:
     """Return a list that grows by the side of each batch of images that a module is
     given.
     """
-    seen: list[int] = []
-    module.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[-1]))
-    return seen
+    batch_sides: list[int] = []
+    module.register_forward_pre_hook(
+        lambda _, inputs: batch_sides.append(inputs[0].shape[-1])
+    )
+    return batch_sides
 
 
 def test_the_student_sees_small_images_first_and_its_teacher_whole_ones(make):
     """36 images in batches of 8, 4 epochs: the middles of the first 10 of 16 steps lie
     before 0.6 of the run.
     """
-    made = make(*SMALL, "run.epochs=4", "run.every.evaluate=16", "data.micro_batch=4")
-    student = made.run.distillation.student.network
-    seen, teacher = sides(student), sides(made.run.teacher.model.network)
-    train(made.run)
-    trained = [side for side in seen if side == 8]
-    assert seen[:20] == trained == [8] * 20
-    assert set(seen[20:]) == {16}
-    assert set(teacher) == {16}
-    assert made.run.distillation.student.input_size == 16
+    built = make(*SMALL, "run.epochs=4", "run.every.evaluate=16", "data.micro_batch=4")
+    student = built.run.distillation.student.network
+    student_sides = sides(student)
+    teacher_sides = sides(built.run.teacher.model.network)
+    train(built.run)
+    trained = [side for side in student_sides if side == 8]
+    assert student_sides[:20] == trained == [8] * 20
+    assert set(student_sides[20:]) == {16}
+    assert set(teacher_sides) == {16}
+    assert built.run.distillation.student.input_size == 16
 
 
 @pytest.mark.parametrize(
@@ -70,18 +73,18 @@ def test_the_student_sees_small_images_first_and_its_teacher_whole_ones(make):
 def test_the_share_of_the_run_decides_step_by_step(epochs, steps, expected):
     length = RunLength(epochs, steps, 8, 0, Intervals(), small_until=0.6)
     plan = Plan(torch.arange(32), torch.ones(32))
-    found = []
+    small_steps = []
     for epoch in range(len(expected)):
         begun = State(step=4 * epoch, epoch=epoch)
         resumed = replace(begun, step=begun.step + 3, step_in_epoch=3)
         assert length.small_steps(begun, plan) == length.small_steps(resumed, plan)
-        found.append(length.small_steps(begun, plan))
+        small_steps.append(length.small_steps(begun, plan))
         middles = [
             length.progress(replace(begun, step=4 * epoch + at, step_in_epoch=at), 4)
             for at in range(4)
         ]
-        assert found[-1] == sum(middle < 0.6 for middle in middles)
-    assert found == expected
+        assert small_steps[-1] == sum(middle < 0.6 for middle in middles)
+    assert small_steps == expected
     assert replace(length, small_until=0.0).small_steps(State(), plan) == 0
 
 
@@ -91,7 +94,7 @@ def test_a_sifted_epoch_is_measured_in_its_own_steps():
     """
     length = RunLength(10, 0, 8, 0, Intervals(), small_until=0.52)
     plan = Plan(torch.arange(32), torch.ones(32), steps=2)
-    found = [
+    small_steps = [
         length.small_steps(State(step=2 * epoch, epoch=epoch), plan)
         for epoch in range(10)
     ]
@@ -99,31 +102,31 @@ def test_a_sifted_epoch_is_measured_in_its_own_steps():
         [(epoch + (step + 0.5) / 2) / 10 < 0.52 for step in range(2)]
         for epoch in range(10)
     ]
-    assert found == [4 if 2 * sum(small) >= 2 else 0 for small in middles]
-    assert found == [4] * 5 + [0] * 5
+    assert small_steps == [4 if 2 * sum(small) >= 2 else 0 for small in middles]
+    assert small_steps == [4] * 5 + [0] * 5
 
 
 @pytest.mark.parametrize("mixing", [(), MIXED], ids=["plain", "mixed"])
 def test_live_filled_as_it_goes_and_filled_ahead_are_the_same_run(
     make, settings, steady, tmp_path, mixing
 ):
-    own = (
+    overrides = (
         *SMALL,
         *mixing,
         f"teacher.model={steady}",
         "data.batch_size=12",
         "run.epochs=4",
     )
-    live = make(*own, "data.views=2")
+    live = make(*overrides, "data.views=2")
     train(live.run)
-    filling = make(*own, *keys(tmp_path / "one"))
+    filling = make(*overrides, *keys(tmp_path / "one"))
     train(filling.run)
-    job.cache(config.load(settings, [*own, *keys(tmp_path / "two")]))
-    ahead = make(*own, *keys(tmp_path / "two"), "data.store=views")
+    job.cache(config.load(settings, [*overrides, *keys(tmp_path / "two")]))
+    ahead = make(*overrides, *keys(tmp_path / "two"), "data.store=views")
     train(ahead.run)
     assert curve(live) == curve(filling) == curve(ahead)
     assert all(
-        same(weights(live.run), weights(other.run)) for other in (filling, ahead)
+        same(weights(live.run), weights(built.run)) for built in (filling, ahead)
     )
     assert taught(filling) == [12.0] * 6 + [0.0] * 6
     assert taught(ahead) == [0.0] * 12
@@ -145,40 +148,35 @@ def test_a_run_that_was_killed_in_either_part_is_the_run_that_was_not(
 ):
     overrides = (*SMALL, "run.epochs=4", "run.every.checkpoint=1", *SIFTERS[name])
     cache = "teacher.cache.path={}/cache"  # each run fills its own
-    whole = make(
+    uninterrupted = make(
         *overrides, cache.format(tmp_path / "whole"), folder=tmp_path / "whole"
     )
-    seen = sides(whole.run.distillation.student.network)
-    last = train(whole.run)
-    assert {8, 16} == set(seen)
-    for at in (3, last.step - 2):
+    student_sides = sides(uninterrupted.run.distillation.student.network)
+    final_state = train(uninterrupted.run)
+    assert {8, 16} == set(student_sides)
+    for at in (3, final_state.step - 2):
         folder = tmp_path / f"killed {at}"
-        killed = make(
-            *overrides, cache.format(folder), folder=folder, logger=StopAfter(at)
+        resumed, _ = killed_and_resumed(
+            make, at, folder, *overrides, cache.format(folder)
         )
-        with pytest.raises(Stop):
-            train(killed.run)
-        killed.store.close()
-        resumed = make(*overrides, cache.format(folder), folder=folder)
-        train(resumed.run)
-        assert same(weights(resumed.run), weights(whole.run)), at
-        found, expected = (
+        assert same(weights(resumed.run), weights(uninterrupted.run)), at
+        actual, expected = (
             [
                 {k: v for k, v in row.items() if k != "teacher_images"}
-                for row in without_clocks(read_rows(one))
+                for row in without_clocks(read_rows(run_folder))
             ]
-            for one in (folder, tmp_path / "whole")
+            for run_folder in (folder, tmp_path / "whole")
         )
-        assert found == expected
+        assert actual == expected
 
 
 def test_an_epoch_of_a_scoring_sifter_has_one_size(make):
-    made = make(*SMALL, *RELATIVE, "run.epochs=3", "run.every.evaluate=99")
-    seen = sides(made.run.distillation.student.network)
-    train(made.run)
-    training = seen[: seen.index(16)]
+    built = make(*SMALL, *RELATIVE, "run.epochs=3", "run.every.evaluate=99")
+    student_sides = sides(built.run.distillation.student.network)
+    train(built.run)
+    training = student_sides[: student_sides.index(16)]
     assert set(training) == {8}
-    assert 8 not in seen[len(training) :]
+    assert 8 not in student_sides[len(training) :]
 
 
 def test_an_image_that_changed_while_images_are_small_ends_the_run(
@@ -189,8 +187,8 @@ def test_an_image_that_changed_while_images_are_small_ends_the_run(
     """
     data = tmp_path / "photos"
     shutil.copytree(photos, data)
-    own = (*SMALL, f"data.root={data}", *keys(tmp_path / "cache", views=1))
-    job.cache(config.load(settings, own))
+    overrides = (*SMALL, f"data.root={data}", *keys(tmp_path / "cache", views=1))
+    job.cache(config.load(settings, overrides))
     file = data / "train" / "fig" / "03.jpg"
     size = file.stat().st_size
     quality = next(q for q in range(89, 0, -1) if len(_jpeg(file, q)) <= size)
@@ -199,7 +197,7 @@ def test_an_image_that_changed_while_images_are_small_ends_the_run(
         ModelError,
         match=r"teacher\.cache\.path: .* has changed since its record.*kd-cache",
     ):
-        train(make(*own, "run.epochs=4").run)
+        train(make(*overrides, "run.epochs=4").run)
 
 
 def _jpeg(file, quality: int) -> bytes:
@@ -209,26 +207,27 @@ def _jpeg(file, quality: int) -> bytes:
 
 
 def test_patience_begins_where_images_have_their_size(make):
-    own = (
+    # no evaluation is better than the first
+    overrides = (
         "run.epochs=8",
         "run.patience=1",
         "optimizer.lr=1e-12",
-    )  # no evaluation is better than the first
-    assert train(make(*own).run).epoch == 2
-    assert train(make(*own, *SMALL).run).epoch == 5  # 0.6 of 8 epochs are 4.8
+    )
+    assert train(make(*overrides).run).epoch == 2
+    assert train(make(*overrides, *SMALL).run).epoch == 5  # 0.6 of 8 epochs are 4.8
 
 
 def test_a_vit_takes_other_sizes_and_its_export_is_as_ever(make, settings, tmp_path):
     """Position embeddings are resampled in training alone: the folder holds a network
     of one size.
     """
-    made = make(*SMALL, folder=tmp_path / "run")
-    train(made.run)
+    built = make(*SMALL, folder=tmp_path / "run")
+    train(built.run)
     recipe = resolve(config.load(settings, SMALL))
-    exported, _ = best_student(made.store, recipe, ["apple", "fig", "pear"])
+    exported, _ = best_student(built.store, recipe, ["apple", "fig", "pear"])
     assert not exported.network.dynamic_img_size
     pixels = torch.randint(256, (3, 3, 16, 16), dtype=torch.uint8)
-    trained = made.run.distillation.student.eval()
+    trained = built.run.distillation.student.eval()
     torch.testing.assert_close(
         trained(pixels).logits, exported.eval()(pixels).logits, rtol=1e-5, atol=1e-6
     )
@@ -251,10 +250,10 @@ def test_a_vit_takes_other_sizes_and_its_export_is_as_ever(make, settings, tmp_p
 def test_sizes_that_a_student_cannot_take_are_refused_before_step_one(
     settings, make, overrides, words
 ):
-    own = (*SMALL, *overrides)
+    small_overrides = (*SMALL, *overrides)
     for refuse in (
-        lambda: check(resolve(config.load(settings, own))),
-        lambda: make(*own),
+        lambda: check(resolve(config.load(settings, small_overrides))),
+        lambda: make(*small_overrides),
     ):
         with pytest.raises(ModelError, match=words):
             refuse()
@@ -266,7 +265,9 @@ def test_a_fitted_teacher_is_the_same_one(settings):
         "model": "vit_tiny_patch16_224",
         "fit": {"epochs": 2},
     }
-    plain, small = (resolve(config.load(settings, own)) for own in ((), SMALL[:2]))
+    plain, small = (
+        resolve(config.load(settings, overrides)) for overrides in ((), SMALL[:2])
+    )
     first, second = (fit_folders(recipe, "data") for recipe in (plain, small))
     assert [path for _, path in first.values()] == [path for _, path in second.values()]
     assert all(not recipe.data.progressive.size for recipe, _ in second.values())
@@ -287,9 +288,9 @@ def test_a_check_estimates_both_parts(settings):
     assert "at 8 px until 60% of them" in describe(recipe)
     with distributed(recipe.backend) as backend:
         bench = Bench.of(recipe, open_sources(recipe.data), backend)
-        found = measure(bench)
-        assert min(found["small step"].ms, found["small load"].ms) > 0
-        known = {
+        timings = measure(bench)
+        assert min(timings["small step"].ms, timings["small load"].ms) > 0
+        durations_ms = {
             "step": 40.0,
             "small step": 10.0,
             "load": 4.0,
@@ -297,13 +298,15 @@ def test_a_check_estimates_both_parts(settings):
             "score": 0.0,
             "teacher": 0.0,
         }
-        parts = {name: Timing(ms, ms, 8) for name, ms in {**known, "fit": 0.0}.items()}
+        assumed = {
+            name: Timing(ms, ms, 8) for name, ms in {**durations_ms, "fit": 0.0}.items()
+        }
         speed = next(
-            line for line in estimate(bench, parts) if line.startswith("speed")
+            line for line in estimate(bench, assumed) if line.startswith("speed")
         )
     once = 36 / 800  # images are also loaded whole where the teacher is run
-    each = 0.4 * (40 + 4) + 0.6 * (10 + 2 + once * 4)
-    assert f" {1000 / each:.0f} images/s; " in speed
+    ms_per_image = 0.4 * (40 + 4) + 0.6 * (10 + 2 + once * 4)
+    assert f" {1000 / ms_per_image:.0f} images/s; " in speed
     assert (
         "student 40.000, loading 4.000, at 8 px, until 60%, student 10.000, loading"
         " then 2.000 ms" in speed

@@ -79,7 +79,8 @@ def test_power_iterations_are_copied_so_the_average_keeps_its_norm():
     """
     torch.manual_seed(0)
     module = nn.Sequential(spectral_norm(nn.Linear(16, 8)))
-    average, original = EMA(module, 0.9), module[0].parametrizations.weight.original
+    average = EMA(module, 0.9)
+    original = module[0].parametrizations.weight.original
     module.train()
     for step in range(1, 60):
         with torch.no_grad():
@@ -161,7 +162,7 @@ class Renames(Grows):
     def __init__(self) -> None:
         super().__init__()
         self._register_state_dict_hook(
-            lambda module, state, prefix, rest: state.update(old=state.popitem()[1])
+            lambda module, state, prefix, metadata: state.update(old=state.popitem()[1])
         )
 
 

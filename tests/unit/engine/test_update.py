@@ -32,14 +32,13 @@ def test_the_host_waits_for_the_device_at_known_points_only(make, tmp_path, name
     """At a log point, in an evaluation, with a checkpoint, and once an epoch; in no
     step.
     """
-    more = (f"teacher.cache.path={tmp_path / 'cache'}",) if name == "cached" else ()
-    run = make("run.epochs=3", "run.every.log=100", *CASES[name], *more).run
+    folder = (f"teacher.cache.path={tmp_path / 'cache'}",) if name == "cached" else ()
+    run = make("run.epochs=3", "run.every.log=100", *CASES[name], *folder).run
     with Reads() as reads:
         train(run)
-    more = {"history": ONCE_AN_EPOCH, "cached": {"types:take"}}.get(
-        name, set()
-    )  # of a batch that was not sent yet
-    assert set(reads.found) - HOST == AT_POINTS | more
+    # of a batch that was not sent yet
+    waits = {"history": ONCE_AN_EPOCH, "cached": {"types:take"}}.get(name, set())
+    assert set(reads.found) - HOST == AT_POINTS | waits
 
 
 def test_the_newest_of_equal_scores_is_kept_and_patience_counts_on(make):
@@ -51,9 +50,9 @@ def test_the_newest_of_equal_scores_is_kept_and_patience_counts_on(make):
 
 
 @pytest.mark.parametrize(
-    ("images", "kept"), [(111, [0, 1, 3, 4]), (400, [0, 1, 4]), (0, [0, 1])]
+    ("images", "expected"), [(111, [0, 1, 3, 4]), (400, [0, 1, 4]), (0, [0, 1])]
 )
-def test_the_newest_within_a_standard_error_of_the_best_is_kept(make, images, kept):
+def test_the_newest_within_a_standard_error_of_the_best_is_kept(make, images, expected):
     """The accuracies of a real run; sqrt(0.6306 * 0.3694 / images) is 0.0458 and
     0.0241; 0: it is not known.
     """
@@ -68,15 +67,13 @@ def test_the_newest_within_a_standard_error_of_the_best_is_kept(make, images, ke
         def standard_error(self, value):
             return math.sqrt(value * (1 - value) / images) if images else 0.0
 
-    run, state, found = (
-        replace(make("run.steps=1").run, evaluator=Scripted()),
-        State(),
-        [],
-    )
+    run = replace(make("run.steps=1").run, evaluator=Scripted())
+    state = State()
+    kept_steps = []
     for step in range(5):
         state, chosen = evaluate(run, state, Stopping(run))
-        found += [step] * chosen
-    assert found == kept
+        kept_steps += [step] * chosen
+    assert kept_steps == expected
     assert (state.best, state.no_better) == (0.6306, 3)
 
 
@@ -98,7 +95,8 @@ def test_evaluation_and_checkpoint_have_the_averaged_weights(make, tmp_path):
         folder=tmp_path / "run",
     )
     train(run)
-    last, raw = store.metrics("val")[-1], run.evaluator(run.distillation.student)
+    last = store.metrics("val")[-1]
+    raw = run.evaluator(run.distillation.student)
     smooth = run.evaluator(averaged(run))
     column = (
         "student_kl"

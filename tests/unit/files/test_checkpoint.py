@@ -37,11 +37,11 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
         ]
     }
     checkpoint.write(tmp_path / "a", state, TENSORS, info)
-    found = checkpoint.read(tmp_path / "a")
-    assert (found[0], found[2]) == (state, info)
-    assert found[1].keys() == TENSORS.keys()
+    restored = checkpoint.read(tmp_path / "a")
+    assert (restored[0], restored[2]) == (state, info)
+    assert restored[1].keys() == TENSORS.keys()
     assert all(
-        torch.equal(found[1][n], t) and found[1][n].dtype == t.dtype
+        torch.equal(restored[1][n], t) and restored[1][n].dtype == t.dtype
         for n, t in TENSORS.items()
     )
 
@@ -54,10 +54,10 @@ def test_shared_and_strided_tensors_can_be_written(tmp_path):
         {"a": matrix, "b": matrix, "t": matrix.T, "row": matrix[1]},
         {},
     )
-    found = checkpoint.read(tmp_path / "a")[1]
-    assert torch.equal(found["t"], matrix.T)
-    assert torch.equal(found["b"], matrix)
-    assert torch.equal(found["row"], matrix[1])
+    tensors = checkpoint.read(tmp_path / "a")[1]
+    assert torch.equal(tensors["t"], matrix.T)
+    assert torch.equal(tensors["b"], matrix)
+    assert torch.equal(tensors["row"], matrix[1])
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,8 @@ def test_shared_and_strided_tensors_can_be_written(tmp_path):
 def test_a_damaged_checkpoint_says_what_to_remove(tmp_path, damage):
     folder = tmp_path / "step_00000001"
     checkpoint.write(folder, State(step=1), TENSORS, {})
-    tensors, state = folder / "tensors.safetensors", folder / "state.json"
+    tensors = folder / "tensors.safetensors"
+    state = folder / "state.json"
     content = json.loads(state.read_text())
     if damage == "cut":
         tensors.write_bytes(tensors.read_bytes()[:-1])
@@ -114,10 +115,10 @@ def test_a_checkpoint_that_this_user_may_not_read_is_not_to_be_removed(
 ):
     real = getattr(Path, call)
 
-    def refuse(path, *args, **more):
+    def refuse(path, *args, **options):
         if path.name == file:
             raise PermissionError(errno.EACCES, "Permission denied")
-        return real(path, *args, **more)
+        return real(path, *args, **options)
 
     checkpoint.write(tmp_path / "a", State(), TENSORS, {})
     monkeypatch.setattr(Path, call, refuse)

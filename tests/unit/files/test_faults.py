@@ -38,7 +38,10 @@ class Faults:
 
     def __init__(self, at: int, number: int, lasting: bool) -> None:
         """`number`: of the error; KILLED ends the process."""
-        self.at, self.number, self.lasting, self.calls = at, number, lasting, 0
+        self.at = at
+        self.number = number
+        self.lasting = lasting
+        self.calls = 0
 
     def fails(self) -> bool:
         self.calls += 1
@@ -54,7 +57,8 @@ class Faults:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("mkdir", "replace", "fsync", "unlink", "rmdir"):
                 patch.setattr(os, name, self._checked(getattr(os, name)))
-            opened, save = Path.open, checkpoint.save_file
+            opened = Path.open
+            save = checkpoint.save_file
 
             def open_(
                 path: Path, mode: str = "r", *args: object, **options: object
@@ -144,20 +148,20 @@ def train(folder: RunDir, best: float, first: int, last: int) -> None:
         folder.checkpoint(state, {"w": torch.full((3,), float(step))}, {}, improved)
 
 
-def check_and_finish(path: Path, done: set[int]) -> None:
-    """Require that a folder restores to one of `done` with the true best, and goes on
-    to the end.
+def check_and_finish(path: Path, expected_steps: set[int]) -> None:
+    """Require that a folder restores to one of `expected_steps` with the true best, and
+    goes on to the end.
     """
     folder = RunDir(path, keep=1)
     folder.open("")
-    found = folder.restore()
-    state = found[0] if found else State()
-    assert state.step in done
+    restored = folder.restore()
+    state = restored[0] if restored else State()
+    assert state.step in expected_steps
     assert [
         name for name in os.listdir(folder.checkpoints) if name.startswith(".")
     ] == []
-    if found:
-        assert found[1]["w"].tolist() == [float(state.step)] * 3
+    if restored:
+        assert restored[1]["w"].tolist() == [float(state.step)] * 3
         require_best(folder, state.step)
         assert state.best == max(ACCURACY[step] for step in range(1, state.step + 1))
     train(folder, state.best, state.step + 1, 5)
@@ -193,7 +197,9 @@ CASES = [(3, *fault) for fault in FAULTS] + [
 
 
 @pytest.mark.parametrize(("step", "number", "lasting"), CASES)
-def test_a_checkpoint(tmp_path, record_property, step, number, lasting):
+def test_a_checkpoint_survives_every_fault(
+    tmp_path, record_property, step, number, lasting
+):
     """The first one, one that is the new best and removes the old best, and one that
     removes a worse one.
     """
@@ -205,7 +211,7 @@ def test_a_checkpoint(tmp_path, record_property, step, number, lasting):
     def work(path: Path) -> None:
         train(
             RunDir(path, keep=1),
-            max([-1.0, *(ACCURACY[done] for done in range(1, step))]),
+            max([-1.0, *(ACCURACY[earlier] for earlier in range(1, step))]),
             step,
             step,
         )
@@ -219,7 +225,9 @@ def test_a_checkpoint(tmp_path, record_property, step, number, lasting):
 
 
 @pytest.mark.parametrize(("number", "lasting"), FAULTS, ids=IDS)
-def test_a_folder_that_is_replaced(tmp_path, record_property, number, lasting):
+def test_a_folder_that_is_replaced_survives_every_fault(
+    tmp_path, record_property, number, lasting
+):
     (tmp_path / "base" / "export").mkdir(parents=True)
     (tmp_path / "base" / "export" / "file").write_text("old")
 

@@ -27,11 +27,11 @@ def test_files_are_listed_and_read(aws):
 
 
 def test_a_version_changes_with_the_content(aws):
-    found = set()
+    versions = set()
     for content in (b"one", b"two", b"two"):
         put("s3://bucket/file", content)
-        found.add(object_store.version("s3://bucket/file", "data.train")[:4])
-    assert len(found) >= 2
+        versions.add(object_store.version("s3://bucket/file", "data.train")[:4])
+    assert len(versions) >= 2
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def test_each_mark_that_a_store_gives_is_part_of_the_version(mark):
     """Stores give different ones: S3 ETag and LastModified, Google etag and updated, a
     local disk mtime.
     """
-    found = {
+    versions = {
         object_store._version("s3://bucket/file", {mark: value})
         for value in ("one", "two")
     }
-    assert len(found) == 2
+    assert len(versions) == 2
 
 
 def test_a_copy_is_whole_or_absent(aws, tmp_path, small_disk):
@@ -61,6 +61,6 @@ def test_a_copy_is_whole_or_absent(aws, tmp_path, small_disk):
 @pytest.mark.parametrize(
     ("url", "words"), [("nocloud://a/b", "nocloud"), ("gs://a/b", "pip install gcsfs")]
 )
-def test_a_protocol_without_its_package(url, words):
+def test_a_protocol_without_its_package_is_refused(url, words):
     with pytest.raises(MissingExtra, match=words):
         object_store.versions(url, "data.train")

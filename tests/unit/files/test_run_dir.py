@@ -31,7 +31,7 @@ def save(folder: RunDir, step: int, best: bool = False) -> None:
     folder.checkpoint(State(step=step), {"w": torch.full((2,), float(step))}, {}, best)
 
 
-def kept(folder: RunDir) -> list[int]:
+def kept_steps(folder: RunDir) -> list[int]:
     return [
         int(path.name.removeprefix("step_"))
         for path in sorted(folder.checkpoints.glob("step_*"))
@@ -82,11 +82,11 @@ def test_the_newest_and_the_best_are_kept(opened):
         (6, False),
     ]:
         save(opened, step, best)
-    assert kept(opened) == [3, 5, 6]
+    assert kept_steps(opened) == [3, 5, 6]
     assert opened.best()[0].step == 3
     assert opened.restore()[0].step == 6
     save(opened, 7, True)
-    assert kept(opened) == [6, 7]
+    assert kept_steps(opened) == [6, 7]
     assert opened.best()[0].step == 7
 
 
@@ -133,10 +133,10 @@ def test_rows_are_json_with_their_place(opened):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    other = RunDir(tmp_path / "run", rank=1)
-    other.open("run: {}\n")
-    other.log("train", State(), {"loss": 1.0})
-    other.record(a=1)
+    follower = RunDir(tmp_path / "run", rank=1)
+    follower.open("run: {}\n")
+    follower.log("train", State(), {"loss": 1.0})
+    follower.record(a=1)
     assert not (tmp_path / "run").exists()
 
 
@@ -181,7 +181,11 @@ def test_a_best_checkpoint_that_was_removed_is_not_the_best_for_ever(tmp_path, c
     folder.open("")
     for step, accuracy, best in ((1, 0.3, -1.0), (2, 0.9, 0.3), (3, 0.5, 0.9)):
         evaluated(folder, step, accuracy, best)
-    assert (kept(folder), folder.best()[0].step, caplog.messages) == ([2, 3], 2, [])
+    assert (kept_steps(folder), folder.best()[0].step, caplog.messages) == (
+        [2, 3],
+        2,
+        [],
+    )
     shutil.rmtree(folder.checkpoints / "step_00000002")
     assert (folder.best()[0].step, folder.best_row()["accuracy"]) == (3, 0.5)
     assert caplog.messages == [
@@ -199,7 +203,7 @@ def test_nothing_is_removed_while_it_is_not_known_which_is_the_best(opened, capl
         evaluated(opened, step, accuracy, best)
     (opened.checkpoints / "step_00000002" / "state.json").write_text("{")
     evaluated(opened, 4, 0.5, 0.9)
-    assert kept(opened) == [1, 2, 3, 4]
+    assert kept_steps(opened) == [1, 2, 3, 4]
     assert "step_00000002/state.json' is damaged" in caplog.text
     with pytest.raises(RunError, match=r"Remove '.*step_00000002'"):
         opened.best()
@@ -219,7 +223,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, busy)
         save(opened, 3)
-    assert kept(opened) == [2, 3]
+    assert kept_steps(opened) == [2, 3]
     assert "cannot remove '" in caplog.text
     assert "Device or resource busy" in caplog.text
     opened.close()
@@ -345,6 +349,6 @@ def test_a_file_is_refused(tmp_path):
         RunDir(tmp_path / "run").open("")
 
 
-def test_nothing_to_export_before_the_first_checkpoint(opened):
+def test_there_is_nothing_to_export_before_the_first_checkpoint(opened):
     with pytest.raises(RunError, match="has no checkpoint yet"):
         opened.best()

@@ -64,11 +64,11 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path):
 
 def test_two_writers_with_one_process_id_do_not_meet(tmp_path):
     """In two containers that share a disk, both may be process 1."""
-    with atomic_folder(tmp_path / "folder") as one:
-        (one / "a").write_text("one")
-        with atomic_folder(tmp_path / "folder") as other:
-            (other / "a").write_text("other")
-        assert (one / "a").read_text() == "one"
+    with atomic_folder(tmp_path / "folder") as draft:
+        (draft / "a").write_text("one")
+        with atomic_folder(tmp_path / "folder") as second_draft:
+            (second_draft / "a").write_text("other")
+        assert (draft / "a").read_text() == "one"
     assert (tmp_path / "folder" / "a").read_text() == "one"
     assert everything(tmp_path) == ["folder", "folder/a"]
 
@@ -99,12 +99,10 @@ def test_a_folder_that_was_being_replaced_is_put_back(tmp_path):
 
 
 def test_what_a_living_writer_is_replacing_is_left_to_it(tmp_path):
-    old, draft = (
-        tmp_path / ".folder.0123456789ab.old",
-        tmp_path / ".folder.0123456789ab.tmp",
-    )
-    for one in (old, draft):
-        one.mkdir()
+    old = tmp_path / ".folder.0123456789ab.old"
+    draft = tmp_path / ".folder.0123456789ab.tmp"
+    for folder in (old, draft):
+        folder.mkdir()
     descriptor = os.open(draft, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # as the writer holds its draft
@@ -122,10 +120,8 @@ def test_a_draft_in_use_is_left_alone(tmp_path):
         (draft / "file").write_text("new")
         recover(tmp_path)
     assert everything(tmp_path) == ["folder", "folder/file"]
-    young, old = (
-        tmp_path / ".a.json.0123456789ab.tmp",
-        tmp_path / ".b.json.0123456789ab.tmp",
-    )
+    young = tmp_path / ".a.json.0123456789ab.tmp"
+    old = tmp_path / ".b.json.0123456789ab.tmp"
     for file in (young, old):
         file.write_text("half")
     os.utime(old, (0, 0))
@@ -171,8 +167,8 @@ def test_rows_that_are_not_whole_are_left_out(tmp_path):
     """
     path = tmp_path / "rows.jsonl"
     assert read_rows(path) == []
-    whole = [{"step": step, "ms": {"data": 0.5}} for step in range(4)]
-    lines = [json.dumps(row).encode() for row in whole]
+    rows = [{"step": step, "ms": {"data": 0.5}} for step in range(4)]
+    lines = [json.dumps(row).encode() for row in rows]
     torn = [
         lines[1][:20] + lines[1],
         b"\0" * 9,
@@ -182,9 +178,9 @@ def test_rows_that_are_not_whole_are_left_out(tmp_path):
         lines[2][:-1],
     ]
     path.write_bytes(b"\n".join([lines[0], *torn, lines[3]]) + b"\n" + lines[1][:-2])
-    assert read_rows(path) == [whole[0], whole[3]]
+    assert read_rows(path) == [rows[0], rows[3]]
     path.write_bytes(b"\n".join(lines) + b"\n")
-    assert read_rows(path, len(lines[3]) + 5) == [whole[3]]
+    assert read_rows(path, len(lines[3]) + 5) == [rows[3]]
 
 
 def test_a_long_line_is_left_out_and_takes_no_memory(tmp_path):
@@ -192,7 +188,8 @@ def test_a_long_line_is_left_out_and_takes_no_memory(tmp_path):
     path = tmp_path / "rows.jsonl"
     row = json.dumps({"step": 1}).encode() + b"\n"
     long = b'{"step": "' + bytes(2**26).replace(b"\0", b"x") + b'"}'
-    fits, is_too_long = long[: 2**20 - 1], long[: 2**20]
+    fits = long[: 2**20 - 1]
+    is_too_long = long[: 2**20]
     for lines in ([row, long, row], [row, row, long], [fits, row, is_too_long, row]):
         path.write_bytes(b"".join(line.rstrip() + b"\n" for line in lines))
         tracemalloc.start()
@@ -252,10 +249,10 @@ def test_a_file_that_is_cut_short_while_it_is_open_ends_nothing(tmp_path):
     written = records(tmp_path, align=4096)
     for id in range(3):
         written.write(id, bytes([id + 1]) * 100)
-    for length, whole in ((2 * 4096 + 50, 2), (4096 + 4, 1), (0, 0)):
+    for length, readable in ((2 * 4096 + 50, 2), (4096 + 4, 1), (0, 0)):
         os.truncate(tmp_path / "records", length)
         assert [written.read(id) is not None for id in range(3)] == [
-            id < whole for id in range(3)
+            id < readable for id in range(3)
         ]
     written.write(2, b"again")
     assert written.read(2) == b"again"
@@ -266,9 +263,9 @@ def test_a_full_disk_is_reported_once_for_all_processes(small_disk, caplog):
     written = records(small_disk, size=50_000)
     for id in range(10):
         written.write(id, bytes([id + 1]) * 50_000)
-    kept = [written.read(id) is not None for id in range(10)]
-    assert kept == sorted(kept, reverse=True)
-    assert 1 < sum(kept) < 10
+    written_ids = [written.read(id) is not None for id in range(10)]
+    assert written_ids == sorted(written_ids, reverse=True)
+    assert 1 < sum(written_ids) < 10
     assert [record.message for record in caplog.records] == [
         f"here cannot be written ({written.stop.reason}). The rest is left out."
     ]
@@ -307,13 +304,18 @@ def test_a_folder_is_named_by_what_it_is_made_from(tmp_path):
     folder = hashed_folder(tmp_path, "train", identity)
     assert folder.parent == tmp_path
     assert folder == hashed_folder(tmp_path, "train", {"sizes": [1, 2], "data": "abc"})
-    others = [
+    variants = [
         {**identity, "data": "abd"},
         {**identity, "sizes": [2, 1]},
         {**identity, "more": None},
     ]
     assert (
-        len({folder, *(hashed_folder(tmp_path, "train", other) for other in others)})
+        len(
+            {
+                folder,
+                *(hashed_folder(tmp_path, "train", variant) for variant in variants),
+            }
+        )
         == 4
     )
     for _ in range(2):

@@ -37,14 +37,14 @@ WHERE = "teacher.model"
         ("a.csv", TABLE.replace("a/1", "./a//1")),
     ],
 )
-def test_forms_of_a_table(tmp_path, name, content):
+def test_every_form_of_a_table_is_read(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    found = read_answers(str(tmp_path / name), WHERE)
-    assert (list(found.names), list(found.classes)) == (
+    table = read_answers(str(tmp_path / name), WHERE)
+    assert (list(table.names), list(table.classes)) == (
         ["a/1.jpg", "a/2.jpg"],
         ["fig", "pear"],
     )
-    assert found.values.tolist() == [[[1.5, -2.0], [0.5, 3.0]]]
+    assert table.values.tolist() == [[[1.5, -2.0], [0.5, 3.0]]]
 
 
 def test_the_ending_of_an_array_may_be_in_capitals(tmp_path):
@@ -110,7 +110,7 @@ def test_a_table_is_written_or_a_disk_error_raised(tmp_path, small_disk):
         answer_table.write_answers(small_disk / "a.safetensors", table)
 
 
-def asked(settings, path: Path, **section) -> dict:
+def with_answers(settings, path: Path, **section) -> dict:
     teacher = {"kind": "answers", "model": str(path), "precision": "fp32", **section}
     return {**settings, "teacher": teacher}
 
@@ -154,11 +154,13 @@ def test_absolute_names_are_those_of_the_data(settings, tmp_path):
     expected = write(settings, tmp_path / "a.csv")
     write(settings, tmp_path / "b.csv", prefix="/elsewhere/food/")
     for name in ("a.csv", "b.csv"):
-        model = build(asked(settings, tmp_path / name, outputs="probabilities")).model
-        found = model(
+        model = build(
+            with_answers(settings, tmp_path / name, outputs="probabilities")
+        ).model
+        logits = model(
             torch.zeros(5, 3, 16, 16, dtype=torch.uint8), torch.arange(5)
         ).logits
-        torch.testing.assert_close(found.softmax(1), expected[:5])
+        torch.testing.assert_close(logits.softmax(1), expected[:5])
 
 
 def test_names_of_images_may_be_decomposed(settings, tmp_path):
@@ -172,16 +174,16 @@ def test_names_of_images_may_be_decomposed(settings, tmp_path):
         text = (tmp_path / "a.csv").read_text().replace("apple,fig", "cr\u00e8me,fig")
         (tmp_path / "b.csv").write_text(unicodedata.normalize(form, text))
         model = build(
-            asked(settings, tmp_path / "b.csv", outputs="probabilities")
+            with_answers(settings, tmp_path / "b.csv", outputs="probabilities")
         ).model
-        found = model(
+        logits = model(
             torch.zeros(5, 3, 16, 16, dtype=torch.uint8), torch.arange(5)
         ).logits
-        torch.testing.assert_close(found.softmax(1), expected[:5])
+        torch.testing.assert_close(logits.softmax(1), expected[:5])
 
 
 @pytest.mark.parametrize(
-    ("outputs", "last", "found"),
+    ("outputs", "last", "description"),
     [
         ("probabilities", [[0.5, 0.5, 0.5]], "no probabilities"),
         ("probabilities", [[-1.0, 1.0, 1.0], [0.2, 0.2, 0.6]], "no probabilities"),
@@ -189,7 +191,7 @@ def test_names_of_images_may_be_decomposed(settings, tmp_path):
     ],
 )
 def test_all_outputs_are_checked_for_probabilities(
-    settings, tmp_path, outputs, last, found
+    settings, tmp_path, outputs, last, description
 ):
     """The last validation images have no probabilities, all others have: the first 64
     answers do not say it.
@@ -204,26 +206,26 @@ def test_all_outputs_are_checked_for_probabilities(
     with pytest.raises(
         ModelError,
         match=(
-            rf"^teacher\.outputs: is {outputs}, but the outputs are {found}: '{first}'"
+            rf"^teacher\.outputs: is {outputs}, but the outputs are {description}: '{first}'"
         ),
     ):
-        build(asked(settings, tmp_path / "a.csv", outputs=outputs))
+        build(with_answers(settings, tmp_path / "a.csv", outputs=outputs))
 
 
 def test_a_run_notes_that_table_outputs_ignore_augmentation(settings, tmp_path, capsys):
     write(settings, tmp_path / "a.csv")
-    chosen = asked(
+    chosen = with_answers(
         settings, tmp_path / "a.csv", outputs="probabilities", min_accuracy=0.0
     )
-    said = (
+    note = (
         "its outputs are for whole images; the student sees augmented ones"
         " (data.augment: crop 0.25, flip 0.5"
     )
-    assert said in describe(
+    assert note in describe(
         resolve(config.load(chosen, ["data.augment.crop_scale=0.25"]))
     )
     kd.train(chosen, "data.augment.crop_scale=0.25", "run.steps=1", "run.epochs=1")
-    assert f"teacher: {said}" in capsys.readouterr().out
+    assert f"teacher: {note}" in capsys.readouterr().out
     plain = [
         "data.augment.crop_scale=1",
         "data.augment.flip=0",

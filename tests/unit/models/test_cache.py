@@ -26,7 +26,8 @@ from kd.models.cache import CachedTeacher, Codec, claim_writer, open_store
 from kd.models.classifier import LogitsModel
 from kd.models.live_teacher import LiveTeacher
 
-IMAGES, CLASSES = 40, 5
+IMAGES = 40
+CLASSES = 5
 
 
 @pytest.fixture
@@ -45,17 +46,17 @@ def image(id: int, view: int) -> torch.Tensor:
 
 
 def batch(ids: list[int], view: int = 0) -> Batch:
-    made = Batch.of(
+    plain = Batch.of(
         torch.stack([image(id, view) for id in ids]),
         torch.zeros(len(ids), dtype=torch.int64),
     )
     return Batch(
         torch.tensor(ids),
-        made.image,
-        made.label,
-        made.label,
-        made.lam,
-        made.weight,
+        plain.image,
+        plain.label,
+        plain.label,
+        plain.lam,
+        plain.weight,
         view,
     )
 
@@ -68,36 +69,37 @@ def opened(
 
 
 def ask(teacher: CachedTeacher, *batches: Batch) -> list[torch.Tensor]:
-    return [teacher(found).logits for found in teacher.lookup(batches)]
+    return [teacher(looked_up).logits for looked_up in teacher.lookup(batches)]
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_the_cache_equals_the_live_teacher_and_queries_it_once(tmp_path, live, dtype):
     stored = CachedTeacher(live, opened(tmp_path, dtype))
-    asked = [batch(list(range(8))), batch(list(range(8, 16)))]
-    expected = [live(one).logits for one in asked]
+    batches = [batch(list(range(8))), batch(list(range(8, 16)))]
+    expected = [live(item).logits for item in batches]
     if dtype == "fp16":
         expected = [logits.half().float() for logits in expected]
     before = live.images
-    first = ask(stored, *asked)
+    first = ask(stored, *batches)
     stored.flush()
     assert live.images - before == 16
-    again = ask(stored, *asked)
-    afresh = ask(CachedTeacher(live, opened(tmp_path, dtype, writable=False)), *asked)
+    again = ask(stored, *batches)
+    reopened = ask(
+        CachedTeacher(live, opened(tmp_path, dtype, writable=False)), *batches
+    )
     assert live.images - before == 16
-    for answers in (first, again, afresh):
+    for answers in (first, again, reopened):
         assert all(
-            torch.equal(one, other)
-            for one, other in zip(answers, expected, strict=True)
+            torch.equal(item, reference)
+            for item, reference in zip(answers, expected, strict=True)
         )
 
 
 def test_outputs_wait_on_the_device_until_they_have_so_many_bytes(
     tmp_path, live, monkeypatch
 ):
-    monkeypatch.setattr(
-        cache, "WAITING_BYTES", 3 * 4 * CLASSES * 4
-    )  # three batches of four images in float32
+    # three batches of four images in float32
+    monkeypatch.setattr(cache, "WAITING_BYTES", 3 * 4 * CLASSES * 4)
     stored = CachedTeacher(live, opened(tmp_path, "fp32"))
     for start, written in ((0, False), (4, False), (8, True)):
         ask(stored, batch([*range(start, start + 4)]))
@@ -170,15 +172,15 @@ def test_a_torn_record_is_computed_again(tmp_path, live):
     raw = bytearray(file.read_bytes())
     raw[4 * size] ^= 1
     file.write_bytes(raw)
-    afresh = CachedTeacher(live, opened(tmp_path))
-    assert 4 in afresh.store.missing(0)
+    reopened = CachedTeacher(live, opened(tmp_path))
+    assert 4 in reopened.store.missing(0)
     before = live.images
     assert torch.equal(
-        ask(afresh, batch(list(range(10))))[0][4], live(batch([4])).logits[0]
+        ask(reopened, batch(list(range(10))))[0][4], live(batch([4])).logits[0]
     )
     assert live.images - before == 2
-    afresh.flush()
-    assert 4 not in afresh.store.missing(0)
+    reopened.flush()
+    assert 4 not in reopened.store.missing(0)
 
 
 def test_top_k_keeps_the_probabilities_of_the_highest_and_the_mass_of_the_rest():
@@ -187,21 +189,22 @@ def test_top_k_keeps_the_probabilities_of_the_highest_and_the_mass_of_the_rest()
     codec = Codec(50, "fp32", 8)
     rebuilt = codec.expand(codec.compress(logits_BC))
     highest = logits_BC.topk(8)
-    exact, found = logits_BC.double().softmax(1), rebuilt.double().softmax(1)
+    exact = logits_BC.double().softmax(1)
+    approximate = rebuilt.double().softmax(1)
     torch.testing.assert_close(
-        found.gather(1, highest.indices),
+        approximate.gather(1, highest.indices),
         exact.gather(1, highest.indices),
         rtol=1e-5,
         atol=0,
     )
-    rest = torch.ones(6, 50, dtype=torch.bool).scatter(1, highest.indices, False)
+    remaining = torch.ones(6, 50, dtype=torch.bool).scatter(1, highest.indices, False)
     torch.testing.assert_close(
-        (found * rest).sum(1), (exact * rest).sum(1), rtol=1e-5, atol=0
+        (approximate * remaining).sum(1), (exact * remaining).sum(1), rtol=1e-5, atol=0
     )
-    assert math.isclose(found.sum().item(), 6.0, rel_tol=1e-9)
+    assert math.isclose(approximate.sum().item(), 6.0, rel_tol=1e-9)
 
 
-def test_top_k_through_the_files(tmp_path, live):
+def test_top_k_logits_come_back_through_the_files(tmp_path, live):
     stored = CachedTeacher(live, opened(tmp_path, "fp32", topk=2))
     first = ask(stored, batch([0, 1, 2]))[0]
     stored.flush()
@@ -263,15 +266,14 @@ def test_a_damaged_manifest_is_one_line_with_its_remedy(tmp_path, text):
 
 
 def test_one_process_writes_and_who_may_only_read_does_not(tmp_path):
-    with (tmp_path / ".lock").open("a") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+    with (tmp_path / ".lock").open("a") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         assert not claim_writer(tmp_path)
     assert claim_writer(tmp_path)
     assert claim_writer(tmp_path)
     unwritable = tmp_path / "unwritable"
-    (unwritable / ".lock").mkdir(
-        parents=True
-    )  # the superuser may write anything, but not this
+    # the superuser may write anything, but not this
+    (unwritable / ".lock").mkdir(parents=True)
     with pytest.raises(RunError, match=r"cannot write '.*' \(Is a directory\)"):
         claim_writer(unwritable)
     opened(unwritable)
@@ -332,16 +334,18 @@ def test_a_record_of_an_image_that_has_changed_is_computed_again_and_counted(
     ask(stored, read([0, 1, 2, 3], [10, 11, 12, 13]))
     stored.flush()
     before = live.images
+    # equal, or unknown
     ask(
         stored,
         read([0, 1, 2, 3], [10, 11, 12, 13]),
         read([0, 1], [0, 0]),
         batch([2, 3]),
-    )  # equal, or unknown
+    )
     assert live.images == before
     assert not caplog.messages
     changed = read([0, 1, 2, 3], [10, 99, 12, 98])
-    changed.image[1], changed.image[3] = image(30, 0), image(31, 0)
+    changed.image[1] = image(30, 0)
+    changed.image[3] = image(31, 0)
     answer = ask(stored, changed)[0]
     assert live.images - before == 2
     torch.testing.assert_close(answer, live(changed).logits)

@@ -33,16 +33,14 @@ from kd.models.recognize import identify
 from kd.models.spec import Spec
 from kd.parts import registry
 
-NAME, ARGS = (
-    "vit_tiny_patch16_224",
-    {
-        "patch_size": 8,
-        "embed_dim": 24,
-        "depth": 1,
-        "num_heads": 2,
-        "img_size": 16,
-    },
-)
+NAME = "vit_tiny_patch16_224"
+ARGS = {
+    "patch_size": 8,
+    "embed_dim": 24,
+    "depth": 1,
+    "num_heads": 2,
+    "img_size": 16,
+}
 TWO = ("no", "yes")
 SAMPLE = [
     "convnext_atto",
@@ -53,19 +51,19 @@ SAMPLE = [
 ]
 
 
-def vit(classes: int = 5, seed: int = 0, **more: Any) -> nn.Module:
+def vit(classes: int = 5, seed: int = 0, **changes: Any) -> nn.Module:
     torch.manual_seed(seed)
-    return timm.create_model(NAME, **{**ARGS, **more}, num_classes=classes).eval()
+    return timm.create_model(NAME, **{**ARGS, **changes}, num_classes=classes).eval()
 
 
-def taken(
+def load_weights(
     path: object,
     classes=CLASSES,
     model=NAME,
     args=ARGS,
     size=16,
     config_path="teacher",
-    **more: Any,
+    **options: Any,
 ):
     spec = Spec(
         config_path,
@@ -74,21 +72,22 @@ def taken(
         classes,
         str(path),
         exact_head=config_path == "teacher",
-        **more,
+        **options,
     )
     return load(spec, size).eval()
 
 
-def same(one: nn.Module, other: nn.Module) -> bool:
-    first, second = one.state_dict(), other.state_dict()
+def same(network: nn.Module, reference: nn.Module) -> bool:
+    first = network.state_dict()
+    second = reference.state_dict()
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
     )
 
 
-def refusal(path: object, *given: Any, **more: Any) -> str:
+def refusal(path: object, *args: Any, **options: Any) -> str:
     with pytest.raises(ModelError) as caught:
-        taken(path, *given, **more)
+        load_weights(path, *args, **options)
     assert not re.search(r"[\n\x1b]", str(caught.value))
     return str(caught.value)
 
@@ -112,7 +111,8 @@ def file(tmp_path):
     "name", [name if name in SAMPLE else slow(name) for name in FAMILIES]
 )
 def test_a_file_with_its_authors_names_is_loaded_as_timm_loads_it(name, file):
-    network, args = build_network(name), FAMILIES[name][0]
+    network = build_network(name)
+    args = FAMILIES[name][0]
     path = file({"model": author_tensors(name, network)})
     overlay = {"file": str(path), "num_classes": len(CLASSES)}
     theirs = timm.create_model(
@@ -123,21 +123,20 @@ def test_a_file_with_its_authors_names_is_loaded_as_timm_loads_it(name, file):
         **args,
     ).eval()
     size = args.get("img_size", network.pretrained_cfg["input_size"][-1])
-    made = taken(path, model=name, args=args, size=size)
-    assert same(made.network, theirs)
-    assert name.startswith("vit_base_patch16_clip") or same(
-        network, theirs
-    )  # CLIP's file has no bias
-    ours = made.network.to(memory_format=torch.contiguous_format)
+    model = load_weights(path, model=name, args=args, size=size)
+    assert same(model.network, theirs)
+    # CLIP's file has no bias
+    assert name.startswith("vit_base_patch16_clip") or same(network, theirs)
+    ours = model.network.to(memory_format=torch.contiguous_format)
     pixels = torch.rand(1, 3, size, size)
     with torch.no_grad():
         torch.testing.assert_close(ours(pixels), theirs(pixels), rtol=1e-6, atol=1e-6)
     assert bool(FAMILIES[name][1]) == any(
-        "its authors'" in note for note in made.notes
+        "its authors'" in note for note in model.notes
     ) or name.startswith("cait")
 
 
-def test_forty_families_at_least():
+def test_at_least_forty_families_are_tested():
     assert len({timm.model_entrypoint(name).__module__ for name in FAMILIES}) >= 35
     assert len(FAMILIES) >= 40
 
@@ -167,16 +166,14 @@ def test_the_filter_is_the_one_of_timm_s_own_loader(share, monkeypatch):
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             timm.create_model(name, pretrained=True)
-        theirs, options = (
-            getattr(called[0], "func", called[0]),
-            getattr(called[0], "keywords", {}),
-        )
-        found = fitting.family_filter(name)
+        theirs = getattr(called[0], "func", called[0])
+        options = getattr(called[0], "keywords", {})
+        family = fitting.family_filter(name)
         if timm.model_entrypoint(name).__module__.endswith("crossvit"):
             # it is made inside of a function; the test above compares what it does
             continue
         options = {key: value for key, value in options.items() if value != ""}
-        assert (found[:2] if found else (None, {})) == (theirs, options), name
+        assert (family[:2] if family else (None, {})) == (theirs, options), name
 
 
 # --------------------------------------------------------------------------------
@@ -203,7 +200,7 @@ WRAPPERS = {
             "model": raw,
             "model_ema": {
                 "n_averaged": torch.tensor(7),
-                **{f"module.{name}": one for name, one in ema.items()},
+                **{f"module.{name}": tensor for name, tensor in ema.items()},
             },
         },
         "averaged",
@@ -214,8 +211,8 @@ WRAPPERS = {
     "one state_dict with both": (
         lambda raw, ema: {
             "state_dict": {
-                **{f"student.{name}": one for name, one in raw.items()},
-                **{f"teacher.{name}": one for name, one in ema.items()},
+                **{f"student.{name}": tensor for name, tensor in raw.items()},
+                **{f"teacher.{name}": tensor for name, tensor in ema.items()},
             }
         },
         "averaged",
@@ -223,7 +220,7 @@ WRAPPERS = {
     "lightning": (
         lambda raw, ema: {
             "state_dict": (
-                {f"model.{name}": one for name, one in raw.items()}
+                {f"model.{name}": tensor for name, tensor in raw.items()}
                 | {"criterion.weight": torch.ones(3)}
             ),
             "hyper_parameters": {"lr": np.float64(0.1), "root": pathlib.Path("a")},
@@ -252,25 +249,27 @@ NESTED = [
 
 
 @pytest.mark.parametrize("prefix", PREFIXES + NESTED)
-def test_wrappers_and_prefixes(prefix, file):
-    raw, averaged = vit(), vit(seed=1)
+def test_wrappers_and_prefixes_are_taken_off(prefix, file):
+    raw = vit()
+    averaged = vit(seed=1)
     tensors = [
-        {f"{prefix}{name}": one for name, one in each.state_dict().items()}
-        for each in (raw, averaged)
+        {f"{prefix}{name}": tensor for name, tensor in network.state_dict().items()}
+        for network in (raw, averaged)
     ]
     for wrapper, (wrap, expected) in WRAPPERS.items():
-        made = taken(file(wrap(*tensors)))
-        assert same(made.network, raw if expected == "raw" else averaged), wrapper
-        said = " ".join(made.notes)
+        model = load_weights(file(wrap(*tensors)))
+        assert same(model.network, raw if expected == "raw" else averaged), wrapper
+        notes = " ".join(model.notes)
         for first in {*prefix.split(".")} - {
             "",
             "_orig_mod",
         }:  # a wrapper says nothing about the network
-            assert f"{first}." in said, wrapper
+            assert f"{first}." in notes, wrapper
 
 
 def test_the_set_of_tensors_is_reported_and_selectable(file):
-    raw, averaged = vit(), vit(seed=1)
+    raw = vit()
+    averaged = vit(seed=1)
     path = file(
         {
             "model": raw.state_dict(),
@@ -278,34 +277,34 @@ def test_the_set_of_tensors_is_reported_and_selectable(file):
             "loss": {"centre": torch.ones(2)},
         }
     )
-    told = taken(path).notes[0]
+    note = load_weights(path).notes[0]
     assert (
         "the set 'model_ema'; ['model'] would fit too (teacher.weights: raw, or a name)"
-        in told
+        in note
     )
     for choice, expected in {"raw": raw, "model": raw, "model_ema": averaged}.items():
-        assert same(taken(path, weights=choice).network, expected)
+        assert same(load_weights(path, weights=choice).network, expected)
     text = refusal(path, weights="state_dict")
     assert text.startswith("teacher.weights: is 'state_dict', and")
     assert "by_name, by_order, raw, model, model_ema" in text
-    other = file({"model": raw.state_dict(), "model_ema": vit(depth=2).state_dict()})
-    assert same(taken(other).network, raw)  # the averaged ones are another network's
-    assert "would fit" not in taken(other).notes[0]
+    deeper = file({"model": raw.state_dict(), "model_ema": vit(depth=2).state_dict()})
+    # the averaged ones are another network's
+    assert same(load_weights(deeper).network, raw)
+    assert "would fit" not in load_weights(deeper).notes[0]
 
 
 def test_a_prefix_is_left_out_only_where_all_below_it_fits(file):
     network = vit()
     tensors = {
-        f"backbone.{name}": one
-        for name, one in network.state_dict().items()
+        f"backbone.{name}": tensor
+        for name, tensor in network.state_dict().items()
         if not name.startswith("head")
     }
     path = file(
         {**tensors, "head.weight": network.head.weight, "head.bias": network.head.bias}
     )
-    assert same(
-        taken(path).network, network
-    )  # as OpenMMLab's: the classifier stands outside
+    # as OpenMMLab's: the classifier stands outside
+    assert same(load_weights(path).network, network)
     path = file(
         {
             **tensors,
@@ -320,7 +319,7 @@ def test_a_prefix_is_left_out_only_where_all_below_it_fits(file):
 # what lies beside
 
 
-def test_values_beside_the_weights(file):
+def test_values_beside_the_weights_are_left_out(file):
     values = {
         "metric": np.float64(0.9),
         "step": np.int64(3),
@@ -330,7 +329,7 @@ def test_values_beside_the_weights(file):
     }
     network = vit()
     path = file({"model": network.state_dict(), **values})
-    assert same(taken(path).network, network)
+    assert same(load_weights(path).network, network)
     # numpy before 2 and a Python on Windows write other names for the same
     data = path.read_bytes()
     assert b"numpy._core.multiarray" in data or b"numpy.core.multiarray" in data
@@ -340,14 +339,14 @@ def test_values_beside_the_weights(file):
     }
 
 
-def test_old_formats_and_files_from_elsewhere(file, tmp_path):
+def test_the_old_format_is_read(file, tmp_path):
     network = vit()
     torch.save(
         {"model": network.state_dict()},
         tmp_path / "old.pth",
         _use_new_zipfile_serialization=False,
     )
-    assert same(taken(tmp_path / "old.pth").network, network)
+    assert same(load_weights(tmp_path / "old.pth").network, network)
 
 
 def test_other_objects_are_named_and_the_line_rewrites_the_file(file):
@@ -360,19 +359,19 @@ def test_other_objects_are_named_and_the_line_rewrites_the_file(file):
         text = refusal(path)
         assert "objects of omegaconf." in text or "Held" in text
         follow(text)
-        assert same(taken(path.with_suffix(".weights.pth")).network, network)
+        assert same(load_weights(path.with_suffix(".weights.pth")).network, network)
 
 
-def test_a_pickled_module_and_a_torchscript_archive(file, tmp_path):
+def test_a_pickled_module_and_a_torchscript_archive_are_rewritten(file, tmp_path):
     network = vit()
     path = file({"epoch": 1, "model": network, "ema": None})
     text = refusal(path)
     assert "objects of timm." in text
     follow(text)
-    assert same(taken(path.with_suffix(".weights.pth")).network, network)
+    assert same(load_weights(path.with_suffix(".weights.pth")).network, network)
     path = file(network, "whole.pth")
     follow(refusal(path))
-    assert same(taken(path.with_suffix(".weights.pth")).network, network)
+    assert same(load_weights(path.with_suffix(".weights.pth")).network, network)
     small = nn.Sequential(nn.Linear(3, 3))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -380,10 +379,10 @@ def test_a_pickled_module_and_a_torchscript_archive(file, tmp_path):
     text = refusal(tmp_path / "script.pt")
     assert "TorchScript archive" in text
     follow(text)
-    held = checkpoints.read_weights(
+    weights = checkpoints.read_weights(
         "teacher.checkpoint", str(tmp_path / "script.weights.pth")
     )
-    assert torch.equal(held.sets["model"]["0.weight"], small[0].weight)
+    assert torch.equal(weights.sets["model"]["0.weight"], small[0].weight)
 
 
 class Held:
@@ -415,14 +414,16 @@ def theirs(name: str) -> tuple[nn.Module, str, dict[str, Any], int]:
     torch.manual_seed(0)
     small = {"depths": (1, 1, 1, 1)}
     if name == "vit":
-        made = vision_transformer.VisionTransformer(32, 8, 2, 2, 24, 96, num_classes=5)
-        return made, "vit_tiny_patch16_224", {**ARGS, "depth": 2, "img_size": 32}, 32
+        network = vision_transformer.VisionTransformer(
+            32, 8, 2, 2, 24, 96, num_classes=5
+        )
+        return network, "vit_tiny_patch16_224", {**ARGS, "depth": 2, "img_size": 32}, 32
     if name == "swin":
-        made = swin_transformer.SwinTransformer(
+        network = swin_transformer.SwinTransformer(
             [4, 4], 16, [1, 1, 1, 1], [1, 2, 2, 2], [4, 4], num_classes=5
         )
         return (
-            made,
+            network,
             "swin_tiny_patch4_window7_224",
             {**families.SWIN, "img_size": 128},
             128,
@@ -466,13 +467,13 @@ def test_a_torchvision_file_predicts_like_torchvision(name, file):
         for tensor in network.state_dict().values():
             if tensor.is_floating_point():
                 tensor.add_(0.02 * torch.rand_like(tensor))
-    made = taken(file(network.state_dict()), model=model, args=args, size=size)
+    loaded = load_weights(file(network.state_dict()), model=model, args=args, size=size)
     pixels = torch.rand(2, 3, size, size)
     with torch.no_grad():
         torch.testing.assert_close(
-            made.network(pixels), network.eval()(pixels), rtol=2e-5, atol=2e-5
+            loaded.network(pixels), network.eval()(pixels), rtol=2e-5, atol=2e-5
         )
-    assert "its names are torchvision's" in made.notes[0]
+    assert "its names are torchvision's" in loaded.notes[0]
 
 
 def test_a_network_of_torchvision_s_that_timm_lacks_is_named_with_the_section(file):
@@ -491,10 +492,10 @@ def test_a_network_of_torchvision_s_that_timm_lacks_is_named_with_the_section(fi
     spec = Spec(
         "teacher", keys.model, {"num_classes": 5}, CLASSES, keys.checkpoint, task=task()
     )
-    made = registry.build(
+    built = registry.build(
         "networks", keys.kind, options, "teacher", spec=spec, image_size=32, features=()
     )
-    assert same(made.network.inner, mobile)
+    assert same(built.network.inner, mobile)
     assert "the weights are not those of" in refusal(
         file(network.state_dict()), model="resnet18", args={}
     )
@@ -541,12 +542,12 @@ def test_a_file_of_transformers_without_its_folder_is_named(kind, tmp_path, file
 # grid, channels, classes
 
 
-def test_grids_of_another_size_as_timm_resamples_them(file):
+def test_grids_of_another_size_are_resampled_as_timm_does_it(file):
     large = {**families.SWIN, "img_size": 128, "window_size": 8}
     network = build_network("swin_tiny_patch4_window7_224", **large)
     path = file(author_tensors("swin_tiny_patch4_window7_224", network))
     overlay = {"file": str(path), "num_classes": 5}
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "model_name": "swin_tiny_patch4_window7_224",
         **families.SWIN,
         "num_classes": 5,
@@ -554,26 +555,26 @@ def test_grids_of_another_size_as_timm_resamples_them(file):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = timm.create_model(
-            pretrained=True, pretrained_cfg_overlay=overlay, **given
+            pretrained=True, pretrained_cfg_overlay=overlay, **arguments
         )
-    made = taken(
+    loaded = load_weights(
         path, model="swin_tiny_patch4_window7_224", args=families.SWIN, size=64
     )
-    assert same(made.network, theirs)
+    assert same(loaded.network, theirs)
     path = file(vit(img_size=32, patch_size=16).state_dict())
     overlay = {"file": str(path), "num_classes": 5}
     theirs = timm.create_model(
         NAME, pretrained=True, num_classes=5, pretrained_cfg_overlay=overlay, **ARGS
     )
-    assert same(taken(path).network, theirs)  # patches of 16 px became 8
+    assert same(load_weights(path).network, theirs)  # patches of 16 px became 8
     wide = file(vit(img_size=32).state_dict())
-    assert "pos_embed (1, 17, 24) became (1, 5, 24)" in taken(wide).notes[0]
+    assert "pos_embed (1, 17, 24) became (1, 5, 24)" in load_weights(wide).notes[0]
 
 
 def test_a_grey_teacher_sees_the_grey_of_a_photograph(file):
     network = vit(in_chans=1)
     overlay = {"mean": [0.4, 0.4, 0.4], "std": [0.2, 0.2, 0.2]}
-    made = taken(
+    teacher = load_weights(
         file(network.state_dict()),
         args={**ARGS, "in_chans": 1, "pretrained_cfg_overlay": overlay},
     )
@@ -582,30 +583,31 @@ def test_a_grey_teacher_sees_the_grey_of_a_photograph(file):
     grey = ((0.299 * red + 0.587 * green + 0.114 * blue) / 255 - 0.4) / 0.2
     with torch.no_grad():
         expected = network(grey[:, None].float())
-        torch.testing.assert_close(made(image).logits, expected, rtol=1e-5, atol=1e-5)
-    assert "it sees the grey" in made.notes[0]
-    colour = (
-        vit()
-    )  # weights of three channels become those of one as timm's loader makes them
+        torch.testing.assert_close(
+            teacher(image).logits, expected, rtol=1e-5, atol=1e-5
+        )
+    assert "it sees the grey" in teacher.notes[0]
+    # weights of three channels become those of one as timm's loader makes them
+    colour = vit()
     path = file(colour.state_dict())
-    made = taken(path, args={**ARGS, "in_chans": 1})
+    teacher = load_weights(path, args={**ARGS, "in_chans": 1})
     summed = colour.patch_embed.proj.weight.sum(1, keepdim=True)
     torch.testing.assert_close(
-        made.network.patch_embed.proj.weight.sum(1, keepdim=True), summed
+        teacher.network.patch_embed.proj.weight.sum(1, keepdim=True), summed
     )
 
 
 def test_one_logit_is_a_binary_teacher(file, tmp_path):
     network = vit(1)
     path = file(network.state_dict())
-    made = taken(path, TWO, task=task())
+    teacher = load_weights(path, TWO, task=task())
     image = torch.randint(256, (4, 3, 16, 16), dtype=torch.uint8)
     with torch.no_grad():
-        z = network(made.normalize(image))[:, 0]
-        torch.testing.assert_close(made(image).logits.softmax(1)[:, 1], z.sigmoid())
-        torch.testing.assert_close(made(image).logits[:, 0], torch.zeros(4))
-    assert "'yes' has z" in made.notes[0]
-    assert taken(path, None, task=task()).classes == ("class_0", "class_1")
+        z = network(teacher.normalize(image))[:, 0]
+        torch.testing.assert_close(teacher(image).logits.softmax(1)[:, 1], z.sigmoid())
+        torch.testing.assert_close(teacher(image).logits[:, 0], torch.zeros(4))
+    assert "'yes' has z" in teacher.notes[0]
+    assert load_weights(path, None, task=task()).classes == ("class_0", "class_1")
     assert "has 1 classes, the data has 3" in refusal(
         path, ("a", "b", "c"), task=task()
     )
@@ -626,31 +628,33 @@ def test_a_module_of_one_output_is_a_binary_teacher(outputs, monkeypatch):
         "networks", "torch", mean=(0.5,) * 3, std=(0.5,) * 3, outputs=outputs
     )
     spec = Spec("teacher", "binary_module:make", {}, TWO, task=task(), exact_head=True)
-    made = registry.build(
+    teacher = registry.build(
         "networks", "torch", options, "teacher", spec=spec, image_size=8, features=()
     )
     image = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
     with torch.no_grad():
-        z = inner[1](made.normalize(image).flatten(1))[:, 0]
-        torch.testing.assert_close(made(image).logits.softmax(1)[:, 1], z.sigmoid())
+        z = inner[1](teacher.normalize(image).flatten(1))[:, 0]
+        torch.testing.assert_close(teacher(image).logits.softmax(1)[:, 1], z.sigmoid())
 
 
-def test_a_file_without_a_classifier(file):
+def test_a_file_without_a_classifier_is_refused_for_a_teacher_of_logits(file):
     tensors = {
-        name: one
-        for name, one in vit().state_dict().items()
+        name: tensor
+        for name, tensor in vit().state_dict().items()
         if not name.startswith("head")
     }
     text = refusal(file(tensors))
     assert "has no classifier" in text
-    for way in (
+    for remedy in (
         "teacher.pretrained=true with teacher.fit.epochs",
         "losses=[{kind: cosine}]",
     ):
-        assert way in text
+        assert remedy in text
     assert "teacher.classes" not in text  # names of outputs that it does not have
     assert "has no classifier" in refusal(file(tensors), classes=None)
-    assert not taken(file(tensors), config_path="student").network.head.weight.any()
+    assert not load_weights(
+        file(tensors), config_path="student"
+    ).network.head.weight.any()
     spec = Spec("teacher", NAME, ARGS, (), str(file(tensors)))
     assert load(spec, 16, ("pooled",)).num_classes == 0
 
@@ -659,36 +663,36 @@ def test_a_file_without_a_classifier(file):
 # folders, formats
 
 
-def test_folders_as_accelerate_and_transformers_divide_them(tmp_path, file):
+def test_folders_are_read_as_accelerate_and_transformers_divide_them(tmp_path, file):
     network = vit()
-    tensors = {name: one.clone() for name, one in network.state_dict().items()}
+    tensors = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     torch.save(tensors, tmp_path / "pytorch_model.bin")
-    assert same(taken(tmp_path).network, network)
+    assert same(load_weights(tmp_path).network, network)
     (tmp_path / "pytorch_model.bin").unlink()
     names = [*tensors]
-    parts = {
+    shards = {
         "model-00001-of-00002.safetensors": names[:7],
         "model-00002-of-00002.safetensors": names[7:],
     }
-    for part, inside in parts.items():
-        save_file({name: tensors[name] for name in inside}, tmp_path / part)
+    for shard, inside in shards.items():
+        save_file({name: tensors[name] for name in inside}, tmp_path / shard)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(
         json.dumps(
             {
                 "weight_map": {
-                    name: part for part, inside in parts.items() for name in inside
+                    name: shard for shard, inside in shards.items() for name in inside
                 }
             }
         )
     )
-    for place in (tmp_path, index, *(tmp_path / part for part in parts)):
-        assert same(taken(place).network, network), place
+    for path in (tmp_path, index, *(tmp_path / shard for shard in shards)):
+        assert same(load_weights(path).network, network), path
     index.unlink()
-    assert same(taken(tmp_path).network, network)
+    assert same(load_weights(tmp_path).network, network)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    for place in (tmp_path, tmp_path / "model-00001-of-00002.safetensors"):
-        assert "is one of 2 parts, of which 1 are in its folder" in refusal(place)
+    for path in (tmp_path, tmp_path / "model-00001-of-00002.safetensors"):
+        assert "is one of 2 parts, of which 1 are in its folder" in refusal(path)
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     for name, word in {
         "__0_0.distcp": "dcp_to_torch",
@@ -720,7 +724,7 @@ LOOKALIKES: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", LOOKALIKES)
 @pytest.mark.parametrize("ending", [".pth", ".safetensors"])
-def test_files_that_are_no_weights(name, ending, tmp_path):
+def test_files_that_are_no_weights_are_named(name, ending, tmp_path):
     path = tmp_path / f"a{ending}"
     content, words = LOOKALIKES[name]
     path.write_bytes(content)
@@ -787,7 +791,7 @@ def test_lookalikes_are_named(name, file):
 
 
 @pytest.mark.parametrize("count", [101_000, slow(1_000_000)])
-def test_more_tensors_than_any_network_has(count, tmp_path):
+def test_more_tensors_than_any_network_has_are_refused(count, tmp_path):
     header = {
         f"t{i}": {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]}
         for i in range(count)
@@ -831,15 +835,15 @@ def test_a_file_with_its_authors_names_is_recognized_by_its_own_name(name, file)
         },
         f"{name}-best.pth",
     )
-    found = identify("--teacher", path)
-    assert (found.model, found.by_order) == (name, False)
+    recognized = identify("--teacher", path)
+    assert (recognized.model, recognized.by_order) == (name, False)
     for words in (
         f"tensors of {name}",
         "7 classes",
         "its authors'",
         "by its file's name",
     ):
-        assert words in found.why
+        assert words in recognized.why
 
 
 def test_a_file_that_nobody_named_needs_a_name(file):
@@ -851,9 +855,9 @@ def test_a_file_that_nobody_named_needs_a_name(file):
         match=r"--teacher: neither the name of '.*mine.pth' nor its trainer.*NAME=FILE",
     ):
         identify("--teacher", path)
-    found = identify("--teacher", path, "convnext_atto")
-    assert (found.model, found.by_order) == ("convnext_atto", False)
-    assert "7 classes; known by you" in found.why
+    recognized = identify("--teacher", path, "convnext_atto")
+    assert (recognized.model, recognized.by_order) == ("convnext_atto", False)
+    assert "7 classes; known by you" in recognized.why
     with pytest.raises(
         ModelError,
         match=r"--teacher: the weights are not those of .resnet18. .*missing",
@@ -866,12 +870,12 @@ def test_a_file_is_recognized_by_what_its_trainer_wrote(file):
     twins = ("vit_tiny_patch16_224", "deit_tiny_patch16_224")
     weights = timm.create_model(twins[1], num_classes=7).state_dict()
     for arch in twins:
-        found = identify(
+        recognized = identify(
             "--teacher",
             file({"arch": arch, "state_dict": weights}, "model_best.pth.tar"),
         )
-        assert found.model == arch
-        assert "by what its trainer wrote" in found.why
+        assert recognized.model == arch
+        assert "by what its trainer wrote" in recognized.why
 
 
 def test_files_of_other_libraries_are_recognized(file):
@@ -879,11 +883,11 @@ def test_files_of_other_libraries_are_recognized(file):
     path = file(
         torchvision.models.swin_t(num_classes=5).state_dict(), "swin_t-704ceda3.pth"
     )
-    with pytest.raises(ModelError, match="names of torchvision") as told:
+    with pytest.raises(ModelError, match="names of torchvision") as caught:
         identify("--teacher", path)
-    assert f"NAME={path}" in str(told.value)
-    assert "{kind: torch, model: 'torchvision.models:swin_t'" in str(told.value)
-    assert "()" not in str(told.value)
+    assert f"NAME={path}" in str(caught.value)
+    assert "{kind: torch, model: 'torchvision.models:swin_t'" in str(caught.value)
+    assert "()" not in str(caught.value)
     assert (
         identify("--teacher", path, "swin_tiny_patch4_window7_224").model
         == "swin_tiny_patch4_window7_224"
@@ -902,17 +906,17 @@ def test_a_file_that_is_not_there_is_no_unknown_network():
         pretrained_keys("--teacher", "resnet1")
 
 
-def test_order_without_counts_of_batches(file):
+def test_tensors_are_taken_by_order_without_counts_of_batches(file):
     """Older torch counted no batches."""
-    whole = timm.create_model("resnet10t", num_classes=5)
+    network = timm.create_model("resnet10t", num_classes=5)
     tensors = {
         n: t
-        for n, t in whole.state_dict().items()
+        for n, t in network.state_dict().items()
         if not n.endswith("num_batches_tracked")
     }
     path = file({f"layer_{i}": tensor for i, tensor in enumerate(tensors.values())})
-    made = taken(path, model="resnet10t", args={}, weights="by_order")
-    assert same(made.network, whole)
+    loaded = load_weights(path, model="resnet10t", args={}, weights="by_order")
+    assert same(loaded.network, network)
 
 
 @pytest.mark.parametrize(
@@ -925,24 +929,24 @@ def test_order_without_counts_of_batches(file):
 )
 def test_arguments_that_shapes_cannot_tell_are_those_of_the_trainer(args, beside, file):
     model = "test_efficientnet"
-    whole = timm.create_model(model, num_classes=5, **args).eval()
+    trained = timm.create_model(model, num_classes=5, **args).eval()
     path = file(
         {
             "arch": model,
-            "state_dict": whole.state_dict(),
+            "state_dict": trained.state_dict(),
             "args": argparse.Namespace(**beside),
         }
     )
-    made = taken(path, model=model, args={}, size=64)
+    loaded = load_weights(path, model=model, args={}, size=64)
     pixels = torch.rand(2, 3, 64, 64)
     with torch.no_grad():
-        torch.testing.assert_close(made.network.eval()(pixels), whole(pixels))
-    assert f"{next(iter(args))} that its trainer wrote" in made.notes[0]
-    assert made.architecture["args"] == args
+        torch.testing.assert_close(loaded.network.eval()(pixels), trained(pixels))
+    assert f"{next(iter(args))} that its trainer wrote" in loaded.notes[0]
+    assert loaded.architecture["args"] == args
     plain = timm.create_model(model, num_classes=5).eval()
-    plain.load_state_dict(whole.state_dict())
+    plain.load_state_dict(trained.state_dict())
     with torch.no_grad():
-        assert not torch.allclose(plain(pixels), whole(pixels))
+        assert not torch.allclose(plain(pixels), trained(pixels))
 
 
 def test_a_trainers_arguments_name_no_other_weights_and_no_other_network(
@@ -952,52 +956,52 @@ def test_a_trainers_arguments_name_no_other_weights_and_no_other_network(
     arguments at all.
     """
     network = timm.create_model("resnet10t", num_classes=5)
-    other = file(
+    other_file = file(
         timm.create_model("resnet10t", num_classes=5).state_dict(), "other.pth"
     )
     hostile = {
-        "checkpoint_path": str(other),
+        "checkpoint_path": str(other_file),
         "pretrained": True,
         "num_classes": 9,
         "img_size": 7,
     }
-    for beside in (
+    for arguments in (
         {"model_kwargs": hostile},
         {"model_kwargs": "x=1"},
         {"model_kwargs": [1, 2]},
     ):
-        made = taken(
+        loaded = load_weights(
             file(
                 {
                     "arch": "resnet10t",
                     "state_dict": network.state_dict(),
-                    "args": beside,
+                    "args": arguments,
                 }
             ),
             model="resnet10t",
             args={},
         )
-        assert same(made.network, network)
-        assert made.architecture["args"] == {}
+        assert same(loaded.network, network)
+        assert loaded.architecture["args"] == {}
     foreign = {
         "state_dict": network.state_dict(),
         "args": {"model_kwargs": {"width": 3}},
     }
     for arch in ({}, {"arch": "resnet18"}):  # of another network, or of an unknown one
         assert same(
-            taken(file({**arch, **foreign}), model="resnet10t", args={}).network,
+            load_weights(file({**arch, **foreign}), model="resnet10t", args={}).network,
             network,
         )
 
 
 def test_a_part_of_a_network_and_an_encoder_with_its_decoder_are_named(file):
     tensors = vit().state_dict()
-    part = {
+    incomplete = {
         name: tensor
         for name, tensor in tensors.items()
         if not name.startswith("blocks.0.mlp.")
     }
-    assert "a part of the network" in refusal(file(part))
+    assert "a part of the network" in refusal(file(incomplete))
     encoder = {
         name: tensor for name, tensor in tensors.items() if not name.startswith("head.")
     }
@@ -1007,44 +1011,48 @@ def test_a_part_of_a_network_and_an_encoder_with_its_decoder_are_named(file):
 
 
 def test_a_student_starts_from_files_of_other_libraries(file):
-    raw, averaged = vit(), vit(seed=1)
+    raw = vit()
+    averaged = vit(seed=1)
     path = file(
         {
             "model": {f"module.{n}": t for n, t in raw.state_dict().items()},
             "model_ema": averaged.state_dict(),
         }
     )
-    made = taken(path, ("a", "b"), config_path="student")
+    student = load_weights(path, ("a", "b"), config_path="student")
     assert torch.equal(
-        made.network.blocks[0].attn.qkv.weight, averaged.blocks[0].attn.qkv.weight
+        student.network.blocks[0].attn.qkv.weight, averaged.blocks[0].attn.qkv.weight
     )
     assert (
-        "the set 'model_ema'; ['model'] would fit too (student.weights" in made.notes[0]
+        "the set 'model_ema'; ['model'] would fit too (student.weights"
+        in student.notes[0]
     )
-    shutil.copy(
-        path, path.with_suffix(".safetensors")
-    )  # the content decides, not the name
-    assert same(taken(path.with_suffix(".safetensors"), weights="raw").network, raw)
+    # the content decides, not the name
+    shutil.copy(path, path.with_suffix(".safetensors"))
+    assert same(
+        load_weights(path.with_suffix(".safetensors"), weights="raw").network, raw
+    )
 
 
 def test_the_log_and_the_manifest_say_what_was_taken(written, command, file, tmp_path):
-    raw, averaged = vit(3), vit(3, seed=1)
+    raw = vit(3)
+    averaged = vit(3, seed=1)
     path = file(
         {"state_dict": raw.state_dict(), "state_dict_ema": averaged.state_dict()}
     )
-    both = {"model": NAME, "args": ARGS, "checkpoint": str(path)}
-    teacher = {**both, "min_accuracy": 0.0, "weights": "raw"}
+    section = {"model": NAME, "args": ARGS, "checkpoint": str(path)}
+    teacher = {**section, "min_accuracy": 0.0, "weights": "raw"}
     config = written(
         teacher=teacher,
-        student={**both, "init": "pretrained"},
+        student={**section, "init": "pretrained"},
         run={"name": "said", "steps": 1},
     )
     answer = command("train", config)
     assert answer.code == 0, answer
     lines = {
-        one.split(": ")[0]: one
-        for one in (answer.out + answer.err).splitlines()
-        if "a.pth" in one
+        line.split(": ")[0]: line
+        for line in (answer.out + answer.err).splitlines()
+        if "a.pth" in line
     }
     assert "'state_dict'" in lines["teacher"]
     assert (
@@ -1061,7 +1069,7 @@ def test_without_labels_the_spread_of_predictions_is_reported(written, command, 
     answers alike shows in it.
     """
     path = file(
-        {name: torch.zeros_like(one) for name, one in vit(3).state_dict().items()}
+        {name: torch.zeros_like(tensor) for name, tensor in vit(3).state_dict().items()}
     )
     teacher = {"model": NAME, "args": ARGS, "checkpoint": str(path)}
     answer = command(
@@ -1126,7 +1134,9 @@ def test_parameters_without_statistics_are_named(file):
 
 def test_a_trainers_record_of_the_network_is_reported(file):
     """Heads that are divided otherwise have equal shapes: nothing but this can tell."""
-    beside = argparse.Namespace(model=NAME, model_kwargs={"num_heads": 3}, lr=0.1)
-    told = taken(file({"state_dict": vit().state_dict(), "args": beside})).notes[-1]
-    assert "num_heads" in told
-    assert NAME in told
+    arguments = argparse.Namespace(model=NAME, model_kwargs={"num_heads": 3}, lr=0.1)
+    note = load_weights(
+        file({"state_dict": vit().state_dict(), "args": arguments})
+    ).notes[-1]
+    assert "num_heads" in note
+    assert NAME in note

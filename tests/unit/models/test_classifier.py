@@ -51,18 +51,16 @@ def family(name: str, features: bool) -> Classifier:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("training", [False, True])
 def test_logits_beside_features_are_the_plain_logits(name, training):
-    plain, both = (
-        family(name, False).train(training),
-        family(name, True).train(training),
-    )
+    plain = family(name, False).train(training)
+    with_features = family(name, True).train(training)
     torch.manual_seed(1)
     expected = plain(images())
     torch.manual_seed(1)
-    found = both(images())
+    outputs = with_features(images())
     assert not expected.features
-    assert torch.equal(found.logits, expected.logits)
-    assert found.logits.shape == (3, 5)
-    assert found.features["pooled"].shape == (3, both.num_features)
+    assert torch.equal(outputs.logits, expected.logits)
+    assert outputs.logits.shape == (3, 5)
+    assert outputs.features["pooled"].shape == (3, with_features.num_features)
 
 
 @pytest.mark.parametrize(
@@ -94,21 +92,21 @@ def test_another_size_is_resized_like_torchvision(size):
     resized = v2.functional.resize(
         images(size).float(), [32, 32], v2.InterpolationMode.BICUBIC, antialias=True
     )
-    found = model.normalize(images(size))
-    assert found.shape == (3, 3, 32, 32)
-    torch.testing.assert_close(found, resized.clamp(0, 255), rtol=0, atol=1e-3)
-    assert found.min() >= 0  # bicubic overshoots
-    assert found.max() <= 255.001
+    normalized = model.normalize(images(size))
+    assert normalized.shape == (3, 3, 32, 32)
+    torch.testing.assert_close(normalized, resized.clamp(0, 255), rtol=0, atol=1e-3)
+    assert normalized.min() >= 0  # bicubic overshoots
+    assert normalized.max() <= 255.001
 
 
 def test_a_vit_is_built_for_the_datas_size_and_a_cnn_resizes():
     assert family("vit_tiny_patch16_224", False).input_size == 32
     assert family("test_resnet", False).input_size == 160
-    given = load(
+    vit = load(
         Spec("student", "vit_tiny_patch16_224", {**TINY, "img_size": 48}, CLASSES), 32
     )
-    assert given.input_size == 48
-    assert given(images(32)).logits.shape == (3, 5)
+    assert vit.input_size == 48
+    assert vit(images(32)).logits.shape == (3, 5)
 
 
 def test_normalization_stays_float32_and_the_network_gets_its_own_dtype():

@@ -44,10 +44,9 @@ def test_a_library_that_cannot_be_loaded_is_compiled_anew(tmp_path):
     """
     first = compiled(tmp_path)
     assert first.returncode == 0, first.stderr
-    for size, said in ((0, "never finished"), (100, "compiled again")):
-        libraries = sorted(
-            tmp_path.rglob("*.main.so")
-        )  # of the forward and of the backward
+    for size, message in ((0, "never finished"), (100, "compiled again")):
+        # of the forward and of the backward
+        libraries = sorted(tmp_path.rglob("*.main.so"))
         assert len(libraries) > 1
         assert not any(map(_unfinished, libraries))
         times = libraries[0].stat().st_mtime_ns
@@ -55,7 +54,7 @@ def test_a_library_that_cannot_be_loaded_is_compiled_anew(tmp_path):
             os.truncate(library, size)
         again = compiled(tmp_path)
         assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
-        assert said in again.stderr
+        assert message in again.stderr
         assert libraries[0].stat().st_mtime_ns != times
     times = libraries[0].stat().st_mtime_ns
     assert compiled(tmp_path).stdout == first.stdout

@@ -28,9 +28,8 @@ def member(seed: int, size: int = 16, width: int = 24):
         "img_size": size,
     }
     model = load(Spec("teacher", "vit_tiny_patch16_224", args, CLASSES), 16)
-    torch.nn.init.normal_(
-        model.network.head.weight, std=0.5
-    )  # a fresh head says the same of everything
+    # a fresh head says the same of everything
+    torch.nn.init.normal_(model.network.head.weight, std=0.5)
     return model.eval()
 
 
@@ -47,13 +46,17 @@ def batch(count: int = 5) -> Batch:
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 3.0)])
 def test_probabilities_are_averaged_and_not_logits(weights):
     models = member(0), member(1, size=24, width=32)  # the second resizes for itself
-    said = LiveTeacher(Ensemble(models, weights, AVERAGE), CPU)(batch()).logits
+    logits = LiveTeacher(Ensemble(models, weights, AVERAGE), CPU)(batch()).logits
     with torch.no_grad():
-        each = [model(batch().image).logits.double().softmax(-1) for model in models]
-    expected = sum(w * p for w, p in zip(weights, each, strict=True)) / sum(weights)
-    torch.testing.assert_close(said.double().exp(), expected, rtol=1e-5, atol=1e-7)
+        probabilities = [
+            model(batch().image).logits.double().softmax(-1) for model in models
+        ]
+    expected = sum(w * p for w, p in zip(weights, probabilities, strict=True)) / sum(
+        weights
+    )
+    torch.testing.assert_close(logits.double().exp(), expected, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(
-        said.double().softmax(-1), expected, rtol=1e-5, atol=1e-7
+        logits.double().softmax(-1), expected, rtol=1e-5, atol=1e-7
     )
 
 
@@ -65,13 +68,13 @@ def test_a_table_beside_a_network_is_read_in_the_rows_of_the_split(split):
         values, [torch.tensor([row]) for row in rows.values()], CLASSES
     )
     live = LiveTeacher(Ensemble((member(0), table), (1.0, 3.0), AVERAGE), CPU)
-    said = (live if split == "training" else live.validation(split == "test"))(
+    logits = (live if split == "training" else live.validation(split == "test"))(
         batch(1)
     ).logits
     with torch.no_grad():
-        own = member(0)(batch(1).image).logits.softmax(-1)
+        probabilities = member(0)(batch(1).image).logits.softmax(-1)
     torch.testing.assert_close(
-        said.exp(), 0.25 * own + 0.75 * values[:, rows[split]].softmax(-1)
+        logits.exp(), 0.25 * probabilities + 0.75 * values[:, rows[split]].softmax(-1)
     )
 
 
@@ -87,12 +90,12 @@ def test_precision_reaches_the_networks_and_spares_the_pixels():
 
 
 def test_the_identity_has_every_member():
-    one, two, three = member(0), member(1), member(2)
-    pair, other = (
-        Ensemble((one, two), (1.0, 1.0), AVERAGE),
-        Ensemble((one, three), (1.0, 1.0), AVERAGE),
-    )
-    assert digest(pair.network) != digest(other.network)
-    assert pair.identity() != other.identity()
-    assert pair.identity() != Ensemble((one, two), (1.0, 2.0), AVERAGE).identity()
-    assert pair.identity() == Ensemble((one, two), (2.0, 2.0), AVERAGE).identity()
+    first = member(0)
+    second = member(1)
+    third = member(2)
+    pair = Ensemble((first, second), (1.0, 1.0), AVERAGE)
+    changed_pair = Ensemble((first, third), (1.0, 1.0), AVERAGE)
+    assert digest(pair.network) != digest(changed_pair.network)
+    assert pair.identity() != changed_pair.identity()
+    assert pair.identity() != Ensemble((first, second), (1.0, 2.0), AVERAGE).identity()
+    assert pair.identity() == Ensemble((first, second), (2.0, 2.0), AVERAGE).identity()

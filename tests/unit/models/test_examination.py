@@ -27,14 +27,13 @@ def images(count=2, seed=0):
     )
 
 
-def made(build, seed=0):
+def build_model(build, seed=0):
     torch.manual_seed(seed)
     return LogitsModel(build(), "student")
 
 
-FINAL = [
-    (name, 0) for name in FAULTS if "behind" not in name
-]  # final weights hide nothing behind zeros
+# final weights hide nothing behind zeros
+FINAL = [(name, 0) for name in FAULTS if "behind" not in name]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,7 @@ FINAL = [
 def test_a_fault_is_found(name, trained):
     build, word = (FAULTS | STUDENTS)[name]
     with pytest.raises(ModelError, match=rf"^student: .*{word}") as caught:
-        examine(made(build), "student", images(), True, trained)
+        examine(build_model(build), "student", images(), True, trained)
     assert "\n" not in str(caught.value)
     assert caught.value.allowed
     assert caught.value.remedy
@@ -52,18 +51,17 @@ def test_a_fault_is_found(name, trained):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_network_passes_and_is_left_as_it_was(name, seed):
-    model, pixels = made(HONEST[name], seed), images(seed=seed)
-    before, state, given = (
-        copy.deepcopy(model.state_dict()),
-        torch.get_rng_state(),
-        pixels.clone(),
-    )
+    model = build_model(HONEST[name], seed)
+    pixels = images(seed=seed)
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    untouched = pixels.clone()
     for trained in (0, 2):
         outputs = examine(model.train(), "student", pixels, True, trained)
         assert outputs["logits"].shape == (2, CLASSES)
         assert model.training
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(pixels, given)
+    assert torch.equal(pixels, untouched)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 
@@ -84,10 +82,10 @@ def test_small_logits_of_label_sets_are_no_probabilities(seed):
         def forward(self, image):
             return self.head(image.flatten(1))
 
-    examine(made(Few, seed), "student", images(), True, 2)
+    examine(build_model(Few, seed), "student", images(), True, 2)
     with pytest.raises(ModelError, match="probabilities"):
         examine(
-            made(lambda: nn.Sequential(Few(), nn.Sigmoid()), seed),
+            build_model(lambda: nn.Sequential(Few(), nn.Sigmoid()), seed),
             "student",
             images(),
             True,
@@ -96,7 +94,7 @@ def test_small_logits_of_label_sets_are_no_probabilities(seed):
 
 
 def test_a_batch_norm_on_one_value_per_channel_is_refused():
-    network = made(
+    network = build_model(
         lambda: nn.Sequential(
             nn.Flatten(), nn.Linear(3 * SIDE**2, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
         )
@@ -105,29 +103,40 @@ def test_a_batch_norm_on_one_value_per_channel_is_refused():
         examine(network, "student", images(), True, 1)
     examine(network, "student", images(), True, 2)
     examine(network, "teacher", images())  # in evaluation it has statistics
+    # its maps are larger
     examine(
-        made(lambda: convolution(nn.BatchNorm2d(8))), "student", images(), True, 1
-    )  # its maps are larger
+        build_model(lambda: convolution(nn.BatchNorm2d(8))),
+        "student",
+        images(),
+        True,
+        1,
+    )
 
 
 def test_not_a_number_is_refused_of_final_weights():
     """An untrained network may overflow in evaluation: its batch norm has no statistics
     yet.
     """
-    network = made(lambda: Changed(after=lambda x: (x.abs() + 1e30) ** 2))
+    network = build_model(lambda: Changed(after=lambda x: (x.abs() + 1e30) ** 2))
     with pytest.raises(ModelError, match=r"^teacher: .*NaN or infinity"):
         examine(network, "teacher", images())
     examine(network, "student", images(), True, 2)
 
 
 def test_one_image_of_data_is_enough():
-    examine(made(lambda: convolution(nn.BatchNorm2d(8))), "student", images(1), True, 4)
+    examine(
+        build_model(lambda: convolution(nn.BatchNorm2d(8))),
+        "student",
+        images(1),
+        True,
+        4,
+    )
     with pytest.raises(ModelError, match="alone"):
-        examine(made(FAULTS["centred over the batch"][0]), "student", images(1))
+        examine(build_model(FAULTS["centred over the batch"][0]), "student", images(1))
 
 
 def test_a_failing_forward_is_explained():
-    broken = made(lambda: nn.Linear(5, 3))
+    broken = build_model(lambda: nn.Linear(5, 3))
     with pytest.raises(RuntimeError):
         examine(broken, "student", images())
     with pytest.raises(ModelError, match=r"^here: it failed"):
@@ -167,13 +176,16 @@ def test_dynamic_int8_passes_and_a_fault_in_it_does_not():
 
 
 def test_shared_memory_is_found_also_behind_other_names():
-    teacher, student, other = Changed(), Changed(), Changed()
+    teacher = Changed()
+    student = Changed()
+    other_teacher = Changed()
     require_apart(student, {"teacher": teacher}, "student")
-    student.plain[1].weight.data = teacher.plain[1].weight.data[
-        :
-    ]  # another Parameter, the same memory
+    # another Parameter, the same memory
+    student.plain[1].weight.data = teacher.plain[1].weight.data[:]
     with pytest.raises(ModelError, match=r"^student: .*plain\.1\.weight.*teacher\[1\]"):
-        require_apart(student, {"teacher[0]": other, "teacher[1]": teacher}, "student")
+        require_apart(
+            student, {"teacher[0]": other_teacher, "teacher[1]": teacher}, "student"
+        )
 
 
 def test_parameters_without_a_gradient_are_named_and_nothing_moves():
@@ -192,7 +204,8 @@ def test_parameters_without_a_gradient_are_named_and_nothing_moves():
 def test_weights_statistics_and_modes_come_back_bit_by_bit():
     model = convolution(nn.BatchNorm2d(8), nn.Dropout(0.5))
     model[1].eval()  # frozen statistics, as some train
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
     modes = [module.training for module in model.modules()]
     with restored(model, parameters=True):
         add_noise(model.train(), 1.0, 3)

@@ -11,16 +11,14 @@ from kd.core.errors import ModelError
 from kd.models.spec import Spec
 from kd.parts import registry
 
-NAME, ARGS = (
-    "vit_tiny_patch16_224",
-    {
-        "patch_size": 8,
-        "embed_dim": 24,
-        "depth": 1,
-        "num_heads": 2,
-        "img_size": 16,
-    },
-)
+NAME = "vit_tiny_patch16_224"
+ARGS = {
+    "patch_size": 8,
+    "embed_dim": 24,
+    "depth": 1,
+    "num_heads": 2,
+    "img_size": 16,
+}
 CLASSES = ("apple", "fig", "pear")
 PICTURES = torch.randint(0, 255, (2, 3, 16, 16), dtype=torch.uint8)
 
@@ -39,7 +37,7 @@ def foreign(tmp_path):
     return tmp_path / "foreign.pth", network.eval()
 
 
-def build(path, classes, config_path="teacher", names="", **more):
+def build(path, classes, config_path="teacher", names="", **changes):
     options = registry.default_options("networks", "timm", classes=str(names))
     spec = Spec(
         config_path,
@@ -49,41 +47,41 @@ def build(path, classes, config_path="teacher", names="", **more):
         str(path),
         weights="by_order",
         exact_head=config_path == "teacher",
-        **more,
+        **changes,
     )
     return registry.build(
         "networks", "timm", options, config_path, spec=spec, image_size=16, features=()
     ).eval()
 
 
-def refusal(*given, **more) -> str:
+def refusal(*args, **changes) -> str:
     with pytest.raises(ModelError) as caught:
-        build(*given, **more)
+        build(*args, **changes)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_tensors_by_their_places(foreign):
+def test_tensors_are_taken_by_their_places(foreign):
     path, network = foreign
-    made = build(path, tuple("abcde"))
-    assert torch.equal(made(PICTURES).main, network(made.normalize(PICTURES)))
-    assert "taken by their order" in made.notes[0]
+    model = build(path, tuple("abcde"))
+    assert torch.equal(model(PICTURES).main, network(model.normalize(PICTURES)))
+    assert "taken by their order" in model.notes[0]
 
 
 def test_a_student_of_other_classes_gets_a_fresh_head(foreign):
     path, network = foreign
-    made = build(path, CLASSES, "student")
-    assert made.num_classes == 3
+    model = build(path, CLASSES, "student")
+    assert model.num_classes == 3
     assert torch.equal(
-        made.network.blocks[0].attn.qkv.weight, network.blocks[0].attn.qkv.weight
+        model.network.blocks[0].attn.qkv.weight, network.blocks[0].attn.qkv.weight
     )
 
 
 def test_features_need_no_classifier(foreign):
     path, network = foreign
-    made = build(path, ())
+    model = build(path, ())
     assert torch.equal(
-        made.network.patch_embed.proj.weight, network.patch_embed.proj.weight
+        model.network.patch_embed.proj.weight, network.patch_embed.proj.weight
     )
 
 
@@ -124,16 +122,16 @@ def test_a_pickle_runs_no_code(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_outputs_of_the_data_s_classes(foreign, tmp_path):
+def test_the_outputs_are_those_of_the_data_s_classes(foreign, tmp_path):
     """The file names all outputs; the data's are picked, in its order."""
     path, network = foreign
     names = tmp_path / "names.txt"
     names.write_text("pear\nplum\napple\ngrape\nfig\n")
-    made = build(path, CLASSES, names=names)
-    assert made.classes == CLASSES
-    assert made.num_classes == 3
-    expected = network(made.normalize(PICTURES))[:, [2, 4, 0]]
-    torch.testing.assert_close(made(PICTURES).main, expected)
+    model = build(path, CLASSES, names=names)
+    assert model.classes == CLASSES
+    assert model.num_classes == 3
+    expected = network(model.normalize(PICTURES))[:, [2, 4, 0]]
+    torch.testing.assert_close(model(PICTURES).main, expected)
     names.write_text("pear\nplum\n")
     assert "names 2 classes, but the model returns 5" in refusal(
         path, CLASSES, names=names

@@ -15,9 +15,9 @@ from kd.models.timm_folder import export_files
 SMALL = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
 
 
-def built(model: str, args: dict | None = None, **more):
+def built(model: str, args: dict | None = None, **changes):
     torch.manual_seed(0)
-    return load(Spec("student", model, args or {}, ["a", "b"], **more), 64)
+    return load(Spec("student", model, args or {}, ["a", "b"], **changes), 64)
 
 
 @pytest.mark.parametrize(
@@ -25,25 +25,25 @@ def built(model: str, args: dict | None = None, **more):
     [("resnet18", SMALL, True), ("vit_tiny_patch16_224", {}, False)],
 )
 def test_a_channels_last_network_has_equal_outputs(model, args, last):
-    made = built(model, args, free_size=True).eval()
+    network = built(model, args, free_size=True).eval()
     weights = [
-        p for p in made.network.parameters() if p.dim() == 4 and min(p.shape[1:]) > 1
+        p for p in network.network.parameters() if p.dim() == 4 and min(p.shape[1:]) > 1
     ]
     assert all(
         p.is_contiguous(memory_format=torch.channels_last) == last for p in weights
     )
     image = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
     with torch.no_grad():
-        found = made(image).logits
-        expected = made.network.to(memory_format=torch.contiguous_format)(
-            made.normalize(image).contiguous()
+        logits = network(image).logits
+        expected = network.network.to(memory_format=torch.contiguous_format)(
+            network.normalize(image).contiguous()
         )
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_network_with_weights_of_five_dimensions_is_built_as_before():
-    made = built("lambda_resnet26t", free_size=True)
-    assert any(p.dim() == 5 for p in made.network.parameters())
+    network = built("lambda_resnet26t", free_size=True)
+    assert any(p.dim() == 5 for p in network.network.parameters())
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_a_free_network_with_random_weights_sees_the_images_as_they_are(
     ],
 )
 def test_it_is_built_exported_and_loaded_for_the_images_of_the_data(model, tmp_path):
-    made = built(model, free_size=True).eval()
-    content, tensors = export_files(made, ["a", "b"], 1.0)
+    network = built(model, free_size=True).eval()
+    content, tensors = export_files(network, ["a", "b"], 1.0)
     (tmp_path / "config.json").write_text(json.dumps(content))
     save_file(tensors, tmp_path / "model.safetensors")
     again = load(
@@ -87,7 +87,7 @@ def test_it_is_built_exported_and_loaded_for_the_images_of_the_data(model, tmp_p
         ),
         96,
     ).eval()
-    assert (made.input_size, again.input_size) == (64, 64)
+    assert (network.input_size, again.input_size) == (64, 64)
     image = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
     with torch.no_grad():
-        torch.testing.assert_close(again(image).logits, made(image).logits)
+        torch.testing.assert_close(again(image).logits, network(image).logits)

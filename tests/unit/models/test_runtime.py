@@ -52,9 +52,9 @@ def batch(count: int = 7, size: int = 16) -> Batch:
 def live(
     runtime: str, size: int = 16, precision: str = "fp32", micro_batch: int = 0, **args
 ) -> LiveTeacher:
-    given = model(size, **args)
+    network = model(size, **args)
     make = partial(Exported, size=size, runtime=runtime, precision=precision)
-    return LiveTeacher(given, CPU, micro_batch=micro_batch, remake=make)
+    return LiveTeacher(network, CPU, micro_batch=micro_batch, remake=make)
 
 
 def has(runtime: str) -> str:
@@ -77,11 +77,11 @@ def test_a_graph_says_what_torch_says(runtime, size, args):
     outside = live(has(runtime), size, **args)
     inside = LiveTeacher(model(size, **args), CPU)
     for count in (1, 7):
-        given = batch(count, size)
+        inputs = batch(count, size)
         torch.testing.assert_close(
-            outside(given).logits, inside(given).logits, rtol=0, atol=ROUNDING
+            outside(inputs).logits, inside(inputs).logits, rtol=0, atol=ROUNDING
         )
-    assert outside(given).features == {}
+    assert outside(inputs).features == {}
     assert outside.images == 15
 
 
@@ -89,14 +89,15 @@ def test_a_graph_says_what_torch_says(runtime, size, args):
 def test_outputs_are_ordinary_float32_tensors(runtime):
     teacher = live(has(runtime), micro_batch=3)
     first = teacher(batch()).logits
-    kept = first.clone()
+    copied = first.clone()
     assert first.dtype == torch.float32
     assert not first.is_inference()
     weight = torch.ones(3, requires_grad=True)
     (first * weight).sum().backward()  # autograd saves the logits for this
     torch.testing.assert_close(weight.grad, first.sum(0))
     teacher(batch(5))
-    assert torch.equal(first, kept)  # the runtime does not write into what it gave away
+    # the runtime does not write into what it gave away
+    assert torch.equal(first, copied)
 
 
 def test_nothing_is_left_on_the_disk_and_no_weights_in_torch(tmp_path, monkeypatch):
@@ -111,13 +112,10 @@ def test_nothing_is_left_on_the_disk_and_no_weights_in_torch(tmp_path, monkeypat
 
 
 def test_int8_is_near_and_smaller_and_not_the_same():
-    exact, coarse = (
-        LiveTeacher(model(), CPU)(batch()).logits,
-        live("onnxruntime", precision="int8")(batch()).logits,
-    )
-    assert (
-        0 < (coarse - exact).abs().max() < 0.3 * exact.std()
-    )  # 8 bits a product, two blocks deep
+    exact = LiveTeacher(model(), CPU)(batch()).logits
+    coarse = live("onnxruntime", precision="int8")(batch()).logits
+    # 8 bits a product, two blocks deep
+    assert 0 < (coarse - exact).abs().max() < 0.3 * exact.std()
     assert len(exported(model().eval(), 16, int8=True)) < 0.5 * len(graph())
 
 
@@ -136,12 +134,12 @@ def test_openvino_computes_in_bfloat16_where_the_processor_has_it():
 
 
 def test_compiling_is_in_place_and_a_copy_is_plain():
-    given = model()
-    names = list(given.state_dict())
-    assert compile_forward(given) is given
-    assert list(given.state_dict()) == names
-    assert given._compiled_call_impl is not None
-    assert copy.deepcopy(given)._compiled_call_impl is None
+    network = model()
+    names = list(network.state_dict())
+    assert compile_forward(network) is network
+    assert list(network.state_dict()) == names
+    assert network._compiled_call_impl is not None
+    assert copy.deepcopy(network)._compiled_call_impl is None
 
 
 SIGNALLED = """
@@ -163,16 +161,18 @@ def test_a_process_that_has_used_openvino_lives_through_signals(tmp_path):
     has("openvino")
     (tmp_path / "model.onnx").write_bytes(graph())
     argv = [sys.executable, "-c", SIGNALLED, str(tmp_path / "model.onnx")]
-    done = subprocess.run(argv, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
+    completed = subprocess.run(argv, capture_output=True, text=True)
+    assert (completed.returncode, completed.stdout) == (0, "handled\n"), (
+        completed.stderr
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_compiled_it_says_what_torch_says_at_every_size():
-    given = model()
-    compiled = LiveTeacher(given, CPU, remake=compile_forward)
-    plain = LiveTeacher(given, CPU)
+    network = model()
+    compiled = LiveTeacher(network, CPU, remake=compile_forward)
+    plain = LiveTeacher(network, CPU)
     for count in (7, 3, 7):
         torch.testing.assert_close(
             compiled(batch(count)).logits,

@@ -39,9 +39,8 @@ def test_it_is_frozen_and_in_eval_mode():
     live = LiveTeacher(model().train(), CPU)
     assert not any(module.training for module in live.model.modules())
     assert not any(parameter.requires_grad for parameter in live.model.parameters())
-    assert not isinstance(
-        live, torch.nn.Module
-    )  # no .train(), no DDP, no state_dict can reach it
+    # no .train(), no DDP, no state_dict can reach it
+    assert not isinstance(live, torch.nn.Module)
 
 
 def test_only_a_teacher_in_stages_or_shards_is_divided():
@@ -53,28 +52,30 @@ def test_only_a_teacher_in_stages_or_shards_is_divided():
 
 
 def test_the_model_that_was_given_is_not_changed():
-    given = model().train()
-    LiveTeacher(given, CPU, torch.bfloat16)
-    assert given.training
-    assert all(p.requires_grad and p.dtype == torch.float32 for p in given.parameters())
+    network = model().train()
+    LiveTeacher(network, CPU, torch.bfloat16)
+    assert network.training
+    assert all(
+        p.requires_grad and p.dtype == torch.float32 for p in network.parameters()
+    )
 
 
 def test_it_says_what_the_model_in_eval_mode_says():
-    given = model(features=("pooled",))
-    outputs = LiveTeacher(given, CPU)(batch())
+    network = model(features=("pooled",))
+    outputs = LiveTeacher(network, CPU)(batch())
     with torch.no_grad():
-        expected = given.eval()(batch().image)
+        expected = network.eval()(batch().image)
     assert torch.equal(outputs.logits, expected.logits)
     assert torch.equal(outputs.features["pooled"], expected.features["pooled"])
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 7, 100])
 def test_slices_give_what_the_whole_gives(micro_batch):
-    whole = LiveTeacher(model(("pooled",)), CPU)(batch())
+    undivided = LiveTeacher(model(("pooled",)), CPU)(batch())
     sliced = LiveTeacher(model(("pooled",)), CPU, micro_batch=micro_batch)(batch())
-    torch.testing.assert_close(sliced.logits, whole.logits, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sliced.logits, undivided.logits, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
-        sliced.features["pooled"], whole.features["pooled"], rtol=1e-5, atol=1e-6
+        sliced.features["pooled"], undivided.features["pooled"], rtol=1e-5, atol=1e-6
     )
 
 
@@ -89,10 +90,8 @@ def test_outputs_can_be_used_under_autograd():
 
 
 def test_bfloat16_outputs_are_float32_and_close():
-    exact, coarse = (
-        LiveTeacher(model(), CPU)(batch()),
-        LiveTeacher(model(), CPU, torch.bfloat16)(batch()),
-    )
+    exact = LiveTeacher(model(), CPU)(batch())
+    coarse = LiveTeacher(model(), CPU, torch.bfloat16)(batch())
     assert coarse.logits.dtype == torch.float32
     torch.testing.assert_close(coarse.logits, exact.logits, rtol=0.1, atol=0.05)
     assert not torch.equal(coarse.logits, exact.logits)

@@ -17,11 +17,13 @@ from kd.files.storage import read_rows
 
 def test_some_steps_are_traced(tmp_path):
     """The timeline calls it; its own time is no part of a step."""
-    made = {}
+    holder = {}
     with Timeline(
-        path=tmp_path / "t", on_step=lambda step: made["profiler"].step(step)
+        path=tmp_path / "t", on_step=lambda step: holder["profiler"].step(step)
     ) as timeline:
-        made["profiler"] = Profiler([2, 3], tmp_path / "profile", False, timeline.span)
+        holder["profiler"] = Profiler(
+            [2, 3], tmp_path / "profile", False, timeline.span
+        )
         for step in range(1, 6):
             with timeline.span("data"):
                 images = torch.zeros(64, 1000)
@@ -43,17 +45,21 @@ def test_some_steps_are_traced(tmp_path):
         if "aten::mm" in line
     ]
     assert row.split()[-1] == "2"  # calls
-    found = json.loads((folder / "operators.json").read_text())
-    products = [one for one in found["operators"] if one["name"] == "aten::mm"]
-    assert [(one["dtype"], one["calls"]) for one in products] == [("float32", 2)]
-    shown = float(row.split()[2].removesuffix("us").removesuffix("ms")) * (
+    report = json.loads((folder / "operators.json").read_text())
+    products = [
+        operator for operator in report["operators"] if operator["name"] == "aten::mm"
+    ]
+    assert [(operator["dtype"], operator["calls"]) for operator in products] == [
+        ("float32", 2)
+    ]
+    shown_ms = float(row.split()[2].removesuffix("us").removesuffix("ms")) * (
         0.001 if "us" in row.split()[2] else 1
     )
-    assert products[0]["ms"] == pytest.approx(shown, rel=0.01)  # its own time
-    assert found["steps"] == 2
-    assert sum(one["ms"] for one in found["operators"]) <= found["wall_ms"]
+    assert products[0]["ms"] == pytest.approx(shown_ms, rel=0.01)  # its own time
+    assert report["steps"] == 2
+    assert sum(operator["ms"] for operator in report["operators"]) <= report["wall_ms"]
     assert not {"data", "forward", "optimizer", "Step 2"} & {
-        one["name"] for one in found["operators"]
+        operator["name"] for operator in report["operators"]
     }
     assert timeline.totals["profile"] > 0
     rows = read_rows(tmp_path / "t")

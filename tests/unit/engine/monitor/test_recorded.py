@@ -22,8 +22,8 @@ def test_a_recorded_run_is_diagnosed(path):
     record = json.loads(path.read_text())
     timelines = {int(rank): rows for rank, rows in record["timelines"].items()}
     findings = {
-        one.rule: one
-        for one in find_bottlenecks(
+        each.rule: each
+        for each in find_bottlenecks(
             Evidence(timelines, record["samples"], Facts(**record["facts"]))
         )
     }
@@ -31,6 +31,5 @@ def test_a_recorded_run_is_diagnosed(path):
         assert findings == {}
     else:
         finding = findings[record["rule"]]
-        assert (
-            record["facts"].get(finding.key.removeprefix("data.")) != finding.value
-        )  # not what is set already
+        # not what is set already
+        assert record["facts"].get(finding.key.removeprefix("data.")) != finding.value

@@ -13,7 +13,8 @@ from kd.engine.monitor.evidence import MIN_SAMPLES, Evidence, Facts
 from kd.engine.monitor.rules import find_bottlenecks
 
 WAITING = {"data": 10.0, "forward": 10.0, "backward": 10.0}
-DECODES, READS = {"busy": 1.0, "decoding": 0.8}, {"busy": 0.4, "decoding": 0.9}
+DECODES = {"busy": 1.0, "decoding": 0.8}
+READS = {"busy": 0.4, "decoding": 0.9}
 AUGMENTS = {"busy": 1.0, "decoding": 0.08}
 
 
@@ -25,9 +26,9 @@ def loading(seconds: float, shares: dict[str, float], steps: int = 40) -> dict:
     return {name: steps * value for name, value in ms.items()}
 
 
-def steady(steps: int = 40, ms: dict[str, float] | None = None, **more) -> dict:
+def steady(steps: int = 40, ms: dict[str, float] | None = None, **changes) -> dict:
     """A row of steady steps, 20 ms each unless told otherwise, that ends at 1,000 s."""
-    each = ms or {
+    step_ms = ms or {
         "data": 0.5,
         "teacher": 8.0,
         "forward": 4.0,
@@ -35,7 +36,7 @@ def steady(steps: int = 40, ms: dict[str, float] | None = None, **more) -> dict:
         "optimizer": 1.0,
         "other": 0.5,
     }
-    spans = {name: value * steps for name, value in each.items()}
+    spans = {name: value * steps for name, value in step_ms.items()}
     row = {
         "time": 1000.0,
         "step": 100,
@@ -46,13 +47,15 @@ def steady(steps: int = 40, ms: dict[str, float] | None = None, **more) -> dict:
     }
     row |= {
         "wall_ms": sum(spans.values()),
-        "median_ms": sum(each.values()),
+        "median_ms": sum(step_ms.values()),
         "slowest": [90, 30.0, "data"],
     }
-    return row | {"loading_ms": loading(sum(each.values()), DECODES, steps)} | more
+    return (
+        row | {"loading_ms": loading(sum(step_ms.values()), DECODES, steps)} | changes
+    )
 
 
-def sample(i: int = 0, **more) -> dict:
+def sample(i: int = 0, **changes) -> dict:
     """What a quiet machine of two cores does during `steady`."""
     row = {
         "time": 999.9 - 0.01 * i,
@@ -61,7 +64,7 @@ def sample(i: int = 0, **more) -> dict:
         "process_cpu": 90.0,
         "gpu": [],
     }
-    return row | {"workers_cpu": 20.0} | more
+    return row | {"workers_cpu": 20.0} | changes
 
 
 def ask(
@@ -90,7 +93,7 @@ STEP = {
 
 @pytest.mark.parametrize(
     (
-        "more",
+        "added_ms",
         "share",
         "key",
         "value",
@@ -105,13 +108,13 @@ STEP = {
         pytest.param({"evaluation": 6.0, "checkpoint": 1.0}, "", "", None, id="usual"),
     ],
 )
-def test_shares_of_the_table(more, share, key, value):
-    row = steady(ms=STEP | more)
-    found = ask(row, evaluate=10, checkpoint=10).get("TimeShare")
-    assert (found is not None) == bool(share)
-    if found is not None:
-        assert share in found.evidence
-        assert (found.severity, found.key, found.value) == ("warning", key, value)
+def test_a_large_share_of_a_step_is_a_finding(added_ms, share, key, value):
+    row = steady(ms=STEP | added_ms)
+    finding = ask(row, evaluate=10, checkpoint=10).get("TimeShare")
+    assert (finding is not None) == bool(share)
+    if finding is not None:
+        assert share in finding.evidence
+        assert (finding.severity, finding.key, finding.value) == ("warning", key, value)
     assert "TimeShare" not in ask(
         row | {"clock": "tracing"}, evaluate=10, checkpoint=10
     )
@@ -123,12 +126,14 @@ def test_each_rule_says_what_to_set():
     configuration.
     """
     reading = steady(ms=WAITING, loading_ms=loading(10.0, READS))
-    found = ask(reading, workers=0) | ask(steady(ms=WAITING), workers=0, cores=4)
-    assert found.keys() == {"IOBottleneck", "Dataloader"}
-    for finding in found.values():
+    findings = ask(reading, workers=0) | ask(steady(ms=WAITING), workers=0, cores=4)
+    assert findings.keys() == {"IOBottleneck", "Dataloader"}
+    for finding in findings.values():
         section, _, key = finding.key.partition(".")
-        known = config.to_dict(config.Config(data={"kind": "food_mini"}))[section]
-        assert key in known
+        section_keys = config.to_dict(config.Config(data={"kind": "food_mini"}))[
+            section
+        ]
+        assert key in section_keys
         assert finding.advice.startswith(f"Set {finding.key}={finding.value}: ")
         assert "%" in finding.threshold
         assert json.loads(json.dumps(asdict(finding)))["rule"] == finding.rule
@@ -146,29 +151,30 @@ def test_the_finding_on_data_wait_names_its_cause():
     reading; and just under it.
     """
     alone = steady(ms=WAITING, loading_ms=loading(10.0, DECODES))
-    found = ask(alone, workers=0, cores=4)
-    assert (found.keys(), found["Dataloader"].key, found["Dataloader"].value) == (
+    findings = ask(alone, workers=0, cores=4)
+    assert (
+        findings.keys(),
+        findings["Dataloader"].key,
+        findings["Dataloader"].value,
+    ) == (
         {"Dataloader"},
         "data.workers",
         1,
     )
-    assert found["Dataloader"].severity == "warning"
-    assert "10.0 of 30.0 ms (33 %)" in found["Dataloader"].evidence
-    assert (
-        ask(alone, workers=0, cores=8)["Dataloader"].value == 1
-    )  # half of the compute hides it all
+    assert findings["Dataloader"].severity == "warning"
+    assert "10.0 of 30.0 ms (33 %)" in findings["Dataloader"].evidence
+    # half of the compute hides it all
+    assert ask(alone, workers=0, cores=8)["Dataloader"].value == 1
     slow = steady(ms=WAITING | {"data": 100.0}, loading_ms=loading(100.0, DECODES))
     assert ask(slow, workers=0, cores=8)["Dataloader"].value == 5
-    assert ask(slow, workers=0, cores=2).keys() == {
-        "CPUBottleneck"
-    }  # no core for a worker
+    # no core for a worker
+    assert ask(slow, workers=0, cores=2).keys() == {"CPUBottleneck"}
     full = [sample(i, cpu=[99.0, 97.0]) for i in range(9)]
-    assert ask(slow, workers=0, cores=8, samples=full).keys() == {
-        "CPUBottleneck"
-    }  # other programs have the cores
+    # other programs have the cores
+    assert ask(slow, workers=0, cores=8, samples=full).keys() == {"CPUBottleneck"}
 
-    found = ask(steady(ms=WAITING))  # its one worker works all the time
-    assert (found.keys(), found["CPUBottleneck"].key) == (
+    findings = ask(steady(ms=WAITING))  # its one worker works all the time
+    assert (findings.keys(), findings["CPUBottleneck"].key) == (
         {"CPUBottleneck"},
         "data.store",
     )
@@ -180,13 +186,16 @@ def test_the_finding_on_data_wait_names_its_cause():
         ask(steady(ms=WAITING), local_ranks=2, cores=4)["CPUBottleneck"].value == "disk"
     )
 
-    found = ask(steady(ms=WAITING, loading_ms=loading(10.0, READS)), workers=0)
-    assert (found.keys(), found["IOBottleneck"].value) == ({"IOBottleneck"}, "ram")
+    findings = ask(steady(ms=WAITING, loading_ms=loading(10.0, READS)), workers=0)
+    assert (findings.keys(), findings["IOBottleneck"].value) == (
+        {"IOBottleneck"},
+        "ram",
+    )
     reading = steady(ms=WAITING, loading_ms=loading(30.0, READS))
     assert ask(reading)["IOBottleneck"].value == "ram"
     assert [
-        ask(reading, **known)["IOBottleneck"].value
-        for known in ({"store": "ram"}, {"epochs": 1})
+        ask(reading, **facts)["IOBottleneck"].value
+        for facts in ({"store": "ram"}, {"epochs": 1})
     ] == [2, 2]
 
 
@@ -195,8 +204,8 @@ def test_only_samples_during_the_steady_steps_count():
     samples = [
         sample(time=time) for time in (200.0, 999.1, 999.3, 1000.5, 1001.9, 1002.1)
     ]
-    found = Evidence({0: [steady(), steady(time=1002.0)]}, samples).during()
-    assert [[one["time"] for one in start] for start in found] == [
+    starts = Evidence({0: [steady(), steady(time=1002.0)]}, samples).during()
+    assert [[row["time"] for row in start] for start in starts] == [
         [999.3, 1000.5, 1001.9]
     ]
 
@@ -225,8 +234,8 @@ def test_the_set_up_between_two_starts_is_no_load():
 
 
 def test_a_slow_loader_is_named_by_its_parts():
-    parts = {"busy": 1.0, "decoding": 0.5, "resizing": 0.3}
-    row = steady(ms=WAITING, loading_ms=loading(10.0, parts))
+    shares = {"busy": 1.0, "decoding": 0.5, "resizing": 0.3}
+    row = steady(ms=WAITING, loading_ms=loading(10.0, shares))
     store = (
         "50 % of the loading is decoding, 30 % resizing, the rest augmenting; a store"
         " would save 5.0 ms of a step"
@@ -236,13 +245,12 @@ def test_a_slow_loader_is_named_by_its_parts():
     assert ask(row, workers=0, cores=4, store="ram")["Dataloader"].evidence.endswith(
         "the rest augmenting"
     )
-    row = steady(ms=WAITING, loading_ms=loading(10.0, parts | {"whole": 0.4}))
+    row = steady(ms=WAITING, loading_ms=loading(10.0, shares | {"whole": 0.4}))
     assert (
         "; 4.0 ms decode whole images" in ask(row, workers=0)["CPUBottleneck"].evidence
     )
-    older = steady(
-        ms=WAITING, loading_ms=loading(10.0, DECODES)
-    )  # of a run whose resizing was not counted
+    # of a run whose resizing was not counted
+    older = steady(ms=WAITING, loading_ms=loading(10.0, DECODES))
     assert (
         "80 % of the loading is decoding, the rest resizing and"
         in ask(older, workers=0)["CPUBottleneck"].evidence
@@ -258,23 +266,26 @@ def test_a_wait_is_long_by_its_share_of_a_step(ms, long):
 
 def test_a_wait_that_nothing_helps_against_is_no_finding():
     assert ask(steady(ms=WAITING | {"data": 2.2}), workers=0) == {}  # a short one
-    assert (
-        ask(steady(ms=WAITING, loading_ms=loading(15.0, DECODES))) == {}
-    )  # the worker has time to spare
+    # the worker has time to spare
+    assert ask(steady(ms=WAITING, loading_ms=loading(15.0, DECODES))) == {}
     assert ask(steady(ms=WAITING, loading_ms={})) == {}  # other hosts load
-    assert (
-        ask(steady(ms=WAITING, loading_ms=loading(30.0, AUGMENTS))) == {}
-    )  # no store saves augmentation
+    # no store saves augmentation
+    assert ask(steady(ms=WAITING, loading_ms=loading(30.0, AUGMENTS))) == {}
+    # the cores are not known
     assert (
         ask(steady(ms=WAITING), samples=[sample(i) for i in range(MIN_SAMPLES - 1)])
         == {}
-    )  # the cores are not known
+    )
 
 
-def test_more_workers_than_cores():
+def test_more_workers_than_cores_are_a_finding():
     full = [sample(i, cpu=[99.0, 97.0], workers_cpu=60.0) for i in range(9)]
-    found = ask(samples=full, workers=8)["CPUBottleneck"]
-    assert (found.key, found.value, found.severity) == ("data.store", "ram", "warning")
+    finding = ask(samples=full, workers=8)["CPUBottleneck"]
+    assert (finding.key, finding.value, finding.severity) == (
+        "data.store",
+        "ram",
+        "warning",
+    )
     assert ask(samples=full, workers=8, store="ram")["CPUBottleneck"].value == 1
     assert (
         ask(steady(loading_ms=loading(60.0, AUGMENTS)), samples=full, workers=8)[
@@ -283,19 +294,21 @@ def test_more_workers_than_cores():
         == 1
     )
     assert ask(samples=full, workers=2) == {}
-    assert ask(samples=[one | {"workers_cpu": 5.0} for one in full], workers=8) == {}
     assert (
-        ask(steady(loading_ms=loading(60.0, READS)), samples=full, workers=8) == {}
-    )  # they wait for bytes
+        ask(samples=[loaded | {"workers_cpu": 5.0} for loaded in full], workers=8) == {}
+    )
+    # they wait for bytes
+    assert ask(steady(loading_ms=loading(60.0, READS)), samples=full, workers=8) == {}
     assert ask(samples=[sample(i) for i in range(9)], workers=8) == {}  # there is room
     idle = ask(samples=[sample(i, workers_cpu=1.0) for i in range(9)], workers=9)[
         "CPUBottleneck"
     ]
+    # far too many, whatever they take
     assert (idle.key, idle.value, idle.severity) == (
         "data.workers",
         1,
         "info",
-    )  # far too many, whatever they take
+    )
     gpu = ask(
         samples=[sample(i, workers_cpu=1.0) for i in range(9)],
         workers=40,
@@ -305,29 +318,29 @@ def test_more_workers_than_cores():
     assert gpu["CPUBottleneck"].value == 7
 
 
-def test_a_teacher_that_runs_in_every_epoch():
+def test_a_teacher_that_runs_in_every_epoch_is_a_finding():
     """8 of 20 ms a step: of ten epochs eight are saved."""
-    found = ask(live=True, epochs=10.0)["Teacher"]
-    assert (found.key, found.value, found.severity) == (
+    finding = ask(live=True, epochs=10.0)["Teacher"]
+    assert (finding.key, finding.value, finding.severity) == (
         "teacher.cache.views",
         2,
         "warning",
     )
-    assert "40 % of a step" in found.evidence
+    assert "40 % of a step" in finding.evidence
     assert ask(live=True, epochs=4.0)["Teacher"].value == 2
     assert ask(epochs=10.0) == ask(live=True, epochs=2.0) == {}
     assert ask(steady(ms=STEP | {"teacher": 2.0}), live=True, epochs=99.0) == {}
     assert ask(steady(steps=19), live=True, epochs=10.0) == {}
 
 
-def test_float32_where_bfloat16_has_units():
-    found = ask(float32=lambda: True)["Precision"]  # 18 of 20 ms compute
-    assert (found.key, found.value, found.severity) == (
+def test_float32_where_bfloat16_has_units_is_a_finding():
+    finding = ask(float32=lambda: True)["Precision"]  # 18 of 20 ms compute
+    assert (finding.key, finding.value, finding.severity) == (
         "backend.precision",
         "bf16",
         "warning",
     )
-    assert "90 % of a step" in found.evidence
+    assert "90 % of a step" in finding.evidence
     assert ask() == {}
     assert ask(
         steady(ms=WAITING | {"data": 90.0}), workers=0, float32=lambda: True
@@ -339,21 +352,21 @@ def test_float32_where_bfloat16_has_units():
     [(0, 10.0, "data.workers"), (4, 0.5, "student.compile")],
     ids=["starved", "host"],
 )
-def test_an_idle_gpu(workers, data, key):
+def test_an_idle_gpu_is_a_finding(workers, data, key):
     """By rows of the device, as CUDA's events would give them. Never run on a GPU."""
     device = {"data": 40 * data, "forward": 400.0, "backward": 400.0}
     row = steady(device_ms=device, clock="device")
     gpu = [{"utilization": 45.0, "memory_mib": 70_000.0, "memory_total_mib": 80_000.0}]
     samples = [sample(i, gpu=gpu) for i in range(9)]
-    found = ask(row, samples=samples, device="cuda", workers=workers, cores=8)
-    assert found["LowGPUUtilization"].key == key
-    assert "45 % busy" in found["LowGPUUtilization"].evidence
+    findings = ask(row, samples=samples, device="cuda", workers=workers, cores=8)
+    assert findings["LowGPUUtilization"].key == key
+    assert "45 % busy" in findings["LowGPUUtilization"].evidence
     if workers == 0:  # one more than there are, where there are few cores
         slow = row | {"loading_ms": loading(30.0, DECODES)}
-        more = ask(slow, samples=samples, device="cuda", workers=1, cores=2)[
+        with_one_worker = ask(slow, samples=samples, device="cuda", workers=1, cores=2)[
             "LowGPUUtilization"
         ]
-        assert (found["LowGPUUtilization"].value, more.value) == (7, 2)
+        assert (findings["LowGPUUtilization"].value, with_one_worker.value) == (7, 2)
     busy = [sample(i, gpu=[gpu[0] | {"utilization": 71.0}]) for i in range(9)]
     assert "LowGPUUtilization" not in ask(
         row, samples=busy, device="cuda", workers=workers, cores=8
@@ -361,11 +374,11 @@ def test_an_idle_gpu(workers, data, key):
 
 
 def test_gpus_that_the_run_does_not_use_say_nothing():
-    used, idle = (
+    busy, idle = (
         {"utilization": x, "memory_mib": 700 * x, "memory_total_mib": 80_000.0}
         for x in (99.0, 0.0)
     )
-    samples = [sample(i, gpu=[idle, used, idle, idle]) for i in range(9)]
+    samples = [sample(i, gpu=[idle, busy, idle, idle]) for i in range(9)]
     row = steady(ms={"forward": 10.0, "backward": 10.0, "optimizer": 10.0})
     assert ask(row, samples=samples, device="cuda") == {}
     assert ask(row, samples=samples, device="cuda", local_ranks=2).keys() == {
@@ -381,15 +394,15 @@ def test_ranks_are_compared_by_their_own_work():
     def balance(*ranks: dict) -> list:
         rows = {rank: [steady(ms=ms)] for rank, ms in enumerate(ranks)}
         return [
-            one
-            for one in find_bottlenecks(Evidence(rows, [], Facts(workers=1)))
-            if one.rule == "LoadBalancing"
+            candidate
+            for candidate in find_bottlenecks(Evidence(rows, [], Facts(workers=1)))
+            if candidate.rule == "LoadBalancing"
         ]
 
-    (found,) = balance(waits, works, waits)
-    assert "rank 1 works 30 ms per step and the others 20" in found.evidence
-    assert "forward" in found.evidence
-    assert found.severity == "warning"
+    (finding,) = balance(waits, works, waits)
+    assert "rank 1 works 30 ms per step and the others 20" in finding.evidence
+    assert "forward" in finding.evidence
+    assert finding.severity == "warning"
     assert balance(waits, waits | {"backward": 12.0}) == []
-    (found,) = balance(waits, waits | {"data": 9.0})
-    assert (found.key, found.value) == ("data.store", "ram")
+    (finding,) = balance(waits, waits | {"data": 9.0})
+    assert (finding.key, finding.value) == ("data.store", "ram")

@@ -28,15 +28,20 @@ def test_a_sample_measures_the_machine():
     """Between the CPU time inside of the sample's interval and that around it, whatever
     the neighbours do.
     """
-    outer, outer_cpu, before = time.perf_counter(), time.process_time(), time.time()
+    outer = time.perf_counter()
+    outer_cpu = time.process_time()
+    before = time.time()
     sampler = Sampler()
-    inner, inner_cpu = time.perf_counter(), time.process_time()
-    held = b"x" * 2**26
+    inner = time.perf_counter()
+    inner_cpu = time.process_time()
+    buffer = b"x" * 2**26
     while time.process_time() < inner_cpu + 0.5:
         sum(range(1000))
-    inner, inner_cpu = time.perf_counter() - inner, time.process_time() - inner_cpu
+    inner = time.perf_counter() - inner
+    inner_cpu = time.process_time() - inner_cpu
     row = sampler.sample()
-    outer, outer_cpu = time.perf_counter() - outer, time.process_time() - outer_cpu
+    outer = time.perf_counter() - outer
+    outer_cpu = time.process_time() - outer_cpu
     assert len(row["cpu"]) == cores()
     assert all(0 <= load <= 100 for load in row["cpu"])
     ticks = 100 * 4 * 0.01 / inner  # of user and system time, at both ends
@@ -49,13 +54,14 @@ def test_a_sample_measures_the_machine():
         os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20, rel=0.01
     )
     assert (
-        len(held) / 2**20
+        len(buffer) / 2**20
         < row["process_mib"]
         < row["memory_mib"]
         < row["memory_total_mib"]
     )
     assert before - 0.001 <= row["time"] <= time.time() + 0.001
-    assert any(one["time"] % 1 for one in (row, sampler.sample()))  # to the millisecond
+    # to the millisecond
+    assert any(sampled["time"] % 1 for sampled in (row, sampler.sample()))
     assert (
         min(row["disk_read_mib_s"], row["disk_write_mib_s"], row["network_mib_s"]) >= 0
     )
@@ -63,19 +69,20 @@ def test_a_sample_measures_the_machine():
 
 def test_the_load_of_workers_is_that_since_the_last_sample():
     """Also after the children were looked for again."""
-    sampler, busy = Sampler(), [sys.executable, "-c", "while True: pass"]
-    others = len(psutil.Process().children())  # of the tests before
+    sampler = Sampler()
+    busy = [sys.executable, "-c", "while True: pass"]
+    children = len(psutil.Process().children())  # of the tests before
     with subprocess.Popen(busy) as worker:
         try:
-            assert sampler.sample()["workers"] == others + 1
+            assert sampler.sample()["workers"] == children + 1
             for _ in range(2 * CHILDREN_EVERY):
                 time.sleep(0.05)
                 row = sampler.sample()
-                assert row["workers"] == others + 1
-                found = (
+                assert row["workers"] == children + 1
+                workers_cpu = (
                     row["workers_cpu"] if sampler._count % CHILDREN_EVERY == 1 else 1
                 )
-                assert found > 0
+                assert workers_cpu > 0
         finally:
             worker.kill()
 
@@ -118,7 +125,8 @@ def test_what_the_driver_says_of_a_gpu_in_units_of_a_row():
 
 
 def test_samples_are_taken_in_the_background(tmp_path):
-    path, before = tmp_path / file_name("my host", 3), threading.active_count()
+    path = tmp_path / file_name("my host", 3)
+    before = threading.active_count()
     assert path.name == "monitor_my-host_3.jsonl"
     path.write_text("{}\n")
     for fresh in (True, False):

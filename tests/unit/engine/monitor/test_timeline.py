@@ -24,19 +24,19 @@ PARTS = ("data", "teacher", "forward", "backward", "optimizer")
 @pytest.fixture
 def made_clock(monkeypatch):
     """A clock that only sleeping moves, so that a busy machine changes no number."""
-    now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(time, "time", lambda: 1e9 + now[0])
+    clock = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "time", lambda: 1e9 + clock[0])
     monkeypatch.setattr(
-        time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds)
+        time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
     )
 
 
-def work(timeline: Timeline, step: int, seconds: float = 0.001, **more: float) -> None:
+def work(timeline: Timeline, step: int, seconds: float = 0.001, **extra: float) -> None:
     """Make a step whose parts sleep, and log it."""
     for name in PARTS:
         with timeline.span(name):
-            time.sleep(seconds + more.get(name, 0.0))
+            time.sleep(seconds + extra.get(name, 0.0))
     timeline.window(State(step=step))
 
 
@@ -116,14 +116,14 @@ def test_a_row_has_what_loading_its_batches_took(tmp_path):
             with timeline.span("optimizer"):
                 pass
             timeline.window(State(step=step))
-    first, *rest = [
+    first, *later_rows = [
         row["loading_ms"] for row in read_rows(tmp_path / "t") if row["steps"]
     ]
     none = {"resizing": 0.0, "whole": 0.0}
     assert first == pytest.approx(
         {"seconds": 10.0, "busy": 4.0, "decoding": 6.0} | none
     )
-    assert [row["seconds"] for row in rest] == pytest.approx([20.0, 30.0])
+    assert [row["seconds"] for row in later_rows] == pytest.approx([20.0, 30.0])
 
 
 @pytest.mark.usefixtures("made_clock")
@@ -146,11 +146,15 @@ def test_a_window_has_the_median_step_without_evaluation(tmp_path):
         "ms_other",
     }
     assert values["step_ms"] == pytest.approx(5)
-    assert sum(values[name] for name in names) == pytest.approx(
-        (5 + 34 + 5) / 3
-    )  # the mean, without the evaluations
-    first, rest = [row for row in read_rows(tmp_path / "t") if row["steps"]]
-    assert (first["steps"], rest["steps"], rest["slowest"][0], rest["slowest"][2]) == (
+    # the mean, without the evaluations
+    assert sum(values[name] for name in names) == pytest.approx((5 + 34 + 5) / 3)
+    first, later = [row for row in read_rows(tmp_path / "t") if row["steps"]]
+    assert (
+        first["steps"],
+        later["steps"],
+        later["slowest"][0],
+        later["slowest"][2],
+    ) == (
         1,
         2,
         2,
@@ -194,7 +198,9 @@ class Late:
     """
 
     def __init__(self, behind: int) -> None:
-        self.behind, self.marks, self.made = behind, 0, 0
+        self.behind = behind
+        self.marks = 0
+        self.made = 0
 
     def event(self):
         device = self
@@ -283,11 +289,12 @@ def test_an_error_in_a_step_leaves_the_rows_before_it(tmp_path):
     rows = [
         (row["kind"], row["step"], row["steps"]) for row in read_rows(tmp_path / "t")
     ]
+    # its time is told, and that it made no step
     assert rows == [
         ("setup", 0, 0),
         ("first", 1, 1),
         ("warm-up", 1, 0),
-    ]  # its time is told, and that it made no step
+    ]
     assert not active
 
 
