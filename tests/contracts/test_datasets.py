@@ -175,8 +175,8 @@ def named(source: Source, id: int) -> list[str]:
     """Return the names of an image's labels."""
     label = source.label(id)
     return [
-        source.classes[one]
-        for one in ([label] if isinstance(label, int) else np.flatnonzero(label))
+        source.classes[index]
+        for index in ([label] if isinstance(label, int) else np.flatnonzero(label))
     ]
 
 
@@ -213,32 +213,32 @@ def test_classes(built):
 def test_labels_are_python_integers_in_range_or_sets(built):
     sets = built.kind == "multilabel"
     for source in (built.train, built.val):
-        found = [source.label(id) for id in range(len(source))]
+        labels = [source.label(id) for id in range(len(source))]
         if sets:
             assert all(
                 label.dtype == np.int8 and label.shape == (len(source.classes),)
-                for label in found
+                for label in labels
             )
-            assert all(set(label.tolist()) <= {0, 1} for label in found)
+            assert all(set(label.tolist()) <= {0, 1} for label in labels)
             continue
-        assert all(type(label) is int for label in found)
-        assert set(found) <= set(range(len(source.classes)))
+        assert all(type(label) is int for label in labels)
+        assert set(labels) <= set(range(len(source.classes)))
 
 
 def test_labels_are_those_of_the_data(built):
     if built.kind in PAINTED:
         pytest.skip("it makes its own images")
-    for source, wanted in ((built.train, TRAIN), (built.val, VAL)):
+    for source, expected in ((built.train, TRAIN), (built.val, VAL)):
         assert sorted(
             name for id in range(len(source)) for name in named(source, id)
-        ) == sorted(wanted)
+        ) == sorted(expected)
 
 
 def test_names_are_unique(built):
     for source in (built.train, built.val):
-        found = [source.name(id) for id in range(len(source))]
-        assert len(set(found)) == len(found)
-        assert not any(os.path.isabs(name) for name in found)
+        names = [source.name(id) for id in range(len(source))]
+        assert len(set(names)) == len(names)
+        assert not any(os.path.isabs(name) for name in names)
 
 
 def test_decode_is_pure(built):
@@ -319,12 +319,12 @@ def test_spawned_process_sees_the_same(built, reader, tmp_path):
     (tmp_path / "source.pickle").write_bytes(pickle.dumps(source))
     reader.stdin.write(json.dumps([str(tmp_path / "source.pickle"), ids]) + "\n")
     reader.stdin.flush()
-    wanted = [
+    expected = [
         f"{source.name(id)} {source.label(id)}"
         f" {source.decode(id).image.tobytes().hex()}"
         for id in ids
     ]
-    assert json.loads(reader.stdout.readline()) == wanted
+    assert json.loads(reader.stdout.readline()) == expected
 
 
 @pytest.mark.skipif(
@@ -347,10 +347,10 @@ def test_forked_processes_see_the_same_at_the_same_time(built):
         )  # Python 3.12 warns of fork with threads
         for worker in workers:
             worker.start()
-    wanted = digests(built.train, ids)
+    expected = digests(built.train, ids)
     for (end, _), worker in zip(pipes, workers, strict=True):
         assert end.poll(60)
-        assert end.recv() == wanted
+        assert end.recv() == expected
         worker.join()
 
 

@@ -57,8 +57,8 @@ def make_batch(name: str, num_classes: int = C) -> Batch:
         partner, lam = label, torch.ones(B)
     if needs.logits == "sigmoid":
         label, partner = (
-            nn.functional.one_hot(one, num_classes).to(torch.int8)
-            for one in (label, partner)
+            nn.functional.one_hot(labels, num_classes).to(torch.int8)
+            for labels in (label, partner)
         )
     image = torch.zeros(B, 3, 2, 2, dtype=torch.uint8)
     return Batch(
@@ -171,9 +171,9 @@ def test_says_how_many_images_it_compares(name):
 def test_the_fewest_images_are_those_that_teach():
     """One image fewer has no gradient of the comparison."""
     for name, options in {"cckd": {}, "dist": {"beta": 0.0}}.items():
-        own = registry.default_options("losses", name, **options)
-        loss = registry.build("losses", name, own, "losses", dims=make_dims(C))
-        fewest = registry.facts("losses", name, own, "losses").images
+        defaults = registry.default_options("losses", name, **options)
+        loss = registry.build("losses", name, defaults, "losses", dims=make_dims(C))
+        fewest = registry.facts("losses", name, defaults, "losses").images
         sizes = []
         for images in (fewest - 1, fewest):
             rows = torch.arange(images)

@@ -117,8 +117,8 @@ def test_a_graph_is_scored_against_pytorch_and_the_labels(name):
     assert (same.score, same.facts["same_top1"], same.changed) == (1.0, B, 0)
     wrong_BC = logits_BC.clone()
     wrong_BC[0] = -wrong_BC[0]
-    other = task.graph_scores(wrong_BC, logits_BC, label)
-    assert (other.facts["same_top1"], other.changed) == (B - 1, 1)
-    assert other.score < 1
+    scores = task.graph_scores(wrong_BC, logits_BC, label)
+    assert (scores.facts["same_top1"], scores.changed) == (B - 1, 1)
+    assert scores.score < 1
     unknown = torch.full_like(label, -1)
     assert task.graph_scores(wrong_BC, logits_BC, unknown).facts["same_top1"] == B - 1

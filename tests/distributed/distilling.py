@@ -21,13 +21,13 @@ def main(argv: list[str]) -> int:
     if os.environ["RANK"] == "1" and argv == ["missing"]:
         images, labels = images[:-1], labels[:-1]
     data = TensorDataset(images, labels)
-    parts = [nn.Sequential(nn.Flatten(), nn.Linear(2, 2)) for _ in range(2)]
+    networks = [nn.Sequential(nn.Flatten(), nn.Linear(2, 2)) for _ in range(2)]
     backend = {"kind": "cpu", "threads": 1, "timeout_seconds": 20}
 
     def command() -> None:
         kd.distill(
-            teacher=parts[0],
-            student=parts[1],
+            teacher=networks[0],
+            student=networks[1],
             train=data,
             val=data,
             steps=2,

@@ -45,11 +45,11 @@ def test_the_fallback_runs_where_the_library_is_missing_says_so_and_is_recorded(
         2, "backend.fallback=gloo", "run.name=instead", library=library
     ).ended_well()
     for log in world.logs:
-        said = (
+        warned = (
             "backend: smddp is not installed; running on gloo, as backend.fallback"
             " allows" in log
         )
-        assert said == (not library)
+        assert warned == (not library)
     ran = Trained(tmp_path / "instead")
     assert ran.manifest()["backend"] == (
         "smddp" if library else "gloo, in place of smddp"

@@ -35,13 +35,13 @@ TUNED = (
 SIFTED = ("sifter.history=true", "optimizer.zero=true")
 
 
-def same_bits(one, other) -> bool:
+def same_bits(first, second) -> bool:
     """Return whether two checkpoints hold the same tensors, bit by bit."""
-    if one.keys() != other.keys():
+    if first.keys() != second.keys():
         return False
     raw = [
-        [found[name].flatten().view(torch.uint8) for name in one]
-        for found in (one, other)
+        [tensors[name].flatten().view(torch.uint8) for name in first]
+        for tensors in (first, second)
     ]  # NaN equals NaN here
     return all(torch.equal(*pair) for pair in zip(*raw, strict=True))
 
@@ -171,10 +171,10 @@ def test_torchrun_restarts_a_killed_world_and_it_ends_with_the_same_bits(
     env = {"KD_DIE": "0:13", "KD_DIE_ONCE": str(tmp_path / "died")}
     env = {**environment(), **env}
     env["PYTHONPATH"] += ":" + str(sys.modules["ranks"].HERE)
-    done = subprocess.run(
+    process = subprocess.run(
         argv, env=env, capture_output=True, text=True, timeout=200, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     assert (tmp_path / "died").exists()
     undisturbed = plain(2, *ZERO)
     assert same_bits(

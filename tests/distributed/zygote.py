@@ -63,8 +63,8 @@ def world(request: dict) -> dict:
     expired = False
     while running:
         for pid in list(running):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 number = running.pop(pid)
                 codes[number], seconds[number] = (
                     os.waitstatus_to_exitcode(status),

@@ -55,10 +55,12 @@ def gradient(value: Tensor, student: Outputs) -> Tensor:
     """Return the gradients of logits and all features of each image, one behind the
     other.
     """
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         value, [student.logits, *student.features.values()], materialize_grads=True
     )
-    return torch.cat([one.flatten(1) for one in found], dim=1).double()
+    return torch.cat(
+        [gradient_of_leaf.flatten(1) for gradient_of_leaf in gradients], dim=1
+    ).double()
 
 
 @pytest.fixture(params=SHAPES, ids=str)

@@ -14,13 +14,14 @@ def similarity(vectors_BD, i, j):
 
 def test_equals_the_formula(agree):
     def formula(student, teacher, batch):
-        own, other = student.features["pooled"], teacher.features["pooled"]
-        rows = range(len(own))
+        student_BD, teacher_BD = student.features["pooled"], teacher.features["pooled"]
+        rows = range(len(student_BD))
         return torch.stack(
             [
                 torch.stack(
                     [
-                        (similarity(own, i, j) - similarity(other, i, j)) ** 2
+                        (similarity(student_BD, i, j) - similarity(teacher_BD, i, j))
+                        ** 2
                         for j in rows
                     ]
                 ).mean()

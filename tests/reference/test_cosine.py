@@ -12,7 +12,7 @@ def build(student_features, teacher_features):
 
 
 def test_equals_the_formula(agree, outputs):
-    loss = build(*(given.features["pooled"].shape[1] for given in outputs[:2]))
+    loss = build(*(output.features["pooled"].shape[1] for output in outputs[:2]))
     weight, bias = (parameter.detach().double() for parameter in loss.parameters())
 
     def formula(student, teacher, batch):

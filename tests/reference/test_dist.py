@@ -56,8 +56,8 @@ def test_correlation_is_pearsons(outputs):
             for pair in zip(q_BC.T, p_BC.T, strict=True)
         ]
     )
-    found = dist.build(dist.Options(), DIMS)(student, teacher, batch).mean()
-    assert found.item() == pytest.approx((inter + intra.mean()).item(), rel=1e-5)
+    loss = dist.build(dist.Options(), DIMS)(student, teacher, batch).mean()
+    assert loss.item() == pytest.approx((inter + intra.mean()).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(8, 3), (32, 10)], indirect=True)

@@ -26,12 +26,12 @@ def block(beginning: str) -> str:
     section = (
         (ROOT / "docs/scale.md").read_text().partition("\n## Beyond one machine\n")[2]
     )
-    (found,) = (
+    (source,) = (
         text
         for text in re.findall(r"^```\n(.*?)^```$", section, re.M | re.S)
         if text.startswith(beginning)
     )
-    return found
+    return source
 
 
 @pytest.fixture
@@ -51,12 +51,12 @@ def test_a_lambda_handler(exported, photos):
     names: dict = {}
     exec(block("import base64, json").replace("/var/task/export", str(exported)), names)
     picture = next((photos / "val/fig").glob("*.jpg"))
-    found = names["handler"](
+    answer = names["handler"](
         {"body": base64.b64encode(picture.read_bytes()).decode()}, None
     )
     expected = kd.load(exported)(picture)
-    assert found["statusCode"] == 200
-    assert json.loads(found["body"]) == {
+    assert answer["statusCode"] == 200
+    assert json.loads(answer["body"]) == {
         "label": expected.label,
         "score": expected.score,
     }
@@ -78,14 +78,14 @@ if __name__ == "__main__":
     print(len(found))
 """
     (place / "program.py").write_text(program)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "program.py"],
         env=environment(),
         capture_output=True,
         text=True,
     )
-    assert done.stdout.strip() == str(len(list(Path("photos").rglob("*.jpg")))), (
-        done.stderr
+    assert process.stdout.strip() == str(len(list(Path("photos").rglob("*.jpg")))), (
+        process.stderr
     )
 
 
@@ -145,13 +145,13 @@ def test_ray_data_killed_and_started_again(place):
     paths = Path("photos.txt").read_text().splitlines()
     before = parquet.read_table("labels").num_rows
     assert 0 < before < len(paths)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "program.py"],
         env=environment(),
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     rows = parquet.read_table("labels").to_pylist()
     expected = {
         path: answer.label

@@ -70,12 +70,12 @@ def columns(theme: str) -> set[str]:
     """Return the columns of a committed file that results.md shows."""
     theme = {"defer": "defer_seeds"}.get(theme, theme)  # which part of it a name says
     (path,) = (
-        one
+        file
         for maker in ("amd", "intel")
-        for one in ROOT.glob(f"benchmarks/results/*/{theme}_{maker}-*.csv")
+        for file in ROOT.glob(f"benchmarks/results/*/{theme}_{maker}-*.csv")
     )
-    shown, _, only = header(path)["show"].partition(" | ")
-    names = {name.strip("+:") for name in shown.split()} - {"all"}
+    listed, _, only = header(path)["show"].partition(" | ")
+    names = {name.strip("+:") for name in listed.split()} - {"all"}
     return names | ({only.partition("=")[0]} if only else set())
 
 
@@ -180,7 +180,7 @@ is said.
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_at_its_smallest(ran, name, photos, distilled, exported, tmp_path):
-    words, column, wanted = SMALLEST[name]
+    words, column, expected = SMALLEST[name]
     places = {
         "photos": photos,
         "distilled": distilled,
@@ -188,8 +188,10 @@ def test_at_its_smallest(ran, name, photos, distilled, exported, tmp_path):
         "work": tmp_path / "work",
     }
     rows = ran(name, *shlex.split(words.format(short=shlex.join(SHORT), **places)))
-    found = {row[column] for row in rows}
-    assert wanted <= found if wanted else all(float(value) >= 0 for value in found)
+    values = {row[column] for row in rows}
+    assert (
+        expected <= values if expected else all(float(value) >= 0 for value in values)
+    )
     if name == "cached_run":
         bits = {row["run"]: row["bits_of_live"] for row in rows}
         assert bits == {"fresh": "", "live": "", "ahead": "True", "filling": "False"}
@@ -453,9 +455,9 @@ def test_what_you_save(ran, exported, photos):
 def test_small_first(photos, tmp_path, monkeypatch):
     import small_first
 
-    made = timm.create_model("tf_efficientnet_lite0").state_dict()
+    tensors = timm.create_model("tf_efficientnet_lite0").state_dict()
     torch.save(
-        {f"other.{i}": tensor for i, tensor in enumerate(made.values())},
+        {f"other.{i}": tensor for i, tensor in enumerate(tensors.values())},
         tmp_path / "lite0-0.pth",
     )
     overlay = {"pretrained_cfg_overlay": {"input_size": [3, 32, 32]}}
@@ -537,10 +539,10 @@ def test_choice_of_checkpoint(ran, photos, teacher, tmp_path):
     folder = train(config.load(settings)).folder
     rows = ran("choice_of_checkpoint", folder, DRAWS=20, IMAGES=(2, 3))
     steps = sorted(
-        int(one.name.partition("_")[2]) for one in (folder / "checkpoints").iterdir()
+        int(item.name.partition("_")[2]) for item in (folder / "checkpoints").iterdir()
     )
     assert [
-        int(one.partition(":")[0]) for one in rows[0]["test_by_step"].split()
+        int(item.partition(":")[0]) for item in rows[0]["test_by_step"].split()
     ] == steps
     assert [row["rule"] for row in rows[:3]] == [
         "highest",

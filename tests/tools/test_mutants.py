@@ -25,10 +25,10 @@ def test_a_longer_sample_holds_the_shorter_one(mutants):
 
 
 def test_the_table_counts_what_ran(mutants):
-    found = {"a": 1, "b": 0, "c": 33, "d": 0, "e": None, "f": 36, "g": -11}
+    codes = {"a": 1, "b": 0, "c": 33, "d": 0, "e": None, "f": 36, "g": -11}
     lines = mutants.table(
-        found,
-        [*found],
+        codes,
+        [*codes],
         {"d": "the same number", "a": "listed, and noticed all the same"},
     )
     assert lines[:2] == ["missed: b", "missed: c (no test calls it)"]

@@ -120,14 +120,14 @@ def delete(name: str) -> Callable[[Path, Keys], object]:
     return lambda root, keys: (root / name).unlink()
 
 
-def sets(**more: Any) -> Callable[[Path, Keys], object]:
-    return lambda root, keys: keys.update(more)
+def sets(**values: Any) -> Callable[[Path, Keys], object]:
+    return lambda root, keys: keys.update(values)
 
 
-def scans(jpeg: bytes, more: int) -> bytes:
+def scans(jpeg: bytes, copies: int) -> bytes:
     start = jpeg.index(b"\xff\xda")
     second = jpeg.index(b"\xff\xda", start + 2)
-    return jpeg[:second] + jpeg[start:second] * more + jpeg[second:]
+    return jpeg[:second] + jpeg[start:second] * copies + jpeg[second:]
 
 
 def burst() -> bytes:
@@ -496,10 +496,10 @@ def listed(
     content: str | bytes,
     right: Mapping[str, int] = TWO,
     file: str = "t.csv",
-    **more: Any,
+    **fields: Any,
 ) -> Case:
-    keys = more.pop("keys", {**LIST, "train_list": file})
-    return Case(name, table(content, file), right, keys, kind="table", **more)
+    keys = fields.pop("keys", {**LIST, "train_list": file})
+    return Case(name, table(content, file), right, keys, kind="table", **fields)
 
 
 def rewrite(
@@ -741,15 +741,15 @@ def sharded(
     name: str,
     make: Callable[[Path], object],
     right: Mapping[str, int] = TWO,
-    **more: Any,
+    **fields: Any,
 ) -> Case:
     return Case(
         name,
         make,
         right,
-        {**SHARDS_KEYS, **more.pop("keys", {})},
+        {**SHARDS_KEYS, **fields.pop("keys", {})},
         kind="shards",
-        **more,
+        **fields,
     )
 
 
@@ -820,7 +820,7 @@ SHARDS = [
 # parquet
 
 
-def parquet(labels: list[Any], **more: list[Any]) -> Callable[[Path], object]:
+def parquet(labels: list[Any], **further: list[Any]) -> Callable[[Path], object]:
     """A table that Hugging Face did not write: a struct of bytes and path, without a
     note of what it is.
     """
@@ -831,7 +831,11 @@ def parquet(labels: list[Any], **more: list[Any]) -> Callable[[Path], object]:
 
         for split, names in (("train", range(6)), ("validation", range(6, 12))):
             images = [{"bytes": photo(n), "path": f"{n}.jpg"} for n in names]
-            columns = {"image": images, **({"label": labels} if labels else {}), **more}
+            columns = {
+                "image": images,
+                **({"label": labels} if labels else {}),
+                **further,
+            }
             files.write_table(pyarrow.table(columns), root / f"{split}.parquet")
 
     return make

@@ -40,26 +40,29 @@ class Found:
 
 def read(root: Path, keys: Mapping[str, Any]) -> Found:
     """Read data as `kd-train --check=all` does, and count the images of each class."""
-    made = {
+    values = {
         **({} if "kind" in keys else {"kind": "imagefolder", "root": "ROOT"}),
         **keys,
     }
-    made = {
-        key: one.replace("ROOT", str(root)) if isinstance(one, str) else one
-        for key, one in made.items()
+    values = {
+        key: value.replace("ROOT", str(root)) if isinstance(value, str) else value
+        for key, value in values.items()
     }
-    made = {
-        key: tuple(one) if isinstance(one, list) else one for key, one in made.items()
+    values = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in values.items()
     }
-    section = {key: made.pop(key) for key in OF_DATA if key in made}
-    kind = made.pop("kind")
+    section = {key: values.pop(key) for key in OF_DATA if key in values}
+    kind = values.pop("kind")
     plan = DataPlan(
-        kind=kind, options=registry.default_options("datasets", kind, **made), **section
+        kind=kind,
+        options=registry.default_options("datasets", kind, **values),
+        **section,
     )
     data = open_sources(plan)
-    most = plan.max_skipped if plan.on_corrupt == "skip" else -1.0
+    max_skipped = plan.max_skipped if plan.on_corrupt == "skip" else -1.0
     lines = scan(
-        data.splits, most, root.parent / "audit", everything=True, bits=plan.bits
+        data.splits, max_skipped, root.parent / "audit", everything=True, bits=plan.bits
     )
     counts, first = Counter[str](), None
     for id in range(len(data.train)):
@@ -89,7 +92,7 @@ def outcome(case: Case, root: Path) -> str:
     case.make(root)
     keys = dict(case.keys)
     try:
-        found = read(root, keys)
+        content = read(root, keys)
     except KdError as error:
         line = str(error)
     except Exception:
@@ -97,7 +100,7 @@ def outcome(case: Case, root: Path) -> str:
     else:
         if case.refused:
             return "silently wrong"
-        check(case, found)
+        check(case, content)
         return "right"
     assert len(line.splitlines()) == 1
     assert line.endswith((".", "?", "!"))
@@ -108,12 +111,12 @@ def outcome(case: Case, root: Path) -> str:
     return "refused"
 
 
-def check(case: Case, found: Found) -> None:
-    assert found.counts == dict(case.right)
-    assert re.search(case.said, found.said, re.DOTALL), found.said
-    assert case.order in ((), found.order)
-    assert found.first is not None
-    assert case.pixels is None or case.pixels(found.first)
+def check(case: Case, content: Found) -> None:
+    assert content.counts == dict(case.right)
+    assert re.search(case.said, content.said, re.DOTALL), content.said
+    assert case.order in ((), content.order)
+    assert content.first is not None
+    assert case.pixels is None or case.pixels(content.first)
 
 
 @pytest.fixture
@@ -133,9 +136,9 @@ def test_a_case_is_right_or_refused_with_a_remedy_that_helps(
     if case.kind == "parquet":
         request.getfixturevalue("hub")
     (tmp_path / "data").mkdir()
-    made = outcome(case, tmp_path / "data")
-    record_property("outcome", made)
-    assert made == ("refused" if case.refused else "right")
+    result = outcome(case, tmp_path / "data")
+    record_property("outcome", result)
+    assert result == ("refused" if case.refused else "right")
 
 
 def test_names_of_cases_are_their_own_and_many():
@@ -173,13 +176,13 @@ def test_used_bits_are_reported_and_the_advised_key_works(tmp_path):
             tmp_path / f"train/pear/x{number}.png",
             encoded(Image.fromarray(values), "PNG"),
         )
-    found = read(tmp_path, {})
-    told = re.search(
+    content = read(tmp_path, {})
+    advised = re.search(
         r"3 grey images of 16 bits use 12 of them.* 16 of 256 levels.*data\.bits=(\d+)",
-        found.said,
+        content.said,
     )
-    assert told is not None
-    assert "grey images" not in read(tmp_path, {"bits": int(told[1])}).said
+    assert advised is not None
+    assert "grey images" not in read(tmp_path, {"bits": int(advised[1])}).said
     write(
         tmp_path / "train/pear/high.png",
         encoded(Image.fromarray(np.full((8, 8), 65535, np.uint16)), "PNG"),
@@ -329,8 +332,8 @@ def test_a_teacher_of_more_classes_is_refused_and_the_named_file_helps(tmp_path)
     assert list(checked.teachers.data.classes) == ["apple", "pear"]
 
 
-@pytest.mark.parametrize("how", ["file", "folder"])
-def test_a_teacher_of_the_same_classes_in_another_order_is_reordered(tmp_path, how):
+@pytest.mark.parametrize("source", ["file", "folder"])
+def test_a_teacher_of_the_same_classes_in_another_order_is_reordered(tmp_path, source):
     """Before, it was refused, and the message asked for a file that would have misnamed
     its outputs.
     """
@@ -346,7 +349,7 @@ def test_a_teacher_of_the_same_classes_in_another_order_is_reordered(tmp_path, h
     network = timm.create_model("lcnet_050", num_classes=2).eval()
     teacher = {"model": "lcnet_050", "checkpoint": str(tmp_path / "two.pth")}
     torch.save(network.state_dict(), tmp_path / "two.pth")
-    if how == "folder":
+    if source == "folder":
         timm.models.save_for_hf(network, str(tmp_path / "two"), safe_serialization=True)
         file = tmp_path / "two" / "config.json"
         file.write_text(

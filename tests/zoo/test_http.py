@@ -78,18 +78,18 @@ def text(make: Callable[[Files], str]) -> Callable[[Files], bytes]:
     return document(lambda files: {"image": make(files)})
 
 
-def form(*parts: tuple[str, Callable[[Files], bytes]]) -> Callable[[Files], bytes]:
+def form(*fields: tuple[str, Callable[[Files], bytes]]) -> Callable[[Files], bytes]:
     """Return a form; of each part the header lines without the name of the first, and
     its content.
     """
 
     def body(files: Files) -> bytes:
-        made = (
+        encoded = (
             f"--x\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode()
             + of(files)
-            for head, of in parts
+            for head, of in fields
         )
-        return b"\r\n".join([*made, b"--x--\r\n"])
+        return b"\r\n".join([*encoded, b"--x--\r\n"])
 
     return body
 
@@ -273,13 +273,13 @@ def server(exported):
 
 @pytest.fixture(scope="module")
 def files(photos, server) -> Files:
-    found = {
+    images = {
         path.parent.name: path.read_bytes()
         for path in sorted((photos / "val").rglob("*.jpg"))
     }
     several = [
         data
-        for data in found.values()
+        for data in images.values()
         if {"+", "/"} <= set(base64.b64encode(data).decode())
     ]
     return Files(several[0], several[1])
@@ -461,8 +461,8 @@ def test_pipelined_requests_are_answered_in_order(server):
     assert re.findall(rb"\r\nx-request-id: (\S+)\r\n", answer) == [b"first", b"second"]
 
 
-@pytest.mark.parametrize(("seconds", "kept"), [("1", False), ("20", True)])
-def test_how_long_an_idle_connection_is_kept(exported, seconds, kept):
+@pytest.mark.parametrize(("seconds", "stays_open"), [("1", False), ("20", True)])
+def test_how_long_an_idle_connection_is_kept(exported, seconds, stays_open):
     """Before, it was the 10 s for headers; a proxy that keeps its own for 60 s then
     writes to a closed one.
     """
@@ -474,9 +474,9 @@ def test_how_long_an_idle_connection_is_kept(exported, seconds, kept):
         connection.sock.settimeout(2.5)
         try:
             assert connection.sock.recv(1) == b""
-            assert not kept
+            assert not stays_open
         except TimeoutError:
-            assert kept
+            assert stays_open
         connection.close()
 
 
@@ -547,8 +547,8 @@ def accepts(server: Running) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seen", ["in the metrics", "at the end"])
-def test_requests_whose_bodies_arrive_are_in_progress(exported, files, seen):
+@pytest.mark.parametrize("place", ["in the metrics", "at the end"])
+def test_requests_whose_bodies_arrive_are_in_progress(exported, files, place):
     half = len(files.photo) // 2
     with Running(exported) as server, ExitStack() as stack:
         uploads = [
@@ -564,17 +564,17 @@ def test_requests_whose_bodies_arrive_are_in_progress(exported, files, seen):
             return lines_of(server.get("/metrics").body.decode(), name)[""]
 
         wait_until(lambda: metric("kd_buffered_bytes") == 8 * half)
-        if seen == "in the metrics":
+        if place == "in the metrics":
             assert metric("kd_in_flight") == 8
         server.process.terminate()
-        if seen == "at the end":  # it counts them when the port closes
+        if place == "at the end":  # it counts them when the port closes
             wait_until(lambda: not accepts(server))
         for upload in uploads:
             upload.sendall(files.photo[half:])
         assert [reply_of(upload).status for upload in uploads] == [200] * 8
         assert server.wait() == 0
         assert (
-            seen == "in the metrics"
+            place == "in the metrics"
             or "ending: 8 requests are in progress" in server.errors
         )
 

@@ -85,10 +85,10 @@ class Failing:
 def build(options, split, classes) -> Failing:
     root = Path(options.root)
     if options.shards:
-        given = webdataset.Options(
+        options_of_shards = webdataset.Options(
             train=str(root / "train.tar"), val=str(root / "val.tar")
         )
-        return Failing(webdataset.build(given, split, classes), root, split)
+        return Failing(webdataset.build(options_of_shards, split, classes), root, split)
     return Failing(
         imagefolder.build(imagefolder.Options(root=str(root)), split, classes),
         root,
