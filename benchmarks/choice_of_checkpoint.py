@@ -47,12 +47,12 @@ def accuracies(right_KN: np.ndarray, images: int, rule: Rule) -> np.ndarray:
     """Return the accuracy of the chosen checkpoint of K on the images that were not
     drawn, [DRAWS].
     """
-    draw, found = np.random.default_rng(0), np.empty(DRAWS)
+    draw, shares = np.random.default_rng(0), np.empty(DRAWS)
     for number in range(DRAWS):
         order = draw.permutation(right_KN.shape[1])
         chosen = rule(right_KN[:, order[:images]].mean(1), images)
-        found[number] = right_KN[chosen, order[images:]].mean()
-    return found
+        shares[number] = right_KN[chosen, order[images:]].mean()
+    return shares
 
 
 def scored(run: Path) -> tuple[list[int], np.ndarray]:
@@ -66,10 +66,12 @@ def scored(run: Path) -> tuple[list[int], np.ndarray]:
             shutil.copytree(run, copy, ignore=lambda path, names, keep=checkpoint: {
                 name for name in names if Path(path).name == "checkpoints" and name != keep.name
             })  # fmt: skip
-            found = evaluate(copy, trust=True, split="test").samples["accuracy"].right
-        assert found is not None
+            is_right = (
+                evaluate(copy, trust=True, split="test").samples["accuracy"].right
+            )
+        assert is_right is not None
         steps.append(int(checkpoint.name.partition("_")[2]))
-        right.append(found)
+        right.append(is_right)
     return steps, np.array(right)
 
 
@@ -83,13 +85,16 @@ def main() -> None:
     for run in parser.parse_args().runs:
         steps, right_KN = scored(run)
         test = " ".join(
-            f"{step}:{100 * one.mean():.1f}"
-            for step, one in zip(steps, right_KN, strict=True)
+            f"{step}:{100 * value.mean():.1f}"
+            for step, value in zip(steps, right_KN, strict=True)
         )
         for images in IMAGES:
             for name, rule in RULES.items():
-                found = 100 * accuracies(right_KN, images, rule)
-                numbers = {"accuracy": found.mean(), "tenth": np.quantile(found, 0.1)}
+                percent = 100 * accuracies(right_KN, images, rule)
+                numbers = {
+                    "accuracy": percent.mean(),
+                    "tenth": np.quantile(percent, 0.1),
+                }
                 about = {
                     "run": run.name,
                     "test_by_step": test,
@@ -99,7 +104,10 @@ def main() -> None:
                 rows.append(
                     {
                         **about,
-                        **{key: round(float(one), 2) for key, one in numbers.items()},
+                        **{
+                            key: round(float(value), 2)
+                            for key, value in numbers.items()
+                        },
                     }
                 )
                 print(rows[-1])

@@ -197,8 +197,8 @@ def main() -> None:
         rows += [
             row("faulty", name, build(), SIDE, trained) for trained in (False, True)
         ]
-    for one in rows:
-        print(" | ".join(map(str, one.values())))
+    for printed_row in rows:
+        print(" | ".join(map(str, printed_row.values())))
     write("examination", f"python benchmarks/{Path(__file__).name} --size {size}", rows)
 
 

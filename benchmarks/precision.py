@@ -56,14 +56,14 @@ def built(model: str, args: dict[str, Any], size: int) -> Classifier:
         from examples.residual import network
 
         return Classifier(network(16), 10, size)
-    made = load(
+    built_network = load(
         Spec(
             "student", model, args, [str(label) for label in range(10)], free_size=True
         ),
         size,
     )
-    set_attention(made, False)
-    return made
+    set_attention(built_network, False)
+    return built_network
 
 
 def works(
@@ -74,7 +74,7 @@ def works(
         torch.randint(256, (images, 3, size, size), dtype=torch.uint8),
         torch.zeros(images).long(),
     )
-    student, found = copy.deepcopy(model).train(), {}
+    student, by_name = copy.deepcopy(model).train(), {}
     for precision in ("fp32", "bf16"):
         frozen = copy.deepcopy(model).eval().requires_grad_(False)
         frozen.network.to(torch.bfloat16 if precision == "bf16" else torch.float32)
@@ -89,8 +89,8 @@ def works(
             with torch.inference_mode():
                 frozen(pixels)
 
-        found["step", precision], found["forward", precision] = step, forward
-    return found
+        by_name["step", precision], by_name["forward", precision] = step, forward
+    return by_name
 
 
 def units() -> str:
@@ -118,22 +118,22 @@ def main() -> None:
         options.threads, NETWORKS.items()
     ):
         torch.set_num_threads(threads)
-        made = built(model, args, size)
-        convolved, depthwise = convolution_shares(made)
-        all_works, spent = works(made, size, images), {}
+        model_of_size = built(model, args, size)
+        convolved, depthwise = convolution_shares(model_of_size)
+        all_works, spent = works(model_of_size, size, images), {}
         for number in range(options.rounds + 1):
             for key, work in all_works.items():
-                wall, own = time.perf_counter(), time.process_time()
+                wall, cpu_begin = time.perf_counter(), time.process_time()
                 work()
                 if number:  # the first one sets up
-                    taken = (
-                        1000 * (time.process_time() - own),
+                    milliseconds = (
+                        1000 * (time.process_time() - cpu_begin),
                         1000 * (time.perf_counter() - wall),
                     )
-                    spent.setdefault(key, []).append(taken)
-        for (what, precision), taken in spent.items():
+                    spent.setdefault(key, []).append(milliseconds)
+        for (measured, precision), milliseconds in spent.items():
             cpu, wall = (
-                statistics.median(column) for column in zip(*taken, strict=True)
+                statistics.median(column) for column in zip(*milliseconds, strict=True)
             )
             row = {
                 "network": name,
@@ -145,7 +145,7 @@ def main() -> None:
                 "depthwise": f"{depthwise:.3f}",
                 "units": units(),
                 "threads": threads,
-                "what": what,
+                "what": measured,
             }
             row |= {
                 "precision": precision,

@@ -107,17 +107,17 @@ def optimizer_of(student: nn.Module, arm: Row) -> torch.optim.Optimizer:
     return Muon(groups([student], 0.1), lr=arm["lr"], betas=(0.9, 0.999), nesterov=True)
 
 
-def one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> Row:
+def run_one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> Row:
     """Train one student and return its row."""
     arm, (pixels, labels) = ARMS[name], data
-    held = len(labels) // 5
+    held_out = len(labels) // 5
     torch.manual_seed(seed)
     student = network(16).to(memory_format=torch.channels_last)
     optimizer = optimizer_of(student, arm)
     peaks = [group["lr"] for group in optimizer.param_groups]
     schedule, rng = Schedule(1.0, 0.05, 0.0), random.Random(seed)
-    steps, done, begin = (
-        epochs * ((len(labels) - held) // BATCH),
+    steps, steps_done, begin = (
+        epochs * ((len(labels) - held_out) // BATCH),
         0,
         time.process_time(),
     )
@@ -127,9 +127,9 @@ def one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> R
         shape = lambda progress: min(progress / 0.05, (1 - progress) / 0.95)  # noqa: E731
     for epoch in range(epochs):
         order = [
-            held + place
+            held_out + place
             for place in np.random.default_rng([seed, epoch]).permutation(
-                len(labels) - held
+                len(labels) - held_out
             )
         ]
         for start in range(0, len(order) - BATCH + 1, BATCH):
@@ -146,7 +146,7 @@ def one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> R
                 ]
             )
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * shape(done / steps)
+                group["lr"] = peak * shape(steps_done / steps)
             with torch.autocast("cpu", torch.bfloat16):
                 logits = student(
                     normalized(batch).contiguous(memory_format=torch.channels_last)
@@ -158,15 +158,15 @@ def one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> R
                 nn.utils.clip_grad_norm_(student.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
-            done += 1
+            steps_done += 1
     seconds = time.process_time() - begin
     student.eval()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        parts = [
-            student(normalized(pixels[i : min(held, i + 500)])).argmax(1)
-            for i in range(0, held, 500)
+        predictions = [
+            student(normalized(pixels[i : min(held_out, i + 500)])).argmax(1)
+            for i in range(0, held_out, 500)
         ]
-    right = (torch.cat(parts) == labels[:held]).float().mean().item()
+    right = (torch.cat(predictions) == labels[:held_out]).float().mean().item()
     row = {
         "arm": name,
         "epochs": epochs,
@@ -178,36 +178,36 @@ def one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> R
 
 def report(rows: Sequence[Row]) -> str:
     """Return a table: each arm against `base`, paired by seed."""
-    shown = []
+    table = []
     for epochs in dict.fromkeys(row["epochs"] for row in rows):
         some = [row for row in rows if row["epochs"] == epochs]
         base = {row["seed"]: row for row in some if row["arm"] == "base"}
         for arm in dict.fromkeys(row["arm"] for row in some):
-            own = [row for row in some if row["arm"] == arm and row["seed"] in base]
-            gaps = [row["accuracy"] - base[row["seed"]]["accuracy"] for row in own]
+            of_arm = [row for row in some if row["arm"] == arm and row["seed"] in base]
+            gaps = [row["accuracy"] - base[row["seed"]]["accuracy"] for row in of_arm]
             around = (
                 f" ± {T95[len(gaps)] * statistics.stdev(gaps) / math.sqrt(len(gaps)):.2f}"
                 if gaps[1:]
                 else ""
             )
             times = statistics.mean(
-                row["cpu_seconds"] / base[row["seed"]]["cpu_seconds"] for row in own
+                row["cpu_seconds"] / base[row["seed"]]["cpu_seconds"] for row in of_arm
             )
-            mean = statistics.mean(row["accuracy"] for row in own)
+            mean = statistics.mean(row["accuracy"] for row in of_arm)
             cells = {
                 "arm": arm,
                 "epochs": epochs,
-                "seeds": len(own),
+                "seeds": len(of_arm),
                 "accuracy": f"{mean:.2f} %",
             }
-            shown.append(
+            table.append(
                 {
                     **cells,
                     "against base": f"{statistics.mean(gaps):+.2f}{around}",
                     "CPU time": f"{times:.2f}",
                 }
             )
-    return markdown_table(shown)
+    return markdown_table(table)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -229,12 +229,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not file.is_file():
         file.write_text("".join(json.dumps(row) + "\n" for row in newest("recipe")[1]))
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    done = {(row["arm"], row["epochs"], row["seed"]) for row in rows}
+    finished = {(row["arm"], row["epochs"], row["seed"]) for row in rows}
     data = read(options.data / "train")
     for seed in options.seeds:
         for arm in options.arms:
-            if (arm, options.epochs, seed) not in done:
-                rows.append(one(data, arm, seed, options.epochs))
+            if (arm, options.epochs, seed) not in finished:
+                rows.append(run_one(data, arm, seed, options.epochs))
                 with file.open("a") as opened:
                     opened.write(json.dumps(rows[-1]) + "\n")
                 print(rows[-1], flush=True)

@@ -98,14 +98,14 @@ def start(pairs: list[str], before: Path) -> None:
             for turn in range(TURNS):
                 for kd, folder in exports.items():
                     root = {"PYTHONPATH": str(before)} if kd == "before" else {}
-                    told = json.loads(child(START, folder, file, **root))
+                    facts = json.loads(child(START, folder, file, **root))
                     rows.append(
                         {
                             "model": manifest["name"],
                             "file": file,
                             "kd": kd,
                             "turn": turn,
-                            **told,
+                            **facts,
                         }
                     )
             times = {

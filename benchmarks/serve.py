@@ -89,9 +89,9 @@ def cold(folder: Path, seconds: float) -> Rows:
         file.write(picture())
         file.flush()
         for turn in range(4):
-            for which in ("kd-serve", "torch+timm"):
+            for server_name in ("kd-serve", "torch+timm"):
                 start = time.perf_counter()
-                if which == "kd-serve":
+                if server_name == "kd-serve":
                     server = kd_serve(folder)
                     asyncio.run(
                         closed_loop(
@@ -122,7 +122,7 @@ def cold(folder: Path, seconds: float) -> Rows:
                     rows.append(
                         {
                             "part": "cold",
-                            "which": which,
+                            "which": server_name,
                             "wall_s": wall,
                             "cpu_s": cpu,
                             "peak_mb": memory,
@@ -154,35 +154,40 @@ def summary(answers: list[Answer], seconds: float) -> dict[str, Any]:
     }
 
 
-def told(which: str, row: dict[str, Any]) -> None:
+def print_row(name: str, row: dict[str, Any]) -> None:
     """Print a summary."""
-    shown = {
+    numbers = {
         key: f"{v:.2f}" if isinstance(v, float) else v
         for key, v in row.items()
         if key not in ("part", "which")
     }
     print(
-        f"{row['part']}: {which:26s}"
-        f" {', '.join(f'{key} {value}' for key, value in shown.items())}"
+        f"{row['part']}: {name:26s}"
+        f" {', '.join(f'{key} {value}' for key, value in numbers.items())}"
     )
 
 
 def driven(
-    part: str, which: str, server: Server, message: bytes, clients: int, seconds: float
+    section: str,
+    name: str,
+    server: Server,
+    message: bytes,
+    clients: int,
+    seconds: float,
 ) -> dict[str, Any]:
     """Drive a server in a closed loop and return a row."""
     asyncio.run(closed_loop(server.url, message, clients, 0.5))
     cpu = server.cpu_seconds()
     answers = asyncio.run(closed_loop(server.url, message, clients, seconds))
     row: dict[str, Any] = {
-        "part": part,
-        "which": which,
+        "part": section,
+        "which": name,
         "clients": clients,
         **summary(answers, seconds),
     }
     row["cpu_ms_per_request"] = 1000 * (server.cpu_seconds() - cpu) / max(1, row["ok"])
     row["resident_mb"] = server.resident_mb()
-    told(which, row)
+    print_row(name, row)
     return row
 
 
@@ -196,8 +201,8 @@ def load(folder: Path, seconds: float) -> Rows:
         server = kd_serve(folder, "--slots", str(slots))
         message = request(server.url, picture(), "image/jpeg")
         for clients in (1, 8):
-            which = f"{slots} slots x {cores // slots} threads"
-            rows.append(driven("load", which, server, message, clients, seconds / 2))
+            name = f"{slots} slots x {cores // slots} threads"
+            rows.append(driven("load", name, server, message, clients, seconds / 2))
         server.stop()
     server = kd_serve(folder)
     message = request(server.url, picture(), "image/jpeg")
@@ -217,7 +222,7 @@ def load(folder: Path, seconds: float) -> Rows:
             row["p99_ms"] <= 3 * single["p50_ms"] and row["ok"] == row["requests"]
         )
         low, high = (share, high) if row["held"] else (low, share)
-        told(f"poisson at {share:.2f} of capacity", row)
+        print_row(f"poisson at {share:.2f} of capacity", row)
         rows.append(row)
     server.stop()
     print(
@@ -241,7 +246,7 @@ def overload(folder: Path, seconds: float) -> Rows:
         **summary(answers, seconds),
     }
     row["resident_mb"] = server.resident_mb()
-    told("10x", row)
+    print_row("10x", row)
     after = driven("overload", "after", server, message, 8, seconds / 2)
     server.stop()
     return [before, row, after]
@@ -252,10 +257,10 @@ def soak(folder: Path, seconds: float) -> Rows:
     random bytes.
     """
     server = kd_serve(folder)
-    whole, rows, start = picture(), [], time.perf_counter()
+    photo, rows, start = picture(), [], time.perf_counter()
     messages = [
         request(server.url, body, "image/jpeg")
-        for body in (whole, whole[: len(whole) // 2], os.urandom(9999))
+        for body in (photo, photo[: len(photo) // 2], os.urandom(9999))
     ]
     while time.perf_counter() - start < seconds:
         count = 0
@@ -272,8 +277,8 @@ def soak(folder: Path, seconds: float) -> Rows:
     server.stop()
     half = len(rows) // 2
     first, last = (
-        statistics.median(r["resident_mb"] for r in part)
-        for part in (rows[half // 2 : half], rows[half:])
+        statistics.median(r["resident_mb"] for r in section)
+        for section in (rows[half // 2 : half], rows[half:])
     )
     print(
         f"soak: {sum(r['requests'] for r in rows)} requests, {first:.1f} MB before"
@@ -349,7 +354,7 @@ def hostile(folder: Path, seconds: float) -> Rows:
             "resident_mb": server.resident_mb(),
         }
         rows.append({**serving, **row})
-        told("hostile", rows[-1])
+        print_row("hostile", rows[-1])
     with urllib.request.urlopen(
         server.url.replace("/invocations", "/metrics"), timeout=30
     ) as page:
@@ -359,8 +364,8 @@ def hostile(folder: Path, seconds: float) -> Rows:
     server.stop()
     quarter = max(1, len(rows) // 4)
     first, last = (
-        statistics.median(r["resident_mb"] for r in part)
-        for part in (rows[:quarter], rows[-quarter:])
+        statistics.median(r["resident_mb"] for r in quarter_of_rows)
+        for quarter_of_rows in (rows[:quarter], rows[-quarter:])
     )
     print(
         f"hostile: {clients.count}; answered with 500: {errors or 'none'}; exit code"
@@ -384,19 +389,19 @@ def litserve(folder: Path, seconds: float) -> Rows:
         script = Path(temporary) / "lit.py"
         script.write_text(LITSERVE)
         for turn in range(2):
-            for which in (
+            for name in (
                 "kd-serve",
                 "kd-serve model.onnx",
                 "litserve 1 worker",
                 "litserve worker a core",
             ):
-                if which.startswith("kd-serve"):
+                if name.startswith("kd-serve"):
                     server = kd_serve(
                         folder,
-                        *(["--file", "model.onnx"] if "model.onnx" in which else []),
+                        *(["--file", "model.onnx"] if "model.onnx" in name else []),
                     )
                 else:
-                    workers = 1 if "1" in which else cores
+                    workers = 1 if "1" in name else cores
                     port += 1
                     argv = [
                         sys.executable,
@@ -414,7 +419,7 @@ def litserve(folder: Path, seconds: float) -> Rows:
                 message = request(server.url, body, "application/json")
                 for clients in (1, 8):
                     row = driven(
-                        "litserve", which, server, message, clients, seconds / 2
+                        "litserve", name, server, message, clients, seconds / 2
                     )
                     rows.append({**row, "turn": turn})
                 server.stop()
@@ -451,17 +456,19 @@ def main() -> None:
     )
     parser.add_argument("--size", type=int, default=224, help="without EXPORT")
     parser.add_argument("--dry", action="store_true", help="write no CSV")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = given.export or random_export(Path(temporary), given.model, given.size)
-        for part in given.part or [
+        folder = options.export or random_export(
+            Path(temporary), options.model, options.size
+        )
+        for section in options.part or [
             name for name in PARTS if name not in ("hostile", "litserve")
         ]:
-            rows = PARTS[part](folder, given.seconds)
+            rows = PARTS[section](folder, options.seconds)
             keys = list(dict.fromkeys(key for row in rows for key in row))
-            if not given.dry:
+            if not options.dry:
                 write(
-                    f"serve_{part}",
+                    f"serve_{section}",
                     " ".join(["python benchmarks/serve.py", *sys.argv[1:]]),
                     [{key: row.get(key, "") for key in keys} for row in rows],
                 )

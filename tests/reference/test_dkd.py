@@ -26,7 +26,10 @@ def test_equals_equation_7(agree, alpha, beta, temperature):
                 torch.stack([p[y], 1 - p[y]]), torch.stack([q[y], 1 - q[y]])
             )
             non_targets = [c for c in range(len(s)) if c != y]
-            non_target = divergence(p[non_targets] / p[non_targets].sum(), q[non_targets] / q[non_targets].sum())
+            non_target = divergence(
+                p[non_targets] / p[non_targets].sum(),
+                q[non_targets] / q[non_targets].sum(),
+            )
             rows.append(temperature**2 * (alpha * target + beta * non_target))
         return torch.stack(rows)
 

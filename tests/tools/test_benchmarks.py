@@ -110,7 +110,7 @@ def test_each_arm_of_the_proof_is_a_configuration(experiment, tmp_path):
 
 def test_the_proof_goes_seed_by_seed_and_has_one_ceiling(tmp_path):
     options = proof.arguments(["--data", ".", "--weights", ".", "--only", "few_labels"])
-    keys = proof.wanted(options)
+    keys = proof.planned(options)
     assert keys[0] == ("few_labels", "soft", 100, 0)
     assert [key for key in keys if key[1] == "ceiling"] == [
         ("few_labels", "ceiling", 0, seed) for seed in (0, 1, 2)
@@ -209,7 +209,7 @@ def test_the_command_of_the_frontier_names_no_path_of_this_machine():
         "x.py data.root=PATH/cifar10 teacher.checkpoint=FILE run.folder=FOLDER"
         " run.epochs=1 --jobs 2"
     )
-    assert frontier.shown(argv) == expected
+    assert frontier.printable(argv) == expected
 
 
 def test_each_row_of_the_story_is_a_configuration_that_changes_what_it_says(tmp_path):
@@ -255,7 +255,7 @@ def test_the_story_is_told_by_the_files_of_its_runs(tmp_path):
         "finding": "Precision: float32. Set it | Teacher: 60 %. Set it",
         **texts,
     }
-    text = story.shown(
+    text = story.table_of(
         [
             row,
             row
