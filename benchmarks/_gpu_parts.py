@@ -83,11 +83,9 @@ def step(scale: Scale, work: Path, options: argparse.Namespace) -> list[Row]:
     request = mfu.arguments().parse_args(
         [*argv, "--rounds", str(scale.rounds), "--precision", precision, "--compile"]
     )
-    request.teacher_args, request.student_args, request.sizes = (
-        scale.teacher_args,
-        scale.student_args,
-        options.matrices,
-    )
+    request.teacher_args = scale.teacher_args
+    request.student_args = scale.student_args
+    request.sizes = options.matrices
     device = torch.device(scale.kind)
     measured = mfu.measure(request, device)
     rows = [row("matrix products", measured[0]["gflops"] / 1000, "TFLOP/s", precision)]
@@ -177,10 +175,8 @@ def student(scale: Scale, work: Path, options: argparse.Namespace) -> list[Row]:
     import mfu
     import torch
 
-    device, precision = (
-        torch.device(scale.kind),
-        ("bf16" if scale.kind == "cuda" else "fp32"),
-    )
+    device = torch.device(scale.kind)
+    precision = "bf16" if scale.kind == "cuda" else "fp32"
     rate = mfu.matrix_rate(device, mfu.DTYPES[precision], options.matrices)
     rows = [row("matrix products", rate / 1e12, "TFLOP/s", precision)]
     for name in ("vit_small_patch16_224", STUDENT):
@@ -206,10 +202,8 @@ def student(scale: Scale, work: Path, options: argparse.Namespace) -> list[Row]:
                 )
                 for _ in range(scale.rounds + 1)
             )
-            per_second, achieved = (
-                scale.steps * scale.batch / seconds,
-                scale.steps * flops / seconds,
-            )
+            per_second = scale.steps * scale.batch / seconds
+            achieved = scale.steps * flops / seconds
             rows.append(row(f"{name}, {kernel}", per_second, "images/s", ANCHOR))
             rows.append(
                 row(
@@ -245,7 +239,9 @@ def configurations(scale: Scale, work: Path, options: argparse.Namespace) -> lis
     rows = []
     for name in ("vit_food_scratch", "vit_food101"):
         content = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
-        data, learned, small = content["data"], content["student"], content["teacher"]
+        data = content["data"]
+        learned = content["student"]
+        small = content["teacher"]
         common = {
             key: data[key]
             for key in data.keys()
@@ -272,11 +268,9 @@ def configurations(scale: Scale, work: Path, options: argparse.Namespace) -> lis
             }
         if scale.kind == "cpu" and learned["model"] == STUDENT:
             content["data"] |= {"image_size": scale.size}
-            learned["args"], small["args"], small["model"] = (
-                scale.student_args,
-                scale.teacher_args,
-                scale.teacher,
-            )
+            learned["args"] = scale.student_args
+            small["args"] = scale.teacher_args
+            small["model"] = scale.teacher
         sized = {**small.get("args", {}), "img_size": content["data"]["image_size"]}
         folder = teacher_folder(small["model"], sized, work / f"teacher_{name}")
         content["teacher"] = {
@@ -302,8 +296,8 @@ def configurations(scale: Scale, work: Path, options: argparse.Namespace) -> lis
             line.get("teacher_images", 0) for line in metrics(folder_of_run)
         )
         note = (
-            f"batch {content['data']['batch_size']}, {teacher_images:g} images asked of the"
-            " teacher"
+            f"batch {content['data']['batch_size']}, {teacher_images:g} images asked of"
+            " the teacher"
         )
         rows += speed_rows(f"configs/{name}.yaml, cache warm", speeds, note)
     return rows
@@ -629,7 +623,8 @@ def photographs(scale: Scale, work: Path) -> Path:
     root = work / "photographs"
     if root.is_dir():
         return root
-    making, side = work / "photographs.part", scale.size + scale.size // 4
+    making = work / "photographs.part"
+    side = scale.size + scale.size // 4
     shutil.rmtree(making, ignore_errors=True)
     generator = np.random.default_rng(0)
     for split, count in (("train", scale.photos), ("val", scale.painted)):

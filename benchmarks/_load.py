@@ -73,7 +73,8 @@ async def closed_loop(
 ) -> list[Answer]:
     """Let `clients` send one request after another."""
     address = urlsplit(url)
-    start, answers = time.perf_counter(), []
+    start = time.perf_counter()
+    answers = []
 
     async def client() -> None:
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
@@ -91,11 +92,15 @@ async def open_loop(
 ) -> list[Answer]:
     """Send requests at Poisson times, whether or not earlier ones were answered."""
     address = urlsplit(url)
-    rng, due, times = random.Random(seed), 0.0, []
+    rng = random.Random(seed)
+    due = 0.0
+    times = []
     while (due := due + rng.expovariate(rate)) < seconds:
         times.append(due)
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-    start, answers, tasks = time.perf_counter(), [], set()
+    start = time.perf_counter()
+    answers = []
+    tasks = set()
 
     async def request_at(due: float) -> None:
         status = 0
@@ -149,7 +154,8 @@ class Server:
                 except OSError:
                     continue
                 children.setdefault(parent, []).append(int(path.name))
-        tree, queue = [], [self.process.pid]
+        tree = []
+        queue = [self.process.pid]
         while queue:
             tree.append(pid := queue.pop())
             queue += children.get(pid, [])
@@ -165,7 +171,8 @@ class Server:
 
     def resident_mb(self, peak: bool = False) -> float:
         """Return the resident memory of all processes together."""
-        key, total = "VmHWM:" if peak else "VmRSS:", 0
+        key = "VmHWM:" if peak else "VmRSS:"
+        total = 0
         for pid in self.pids():
             for line in Path(f"/proc/{pid}/status").read_text().splitlines():
                 total += int(line.split()[1]) if line.startswith(key) else 0

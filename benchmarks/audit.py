@@ -65,7 +65,8 @@ def cost(source: Source, rounds: int = 9, block: int = 200) -> dict[str, float]:
     times: dict[str, list[float]] = {"decode": [], "decode_and_add": []}
     for number in range(2 * rounds):
         name = ("decode", "decode_and_add")[(number + number // 2) % 2]
-        album, first = Album(block), number // 2 * block
+        album = Album(block)
+        first = number // 2 * block
         start = time.process_time()
         for id in range(first, first + block):
             decoded = source.decode(id % len(source))
@@ -114,10 +115,8 @@ def leaks(
     row |= cost(splits["train"])
     row["compare_ms"] = round(1000 * compared / len(album), 4)
     if read_known is not None:
-        listed, named = (
-            read_known(splits),
-            {(repeat.first.name, repeat.second.name) for repeat in across},
-        )
+        listed = read_known(splits)
+        named = {(repeat.first.name, repeat.second.name) for repeat in across}
         row |= {"listed": len(listed), "listed_found": len(listed & named)}
         row["listed_images_found"] = len(
             {val for _, val in listed} & {val for _, val in named}
@@ -170,7 +169,8 @@ def scale(count: int) -> dict[str, Any]:
     names = Names(
         [f"train/class_{id % 1000:04d}/{id:07d}.jpg".encode() for id in range(count)]
     )
-    album, rng = Album(count), np.random.default_rng(0)
+    album = Album(count)
+    rng = np.random.default_rng(0)
     decay = 1 / (1 + np.add.outer(np.arange(8), np.arange(8)))
     for start in range(0, count, 10_000):
         waves = rng.normal(size=(10_000, 8, 8)) * decay * 30
@@ -188,7 +188,8 @@ def scale(count: int) -> dict[str, Any]:
     start = time.process_time()
     pairs = copies(album)
     seconds = time.process_time() - start
-    a, b = np.minimum(pairs.first, pairs.second), np.maximum(pairs.first, pairs.second)
+    a = np.minimum(pairs.first, pairs.second)
+    b = np.maximum(pairs.first, pairs.second)
     right = int(((b - a == 100) & (a % 10_000 < 100)).sum())
     row = {
         "part": "scale",

@@ -35,7 +35,10 @@ from sklearn.model_selection import StratifiedKFold
 import _record
 from kd.study.audit.labels import doubted_rows
 
-IMAGES, SIDE, SEEDS, FOLDS = 5000, 96, (0, 1, 2), 5
+IMAGES = 5000
+SIDE = 96
+SEEDS = (0, 1, 2)
+FOLDS = 5
 WIDTH = 128  # principal components of the features: a fit takes a second
 SHARES = (0.05, 0.1)
 CONFUSABLE = {
@@ -83,7 +86,8 @@ def planted(
     """Return labels, a share of them wrong: of another class at random, or of the class
     most like it.
     """
-    label, classes = truth.copy(), truth.max() + 1
+    label = truth.copy()
+    classes = truth.max() + 1
     rows = rng.choice(len(truth), round(share * len(truth)), replace=False)
     if kind == "random":
         label[rows] = (truth[rows] + rng.integers(1, classes, len(rows))) % classes
@@ -122,7 +126,8 @@ def relative(label: np.ndarray, shares: np.ndarray) -> np.ndarray:
     """Return kd's list before 2026-11-30: where a prediction reaches 3/4 of its class's
     mean probability.
     """
-    prediction, own_share = shares.argmax(1), shares[np.arange(len(label)), label]
+    prediction = shares.argmax(1)
+    own_share = shares[np.arange(len(label)), label]
     usual = np.bincount(label, own_share) / np.bincount(label)
     confidence = shares.max(1) / usual[prediction]
     rows = np.flatnonzero((prediction != label) & (confidence >= 0.75))

@@ -69,7 +69,8 @@ def by_bits(
 
     def find(train: Images, test: Images) -> Found:
         start = time.process_time()
-        first, seconds = described(train, describe)[0], described(test, describe)
+        first = described(train, describe)[0]
+        seconds = described(test, describe)
         middle = time.process_time()
         nearest = [np.zeros(0)] * len(test)
         for row in range(len(test)):
@@ -97,7 +98,8 @@ def by_cosine(
 
     def find(train: Images, test: Images) -> Found:
         start = time.process_time()
-        first, seconds = describe(train)[0], describe(test)
+        first = describe(train)[0]
+        seconds = describe(test)
         middle = time.process_time()
         index = NearestNeighbors(metric="cosine", algorithm="brute").fit(first)
         distances, rows = zip(
@@ -246,7 +248,8 @@ def plant(
     """Copy a folder and plant copies in its test split; return its training files, and
     each planted pair's kind.
     """
-    rng, truth = random.Random(seed), {}
+    rng = random.Random(seed)
+    truth = {}
     shutil.copytree(
         root, home, ignore=lambda path, names: ["val"] if Path(path) == root else []
     )
@@ -273,7 +276,8 @@ def _plant(file: Path, target: Path, kind: str, rng: random.Random) -> None:
         kind == "bars"
     ):  # a tenth to a quarter of a side, above and below or left and right
         width, height = image.size
-        bar, upright = rng.uniform(0.1, 0.25) / 2, rng.random() < 0.5
+        bar = rng.uniform(0.1, 0.25) / 2
+        upright = rng.random() < 0.5
         x, y = (0, round(bar * height)) if upright else (round(bar * width), 0)
         image = ImageOps.expand(image, (x, y), 0)
     if kind in ("crop90", "mirrored90"):
@@ -363,7 +367,8 @@ def listed(
     """Count the pairs of a published list that each way finds."""
     splits = opened(root, "train", "test")
     truth = published(published_list, labels)(splits)
-    names, images = [], []
+    names = []
+    images = []
     for place, source in enumerate(splits.values()):
         listed_names = {pair[place] for pair in truth}
         sampled = set(random.Random(0).sample(range(len(source)), MORE))

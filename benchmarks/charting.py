@@ -360,7 +360,8 @@ def measured(
             )
     rows = []
     for name in names:
-        candidate, page = CANDIDATES[name], page_file(folder, name)
+        candidate = CANDIDATES[name]
+        page = page_file(folder, name)
         megabytes_installed = (
             1.2 if name == "plotly, inlined" else megabytes(candidate.packages)
         )

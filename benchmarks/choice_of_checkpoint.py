@@ -24,7 +24,8 @@ import numpy as np
 from _record import write
 from kd.jobs.evaluate import evaluate
 
-DRAWS, IMAGES = 4000, (50, 111, 250, 500)
+DRAWS = 4000
+IMAGES = (50, 111, 250, 500)
 Rule = Callable[[np.ndarray, int], int]
 
 
@@ -47,7 +48,8 @@ def accuracies(right_KN: np.ndarray, images: int, rule: Rule) -> np.ndarray:
     """Return the accuracy of the chosen checkpoint of K on the images that were not
     drawn, [DRAWS].
     """
-    draw, shares = np.random.default_rng(0), np.empty(DRAWS)
+    draw = np.random.default_rng(0)
+    shares = np.empty(DRAWS)
     for number in range(DRAWS):
         order = draw.permutation(right_KN.shape[1])
         chosen = rule(right_KN[:, order[:images]].mean(1), images)
@@ -59,7 +61,8 @@ def scored(run: Path) -> tuple[list[int], np.ndarray]:
     """Return the steps of a run's checkpoints, and which test images each predicts
     correctly, bool [K, N].
     """
-    steps, right = [], []
+    steps = []
+    right = []
     for checkpoint in sorted((run / "checkpoints").iterdir()):
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / run.name

@@ -55,7 +55,8 @@ def measure(name: str, threads: int) -> dict[str, Any]:
     keep_freed_memory()
     torch.set_num_threads(threads)
     model, batch, size = NETWORKS[name]
-    images, labels = torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
+    images = torch.randn(batch, 3, size, size)
+    labels = torch.randint(10, (batch,))
 
     def student() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -80,7 +81,8 @@ def measure(name: str, threads: int) -> dict[str, Any]:
         optimizer.zero_grad()
         return time.perf_counter() - start
 
-    eager, compiled = student(), student()
+    eager = student()
+    compiled = student()
     compiled[0].compile(dynamic=False)
     seconds(*eager)
     first = seconds(*compiled)

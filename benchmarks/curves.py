@@ -326,13 +326,11 @@ def make_folders(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
     setup = SETUPS[name]
     if setup.source in PAINTED:
         return painted(options, name)
-    source, large, small = (
-        options.data / setup.source,
-        options.work / name,
-        options.work / f"{name}_labelled",
-    )
-    if (small / "made").is_file():
-        return large, small
+    source = options.data / setup.source
+    full = options.work / name
+    few = options.work / f"{name}_labelled"
+    if (few / "made").is_file():
+        return full, few
     classes = sorted(
         path.name for path in (source / "train").iterdir() if path.is_dir()
     )
@@ -344,21 +342,19 @@ def make_folders(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
             val, test = (pictures(source / split, title) for split in ("val", "test"))
         else:
             remaining = iter(train[setup.train :])
-            train, val, test = (
-                train[: setup.train],
-                list(islice(remaining, setup.val)),
-                list(islice(remaining, setup.test)),
-            )
+            train = train[: setup.train]
+            val = list(islice(remaining, setup.val))
+            test = list(islice(remaining, setup.test))
         labelled = train[: setup.labelled or len(train)]
-        for folder in (large, small):
+        for folder in (full, few):
             link(labelled, folder / "train" / title)
             for split, files in (("val", val), ("test", test)):
                 if files:
                     link(files, folder / split / title)
         if unlabelled := train[len(labelled) :]:
-            link(unlabelled, large / "train" / "unlabelled")
-    (small / "made").write_text("")
-    return large, small
+            link(unlabelled, full / "train" / "unlabelled")
+    (few / "made").write_text("")
+    return full, few
 
 
 PAINTED = {"dishes": 1, "trays": 2}  # most dishes on a picture
@@ -368,13 +364,11 @@ def painted(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
     """Paint the pictures of a set-up, with a table of labels for trays; return the
     folders of `make_folders`.
     """
-    setup, large, small = (
-        SETUPS[name],
-        options.work / name,
-        options.work / f"{name}_labelled",
-    )
-    if (small / "made").is_file():
-        return large, small
+    setup = SETUPS[name]
+    full = options.work / name
+    few = options.work / f"{name}_labelled"
+    if (few / "made").is_file():
+        return full, few
     sizes = {
         "train_images": setup.train,
         "val_images": setup.val + setup.test,
@@ -382,17 +376,19 @@ def painted(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
     }
     settings = food_mini.Options(root=str(options.work / "painted"), **sizes)
     for split in ("train", "val"):
-        source, counts = food_mini.FoodMini(settings, split), Counter[str]()
+        source = food_mini.FoodMini(settings, split)
+        counts = Counter[str]()
         source.prepare()
         for id in range(len(source)):
-            label, file = source.label(id), Path(settings.root) / source.name(id)
+            label = source.label(id)
+            file = Path(settings.root) / source.name(id)
             counts[file.parent.name] += 1
             ends = {
                 "train": "train",
                 "val": "val" if counts[file.parent.name] <= setup.val else "test",
             }
             labelled = split == "val" or counts[file.parent.name] <= setup.labelled
-            for folder in (large, small) if labelled else (large,):
+            for folder in (full, few) if labelled else (full,):
                 place = (
                     folder
                     / ends[split]
@@ -409,10 +405,10 @@ def painted(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
                         table.write(
                             f"{place.relative_to(folder) / file.name},{named}\n"
                         )
-    for file in (*large.glob("*.csv"), *small.glob("*.csv")):
+    for file in (*full.glob("*.csv"), *few.glob("*.csv")):
         file.write_text("file,labels\n" + file.read_text())
-    (small / "made").write_text("")
-    return large, small
+    (few / "made").write_text("")
+    return full, few
 
 
 # --------------------------------------------------------------------------------
@@ -457,8 +453,8 @@ def call(
 
 def run(options: argparse.Namespace, cell: Cell) -> list[Row]:
     """Train one cell and return its row, or two rows with a verdict."""
-    large, small = make_folders(options, cell.setup)
-    file = written(options, cell.setup, large)
+    full, few = make_folders(options, cell.setup)
+    file = written(options, cell.setup, full)
     name = f"{cell.setup}-{cell.name}-{cell.seed}".replace(" ", "_").replace(",", "")
     keys = [
         f"run.folder={options.work / 'runs'}",
@@ -472,10 +468,10 @@ def run(options: argparse.Namespace, cell: Cell) -> list[Row]:
     )
     if cell.labels:
         file = without_teacher(file)
-        keys += [f"data.root={small}", "data.labels=all"]
+        keys += [f"data.root={few}", "data.labels=all"]
     else:
         keys += SETUPS[cell.setup].keys
-    keys += evaluations(file, cell, small if cell.labels else large)
+    keys += evaluations(file, cell, few if cell.labels else full)
     call(options, "kd-train", str(file), *keys, log=name)
     _, config = opened_run(options.work / "runs" / name, trust=True)
     record = record_of(RunDir(options.work / "runs" / name), resolve(config))
@@ -517,7 +513,8 @@ def row_of(record: RunRecord, cell: Cell, arm: str, student: str) -> Row:
     assert record.scored is not None
     assert record.spent is not None
     title = record.selection_metric.key
-    accuracy, images = float(record.scored.row[title]), record.scored.images
+    accuracy = float(record.scored.row[title])
+    images = record.scored.images
     low, high = record.samples[title].interval()
     row: Row = {"setup": cell.setup, "cell": cell.name, "arm": arm}
     row |= {
@@ -534,7 +531,8 @@ def row_of(record: RunRecord, cell: Cell, arm: str, student: str) -> Row:
     }
     teacher = record.scored.row.get(f"teacher_{title}", "")
     row |= {"teacher": round(float(teacher), 4) if teacher != "" else ""}
-    fitting, hand = record.fitting_spent or 0.0, record.at_hand or 0.0
+    fitting = record.fitting_spent or 0.0
+    hand = record.at_hand or 0.0
     row |= {
         "student_seconds": round(record.spent),
         "outputs_at_hand_seconds": round(hand),
@@ -649,13 +647,11 @@ def picture(rows: Sequence[Row], setup: str = "tiny10") -> str:
                 )
             )
     alone = next(series for series in drawn if series.name == "labels alone")
-    best, teacher = (
-        max(alone.y),
-        max(
-            float(row["teacher"])
-            for row in rows
-            if row["setup"] == setup and row["teacher"]
-        ),
+    best = max(alone.y)
+    teacher = max(
+        float(row["teacher"])
+        for row in rows
+        if row["setup"] == setup and row["teacher"]
     )
     levels = [
         Level("labels alone, at most", COLORS["--labels"], y=best),
@@ -682,7 +678,8 @@ def main() -> None:
         path.resolve() for path in (options.data, options.weights, options.work)
     )
     options.work.mkdir(parents=True, exist_ok=True)
-    rows_file, lock = options.work / "curves.jsonl", threading.Lock()
+    rows_file = options.work / "curves.jsonl"
+    lock = threading.Lock()
     if not rows_file.is_file():  # a new folder begins with the rows that are committed
         rows_file.write_text(
             "".join(json.dumps(row) + "\n" for row in newest("curves")[1])

@@ -48,7 +48,8 @@ from kd.study.report.confusion import Half
 from kd.study.report.predictions import predict_all
 from kd.study.report.record import Predictions
 
-RESAMPLES, MOST_PASSED = 20, 0.15
+RESAMPLES = 20
+MOST_PASSED = 0.15
 FIELDS = (
     "part",
     "run",
@@ -95,7 +96,8 @@ def pairs(run: str, predictions: Predictions) -> list[dict[str, Any]]:
     """Return the pair at the threshold that equals the teacher on the other half, and
     at `MOST_PASSED`.
     """
-    chosen, judged = Half.of(predictions, 0), Half.of(predictions, 1)
+    chosen = Half.of(predictions, 0)
+    judged = Half.of(predictions, 1)
     cuts, _ = chosen.curve()
     passed_index = int(
         cuts[np.searchsorted(cuts, MOST_PASSED * len(chosen.sure), side="right") - 1]
@@ -106,10 +108,8 @@ def pairs(run: str, predictions: Predictions) -> list[dict[str, Any]]:
         ("most", float(chosen.sure[passed_index])),
     ):
         passed = judged.sure < threshold
-        both, share = (
-            np.where(passed, judged.teacher, judged.student),
-            float(passed.mean()),
-        )
+        both = np.where(passed, judged.teacher, judged.student)
+        share = float(passed.mean())
         low, high = paired_interval(
             int((both & ~judged.teacher).sum()),
             int((judged.teacher & ~both).sum()),
@@ -146,7 +146,8 @@ def promises(run: str, predictions: Predictions, wrong: float) -> list[dict[str,
     rows = []
     for seed in range(RESAMPLES):
         order = np.random.default_rng(seed).permutation(len(sure))
-        half, judged = order[::2], order[1::2]
+        half = order[::2]
+        judged = order[1::2]
         threshold, least = Rule(wrong=wrong).lowest(sure[half], right[half])
         row = {
             "part": "promise",
@@ -159,10 +160,8 @@ def promises(run: str, predictions: Predictions, wrong: float) -> list[dict[str,
             rows.append({**row, "beside": least, "held": "not reached"})
             continue
         answered = sure[judged] >= threshold
-        share, count = (
-            float((~right[judged][answered]).mean()) if answered.any() else 0.0,
-            int(answered.sum()),
-        )
+        share = float((~right[judged][answered]).mean()) if answered.any() else 0.0
+        count = int(answered.sum())
         low, high = wilson_interval(share, count)
         row |= {
             "passed_on": 1 - float(answered.mean()),
@@ -185,10 +184,8 @@ def cost(export: Path, rounds: int = 300) -> dict[str, Any]:
     from kd.deploy.serve.responses import JSON, predictions
     from kd.deploy.serve.responses import write as written
 
-    model, picture = (
-        load(describe(export), 1, 1),
-        (HERE / "../docs/food_mini.jpg").read_bytes(),
-    )
+    model = load(describe(export), 1, 1)
+    picture = (HERE / "../docs/food_mini.jpg").read_bytes()
     times: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(2 * rounds + 20):
         marked = turn % 2 == 0

@@ -63,7 +63,8 @@ def main() -> None:
             "agreement": run.metrics["agreement"],
             "random_agreement": before["agreement"],
         }
-        recall, teacher_recall = run.metrics["recall"], run.metrics["teacher_recall"]
+        recall = run.metrics["recall"]
+        teacher_recall = run.metrics["teacher_recall"]
         row |= {
             "teacher_recall": teacher_recall,
             "student_recall": recall,

@@ -36,8 +36,12 @@ async def ask(
     """Return the first label of each image, the seconds of each answer, and those of
     all but the first `WARM`.
     """
-    address, labels, took = urlsplit(url), [""] * len(images), [0.0] * len(images)
-    waiting, count, began = iter(range(len(images))), 0, time.perf_counter()
+    address = urlsplit(url)
+    labels = [""] * len(images)
+    took = [0.0] * len(images)
+    waiting = iter(range(len(images)))
+    count = 0
+    began = time.perf_counter()
 
     async def client() -> None:
         nonlocal count, began
@@ -72,7 +76,8 @@ def rows(
         server = kd_serve(export, "--file", file, "--threads", str(threads))
         try:
             labels, took, seconds = asyncio.run(ask(server.url, images, clients))
-            memory, cpu_seconds = server.resident_mb(peak=True), server.cpu_seconds()
+            memory = server.resident_mb(peak=True)
+            cpu_seconds = server.cpu_seconds()
         finally:
             server.stop()
         accuracy = float(

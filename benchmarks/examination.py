@@ -145,7 +145,8 @@ def row(
                 ValueError,
             ):  # another shape, or a lazy layer: the examination names it
                 changes[key] = "fails"
-    begin, refused = time.process_time(), ""
+    begin = time.process_time()
+    refused = ""
     try:
         examine(model, "network", pixels, True, 2 if trained else 0)
     except ModelError as error:

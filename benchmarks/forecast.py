@@ -55,7 +55,8 @@ TINY: dict[str, Any] = {
 """A teacher and a student of which a step takes some hundredths of a second on one
 thread.
 """
-FIT, STORED = "teacher.fit.epochs=3", "teacher.cache.views=1"
+FIT = "teacher.fit.epochs=3"
+STORED = "teacher.cache.views=1"
 RUNS: dict[str, list[str]] = {
     "baseline": [FIT, "run.epochs=4", "run.baseline=true"],
     "averaged": [FIT, STORED, "optimizer.ema_decay=0.99", "data.test_fraction=0.5"],
@@ -190,7 +191,8 @@ def main() -> None:
     parser.add_argument("--label", default="now")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    config, pictures = args.work / "tiny.yaml", paint(args.work / "pictures")
+    config = args.work / "tiny.yaml"
+    pictures = paint(args.work / "pictures")
     config.write_text(yaml.safe_dump(TINY))
     rows = [
         row
@@ -219,7 +221,8 @@ def main() -> None:
         _, peak = kd(
             args.kd, "train", str(config), *keys, log=folder.with_suffix(".log")
         )
-        expected, measured = forecast(text), came(folder, peak)
+        expected = forecast(text)
+        measured = came(folder, peak)
         for quantity, value in measured.items():
             error: float | str = ""
             if quantity in expected and value:

@@ -119,7 +119,8 @@ def main() -> None:
     export = options.work / "runs/own/export"
     manifest = json.loads((export / "manifest.json").read_text())
     scored = json.loads((options.work / "runs/own/scored.json").read_text())
-    row, images = scored["row"], scored["images"]
+    row = scored["row"]
+    images = scored["images"]
     low, high = wilson_interval(row["accuracy"], images)
     accepted = manifest["accepted"]
     measured = {

@@ -91,7 +91,8 @@ KEYS = (
 def on_test(sweep: Any, row: dict[str, Any]) -> dict[str, Any]:
     """Return the row of a trial with its scores of the test images."""
     scored = evaluate(sweep.folder / row["trial"], trust=True, split="test")
-    accuracy, teacher = scored.row["accuracy"], scored.row["teacher_accuracy"]
+    accuracy = scored.row["accuracy"]
+    teacher = scored.row["teacher_accuracy"]
     low, high = wilson_interval(accuracy, scored.images)
     scores = {
         "val": row["score"],
@@ -177,7 +178,8 @@ def main() -> None:
     )
     parser.add_argument("overrides", nargs="*", help="key=value for all")
     options = parser.parse_args()
-    settings, keys = plain("cifar10"), [*KEYS, *options.overrides]
+    settings = plain("cifar10")
+    keys = [*KEYS, *options.overrides]
     if any(
         text.startswith(("teacher=", "teacher.kind=")) for text in options.overrides
     ):

@@ -174,10 +174,8 @@ def run_one(options: argparse.Namespace, arm: str, seed: int) -> Row:
     rows = [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
-    train, row = (
-        [step_row for step_row in rows if step_row["kind"] == "train"],
-        scored["row"],
-    )
+    train = [step_row for step_row in rows if step_row["kind"] == "train"]
+    row = scored["row"]
     low, high = wilson_interval(row["accuracy"], scored["images"])
     percent = {
         key: round(100 * row.get(key, 0.0), 2)
@@ -346,7 +344,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("overrides", nargs="*", help="key=value of the configuration")
     options = parser.parse_intermixed_args(argv)
-    options.work, options.teachers = options.work.resolve(), []
+    options.work = options.work.resolve()
+    options.teachers = []
     return options
 
 

@@ -167,7 +167,8 @@ def main(argv: list[str] | None = None) -> Path:
             *(["TIMM=FOLDER"] if options.timm else []),
         ]
     )
-    rows, path = [], options.work
+    rows = []
+    path = options.work
     for name in (
         PARTS
     ):  # the CSV is complete after each part, so that what ends this process loses one
@@ -182,7 +183,8 @@ def obtain(
     name: str, scale: Scale, options: argparse.Namespace, end: float
 ) -> list[Row]:
     """Return the rows of a part: kept ones, or run it now while there is time."""
-    file, seconds_left = options.work / f"{name}.json", end - time.monotonic()
+    file = options.work / f"{name}.json"
+    seconds_left = end - time.monotonic()
     problem = ""
     if not file.is_file() and seconds_left < 20 and not options.tiny:
         problem = "no time was left; run the same command again"

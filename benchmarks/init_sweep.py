@@ -49,7 +49,8 @@ def main() -> None:
     file = options.work / f"{name}.yaml"
     if not file.is_file():
         options.work.mkdir(parents=True, exist_ok=True)
-        folder, weights = str(options.folder.resolve()), str(options.weights.resolve())
+        folder = str(options.folder.resolve())
+        weights = str(options.weights.resolve())
         call("init", folder, "--teacher", weights, "--mb", "4", "-o", str(file))
     content: dict[str, Any] = yaml.safe_load(file.read_text())
     values = {
@@ -73,7 +74,8 @@ def main() -> None:
             for line in (trial.parent / "metrics.jsonl").read_text().splitlines()
         ]
         scored = json.loads((trial.parent / "scored.json").read_text())
-        score, images = scored["row"]["accuracy"], scored["images"]
+        score = scored["row"]["accuracy"]
+        images = scored["images"]
         low, high = wilson_interval(score, images)
         rows.append(
             {

@@ -31,7 +31,8 @@ TRAIN = 2000
 
 def pixels(folder: Path, limit: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return images as vectors of length 1 [N, D] and their classes [N]."""
-    vectors, labels = [], []
+    vectors = []
+    labels = []
     for label, name in enumerate(sorted(path.name for path in folder.iterdir())):
         for path in sorted((folder / name).iterdir())[:limit]:
             image = (
@@ -89,11 +90,13 @@ def main() -> None:
     ]
 
     def shares(chosen: np.ndarray) -> tuple[Samples, Samples]:
-        first, second = large_right[chosen], small_right[chosen]
+        first = large_right[chosen]
+        second = small_right[chosen]
         return Samples(first.mean(), right=first), Samples(second.mean(), right=second)
 
     def precision(chosen: np.ndarray) -> tuple[float, float]:
-        logits_of_part, right = large[chosen], truth[chosen]
+        logits_of_part = large[chosen]
+        right = truth[chosen]
 
         def of(ids: np.ndarray) -> float:
             return score(logits_of_part[ids], right[ids])["map"]

@@ -41,7 +41,9 @@ from kd.data.loader import LocalLoader, Share
 from kd.data.views import TrainTransform, Views
 from kd.parts.datasets.imagefolder import Options, build
 
-SIZE, CROP, BATCH = 224, 0.35, 32
+SIZE = 224
+CROP = 0.35
+BATCH = 32
 Epoch = Callable[[int], Iterable[Any]]
 
 
@@ -62,14 +64,12 @@ def timms(root: Path, jitter: float, workers: int) -> Epoch:
     """Return what timm's train.py loads with: its transforms on Pillow's images, and
     its collate function.
     """
-    scale, options = (
-        (CROP, 1.0),
-        {
-            "color_jitter": jitter or None,
-            "interpolation": "bilinear",
-            "use_prefetcher": True,
-        },
-    )
+    scale = (CROP, 1.0)
+    options = {
+        "color_jitter": jitter or None,
+        "interpolation": "bilinear",
+        "use_prefetcher": True,
+    }
     transform = timm.data.create_transform(
         SIZE, is_training=True, scale=scale, hflip=0.5, **options
     )
@@ -169,14 +169,13 @@ def measure(
     """Time an epoch of each loader in turns; the first one starts the workers and reads
     the files.
     """
-    epochs, rows = (
-        {loader: make(root, jitter, workers) for loader, make in LOADERS.items()},
-        [],
-    )
+    epochs = {loader: make(root, jitter, workers) for loader, make in LOADERS.items()}
+    rows = []
     common = {**common, "jitter": jitter, "workers": workers}
     for turn in range(rounds + 1):
         for loader in epochs if turn % 2 else reversed(epochs):
-            before, images = cpu_seconds(), 0
+            before = cpu_seconds()
+            images = 0
             for batch in epochs[loader](turn):
                 pixels = batch.image if loader == "kd" else batch[0]
                 assert (pixels.dtype, *pixels.shape[1:]) == (torch.uint8, 3, SIZE, SIZE)

@@ -63,17 +63,15 @@ def row(
     """Return the last score of a run and what its training took; `gain` of `distilled`
     over it on the same images.
     """
-    scored, last = folder.scored(), folder.metrics("train")[-1]
+    scored = folder.scored()
+    last = folder.metrics("train")[-1]
     assert scored is not None
-    student_scores = scored.samples["accuracy"]
-    teacher_scores = None if distilled is None else distilled.scored()
-    gain = (
-        ""
-        if teacher_scores is None
-        else own_difference(
-            teacher_scores.samples["accuracy"].right, student_scores.right
-        )
-    )
+    accuracy = scored.samples["accuracy"]
+    distilled_score = None if distilled is None else distilled.scored()
+    gain: float | str = ""
+    if distilled_score is not None:
+        distilled_accuracy = distilled_score.samples["accuracy"]
+        gain = own_difference(distilled_accuracy.right, accuracy.right)
     return {
         "seed": seed,
         "arm": arm,

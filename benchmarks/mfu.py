@@ -72,7 +72,8 @@ class Step:
         self, options: argparse.Namespace, kernel: str, device: torch.device
     ) -> None:
         torch.manual_seed(0)
-        self.device, self.dtype = device, DTYPES[options.precision]
+        self.device = device
+        self.dtype = DTYPES[options.precision]
         big = load(
             Spec("teacher", options.teacher, options.teacher_args, CLASSES),
             options.size,

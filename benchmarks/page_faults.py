@@ -24,7 +24,8 @@ from mfu import Step, arguments
 from _record import write
 from kd.core.host import keep_freed_memory
 
-WARM, TIMES = 2, 5
+WARM = 2
+TIMES = 5
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -35,7 +36,8 @@ def measure(options: argparse.Namespace) -> None:
     for name, work in step.works().items():
         for _ in range(WARM):
             work()
-        times, before = [], resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        times = []
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(TIMES):
             start = time.perf_counter()
             work()

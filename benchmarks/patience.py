@@ -128,10 +128,8 @@ def plot(rows: list[dict[str, Any]]) -> str:
     for name, color in (("distilled", "--accent"), ("labels", "--labels")):
         points = curve([row for row in rows if row["student"] == name])
         if points:
-            epochs, accuracy = (
-                [point[0] for point in points],
-                [point[1] for point in points],
-            )
+            epochs = [point[0] for point in points]
+            accuracy = [point[1] for point in points]
             series.append(Series(names[name], COLORS[color], epochs, accuracy))
     teacher = statistics.mean(row["teacher"] for row in rows if row["teacher"])
     levels = [Level("teacher", COLORS["--soft"], y=teacher)]

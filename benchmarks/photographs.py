@@ -77,7 +77,8 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 def costs(model: Any, path: Path, rounds: int) -> list[dict[str, Any]]:
     """Time a request and a training view of one photograph in all sizes."""
-    train, rows = TrainTransform(224, 0.35, 0.5, 0.0), []
+    train = TrainTransform(224, 0.35, 0.5, 0.0)
+    rows = []
     for name, sides in SIDES.items():
         data = enlarged(path, sides)
 
@@ -121,10 +122,8 @@ def answers(model: Any, files: list[bytes], kind: str) -> list[dict[str, Any]]:
             )[0]
             for margin in (0.0, MARGIN)
         )
-        apart, same = (
-            float(np.abs(sliced - expected).max()),
-            int(sliced.argmax() == expected.argmax()),
-        )
+        apart = float(np.abs(sliced - expected).max())
+        same = int(sliced.argmax() == expected.argmax())
         common = {"photograph": kind, "margin": MARGIN, "round": number}
         rows.append({"what": "logit difference", **common, "value": round(apart, 5)})
         rows.append({"what": "same answer", **common, "value": same})

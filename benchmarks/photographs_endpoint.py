@@ -52,9 +52,11 @@ def measured_load(
     """Send a photograph again and again, and return what that took."""
     message = request(server.url, body, "image/jpeg")
     asyncio.run(closed_loop(server.url, message, clients, 0.2))
-    cpu_seconds, began = server.cpu_seconds(), time.perf_counter()
+    cpu_seconds = server.cpu_seconds()
+    began = time.perf_counter()
     answers = asyncio.run(closed_loop(server.url, message, clients, seconds))
-    cpu_seconds, took = server.cpu_seconds() - cpu_seconds, time.perf_counter() - began
+    cpu_seconds = server.cpu_seconds() - cpu_seconds
+    took = time.perf_counter() - began
     assert {answer.status for answer in answers} == {200}
     waits = [1000 * answer.took for answer in answers]
     return {
@@ -84,20 +86,18 @@ def main() -> None:
     alone = statistics.median(
         milliseconds(lambda: model.engine(pixels)) for _ in range(50)
     )
-    flags, rows = (
-        (
-            "--max-pixels",
-            "100e6",
-            "--max-body",
-            "64MiB",
-            "--threads",
-            "1",
-            "--slots",
-            "2",
-            "--no-self-check",
-        ),
-        [],
+    flags = (
+        "--max-pixels",
+        "100e6",
+        "--max-body",
+        "64MiB",
+        "--threads",
+        "1",
+        "--slots",
+        "2",
+        "--no-self-check",
     )
+    rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folders = {
             0.0: unreduced(options.export, Path(temporary) / "whole"),

@@ -70,11 +70,10 @@ def works(
     model: Classifier, size: int, images: int
 ) -> dict[tuple[str, str], Callable[[], None]]:
     """Return a step and a forward in each precision."""
-    pixels, labels = (
-        torch.randint(256, (images, 3, size, size), dtype=torch.uint8),
-        torch.zeros(images).long(),
-    )
-    student, by_name = copy.deepcopy(model).train(), {}
+    pixels = torch.randint(256, (images, 3, size, size), dtype=torch.uint8)
+    labels = torch.zeros(images).long()
+    student = copy.deepcopy(model).train()
+    by_name = {}
     for precision in ("fp32", "bf16"):
         frozen = copy.deepcopy(model).eval().requires_grad_(False)
         frozen.network.to(torch.bfloat16 if precision == "bf16" else torch.float32)
@@ -89,7 +88,8 @@ def works(
             with torch.inference_mode():
                 frozen(pixels)
 
-        by_name["step", precision], by_name["forward", precision] = step, forward
+        by_name["step", precision] = step
+        by_name["forward", precision] = forward
     return by_name
 
 
@@ -113,17 +113,20 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
-    options, rows = parser.parse_args(), []
+    options = parser.parse_args()
+    rows = []
     for threads, (name, (model, args, size, images)) in itertools.product(
         options.threads, NETWORKS.items()
     ):
         torch.set_num_threads(threads)
         model_of_size = built(model, args, size)
         convolved, depthwise = convolution_shares(model_of_size)
-        all_works, spent = works(model_of_size, size, images), {}
+        all_works = works(model_of_size, size, images)
+        spent = {}
         for number in range(options.rounds + 1):
             for key, work in all_works.items():
-                wall, cpu_begin = time.perf_counter(), time.process_time()
+                wall = time.perf_counter()
+                cpu_begin = time.process_time()
                 work()
                 if number:  # the first one sets up
                     milliseconds = (

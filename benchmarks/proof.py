@@ -243,7 +243,8 @@ def fruit(arm: Arm, steps: int = 240) -> Arm:
     return replace(arm_of_sharp, over=merged(arm_of_sharp.over, fit))
 
 
-SOFT, PSEUDO = Arm(), Arm([HARD])
+SOFT = Arm()
+PSEUDO = Arm([HARD])
 FEW: dict[str, Arm] = {
     "soft": SOFT,
     "labels only": alone(),
@@ -411,7 +412,8 @@ def settings(
     options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int
 ) -> Row:
     """Return the configuration of a run."""
-    chosen_arm, data = EXPERIMENTS[experiment][arm], FILES[experiment][0]
+    chosen_arm = EXPERIMENTS[experiment][arm]
+    data = FILES[experiment][0]
     few = experiment.startswith("few_pictures")
     content: Row = yaml.safe_load(
         (ROOT / "configs" / f"{configured(experiment)}.yaml").read_text()
@@ -527,7 +529,8 @@ def call(
     """
     file = options.work / f"{content['run']['name']}.yaml"
     file.write_text(yaml.safe_dump(content))
-    start, log = time.monotonic(), file.with_suffix(f".{command}.log")
+    start = time.monotonic()
+    log = file.with_suffix(f".{command}.log")
     with log.open("a") as opened:
         argv = [sys.executable, "-m", "kd", command, str(file), *arguments]
         process = subprocess.Popen(
@@ -549,11 +552,10 @@ def plant(options: argparse.Namespace) -> set[str]:
 
     Returns the names of those, as the audit names them. The same for all seeds.
     """
-    source, target = options.data / "cifar10", options.work / "wrong"
-    draw, classes = (
-        random.Random(0),
-        sorted(path.name for path in (source / "train").iterdir()),
-    )
+    source = options.data / "cifar10"
+    target = options.work / "wrong"
+    draw = random.Random(0)
+    classes = sorted(path.name for path in (source / "train").iterdir())
     planted = set()
     for path in sorted((source / "train").glob("*/*")):
         under = path.parent.name
@@ -647,7 +649,8 @@ def prepared_teacher(
     if (fitted_seed := fitted(experiment, seed)) != seed:
         prepared_teacher(options, experiment, arm, labels, fitted_seed)
     every = experiment in NUMBERS and not labels  # then the teacher has all labels too
-    name, arms = EXPERIMENTS[experiment][arm].own, EXPERIMENTS[experiment].items()
+    name = EXPERIMENTS[experiment][arm].own
+    arms = EXPERIMENTS[experiment].items()
     alike = (
         key
         for key, candidate in arms
@@ -674,10 +677,8 @@ def answered(
     name = content["run"]["name"] = (
         f"{experiment}-{EXPERIMENTS[experiment][arm].whole}-{labels}-{seed}"
     )
-    views, table = (
-        options.work / f"{name}.views.safetensors",
-        options.work / f"{name}.safetensors",
-    )
+    views = options.work / f"{name}.views.safetensors"
+    table = options.work / f"{name}.safetensors"
     file = options.work / f"{name}.json"
     with ONCE[name]:
         if not file.is_file():
@@ -710,10 +711,8 @@ def run_one(
     options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int
 ) -> Row:
     """Train one student and return its row."""
-    chosen_arm, content = (
-        EXPERIMENTS[experiment][arm],
-        settings(options, experiment, arm, labels, seed),
-    )
+    chosen_arm = EXPERIMENTS[experiment][arm]
+    content = settings(options, experiment, arm, labels, seed)
     teacher = 0.0
     if chosen_arm.whole:
         model, teacher = answered(options, experiment, arm, labels, seed)
@@ -830,7 +829,8 @@ def drawn(rows: Sequence[Row]) -> str:
     ceiling = statistics.mean(every) if every else 0.0
     name = f"same student, every label: {ceiling:.1f} %"
     levels = [Level(name, COLORS["--ground"], y=ceiling / 100)] if every else []
-    x_axis, y_axis = Axis("labels per class", log=True), Axis(unit="%")
+    x_axis = Axis("labels per class", log=True)
+    y_axis = Axis(unit="%")
     chart = lines(panel_lines, (760, 360), x_axis, y_axis, levels)
     values = [
         {"x": x, "y": y, "series": line.name, "text": f"{100 * y:.1f}"}
@@ -1022,11 +1022,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "few_pictures" in options.only:
         fifty(options)
 
-    keys, new, failed = planned(options), set[str](), []
+    keys = planned(options)
+    new = set[str]()
+    failed = []
     if kept_keys := [key for key in keys if key in finished]:
         print(
-            f"{len(kept_keys)} of {len(keys)} runs are in {file} already: remove a row there"
-            " to make that run again"
+            f"{len(kept_keys)} of {len(keys)} runs are in {file} already: remove a"
+            " row there to make that run again"
         )
 
     def make(key: tuple[str, str, int, int]) -> None:

@@ -43,7 +43,10 @@ from kd.engine.optim import Schedule, groups
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
-BATCH, SIDE, MEAN, STD = 256, 32, (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)
+BATCH = 256
+SIDE = 32
+MEAN = (0.491, 0.482, 0.447)
+STD = (0.247, 0.243, 0.262)
 ARMS: dict[str, Row] = {
     "base": {},
     "shift": {"crop": "shift"},
@@ -84,7 +87,8 @@ def view(pixels: np.ndarray, arm: Row, flipped: bool, rng: random.Random) -> np.
     """Return one training view [32, 32, 3]."""
     if arm.get("crop") == "shift":
         padded = np.pad(pixels, ((2, 2), (2, 2), (0, 0)), mode="reflect")
-        row, column = rng.randrange(5), rng.randrange(5)
+        row = rng.randrange(5)
+        column = rng.randrange(5)
         image = Image.fromarray(padded[row : row + SIDE, column : column + SIDE])
     else:
         image = cut(Image.fromarray(pixels), random_box(SIDE, SIDE, 0.75, rng), SIDE)
@@ -109,18 +113,18 @@ def optimizer_of(student: nn.Module, arm: Row) -> torch.optim.Optimizer:
 
 def run_one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> Row:
     """Train one student and return its row."""
-    arm, (pixels, labels) = ARMS[name], data
+    arm = ARMS[name]
+    pixels, labels = data
     held_out = len(labels) // 5
     torch.manual_seed(seed)
     student = network(16).to(memory_format=torch.channels_last)
     optimizer = optimizer_of(student, arm)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    schedule, rng = Schedule(1.0, 0.05, 0.0), random.Random(seed)
-    steps, steps_done, begin = (
-        epochs * ((len(labels) - held_out) // BATCH),
-        0,
-        time.process_time(),
-    )
+    schedule = Schedule(1.0, 0.05, 0.0)
+    rng = random.Random(seed)
+    steps = epochs * ((len(labels) - held_out) // BATCH)
+    steps_done = 0
+    begin = time.process_time()
     first = [rng.random() < 0.5 for _ in labels]
     shape: Callable[[float], float] = schedule.factor
     if arm.get("schedule") == "linear":

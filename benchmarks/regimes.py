@@ -59,12 +59,10 @@ PLATES = {"redundant, each plate once": 2}
 steps.
 """
 VIEWS = 6
-HISTORY, RANDOM = (
-    ("sifter.kind=history", "sifter.keep=0.4"),
-    (
-        "sifter.kind=random",
-        "sifter.keep=0.4",
-    ),
+HISTORY = ("sifter.kind=history", "sifter.keep=0.4")
+RANDOM = (
+    "sifter.kind=random",
+    "sifter.keep=0.4",
 )
 ARMS: dict[str, tuple[str, ...]] = {
     "everything": (),
@@ -93,13 +91,15 @@ PLAN = [
 """Arm, and its budget: images trained, as a share of `--epochs` passes over
 everything.
 """
-KEEP, ANNEAL = 0.4, 0.125
+KEEP = 0.4
+ANNEAL = 0.125
 
 
 def settings(work: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration that all runs share."""
     kernels = {"attention": "unfused", "compile": "off"}
-    model, heads = "xcit_nano_12_p16_224", {"num_heads": 4, "cls_attn_layers": 1}
+    model = "xcit_nano_12_p16_224"
+    heads = {"num_heads": 4, "cls_attn_layers": 1}
     return {
         "run": {"folder": str(work / "runs"), "every": {"log": 100, "evaluate": 10**6}},
         "data": {
@@ -254,9 +254,11 @@ def run_one(
     loaded = config.load(
         base, [*ARMS[arm], *length, f"run.seed={seed}", f"run.name={name}"]
     )
-    clock, cpu = time.perf_counter(), time.process_time()
+    clock = time.perf_counter()
+    cpu = time.process_time()
     result = train(loaded)
-    wall, cpu = time.perf_counter() - clock, time.process_time() - cpu
+    wall = time.perf_counter() - clock
+    cpu = time.process_time() - cpu
     rows = [
         json.loads(line)
         for line in (result.folder / "metrics.jsonl").read_text().splitlines()
@@ -362,13 +364,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 def difference(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     """Return the difference of accuracy within pairs of the same seed, in points."""
-    return (
-        interval(
-            [mine["accuracy"] - theirs["accuracy"] for mine, theirs in pairs], "{:+.1f}"
-        )
-        if pairs
-        else ""
-    )
+    gains = [mine["accuracy"] - theirs["accuracy"] for mine, theirs in pairs]
+    return interval(gains, "{:+.1f}") if pairs else ""
 
 
 T95 = (0, 0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
@@ -405,7 +402,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    work, rows = Path(options.work), []
+    work = Path(options.work)
+    rows = []
     file = work / "rows.csv"
     if not options.write:
         for regime in options.regimes:

@@ -41,7 +41,9 @@ from kd.data.loader import LocalLoader, Share
 from kd.data.views import TrainTransform, Views
 from kd.parts.datasets.imagefolder import Options, build
 
-BATCH, WAITED, STEP = 32, 0.020, 0.001
+BATCH = 32
+WAITED = 0.020
+STEP = 0.001
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -49,7 +51,8 @@ class Waiting:
     """Views that take longer, without a core."""
 
     def __init__(self, views: Views) -> None:
-        self.views, self.classes = views, views.classes
+        self.views = views
+        self.classes = views.classes
 
     def __len__(self) -> int:
         return len(self.views)

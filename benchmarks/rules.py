@@ -39,7 +39,9 @@ PHOTOS = 160
 """Of each of three classes: 30 steps an epoch."""
 KEPT = 24
 """Samples of the machine that a record has, about."""
-SMALL, MEDIUM, LARGE = (96, 72), (320, 240), (640, 480)
+SMALL = (96, 72)
+MEDIUM = (320, 240)
+LARGE = (640, 480)
 """Pixels of a photograph: a JPEG of noise takes 0.2, 1.5 or 6 ms to decode."""
 
 
@@ -247,7 +249,9 @@ def play(
     """Run a case as it is and with the advice of its first run, in turns, and return a
     row of each.
     """
-    case, advice, table = CASES[name], (), []
+    case = CASES[name]
+    advice = ()
+    table = []
     for number in range(rounds):
         for cured in (False, True) if case.rule else (False,):
             config = settings(photos, runs, f"{'cured' if cured else 'slow'}_{number}")
@@ -332,7 +336,8 @@ def main() -> None:
             for rows in (slow, cured)
         )
         ratio = f"{before / after:.2f}" if after > 0 else "-"
-        text = f"{name:<18}{CASES[name].rule:<24}{hits}/{len(slow):<6}{before:>10.2f}{after:>10.2f}{ratio:>8}"
+        text = f"{name:<18}{CASES[name].rule:<24}{hits}/{len(slow):<6}"
+        text += f"{before:>10.2f}{after:>10.2f}{ratio:>8}"
         print(text, cured[0]["advice"] if cured else "", sep="  ")
     write("rules", " ".join(["python benchmarks/rules.py", *sys.argv[1:]]), table)
 

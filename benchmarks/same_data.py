@@ -45,10 +45,12 @@ def timed(
     section: str, images: int, work: Callable[[], Any], times: int = 1
 ) -> dict[str, Any]:
     """Return a row: seconds of one call, by the clock and of this process's CPU."""
-    spent, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    spent = resource.getrusage(resource.RUSAGE_SELF)
+    begin = time.perf_counter()
     for _ in range(times):
         work()
-    wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+    wall = time.perf_counter() - begin
+    after = resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - spent.ru_utime - spent.ru_stime
     return {
         "part": section,
@@ -98,11 +100,9 @@ def as_rank(count: int) -> None:
 
 def read(folder: Path, count: int) -> list[dict[str, Any]]:
     """Read and hash files of each size, as `same_contents` does for one split."""
-    rows, pixels, module = (
-        [],
-        np.random.default_rng(0),
-        registry.find("backends", "cpu", "benchmark"),
-    )
+    rows = []
+    pixels = np.random.default_rng(0)
+    module = registry.find("backends", "cpu", "benchmark")
     alone = module.build(
         module.Options(threads=1), precision="fp32", timeout_seconds=60.0
     )

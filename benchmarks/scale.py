@@ -143,7 +143,8 @@ def make_files(root: Path, count: int) -> None:
     with open(root.parent / "list.csv", "w") as listed:
         listed.write("path,label\n")
         for number, name in enumerate(names(count, False)):
-            path, source = root / name.decode(), root / f".{number // 50_000}"
+            path = root / name.decode()
+            source = root / f".{number // 50_000}"
             if number % FOLDER == 0:
                 path.parent.mkdir(parents=True)
             if number % 50_000 == 0:
@@ -178,7 +179,9 @@ def labels(count: int) -> Any:
 def measure(name: str, count: int, root: str) -> dict[str, Any]:
     """Measure one part in this process."""
     full_plan(context(2000), 0)  # what torch takes at its first use
-    before, wall, busy = resident(), time.perf_counter(), time.process_time()
+    before = resident()
+    wall = time.perf_counter()
+    busy = time.process_time()
     objects = sections(root)[name](count)
     row = {
         "part": name,

@@ -196,7 +196,8 @@ def main() -> None:
     parser.add_argument("exports", nargs="+", type=Path)
     parser.add_argument("--old", action="append", default=[], metavar="NAME=FOLDER")
     options = parser.parse_args()
-    old, rows = dict(text.split("=", 1) for text in options.old), []
+    old = dict(text.split("=", 1) for text in options.old)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         mask = masked(Path(folder))
         for export in options.exports:

@@ -42,7 +42,8 @@ from variants import picture, random_export
 from _record import write
 
 Rows = list[dict[str, Any]]
-RATE, HOSTILE = 3.0, 0.1
+RATE = 3.0
+HOSTILE = 0.1
 """Clients a second of the part `hostile`, and the share of them that is."""
 TORCH = """
 import io, sys, torch, timm
@@ -101,11 +102,9 @@ def cold(folder: Path, seconds: float) -> Rows:
                             0.001,
                         )
                     )
-                    wall, cpu, memory = (
-                        time.perf_counter() - start,
-                        server.cpu_seconds(),
-                        server.resident_mb(True),
-                    )
+                    wall = time.perf_counter() - start
+                    cpu = server.cpu_seconds()
+                    memory = server.resident_mb(True)
                     server.stop()
                 else:
                     process = subprocess.Popen(
@@ -113,10 +112,8 @@ def cold(folder: Path, seconds: float) -> Rows:
                     )
                     _, status, usage = os.wait4(process.pid, 0)
                     process.returncode = status
-                    wall, cpu = (
-                        time.perf_counter() - start,
-                        usage.ru_utime + usage.ru_stime,
-                    )
+                    wall = time.perf_counter() - start
+                    cpu = usage.ru_utime + usage.ru_stime
                     memory = usage.ru_maxrss / 1024
                 if turn:  # the first reads the files from the disk
                     rows.append(
@@ -208,7 +205,8 @@ def load(folder: Path, seconds: float) -> Rows:
     message = request(server.url, picture(), "image/jpeg")
     single = driven("load", "default", server, message, 1, seconds / 2)
     capacity = driven("load", "default", server, message, 8, seconds / 2)["rps"]
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(5):
         share = (low + high) / 2
         answers = asyncio.run(open_loop(server.url, message, share * capacity, seconds))
@@ -257,7 +255,9 @@ def soak(folder: Path, seconds: float) -> Rows:
     random bytes.
     """
     server = kd_serve(folder)
-    photo, rows, start = picture(), [], time.perf_counter()
+    photo = picture()
+    rows = []
+    start = time.perf_counter()
     messages = [
         request(server.url, body, "image/jpeg")
         for body in (photo, photo[: len(photo) // 2], os.urandom(9999))
@@ -293,12 +293,16 @@ async def _mixed(
     """Send requests at Poisson times, every tenth client a hostile one; ask for the
     health once a second.
     """
-    start, due, tasks, pings = time.perf_counter(), 0.0, set(), []
+    start = time.perf_counter()
+    due = 0.0
+    tasks = set()
+    pings = []
     health = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
     answers: list[Answer] = []
 
     async def ask(sent: bytes) -> Answer:
-        begin, status = time.perf_counter(), 0
+        begin = time.perf_counter()
+        status = 0
         try:
             pair = await asyncio.open_connection(
                 urlsplit(url).hostname, urlsplit(url).port
@@ -317,7 +321,8 @@ async def _mixed(
             pings.append(await ask(health))
             await asyncio.sleep(1)
 
-    pinger, hostiles = asyncio.ensure_future(pinging()), 0
+    pinger = asyncio.ensure_future(pinging())
+    hostiles = 0
     while (due := due + hostile.rng.expovariate(rate)) < seconds:
         await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
         bad = hostile.rng.random() < HOSTILE
@@ -343,9 +348,12 @@ def hostile(folder: Path, seconds: float) -> Rows:
     """Memory over time under few clients of which a tenth is hostile; a row a minute,
     at most 60.
     """
-    server, start, rows = kd_serve(folder), time.perf_counter(), []
+    server = kd_serve(folder)
+    start = time.perf_counter()
+    rows = []
     clients = Hostile(server.url, picture())
-    message, minute = request(server.url, picture(), "image/jpeg"), min(60.0, seconds)
+    message = request(server.url, picture(), "image/jpeg")
+    minute = min(60.0, seconds)
     while time.perf_counter() - start < seconds:
         row = asyncio.run(_mixed(server.url, message, clients, RATE, minute))
         serving = {
@@ -384,7 +392,8 @@ def litserve(folder: Path, seconds: float) -> Rows:
     """
     cores = len(os.sched_getaffinity(0))
     body = json.dumps({"image": base64.b64encode(picture()).decode()}).encode()
-    rows, port = [], 18765
+    rows = []
+    port = 18765
     with tempfile.TemporaryDirectory() as temporary:
         script = Path(temporary) / "lit.py"
         script.write_text(LITSERVE)

@@ -127,7 +127,8 @@ class Candidate:
     """A way to serve an export."""
 
     def __init__(self, name: str, export: Path, before: Path | None = None) -> None:
-        self.name, self._export = name, export
+        self.name = name
+        self._export = export
         self._root = before or Path(__file__).resolve().parents[1]
 
     def start(self, log: Path | None = None) -> tuple[Server, float]:
@@ -166,7 +167,8 @@ def ping(server: Server) -> tuple[float, int | str]:
     """Return the seconds of a health check on a new connection, and its status or what
     went wrong.
     """
-    address, begin = urlsplit(server.url), time.perf_counter()
+    address = urlsplit(server.url)
+    begin = time.perf_counter()
     connection = http.client.HTTPConnection(
         str(address.hostname), address.port, timeout=LATE
     )
@@ -196,7 +198,8 @@ def attacks(candidates: list[Candidate], options: argparse.Namespace) -> list[Ro
             attack = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
             assert attack.stdout is not None
             attack.stdout.readline()
-            end, checks = time.perf_counter() + options.seconds, []
+            end = time.perf_counter() + options.seconds
+            checks = []
             while time.perf_counter() < end:
                 checks.append(ping(server))
                 time.sleep(0.05)
@@ -228,7 +231,8 @@ def stop(server: Server) -> None:
 
 def ends(candidates: list[Candidate], options: argparse.Namespace) -> list[Row]:
     """Send SIGTERM under load, again and again."""
-    rows, rng = [], random.Random(0)
+    rows = []
+    rng = random.Random(0)
     body = options.image.read_bytes()
     for candidate in candidates:
         for keep_open in (False, True):
@@ -250,7 +254,9 @@ def one_end(
     """Count answers and losses of eight clients, one of whose servers ends."""
     log = Path(tempfile.gettempdir()) / "end.log"
     server, _ = candidate.start(log)
-    target, counts, gone = urlsplit(server.url), Counter[str](), threading.Event()
+    target = urlsplit(server.url)
+    counts = Counter[str]()
+    gone = threading.Event()
     address = (str(target.hostname), target.port or 0)
 
     def client() -> None:
@@ -306,7 +312,8 @@ def one_end(
 
 def latency(candidates: list[Candidate], options: argparse.Namespace) -> list[Row]:
     """One and eight clients; all servers are open and take turns."""
-    body, rows = options.image.read_bytes(), []
+    body = options.image.read_bytes()
+    rows = []
     servers = {candidate.name: candidate.start()[0] for candidate in candidates}
     for turn in range(TURNS):
         for name, server in list(servers.items())[:: 1 if turn % 2 else -1]:

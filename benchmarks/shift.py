@@ -37,7 +37,9 @@ from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import LoadedGraph, describe, load
 from kd.deploy.shift import BOUNDS, CONFIDENCE, WINDOW, Reference, ShiftWatch, measure
 
-REFERENCE, STREAM, CHANGED = 2000, 2000, 1000
+REFERENCE = 2000
+STREAM = 2000
+CHANGED = 1000
 Change = Callable[[Image.Image], Image.Image]
 
 
@@ -160,7 +162,8 @@ def watched(
     """Return the alarms of the clean part, and after how many changed images each alarm
     came.
     """
-    watch, numbers = ShiftWatch(of), list(of.bounds)
+    watch = ShiftWatch(of)
+    numbers = list(of.bounds)
     for answer, measures in clean:
         watch.add(answer, _some(measures, numbers))
     row: dict[str, Any] = {
@@ -190,10 +193,8 @@ def streams(
     every = rng.permutation(
         [(str(path), i) for i, name in enumerate(model.labels) for path in paths[name]]
     )[:limit]
-    paths_of_known, truth = (
-        [Path(path) for path, _ in every],
-        np.array([int(label) for _, label in every]),
-    )
+    paths_of_known = [Path(path) for path, _ in every]
+    truth = np.array([int(label) for _, label in every])
     new = [
         path
         for name, folder in paths.items()
@@ -211,7 +212,8 @@ def streams(
              for name, answers in {"clean": clean, **changed}.items()}  # fmt: skip
     for stream in range(count):
         order = rng.permutation(len(paths_of_known))
-        ours, remaining = order[:REFERENCE], order[REFERENCE:]
+        ours = order[:REFERENCE]
+        remaining = order[REFERENCE:]
         begin = 4 * WINDOW + int(rng.integers(WINDOW))
         after = remaining[begin : begin + CHANGED]
         tried: dict[str, tuple[int, Any]] = {
@@ -298,13 +300,15 @@ def cost(
         server.terminate()
         server.wait()
     pixels = prepare(photo, model.size, model.crop, Limits()).pixels
-    rounds, watch = [], ShiftWatch(reference(model, answers[:REFERENCE], list(BOUNDS)))
+    rounds = []
+    watch = ShiftWatch(reference(model, answers[:REFERENCE], list(BOUNDS)))
     for _ in range(5):
         start = time.process_time()
         for answer, _ in answers[:2000]:
             watch.add(answer, measure(pixels))
         rounds.append((time.process_time() - start) / 2000)
-    counting, answer = 1e6 * float(np.median(rounds)), 1e6 * cpu_seconds[-1]
+    counting = 1e6 * float(np.median(rounds))
+    answer = 1e6 * cpu_seconds[-1]
     facts = {
         "pixels": model.size,
         "labels": len(model.labels),

@@ -41,7 +41,9 @@ from kd.study.report.charts import FILE, Axis, Series, lines
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
-BATCH, KEEP, VIEWS = 256, 0.5, 4
+BATCH = 256
+KEEP = 0.5
+VIEWS = 4
 ANNEAL = 0.125
 T95 = {
     2: 12.706,
@@ -142,10 +144,12 @@ def order(seeds: Sequence[int]) -> Iterator[tuple[Any, ...]]:
 
 def linked(options: argparse.Namespace, name: str) -> Path:
     """Link a fixed part of the data into the work folder."""
-    kind, target = KINDS[name], options.work / "data" / name
+    kind = KINDS[name]
+    target = options.work / "data" / name
     if (target / "done").exists():
         return target
-    source, chance = getattr(options, kind.source), random.Random(0)
+    source = getattr(options, kind.source)
+    chance = random.Random(0)
     classes = sorted(folder.name for folder in (source / "train").iterdir())[
         : kind.classes
     ]
@@ -166,15 +170,13 @@ def linked(options: argparse.Namespace, name: str) -> Path:
                     and kind.change == "noisy"
                     and chance.random() < 0.4
                 )
-                wrong_class = (
-                    chance.choice(
-                        [candidate for candidate in classes if candidate != label]
+                class_of_file = label
+                if wrong:
+                    class_of_file = chance.choice(
+                        [name for name in classes if name != label]
                     )
-                    if wrong
-                    else label
-                )
                 folder = (
-                    target / ("train" if split == "train" else "test") / wrong_class
+                    target / ("train" if split == "train" else "test") / class_of_file
                 )
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / f"{label}_{count:04d}{file.suffix}").symlink_to(
@@ -256,7 +258,8 @@ def call(
 
 def teacher_of(options: argparse.Namespace, source: str) -> Path:
     """Fit the teacher of a source, unless it is there."""
-    folder, name = options.work / "teachers" / source, f"teacher-{source}"
+    folder = options.work / "teachers" / source
+    name = f"teacher-{source}"
     if not (files := list(folder.rglob("model.safetensors"))):
         call(options, "teach", settings(options, name, None), name, [])
         files = list(folder.rglob("model.safetensors"))
@@ -276,7 +279,8 @@ def run_one(
         len(os.listdir(folder))
         for folder in (options.work / "data" / data / "train").iterdir()
     )
-    epochs, steps = EPOCHS[schedule], images // BATCH
+    epochs = EPOCHS[schedule]
+    steps = images // BATCH
     unsifted = 1 + sum(epoch / epochs >= 1 - ANNEAL for epoch in range(1, epochs))
     length = [f"run.epochs={epochs}"]
     if arm == "fewer":

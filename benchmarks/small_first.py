@@ -92,7 +92,8 @@ KINDS = {
         {"run": {"steps": 525}, "teacher": {"cache": {"views": 3}}},
     ),
 }
-SIZES, UNTIL = {"1/2": 0.5, "5/8": 0.625}, ("0.6", "0.8", "0.4")
+SIZES = {"1/2": 0.5, "5/8": 0.625}
+UNTIL = ("0.6", "0.8", "0.4")
 SMALL = {f"{size} until {until}": (size, until) for until in UNTIL for size in SIZES}
 FEWER = {
     f"fewer for {arm}": arm
@@ -133,7 +134,8 @@ def order(seeds: Sequence[int]) -> Iterator[tuple[Any, ...]]:
 
 def linked(options: argparse.Namespace, data: str) -> Path:
     """Link the part of the pictures that is used into the work folder."""
-    kind, target = KINDS[data], options.work / "data" / data
+    kind = KINDS[data]
+    target = options.work / "data" / data
     if (target / "done").exists():
         return target
     source = getattr(options, kind.source)
@@ -208,7 +210,8 @@ def run_one(
     options: argparse.Namespace, rows: Sequence[Row], data: str, arm: str, seed: int
 ) -> Row:
     """Train one student and return its row."""
-    content, seeded = settings(options, data), [f"run.seed={seed}"]
+    content = settings(options, data)
+    seeded = [f"run.seed={seed}"]
     cached = options.work / "logs" / f"cache-{data}-{seed}.done"
     if not cached.exists():
         call(options, "cache", content, f"cache-{data}-{seed}", seeded)
@@ -223,10 +226,8 @@ def run_one(
     written = [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
-    last, train = (
-        [row for row in written if row["kind"] == "val"][-1],
-        [row for row in written if row["kind"] == "train"],
-    )
+    last = [row for row in written if row["kind"] == "val"][-1]
+    train = [row for row in written if row["kind"] == "train"]
     until = float(arm.rpartition(" ")[2]) if arm in SMALL or arm in BOTH else 0.0
     waits_of_parts = [
         [
@@ -268,10 +269,8 @@ def summary(rows: Sequence[Row]) -> str:
         by_arm: dict[str, list[Row]] = {}
         for row in (row for row in rows if row["data"] == data):
             by_arm.setdefault(row["arm"], []).append(row)
-        full, lines = (
-            {row["seed"]: row["cpu_seconds"] for row in by_arm.get("full", [])},
-            [],
-        )
+        full = {row["seed"]: row["cpu_seconds"] for row in by_arm.get("full", [])}
+        lines = []
         start = statistics.mean(
             [row["cpu_seconds"] for row in by_arm.get("start", [])] or [0.0]
         )

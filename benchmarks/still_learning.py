@@ -66,10 +66,8 @@ def read(file: Path | None) -> list[Row]:
 
 def scores_of(row: Row) -> list[tuple[float, float]]:
     """Return (share of the steps, validation accuracy) of each evaluation."""
-    steps, scores = (
-        int(row["steps"]),
-        [float(pair.split(":")[1]) for pair in row["curve"].split()],
-    )
+    steps = int(row["steps"])
+    scores = [float(pair.split(":")[1]) for pair in row["curve"].split()]
     every = max(1, steps // EVALUATIONS)
     return [
         (min(1.0, (i + 1) * every / steps), score) for i, score in enumerate(scores)
@@ -107,9 +105,9 @@ def gained(short: Row, long: Row) -> tuple[float, str]:
         )
     )
     gain = long_score - short_score
-    return gain, (
-        "more" if gain > Z * error else "unclear" if gain > error else "no more"
-    )
+    if gain > Z * error:
+        return gain, "more"
+    return gain, "unclear" if gain > error else "no more"
 
 
 def cut(scores: Sequence[float]) -> str:

@@ -37,8 +37,10 @@ from kd.files.run_dir import RunDir
 from kd.files.storage import append_rows, read_rows
 from kd.study.report.charts import FILE, Axis, Series, stack
 
-CONFIG, PAGE = HERE.parent / "configs" / "story.yaml", HERE.parent / "docs" / "story.md"
-BEGIN, END = "<!-- written by benchmarks/story.py -->\n", "<!-- end -->"
+CONFIG = HERE.parent / "configs" / "story.yaml"
+PAGE = HERE.parent / "docs" / "story.md"
+BEGIN = "<!-- written by benchmarks/story.py -->\n"
+END = "<!-- end -->"
 COLORS = ("#d9822b", "#8e5bd0", "#2f6fde", "#1f8f9e", "#cfd5de")  # of `PARTS`
 PARTS = {
     "data": ("data",),
@@ -126,7 +128,8 @@ def keys_of(number: int, options: argparse.Namespace, teacher: Path) -> list[str
 
 def measured(folder: RunDir, batch: int) -> dict[str, Any]:
     """Return what the files of a run say."""
-    rows, scored = folder.metrics("train"), folder.scored()
+    rows = folder.metrics("train")
+    scored = folder.scored()
     assert scored is not None
     step = Evidence({0: read_rows(folder.path / "timeline_0.jsonl")}, ()).step()
     shares = {
@@ -170,15 +173,14 @@ def text_of_findings(findings: list[dict[str, Any]]) -> str:
 
 def play(number: int, options: argparse.Namespace, teacher: Path) -> dict[str, Any]:
     """Make a row."""
-    step, keys = STEPS[number], keys_of(number, options, teacher)
+    step = STEPS[number]
+    keys = keys_of(number, options, teacher)
     lines = (
         kd(["train", str(CONFIG), *keys, "--check"]).splitlines() if step.check else []
     )
     kd(["train", str(CONFIG), *keys, "--no-test"], step.ranks)
-    folder, batch = (
-        RunDir(options.work / f"story_{number}"),
-        config.load(str(CONFIG), keys).data.batch_size,
-    )
+    folder = RunDir(options.work / f"story_{number}")
+    batch = config.load(str(CONFIG), keys).data.batch_size
     findings = read_json(folder.path / "findings.json", "story", "Remove the run", list)
     return {
         "step": number,
@@ -282,16 +284,19 @@ def main() -> None:
         print(json.dumps(rows[number], indent=1), flush=True)
     table_rows = [rows[number] for number in sorted(rows)]
     text = table_of(table_rows)
-    cpu_seconds = [sum(getattr(resource.getrusage(process), key) for key in ("ru_utime", "ru_stime")) / 60
-            for process in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]  # fmt: skip
-    print(f"{text}\n\n{sum(cpu_seconds):.1f} CPU minutes")
+    cpu_seconds = 0.0
+    for process in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(process)
+        cpu_seconds += usage.ru_utime + usage.ru_stime
+    print(f"{text}\n\n{cpu_seconds / 60:.1f} CPU minutes")
     if not options.no_record:
         write(
             "story", " ".join(["python benchmarks/story.py", *sys.argv[1:]]), table_rows
         )
     if options.page:
         page = PAGE.read_text()
-        head, tail = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
+        head = page[: page.index(BEGIN) + len(BEGIN)]
+        tail = page[page.index(END) :]
         PAGE.with_suffix(".svg").write_text(drawn(table_rows))
         PAGE.write_text(
             f"{head}\n{text}\n\n![milliseconds per image, by part of a"

@@ -109,7 +109,8 @@ def until(
 def facts(study: optuna.Study) -> dict[str, Any]:
     """Return the number of trials by how they ended, and the best score in percent."""
     counts = Counter(trial.state for trial in study.trials)
-    ended, pruned = counts[TrialState.COMPLETE], counts[TrialState.PRUNED]
+    ended = counts[TrialState.COMPLETE]
+    pruned = counts[TrialState.PRUNED]
     return {"ended": ended, "pruned": pruned, "best": round(100 * study.best_value, 1)}
 
 

@@ -111,7 +111,8 @@ def finished(argv: list[str], environment: dict[str, str] | None = None) -> Fini
     Raises:
         SystemExit: it failed.
     """
-    start, lines = time.perf_counter(), []
+    start = time.perf_counter()
+    lines = []
     stream = subprocess.Popen(
         argv,
         stdout=subprocess.PIPE,
@@ -161,8 +162,10 @@ def train_with_timm(
         *(["--amp"] if bf16_pays() else []),
     ]
     for name, value in flags.items():
-        values = [] if value is True else value if isinstance(value, list) else [value]
-        argv += [f"--{name}", *map(str, values)]
+        argv.append(f"--{name}")
+        if value is not True:
+            values = value if isinstance(value, list) else [value]
+            argv += map(str, values)
     return finished(argv, {"PYTHONPATH": timm})
 
 

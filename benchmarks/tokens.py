@@ -25,7 +25,7 @@ from typing import Any
 import full_labels
 import timm
 import torch
-from frontier import KEYS, STUDENTS, shown
+from frontier import KEYS, STUDENTS, printable
 from torch import Tensor, nn
 
 import kd
@@ -213,7 +213,7 @@ def main() -> None:
         full_labels.earlier(options, THEME),
         key=lambda row: (row["seed"], list(ARMS).index(row["arm"])),
     )
-    write(THEME, shown(["python benchmarks/tokens.py", *sys.argv[1:]]), rows)
+    write(THEME, printable(["python benchmarks/tokens.py", *sys.argv[1:]]), rows)
 
 
 if __name__ == "__main__":

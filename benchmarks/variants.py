@@ -78,7 +78,8 @@ STUDENTS: dict[str, tuple[str, list[str]]] = {
     ),
 }
 """Configuration, "": ON_LABELS, and keys by name."""
-ROUNDS, SECONDS = 8, 2.0
+ROUNDS = 8
+SECONDS = 2.0
 """Of part `client`: turns of each client, and seconds of one."""
 
 
@@ -169,10 +170,8 @@ def exported(name: str, seed: int, options: argparse.Namespace) -> Path:
 def table(name: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield a row for each file and number of threads."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    parity, config = (
-        manifest["parity"],
-        json.loads((folder / "config.json").read_text()),
-    )
+    parity = manifest["parity"]
+    config = json.loads((folder / "config.json").read_text())
     plain = manifest["variants"]["model.onnx"]["speed"]
     for file, variant in manifest["variants"].items():
         cpu = parity[file]["cpu_ms"]
@@ -212,23 +211,20 @@ def client(name: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
     from kd.deploy.serve import bench
 
     manifest = json.loads((folder / "manifest.json").read_text())
-    size, sent = (
-        manifest["input"]["size"],
-        picture(manifest["input"]["size"], manifest["input"]["size"]),
-    )
+    size = manifest["input"]["size"]
+    sent = picture(manifest["input"]["size"], manifest["input"]["size"])
     for file in (
         name
         for name, graph in registry.graphs().items()
         if name in manifest["files"] and not graph.code
     ):
-        server, took = (
-            kd_serve(folder, "--file", file, "--threads", "1"),
-            {
-                "table": [],
-                "client": [],
-            },
-        )
-        at, message = urlsplit(server.url), request(server.url, sent, "image/jpeg")
+        server = kd_serve(folder, "--file", file, "--threads", "1")
+        took = {
+            "table": [],
+            "client": [],
+        }
+        at = urlsplit(server.url)
+        message = request(server.url, sent, "image/jpeg")
         for _ in range(ROUNDS):
             took["table"] += bench.turn(str(at.hostname), int(at.port or 0), sent)
             answers = asyncio.run(closed_loop(server.url, message, 1, SECONDS))

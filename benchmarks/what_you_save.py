@@ -106,7 +106,8 @@ def scored(system: System, images: Sequence[Path], first: list[bool]) -> Row:
     empty.
     """
     server = system.start()
-    right, passed_on = list[bool](), 0
+    right = list[bool]()
+    passed_on = 0
     try:
         predict(server, images[0])  # the first touches pages that are loaded later
         cpu_seconds = server.cpu_seconds()
@@ -203,7 +204,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rate = matrix_rate(torch.device("cpu"), torch.float32, (1024,)) / 1e9
     times = timed(options.systems, images[0], options.turns, options.seconds)
-    rows, first = list[Row](), list[bool]()
+    rows = list[Row]()
+    first = list[bool]()
     for system in options.systems:
         row: Row = {
             "system": system.name,

@@ -21,7 +21,8 @@ from kd.core.errors import KdError
 from kd.parts import registry
 
 CANNOT = 77
-STEPS, ROWS = 6, 12
+STEPS = 6
+ROWS = 12
 LR = 1e-2
 
 

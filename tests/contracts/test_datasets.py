@@ -33,13 +33,8 @@ from kd.core.errors import ConfigErrors, DataError
 from kd.parts import registry
 
 KINDS = registry.names("datasets")
-TRAIN, VAL = (
-    ("pear", "apple", "apple", "fig"),
-    (
-        "fig",
-        "pear",
-    ),
-)  # validation lacks a class
+TRAIN = ("pear", "apple", "apple", "fig")
+VAL = ("fig", "pear")  # validation lacks a class
 BROKEN = "fig"  # in the training split the image of this class is text
 
 
@@ -149,7 +144,8 @@ def built(request, tmp_path_factory) -> Built:
             f" {Path(__file__).name}"
         )
     module = importlib.import_module(f"kd.parts.datasets.{kind}")
-    here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
+    here = tmp_path_factory.mktemp("here")
+    there = tmp_path_factory.mktemp("there")
     options = module.Options(**RECIPES[kind](here))
     train = module.build(options, "train", None)
     val = module.build(options, "val", train.classes)
@@ -315,7 +311,8 @@ def reader() -> Iterator[subprocess.Popen[str]]:
 
 
 def test_spawned_process_sees_the_same(built, reader, tmp_path):
-    ids, source = readable(built), built.train
+    ids = readable(built)
+    source = built.train
     (tmp_path / "source.pickle").write_bytes(pickle.dumps(source))
     reader.stdin.write(json.dumps([str(tmp_path / "source.pickle"), ids]) + "\n")
     reader.stdin.flush()

@@ -105,7 +105,8 @@ def cut(
     except BackendError as error:
         return str(error)
     plain = LiveTeacher(network, backend.device, dtype, micro)
-    worst, spread = 0.0, 0.0
+    worst = 0.0
+    spread = 0.0
     for number, count in enumerate(
         (5, 5, 12, 3)
     ):  # other images on each rank, other numbers from call to call
@@ -140,9 +141,11 @@ def shared(
     )  # the others have no weights to begin with
     sharded = LiveTeacher(started, backend.device, dtype, micro, backend.shard)
     plain = LiveTeacher(network, backend.device, dtype, micro)
-    before, equal = backend.counters()["teacher_mib"], True
+    before = backend.counters()["teacher_mib"]
+    equal = True
     for seed in range(3):
-        ours, expected = answers(sharded, 5, seed), answers(plain, 5, seed)
+        ours = answers(sharded, 5, seed)
+        expected = answers(plain, 5, seed)
         equal &= (
             all(torch.equal(ours[name], expected[name]) for name in ours)
             and expected["logits"].std().item() > 0

@@ -88,8 +88,11 @@ def main(argv: list[str]) -> None:
     """Run every case and print one JSON line."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    facts, calls, all_reduce = {}, [], dist.all_reduce
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    facts = {}
+    calls = []
+    all_reduce = dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (
         calls.append(args) or all_reduce(*args, **kwargs)
     )  # DDP's own are not these
@@ -105,7 +108,8 @@ def main(argv: list[str]) -> None:
             loader = SiftingDataloader(config, original, model, Uneven(rank), pick=pick)
             before = len(calls)
             lengths = train(loader, model)
-            metrics, pending = loader.metrics, loader.state_dict()["pending"]
+            metrics = loader.metrics
+            pending = loader.state_dict()["pending"]
             weight = model.module[1].weight.tolist()
             facts[f"{pick}, {name}"] = [
                 lengths,

@@ -52,7 +52,8 @@ def test_two_ranks_of_two_micros_are_one_rank_of_four(plain, extra):
         "student.args.drop_rate=0",
         *extra,
     )
-    alone, pair = plain(1, *sgd), plain(2, *sgd)
+    alone = plain(1, *sgd)
+    pair = plain(2, *sgd)
     assert "1 ranks x 4 micros x 3" in alone.world.logs[0]
     assert "2 ranks x 2 micros x 3" in pair.world.logs[0]
     steps = alone.ids(1, 4)
@@ -70,7 +71,8 @@ def test_two_ranks_of_two_micros_are_one_rank_of_four(plain, extra):
 @pytest.mark.slow
 def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(plain):
     adamw = (MICROS, "student.args.drop_rate=0")
-    alone, pair = plain(1, *adamw), plain(2, *adamw)
+    alone = plain(1, *adamw)
+    pair = plain(2, *adamw)
     losses = [run.losses() for run in (alone, pair)]
     assert len(losses[0]) == STEPS
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
@@ -91,7 +93,8 @@ def test_a_compiled_student_learns_alike_on_two_ranks(config_file, tmp_path):
         " [0, 0, 0], std: [1, 1, 1]}"
     )
     keys = ("run.steps=4", "optimizer.lr=0.05", "backend.timeout_seconds=600", student)
-    env, losses = {"KD_RECORD": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}, []
+    env = {"KD_RECORD": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    losses = []
     for name, compile in (("eager", "off"), ("compiled", "on")):
         argv = [
             config_file,
@@ -118,7 +121,8 @@ def test_vectors_of_all_ranks_are_searched(plain):
         "optimizer.kind=sgd",
         "optimizer.lr=0.05",
     )
-    alone, pair = plain(1, *keys), plain(2, *keys)
+    alone = plain(1, *keys)
+    pair = plain(2, *keys)
     rows = [run.rows("val") for run in (alone, pair)]
     assert rows[0][-1]["knn"] > 0.5
     for mine, theirs in zip(*rows, strict=True):
@@ -133,8 +137,10 @@ def test_vectors_of_all_ranks_are_searched(plain):
 )
 def test_zero_is_adamw_to_the_last_bit(plain, ranks, patch, share):
     keys = (f"student.args.patch_size={patch}", "optimizer.ema_decay=0.9")
-    adamw, sharded = plain(ranks, *keys), plain(ranks, *keys, "optimizer.zero=true")
-    expected, tensors = adamw.checkpoint(), sharded.checkpoint()
+    adamw = plain(ranks, *keys)
+    sharded = plain(ranks, *keys, "optimizer.zero=true")
+    expected = adamw.checkpoint()
+    tensors = sharded.checkpoint()
     assert expected.keys() == tensors.keys()
     assert {name.split(".")[0] for name in expected} == {
         "model",
@@ -180,7 +186,8 @@ def test_frozen_layers_keep_their_bits_on_three_ranks(plain):
         "optimizer.ema_decay=0.9",
         "optimizer.weight_decay=0.5",
     )
-    first, last = run.checkpoint(5), run.checkpoint()
+    first = run.checkpoint(5)
+    last = run.checkpoint()
     still = {
         n
         for n in first
@@ -237,7 +244,8 @@ def test_two_ranks_fill_one_store_of_decoded_pixels_and_train_as_without(
     """
     with_store = train(f"stored-{store}", 2, f"data.store={store}", "data.workers=1")
     with_store.world.ended_well()
-    expected, tensors = plain(2).checkpoint(), with_store.checkpoint()
+    expected = plain(2).checkpoint()
+    tensors = with_store.checkpoint()
     assert [
         name for name in expected if not torch.equal(expected[name], tensors[name])
     ] == []
@@ -275,7 +283,8 @@ PARTLY = (
 def test_layers_without_a_gradient_train_alike_on_two_ranks(plain):
     """DDP waited for their gradients: it ended the run with their numbers."""
     keys = (MICROS, "run.steps=4", "optimizer.kind=sgd", "optimizer.lr=0.05", PARTLY)
-    alone, pair = plain(1, *keys), plain(2, *keys)
+    alone = plain(1, *keys)
+    pair = plain(2, *keys)
     for run in (alone, pair):
         assert "no gradient reaches pooler.weight, pooler.bias" in run.world.logs[0]
     assert difference(alone.checkpoint(), pair.checkpoint()) < 1e-6

@@ -16,7 +16,8 @@ from kd.models.spec import Spec
 from kd.parts.backends.cpu import CPU
 
 MIB = 2**20
-CAP, FIRST = 25 * MIB, MIB
+CAP = 25 * MIB
+FIRST = MIB
 """torch's sizes of a bucket, and of the first one, which is reduced while the backward
 pass has just begun.
 """

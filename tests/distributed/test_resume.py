@@ -111,7 +111,8 @@ def test_three_sifted_ranks_make_equal_steps_and_resume(train, plain):
     # ranks' sum depends on the layout.
     killed = train("three", 3, *SIFTED, env={"KD_DIE": "0:8"})
     assert killed.world.codes[0] == -9
-    resumed, undisturbed = train("three", 3, *SIFTED), plain(3, *SIFTED)
+    resumed = train("three", 3, *SIFTED)
+    undisturbed = plain(3, *SIFTED)
     resumed.world.ended_well()
     assert len(undisturbed.ids(3, 1)) == STEPS  # as many on each rank
     trained = [(row["epoch"], row["trained"]) for row in undisturbed.rows("epoch")]

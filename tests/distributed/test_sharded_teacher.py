@@ -44,10 +44,8 @@ def test_a_run_with_a_sharded_teacher_is_the_same_run(train, plain, ranks):
         "teacher.micro_batch=2",
         "data.micro_batch=4" if ranks == 3 else "data.micro_batch=3",
     )
-    undivided, sharded = (
-        plain(ranks, *overrides),
-        train(f"sharded-{ranks}", ranks, SHARD, *overrides),
-    )
+    undivided = plain(ranks, *overrides)
+    sharded = train(f"sharded-{ranks}", ranks, SHARD, *overrides)
     sharded.world.ended_well()
     assert same_bits(undivided.checkpoint(), sharded.checkpoint())
     assert undivided.losses() == sharded.losses()
@@ -104,10 +102,8 @@ def test_impossible_sharding_is_refused_before_a_fit(
     file = changed_file(
         backend={"precision": "fp32", "timeout_seconds": 20, **backend}, teacher=teacher
     )
-    argv, env = (
-        [file, f"run.folder={tmp_path}", SHARD],
-        {"SMDDP_REFUSES_ALLGATHER": "1"},
-    )
+    argv = [file, f"run.folder={tmp_path}", SHARD]
+    env = {"SMDDP_REFUSES_ALLGATHER": "1"}
     world = start("kd.cli.training:train", argv, ranks, env, path=(HERE, STAND_IN))
     assert world.codes == [2] * ranks, world.logs
     assert text in world.logs[0]

@@ -34,7 +34,8 @@ def test_two_ranks_stop_in_the_same_step_and_one_names_the_term(train):
 def test_two_ranks_skip_the_same_steps_and_resume_to_the_same_bits(train, plain):
     killed = train("infinite-killed", 2, *SKIP, env={"KD_DIE": "1:13"})
     assert killed.world.codes[1] == -9
-    resumed, undisturbed = train("infinite-killed", 2, *SKIP), plain(2, *SKIP)
+    resumed = train("infinite-killed", 2, *SKIP)
+    undisturbed = plain(2, *SKIP)
     resumed.world.ended_well()
     assert same_bits(resumed.checkpoint(), undisturbed.checkpoint())
     assert all(tensor.isfinite().all() for tensor in undisturbed.checkpoint().values())

@@ -40,7 +40,8 @@ def run_and_export(photos, teacher, tmp_path_factory) -> tuple[Path, Path]:
 
 def whole_records(file: Path, label: str, size: int) -> int:
     """Count records by their own lengths and checksums, without kd."""
-    content, count = file.read_bytes(), 0
+    content = file.read_bytes()
+    count = 0
     for id in range(len(content) // size + 1):
         record = content[id * size : (id + 1) * size]
         if len(record) < 8:

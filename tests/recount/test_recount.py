@@ -127,7 +127,8 @@ def changed_numbers(run: Path) -> set[str]:
     """Change each number with a decimal of report.md, and return the lines in which
     that is not noticed.
     """
-    text, unnoticed = (run / "report.md").read_text(), set()
+    text = (run / "report.md").read_text()
+    unnoticed = set()
     for number in re.finditer(r"\d\.\d", text):
         line = text[
             text.rfind("\n", 0, number.start()) + 1 : text.find("\n", number.end())

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from kd.core.types import Batch, Outputs
 
 SHAPES = [(4, 2), (5, 3), (8, 101), (3, 1000)]
-STUDENT_D, TEACHER_D = 6, 10
-STUDENT_TOKENS, TEACHER_TOKENS = 4, 9
+STUDENT_D = 6
+TEACHER_D = 10
+STUDENT_TOKENS = 4
+TEACHER_TOKENS = 9
 
 Formula = Callable[[Outputs, Outputs, Batch], Tensor]
 
@@ -75,7 +77,8 @@ def agree(shape) -> Callable[[nn.Module, Formula], None]:
 
     def check(loss: nn.Module, formula: Formula) -> None:
         student, teacher, batch = draw(shape)
-        narrow, wide = leaves(student, torch.float32), leaves(student, torch.float64)
+        narrow = leaves(student, torch.float32)
+        wide = leaves(student, torch.float64)
         found_B = loss(narrow, teacher, batch)
         expected_B = formula(wide, leaves(teacher, torch.float64), batch)
         # float32 has 24 bits (6e-8); a sum over 1,000 classes and a cancellation lose

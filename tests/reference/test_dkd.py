@@ -21,7 +21,8 @@ def test_equals_equation_7(agree, alpha, beta, temperature):
         for s, t, y in zip(
             student.logits, teacher.logits, batch.label.tolist(), strict=True
         ):
-            q, p = (s / temperature).softmax(dim=0), (t / temperature).softmax(dim=0)
+            q = (s / temperature).softmax(dim=0)
+            p = (t / temperature).softmax(dim=0)
             target = divergence(
                 torch.stack([p[y], 1 - p[y]]), torch.stack([q[y], 1 - q[y]])
             )

@@ -22,7 +22,8 @@ from kd.parts.tasks.label_sets import (
     thresholds,
 )
 
-B, C = 7, 5
+B = 7
+C = 5
 GENERATOR = np.random.default_rng(0)
 STUDENT, TEACHER = (GENERATOR.normal(0, 3, (B, C)).astype(np.float32) for _ in range(2))
 LABEL, PARTNER = (GENERATOR.integers(0, 2, (B, C)).astype(np.int8) for _ in range(2))
@@ -34,7 +35,8 @@ def sigmoid(logits) -> np.ndarray:
 
 
 def batch() -> Batch:
-    label, partner = torch.from_numpy(LABEL), torch.from_numpy(PARTNER)
+    label = torch.from_numpy(LABEL)
+    partner = torch.from_numpy(PARTNER)
     unmixed = Batch.of(torch.zeros(B, 3, 1, 1, dtype=torch.uint8), label)
     return Batch(
         unmixed.ids,
@@ -54,7 +56,8 @@ def outputs(logits: np.ndarray) -> Outputs:
 def test_bce_is_the_formula(smoothing):
     lam = LAM[:, None].astype(np.float64)
     target = (1 - smoothing) * (lam * LABEL + (1 - lam) * PARTNER) + smoothing / 2
-    p, student = sigmoid(STUDENT), outputs(STUDENT)
+    p = sigmoid(STUDENT)
+    student = outputs(STUDENT)
     expected = -(target * np.log(p) + (1 - target) * np.log(1 - p)).sum(1)
     loss_B = bce.build(bce.Options(label_smoothing=smoothing), Dims(C, 0, 0))(
         student, outputs(TEACHER), batch()
@@ -66,7 +69,8 @@ def test_bce_is_the_formula(smoothing):
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
 def test_binary_kl_is_the_formula(temperature):
-    p, q = sigmoid(TEACHER / temperature), sigmoid(STUDENT / temperature)
+    p = sigmoid(TEACHER / temperature)
+    q = sigmoid(STUDENT / temperature)
     expected = temperature**2 * (
         p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
     ).sum(1)
@@ -83,7 +87,8 @@ def test_binary_kl_is_the_formula(temperature):
 
 def plain_precision(scores: np.ndarray, truth: np.ndarray) -> float:
     """The sum over distinct thresholds of precision x gain in recall, one at a time."""
-    total, before = 0.0, 0.0
+    total = 0.0
+    before = 0.0
     for threshold in sorted(set(scores.tolist()), reverse=True):
         chosen = scores >= threshold
         recall = (chosen & truth).sum() / truth.sum()
@@ -103,10 +108,8 @@ def test_precision_and_f1_are_the_formulas(ties):
     logits = rng.normal(0, 2, (60, 6))
     logits = np.round(logits) if ties else logits
     truth = rng.random((60, 6)) < 0.3
-    truth[:, 2], truth[:, 5] = (
-        False,
-        True,
-    )  # a class that no image shows, and one that all do
+    truth[:, 2] = False  # a class that no image shows
+    truth[:, 5] = True  # and one that all do
     scores = score(torch.from_numpy(logits), torch.from_numpy(truth))
     classes = [c for c in range(6) if truth[:, c].any()]
     per_class = [plain_precision(logits[:, c], truth[:, c]) for c in classes]
@@ -164,10 +167,8 @@ def test_the_f1_of_thresholds_is_counted_on_images_that_chose_nothing():
     it is on any others.
     """
     rng = np.random.default_rng(3)
-    logits, truth = (
-        torch.from_numpy(rng.normal(0, 1, (400, 6))),
-        torch.from_numpy(rng.random((400, 6)) < 0.1),
-    )
+    logits = torch.from_numpy(rng.normal(0, 1, (400, 6)))
+    truth = torch.from_numpy(rng.random((400, 6)) < 0.1)
     chosen, _ = thresholds(logits, truth)
     same = np.mean(
         [
@@ -190,7 +191,8 @@ class Fixed:
     training = False
 
     def __init__(self, logits: torch.Tensor, truth: torch.Tensor) -> None:
-        self.logits, self.truth = logits, truth
+        self.logits = logits
+        self.truth = truth
 
     def epoch(self, plan: Plan, view: int, start: int = 0):
         for ids in torch.arange(len(self.logits)).split(50):
@@ -213,7 +215,8 @@ def test_the_interval_of_map_holds_that_of_all_images():
     rng = np.random.default_rng(4)
     truth = torch.from_numpy(rng.random((20_000, 4)) < 0.1)
     logits = torch.from_numpy(rng.normal(0, 1, (20_000, 4))) + truth
-    expected, hits = score(logits, truth)["map"], 0
+    expected = score(logits, truth)["map"]
+    hits = 0
     for number in range(60):
         ids = torch.from_numpy(np.random.default_rng(number).integers(0, 20_000, 200))
         fixed = Fixed(logits[ids], truth[ids])
@@ -221,7 +224,8 @@ def test_the_interval_of_map_holds_that_of_all_images():
         evaluator = label_sets.build(label_sets.Options()).evaluator(
             Evaluation(CPU("fp32", 60, 1), Split(fixed, plan), None, 4)
         )
-        row, samples = evaluator(fixed), evaluator.samples()
+        row = evaluator(fixed)
+        samples = evaluator.samples()
         assert samples["map"].value == pytest.approx(row["map"])
         low, high = samples["map"].interval()
         hits += low <= expected <= high
@@ -243,7 +247,8 @@ def test_unlabelled_images_count_where_the_teacher_alone_is_compared():
     }
     metrics = evaluator._finish([{**rows, "label": label}])
     assert metrics["agreement"] == pytest.approx(jaccard(teacher > 0, student > 0))
-    share, student_share = teacher.double().sigmoid(), student.double().sigmoid()
+    share = teacher.double().sigmoid()
+    student_share = student.double().sigmoid()
     each = (
         share * (share / student_share).log()
         + (1 - share) * ((1 - share) / (1 - student_share)).log()

@@ -201,12 +201,16 @@ def test_images_that_only_the_trainer_has(datasets, pools):
 def test_a_data_host_is_frozen_and_killed_and_comes_back(datasets, pools, monkeypatch):
     monkeypatch.setattr(pools[0], "deadline", DEADLINE)
     here, there = both(datasets, pools[0], 3, 6, 1, 0, 1)
-    plan, longest, before = plan_of(240), 0.0, time.monotonic()
-    frozen, killed = [], []
+    plan = plan_of(240)
+    longest = 0.0
+    before = time.monotonic()
+    frozen = []
+    killed = []
     expected = LocalLoader(datasets[0], Share(6, 1, 0, 1), 0).epoch(plan, 1)
     for number, (a, b) in enumerate(zip(expected, there.epoch(plan, 1), strict=True)):
         assert same(a, b)
-        longest, before = max(longest, time.monotonic() - before), time.monotonic()
+        longest = max(longest, time.monotonic() - before)
+        before = time.monotonic()
         if number == 8:
             frozen = of_ray(DATA_HOSTS[-1])
             signal_all(frozen, signal.SIGSTOP)

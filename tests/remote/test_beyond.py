@@ -125,7 +125,8 @@ def test_ray_data_killed_and_started_again(place):
         program.replace("    def __call__(self, batch):\n", dying[1:])
     )
     (place / "program.py").write_text(program)
-    begin, log = time.monotonic(), open(place / "log", "w")  # noqa: SIM115
+    begin = time.monotonic()
+    log = open(place / "log", "w")  # noqa: SIM115
     first = subprocess.Popen(
         [sys.executable, "first.py"],
         env=environment(),

@@ -211,7 +211,8 @@ def test_images(kind, tmp_path, counts):
 # --------------------------------------------------------------------------------
 # cache and checkpoint
 
-CLASSES, RECORDS = 5, 6
+CLASSES = 5
+RECORDS = 6
 IDENTITY = {"teacher": "abc", "seed": 0, "classes": ["a", "b"], "crop": 0.875}
 
 
@@ -274,7 +275,8 @@ def test_checkpoints(name, tmp_path, counts):
         "count": torch.tensor(7),
         "none": torch.zeros(0, 2),
     }
-    state, info = State(step=3, best=0.5), {"kind": "test", "names": ["a", "b"]}
+    state = State(step=3, best=0.5)
+    info = {"kind": "test", "names": ["a", "b"]}
     checkpoint.write(folder, state, tensors, info)
     content = (folder / name).read_bytes()
 

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.slow
 
 SOAK = bool(os.environ.get("KD_SOAK"))
 IDS = 10_000_000 if SOAK else 1_000_000
-RANKS, MICRO = 1000, 4
+RANKS = 1000
+MICRO = 4
 GLOBAL = RANKS * MICRO
 
 
@@ -36,10 +37,8 @@ def figures(record_property, request) -> Iterator[None]:
     """Add seconds, and by how many MiB the test has raised the peak memory of this
     process, to the test's report.
     """
-    before, start = (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        time.perf_counter(),
-    )
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
     yield
     seconds = time.perf_counter() - start
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
@@ -101,7 +100,8 @@ def requests(
 def test_each_image_of_a_step_is_on_one_of_a_thousand_ranks(
     accumulate, record_property
 ):
-    batch, steps = GLOBAL * accumulate, 3
+    batch = GLOBAL * accumulate
+    steps = 3
     plan = full_plan(context(0, count=steps * batch, batch=batch), epoch=0)
     by_rank = [requests(plan, batch, accumulate, rank, RANKS) for rank in range(RANKS)]
     for step in range(steps):
@@ -123,7 +123,8 @@ def test_a_thousand_history_tables_agree(record_property):
     """Each rank observes the images of its own part; the sum over the ranks makes the
     tables and the plans equal.
     """
-    count, added = 2 * GLOBAL + 7, []
+    count = 2 * GLOBAL + 7
+    added = []
     total = torch.zeros(2, count)
 
     def reduce_sum(mine: torch.Tensor) -> torch.Tensor:
@@ -168,7 +169,8 @@ def test_ranks_write_records_of_different_ids(tmp_path, record_property):
     """A step of the cache: every rank writes what it was asked for; then nothing is
     missing and nothing was lost.
     """
-    codec, plan = Codec(2, "fp32", 0), full_plan(context(0, count=GLOBAL), epoch=0)
+    codec = Codec(2, "fp32", 0)
+    plan = full_plan(context(0, count=GLOBAL), epoch=0)
     for rank in range(RANKS):
         ids = requests(plan, GLOBAL, 1, rank, RANKS)[0].ids
         store = open_store(tmp_path, {"seed": 0}, codec, GLOBAL, writable=True)

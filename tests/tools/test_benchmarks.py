@@ -172,12 +172,11 @@ def test_each_student_of_variants_can_be_built(name):
 
 def test_each_student_of_the_frontier_is_a_configuration():
     every = ",".join(map(json.dumps, frontier.STUDENTS.values()))
-    space, students = (
-        Space.read(plain("cifar10"), [*frontier.KEYS, f"student={every}"]),
-        [],
-    )
+    space = Space.read(plain("cifar10"), [*frontier.KEYS, f"student={every}"])
+    students = []
     for values in space.combinations():
-        student, loaded = json.loads(values["student"]), space.load(values)
+        student = json.loads(values["student"])
+        loaded = space.load(values)
         assert (loaded.student.model, loaded.student.args) == (
             student["model"],
             student.get("args", {}),

@@ -198,10 +198,8 @@ def test_at_its_smallest(ran, name, photos, distilled, exported, tmp_path):
 
 
 def test_from_folder(ran, photos, tmp_path):
-    data, files = (
-        tmp_path / "data",
-        [tmp_path / f"efficientnet-lite{number}.pth" for number in (2, 0)],
-    )
+    data = tmp_path / "data"
+    files = [tmp_path / f"efficientnet-lite{number}.pth" for number in (2, 0)]
     for split in ("train", "val"):
         shutil.copytree(photos / split, data / split)
     shutil.copytree(photos / "val", data / "test")

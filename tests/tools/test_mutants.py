@@ -18,7 +18,8 @@ def mutants():
 
 def test_a_longer_sample_holds_the_shorter_one(mutants):
     names = [f"kd.m.x_f__mutmut_{i}" for i in range(500)]
-    short, long = mutants.sample(names, 50, 0), mutants.sample(names[::-1], 80, 0)
+    short = mutants.sample(names, 50, 0)
+    long = mutants.sample(names[::-1], 80, 0)
     assert long[:50] == short
     assert len(set(long)) == 80
     assert mutants.sample(names, 50, 1) != short

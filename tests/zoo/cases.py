@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-RED, GREEN, BLUE = (200, 30, 30), (30, 200, 30), (30, 30, 200)
+RED = (200, 30, 30)
+GREEN = (30, 200, 30)
+BLUE = (30, 30, 200)
 TWO = {"apple": 3, "pear": 3}
-CAFE, CAFE_MAC = (
-    "caf\xe9",
-    "cafe\u0301",
-)  # é as one character, and as macOS writes it: two
+CAFE = "caf\xe9"  # é as one character
+CAFE_MAC = "cafe\u0301"  # as macOS writes it: two
 Keys = dict[str, Any]
 
 

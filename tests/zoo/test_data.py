@@ -64,13 +64,15 @@ def read(root: Path, keys: Mapping[str, Any]) -> Found:
     lines = scan(
         data.splits, max_skipped, root.parent / "audit", everything=True, bits=plan.bits
     )
-    counts, first = Counter[str](), None
+    counts = Counter[str]()
+    first = None
     for id in range(len(data.train)):
         try:
             image = data.train.decode(id).image
         except CorruptImage:
             continue  # it is skipped, or `look` would have raised
-        first, label = first or image, data.train.label(id)
+        first = first or image
+        label = data.train.label(id)
         if isinstance(label, np.ndarray):
             counts[
                 "+".join(

@@ -127,7 +127,8 @@ def heic(files: Files, kind: str = "HEIF") -> bytes:
 
 
 GZIP = (("Content-Encoding", "gzip"),)
-JSON, FORM = "application/json", "multipart/form-data; boundary=x"
+JSON = "application/json"
+FORM = "multipart/form-data; boundary=x"
 PHOTO = 'name="file"; filename="a.jpg"\r\nContent-Type: image/jpeg'
 BROKEN = b"\xff\xd8\xff\xe0 damaged"
 ACCEPTS = "Allowed are .*image/jpeg"
@@ -507,10 +508,8 @@ def test_a_server_must_answer(sent, server):
 
 def test_a_phones_picture_of_48_megapixels_is_answered(server):
     """Its JPEG has 8 to 15 MB; SageMaker's limit is 6 MiB."""
-    noise, file = (
-        np.random.default_rng(0).integers(0, 256, (2600, 3000, 3), np.uint8),
-        io.BytesIO(),
-    )
+    noise = np.random.default_rng(0).integers(0, 256, (2600, 3000, 3), np.uint8)
+    file = io.BytesIO()
     Image.fromarray(noise).save(file, "JPEG", quality=95)
     assert 8_000_000 < len(file.getvalue()) < 15_000_000
     assert server.post(file.getvalue(), "image/jpeg").status == 200

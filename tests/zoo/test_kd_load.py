@@ -97,7 +97,8 @@ def zoo(root: Path) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    pictures, root = tmp_path_factory.mktemp("pictures"), tmp_path_factory.mktemp("zoo")
+    pictures = tmp_path_factory.mktemp("pictures")
+    root = tmp_path_factory.mktemp("zoo")
     for i, data in enumerate(zoo(root)):
         (pictures / f"{i:03d}.jpg").write_bytes(data)  # content decides
     return pictures

@@ -69,13 +69,10 @@ def teacher(
     names = {
         key: section.pop(key) for key in ("mean", "std", "classes") if key in section
     }
-    kind, options = (
-        section.pop("kind"),
-        {
-            key: tuple(value) if key != "classes" else value
-            for key, value in names.items()
-        },
-    )
+    kind = section.pop("kind")
+    options = {
+        key: tuple(value) if key != "classes" else value for key, value in names.items()
+    }
     spec = Spec(
         config_path,
         section.pop("model"),
@@ -171,10 +168,8 @@ def test_outputs_are_put_into_the_order_of_the_names_in_the_file(
 
 
 def test_more_than_nine_numbered_names_are_in_the_order_of_numbers(tmp_path):
-    expected, data = (
-        network(classes=12),
-        tuple(sorted(str(number) for number in range(12))),
-    )
+    expected = network(classes=12)
+    data = tuple(sorted(str(number) for number in range(12)))
     torch.save(
         {
             "model": expected.state_dict(),
@@ -428,7 +423,8 @@ def test_empty_tensors_are_named(tmp_path):
     ],
 )
 def test_a_student_beside_its_teacher(student, prefix, tmp_path):
-    first, second = network(), network(seed=1)
+    first = network()
+    second = network(seed=1)
     tensors = prefixed(student, first.state_dict()) | prefixed(
         prefix, second.state_dict()
     )
@@ -449,7 +445,8 @@ def test_a_student_beside_its_teacher(student, prefix, tmp_path):
 def test_two_networks_of_which_none_is_averaged_are_refused_and_a_name_chooses(
     nested, tmp_path
 ):
-    first, second = network().state_dict(), network(seed=1).state_dict()
+    first = network().state_dict()
+    second = network(seed=1).state_dict()
     flat = prefixed("model.", first) | prefixed("net.", second)
     torch.save({"model": first, "net": second} if nested else flat, tmp_path / "a.pth")
     keys = {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}
@@ -461,10 +458,8 @@ def test_two_networks_of_which_none_is_averaged_are_refused_and_a_name_chooses(
 
 
 def test_several_networks_are_named_to_kd_init(tmp_path):
-    first, second = (
-        timm.create_model("resnet10t", num_classes=5),
-        timm.create_model("resnet10t", num_classes=5),
-    )
+    first = timm.create_model("resnet10t", num_classes=5)
+    second = timm.create_model("resnet10t", num_classes=5)
     torch.save(
         {"model": first.state_dict(), "net": second.state_dict()}, tmp_path / "a.pth"
     )
