@@ -207,9 +207,7 @@ class Cell:
     verdict: bool = False
 
 
-def grid(
-    setup: str, views: Sequence[int], epochs: Sequence[int], *steps: str, of: str = ""
-) -> Iterator[Cell]:
+def grid(setup: str, views: Sequence[int], epochs: Sequence[int]) -> Iterator[Cell]:
     """Yield distilled cells by views and epochs; 0 views: a fresh view in
     each epoch.
     """
@@ -218,22 +216,15 @@ def grid(
             keys = (
                 f"run.epochs={length}",
                 f"teacher.cache.views={min(count or length, length)}",
-                *steps,
             )
-            yield Cell(setup, f"{of}{count or 'fresh'} views, {length} epochs", keys)
+            yield Cell(setup, f"{count or 'fresh'} views, {length} epochs", keys)
 
 
-def alone(
-    setup: str, *steps: int, keys: tuple[str, ...] = (), of: str = ""
-) -> Iterator[Cell]:
+def alone(setup: str, *steps: int) -> Iterator[Cell]:
     """Yield cells on labels alone by length."""
     for length in steps:
-        yield Cell(
-            setup,
-            f"{of}labels, {length} steps",
-            (f"run.steps={length}", *keys),
-            labels=True,
-        )
+        keys = (f"run.steps={length}",)
+        yield Cell(setup, f"labels, {length} steps", keys, labels=True)
 
 
 SHORT = (

@@ -200,7 +200,7 @@ def digests(source: Source, ids: list[int]) -> list[str]:
     return [digest(source, id) for id in ids]
 
 
-def test_classes(built):
+def test_classes_are_several_unique_names_and_alike_in_both_splits(built):
     assert len(built.train.classes) == len(set(built.train.classes)) >= 2
     assert all(isinstance(name, str) for name in built.train.classes)
     assert tuple(built.val.classes) == tuple(built.train.classes)
@@ -397,7 +397,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("kind", "changes", "message"), WRONG)
-def test_options_that_do_not_fit(kind, changes, message):
+def test_options_that_do_not_fit_are_refused(kind, changes, message):
     with pytest.raises(ValueError, match=message):
         registry.options_type("datasets", kind, "data.kind")(
             **{**WHOLE[kind], **changes}
@@ -421,7 +421,9 @@ def test_options_that_do_not_fit(kind, changes, message):
         ("food_mini", "dishes", (0, 5), "a whole number >= 1 and <= 4"),
     ],
 )
-def test_numbers_out_of_range(kind, key, values, allowed):
+def test_numbers_out_of_range_are_refused_with_what_is_allowed(
+    kind, key, values, allowed
+):
     for value in values:
         raw = {
             "data": {"kind": kind, **WHOLE[kind], key: value},

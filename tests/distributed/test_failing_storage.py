@@ -44,7 +44,7 @@ def shard(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("fault", "policy", "workers", "ranks"), ALL if SOAK else FEW)
-def test_data_that_fails(
+def test_data_that_fails_is_skipped_or_ends_all_ranks_in_one_line(
     train, plain, runs, photos, tmp_path, fault, policy, workers, ranks
 ):
     root = Path(shutil.copytree(photos, tmp_path / "photos"))
@@ -99,7 +99,9 @@ def test_data_that_fails(
     "sent", ["SIGKILL:val:10", "SIGBUS:train:60", "SIGBUS:val:10", "SIGSTOP:train:60"]
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_process_that_ends_or_stands_still(train, plain, sent, ranks):
+def test_a_process_that_ends_or_stands_still_ends_the_others_and_the_run_resumes(
+    train, plain, sent, ranks
+):
     """A rank that stands still is not waited for without end; it is killed here after
     the others have left.
     """
@@ -127,7 +129,9 @@ def test_a_process_that_ends_or_stands_still(train, plain, sent, ranks):
     not SOAK,
     reason="a full disk is in tests/unit/files; KD_SOAK=1 tries it with two ranks",
 )
-def test_the_disk_of_rank_0_is_full(train, plain, small_disk):
+def test_a_full_disk_of_rank_0_ends_all_ranks_and_leaves_no_partial_checkpoint(
+    train, plain, small_disk
+):
     overrides = (f"run.folder={small_disk}", "optimizer.ema_decay=0.9")
     full = train("full", 2, *overrides)
     assert full.world.codes == [2, 2], full.world.logs

@@ -71,7 +71,7 @@ def test_without_library_and_fallback_it_is_one_line(smddp):
         "fallback gloo does not go with device cuda",
     ],
 )
-def test_a_fallback_that_does_not_fit_the_device(smddp, pair):
+def test_a_fallback_that_does_not_fit_the_device_is_refused(smddp, pair):
     _, name, *_, device = pair.split()
     world = smddp(1, f"backend.fallback={name}", f"backend.device={device}")
     assert world.codes == [2]

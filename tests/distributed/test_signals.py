@@ -95,7 +95,7 @@ def test_a_signal_leaves_a_checkpoint(train, plain, ranks, sent, rank, step, req
     [(1, "SIGTERM:train:50"), (1, "SIGTERM:val:20"), (2, "SIGTERM:train:40")],
 )
 @pytest.mark.slow
-def test_a_signal_in_the_fit_of_the_teacher(
+def test_a_signal_in_the_fit_of_the_teacher_leaves_a_checkpoint(
     changed_file, config_file, tmp_path, ranks, sent
 ):
     short = {**yaml.safe_load(config_file.read_text())["run"], "steps": 2}

@@ -124,7 +124,7 @@ def test_precision_and_f1_are_the_formulas(ties):
     )
 
 
-def test_precision_of_a_perfect_and_of_a_reversed_order():
+def test_precision_is_1_for_a_perfect_order_and_the_formula_for_a_reversed_one():
     truth = torch.tensor([[True], [True], [False], [False]])
     scores = torch.tensor([[4.0], [3.0], [2.0], [1.0]])
     assert average_precision(scores, truth).item() == 1.0

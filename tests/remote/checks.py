@@ -185,7 +185,7 @@ def test_a_host_with_an_old_copy_of_the_data_ends_the_run(datasets, pools):
         list(there.epoch(plan_of(24), 0))
 
 
-def test_images_that_only_the_trainer_has(datasets, pools):
+def test_images_that_only_the_trainer_has_are_made_there(datasets, pools):
     here, there = both(datasets, pools[1], 4, 12, 1, 0, 1)
     assert all(
         same(a, b)

@@ -47,7 +47,7 @@ def place(exported, photos, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_a_lambda_handler(exported, photos):
+def test_a_lambda_handler_answers_as_the_model(exported, photos):
     names: dict = {}
     exec(block("import base64, json").replace("/var/task/export", str(exported)), names)
     picture = next((photos / "val/fig").glob("*.jpg"))
@@ -64,7 +64,7 @@ def test_a_lambda_handler(exported, photos):
 
 
 @pytest.mark.slow
-def test_dask(place):
+def test_dask_labels_as_the_model(place):
     pytest.importorskip("dask.bag")
     lines = "".join(f"    {line}\n" for line in block("labels = dask.bag").splitlines())
     program = f"""
@@ -100,7 +100,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_ray_data_killed_and_started_again(place):
+def test_ray_data_killed_and_started_again_ends_well(place):
     """A worker dies in the first start, whose program is killed when some rows are
     written.
     """

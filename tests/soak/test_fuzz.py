@@ -151,7 +151,7 @@ def outcome(counts: Counter, read: Callable[[], Any], kind: type) -> Any:
     return result
 
 
-def test_configurations_as_dictionaries(tmp_path, counts):
+def test_configurations_as_dictionaries_are_read_or_refused(tmp_path, counts):
     @FUZZ
     @example([(["run", "trackers"], {}, False)], [])
     @example([(["run", "name"], "${", False)], [])
@@ -165,7 +165,7 @@ def test_configurations_as_dictionaries(tmp_path, counts):
     assert counts["ConfigError"] + counts["ConfigErrors"] > EXAMPLES // 4
 
 
-def test_configurations_as_files(tmp_path, counts):
+def test_configurations_as_files_are_read_or_refused(tmp_path, counts):
     text = yaml.safe_dump(configuration(tmp_path)).encode()
     file = tmp_path / "fuzz.yaml"
 
@@ -184,7 +184,7 @@ def test_configurations_as_files(tmp_path, counts):
 
 
 @pytest.mark.parametrize("kind", IMAGES)
-def test_images(kind, tmp_path, counts):
+def test_damaged_images_are_decoded_or_corrupt(kind, tmp_path, counts):
     for split in ("train", "val"):
         for name in ("one", "two"):
             (tmp_path / split / name).mkdir(parents=True)
@@ -234,7 +234,7 @@ def filled(tmp_path) -> Path:
     return tmp_path / "cache"
 
 
-def test_records_of_a_cache(filled, counts):
+def test_records_of_a_damaged_cache_are_right_or_missing(filled, counts):
     file = filled / "view_0000.logits"
     content = file.read_bytes()
     good, _ = cache(filled).read(0, range(RECORDS))
@@ -251,7 +251,7 @@ def test_records_of_a_cache(filled, counts):
     assert counts["not whole"] > EXAMPLES // 2
 
 
-def test_manifest_of_a_cache(filled, counts):
+def test_a_damaged_manifest_of_a_cache_is_refused(filled, counts):
     file = filled / "manifest.json"
     content = file.read_bytes()
 
@@ -267,7 +267,7 @@ def test_manifest_of_a_cache(filled, counts):
 
 
 @pytest.mark.parametrize("name", [checkpoint.TENSORS, checkpoint.STATE])
-def test_checkpoints(name, tmp_path, counts):
+def test_damaged_checkpoints_are_read_right_or_refused(name, tmp_path, counts):
     folder = tmp_path / "checkpoint"
     tensors = {
         "weight": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
@@ -326,7 +326,7 @@ def export(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "config.json"])
-def test_damaged_exports(name, export, counts):
+def test_damaged_exports_are_refused(name, export, counts):
     content = (export / name).read_bytes()
 
     @FUZZ
@@ -341,7 +341,7 @@ def test_damaged_exports(name, export, counts):
     assert counts["ModelError"] > EXAMPLES // 5
 
 
-def test_exports_of_other_values(export, counts):
+def test_exports_of_other_values_are_usable_or_refused(export, counts):
     good = json.loads((export / "manifest.json").read_text())
     fields = st.sampled_from(
         [[key] for key in good] + [["input", key] for key in good["input"]]

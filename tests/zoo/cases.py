@@ -43,7 +43,7 @@ class Case:
     keys: Mapping[str, Any] = field(
         default_factory=dict
     )  # of `data`; "ROOT" in a text is the folder
-    said: str = ""  # what must be said though it is right: a pattern
+    message: str = ""  # what must be said though it is right: a pattern
     refused: str = ""  # what the one line says: a pattern; "": it is right at once
     remedy: Callable[[Path, Keys], object] | None = (
         None  # does what that line says to files or keys
@@ -256,14 +256,16 @@ FOLDERS = [
     Case("no endings", lambda root: plain(root, ending="")),
     Case("dots in names, no endings", beside("pear/scan.4.5", photo(5)), PEAR4),
     Case("PNG named .jpg", first(lambda: photo(1, "PNG")), pixels=is_red),
-    Case("a text beside the images", beside("pear/notes.txt", "x"), said="1 .txt"),
-    Case("Thumbs.db", beside("pear/Thumbs.db", b"\xd0\xcf\x11\xe0"), said="1 .db"),
+    Case("a text beside the images", beside("pear/notes.txt", "x"), message="1 .txt"),
+    Case("Thumbs.db", beside("pear/Thumbs.db", b"\xd0\xcf\x11\xe0"), message="1 .db"),
     Case("hidden files of macOS", beside("pear/._0.jpg", b"\0\5\x16\7")),
-    Case("a raw photograph", beside("pear/1.nef", b"II*\0" + bytes(64)), said="1 .nef"),
+    Case(
+        "a raw photograph", beside("pear/1.nef", b"II*\0" + bytes(64)), message="1 .nef"
+    ),
     Case(
         "an empty class folder",
         lambda root: (plain(root) / "train/fig").mkdir(),
-        said="1 folder has no image.*fig",
+        message="1 folder has no image.*fig",
     ),
     Case(
         "nested classes",
@@ -275,7 +277,7 @@ FOLDERS = [
         lambda root: plain(root, NUMBERS, count=1),
         dict.fromkeys(NUMBERS, 1),
         order=NUMBERS,
-        said="order of numbers",
+        message="order of numbers",
     ),
     Case(
         "classes 007 and no",
@@ -578,7 +580,7 @@ TABLES = [
     listed(
         "a row twice",
         HEAD + ROWS + "images/0.jpg,apple\n",
-        said="1 lines of data.train_list repeat another",
+        message="1 lines of data.train_list repeat another",
     ),
     listed(
         "a row twice with two labels",
@@ -772,7 +774,7 @@ SHARDS = [
     sharded(
         "names with a second part",
         shards({**members(), "img_0.b.jpg": photo(1), "img_0.b.cls": b"pear"}),
-        said="2 members are not read: 1 .b.jpg, 1 .b.cls.*first dot",
+        message="2 members are not read: 1 .b.jpg, 1 .b.cls.*first dot",
     ),
     sharded("folders in a shard", shards(members("a/b/img_{}"))),
     sharded(

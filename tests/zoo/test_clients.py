@@ -175,7 +175,7 @@ def server(exported):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CLIENTS]
 )
-def test_a_client(name, server, photos, tmp_path):
+def test_a_client_gets_the_answers_of_the_model(name, server, photos, tmp_path):
     photo = (
         tmp_path / "dish of rice.jpg"
         if name.startswith("curl")

@@ -29,16 +29,16 @@ OF_DATA = ("labels", "bits", "on_corrupt", "max_skipped")
 
 
 @dataclass(frozen=True)
-class Found:
+class TrainingData:
     """What kd makes of the training images."""
 
     counts: dict[str, int]
     order: tuple[str, ...]
-    said: str
+    message: str
     first: Image.Image | None
 
 
-def read(root: Path, keys: Mapping[str, Any]) -> Found:
+def read(root: Path, keys: Mapping[str, Any]) -> TrainingData:
     """Read data as `kd-train --check=all` does, and count the images of each class."""
     values = {
         **({} if "kind" in keys else {"kind": "imagefolder", "root": "ROOT"}),
@@ -82,7 +82,7 @@ def read(root: Path, keys: Mapping[str, Any]) -> Found:
         else:
             counts[data.classes[label] if label >= 0 else ""] += 1
     assert len(data.val)
-    return Found(
+    return TrainingData(
         dict(counts), tuple(data.classes), "\n".join([*data.notes, *lines]), first
     )
 
@@ -113,9 +113,9 @@ def outcome(case: Case, root: Path) -> str:
     return "refused"
 
 
-def check(case: Case, content: Found) -> None:
+def check(case: Case, content: TrainingData) -> None:
     assert content.counts == dict(case.right)
-    assert re.search(case.said, content.said, re.DOTALL), content.said
+    assert re.search(case.message, content.message, re.DOTALL), content.message
     assert case.order in ((), content.order)
     assert content.first is not None
     assert case.pixels is None or case.pixels(content.first)
@@ -181,15 +181,15 @@ def test_used_bits_are_reported_and_the_advised_key_works(tmp_path):
     content = read(tmp_path, {})
     advised = re.search(
         r"3 grey images of 16 bits use 12 of them.* 16 of 256 levels.*data\.bits=(\d+)",
-        content.said,
+        content.message,
     )
     assert advised is not None
-    assert "grey images" not in read(tmp_path, {"bits": int(advised[1])}).said
+    assert "grey images" not in read(tmp_path, {"bits": int(advised[1])}).message
     write(
         tmp_path / "train/pear/high.png",
         encoded(Image.fromarray(np.full((8, 8), 65535, np.uint16)), "PNG"),
     )
-    assert "grey images" not in read(tmp_path, {}).said  # the range is that of all
+    assert "grey images" not in read(tmp_path, {}).message  # the range is that of all
 
 
 def test_a_storage_that_is_away_is_no_damaged_image(tmp_path, monkeypatch):

@@ -124,7 +124,7 @@ def test_training_says_what_to_set(homeless, written):
     )
 
 
-def test_a_machine_without_a_folder_for_temporary_files(monkeypatch, capfd):
+def test_a_machine_without_a_folder_for_temporary_files_is_one_line(monkeypatch, capfd):
     """torch asks for one when it is imported; before, a traceback and "this is a bug in
     kd".
     """

@@ -46,7 +46,6 @@ class Files:
     """What the requests carry."""
 
     photo: bytes  # a JPEG whose base64 has "+" and "/"
-    other: bytes  # a JPEG that is answered with another label
 
     @property
     def text(self) -> str:
@@ -59,7 +58,7 @@ class Case:
 
     name: str
     status: int
-    said: str = ""  # a pattern that the detail of an error matches
+    detail: str = ""  # a pattern that the detail of an error matches
     body: Callable[[Files], bytes] = lambda files: files.photo
     kind: str = "image/jpeg"
     headers: tuple[tuple[str, str], ...] = ()
@@ -96,10 +95,6 @@ def form(*fields: tuple[str, Callable[[Files], bytes]]) -> Callable[[Files], byt
 
 def photo(files: Files) -> bytes:
     return files.photo
-
-
-def other(files: Files) -> bytes:
-    return files.other
 
 
 def field(value: str) -> Callable[[Files], bytes]:
@@ -283,7 +278,7 @@ def files(photos, server) -> Files:
         for data in images.values()
         if {"+", "/"} <= set(base64.b64encode(data).decode())
     ]
-    return Files(several[0], several[1])
+    return Files(several[0])
 
 
 def send(server: Running, case: Case, body: bytes, identity: str) -> Reply:
@@ -315,7 +310,7 @@ def reply_of(connection: socket.socket, method: str = "POST") -> Reply:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_request(case, server, files):
+def test_a_request_is_answered_or_refused_with_its_reason(case, server, files):
     expected = server.post(files.photo, path=f"/invocations?top={case.top}").json[
         "predictions"
     ][0]
@@ -329,7 +324,7 @@ def test_a_request(case, server, files):
         else:
             assert predictions == [expected] * case.answers
     elif (
-        not case.said
+        not case.detail
     ):  # the server's own refusal, before the application sees the request
         assert (reply.body, reply.headers["connection"]) == (b"", "close")
         return
@@ -338,7 +333,7 @@ def test_a_request(case, server, files):
         assert reply.headers["content-type"] == "application/problem+json"
         assert set(content) == {"type", "title", "status", "detail", "message"}
         assert content["detail"] == content["message"], "boto3 shows `message`"
-        assert re.search(case.said, content["detail"]), content
+        assert re.search(case.detail, content["detail"]), content
         assert "\n" not in content["detail"]
     name, value = case.has
     assert not name or reply.headers[name] == value
@@ -481,7 +476,7 @@ def test_how_long_an_idle_connection_is_kept(exported, seconds, stays_open):
         connection.close()
 
 
-def test_an_address_that_is_not_of_this_machine(refused, exported):
+def test_an_address_that_is_not_of_this_machine_is_refused(refused, exported):
     """192.0.2.1 is for documentation (RFC 5737). Before: "Choose another --port"."""
     for host in ("192.0.2.1", "no.such.host.invalid"):
         message = refused("serve", exported, "--host", host, "--port", "0")
@@ -663,7 +658,7 @@ def test_two_exports_below_a_folder_are_named(refused, exported, tmp_path):
     assert message.endswith(f"Name it: {tmp_path}/export.")
 
 
-def test_metrics_of_ten_thousand_classes():
+def test_metrics_of_ten_thousand_classes_stay_small_and_exact():
     """A series each were 650 kB at every scrape. The counts of the shift stay exact."""
     names = [f"Nomen longum speciei numero {i:05d}" for i in range(10_000)]
     watch = ShiftWatch(

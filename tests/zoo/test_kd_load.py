@@ -190,7 +190,7 @@ def test_the_three_ways_give_equal_bits(of_kind, folder, tmp_path):
         assert len({len(answer["labels"]) for answer in answers if answer}) > 1
 
 
-def test_accepted_types_of_pictures(folder, model, photos):
+def test_accepted_types_of_pictures_have_equal_answers(folder, model, photos):
     path = next((photos / "val/fig").glob("*.jpg"))
     expected = model(path)
     with Image.open(path) as opened:
@@ -266,14 +266,14 @@ def test_it_is_thread_safe_and_pickled_by_its_folder(exported, model, monkeypatc
     )
 
 
-def test_embeddings(embedded):
+def test_an_embedding_has_length_1_and_no_label(embedded):
     model = kd.load(embedded / "export")
     answer = model(PICTURES["a png"])
     assert (answer.label, answer.top, answer.embedding.dtype) == (None, (), np.float32)
     assert np.linalg.norm(answer.embedding) == pytest.approx(1, abs=1e-5)
 
 
-def test_no_torch_and_a_quick_start(exported):
+def test_it_starts_quickly_and_without_torch(exported):
     """Seconds of the processor, of which two cores give two each second; the best of
     three.
     """

@@ -422,7 +422,7 @@ def test_empty_tensors_are_named(tmp_path):
         ("model.", "ema."),
     ],
 )
-def test_a_student_beside_its_teacher(student, prefix, tmp_path):
+def test_a_student_beside_its_teacher_is_chosen_by_name(student, prefix, tmp_path):
     first = network()
     second = network(seed=1)
     tensors = prefixed(student, first.state_dict()) | prefixed(
@@ -469,7 +469,7 @@ def test_several_networks_are_named_to_kd_init(tmp_path):
         identify("--teacher", tmp_path / "a.pth", "resnet10t")
 
 
-def test_an_adapter_beside_its_base(tmp_path):
+def test_an_adapter_beside_its_base_is_refused(tmp_path):
     torch.save(network().state_dict(), tmp_path / "pytorch_model.bin")
     assert teacher({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path)})
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
@@ -478,7 +478,7 @@ def test_an_adapter_beside_its_base(tmp_path):
     )
 
 
-def test_an_adapter_beside_its_base_of_transformers(tmp_path):
+def test_an_adapter_beside_its_base_of_transformers_is_refused(tmp_path):
     hub = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": 24,
@@ -702,7 +702,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_names_of_a_right_network(name, tmp_path):
+def test_names_of_a_right_network_are_read_or_explained(name, tmp_path):
     form = FORMS[name]
     pool = {"global_pool": "avg"} if "global_pool" in form.then.get("args", {}) else {}
     expected = network(form.model, 0, 5, **pool)
