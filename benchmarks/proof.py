@@ -85,10 +85,10 @@ class Arm:
     share: float = 1.0  # of the configuration's steps
     teacher: bool = True
     # if set, the teacher answers once for the whole picture; its files have this name
-    whole: str = ""
+    once_name: str = ""
     # of few_labels. "all": the labelled pictures alone; "every": all have their label
     labels: str = "some"
-    own: str = ""  # the name of its teacher, where that is not the experiment's
+    teacher_name: str = ""  # where it is not the experiment's
     over: Row = field(default_factory=dict)  # sections that are merged
 
 
@@ -166,11 +166,11 @@ def scratch(
     return Arm([*losses], 5400 / 1050 * share, teacher, over={**over, **cache})
 
 
-def few(*losses: Row, share: float = 1.0, whole: str = "") -> Arm:
+def few(*losses: Row, share: float = 1.0, once_name: str = "") -> Arm:
     """Return an arm of few_pictures with a teacher: its losses, its length and how the
     teacher is asked.
     """
-    return Arm([*losses], share, whole=whole, labels="all")
+    return Arm([*losses], share, once_name=once_name, labels="all")
 
 
 def vit(
@@ -197,7 +197,7 @@ def vit(
         },
     }
     over = {"teacher": teacher, "data": {"augment": augment}}
-    return Arm([*losses], share, own=f"vit{side}", over=over)
+    return Arm([*losses], share, teacher_name=f"vit{side}", over=over)
 
 
 def untrained(arm: Arm) -> Arm:
@@ -218,7 +218,11 @@ def sharp(arm: Arm, model: str = "tf_efficientnet_lite0", views: int = 6) -> Arm
         }
     if arm.teacher:
         over["teacher"] = {"cache": {"views": views}}
-    return replace(arm, own=arm.own and f"{arm.own}_sharp", over=merged(arm.over, over))
+    return replace(
+        arm,
+        teacher_name=arm.teacher_name and f"{arm.teacher_name}_sharp",
+        over=merged(arm.over, over),
+    )
 
 
 def aged(steps: int) -> Arm:
@@ -226,7 +230,9 @@ def aged(steps: int) -> Arm:
     600 steps.
     """
     return Arm(
-        share=0.5, own=f"fit{steps}", over={"teacher": {"fit": {"steps": steps}}}
+        share=0.5,
+        teacher_name=f"fit{steps}",
+        over={"teacher": {"fit": {"steps": steps}}},
     )
 
 
@@ -249,7 +255,7 @@ FEW: dict[str, Arm] = {
     "soft": SOFT,
     "labels only": alone(),
     "hard": few(HARD),
-    "whole, hard": few(HARD, whole="whole"),
+    "whole, hard": few(HARD, once_name="whole"),
     "soft and labels": few(
         {"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.3}
     ),
@@ -289,7 +295,7 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "half, temperature 1": half(1.0),
         "half, temperature 2": half(2.0),
         "half, temperature 4": half(4.0),
-        "half, one answer, hard": Arm([HARD], 0.5, whole="whole"),
+        "half, one answer, hard": Arm([HARD], 0.5, once_name="whole"),
         "half, one answer, no smoothing, temperature 1": replace(
             half(1.0), **UNSMOOTHED
         ),
@@ -474,7 +480,7 @@ def settings(
     if "checkpoint" in content["student"]:
         weights = content["student"]["model"].removeprefix("tf_").replace("_", "-")
         content["student"]["checkpoint"] = pretrained(options, f"{weights}.pth")
-    if chosen_arm.own.startswith("vit"):
+    if chosen_arm.teacher_name.startswith("vit"):
         content["teacher"]["checkpoint"] = pretrained(options, "vit_small.safetensors")
     if chosen_arm.teacher and options.steps and "fit" in content["teacher"]:
         short = {"steps": options.steps, "epochs": None, "evaluate": 0}
@@ -516,7 +522,7 @@ def answering(
             "folder": str(options.work / "teachers"),
         }
         return {**teacher, "fit": {**teacher["fit"], **extra}}
-    if not EXPERIMENTS[experiment][arm].whole:
+    if not EXPERIMENTS[experiment][arm].once_name:
         content["data"]["store"] = "views"
     return {**teacher, "classes": str(named(options, content["data"]["root"]))}
 
@@ -649,13 +655,13 @@ def prepared_teacher(
     if (fitted_seed := fitted(experiment, seed)) != seed:
         prepared_teacher(options, experiment, arm, labels, fitted_seed)
     every = experiment in NUMBERS and not labels  # then the teacher has all labels too
-    name = EXPERIMENTS[experiment][arm].own
+    name = EXPERIMENTS[experiment][arm].teacher_name
     arms = EXPERIMENTS[experiment].items()
     alike = (
         key
         for key, candidate in arms
         if candidate.teacher
-        and candidate.own == name
+        and candidate.teacher_name == name
         and (candidate.labels == "every") == every
     )
     content = settings(options, experiment, next(alike), labels, seed)
@@ -675,7 +681,7 @@ def answered(
     """
     content = settings(options, experiment, arm, labels, seed)
     name = content["run"]["name"] = (
-        f"{experiment}-{EXPERIMENTS[experiment][arm].whole}-{labels}-{seed}"
+        f"{experiment}-{EXPERIMENTS[experiment][arm].once_name}-{labels}-{seed}"
     )
     views = options.work / f"{name}.views.safetensors"
     table = options.work / f"{name}.safetensors"
@@ -714,7 +720,7 @@ def run_one(
     chosen_arm = EXPERIMENTS[experiment][arm]
     content = settings(options, experiment, arm, labels, seed)
     teacher = 0.0
-    if chosen_arm.whole:
+    if chosen_arm.once_name:
         model, teacher = answered(options, experiment, arm, labels, seed)
         content["teacher"] = {"kind": "answers", "model": str(model)}
     elif chosen_arm.teacher:
