@@ -38,9 +38,9 @@ SMALL = ("data.progressive.size=8", "data.progressive.until=0.5")
 
 
 @pytest.mark.parametrize(
-    "extra", [pytest.param((), id="plain"), slow(SMALL, id="small images first")]
+    "overrides", [pytest.param((), id="plain"), slow(SMALL, id="small images first")]
 )
-def test_two_ranks_of_two_micros_are_one_rank_of_four(plain, extra):
+def test_two_ranks_of_two_micros_are_one_rank_of_four(plain, overrides):
     # SGD: an update is proportional to the gradient, so a sum in another order stays at
     # float32's rounding. AdamW divides by the gradient's size and turns the rounding
     # noise of parameters whose gradient is 0 in theory (the key bias of attention) into
@@ -50,7 +50,7 @@ def test_two_ranks_of_two_micros_are_one_rank_of_four(plain, extra):
         "optimizer.kind=sgd",
         "optimizer.lr=0.05",
         "student.args.drop_rate=0",
-        *extra,
+        *overrides,
     )
     alone = plain(1, *sgd)
     pair = plain(2, *sgd)

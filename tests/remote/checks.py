@@ -107,6 +107,11 @@ def same(first: Batch, second: Batch) -> bool:
     )
 
 
+def same_epochs(here: LocalLoader, there: RemoteLoader, count: int, view: int) -> bool:
+    epochs = (loader.epoch(plan_of(count), view) for loader in (here, there))
+    return all(same(a, b) for a, b in zip(*epochs, strict=True))
+
+
 SIZES = [(12, 1, 1, 0), (12, 2, 1, 3), (24, 1, 2, 1), (96, 1, 1, 0)]
 
 
@@ -148,12 +153,7 @@ def test_two_epochs_at_once_and_one_that_is_given_up(datasets, pools):
 
 def test_unreadable_images_are_reported_alike(datasets, pools):
     here, there = both(datasets, pools[0], 1, 12, 1, 0, 1)
-    assert all(
-        same(a, b)
-        for a, b in zip(
-            here.epoch(plan_of(96), 0), there.epoch(plan_of(96), 0), strict=True
-        )
-    )
+    assert same_epochs(here, there, 96, 0)
     assert here.unreadable == there.unreadable
     assert len(there.unreadable) == 3
 
@@ -187,12 +187,7 @@ def test_a_host_with_an_old_copy_of_the_data_ends_the_run(datasets, pools):
 
 def test_images_that_only_the_trainer_has_are_made_there(datasets, pools):
     here, there = both(datasets, pools[1], 4, 12, 1, 0, 1)
-    assert all(
-        same(a, b)
-        for a, b in zip(
-            here.epoch(plan_of(48), 0), there.epoch(plan_of(48), 0), strict=True
-        )
-    )
+    assert same_epochs(here, there, 48, 0)
     assert there.made_here == 48
     pools[1].grow()  # as the next pass does
     assert pools[1].slots == []
@@ -227,12 +222,7 @@ def test_a_data_host_is_frozen_and_killed_and_comes_back(datasets, pools, monkey
         "a host has not come back"
     )
     made_before = there.made_here
-    assert all(
-        same(a, b)
-        for a, b in zip(
-            here.epoch(plan_of(36), 2), there.epoch(plan_of(36), 2), strict=True
-        )
-    )
+    assert same_epochs(here, there, 36, 2)
     assert there.made_here == made_before
     assert {slot.calls for slot in pools[0].slots} == {
         0

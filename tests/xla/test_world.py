@@ -29,12 +29,12 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "operation"),
+    ("kind", "operation"),
     [("clip", "all-reduce"), ("plain", "all-reduce"), ("zero", "reduce-scatter")],
 )
-def test_two_replicas_reduce_once_and_divide_by_two(optimizer, operation):
+def test_two_replicas_reduce_once_and_divide_by_two(kind, operation):
     process = subprocess.run(
-        [sys.executable, str(HERE / "two_replicas.py"), optimizer],
+        [sys.executable, str(HERE / "two_replicas.py"), kind],
         env=environment(),
         capture_output=True,
         text=True,
@@ -47,7 +47,7 @@ def test_two_replicas_reduce_once_and_divide_by_two(optimizer, operation):
     gradients = [line for line in shapes if re.search(r"f32\[(3,4|2,4|2|3)\]", line)]
     # torch_xla reduces the list of gradients in one operation, and scatters each of the
     # two by itself
-    assert len(gradients) == (2 if optimizer == "zero" else 1), graph
+    assert len(gradients) == (2 if kind == "zero" else 1), graph
     assert "constant(0.5)" in graph
 
 
