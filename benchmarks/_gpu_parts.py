@@ -57,12 +57,12 @@ TINY = Scale(
 )
 
 
-def row(what: str, value: float, unit: str, note: str = "") -> Row:
+def row(name: str, value: float, unit: str, note: str = "") -> Row:
     """Return one measurement."""
-    return {"what": what, "value": float(f"{value:.5g}"), "unit": unit, "note": note}
+    return {"what": name, "value": float(f"{value:.5g}"), "unit": unit, "note": note}
 
 
-def step(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
+def step(scale: Scale, work: Path, options: argparse.Namespace) -> list[Row]:
     """Measure the step on ready tensors against the rate of matrix products, and who
     waits for whom.
     """
@@ -80,16 +80,14 @@ def step(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
         "--batch",
         str(scale.batch),
     ]
-    asked = mfu.arguments().parse_args(
+    request = mfu.arguments().parse_args(
         [*argv, "--rounds", str(scale.rounds), "--precision", precision, "--compile"]
     )
-    asked.teacher_args, asked.student_args, asked.sizes = (
-        scale.teacher_args,
-        scale.student_args,
-        given.matrices,
-    )
+    request.teacher_args = scale.teacher_args
+    request.student_args = scale.student_args
+    request.sizes = options.matrices
     device = torch.device(scale.kind)
-    measured = mfu.measure(asked, device)
+    measured = mfu.measure(request, device)
     rows = [row("matrix products", measured[0]["gflops"] / 1000, "TFLOP/s", precision)]
     for kernel, name in dict.fromkeys(
         (entry["kernel"], entry["work"]) for entry in measured
@@ -115,8 +113,8 @@ def step(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
                 "% of that rate",
             )
         )
-    made = mfu.Step(asked, "fused", device)
-    return [*rows, *waiting("cached", lambda: made.learn(made.target), scale, device)]
+    fused = mfu.Step(request, "fused", device)
+    return [*rows, *waiting("cached", lambda: fused.learn(fused.target), scale, device)]
 
 
 def waiting(
@@ -139,7 +137,7 @@ def waiting(
     return [row(f"{name}: launching / finishing", 100 * launched / finished, "%", note)]
 
 
-def run(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
+def run(scale: Scale, work: Path, options: argparse.Namespace) -> list[Row]:
     """Measure whole runs from JPEG files: live teacher, cached, cached with decoded
     images in memory, labels only.
     """
@@ -170,18 +168,16 @@ def run(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def student(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
+def student(scale: Scale, work: Path, options: argparse.Namespace) -> list[Row]:
     """Measure the student's step, its target at hand, compiled and not: what a run with
     a warm cache can reach.
     """
     import mfu
     import torch
 
-    device, precision = (
-        torch.device(scale.kind),
-        ("bf16" if scale.kind == "cuda" else "fp32"),
-    )
-    rate = mfu.matrix_rate(device, mfu.DTYPES[precision], given.matrices)
+    device = torch.device(scale.kind)
+    precision = "bf16" if scale.kind == "cuda" else "fp32"
+    rate = mfu.matrix_rate(device, mfu.DTYPES[precision], options.matrices)
     rows = [row("matrix products", rate / 1e12, "TFLOP/s", precision)]
     for name in ("vit_small_patch16_224", STUDENT):
         argv = [
@@ -194,34 +190,34 @@ def student(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
             "--batch",
             str(scale.batch),
         ]
-        asked = mfu.arguments().parse_args([*argv, "--precision", precision])
-        asked.teacher_args = asked.student_args = scale.student_args
-        plain = mfu.Step(asked, "unfused", device)
+        request = mfu.arguments().parse_args([*argv, "--precision", precision])
+        request.teacher_args = request.student_args = scale.student_args
+        plain = mfu.Step(request, "unfused", device)
         flops = mfu.counted(partial(plain.learn, plain.target))
         for kernel in ("fused", "fused+compiled"):
-            made = mfu.Step(asked, kernel, device)
+            measured = mfu.Step(request, kernel, device)
             seconds = statistics.median(
-                finish_steps(partial(made.learn, made.target), scale.steps, device)
+                finish_steps(
+                    partial(measured.learn, measured.target), scale.steps, device
+                )
                 for _ in range(scale.rounds + 1)
             )
-            per_second, used = (
-                scale.steps * scale.batch / seconds,
-                scale.steps * flops / seconds,
-            )
+            per_second = scale.steps * scale.batch / seconds
+            achieved = scale.steps * flops / seconds
             rows.append(row(f"{name}, {kernel}", per_second, "images/s", ANCHOR))
             rows.append(
                 row(
                     f"{name}, {kernel}",
-                    100 * used / rate,
+                    100 * achieved / rate,
                     "% of that rate",
-                    f"{used / 1e12:.3g} TFLOP/s",
+                    f"{achieved / 1e12:.3g} TFLOP/s",
                 )
             )
             if "h100" in device_name(device):
                 rows.append(
                     row(
                         f"{name}, {kernel}",
-                        100 * used / H100,
+                        100 * achieved / H100,
                         "% MFU",
                         "of an H100's 989 TFLOP/s",
                     )
@@ -229,7 +225,7 @@ def student(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def configurations(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
+def configurations(scale: Scale, work: Path, options: argparse.Namespace) -> list[Row]:
     """Measure two of the shipped configurations with a warm cache: their augmentation,
     batch, losses and optimizer.
 
@@ -243,8 +239,10 @@ def configurations(scale: Scale, work: Path, given: argparse.Namespace) -> list[
     rows = []
     for name in ("vit_food_scratch", "vit_food101"):
         content = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
-        data, learned, small = content["data"], content["student"], content["teacher"]
-        kept = {
+        data = content["data"]
+        learned = content["student"]
+        small = content["teacher"]
+        common = {
             key: data[key]
             for key in data.keys()
             & {
@@ -258,7 +256,7 @@ def configurations(scale: Scale, work: Path, given: argparse.Namespace) -> list[
         content["data"] = {
             "kind": "imagefolder",
             "root": str(photographs(scale, work)),
-            **kept,
+            **common,
         }
         learned.pop("init", None)
         if scale.kind == "cpu":
@@ -270,11 +268,9 @@ def configurations(scale: Scale, work: Path, given: argparse.Namespace) -> list[
             }
         if scale.kind == "cpu" and learned["model"] == STUDENT:
             content["data"] |= {"image_size": scale.size}
-            learned["args"], small["args"], small["model"] = (
-                scale.student_args,
-                scale.teacher_args,
-                scale.teacher,
-            )
+            learned["args"] = scale.student_args
+            small["args"] = scale.teacher_args
+            small["model"] = scale.teacher
         sized = {**small.get("args", {}), "img_size": content["data"]["image_size"]}
         folder = teacher_folder(small["model"], sized, work / f"teacher_{name}")
         content["teacher"] = {
@@ -292,20 +288,22 @@ def configurations(scale: Scale, work: Path, given: argparse.Namespace) -> list[
             }
             content["run"] = {**run, "every": {"log": 4, "evaluate": 10**6}}
             shutil.rmtree(work / "runs" / run["name"], ignore_errors=True)
-            done = job(config.load(content)).folder
+            folder_of_run = job(config.load(content)).folder
         speeds = [
-            line for line in metrics(done) if line["step"] > 4
+            line for line in metrics(folder_of_run) if line["step"] > 4
         ]  # the first steps open files and workers
-        asked = sum(line.get("teacher_images", 0) for line in metrics(done))
+        teacher_images = sum(
+            line.get("teacher_images", 0) for line in metrics(folder_of_run)
+        )
         note = (
-            f"batch {content['data']['batch_size']}, {asked:g} images asked of the"
-            " teacher"
+            f"batch {content['data']['batch_size']}, {teacher_images:g} images asked of"
+            " the teacher"
         )
         rows += speed_rows(f"configs/{name}.yaml, cache warm", speeds, note)
     return rows
 
 
-def resume(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
+def resume(scale: Scale, work: Path, options: argparse.Namespace) -> list[Row]:
     """Compare the weights of a run that was cut in the middle with those of one that
     was not, bit by bit.
     """
@@ -313,20 +311,22 @@ def resume(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     from safetensors.torch import load_file
 
     keys = ("run.steps=8", "run.every.checkpoint=4", "run.keep=9")
-    whole = train(scale, work, "whole", *keys)
+    undisturbed = train(scale, work, "whole", *keys)
     cut = work / "runs" / "cut"
     shutil.rmtree(cut, ignore_errors=True)
-    shutil.copytree(whole, cut)
+    shutil.copytree(undisturbed, cut)
     shutil.rmtree(cut / "checkpoints" / "step_00000008")
     train(scale, work, "cut", *keys, fresh=False)
-    one, other = (
+    expected, tensors = (
         load_file(run / "checkpoints/step_00000008/tensors.safetensors")
-        for run in (whole, cut)
+        for run in (undisturbed, cut)
     )
-    apart = [name for name in one if not torch.equal(one[name], other[name])]
+    apart = [
+        name for name in expected if not torch.equal(expected[name], tensors[name])
+    ]
     gap = max(
         (
-            (one[name].double() - other[name].double()).abs().max().item()
+            (expected[name].double() - tensors[name].double()).abs().max().item()
             for name in apart
         ),
         default=0.0,
@@ -335,14 +335,14 @@ def resume(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
         row(
             "tensors of other bits after a resume",
             len(apart),
-            f"of {len(one)}",
+            f"of {len(expected)}",
             ", ".join(apart[:3]),
         )
     ]
     return [*rows, row("largest difference after a resume", gap, "absolute")]
 
 
-def nccl(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
+def nccl(scale: Scale, work: Path, options: argparse.Namespace) -> list[Row]:
     """Join a world of one rank, over nccl or on a CPU gloo: reduce, wrap in DDP, and
     compare its gradients.
     """
@@ -392,7 +392,7 @@ def nccl(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     ]
 
 
-def memory(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
+def memory(scale: Scale, work: Path, options: argparse.Namespace) -> list[Row]:
     """Measure what a step takes at its peak, by the precision of the teacher."""
     import torch
 
@@ -406,7 +406,7 @@ def memory(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
             torch.cuda.max_memory_allocated() / 2**20 if scale.kind == "cuda" else 0.0
         )
         rows.append(row(f"peak, {precision} teacher", peak, "MiB"))
-        held = next(
+        memory_of_run = next(
             line["optimizer_mib"]
             for line in reversed(metrics(folder))
             if "optimizer_mib" in line
@@ -414,7 +414,7 @@ def memory(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
         rows.append(
             row(
                 f"optimizer state, {precision} teacher",
-                held,
+                memory_of_run,
                 "MiB",
                 "ZeRO-1 divides it by the ranks",
             )
@@ -422,7 +422,7 @@ def memory(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
+def teacher(scale: Scale, work: Path, options: argparse.Namespace) -> list[Row]:
     """Measure the frozen forward in each mode, and how far its logits are from
     float32's.
     """
@@ -455,12 +455,12 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
             continue
         live = factory(mode)
         live(batch)
-        taken = 1000 * seconds_of(lambda live=live: live(batch).logits)
+        milliseconds = 1000 * seconds_of(lambda live=live: live(batch).logits)
         error = (live(batch).logits - exact).abs().max().item() / exact.std().item()
         rows.append(
             row(
                 f"teacher, {mode}",
-                1000 * scale.batch / taken,
+                1000 * scale.batch / milliseconds,
                 "images/s",
                 f"batch {scale.batch}",
             )
@@ -471,18 +471,20 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def export(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
+def export(scale: Scale, work: Path, options: argparse.Namespace) -> list[Row]:
     """Export a student that was trained here and compare ONNX Runtime with PyTorch."""
     from kd.deploy.export.export import export as job
     from kd.deploy.export.flags import ExportOptions
 
     folder = train(scale, work, "exported", "run.steps=2")
     start = time.perf_counter()
-    made = job(folder, work / "export", ExportOptions(images=32))
-    return [row("kd-export", time.perf_counter() - start, "s", "; ".join(made.lines))]
+    written = job(folder, work / "export", ExportOptions(images=32))
+    return [
+        row("kd-export", time.perf_counter() - start, "s", "; ".join(written.lines))
+    ]
 
 
-def tests(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
+def tests(scale: Scale, work: Path, options: argparse.Namespace) -> list[Row]:
     """Run the tests that need a GPU."""
     report = work / "tests.xml"
     marked = (
@@ -498,14 +500,14 @@ def tests(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
         *marked,
         f"--junitxml={report}",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [*argv, "tests/cuda"], cwd=ROOT, capture_output=True, text=True
     )
-    if done.returncode not in (0, 1):
-        raise SystemExit((done.stdout + done.stderr)[-3000:])
-    print(done.stdout[-3000:])
+    if process.returncode not in (0, 1):
+        raise SystemExit((process.stdout + process.stderr)[-3000:])
+    print(process.stdout[-3000:])
     if scale.kind != "cuda":
-        return [row("tests marked cuda", done.stdout.count("::test_"), "collected")]
+        return [row("tests marked cuda", process.stdout.count("::test_"), "collected")]
     rows = []
     for case in ElementTree.parse(report).iter("testcase"):
         outcome = next(
@@ -529,9 +531,9 @@ def tests(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def timm(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
+def timm(scale: Scale, work: Path, options: argparse.Namespace) -> list[Row]:
     """Train beside timm's train.py in turns, where a checkout of timm is given."""
-    if not given.timm:
+    if not options.timm:
         return [
             row(
                 "timm's train.py beside kd",
@@ -544,7 +546,7 @@ def timm(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
         sys.executable,
         "benchmarks/timm_distillation.py",
         "--timm",
-        given.timm,
+        options.timm,
         "--data",
         str(photographs(scale, work)),
     ]
@@ -599,7 +601,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [line for line in rows if line["kind"] == "train"]
 
 
-def speed_rows(what: str, lines: list[dict[str, Any]], note: str) -> list[Row]:
+def speed_rows(name: str, lines: list[dict[str, Any]], note: str) -> list[Row]:
     """Return images a second, and the share of the time in which the device had no data
     to work on.
     """
@@ -608,8 +610,8 @@ def speed_rows(what: str, lines: list[dict[str, Any]], note: str) -> list[Row]:
         for key in ("images_per_second", "data_wait")
     )
     return [
-        row(what, speed, "images/s", note),
-        row(f"{what}: waits for data", 100 * wait, "% of the time"),
+        row(name, speed, "images/s", note),
+        row(f"{name}: waits for data", 100 * wait, "% of the time"),
     ]
 
 
@@ -621,7 +623,8 @@ def photographs(scale: Scale, work: Path) -> Path:
     root = work / "photographs"
     if root.is_dir():
         return root
-    making, side = work / "photographs.part", scale.size + scale.size // 4
+    making = work / "photographs.part"
+    side = scale.size + scale.size // 4
     shutil.rmtree(making, ignore_errors=True)
     generator = np.random.default_rng(0)
     for split, count in (("train", scale.photos), ("val", scale.painted)):
@@ -645,8 +648,8 @@ def teacher_folder(model: str, args: dict[str, Any], folder: Path) -> Path:
     from timm.models import save_for_hf
 
     if not (folder / "model.safetensors").is_file():
-        made = library.create_model(model, num_classes=CLASSES, **args)
-        save_for_hf(made, str(folder), model_args=args, safe_serialization=True)
+        network = library.create_model(model, num_classes=CLASSES, **args)
+        save_for_hf(network, str(folder), model_args=args, safe_serialization=True)
     return folder
 
 

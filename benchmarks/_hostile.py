@@ -40,7 +40,8 @@ class Hostile:
     """Makes hostile clients, each of a kind drawn from all of them."""
 
     def __init__(self, url: str, picture: bytes, seed: int = 0) -> None:
-        self.parts, self.rng = urlsplit(url), random.Random(seed)
+        self.parts = urlsplit(url)
+        self.rng = random.Random(seed)
         self.kinds: dict[str, Callable[[], object]] = {
             name: partial(self._attack, name) for name in ATTACKS
         }
@@ -75,7 +76,8 @@ class Hostile:
         writer.transport.abort()
 
     async def _attack(self, name: str) -> None:
-        attack, end = ATTACKS[name], time.monotonic() + PATIENCE
+        attack = ATTACKS[name]
+        end = time.monotonic() + PATIENCE
         reader, writer = await asyncio.open_connection(
             self.parts.hostname, self.parts.port
         )

@@ -35,9 +35,9 @@ class Answer:
 
 def request(url: str, body: bytes, kind: str) -> bytes:
     """Return the bytes of a POST request."""
-    parts = urlsplit(url)
+    address = urlsplit(url)
     head = (
-        f"POST {parts.path} HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type:"
+        f"POST {address.path} HTTP/1.1\r\nhost: {address.netloc}\r\ncontent-type:"
         f" {kind}\r\ncontent-length: {len(body)}"
     )
     return f"{head}\r\naccept: application/json\r\n\r\n".encode() + body
@@ -72,14 +72,15 @@ async def closed_loop(
     url: str, message: bytes, clients: int, seconds: float
 ) -> list[Answer]:
     """Let `clients` send one request after another."""
-    parts = urlsplit(url)
-    start, answers = time.perf_counter(), []
+    address = urlsplit(url)
+    start = time.perf_counter()
+    answers = []
 
     async def client() -> None:
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-        while (now := time.perf_counter()) - start < seconds:
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        while (begin := time.perf_counter()) - start < seconds:
             status = await exchange(reader, writer, message)
-            answers.append(Answer(now - start, time.perf_counter() - now, status))
+            answers.append(Answer(begin - start, time.perf_counter() - begin, status))
         writer.close()
 
     await asyncio.gather(*(client() for _ in range(clients)))
@@ -90,20 +91,24 @@ async def open_loop(
     url: str, message: bytes, rate: float, seconds: float, seed: int = 0
 ) -> list[Answer]:
     """Send requests at Poisson times, whether or not earlier ones were answered."""
-    parts = urlsplit(url)
-    rng, due, times = random.Random(seed), 0.0, []
+    address = urlsplit(url)
+    rng = random.Random(seed)
+    due = 0.0
+    times = []
     while (due := due + rng.expovariate(rate)) < seconds:
         times.append(due)
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-    start, answers, tasks = time.perf_counter(), [], set()
+    start = time.perf_counter()
+    answers = []
+    tasks = set()
 
-    async def one(due: float) -> None:
+    async def request_at(due: float) -> None:
         status = 0
         try:
             pair = (
                 idle.pop()
                 if idle
-                else await asyncio.open_connection(parts.hostname, parts.port)
+                else await asyncio.open_connection(address.hostname, address.port)
             )
             status = await exchange(*pair, message)
             idle.append(pair)
@@ -115,7 +120,7 @@ async def open_loop(
         wait = start + due - time.perf_counter()
         if wait > 0:
             await asyncio.sleep(wait)
-        task = asyncio.ensure_future(one(due))
+        task = asyncio.ensure_future(request_at(due))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     await asyncio.gather(*tasks)
@@ -149,11 +154,12 @@ class Server:
                 except OSError:
                     continue
                 children.setdefault(parent, []).append(int(path.name))
-        found, queue = [], [self.process.pid]
+        tree = []
+        queue = [self.process.pid]
         while queue:
-            found.append(pid := queue.pop())
+            tree.append(pid := queue.pop())
             queue += children.get(pid, [])
-        return found
+        return tree
 
     def cpu_seconds(self) -> float:
         """Return user and system time so far."""
@@ -165,7 +171,8 @@ class Server:
 
     def resident_mb(self, peak: bool = False) -> float:
         """Return the resident memory of all processes together."""
-        key, total = "VmHWM:" if peak else "VmRSS:", 0
+        key = "VmHWM:" if peak else "VmRSS:"
+        total = 0
         for pid in self.pids():
             for line in Path(f"/proc/{pid}/status").read_text().splitlines():
                 total += int(line.split()[1]) if line.startswith(key) else 0

@@ -65,7 +65,8 @@ def cost(source: Source, rounds: int = 9, block: int = 200) -> dict[str, float]:
     times: dict[str, list[float]] = {"decode": [], "decode_and_add": []}
     for number in range(2 * rounds):
         name = ("decode", "decode_and_add")[(number + number // 2) % 2]
-        album, first = Album(block), number // 2 * block
+        album = Album(block)
+        first = number // 2 * block
         start = time.process_time()
         for id in range(first, first + block):
             decoded = source.decode(id % len(source))
@@ -73,7 +74,8 @@ def cost(source: Source, rounds: int = 9, block: int = 200) -> dict[str, float]:
                 album.add(0, id, decoded)
         times[name].append(1000 * (time.process_time() - start) / block)
     return {
-        f"{name}_ms": round(float(np.median(found)), 4) for name, found in times.items()
+        f"{name}_ms": round(float(np.median(durations)), 4)
+        for name, durations in times.items()
     }
 
 
@@ -81,7 +83,7 @@ def leaks(
     root: Path,
     train: str,
     val: str,
-    known: Callable[[dict[str, Source]], set[tuple[str, str]]] | None,
+    read_known: Callable[[dict[str, Source]], set[tuple[str, str]]] | None,
 ) -> dict:
     """Return what a real dataset repeats in two splits, and how much of a published
     list is among it.
@@ -91,8 +93,8 @@ def leaks(
     start = time.process_time()
     pairs = copies(album)
     compared = time.process_time() - start
-    found = repeats(album, pairs, splits)
-    across = [one for one in found if one.leaks]
+    repeated = repeats(album, pairs, splits)
+    across = [repeat for repeat in repeated if repeat.leaks]
     row = {
         "part": f"leaks of {root.name}",
         "images": len(album),
@@ -100,30 +102,31 @@ def leaks(
     }
     row |= {
         "leaking_pairs": len(across),
-        "leaking_images": len({one.second.name for one in across}),
+        "leaking_images": len({repeat.second.name for repeat in across}),
     }
     row |= {
-        "same_bytes": sum(one.kind == COPY for one in across),
-        "two_labels": sum(one.contradicts for one in found),
+        "same_bytes": sum(repeat.kind == COPY for repeat in across),
+        "two_labels": sum(repeat.contradicts for repeat in repeated),
     }
     row |= {
-        "exact_labels_differ": sum(one.contradicts for one in across),
+        "exact_labels_differ": sum(repeat.contradicts for repeat in across),
         "of": len(splits["val"]),
     }
     row |= cost(splits["train"])
     row["compare_ms"] = round(1000 * compared / len(album), 4)
-    if known is not None:
-        listed, named = (
-            known(splits),
-            {(one.first.name, one.second.name) for one in across},
-        )
+    if read_known is not None:
+        listed = read_known(splits)
+        named = {(repeat.first.name, repeat.second.name) for repeat in across}
         row |= {"listed": len(listed), "listed_found": len(listed & named)}
         row["listed_images_found"] = len(
             {val for _, val in listed} & {val for _, val in named}
         )
     print(
         row,
-        [(one.first.name, one.second.name, one.kind, one.score) for one in across[:5]],
+        [
+            (repeat.first.name, repeat.second.name, repeat.kind, repeat.score)
+            for repeat in across[:5]
+        ],
         flush=True,
     )
     return row
@@ -137,10 +140,10 @@ def published(
     """
 
     def names(source: Source, order: np.ndarray) -> list[str]:
-        own: dict[int, list[str]] = {}
+        by_label: dict[int, list[str]] = {}
         for id in range(len(source)):
-            own.setdefault(int(source.label(id)), []).append(source.name(id))  # type: ignore[arg-type]
-        rows = {label: iter(sorted(one)) for label, one in own.items()}
+            by_label.setdefault(int(source.label(id)), []).append(source.name(id))  # type: ignore[arg-type]
+        rows = {label: iter(sorted(group)) for label, group in by_label.items()}
         return [next(rows[int(label)]) for label in order]
 
     def read(splits: dict[str, Source]) -> set[tuple[str, str]]:
@@ -166,7 +169,8 @@ def scale(count: int) -> dict[str, Any]:
     names = Names(
         [f"train/class_{id % 1000:04d}/{id:07d}.jpg".encode() for id in range(count)]
     )
-    album, rng = Album(count), np.random.default_rng(0)
+    album = Album(count)
+    rng = np.random.default_rng(0)
     decay = 1 / (1 + np.add.outer(np.arange(8), np.arange(8)))
     for start in range(0, count, 10_000):
         waves = rng.normal(size=(10_000, 8, 8)) * decay * 30
@@ -177,14 +181,15 @@ def scale(count: int) -> dict[str, Any]:
             + rng.normal(size=(10_000, 24, 24)) * 2
         )
         album._columns[0][start : start + 10_000] = drawn.clip(0, 255).astype(np.uint8)
-    for part, value in zip(album._columns[1:], (0, 0, np.arange(count)), strict=True):
-        part[:] = value
+    for column, value in zip(album._columns[1:], (0, 0, np.arange(count)), strict=True):
+        column[:] = value
     album._show(count)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     start = time.process_time()
     pairs = copies(album)
     seconds = time.process_time() - start
-    a, b = np.minimum(pairs.first, pairs.second), np.maximum(pairs.first, pairs.second)
+    a = np.minimum(pairs.first, pairs.second)
+    b = np.maximum(pairs.first, pairs.second)
     right = int(((b - a == 100) & (a % 10_000 < 100)).sum())
     row = {
         "part": "scale",
@@ -230,13 +235,15 @@ def main() -> None:
         print(scale(options.sizes[0]))
         return
     else:
-        known = published(options.known, options.labels) if options.known else None
+        published_list = (
+            published(options.known, options.labels) if options.known else None
+        )
         train, val = options.splits
-        rows = [leaks(options.data, train, val, known)]
-    shown = [word if "/" not in word else "PATH" for word in sys.argv[1:]]
+        rows = [leaks(options.data, train, val, published_list)]
+    words = [word if "/" not in word else "PATH" for word in sys.argv[1:]]
     _record.write(
         f"audit_{options.name or options.part}",
-        f"python benchmarks/audit.py {' '.join(shown)}",
+        f"python benchmarks/audit.py {' '.join(words)}",
         rows,
     )
 

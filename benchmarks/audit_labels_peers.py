@@ -35,7 +35,10 @@ from sklearn.model_selection import StratifiedKFold
 import _record
 from kd.study.audit.labels import doubted_rows
 
-IMAGES, SIDE, SEEDS, FOLDS = 5000, 96, (0, 1, 2), 5
+IMAGES = 5000
+SIDE = 96
+SEEDS = (0, 1, 2)
+FOLDS = 5
 WIDTH = 128  # principal components of the features: a fit takes a second
 SHARES = (0.05, 0.1)
 CONFUSABLE = {
@@ -63,7 +66,7 @@ def features(files: list[Path], weights: Path) -> np.ndarray:
     network.load_state_dict(dict(zip(names, stored.values(), strict=True)))
     network.reset_classifier(0)
     network.eval()
-    parts = []
+    batches = []
     for start in range(0, len(files), 64):
         pictures = [
             np.asarray(Image.open(file).convert("RGB").resize((SIDE, SIDE), 3))
@@ -73,8 +76,8 @@ def features(files: list[Path], weights: Path) -> np.ndarray:
             torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() - 127
         ) / 128
         with torch.inference_mode():
-            parts.append(network(pixels).numpy())
-    return np.concatenate(parts)
+            batches.append(network(pixels).numpy())
+    return np.concatenate(batches)
 
 
 def planted(
@@ -83,12 +86,13 @@ def planted(
     """Return labels, a share of them wrong: of another class at random, or of the class
     most like it.
     """
-    label, classes = truth.copy(), truth.max() + 1
+    label = truth.copy()
+    classes = truth.max() + 1
     rows = rng.choice(len(truth), round(share * len(truth)), replace=False)
     if kind == "random":
         label[rows] = (truth[rows] + rng.integers(1, classes, len(rows))) % classes
     else:
-        label[rows] = [CONFUSABLE[int(one)] for one in truth[rows]]
+        label[rows] = [CONFUSABLE[int(label_of_row)] for label_of_row in truth[rows]]
     return label
 
 
@@ -103,10 +107,10 @@ def probabilities(
         )
 
     shares = np.zeros((len(label), label.max() + 1))
-    for rows, held in StratifiedKFold(FOLDS, shuffle=True, random_state=seed).split(
+    for rows, held_out in StratifiedKFold(FOLDS, shuffle=True, random_state=seed).split(
         vectors, label
     ):
-        shares[held] = fitted(rows).predict_proba(vectors[held])
+        shares[held_out] = fitted(rows).predict_proba(vectors[held_out])
     yield "out of sample", shares
     yield "in sample", fitted(np.arange(len(label))).predict_proba(vectors)
 
@@ -122,12 +126,15 @@ def relative(label: np.ndarray, shares: np.ndarray) -> np.ndarray:
     """Return kd's list before 2026-11-30: where a prediction reaches 3/4 of its class's
     mean probability.
     """
-    prediction, own = shares.argmax(1), shares[np.arange(len(label)), label]
-    usual = np.bincount(label, own) / np.bincount(label)
+    prediction = shares.argmax(1)
+    own_share = shares[np.arange(len(label)), label]
+    usual = np.bincount(label, own_share) / np.bincount(label)
     confidence = shares.max(1) / usual[prediction]
     rows = np.flatnonzero((prediction != label) & (confidence >= 0.75))
     return rows[
-        np.argsort(own[rows] / usual[label[rows]] / confidence[rows], kind="stable")
+        np.argsort(
+            own_share[rows] / usual[label[rows]] / confidence[rows], kind="stable"
+        )
     ]
 
 
@@ -171,11 +178,13 @@ def measured(
     """Yield the numbers of each method; labels not on its list follow it in the order
     of their probability.
     """
-    own = shares[np.arange(len(label)), label]
+    own_share = shares[np.arange(len(label)), label]
     for name, method in METHODS.items():
         ranked = method(label, shares)
-        rest = np.setdiff1d(np.argsort(own, kind="stable"), ranked, assume_unique=True)
-        order = np.concatenate([ranked, rest])
+        unranked = np.setdiff1d(
+            np.argsort(own_share, kind="stable"), ranked, assume_unique=True
+        )
+        order = np.concatenate([ranked, unranked])
         place = np.empty(len(label))
         place[order] = np.arange(len(label))
         first = ranked[: wrong.sum()]

@@ -69,7 +69,8 @@ def by_bits(
 
     def find(train: Images, test: Images) -> Found:
         start = time.process_time()
-        first, seconds = described(train, describe)[0], described(test, describe)
+        first = described(train, describe)[0]
+        seconds = described(test, describe)
         middle = time.process_time()
         nearest = [np.zeros(0)] * len(test)
         for row in range(len(test)):
@@ -97,7 +98,8 @@ def by_cosine(
 
     def find(train: Images, test: Images) -> Found:
         start = time.process_time()
-        first, seconds = describe(train)[0], describe(test)
+        first = describe(train)[0]
+        seconds = describe(test)
         middle = time.process_time()
         index = NearestNeighbors(metric="cosine", algorithm="brute").fit(first)
         distances, rows = zip(
@@ -140,7 +142,7 @@ def embedded(
     network.eval()
 
     def features(images: Images) -> np.ndarray:
-        parts = []
+        batches = []
         for start in range(0, len(images), 64):
             pictures = np.stack(
                 [
@@ -149,13 +151,13 @@ def embedded(
                 ]
             )
             with torch.inference_mode():
-                parts.append(
+                batches.append(
                     network(
                         (torch.from_numpy(pictures).permute(0, 3, 1, 2).float() - 127)
                         / 128
                     ).numpy()
                 )
-        return np.concatenate(parts)
+        return np.concatenate(batches)
 
     return lambda images: (
         features(images),
@@ -172,9 +174,9 @@ def crop_resistant(train: Images, test: Images) -> Found:
     middle = time.process_time()
     pairs = {
         (a, b)
-        for a, one in enumerate(first)
+        for a, hash_of_first in enumerate(first)
         for b, hashes in enumerate(zip(plain, mirrored, strict=True))
-        if any(one.matches(other) for other in hashes)
+        if any(hash_of_first.matches(hash_of_second) for hash_of_second in hashes)
     }
     yield (
         "imagehash crop_resistant_hash",
@@ -196,9 +198,9 @@ def kd(name: str) -> Callable[..., Found]:
             for id, image in enumerate(images):
                 album.add(split, id, Decoded(image, 0))
         middle = time.process_time()
-        found = copies(album)
+        pairs = copies(album)
         compared = time.process_time() - middle
-        rows = np.sort(np.stack([found.first, found.second]), axis=0).T
+        rows = np.sort(np.stack([pairs.first, pairs.second]), axis=0).T
         across = rows[album.split[rows[:, 0]] != album.split[rows[:, 1]]]
         yield (
             name,
@@ -212,7 +214,7 @@ def kd(name: str) -> Callable[..., Found]:
 
 def ways(weights: Path | None, side: int, name: str) -> dict[str, Callable[..., Found]]:
     """Return all ways."""
-    found: dict[str, Callable[..., Found]] = {
+    by_name: dict[str, Callable[..., Found]] = {
         "kd": kd(name),
         "phash": by_bits(
             "imagehash phash",
@@ -234,10 +236,10 @@ def ways(weights: Path | None, side: int, name: str) -> dict[str, Callable[..., 
         ),
     }
     if weights:
-        found["embedding"] = by_cosine(
+        by_name["embedding"] = by_cosine(
             "embedding", embedded(weights, side), (0.95, 0.9, 0.85)
         )
-    return found
+    return by_name
 
 
 def plant(
@@ -246,7 +248,8 @@ def plant(
     """Copy a folder and plant copies in its test split; return its training files, and
     each planted pair's kind.
     """
-    rng, truth = random.Random(seed), {}
+    rng = random.Random(seed)
+    truth = {}
     shutil.copytree(
         root, home, ignore=lambda path, names: ["val"] if Path(path) == root else []
     )
@@ -273,7 +276,8 @@ def _plant(file: Path, target: Path, kind: str, rng: random.Random) -> None:
         kind == "bars"
     ):  # a tenth to a quarter of a side, above and below or left and right
         width, height = image.size
-        bar, upright = rng.uniform(0.1, 0.25) / 2, rng.random() < 0.5
+        bar = rng.uniform(0.1, 0.25) / 2
+        upright = rng.random() < 0.5
         x, y = (0, round(bar * height)) if upright else (round(bar * width), 0)
         image = ImageOps.expand(image, (x, y), 0)
     if kind in ("crop90", "mirrored90"):
@@ -309,7 +313,7 @@ def planted(
             )
         for find in chosen.values():
             for way, pairs, describe_s, compare_s in find(train, test):
-                found = {(names[0][a], names[1][b]) for a, b in pairs}
+                named_pairs = {(names[0][a], names[1][b]) for a, b in pairs}
                 row: dict[str, Any] = {
                     "data": "planted",
                     "draw": draw,
@@ -318,14 +322,16 @@ def planted(
                 }
                 row |= {
                     kind: sum(
-                        pair in found for pair, one in truth.items() if one == kind
+                        pair in named_pairs
+                        for pair, planted_kind in truth.items()
+                        if planted_kind == kind
                     )
                     for kind in KINDS
                 }
                 row |= {
-                    "found": len(found & truth.keys()),
+                    "found": len(named_pairs & truth.keys()),
                     "of": len(truth),
-                    "others": len(found - truth.keys()),
+                    "others": len(named_pairs - truth.keys()),
                 }
                 rows.append(row | times(describe_s, compare_s))
                 print(rows[-1], flush=True)
@@ -353,24 +359,30 @@ def planted(
 
 
 def listed(
-    root: Path, known: Path, labels: list[Path], chosen: dict[str, Callable[..., Found]]
+    root: Path,
+    published_list: Path,
+    labels: list[Path],
+    chosen: dict[str, Callable[..., Found]],
 ) -> list[dict[str, Any]]:
     """Count the pairs of a published list that each way finds."""
     splits = opened(root, "train", "test")
-    truth = published(known, labels)(splits)
-    names, images = [], []
+    truth = published(published_list, labels)(splits)
+    names = []
+    images = []
     for place, source in enumerate(splits.values()):
-        wanted = {pair[place] for pair in truth}
-        more = set(random.Random(0).sample(range(len(source)), MORE))
+        listed_names = {pair[place] for pair in truth}
+        sampled = set(random.Random(0).sample(range(len(source)), MORE))
         ids = [
-            id for id in range(len(source)) if id in more or source.name(id) in wanted
+            id
+            for id in range(len(source))
+            if id in sampled or source.name(id) in listed_names
         ]
         names.append([source.name(id) for id in ids])
         images.append(pictures(source, ids))
     rows = []
     for find in chosen.values():
         for way, pairs, describe_s, compare_s in find(*images):
-            found = {(names[0][a], names[1][b]) for a, b in pairs}
+            named_pairs = {(names[0][a], names[1][b]) for a, b in pairs}
             row = {
                 "data": "listed",
                 "draw": 0,
@@ -378,9 +390,9 @@ def listed(
                 "images": sum(map(len, images)),
             }
             row |= {
-                "found": len(found & truth),
+                "found": len(named_pairs & truth),
                 "of": len(truth),
-                "others": len(found - truth),
+                "others": len(named_pairs - truth),
             }
             rows.append(row | times(describe_s, compare_s))
             print(rows[-1], flush=True)

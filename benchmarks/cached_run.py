@@ -81,22 +81,22 @@ def one_seed(
     """Make the four runs of a seed; return a row each."""
     curves: dict[str, list[float]] = {}
     rows = []
-    for name, own in runs(views).items():
-        given = (
+    for name, keys_of_run in runs(views).items():
+        keys = (
             *PINS,
             *overrides,
-            *own,
+            *keys_of_run,
             f"run.seed={seed}",
             f"run.folder={work}",
             f"run.name={name}_{seed}",
         )
         if name == "ahead":
-            filled = cache(kd.load_config(config, given))
+            filled = cache(kd.load_config(config, keys))
             print(
                 f"seed {seed}: kd-cache ran the teacher on {filled.computed} images,"
                 f" {filled.missing} missing"
             )
-        run = kd.train(config, *given)
+        run = kd.train(config, *keys)
         steps = train_rows(run.folder)
         curve = curves[name] = [row["loss"] for row in steps]
         same = {"bits_of_live": "", "first_10_steps": "", "all_steps": ""}
@@ -134,14 +134,16 @@ def main() -> None:
     parser.add_argument("--views", type=int, default=4)
     parser.add_argument("--config", default=str(CONFIG))
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args()
     rows = []
     with (
         tempfile.TemporaryDirectory() as work
     ):  # runs and caches begin empty; fitted teachers are found again
-        for seed in given.seeds:
-            rows += one_seed(given.config, seed, given.views, work, given.overrides)
-    for name in runs(given.views):
+        for seed in options.seeds:
+            rows += one_seed(
+                options.config, seed, options.views, work, options.overrides
+            )
+    for name in runs(options.views):
         values = [row["accuracy"] for row in rows if row["run"] == name]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         print(

@@ -58,15 +58,15 @@ def plots() -> list[Plot]:
     windows = steps[4::5]
     seconds = [float(second) for second in range(240)]
     milliseconds = [0.4 * 1.6**i for i in range(8)]
-    parts = ("data", "teacher", "forward", "backward", "optimizer", "other")
+    sections = ("data", "teacher", "forward", "backward", "optimizer", "other")
     return [
         Plot("lines", 350, 220, {"run": (steps, [2 / (1 + x / 300) + 0.1 * math.sin(x) for x in steps])}),
         Plot("lines", 350, 220, {"run": (few, [0.9 - 0.5 / (1 + x / 500) for x in few])}),
         Plot("lines", 350, 220, {"run": (steps, [1e-3 * (1 + math.cos(x / 1280)) for x in steps])}),
-        Plot("stack", 1060, 240, {part: (windows, [10 + 9 * math.sin(x + i) for x in windows])
-                                  for i, part in enumerate(parts)}),
-        Plot("lines", 515, 200, {who: (seconds, [0.5 + 0.1 * i + 0.1 * math.sin(x) for x in seconds])
-                                 for i, who in enumerate(("idlest", "mean", "busiest"))}),
+        Plot("stack", 1060, 240, {section: (windows, [10 + 9 * math.sin(x + i) for x in windows])
+                                  for i, section in enumerate(sections)}),
+        Plot("lines", 515, 200, {worker: (seconds, [0.5 + 0.1 * i + 0.1 * math.sin(x) for x in seconds])
+                                 for i, worker in enumerate(("idlest", "mean", "busiest"))}),
         Plot("scatter", 720, 360, {"frontier": (milliseconds, [0.9 - 0.4 / (1 + x) for x in milliseconds])}),
     ]  # fmt: skip
 
@@ -138,7 +138,7 @@ def charts() -> list[Any]:
     """Return the charts as those of the report."""
     from kd.study.report.charts import Axis, Series, lines, stack
 
-    found = []
+    drawn = []
     for plot in plots():
         series = [
             Series(name, color, x, y)
@@ -146,8 +146,8 @@ def charts() -> list[Any]:
         ]
         draw = stack if plot.kind == "stack" else lines
         x_axis = Axis("x", log=plot.kind == "scatter")
-        found.append(draw(series, (plot.width, plot.height), x_axis, Axis()))
-    return found
+        drawn.append(draw(series, (plot.width, plot.height), x_axis, Axis()))
+    return drawn
 
 
 def by_vega_svg() -> str:
@@ -175,7 +175,7 @@ def by_vega_script() -> str:
 
 def old_module() -> ModuleType:
     """Return kd's own SVG of commit `BEFORE`."""
-    shown = subprocess.run(
+    process = subprocess.run(
         ["git", "show", f"{BEFORE}:kd/study/report/svg.py"],
         cwd=HERE,
         capture_output=True,
@@ -184,7 +184,7 @@ def old_module() -> ModuleType:
     )
     module = ModuleType("own_svg")
     sys.modules["own_svg"] = module
-    exec(compile(shown.stdout, "svg.py", "exec"), module.__dict__)
+    exec(compile(process.stdout, "svg.py", "exec"), module.__dict__)
     return module
 
 
@@ -275,8 +275,8 @@ def seconds_of(name: str, plotly: Path | None, target: Path) -> dict[str, float]
     """
     command = [sys.executable, __file__, "--draw", name, "--target", str(target)]
     command += ["--plotly", str(plotly)] if plotly else []
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(told.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def draw(name: str, plotly: Path | None, target: Path) -> None:
@@ -360,13 +360,16 @@ def measured(
             )
     rows = []
     for name in names:
-        candidate, page = CANDIDATES[name], page_file(folder, name)
-        kept = 1.2 if name == "plotly, inlined" else megabytes(candidate.packages)
+        candidate = CANDIDATES[name]
+        page = page_file(folder, name)
+        megabytes_installed = (
+            1.2 if name == "plotly, inlined" else megabytes(candidate.packages)
+        )
         rows.append(
             {
                 "candidate": name,
                 "page_kb": round(page.stat().st_size / 1000, 1),
-                "install_mb": round(kept, 1),
+                "install_mb": round(megabytes_installed, 1),
                 **{
                     key: round(statistics.median(row[key] for row in seconds[name]), 3)
                     for key in seconds[name][0]
@@ -406,11 +409,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         names = [name for name in options.only if installed(name, options.plotly)]
         rows = measured(names, options, folder)
     print(json.dumps(rows, indent=1))
-    shown = [
+    words = [
         f"--rounds {options.rounds}",
         *(["--plotly plotly-basic.min.js"] if options.plotly else []),
     ]
-    write("charting", " ".join(["python benchmarks/charting.py", *shown]), rows)
+    write("charting", " ".join(["python benchmarks/charting.py", *words]), rows)
 
 
 if __name__ == "__main__":

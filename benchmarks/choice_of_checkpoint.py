@@ -24,7 +24,8 @@ import numpy as np
 from _record import write
 from kd.jobs.evaluate import evaluate
 
-DRAWS, IMAGES = 4000, (50, 111, 250, 500)
+DRAWS = 4000
+IMAGES = (50, 111, 250, 500)
 Rule = Callable[[np.ndarray, int], int]
 
 
@@ -47,29 +48,33 @@ def accuracies(right_KN: np.ndarray, images: int, rule: Rule) -> np.ndarray:
     """Return the accuracy of the chosen checkpoint of K on the images that were not
     drawn, [DRAWS].
     """
-    draw, found = np.random.default_rng(0), np.empty(DRAWS)
+    draw = np.random.default_rng(0)
+    shares = np.empty(DRAWS)
     for number in range(DRAWS):
         order = draw.permutation(right_KN.shape[1])
         chosen = rule(right_KN[:, order[:images]].mean(1), images)
-        found[number] = right_KN[chosen, order[images:]].mean()
-    return found
+        shares[number] = right_KN[chosen, order[images:]].mean()
+    return shares
 
 
 def scored(run: Path) -> tuple[list[int], np.ndarray]:
     """Return the steps of a run's checkpoints, and which test images each predicts
     correctly, bool [K, N].
     """
-    steps, right = [], []
+    steps = []
+    right = []
     for checkpoint in sorted((run / "checkpoints").iterdir()):
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / run.name
             shutil.copytree(run, copy, ignore=lambda path, names, keep=checkpoint: {
                 name for name in names if Path(path).name == "checkpoints" and name != keep.name
             })  # fmt: skip
-            found = evaluate(copy, trust=True, split="test").samples["accuracy"].right
-        assert found is not None
+            is_right = (
+                evaluate(copy, trust=True, split="test").samples["accuracy"].right
+            )
+        assert is_right is not None
         steps.append(int(checkpoint.name.partition("_")[2]))
-        right.append(found)
+        right.append(is_right)
     return steps, np.array(right)
 
 
@@ -83,13 +88,16 @@ def main() -> None:
     for run in parser.parse_args().runs:
         steps, right_KN = scored(run)
         test = " ".join(
-            f"{step}:{100 * one.mean():.1f}"
-            for step, one in zip(steps, right_KN, strict=True)
+            f"{step}:{100 * value.mean():.1f}"
+            for step, value in zip(steps, right_KN, strict=True)
         )
         for images in IMAGES:
             for name, rule in RULES.items():
-                found = 100 * accuracies(right_KN, images, rule)
-                numbers = {"accuracy": found.mean(), "tenth": np.quantile(found, 0.1)}
+                percent = 100 * accuracies(right_KN, images, rule)
+                numbers = {
+                    "accuracy": percent.mean(),
+                    "tenth": np.quantile(percent, 0.1),
+                }
                 about = {
                     "run": run.name,
                     "test_by_step": test,
@@ -99,7 +107,10 @@ def main() -> None:
                 rows.append(
                     {
                         **about,
-                        **{key: round(float(one), 2) for key, one in numbers.items()},
+                        **{
+                            key: round(float(value), 2)
+                            for key, value in numbers.items()
+                        },
                     }
                 )
                 print(rows[-1])

@@ -55,28 +55,34 @@ def measure(name: str, threads: int) -> dict[str, Any]:
     keep_freed_memory()
     torch.set_num_threads(threads)
     model, batch, size = NETWORKS[name]
-    images, labels = torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
+    images = torch.randn(batch, 3, size, size)
+    labels = torch.randint(10, (batch,))
 
     def student() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        made = (
+        built_network = (
             network(24)
             if model == "examples"
             else timm.create_model(model, num_classes=10)
         )
-        set_attention(made, False)
-        return made, torch.optim.AdamW(made.parameters(), lr=1e-3, fused=True)
+        set_attention(built_network, False)
+        return built_network, torch.optim.AdamW(
+            built_network.parameters(), lr=1e-3, fused=True
+        )
 
-    def seconds(one: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    def seconds(
+        network_to_time: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> float:
         start = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16_pays()):
-            logits = one(images)
+            logits = network_to_time(images)
         cross_entropy(logits.float(), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
         return time.perf_counter() - start
 
-    eager, compiled = student(), student()
+    eager = student()
+    compiled = student()
     compiled[0].compile(dynamic=False)
     seconds(*eager)
     first = seconds(*compiled)
@@ -100,14 +106,14 @@ def main() -> None:
         "--only", nargs="*", default=list(NETWORKS), choices=list(NETWORKS)
     )
     parser.add_argument("--one", default="", help="measure one here and print it")
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(measure(given.one, given.threads)))
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(options.one, options.threads)))
         return
     from _record import write
 
     rows = []
-    for name in given.only:
+    for name in options.only:
         with tempfile.TemporaryDirectory(prefix="kd_compile_") as folder:
             argv = [
                 sys.executable,
@@ -115,7 +121,7 @@ def main() -> None:
                 "--one",
                 name,
                 "--threads",
-                str(given.threads),
+                str(options.threads),
             ]
             environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
             cold, warm = (
@@ -141,7 +147,7 @@ def main() -> None:
         rows[-1] |= {"eager_per_second": eager, "compiled_per_second": compiled}
         rows[-1] |= {"ratio": cold["ratio"], "ratio_again": warm["ratio"]}
         print(rows[-1], flush=True)
-    write("compile", f"python benchmarks/compile.py --threads {given.threads}", rows)
+    write("compile", f"python benchmarks/compile.py --threads {options.threads}", rows)
 
 
 if __name__ == "__main__":

@@ -207,9 +207,7 @@ class Cell:
     verdict: bool = False
 
 
-def grid(
-    setup: str, views: Sequence[int], epochs: Sequence[int], *more: str, of: str = ""
-) -> Iterator[Cell]:
+def grid(setup: str, views: Sequence[int], epochs: Sequence[int]) -> Iterator[Cell]:
     """Yield distilled cells by views and epochs; 0 views: a fresh view in
     each epoch.
     """
@@ -218,22 +216,15 @@ def grid(
             keys = (
                 f"run.epochs={length}",
                 f"teacher.cache.views={min(count or length, length)}",
-                *more,
             )
-            yield Cell(setup, f"{of}{count or 'fresh'} views, {length} epochs", keys)
+            yield Cell(setup, f"{count or 'fresh'} views, {length} epochs", keys)
 
 
-def alone(
-    setup: str, *steps: int, more: tuple[str, ...] = (), of: str = ""
-) -> Iterator[Cell]:
+def alone(setup: str, *steps: int) -> Iterator[Cell]:
     """Yield cells on labels alone by length."""
     for length in steps:
-        yield Cell(
-            setup,
-            f"{of}labels, {length} steps",
-            (f"run.steps={length}", *more),
-            labels=True,
-        )
+        keys = (f"run.steps={length}",)
+        yield Cell(setup, f"labels, {length} steps", keys, labels=True)
 
 
 SHORT = (
@@ -326,13 +317,11 @@ def make_folders(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
     setup = SETUPS[name]
     if setup.source in PAINTED:
         return painted(options, name)
-    source, whole, few = (
-        options.data / setup.source,
-        options.work / name,
-        options.work / f"{name}_labelled",
-    )
+    source = options.data / setup.source
+    full = options.work / name
+    few = options.work / f"{name}_labelled"
     if (few / "made").is_file():
-        return whole, few
+        return full, few
     classes = sorted(
         path.name for path in (source / "train").iterdir() if path.is_dir()
     )
@@ -343,22 +332,20 @@ def make_folders(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
         if setup.splits:
             val, test = (pictures(source / split, title) for split in ("val", "test"))
         else:
-            rest = iter(train[setup.train :])
-            train, val, test = (
-                train[: setup.train],
-                list(islice(rest, setup.val)),
-                list(islice(rest, setup.test)),
-            )
+            remaining = iter(train[setup.train :])
+            train = train[: setup.train]
+            val = list(islice(remaining, setup.val))
+            test = list(islice(remaining, setup.test))
         labelled = train[: setup.labelled or len(train)]
-        for folder in (whole, few):
+        for folder in (full, few):
             link(labelled, folder / "train" / title)
             for split, files in (("val", val), ("test", test)):
                 if files:
                     link(files, folder / split / title)
-        if others := train[len(labelled) :]:
-            link(others, whole / "train" / "unlabelled")
+        if unlabelled := train[len(labelled) :]:
+            link(unlabelled, full / "train" / "unlabelled")
     (few / "made").write_text("")
-    return whole, few
+    return full, few
 
 
 PAINTED = {"dishes": 1, "trays": 2}  # most dishes on a picture
@@ -368,31 +355,31 @@ def painted(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
     """Paint the pictures of a set-up, with a table of labels for trays; return the
     folders of `make_folders`.
     """
-    setup, whole, few = (
-        SETUPS[name],
-        options.work / name,
-        options.work / f"{name}_labelled",
-    )
+    setup = SETUPS[name]
+    full = options.work / name
+    few = options.work / f"{name}_labelled"
     if (few / "made").is_file():
-        return whole, few
-    given = {
+        return full, few
+    sizes = {
         "train_images": setup.train,
         "val_images": setup.val + setup.test,
         "dishes": PAINTED[name],
     }
-    settings = food_mini.Options(root=str(options.work / "painted"), **given)
+    settings = food_mini.Options(root=str(options.work / "painted"), **sizes)
     for split in ("train", "val"):
-        source, counts = food_mini.FoodMini(settings, split), Counter[str]()
+        source = food_mini.FoodMini(settings, split)
+        counts = Counter[str]()
         source.prepare()
         for id in range(len(source)):
-            label, file = source.label(id), Path(settings.root) / source.name(id)
+            label = source.label(id)
+            file = Path(settings.root) / source.name(id)
             counts[file.parent.name] += 1
             ends = {
                 "train": "train",
                 "val": "val" if counts[file.parent.name] <= setup.val else "test",
             }
             labelled = split == "val" or counts[file.parent.name] <= setup.labelled
-            for folder in (whole, few) if labelled else (whole,):
+            for folder in (full, few) if labelled else (full,):
                 place = (
                     folder
                     / ends[split]
@@ -409,10 +396,10 @@ def painted(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
                         table.write(
                             f"{place.relative_to(folder) / file.name},{named}\n"
                         )
-    for file in (*whole.glob("*.csv"), *few.glob("*.csv")):
+    for file in (*full.glob("*.csv"), *few.glob("*.csv")):
         file.write_text("file,labels\n" + file.read_text())
     (few / "made").write_text("")
-    return whole, few
+    return full, few
 
 
 # --------------------------------------------------------------------------------
@@ -457,8 +444,8 @@ def call(
 
 def run(options: argparse.Namespace, cell: Cell) -> list[Row]:
     """Train one cell and return its row, or two rows with a verdict."""
-    whole, few = make_folders(options, cell.setup)
-    file = written(options, cell.setup, whole)
+    full, few = make_folders(options, cell.setup)
+    file = written(options, cell.setup, full)
     name = f"{cell.setup}-{cell.name}-{cell.seed}".replace(" ", "_").replace(",", "")
     keys = [
         f"run.folder={options.work / 'runs'}",
@@ -475,7 +462,7 @@ def run(options: argparse.Namespace, cell: Cell) -> list[Row]:
         keys += [f"data.root={few}", "data.labels=all"]
     else:
         keys += SETUPS[cell.setup].keys
-    keys += evaluations(file, cell, few if cell.labels else whole)
+    keys += evaluations(file, cell, few if cell.labels else full)
     call(options, "kd-train", str(file), *keys, log=name)
     _, config = opened_run(options.work / "runs" / name, trust=True)
     record = record_of(RunDir(options.work / "runs" / name), resolve(config))
@@ -501,14 +488,14 @@ def values_of(overrides: Sequence[str]) -> dict[str, str]:
 def evaluations(file: Path, cell: Cell, folder: Path) -> list[str]:
     """Return the interval of 20 evaluations."""
     content = yaml.safe_load(file.read_text())
-    given = values_of(cell.keys)
+    values = values_of(cell.keys)
     images = sum(
         len(pictures(folder / "train", path.name))
         for path in (folder / "train").iterdir()
     )
-    batch = int(given.get("data.batch_size") or content["data"]["batch_size"])
-    epochs = int(given.get("run.epochs") or content["run"]["epochs"])
-    steps = int(given.get("run.steps") or epochs * (images // batch))
+    batch = int(values.get("data.batch_size") or content["data"]["batch_size"])
+    epochs = int(values.get("run.epochs") or content["run"]["epochs"])
+    steps = int(values.get("run.steps") or epochs * (images // batch))
     return [f"run.every.evaluate={max(1, steps // 20)}"]
 
 
@@ -517,7 +504,8 @@ def row_of(record: RunRecord, cell: Cell, arm: str, student: str) -> Row:
     assert record.scored is not None
     assert record.spent is not None
     title = record.selection_metric.key
-    accuracy, images = float(record.scored.row[title]), record.scored.images
+    accuracy = float(record.scored.row[title])
+    images = record.scored.images
     low, high = record.samples[title].interval()
     row: Row = {"setup": cell.setup, "cell": cell.name, "arm": arm}
     row |= {
@@ -534,7 +522,8 @@ def row_of(record: RunRecord, cell: Cell, arm: str, student: str) -> Row:
     }
     teacher = record.scored.row.get(f"teacher_{title}", "")
     row |= {"teacher": round(float(teacher), 4) if teacher != "" else ""}
-    fitting, hand = record.fitting_spent or 0.0, record.at_hand or 0.0
+    fitting = record.fitting_spent or 0.0
+    hand = record.at_hand or 0.0
     row |= {
         "student_seconds": round(record.spent),
         "outputs_at_hand_seconds": round(hand),
@@ -557,7 +546,11 @@ def curve(
     """Return validation accuracy over CPU seconds as `seconds:accuracy` pairs."""
     points = []
     for row in val:
-        at = [float(one["cpu_seconds"]) for one in train if one["step"] <= row["step"]]
+        at = [
+            float(step_row["cpu_seconds"])
+            for step_row in train
+            if step_row["step"] <= row["step"]
+        ]
         points.append(f"{at[-1] if at else 0:.0f}:{row[title]:.4f}")
     return " ".join(points)
 
@@ -575,9 +568,9 @@ def summary(rows: Sequence[Row], options: argparse.Namespace) -> list[Row]:
             sum(1 for file in folder.rglob("*") if file.is_file())
             for folder in folders.values()
         )
-        seen = labelled if row["arm"] == "labels" else images
+        images_an_epoch = labelled if row["arm"] == "labels" else images
         keys = values_of(row["keys"].split())
-        other = [
+        shown_keys = [
             key
             for key in keys
             if key not in ("run.epochs", "run.steps", "teacher.cache.views")
@@ -602,11 +595,13 @@ def summary(rows: Sequence[Row], options: argparse.Namespace) -> list[Row]:
         }
         line |= {
             "views": 0 if row["arm"] == "labels" else views,
-            "epochs": round(row["steps"] * batch / seen),
+            "epochs": round(row["steps"] * batch / images_an_epoch),
         }
         line |= {
             "other": " ".join(
-                f"{key}={keys[key]}" for key in other if not key.startswith("student.")
+                f"{key}={keys[key]}"
+                for key in shown_keys
+                if not key.startswith("student.")
             )
         }
         line |= {"accuracy": row["accuracy"], "seconds": row["cpu_seconds"]}
@@ -623,15 +618,15 @@ def picture(rows: Sequence[Row], setup: str = "tiny10") -> str:
     """Return validation accuracy over the CPU time of both arms as an SVG file; the
     teacher's fit comes first.
     """
-    shown = {
+    labelled_arms = {
         "as kd-init writes it": ("distilled", "--accent"),
         "8 views, 120 epochs": ("distilled, 3x", "--longer"),
         "labels, 3000 steps": ("labels alone", "--labels"),
     }
     drawn = []
     for row in rows:
-        if row["setup"] == setup and row["cell"] in shown and row["seed"] == 0:
-            title, color = shown[row["cell"]]
+        if row["setup"] == setup and row["cell"] in labelled_arms and row["seed"] == 0:
+            title, color = labelled_arms[row["cell"]]
             before = row["cpu_seconds"] - row["student_seconds"]
             points = [
                 tuple(map(float, point.split(":"))) for point in row["curve"].split()
@@ -643,13 +638,11 @@ def picture(rows: Sequence[Row], setup: str = "tiny10") -> str:
                 )
             )
     alone = next(series for series in drawn if series.name == "labels alone")
-    best, teacher = (
-        max(alone.y),
-        max(
-            float(row["teacher"])
-            for row in rows
-            if row["setup"] == setup and row["teacher"]
-        ),
+    best = max(alone.y)
+    teacher = max(
+        float(row["teacher"])
+        for row in rows
+        if row["setup"] == setup and row["teacher"]
     )
     levels = [
         Level("labels alone, at most", COLORS["--labels"], y=best),
@@ -676,32 +669,37 @@ def main() -> None:
         path.resolve() for path in (options.data, options.weights, options.work)
     )
     options.work.mkdir(parents=True, exist_ok=True)
-    rows_file, lock = options.work / "curves.jsonl", threading.Lock()
+    rows_file = options.work / "curves.jsonl"
+    lock = threading.Lock()
     if not rows_file.is_file():  # a new folder begins with the rows that are committed
         rows_file.write_text(
             "".join(json.dumps(row) + "\n" for row in newest("curves")[1])
         )
-    done = [json.loads(line) for line in rows_file.read_text().splitlines()]
-    known = {(row["setup"], row["cell"], row["seed"]) for row in done}
+    finished = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    finished_keys = {(row["setup"], row["cell"], row["seed"]) for row in finished}
     chosen = (
         []
         if options.write
         else [cell for cell in CELLS if not options.only or cell.setup in options.only]
     )
-    queue = [cell for cell in chosen if (cell.setup, cell.name, cell.seed) not in known]
+    queue = [
+        cell
+        for cell in chosen
+        if (cell.setup, cell.name, cell.seed) not in finished_keys
+    ]
     for name in dict.fromkeys(
-        [*(cell.setup for cell in queue), *(row["setup"] for row in done)]
+        [*(cell.setup for cell in queue), *(row["setup"] for row in finished)]
     ):
         written(options, name, make_folders(options, name)[0])
 
     def make(cell: Cell) -> None:
         try:
-            made = run(options, cell)
+            new_rows = run(options, cell)
         except (subprocess.CalledProcessError, AssertionError) as error:
             print(f"{cell.setup}, {cell.name}: {error}", flush=True)
             return
         with lock, rows_file.open("a") as file:
-            for row in made:
+            for row in new_rows:
                 file.write(json.dumps(row) + "\n")
                 print(
                     f"{row['setup']}, {row['cell']}, {row['arm']}:"

@@ -48,7 +48,8 @@ from kd.study.report.confusion import Half
 from kd.study.report.predictions import predict_all
 from kd.study.report.record import Predictions
 
-RESAMPLES, MOST_PASSED = 20, 0.15
+RESAMPLES = 20
+MOST_PASSED = 0.15
 FIELDS = (
     "part",
     "run",
@@ -65,7 +66,7 @@ FIELDS = (
 )
 
 
-def asked(path: Path, test: bool) -> Predictions:
+def answers_of(path: Path, test: bool) -> Predictions:
     """Return what the best student of a run and its teacher answer on all images of a
     split.
     """
@@ -85,38 +86,37 @@ def asked(path: Path, test: bool) -> Predictions:
             "student": student.eval(),
             "teacher": LiveTeacher(teacher, device).validation(),
         }
-        found = predict_all(models, data.views()[1], 0, device)
-    lists = (found["label"], found["student"], found["teacher"])
-    more = {"student_sure": found["student_sure"], "cpu_ms": found["cpu_ms"]}
-    return Predictions(tuple(data.classes), *lists, of=found["of"], **more)
+        predicted = predict_all(models, data.views()[1], 0, device)
+    lists = (predicted["label"], predicted["student"], predicted["teacher"])
+    extra = {"student_sure": predicted["student_sure"], "cpu_ms": predicted["cpu_ms"]}
+    return Predictions(tuple(data.classes), *lists, of=predicted["of"], **extra)
 
 
-def pairs(run: str, one: Predictions) -> list[dict[str, Any]]:
+def pairs(run: str, predictions: Predictions) -> list[dict[str, Any]]:
     """Return the pair at the threshold that equals the teacher on the other half, and
     at `MOST_PASSED`.
     """
-    chosen, shown = Half.of(one, 0), Half.of(one, 1)
+    chosen = Half.of(predictions, 0)
+    judged = Half.of(predictions, 1)
     cuts, _ = chosen.curve()
-    most = int(
+    passed_index = int(
         cuts[np.searchsorted(cuts, MOST_PASSED * len(chosen.sure), side="right") - 1]
     )
     rows = []
     for name, threshold in (
         ("equal", chosen.threshold()),
-        ("most", float(chosen.sure[most])),
+        ("most", float(chosen.sure[passed_index])),
     ):
-        passed = shown.sure < threshold
-        both, share = (
-            np.where(passed, shown.teacher, shown.student),
-            float(passed.mean()),
-        )
+        passed = judged.sure < threshold
+        both = np.where(passed, judged.teacher, judged.student)
+        share = float(passed.mean())
         low, high = paired_interval(
-            int((both & ~shown.teacher).sum()),
-            int((shown.teacher & ~both).sum()),
+            int((both & ~judged.teacher).sum()),
+            int((judged.teacher & ~both).sum()),
             len(both),
         )
-        cost = one.cpu_ms["student"] / one.cpu_ms["teacher"] + share
-        difference = float(both.mean() - shown.teacher.mean())
+        cost = predictions.cpu_ms["student"] / predictions.cpu_ms["teacher"] + share
+        difference = float(both.mean() - judged.teacher.mean())
         rows.append(
             {
                 "part": "pair",
@@ -129,7 +129,7 @@ def pairs(run: str, one: Predictions) -> list[dict[str, Any]]:
             | {
                 "low": low,
                 "high": high,
-                "beside": float(shown.student.mean() - shown.teacher.mean()),
+                "beside": float(judged.student.mean() - judged.teacher.mean()),
                 "cpu": cost,
             }
             | {"held": difference >= -0.002 and share <= MOST_PASSED and cost <= 0.35}
@@ -137,35 +137,34 @@ def pairs(run: str, one: Predictions) -> list[dict[str, Any]]:
     return rows
 
 
-def promises(run: str, one: Predictions, wrong: float) -> list[dict[str, Any]]:
+def promises(run: str, predictions: Predictions, wrong: float) -> list[dict[str, Any]]:
     """Choose `RESAMPLES` times on a random half; held: the promise is not below the
     interval of the other half.
     """
-    sure = np.array(one.student_sure)
-    right = np.array(one.student) == np.array(one.label)
+    sure = np.array(predictions.student_sure)
+    right = np.array(predictions.student) == np.array(predictions.label)
     rows = []
     for seed in range(RESAMPLES):
         order = np.random.default_rng(seed).permutation(len(sure))
-        half, rest = order[::2], order[1::2]
+        half = order[::2]
+        judged = order[1::2]
         threshold, least = Rule(wrong=wrong).lowest(sure[half], right[half])
         row = {
             "part": "promise",
             "run": run,
             "seed": seed,
             "asked": wrong,
-            "images": len(rest),
+            "images": len(judged),
         }
         if math.isnan(threshold):
             rows.append({**row, "beside": least, "held": "not reached"})
             continue
-        kept = sure[rest] >= threshold
-        share, count = (
-            float((~right[rest][kept]).mean()) if kept.any() else 0.0,
-            int(kept.sum()),
-        )
+        answered = sure[judged] >= threshold
+        share = float((~right[judged][answered]).mean()) if answered.any() else 0.0
+        count = int(answered.sum())
         low, high = wilson_interval(share, count)
         row |= {
-            "passed_on": 1 - float(kept.mean()),
+            "passed_on": 1 - float(answered.mean()),
             "value": share,
             "low": low,
             "high": high,
@@ -185,10 +184,8 @@ def cost(export: Path, rounds: int = 300) -> dict[str, Any]:
     from kd.deploy.serve.responses import JSON, predictions
     from kd.deploy.serve.responses import write as written
 
-    model, picture = (
-        load(describe(export), 1, 1),
-        (HERE / "../docs/food_mini.jpg").read_bytes(),
-    )
+    model = load(describe(export), 1, 1)
+    picture = (HERE / "../docs/food_mini.jpg").read_bytes()
     times: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(2 * rounds + 20):
         marked = turn % 2 == 0
@@ -205,13 +202,13 @@ def cost(export: Path, rounds: int = 300) -> dict[str, Any]:
         if turn >= 20:
             times[marked].append(time.process_time() - between)
             times.setdefault(None, []).append(between - start)  # type: ignore[call-overload]
-    whole = statistics.median(times[None]) + statistics.median(times[False])  # type: ignore[index]
-    more = statistics.median(times[True]) - statistics.median(times[False])
+    both_models = statistics.median(times[None]) + statistics.median(times[False])  # type: ignore[index]
+    extra = statistics.median(times[True]) - statistics.median(times[False])
     fields = {
-        "value": more / whole,
-        "beside": whole,
-        "cpu": more,
-        "held": more / whole <= 0.01,
+        "value": extra / both_models,
+        "beside": both_models,
+        "cpu": extra,
+        "held": extra / both_models <= 0.01,
     }
     return {"part": "cost", "run": export.parent.name, "images": rounds, **fields}
 
@@ -241,31 +238,31 @@ def main() -> None:
     command += " ".join(map(str, options.wrong))
     command += " --export EXPORT" if options.export else ""
 
-    def add(found: list[dict[str, Any]]) -> None:
-        rows.extend({field: row.get(field, "") for field in FIELDS} for row in found)
+    def add(new_rows: list[dict[str, Any]]) -> None:
+        rows.extend({field: row.get(field, "") for field in FIELDS} for row in new_rows)
         write("defer", command, rows)
-        for row in found:
+        for row in new_rows:
             print(row, flush=True)
 
     for run in options.runs:
-        wanted = {
+        missing = {
             ("pair", "equal"),
             *(("promise", str(wrong)) for wrong in options.wrong),
         }
         name = run.name + ", test" * options.test
-        wanted -= {
+        missing -= {
             (row["part"], str(row["asked"])) for row in rows if row["run"] == name
         }
-        if wanted:
-            one = asked(run, options.test)
-            found = pairs(name, one) if ("pair", "equal") in wanted else []
+        if missing:
+            predictions = answers_of(run, options.test)
+            new_rows = pairs(name, predictions) if ("pair", "equal") in missing else []
             for wrong in options.wrong:
-                found += (
-                    promises(name, one, wrong)
-                    if ("promise", str(wrong)) in wanted
+                new_rows += (
+                    promises(name, predictions, wrong)
+                    if ("promise", str(wrong)) in missing
                     else []
                 )
-            add(found)
+            add(new_rows)
     if options.export and not any(row["part"] == "cost" for row in rows):
         add([cost(options.export)])
 

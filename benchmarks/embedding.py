@@ -32,11 +32,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--fit-epochs", type=int, default=3)
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_intermixed_args()
-    fit = f"teacher.fit.epochs={given.fit_epochs}"
-    (teacher,) = teach(config.load(CONFIG, [fit, *given.overrides]))
+    options = parser.parse_intermixed_args()
+    fit = f"teacher.fit.epochs={options.fit_epochs}"
+    (teacher,) = teach(config.load(CONFIG, [fit, *options.overrides]))
     rows = []
-    for seed in given.seeds:
+    for seed in options.seeds:
         keys = [
             LOSSES,
             "run.baseline=false",
@@ -49,7 +49,7 @@ def main() -> None:
             f"run.seed={seed}",
             f"run.name=embedding_{seed}",
             *keys,
-            *given.overrides,
+            *options.overrides,
         )
         before = json.loads((run.folder / "manifest.json").read_text())["before"]
         row: dict[str, float] = {"seed": seed}
@@ -63,14 +63,15 @@ def main() -> None:
             "agreement": run.metrics["agreement"],
             "random_agreement": before["agreement"],
         }
-        recall, own = run.metrics["recall"], run.metrics["teacher_recall"]
+        recall = run.metrics["recall"]
+        teacher_recall = run.metrics["teacher_recall"]
         row |= {
-            "teacher_recall": own,
+            "teacher_recall": teacher_recall,
             "student_recall": recall,
             "random_recall": before["recall"],
         }
         row |= {
-            "recall_of_teachers": recall / own,
+            "recall_of_teachers": recall / teacher_recall,
             "found": run.metrics["found"],
             "random_found": before["found"],
         }

@@ -36,12 +36,16 @@ async def ask(
     """Return the first label of each image, the seconds of each answer, and those of
     all but the first `WARM`.
     """
-    parts, labels, took = urlsplit(url), [""] * len(images), [0.0] * len(images)
-    waiting, done, began = iter(range(len(images))), 0, time.perf_counter()
+    address = urlsplit(url)
+    labels = [""] * len(images)
+    took = [0.0] * len(images)
+    waiting = iter(range(len(images)))
+    count = 0
+    began = time.perf_counter()
 
     async def client() -> None:
-        nonlocal done, began
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        nonlocal count, began
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
         for index in waiting:
             message = request(url, images[index].read_bytes(), "image/jpeg")
             start = time.perf_counter()
@@ -50,8 +54,8 @@ async def ask(
             if status != 200:
                 raise SystemExit(f"{images[index]}: status {status}, {body.decode()}")
             labels[index] = json.loads(body)["predictions"][0]["label"]
-            done += 1
-            if done == WARM:
+            count += 1
+            if count == WARM:
                 began = time.perf_counter()
         writer.close()
 
@@ -72,7 +76,8 @@ def rows(
         server = kd_serve(export, "--file", file, "--threads", str(threads))
         try:
             labels, took, seconds = asyncio.run(ask(server.url, images, clients))
-            memory, used = server.resident_mb(peak=True), server.cpu_seconds()
+            memory = server.resident_mb(peak=True)
+            cpu_seconds = server.cpu_seconds()
         finally:
             server.stop()
         accuracy = float(
@@ -98,7 +103,7 @@ def rows(
             "images_per_second": round((len(images) - WARM) / seconds, 1),
             "p50_ms": round(1000 * percentile(took[WARM:], 0.5), 2),
             "p99_ms": round(1000 * percentile(took[WARM:], 0.99), 2),
-            "server_cpu_ms_per_image": round(1000 * used / len(images), 3),
+            "server_cpu_ms_per_image": round(1000 * cpu_seconds / len(images), 3),
             "mb": round(size / 1e6, 3),
             "memory_mb": round(memory),
             "clients": clients,
@@ -116,18 +121,18 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--images", type=int, default=0, help="drawn from all; 0: all")
-    given = parser.parse_args()
-    every = sorted(path for path in given.folder.glob("*/*") if path.is_file())
-    order = np.random.default_rng(0).permutation(len(every))[: given.images or None]
-    found = list(
-        rows(given.export, [every[i] for i in order], given.clients, given.threads)
+    options = parser.parse_args()
+    every = sorted(path for path in options.folder.glob("*/*") if path.is_file())
+    order = np.random.default_rng(0).permutation(len(every))[: options.images or None]
+    measured = list(
+        rows(
+            options.export, [every[i] for i in order], options.clients, options.threads
+        )
     )
-    for row in found:
+    for row in measured:
         print(row)
-    options = (
-        f"--clients {given.clients} --threads {given.threads} --images {given.images}"
-    )
-    write("endpoint", f"python benchmarks/endpoint.py EXPORT IMAGES {options}", found)
+    flags = f"--clients {options.clients} --threads {options.threads} --images {options.images}"
+    write("endpoint", f"python benchmarks/endpoint.py EXPORT IMAGES {flags}", measured)
 
 
 if __name__ == "__main__":

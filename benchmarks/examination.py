@@ -145,7 +145,8 @@ def row(
                 ValueError,
             ):  # another shape, or a lazy layer: the examination names it
                 changes[key] = "fails"
-    begin, refused = time.process_time(), ""
+    begin = time.process_time()
+    refused = ""
     try:
         examine(model, "network", pixels, True, 2 if trained else 0)
     except ModelError as error:
@@ -197,8 +198,8 @@ def main() -> None:
         rows += [
             row("faulty", name, build(), SIDE, trained) for trained in (False, True)
         ]
-    for one in rows:
-        print(" | ".join(map(str, one.values())))
+    for printed_row in rows:
+        print(" | ".join(map(str, printed_row.values())))
     write("examination", f"python benchmarks/{Path(__file__).name} --size {size}", rows)
 
 

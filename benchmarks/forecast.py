@@ -55,7 +55,8 @@ TINY: dict[str, Any] = {
 """A teacher and a student of which a step takes some hundredths of a second on one
 thread.
 """
-FIT, STORED = "teacher.fit.epochs=3", "teacher.cache.views=1"
+FIT = "teacher.fit.epochs=3"
+STORED = "teacher.cache.views=1"
 RUNS: dict[str, list[str]] = {
     "baseline": [FIT, "run.epochs=4", "run.baseline=true"],
     "averaged": [FIT, STORED, "optimizer.ema_decay=0.99", "data.test_fraction=0.5"],
@@ -107,12 +108,12 @@ def seconds(text: str) -> float:
 
 def forecast(text: str) -> Row:
     """Read the output of --check."""
-    told = {
-        name: float(found[1])
+    predicted = {
+        name: float(match[1])
         for name, pattern in PATTERNS.items()
-        if (found := re.search(pattern, text))
+        if (match := re.search(pattern, text))
     }
-    return told | {
+    return predicted | {
         "seconds": seconds(text.partition("time      about ")[2].partition(":")[0])
     }
 
@@ -134,8 +135,8 @@ def came(folder: Path, peak_kib: int) -> Row:
     train, epochs = (
         [row for row in rows if row["kind"] == kind] for kind in ("train", "epoch")
     )
-    found = {"steps": train[-1]["step"], "memory MiB": peak_kib / 1024}
-    found["seconds"] = json.loads((folder / "manifest.json").read_text())[
+    measured = {"steps": train[-1]["step"], "memory MiB": peak_kib / 1024}
+    measured["seconds"] = json.loads((folder / "manifest.json").read_text())[
         "billable_seconds"
     ]
     ends = [0.0, *(row["seconds"] for row in epochs)]
@@ -143,18 +144,18 @@ def came(folder: Path, peak_kib: int) -> Row:
     full = max(row["trained"] for row in epochs)
     warm: dict[bool, list[float]] = {True: [], False: []}
     for time, begin, row in zip(took[1:], epochs, epochs[1:], strict=False):
-        asked = sum(
-            one["teacher_images"]
-            for one in train
-            if begin["step"] < one["step"] <= row["step"]
+        teacher_images = sum(
+            step_row["teacher_images"]
+            for step_row in train
+            if begin["step"] < step_row["step"] <= row["step"]
         )
-        if asked < row["trained"] / 20:
+        if teacher_images < row["trained"] / 20:
             warm[row["trained"] == full].append(time)
     if warm[True] and warm[False]:
-        found["sifting saves %"] = 100 * (
+        measured["sifting saves %"] = 100 * (
             1 - statistics.median(warm[False]) / statistics.median(warm[True])
         )
-    return found
+    return measured
 
 
 def kd(place: Path, *argv: str, log: Path) -> tuple[str, int]:
@@ -190,7 +191,8 @@ def main() -> None:
     parser.add_argument("--label", default="now")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    config, pictures = args.work / "tiny.yaml", paint(args.work / "pictures")
+    config = args.work / "tiny.yaml"
+    pictures = paint(args.work / "pictures")
     config.write_text(yaml.safe_dump(TINY))
     rows = [
         row
@@ -208,7 +210,7 @@ def main() -> None:
         ]
         if "data.kind=multilabel" in keys:
             keys += ["data.train_labels=train.csv", "data.val_labels=val.csv"]
-        told, _ = kd(
+        text, _ = kd(
             args.kd,
             "train",
             str(config),
@@ -219,19 +221,20 @@ def main() -> None:
         _, peak = kd(
             args.kd, "train", str(config), *keys, log=folder.with_suffix(".log")
         )
-        expected, found = forecast(told), came(folder, peak)
-        for what, value in found.items():
+        expected = forecast(text)
+        measured = came(folder, peak)
+        for quantity, value in measured.items():
             error: float | str = ""
-            if what in expected and value:
-                error = 100 * (expected[what] / value - 1)
-                if what == "sifting saves %":  # of the time that is left
-                    error = 100 * ((100 - expected[what]) / (100 - value) - 1)
+            if quantity in expected and value:
+                error = 100 * (expected[quantity] / value - 1)
+                if quantity == "sifting saves %":  # of the time that is left
+                    error = 100 * ((100 - expected[quantity]) / (100 - value) - 1)
             cells = {
-                "told": expected.get(what, "nothing"),
+                "told": expected.get(quantity, "nothing"),
                 "came": round(value, 2),
                 "error_percent": error if isinstance(error, str) else round(error, 1),
             }
-            rows.append({"code": args.label, "run": name, "what": what, **cells})
+            rows.append({"code": args.label, "run": name, "what": quantity, **cells})
             print(rows[-1], flush=True)
     write("forecast", f"python {' '.join(sys.argv)}", rows)
 

@@ -70,14 +70,15 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs", "from_folder"))
     parser.add_argument("--sentence", default="drop<=2 mb<=4")
     parser.add_argument("overrides", nargs="*", help="key=value of kd train")
-    given = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args()
     folder, teacher, student = (
-        str(path.resolve()) for path in (given.folder, given.teacher, given.student)
+        str(path.resolve())
+        for path in (options.folder, options.teacher, options.student)
     )
-    given.work.mkdir(parents=True, exist_ok=True)
-    if not (given.work / "own.yaml").is_file():
+    options.work.mkdir(parents=True, exist_ok=True)
+    if not (options.work / "own.yaml").is_file():
         call(
-            given.work,
+            options.work,
             "init",
             folder,
             "--teacher",
@@ -87,13 +88,13 @@ def main() -> None:
             "-o",
             "own.yaml",
         )
-    call(given.work, "train", "own.yaml", *given.overrides)
-    call(given.work, "export", "runs/own", "--accept", given.sentence)
-    test = given.folder / "test"
-    answers = given.work / "answers.csv"
+    call(options.work, "train", "own.yaml", *options.overrides)
+    call(options.work, "export", "runs/own", "--accept", options.sentence)
+    test = options.folder / "test"
+    answers = options.work / "answers.csv"
     answers.unlink(missing_ok=True)
     call(
-        given.work,
+        options.work,
         "predict",
         "runs/own/export",
         str(test.resolve()),
@@ -102,7 +103,7 @@ def main() -> None:
     )
     verified = json.loads(
         call(
-            given.work,
+            options.work,
             "verify",
             "runs/own/export",
             "--data",
@@ -113,16 +114,17 @@ def main() -> None:
     )
     wrong = [row["what"] for row in verified["rows"] if row["verdict"] == "WRONG"]
     with answers.open(newline="") as file:
-        told = list(csv.DictReader(file))
-    right = sum(Path(row["image"]).parent.name == row["label"] for row in told)
-    export = given.work / "runs/own/export"
+        answered = list(csv.DictReader(file))
+    right = sum(Path(row["image"]).parent.name == row["label"] for row in answered)
+    export = options.work / "runs/own/export"
     manifest = json.loads((export / "manifest.json").read_text())
-    scored = json.loads((given.work / "runs/own/scored.json").read_text())
-    row, images = scored["row"], scored["images"]
+    scored = json.loads((options.work / "runs/own/scored.json").read_text())
+    row = scored["row"]
+    images = scored["images"]
     low, high = wilson_interval(row["accuracy"], images)
     accepted = manifest["accepted"]
-    found = {
-        "folder": given.folder.resolve().name,
+    measured = {
+        "folder": options.folder.resolve().name,
         "teacher": round(100 * row["teacher_accuracy"], 2),
         "student": round(100 * row["accuracy"], 2),
         "low": round(100 * low, 2),
@@ -130,19 +132,19 @@ def main() -> None:
         "images": images,
         "file": accepted["file"],
         "mb": round(size(export / accepted["file"]) / 1e6, 2),
-        "file_right": round(100 * right / len(told), 2),
+        "file_right": round(100 * right / len(answered), 2),
         "cpu_ms": manifest["parity"][accepted["file"]]["cpu_ms"],
-        "train_cpu_minutes": round(trained_minutes(given.work / "runs"), 1),
+        "train_cpu_minutes": round(trained_minutes(options.work / "runs"), 1),
         "claims": len(verified["rows"]),
         "wrong": len(wrong),
         "commit": commit(),
     }
-    print(found)
-    words = [f'--sentence "{given.sentence}"', *given.overrides]
+    print(measured)
+    words = [f'--sentence "{options.sentence}"', *options.overrides]
     write(
         "from_folder",
         f"python benchmarks/from_folder.py FOLDER TEACHER STUDENT {' '.join(words)}",
-        [found],
+        [measured],
     )
 
 

@@ -88,12 +88,13 @@ KEYS = (
 )
 
 
-def on_test(found: Any, row: dict[str, Any]) -> dict[str, Any]:
+def on_test(sweep: Any, row: dict[str, Any]) -> dict[str, Any]:
     """Return the row of a trial with its scores of the test images."""
-    scored = evaluate(found.folder / row["trial"], trust=True, split="test")
-    accuracy, teacher = scored.row["accuracy"], scored.row["teacher_accuracy"]
+    scored = evaluate(sweep.folder / row["trial"], trust=True, split="test")
+    accuracy = scored.row["accuracy"]
+    teacher = scored.row["teacher_accuracy"]
     low, high = wilson_interval(accuracy, scored.images)
-    own = {
+    scores = {
         "val": row["score"],
         "score": accuracy,
         "interval": [low, high],
@@ -101,7 +102,7 @@ def on_test(found: Any, row: dict[str, Any]) -> dict[str, Any]:
     }
     return {
         **row,
-        **{key: round(value, 4) for key, value in own.items() if key != "interval"},
+        **{key: round(value, 4) for key, value in scores.items() if key != "interval"},
         "interval": [low, high],
     }
 
@@ -119,28 +120,28 @@ def rows_of(
     lines: list[dict[str, Any]] = [
         {"what": "teacher", "test": teacher["score"], **teacher}
     ]
-    for what, one in [
+    for kind, trial in [
         *(("student", row) for row in rows),
         *(("best again", row) for row in fresh),
     ]:
-        low, high = one["interval"]
-        own = {
-            "what": what,
+        low, high = trial["interval"]
+        csv_row = {
+            "what": kind,
             "student": names[
-                json.dumps(json.loads(one["values"]["student"]), sort_keys=True)
+                json.dumps(json.loads(trial["values"]["student"]), sort_keys=True)
             ],
         }
-        own |= {
-            "seed": one["values"].get("run.seed", ""),
-            "test": one["score"],
-            "val": one["val"],
+        csv_row |= {
+            "seed": trial["values"].get("run.seed", ""),
+            "test": trial["score"],
+            "val": trial["val"],
         }
-        own |= {
+        csv_row |= {
             "low": round(low, 4),
             "high": round(high, 4),
-            **{key: one.get(key, "") for key in costs},
+            **{key: trial.get(key, "") for key in costs},
         }
-        lines.append(own)
+        lines.append(csv_row)
     columns = ("what", "student", "seed", "test", "low", "high", "val", *costs)
     lines = [
         {**line, **{key: round(line[key], 3) for key in ("ms", "mb") if line.get(key)}}
@@ -149,14 +150,14 @@ def rows_of(
     return [{key: line.get(key, "") for key in columns} for line in lines]
 
 
-def shown(argv: list[str]) -> str:
+def printable(argv: list[str]) -> str:
     """Return a command without the paths of this machine."""
     pairs = [text.partition("=") for text in argv]
     hidden = {"data.root": "PATH/cifar10", "teacher.checkpoint": "FILE"}
     absolute = [value.startswith(("/", "~")) for _, _, value in pairs]
     return " ".join(
-        f"{key}={hidden.get(key, 'FOLDER')}" if one else text
-        for text, (key, _, _), one in zip(argv, pairs, absolute, strict=True)
+        f"{key}={hidden.get(key, 'FOLDER')}" if is_path else text
+        for text, (key, _, _), is_path in zip(argv, pairs, absolute, strict=True)
     )
 
 
@@ -176,15 +177,18 @@ def main() -> None:
         help="some students",
     )
     parser.add_argument("overrides", nargs="*", help="key=value for all")
-    given = parser.parse_args()
-    settings, keys = plain("cifar10"), [*KEYS, *given.overrides]
-    if any(text.startswith(("teacher=", "teacher.kind=")) for text in given.overrides):
+    options = parser.parse_args()
+    settings = plain("cifar10")
+    keys = [*KEYS, *options.overrides]
+    if any(
+        text.startswith(("teacher=", "teacher.kind=")) for text in options.overrides
+    ):
         settings.pop("teacher")
         keys.remove(TEACHER_SIZE)
-    axis = "student=" + ",".join(json.dumps(STUDENTS[name]) for name in given.only)
-    found = kd.sweep(settings, *keys, axis, jobs=given.jobs)
+    axis = "student=" + ",".join(json.dumps(STUDENTS[name]) for name in options.only)
+    sweep = kd.sweep(settings, *keys, axis, jobs=options.jobs)
     rows, fresh = (
-        [on_test(found, row) for row in each] for each in (found.rows, found.fresh)
+        [on_test(sweep, row) for row in each] for each in (sweep.rows, sweep.fresh)
     )
     timed = sorted((row for row in rows if "ms" in row), key=lambda row: row["ms"])
     for row, holds in zip(
@@ -193,12 +197,12 @@ def main() -> None:
         strict=True,
     ):
         row["frontier"] = holds
-    costs = found.study.user_attrs["costs"]["costs"]
+    costs = sweep.study.user_attrs["costs"]["costs"]
     teacher = {"score": rows[0]["teacher"], **costs["teacher"]}
-    command = shown(["python benchmarks/frontier.py", *sys.argv[1:]])
+    command = printable(["python benchmarks/frontier.py", *sys.argv[1:]])
     file = write("frontier_cifar10", command, rows_of(rows, fresh, teacher))
     file.with_suffix(".svg").write_text(frontier_svg(rows, teacher, SCORES.own[0]))
-    print(found.text)
+    print(sweep.text)
 
 
 if __name__ == "__main__":

@@ -145,16 +145,16 @@ def call(
     start = time.monotonic()
     with (options.work / f"{name}.log").open("w") as log:
         process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
-        _, status, used = os.wait4(process.pid, 0)
+        _, status, usage = os.wait4(process.pid, 0)
     if os.waitstatus_to_exitcode(status):
         raise SystemExit(f"{name} failed: see {log.name}")
     return {
         "wall_minutes": round((time.monotonic() - start) / 60, 2),
-        "cpu_minutes": round((used.ru_utime + used.ru_stime) / 60, 2),
+        "cpu_minutes": round((usage.ru_utime + usage.ru_stime) / 60, 2),
     }
 
 
-def one(options: argparse.Namespace, arm: str, seed: int) -> Row:
+def run_one(options: argparse.Namespace, arm: str, seed: int) -> Row:
     """Train one student and return its row."""
     losses, overrides, length = ARMS[arm]
     content = settings(options)
@@ -174,7 +174,8 @@ def one(options: argparse.Namespace, arm: str, seed: int) -> Row:
     rows = [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
-    train, row = [one for one in rows if one["kind"] == "train"], scored["row"]
+    train = [step_row for step_row in rows if step_row["kind"] == "train"]
+    row = scored["row"]
     low, high = wilson_interval(row["accuracy"], scored["images"])
     percent = {
         key: round(100 * row.get(key, 0.0), 2)
@@ -206,7 +207,7 @@ def one(options: argparse.Namespace, arm: str, seed: int) -> Row:
 def digest(teachers: Sequence[Path]) -> str:
     """Return the first digits of the SHA-256 of teachers' weights."""
     return hashlib.sha256(
-        b"".join((one / "model.safetensors").read_bytes() for one in teachers)
+        b"".join((teacher / "model.safetensors").read_bytes() for teacher in teachers)
     ).hexdigest()[:12]
 
 
@@ -233,20 +234,22 @@ def summary(rows: Sequence[Row]) -> str:
     }
     lines = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
-        own = [row for row in rows if row["arm"] == arm]
-        whole = [row["cpu_minutes"] for row in own if not row["resumed"]]
+        of_arm = [row for row in rows if row["arm"] == arm]
+        uninterrupted = [row["cpu_minutes"] for row in of_arm if not row["resumed"]]
         gains = [
-            row["accuracy"] - plain[row["seed"]] for row in own if row["seed"] in plain
+            row["accuracy"] - plain[row["seed"]]
+            for row in of_arm
+            if row["seed"] in plain
         ]
         mean = {
-            key: statistics.mean(row[key] for row in own)
-            for key in own[0]
+            key: statistics.mean(row[key] for row in of_arm)
+            for key in of_arm[0]
             if key not in TEXTS
         }
         lines.append(
             {
                 "trained by": arm,
-                "accuracy": " ".join(f"{row['accuracy']:.2f}" for row in own),
+                "accuracy": " ".join(f"{row['accuracy']:.2f}" for row in of_arm),
                 "on test images": (
                     f"{mean['accuracy']:.2f} (one seed: {mean['low']:.1f} to"
                     f" {mean['high']:.1f})"
@@ -255,7 +258,9 @@ def summary(rows: Sequence[Row]) -> str:
                 "agreement": f"{mean['agreement']:.1f}",
                 "calibration error": f"{mean['ece']:.1f}",
                 "images": f"{mean['images'] / 1e6:.2f} M",
-                "CPU minutes": f"{statistics.mean(whole):.1f}" if whole else "",
+                "CPU minutes": f"{statistics.mean(uninterrupted):.1f}"
+                if uninterrupted
+                else "",
                 "of it the teacher": f"{100 * mean['teacher_share']:.0f} %",
             }
         )
@@ -282,8 +287,10 @@ def earlier(options: argparse.Namespace, theme: str) -> list[Row]:
                 }
                 for line in lines
             ]
-    own = [row for row in rows if row.get("teacher") == digest(options.teachers)]
-    return list({(row["arm"], row["seed"]): row for row in reversed(own)}.values())
+    of_teacher = [row for row in rows if row.get("teacher") == digest(options.teachers)]
+    return list(
+        {(row["arm"], row["seed"]): row for row in reversed(of_teacher)}.values()
+    )
 
 
 def curves(options: argparse.Namespace) -> list[Row]:
@@ -299,21 +306,21 @@ def curves(options: argparse.Namespace) -> list[Row]:
                 / f"{arm}-{seed}".replace(" ", "_")
                 / "metrics.jsonl"
             )
-            known = (
+            earlier_curves = (
                 [json.loads(line) for line in file.read_text().splitlines()]
                 if file.is_file()
                 else []
             )
-            for row in known:
+            for row in earlier_curves:
                 if row["kind"] == "val" and row["epoch"] > FROM:
-                    own = {
+                    new_curves = {
                         "student": student,
                         "seed": seed,
                         "epochs": row["epoch"],
                         "accuracy": row["accuracy"],
                     }
                     rows.append(
-                        own
+                        new_curves
                         | {
                             "teacher": row.get("teacher_accuracy", ""),
                             "seconds": row["seconds"],
@@ -337,7 +344,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("overrides", nargs="*", help="key=value of the configuration")
     options = parser.parse_intermixed_args(argv)
-    options.work, options.teachers = options.work.resolve(), []
+    options.work = options.work.resolve()
+    options.teachers = []
     return options
 
 
@@ -362,18 +370,18 @@ def main(argv: Sequence[str] | None = None, theme: str = "full_labels") -> None:
     """Make what is missing of the arms; write the CSV and print the table."""
     options = arguments(argv)
     options.teachers = fitted(options)
-    done = {(row["arm"], row["seed"]) for row in earlier(options, theme)}
+    finished = {(row["arm"], row["seed"]) for row in earlier(options, theme)}
     missing = [
         (arm, seed)
         for seed in options.seeds
         for arm in options.arms
-        if (arm, seed) not in done
+        if (arm, seed) not in finished
     ]
     failed = []
 
     def make(pair: tuple[str, int]) -> None:
         try:
-            row = one(options, *pair)
+            row = run_one(options, *pair)
         except SystemExit as error:  # the other runs go on
             failed.append(str(error))
             print(error, flush=True)

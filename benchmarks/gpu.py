@@ -55,8 +55,8 @@ NEEDED = (
     "yaml",
 )
 PARTS = {
-    part.__name__: part
-    for part in (
+    function.__name__: function
+    for function in (
         run,
         student,
         configurations,
@@ -133,76 +133,82 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--part", choices=PARTS, help="this part alone, in this process"
     )
-    given = parser.parse_args(argv)
-    given.work = (
-        given.work or ROOT / "runs" / ("gpu_tiny" if given.tiny else "gpu")
+    options = parser.parse_args(argv)
+    options.work = (
+        options.work or ROOT / "runs" / ("gpu_tiny" if options.tiny else "gpu")
     ).absolute()
-    given.matrices = (64, 128) if given.tiny else ()
-    return given
+    options.matrices = (64, 128) if options.tiny else ()
+    return options
 
 
 def main(argv: list[str] | None = None) -> Path:
     """Run what is not finished, then write the CSV of all that is; return its path."""
-    given = arguments(argv)
-    end = time.monotonic() + 60 * given.minutes
+    options = arguments(argv)
+    end = time.monotonic() + 60 * options.minutes
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise SystemExit(
             f"missing: {', '.join(missing)}. Put them on PYTHONPATH; nothing is"
             " installed here"
         )
-    scale = TINY if given.tiny else REAL
-    if given.fresh:
-        shutil.rmtree(given.work, ignore_errors=True)
-    given.work.mkdir(parents=True, exist_ok=True)
-    if given.part:
-        finish(given.part, scale, given)
+    scale = TINY if options.tiny else REAL
+    if options.fresh:
+        shutil.rmtree(options.work, ignore_errors=True)
+    options.work.mkdir(parents=True, exist_ok=True)
+    if options.part:
+        finish(options.part, scale, options)
         raise SystemExit(0)
     from _record import write
 
     command = " ".join(
         [
             "make gpu",
-            *(["TINY=1"] if given.tiny else []),
-            *(["TIMM=FOLDER"] if given.timm else []),
+            *(["TINY=1"] if options.tiny else []),
+            *(["TIMM=FOLDER"] if options.timm else []),
         ]
     )
-    rows, path = [], given.work
+    rows = []
+    path = options.work
     for name in (
         PARTS
     ):  # the CSV is complete after each part, so that what ends this process loses one
-        rows += obtain(name, scale, given, end)
-        path = write("gpu", command, rows, given.work if given.tiny else given.out)
+        rows += obtain(name, scale, options, end)
+        path = write(
+            "gpu", command, rows, options.work if options.tiny else options.out
+        )
     return path
 
 
-def obtain(name: str, scale: Scale, given: argparse.Namespace, end: float) -> list[Row]:
+def obtain(
+    name: str, scale: Scale, options: argparse.Namespace, end: float
+) -> list[Row]:
     """Return the rows of a part: kept ones, or run it now while there is time."""
-    file, left = given.work / f"{name}.json", end - time.monotonic()
+    file = options.work / f"{name}.json"
+    seconds_left = end - time.monotonic()
     problem = ""
-    if not file.is_file() and left < 20 and not given.tiny:
+    if not file.is_file() and seconds_left < 20 and not options.tiny:
         problem = "no time was left; run the same command again"
-    elif not file.is_file() and given.tiny:
-        finish(name, scale, given)
+    elif not file.is_file() and options.tiny:
+        finish(name, scale, options)
     elif not file.is_file():
-        most = min(left, given.seconds or SECONDS[name])
-        print(f"== {name}, at most {most:.0f} of {left:.0f} s", flush=True)
-        problem = apart(name, given, most)
+        limit = min(seconds_left, options.seconds or SECONDS[name])
+        print(f"== {name}, at most {limit:.0f} of {seconds_left:.0f} s", flush=True)
+        problem = apart(name, options, limit)
     if problem:
         print(f"== {name}: {problem}", flush=True)
         return [{"part": name, **row("the whole part", 0.0, "not finished", problem)}]
     return [{"part": name, **entry} for entry in json.loads(file.read_text())]
 
 
-def finish(name: str, scale: Scale, given: argparse.Namespace) -> None:
+def finish(name: str, scale: Scale, options: argparse.Namespace) -> None:
     """Run a part and keep its rows."""
     import torch
 
     start = time.perf_counter()
     with torch.compiler.set_stance(
-        "force_eager" if given.tiny else "default"
+        "force_eager" if options.tiny else "default"
     ):  # tiny: no minute in the compiler
-        rows = PARTS[name](scale, given.work, given)
+        rows = PARTS[name](scale, options.work, options)
     for entry in rows:
         print(
             f"{name:8s} {entry['what']:40s} {entry['value']:12g} {entry['unit']} "
@@ -210,12 +216,12 @@ def finish(name: str, scale: Scale, given: argparse.Namespace) -> None:
             flush=True,
         )
     print(f"== {name} took {time.perf_counter() - start:.1f} s", flush=True)
-    part = given.work / f"{name}.part"
-    part.write_text(json.dumps(rows))
-    part.rename(given.work / f"{name}.json")
+    unfinished = options.work / f"{name}.part"
+    unfinished.write_text(json.dumps(rows))
+    unfinished.rename(options.work / f"{name}.json")
 
 
-def apart(name: str, given: argparse.Namespace, left: float) -> str:
+def apart(name: str, options: argparse.Namespace, limit: float) -> str:
     """Run a part in a process of its own, killed with all it started when the time is
     over; return what went wrong.
     """
@@ -225,13 +231,13 @@ def apart(name: str, given: argparse.Namespace, left: float) -> str:
         "--part",
         name,
         "--work",
-        str(given.work),
+        str(options.work),
         "--timm",
-        given.timm,
+        options.timm,
     ]
     process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True)
     try:
-        code = process.wait(left)
+        code = process.wait(limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

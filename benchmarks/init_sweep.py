@@ -44,26 +44,27 @@ def main() -> None:
     parser.add_argument("weights", type=Path)
     parser.add_argument("--work", type=Path, default=Path("runs", "init_sweep"))
     parser.add_argument("overrides", nargs="*", help="key=value for all runs")
-    given = parser.parse_intermixed_args()
-    name = given.folder.resolve().name
-    file = given.work / f"{name}.yaml"
+    options = parser.parse_intermixed_args()
+    name = options.folder.resolve().name
+    file = options.work / f"{name}.yaml"
     if not file.is_file():
-        given.work.mkdir(parents=True, exist_ok=True)
-        folder, weights = str(given.folder.resolve()), str(given.weights.resolve())
+        options.work.mkdir(parents=True, exist_ok=True)
+        folder = str(options.folder.resolve())
+        weights = str(options.weights.resolve())
         call("init", folder, "--teacher", weights, "--mb", "4", "-o", str(file))
     content: dict[str, Any] = yaml.safe_load(file.read_text())
-    own = {
+    values = {
         "losses.0.temperature": content["losses"][0]["temperature"],
         "optimizer.lr": content["optimizer"]["lr"],
     }
     lists = [
-        f"{key}={','.join(f'{own[key] * by:.4g}' for by in factors)}"
+        f"{key}={','.join(f'{values[key] * by:.4g}' for by in factors)}"
         for key, factors in FACTORS.items()
     ]
-    common = [f"run.folder={given.work}", "backend.threads=1", *given.overrides]
+    common = [f"run.folder={options.work}", "backend.threads=1", *options.overrides]
     call("sweep", str(file), *common, *lists)
     rows = [row for row in newest("init_sweep")[1] if row["folder"] != name]
-    for trial in sorted((given.work / f"{name}_sweep").glob("*/config.yaml")):
+    for trial in sorted((options.work / f"{name}_sweep").glob("*/config.yaml")):
         call(
             "train", str(trial.parent.parent / f"{trial.parent.name}.yaml")
         )  # it has ended: scores the test images
@@ -73,7 +74,8 @@ def main() -> None:
             for line in (trial.parent / "metrics.jsonl").read_text().splitlines()
         ]
         scored = json.loads((trial.parent / "scored.json").read_text())
-        score, images = scored["row"]["accuracy"], scored["images"]
+        score = scored["row"]["accuracy"]
+        images = scored["images"]
         low, high = wilson_interval(score, images)
         rows.append(
             {
@@ -83,7 +85,12 @@ def main() -> None:
                 "views": config["teacher"]["cache"]["views"],
                 "seed": config["run"]["seed"],
                 "validation": round(
-                    100 * max(one["accuracy"] for one in steps if one["kind"] == "val"),
+                    100
+                    * max(
+                        step_row["accuracy"]
+                        for step_row in steps
+                        if step_row["kind"] == "val"
+                    ),
                     2,
                 ),
                 "test": round(100 * score, 2),
@@ -97,7 +104,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     write(
         "init_sweep",
-        "python benchmarks/init_sweep.py FOLDER WEIGHTS " + " ".join(given.overrides),
+        "python benchmarks/init_sweep.py FOLDER WEIGHTS " + " ".join(options.overrides),
         rows,
     )
 

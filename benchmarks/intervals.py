@@ -29,20 +29,21 @@ TRAIN = 2000
 """Training images of each class."""
 
 
-def pixels(folder: Path, most: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pixels(folder: Path, limit: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return images as vectors of length 1 [N, D] and their classes [N]."""
-    found, labels = [], []
+    vectors = []
+    labels = []
     for label, name in enumerate(sorted(path.name for path in folder.iterdir())):
-        for path in sorted((folder / name).iterdir())[:most]:
+        for path in sorted((folder / name).iterdir())[:limit]:
             image = (
                 Image.open(path)
                 .convert("RGB")
                 .resize((side, side), Image.Resampling.BOX)
             )
-            found.append(np.asarray(image, np.float32).ravel() / 255 - 0.5)
+            vectors.append(np.asarray(image, np.float32).ravel() / 255 - 0.5)
             labels.append(label)
     return torch.nn.functional.normalize(
-        torch.from_numpy(np.stack(found)), dim=1
+        torch.from_numpy(np.stack(vectors)), dim=1
     ), torch.tensor(labels)
 
 
@@ -55,7 +56,9 @@ def answers(folder: Path, side: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ridge(known_ND, label_N, asking_MD, int(label_N.max()) + 1).float(), wanted_M
 
 
-def held(name: str, truth: float, ends: list[tuple[float, float]]) -> dict[str, object]:
+def coverage(
+    name: str, truth: float, ends: list[tuple[float, float]]
+) -> dict[str, object]:
     """Return how many intervals hold the truth, as a share of 100 samples."""
     inside = np.array([low <= truth <= high for low, high in ends])
     half = np.mean([(high - low) / 2 for low, high in ends])
@@ -74,56 +77,63 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--samples", type=int, default=10_000)
-    given = parser.parse_args()
-    (large, label), (small, _) = (answers(given.data, side) for side in (16, 4))
-    one, other = ((logits.argmax(1) == label).numpy() for logits in (large, small))
+    options = parser.parse_args()
+    (large, label), (small, _) = (answers(options.data, side) for side in (16, 4))
+    large_right, small_right = (
+        (logits.argmax(1) == label).numpy() for logits in (large, small)
+    )
     truth = torch.nn.functional.one_hot(label) > 0
     draw = np.random.default_rng(0)
     drawn = [
-        draw.choice(len(label), given.images, replace=False)
-        for _ in range(given.samples)
+        draw.choice(len(label), options.images, replace=False)
+        for _ in range(options.samples)
     ]
 
-    def shares(part: np.ndarray) -> tuple[Samples, Samples]:
-        first, second = one[part], other[part]
+    def shares(chosen: np.ndarray) -> tuple[Samples, Samples]:
+        first = large_right[chosen]
+        second = small_right[chosen]
         return Samples(first.mean(), right=first), Samples(second.mean(), right=second)
 
-    def precision(part: np.ndarray) -> tuple[float, float]:
-        own, right = large[part], truth[part]
+    def precision(chosen: np.ndarray) -> tuple[float, float]:
+        logits_of_part = large[chosen]
+        right = truth[chosen]
 
         def of(ids: np.ndarray) -> float:
-            return score(own[ids], right[ids])["map"]
+            return score(logits_of_part[ids], right[ids])["map"]
 
         return Samples(
-            score(own, right)["map"], replicates=bootstrap_scores(of, len(part))
+            score(logits_of_part, right)["map"],
+            replicates=bootstrap_scores(of, len(chosen)),
         ).interval()
 
     kinds: dict[str, tuple[float, Callable[[np.ndarray], tuple[float, float]], int]] = {
         "accuracy (Wilson)": (
-            one.mean(),
-            lambda part: shares(part)[0].interval(),
-            given.samples,
+            large_right.mean(),
+            lambda chosen: shares(chosen)[0].interval(),
+            options.samples,
         ),
         "accuracy of the smaller model (Wilson)": (
-            other.mean(),
-            lambda part: shares(part)[1].interval(),
-            given.samples,
+            small_right.mean(),
+            lambda chosen: shares(chosen)[1].interval(),
+            options.samples,
         ),
         "difference of the two (paired)": (
-            one.mean() - other.mean(),
-            lambda part: shares(part)[0].minus(shares(part)[1])[1:],
-            given.samples,
+            large_right.mean() - small_right.mean(),
+            lambda chosen: shares(chosen)[0].minus(shares(chosen)[1])[1:],
+            options.samples,
         ),
         "mAP (bootstrap)": (
             score(large, truth)["map"],
             precision,
-            min(given.samples, 100),
+            min(options.samples, 100),
         ),
     }
     rows = []
     for name, (on_all, interval, count) in kinds.items():
         rows.append(
-            held(name, float(on_all), [interval(part) for part in drawn[:count]])
+            coverage(
+                name, float(on_all), [interval(chosen) for chosen in drawn[:count]]
+            )
         )
         print(rows[-1], flush=True)
     words = [

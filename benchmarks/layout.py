@@ -45,17 +45,17 @@ def milliseconds(
     """Return the median CPU milliseconds of each call, made in turns after one that is
     not counted.
     """
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    durations: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
             start = time.process_time()
             call()
             if number:
-                found[name].append(1000 * (time.process_time() - start))
-    return {name: statistics.median(times) for name, times in found.items()}
+                durations[name].append(1000 * (time.process_time() - start))
+    return {name: statistics.median(times) for name, times in durations.items()}
 
 
-def one(name: str, size: int, batch: int) -> dict[str, Any]:
+def run_one(name: str, size: int, batch: int) -> dict[str, Any]:
     """Measure one network and return its row."""
     model, args = NETWORKS[name]
     plain = timm.create_model(model, num_classes=10, **args)
@@ -84,15 +84,15 @@ def one(name: str, size: int, batch: int) -> dict[str, Any]:
         m.weight.numel() for m in plain.modules() if isinstance(m, nn.Conv2d)
     )
     row["convolved"] = round(convolved / sum(p.numel() for p in plain.parameters()), 2)
-    for what, call in {"step": step, "forward": forward}.items():
+    for work, call in {"step": step, "forward": forward}.items():
         ms = milliseconds(
             {
                 key: lambda network=network, call=call: call(network)
                 for key, network in networks.items()
             }
         )
-        row |= {f"{what}_{key}_ms": round(value, 1) for key, value in ms.items()}
-        row[f"{what}_gain"] = round(ms["plain"] / ms["last"], 2)
+        row |= {f"{work}_{key}_ms": round(value, 1) for key, value in ms.items()}
+        row[f"{work}_gain"] = round(ms["plain"] / ms["last"], 2)
     print(row, flush=True)
     return row
 
@@ -110,7 +110,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows = [one(name, options.size, options.batch) for name in options.only]
+    rows = [run_one(name, options.size, options.batch) for name in options.only]
     write(
         "layout",
         f"python benchmarks/layout.py --size {options.size} --threads"

@@ -28,22 +28,22 @@ from kd.setup.data import open_data, open_sources
 from kd.setup.recipe import resolve
 
 
-def settings(given: argparse.Namespace, folder: str) -> config.Config:
+def settings(options: argparse.Namespace, folder: str) -> config.Config:
     """Return a configuration of the data alone."""
     data: dict[str, Any] = {
-        "image_size": given.size,
+        "image_size": options.size,
         "batch_size": 1,
-        "augment": {"crop_scale": given.crop},
+        "augment": {"crop_scale": options.crop},
     }
-    if given.policy:
+    if options.policy:
         data["augment"] |= {
-            "policy": given.policy,
+            "policy": options.policy,
             "mixup": 0.2,
             "mix_probability": 0.5,
         }
     data |= (
-        {"kind": "imagefolder", "root": given.data}
-        if given.data
+        {"kind": "imagefolder", "root": options.data}
+        if options.data
         else {"kind": "food_mini"}
     )
     return config.load(
@@ -86,25 +86,25 @@ def main() -> None:
     )
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=6)
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        plain = settings(given, folder)
+        plain = settings(options, folder)
         data = open_sources(resolve(plain).data)
         data.train.prepare()
-        ids = evenly_spaced(len(data.train), given.images)
+        ids = evenly_spaced(len(data.train), options.images)
         ways = {store: with_store(plain, store) for store in ("none", "disk", "ram")}
         first = {
-            which: milliseconds(dataset, ids, 0) for which, dataset in ways.items()
+            loader: milliseconds(dataset, ids, 0) for loader, dataset in ways.items()
         }  # reads the files once, too
         rows.append({"round": 0, "which": "fill", "ms": round(first["disk"], 4)})
-        for turn in range(1, given.rounds + 1):
-            for which in ways if turn % 2 else reversed(ways):
+        for turn in range(1, options.rounds + 1):
+            for loader in ways if turn % 2 else reversed(ways):
                 rows.append(
                     {
                         "round": turn,
-                        "which": which,
-                        "ms": round(milliseconds(ways[which], ids, turn), 4),
+                        "which": loader,
+                        "ms": round(milliseconds(ways[loader], ids, turn), 4),
                     }
                 )
         room = sum(
@@ -116,13 +116,13 @@ def main() -> None:
         for w in (*ways, "fill")
     }
     print(
-        f"{len(ids)} images, {given.size} px, crop {given.crop}: CPU ms an image "
-        + ", ".join(f"{which} {value:.2f}" for which, value in median.items())
+        f"{len(ids)} images, {options.size} px, crop {options.crop}: CPU ms an image "
+        + ", ".join(f"{loader} {value:.2f}" for loader, value in median.items())
         + f"; disk / none {median['disk'] / median['none']:.2f}; {room / 1024:.0f} KiB"
         " an image kept"
     )
     argv = [
-        "FOLDER" if given.data and word == str(given.data) else word
+        "FOLDER" if options.data and word == str(options.data) else word
         for word in sys.argv[1:]
     ]
     write("loading", " ".join(["python benchmarks/loading.py", *argv]), rows)

@@ -41,7 +41,9 @@ from kd.data.loader import LocalLoader, Share
 from kd.data.views import TrainTransform, Views
 from kd.parts.datasets.imagefolder import Options, build
 
-SIZE, CROP, BATCH = 224, 0.35, 32
+SIZE = 224
+CROP = 0.35
+BATCH = 32
 Epoch = Callable[[int], Iterable[Any]]
 
 
@@ -62,14 +64,12 @@ def timms(root: Path, jitter: float, workers: int) -> Epoch:
     """Return what timm's train.py loads with: its transforms on Pillow's images, and
     its collate function.
     """
-    scale, options = (
-        (CROP, 1.0),
-        {
-            "color_jitter": jitter or None,
-            "interpolation": "bilinear",
-            "use_prefetcher": True,
-        },
-    )
+    scale = (CROP, 1.0)
+    options = {
+        "color_jitter": jitter or None,
+        "interpolation": "bilinear",
+        "use_prefetcher": True,
+    }
     transform = timm.data.create_transform(
         SIZE, is_training=True, scale=scale, hflip=0.5, **options
     )
@@ -110,7 +110,7 @@ LOADERS = {"kd": ours, "timm": timms, "torchvision v2": torchvisions}
 def cpu_seconds() -> float:
     """Return the CPU time of this process and its workers so far."""
     workers = (child.cpu_times() for child in psutil.Process().children())
-    return time.process_time() + sum(used.user + used.system for used in workers)
+    return time.process_time() + sum(times.user + times.system for times in workers)
 
 
 def folder(into: Path, files: list[bytes], images: int) -> Path:
@@ -138,22 +138,22 @@ def main() -> None:
         "--large", type=int, default=16, help="images of 12 million pixels"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # as a run of kd does; the others gain from it, too
-    paths = sorted(given.data.rglob("*.jpg"))
+    paths = sorted(options.data.rglob("*.jpg"))
     random.Random(0).shuffle(paths)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         for pixels, images, different in (
-            ("as it is", given.images, given.images),
-            ("12 MP", given.large, 4),
+            ("as it is", options.images, options.images),
+            ("12 MP", options.large, 4),
         ):
             files = [enlarged(path, SIDES[pixels]) for path in paths[:different]]
             root = folder(Path(temporary) / pixels, files, images)
             for jitter, workers in ((0.0, 0), (0.4, 0), (0.0, 2), (0.4, 2)):
                 rows += measure(
-                    root, jitter, workers, given.rounds, {"photograph": pixels}
+                    root, jitter, workers, options.rounds, {"photograph": pixels}
                 )
     rate = matrix_rate(torch.device("cpu"), torch.float32, (1024,)) / 1e9
     write(
@@ -169,16 +169,15 @@ def measure(
     """Time an epoch of each loader in turns; the first one starts the workers and reads
     the files.
     """
-    epochs, rows = (
-        {which: make(root, jitter, workers) for which, make in LOADERS.items()},
-        [],
-    )
+    epochs = {loader: make(root, jitter, workers) for loader, make in LOADERS.items()}
+    rows = []
     common = {**common, "jitter": jitter, "workers": workers}
     for turn in range(rounds + 1):
-        for which in epochs if turn % 2 else reversed(epochs):
-            before, images = cpu_seconds(), 0
-            for batch in epochs[which](turn):
-                pixels = batch.image if which == "kd" else batch[0]
+        for loader in epochs if turn % 2 else reversed(epochs):
+            before = cpu_seconds()
+            images = 0
+            for batch in epochs[loader](turn):
+                pixels = batch.image if loader == "kd" else batch[0]
                 assert (pixels.dtype, *pixels.shape[1:]) == (torch.uint8, 3, SIZE, SIZE)
                 images += len(pixels)
             ms = 1000 * (cpu_seconds() - before) / images
@@ -186,7 +185,7 @@ def measure(
                 rows.append(
                     {
                         **common,
-                        "which": which,
+                        "which": loader,
                         "round": turn,
                         "ms": round(ms, 4),
                         "per_core": round(1000 / ms),
@@ -196,7 +195,7 @@ def measure(
         w: statistics.median(row["ms"] for row in rows if row["which"] == w)
         for w in epochs
     }
-    print(common, {which: round(ms, 3) for which, ms in middle.items()}, flush=True)
+    print(common, {loader: round(ms, 3) for loader, ms in middle.items()}, flush=True)
     return rows
 
 

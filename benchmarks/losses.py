@@ -38,21 +38,21 @@ PICTURES = {"train_images": 125, "label_noise": 0.05}
 
 def sweep() -> dict[str, dict[str, Terms]]:
     """Return the settings of each loss by name: the terms of the configuration."""
-    found: dict[str, dict[str, Terms]] = {
+    settings: dict[str, dict[str, Terms]] = {
         "ce": {"alone": [CE], "smoothing 0.1": [{**CE, "label_smoothing": 0.1}]}
     }
     for kind in ("kl", "dist", "wttm"):
         term = KL if kind == "kl" else {"kind": kind}
-        found[kind] = {"alone": [term], "4 x + ce": [{**term, "weight": 4.0}, CE]}
-    found["kl"]["temperature 4"] = [{**KL, "temperature": 4.0}]
-    found["dkd"] = {
+        settings[kind] = {"alone": [term], "4 x + ce": [{**term, "weight": 4.0}, CE]}
+    settings["kl"]["temperature 4"] = [{**KL, "temperature": 4.0}]
+    settings["dkd"] = {
         f"beta {beta:g}, T {t:g}": [{"kind": "dkd", "beta": beta, "temperature": t}]
         for beta, t in DKD
     }
-    return found
+    return settings
 
 
-def one(
+def run_one(
     base: dict[str, Any], kind: str, setting: str, terms: Terms, seed: int
 ) -> dict[str, Any]:
     """Train one setting with one seed and return its row."""
@@ -83,8 +83,8 @@ def one(
 
 def best(rows: Sequence[dict[str, Any]], kind: str, seed: int) -> str:
     """Return the setting of a loss that was the most accurate with a seed."""
-    own = [row for row in rows if (row["loss"], row["seed"]) == (kind, seed)]
-    return max(own, key=lambda row: row["accuracy"])["setting"]
+    of_loss = [row for row in rows if (row["loss"], row["seed"]) == (kind, seed)]
+    return max(of_loss, key=lambda row: row["accuracy"])["setting"]
 
 
 def summary(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> str:
@@ -93,18 +93,18 @@ def summary(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> str:
     for kind in dict.fromkeys(row["loss"] for row in rows):
         setting = best(rows, kind, seeds[0])
         swept = [row for row in rows if (row["loss"], row["seed"]) == (kind, seeds[0])]
-        own = [
+        of_loss = [
             row
             for row in rows
             if (row["loss"], row["setting"]) == (kind, setting)
             and row["seed"] != seeds[0]
         ]
-        own = own or [
+        of_loss = of_loss or [
             row for row in rows if (row["loss"], row["setting"]) == (kind, setting)
         ]
 
-        def mean(key: str, own: Sequence[dict[str, Any]] = own) -> float:
-            return statistics.mean(row[key] for row in own)
+        def mean(key: str, of_loss: Sequence[dict[str, Any]] = of_loss) -> float:
+            return statistics.mean(row[key] for row in of_loss)
 
         lines.append(
             {
@@ -139,56 +139,58 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="write the CSV with what is there"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    work = Path(given.work)
+    work = Path(options.work)
     file = work / "losses.csv"
-    if not given.write:
+    if not options.write:
         base, first = (
             settings(work, pictures) for pictures in (PICTURES, {"train_images": 250})
         )
-        if given.images:
+        if options.images:
             base["data"] = {
                 k: v
                 for k, v in base["data"].items()
                 if k not in (*PICTURES, "kind", "root")
             }
-            base["data"] |= {"kind": "imagefolder", "root": given.images}
+            base["data"] |= {"kind": "imagefolder", "root": options.images}
             first["data"] = base["data"]
-        first["teacher"]["fit"]["epochs"] = given.teacher_epochs
+        first["teacher"]["fit"]["epochs"] = options.teacher_epochs
         fitted = teach(config.load(first))[0]
-        base["run"]["epochs"] = given.epochs
+        base["run"]["epochs"] = options.epochs
         base["teacher"] |= {
             "model": str(fitted),
             "args": {},
             "fit": {},
             "cache": {"views": 4},
         }
-        for turn, seed in enumerate(given.seeds):
+        for turn, seed in enumerate(options.seeds):
             for kind, named in (
-                (kind, named) for kind, named in sweep().items() if kind in given.losses
+                (kind, named)
+                for kind, named in sweep().items()
+                if kind in options.losses
             ):
                 chosen = (
                     list(named)
                     if turn == 0
-                    else [best(earlier(file), kind, given.seeds[0])]
+                    else [best(earlier(file), kind, options.seeds[0])]
                 )
                 for setting in chosen:
-                    done = {
+                    finished = {
                         (row["loss"], row["setting"], row["seed"])
                         for row in earlier(file)
                     }
-                    if (kind, setting, seed) not in done:
-                        append(file, one(base, kind, setting, named[setting], seed))
+                    if (kind, setting, seed) not in finished:
+                        append(file, run_one(base, kind, setting, named[setting], seed))
     rows = earlier(file)
-    print(summary(rows, given.seeds))
-    command = f"python benchmarks/losses.py --work FOLDER --epochs {given.epochs}"
+    print(summary(rows, options.seeds))
+    command = f"python benchmarks/losses.py --work FOLDER --epochs {options.epochs}"
     command += (
-        f" --images FOLDER --teacher-epochs {given.teacher_epochs}"
-        if given.images
+        f" --images FOLDER --teacher-epochs {options.teacher_epochs}"
+        if options.images
         else ""
     )
-    write(given.name, command, rows, None if given.write else work)
+    write(options.name, command, rows, None if options.write else work)
 
 
 if __name__ == "__main__":

@@ -63,15 +63,15 @@ def row(
     """Return the last score of a run and what its training took; `gain` of `distilled`
     over it on the same images.
     """
-    scored, last = folder.scored(), folder.metrics("train")[-1]
+    scored = folder.scored()
+    last = folder.metrics("train")[-1]
     assert scored is not None
-    own = scored.samples["accuracy"]
-    other = None if distilled is None else distilled.scored()
-    gain = (
-        ""
-        if other is None
-        else own_difference(other.samples["accuracy"].right, own.right)
-    )
+    accuracy = scored.samples["accuracy"]
+    distilled_score = None if distilled is None else distilled.scored()
+    gain: float | str = ""
+    if distilled_score is not None:
+        distilled_accuracy = distilled_score.samples["accuracy"]
+        gain = own_difference(distilled_accuracy.right, accuracy.right)
     return {
         "seed": seed,
         "arm": arm,
@@ -87,9 +87,9 @@ def row(
     }
 
 
-def own_difference(one: Any, other: Any) -> float:
-    """Return how many percent points more of the same images `one` has right."""
-    return round(100 * float(one.mean() - other.mean()), 2)
+def own_difference(first: Any, second: Any) -> float:
+    """Return how many percent points more of the same images `first` has right."""
+    return round(100 * float(first.mean() - second.mean()), 2)
 
 
 def of_a_seed(
@@ -111,7 +111,9 @@ def of_a_seed(
     ]
     folder, settings = train(name, work, keys, file)
     fits = fit_folders(resolve(settings), folder.manifest()["data"]).values()
-    fit = sum(RunDir(one.path).metrics("train")[-1]["cpu_seconds"] for one, _ in fits)
+    fit = sum(
+        RunDir(fitted.path).metrics("train")[-1]["cpu_seconds"] for fitted, _ in fits
+    )
     end = f", {arm}" if arm else ""
     rows = [
         row(seed, f"distilled{end}", folder, None, fit),
@@ -119,14 +121,14 @@ def of_a_seed(
     ]
     steps = settings.run.baseline_steps
     for way in ways:
-        count, more = (steps // 2, []) if way == "half length" else (steps, STRONG)
+        count, extra = (steps // 2, []) if way == "half length" else (steps, STRONG)
         length = [f"run.steps={count}", f"run.every.evaluate={-(-count // 2)}"]
-        own, _ = train(
+        student, _ = train(
             f"{name}_{way.split()[0]}",
             work,
-            [f"run.seed={seed}", *ALONE, *length, *more, *shared],
+            [f"run.seed={seed}", *ALONE, *length, *extra, *shared],
         )
-        rows.append(row(seed, way, own, folder))
+        rows.append(row(seed, way, student, folder))
     return rows
 
 
@@ -139,18 +141,18 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/make_run"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    given = parser.parse_args()
-    shared = [f"backend.threads={given.threads}", *given.overrides]
+    options = parser.parse_args()
+    shared = [f"backend.threads={options.threads}", *options.overrides]
     rows = []
-    for seed in given.seeds:
+    for seed in options.seeds:
         ways = [
             "strong augmentation",
-            *(["half length"] if seed == given.seeds[0] else []),
+            *(["half length"] if seed == options.seeds[0] else []),
         ]
-        rows += of_a_seed(seed, given.work, shared, ways)
-    rows += of_a_seed(given.seeds[0], given.work, shared, arm="all labels")
+        rows += of_a_seed(seed, options.work, shared, ways)
+    rows += of_a_seed(options.seeds[0], options.work, shared, arm="all labels")
     rows += of_a_seed(
-        given.seeds[0], given.work, shared, arm="scratch", file="vit_food_scratch"
+        options.seeds[0], options.work, shared, arm="scratch", file="vit_food_scratch"
     )
     print(json.dumps(rows, indent=1))
     write("make-run", f"python benchmarks/make_run.py {' '.join(sys.argv[1:])}", rows)

@@ -81,11 +81,11 @@ def take(plan: Any, batch: int, classes: int) -> dict[str, float]:
     from kd.setup.build import build_backend
 
     backend = build_backend(plan.backend)
-    made = models(
+    pair = models(
         plan, classes, small=True
     )  # libraries and their kernels are loaded before the start
-    step(backend, plan, *made, 2)
-    del made
+    step(backend, plan, *pair, 2)
+    del pair
     trim()
     before = status("VmRSS")
     step(backend, plan, *models(plan, classes), batch)
@@ -129,12 +129,12 @@ def count(plan: Any, batch: int, classes: int) -> dict[str, float]:
 
     with torch.device("meta"):
         distillation, teacher = models(plan, classes)
-    held = held_bytes(plan, distillation, 1)
-    held += count_parameters(teacher) * (
+    bytes_held = held_bytes(plan, distillation, 1)
+    bytes_held += count_parameters(teacher) * (
         2 if executed_mode(plan, plan.teacher.precision)[0] else 4
     )
     step = step_bytes(plan, distillation, teacher, batch, reduced=False)
-    return {"weights and optimizer": held / MIB, "step": step / MIB}
+    return {"weights and optimizer": bytes_held / MIB, "step": step / MIB}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -159,28 +159,30 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Measure and count, and write the CSV."""
-    given = arguments().parse_args()
-    if given.one:
-        batch, precision, attention = given.one
-        plan = recipe(int(batch), precision, attention, given.teacher, given.student)
-        print(json.dumps(take(plan, int(batch), given.classes)))
+    options = arguments().parse_args()
+    if options.one:
+        batch, precision, attention = options.one
+        plan = recipe(
+            int(batch), precision, attention, options.teacher, options.student
+        )
+        print(json.dumps(take(plan, int(batch), options.classes)))
         return
     rows = []
     cases = [
         (b, p, a)
-        for p in given.precisions
+        for p in options.precisions
         for a in ("unfused", "fused")
-        for b in given.batches
+        for b in options.batches
     ]
     for batch, precision, attention in [
         *cases,
         *(
             (b, "bf16", "fused")
-            for b in given.counted
+            for b in options.counted
             if (b, "bf16", "fused") not in cases
         ),
     ]:
-        plan = recipe(batch, precision, attention, given.teacher, given.student)
+        plan = recipe(batch, precision, attention, options.teacher, options.student)
         row: dict[str, Any] = {
             "batch": batch,
             "precision": precision,
@@ -188,28 +190,28 @@ def main() -> None:
         }
         row |= {
             name: round(value)
-            for name, value in count(plan, batch, given.classes).items()
+            for name, value in count(plan, batch, options.classes).items()
         }
         row["counted"] = row["weights and optimizer"] + row["step"]
         if len(rows) < len(cases):
             argv = [sys.executable, __file__, "--one", str(batch), precision, attention]
             argv += [
                 "--teacher",
-                given.teacher,
+                options.teacher,
                 "--student",
-                given.student,
+                options.student,
                 "--classes",
-                str(given.classes),
+                str(options.classes),
             ]
             env = {
                 **os.environ,
                 "MALLOC_TRIM_THRESHOLD_": "131072",
             }  # a CPU run keeps what it frees; here it goes
-            done = subprocess.run(
+            process = subprocess.run(
                 argv, check=True, capture_output=True, text=True, env=env
             )
-            taken = done.stdout.splitlines()[-1]
-            row["taken"] = round(json.loads(taken)["taken"])
+            answer = process.stdout.splitlines()[-1]
+            row["taken"] = round(json.loads(answer)["taken"])
         rows.append(
             {**row, "taken": row.get("taken", ""), "counted / taken": _share(row)}
         )

@@ -69,15 +69,18 @@ class Step:
     """Teacher and student of one attention kernel."""
 
     def __init__(
-        self, given: argparse.Namespace, kernel: str, device: torch.device
+        self, options: argparse.Namespace, kernel: str, device: torch.device
     ) -> None:
         torch.manual_seed(0)
-        self.device, self.dtype = device, DTYPES[given.precision]
+        self.device = device
+        self.dtype = DTYPES[options.precision]
         big = load(
-            Spec("teacher", given.teacher, given.teacher_args, CLASSES), given.size
+            Spec("teacher", options.teacher, options.teacher_args, CLASSES),
+            options.size,
         )
         small = load(
-            Spec("student", given.student, given.student_args, CLASSES), given.size
+            Spec("student", options.student, options.student_args, CLASSES),
+            options.size,
         )
         self.teacher = LiveTeacher(big, device, self.dtype)
         self.module = StudentWithLoss(
@@ -94,12 +97,12 @@ class Step:
         )
         image = torch.randint(
             256,
-            (given.batch, 3, given.size, given.size),
+            (options.batch, 3, options.size, options.size),
             dtype=torch.uint8,
             device=device,
         )
         self.batch = Batch.of(
-            image, torch.zeros(given.batch, dtype=torch.int64, device=device)
+            image, torch.zeros(options.batch, dtype=torch.int64, device=device)
         )
         self.target = self.teacher(self.batch)
 
@@ -134,14 +137,14 @@ def counted(work: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-def measure(given: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """Return a row for each kernel, piece of work and round; print the medians."""
-    kernels = ["unfused", "fused", *(["fused+compiled"] if given.compile else [])]
-    steps = {kernel: Step(given, kernel, device) for kernel in kernels}
+    kernels = ["unfused", "fused", *(["fused+compiled"] if options.compile else [])]
+    steps = {kernel: Step(options, kernel, device) for kernel in kernels}
     flops = {name: counted(work) for name, work in steps["unfused"].works().items()}
-    rate = matrix_rate(device, DTYPES[given.precision], given.sizes)
+    rate = matrix_rate(device, DTYPES[options.precision], options.sizes)
     times: dict[tuple[str, str], list[float]] = {}
-    for turn in range(given.rounds + 1):
+    for turn in range(options.rounds + 1):
         for kernel, step in steps.items():
             for name, work in step.works().items():
                 wait(device)
@@ -153,16 +156,16 @@ def measure(given: argparse.Namespace, device: torch.device) -> list[dict[str, A
                         time.perf_counter() - start
                     )
     print(
-        f"{device}, {given.precision}, batch {given.batch}: matrix products"
+        f"{device}, {options.precision}, batch {options.batch}: matrix products"
         f" {rate / 1e9:.0f} GFLOP/s"
     )
     rows = []
     for (kernel, name), samples in times.items():
         seconds = statistics.median(samples)
-        used = flops[name] / seconds / rate
+        share_of_rate = flops[name] / seconds / rate
         print(
-            f"{kernel:8s} {name:8s} {given.batch / seconds:9.1f} images/s,"
-            f" {100 * used:5.1f} % of the matrix rate"
+            f"{kernel:8s} {name:8s} {options.batch / seconds:9.1f} images/s,"
+            f" {100 * share_of_rate:5.1f} % of the matrix rate"
         )
         fixed = {
             "kernel": kernel,
@@ -203,13 +206,13 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Measure and write the CSV."""
-    given = arguments().parse_args()
+    options = arguments().parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    given.batch = given.batch or (256 if device.type == "cuda" else 16)
+    options.batch = options.batch or (256 if device.type == "cuda" else 16)
     write(
         "mfu",
         " ".join(["python benchmarks/mfu.py", *sys.argv[1:]]),
-        measure(given, device),
+        measure(options, device),
     )
 
 

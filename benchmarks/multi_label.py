@@ -31,27 +31,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=620, help="of each student")
     parser.add_argument("--fit", type=int, default=1240, help="steps of the teacher")
     parser.add_argument("overrides", nargs="*", help="key=value for all")
-    given = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args()
     shared = [
         "data.dishes=2",
         LOSS,
         "backend.threads=1",
         "run.every.evaluate=0",
-        *given.overrides,
+        *options.overrides,
     ]
-    fitted = teach(kd.load_config(CONFIG, [*shared, f"teacher.fit.steps={given.fit}"]))[
-        0
-    ]
+    fitted = teach(
+        kd.load_config(CONFIG, [*shared, f"teacher.fit.steps={options.fit}"])
+    )[0]
     settings = yaml.safe_load(CONFIG.read_text())
     settings["teacher"] = {"model": str(fitted), "precision": "fp32"}
     rows = []
-    for seed in given.seeds:
+    for seed in options.seeds:
         run = kd.train(
             settings,
             *shared,
             f"run.seed={seed}",
             f"run.name=multi_label_{seed}",
-            f"run.steps={given.steps}",
+            f"run.steps={options.steps}",
         )
         assert run.baseline is not None
         row: dict[str, float] = {"seed": seed}
@@ -65,9 +65,9 @@ def main() -> None:
         rows.append(row)
         print(row, flush=True)
     for name in ("teacher_map", "distilled_map", "labels_only_map"):
-        found = [row[name] for row in rows]
-        spread = statistics.stdev(found) if len(found) > 1 else 0.0
-        print(f"{name:16s} {100 * statistics.mean(found):.1f} +- {100 * spread:.1f} %")
+        values = [row[name] for row in rows]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        print(f"{name:16s} {100 * statistics.mean(values):.1f} +- {100 * spread:.1f} %")
     write(
         "multi_label",
         " ".join(["python benchmarks/multi_label.py", *sys.argv[1:]]),

@@ -24,29 +24,32 @@ from mfu import Step, arguments
 from _record import write
 from kd.core.host import keep_freed_memory
 
-WARM, TIMES = 2, 5
+WARM = 2
+TIMES = 5
 
 
-def measure(given: argparse.Namespace) -> None:
+def measure(options: argparse.Namespace) -> None:
     """Print a row for each piece of work of this process."""
-    if given.way == "kd":
+    if options.way == "kd":
         assert keep_freed_memory(), "this machine's allocator cannot be told"
-    step = Step(given, "unfused", torch.device("cpu"))
+    step = Step(options, "unfused", torch.device("cpu"))
     for name, work in step.works().items():
         for _ in range(WARM):
             work()
-        times, before = [], resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        times = []
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(TIMES):
             start = time.perf_counter()
             work()
             times.append(1000 * (time.perf_counter() - start))
-        used = resource.getrusage(resource.RUSAGE_SELF)
+        usage = resource.getrusage(resource.RUSAGE_SELF)
         row = {
             "ms": round(statistics.median(times), 1),
-            "faults": (used.ru_minflt - before) // TIMES,
+            "faults": (usage.ru_minflt - before) // TIMES,
         }
         print(
-            "ROW", json.dumps({"work": name, **row, "peak_mib": used.ru_maxrss // 1024})
+            "ROW",
+            json.dumps({"work": name, **row, "peak_mib": usage.ru_maxrss // 1024}),
         )
 
 
@@ -63,24 +66,24 @@ def main() -> None:
         "--way", choices=("glibc", "kd"), help="measure in this process, and print"
     )
     parser.set_defaults(batch=32, rounds=3)
-    given = parser.parse_args()
-    if given.way:
-        return measure(given)
+    options = parser.parse_args()
+    if options.way:
+        return measure(options)
     rows = []
-    for number in range(given.rounds):
-        for teacher in given.teachers:
+    for number in range(options.rounds):
+        for teacher in options.teachers:
             for way in ("glibc", "kd"):
-                own = [
+                argv = [
                     "--teacher",
                     teacher,
                     "--way",
                     way,
                     "--batch",
-                    str(given.batch),
+                    str(options.batch),
                     "--precision",
-                    given.precision,
+                    options.precision,
                 ]
-                child = [sys.executable, __file__, *own]
+                child = [sys.executable, __file__, *argv]
                 text = subprocess.run(
                     child, check=True, stdout=subprocess.PIPE, text=True
                 ).stdout

@@ -51,28 +51,28 @@ def one_run(teacher: Path, student: str, seed: int, epochs: int) -> dict[str, An
     """Train a student and return its row."""
     settings = yaml.safe_load(CONFIG.read_text())
     settings["teacher"] = {}
-    own = ["losses=[{kind: ce}]", f"data.views={VIEWS}"]
+    keys_of_arm = ["losses=[{kind: ce}]", f"data.views={VIEWS}"]
     if student == "distilled":
         settings["teacher"] = {
             "model": str(teacher),
             "precision": "fp32",
             "cache": {"views": VIEWS},
         }
-        own = []
+        keys_of_arm = []
     steps = 93 * epochs
-    given = [
+    keys = [
         f"run.seed={seed}",
         f"run.epochs={epochs}",
         f"run.name=patience_{student}_{seed}_{epochs}",
     ]
     if student == "distilled":
-        cache(kd.load_config(settings, [*PINS, *given]))
+        cache(kd.load_config(settings, [*PINS, *keys]))
     begun = time.process_time()
     run = kd.train(
         settings,
         *PINS,
-        *own,
-        *given,
+        *keys_of_arm,
+        *keys,
         f"run.every.evaluate={steps}",
         f"run.every.log={steps // 8}",
     )
@@ -92,12 +92,12 @@ def measured(
     teacher: Path, student: str, seeds: Sequence[int], epochs: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Return a row of each run of a kind of student; make those that are not there."""
-    known = (
+    earlier_rows = (
         [json.loads(line) for line in ROWS.read_text().splitlines()]
         if ROWS.exists()
         else []
     )
-    rows = {(row["student"], row["seed"], row["epochs"]): row for row in known}
+    rows = {(row["student"], row["seed"], row["epochs"]): row for row in earlier_rows}
     for length in epochs:
         for seed in seeds:
             if (student, seed, length) not in rows:
@@ -112,13 +112,13 @@ def measured(
 
 def curve(rows: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
     """Return epochs, mean accuracy and its standard deviation, sorted by epochs."""
-    found = []
+    points = []
     for epochs in sorted({row["epochs"] for row in rows}):
         same = [row for row in rows if row["epochs"] == epochs]
         values = [row["accuracy"] for row in same]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        found.append((epochs, statistics.mean(values), spread))
-    return found
+        points.append((epochs, statistics.mean(values), spread))
+    return points
 
 
 def plot(rows: list[dict[str, Any]]) -> str:
@@ -128,10 +128,8 @@ def plot(rows: list[dict[str, Any]]) -> str:
     for name, color in (("distilled", "--accent"), ("labels", "--labels")):
         points = curve([row for row in rows if row["student"] == name])
         if points:
-            epochs, accuracy = (
-                [point[0] for point in points],
-                [point[1] for point in points],
-            )
+            epochs = [point[0] for point in points]
+            accuracy = [point[1] for point in points]
             series.append(Series(names[name], COLORS[color], epochs, accuracy))
     teacher = statistics.mean(row["teacher"] for row in rows if row["teacher"])
     levels = [Level("teacher", COLORS["--soft"], y=teacher)]
@@ -153,15 +151,15 @@ def main() -> None:
         help="epochs of the student on labels alone",
     )
     parser.add_argument("--label-seeds", type=int, nargs="*", default=[0, 1, 2])
-    given = parser.parse_args()
+    options = parser.parse_args()
     fitted = teach(
         kd.load_config(
             CONFIG,
             [*PINS, f"teacher.fit.epochs={FIT_EPOCHS}", "teacher.precision=fp32"],
         )
     )[0]
-    rows = measured(fitted, "distilled", given.seeds, given.epochs)
-    rows += measured(fitted, "labels", given.label_seeds, given.labels)
+    rows = measured(fitted, "distilled", options.seeds, options.epochs)
+    rows += measured(fitted, "labels", options.label_seeds, options.labels)
     for name in ("distilled", "labels"):
         for epochs, mean, spread in curve(
             [row for row in rows if row["student"] == name]

@@ -77,7 +77,8 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 def costs(model: Any, path: Path, rounds: int) -> list[dict[str, Any]]:
     """Time a request and a training view of one photograph in all sizes."""
-    train, rows = TrainTransform(224, 0.35, 0.5, 0.0), []
+    train = TrainTransform(224, 0.35, 0.5, 0.0)
+    rows = []
     for name, sides in SIDES.items():
         data = enlarged(path, sides)
 
@@ -93,14 +94,14 @@ def costs(model: Any, path: Path, rounds: int) -> list[dict[str, Any]]:
             )
 
         for turn in range(rounds):
-            for what, work in (("request", request), ("view", view)):
+            for kind, work in (("request", request), ("view", view)):
                 for margin in (0.0, MARGIN) if turn % 2 else (MARGIN, 0.0):
                     ms = round(
                         milliseconds(lambda margin=margin, work=work: work(margin)), 3
                     )
                     rows.append(
                         {
-                            "what": what,
+                            "what": kind,
                             "photograph": name,
                             "margin": margin,
                             "round": turn,
@@ -115,16 +116,14 @@ def answers(model: Any, files: list[bytes], kind: str) -> list[dict[str, Any]]:
     """Compare the answers for reduced pictures with those for whole ones."""
     rows = []
     for number, data in enumerate(files):
-        whole, found = (
+        expected, sliced = (
             model.engine(
                 prepare(data, model.size, model.crop, LIMITS, margin).pixels[None]
             )[0]
             for margin in (0.0, MARGIN)
         )
-        apart, same = (
-            float(np.abs(found - whole).max()),
-            int(found.argmax() == whole.argmax()),
-        )
+        apart = float(np.abs(sliced - expected).max())
+        same = int(sliced.argmax() == expected.argmax())
         common = {"photograph": kind, "margin": MARGIN, "round": number}
         rows.append({"what": "logit difference", **common, "value": round(apart, 5)})
         rows.append({"what": "same answer", **common, "value": same})
@@ -138,19 +137,23 @@ def main() -> None:
     parser.add_argument("images", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compared", type=int, default=100)
-    given = parser.parse_args()
-    model = load(describe(given.export), 1, 1)
-    paths = sorted(given.images.rglob("*.jpg"))
+    options = parser.parse_args()
+    model = load(describe(options.export), 1, 1)
+    paths = sorted(options.images.rglob("*.jpg"))
     random.Random(0).shuffle(paths)
     rows = []
     for kind in ("enlarged", "mosaic"):
-        for first in range(given.compared):
-            one = paths[first % len(paths)]
+        for first in range(options.compared):
+            photograph = paths[first % len(paths)]
             some = random.Random(first).sample(paths, min(24, len(paths)))
-            data = enlarged(one, SIDES["12 MP"]) if kind == "enlarged" else mosaic(some)
-            found = answers(model, [data], kind)
-            rows += [{**row, "round": first} for row in found]
-            print(kind, first, *(row["value"] for row in found), flush=True)
+            data = (
+                enlarged(photograph, SIDES["12 MP"])
+                if kind == "enlarged"
+                else mosaic(some)
+            )
+            new_rows = answers(model, [data], kind)
+            rows += [{**row, "round": first} for row in new_rows]
+            print(kind, first, *(row["value"] for row in new_rows), flush=True)
     for key in dict.fromkeys(
         (row["what"], row["photograph"], row["margin"]) for row in rows
     ):
@@ -167,8 +170,8 @@ def main() -> None:
     command = f"python benchmarks/photographs.py EXPORT IMAGES {' '.join(sys.argv[3:])}".rstrip()
     if rows:
         write("photographs_answers", command, rows)
-    if given.rounds:
-        write("photographs", command, costs(model, paths[0], given.rounds))
+    if options.rounds:
+        write("photographs", command, costs(model, paths[0], options.rounds))
 
 
 if __name__ == "__main__":

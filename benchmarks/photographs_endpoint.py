@@ -36,7 +36,7 @@ from kd.files.pixels import MARGIN
 CASES = [*((size, 1) for size in SIDES), ("12 MP", 8)]
 
 
-def whole(export: Path, into: Path) -> Path:
+def unreduced(export: Path, into: Path) -> Path:
     """Copy an export as one of before JPEGs were reduced."""
     shutil.copytree(export, into)
     manifest = json.loads((into / MANIFEST).read_text())
@@ -46,17 +46,21 @@ def whole(export: Path, into: Path) -> Path:
     return into
 
 
-def asked(server: Server, body: bytes, clients: int, seconds: float) -> dict[str, Any]:
+def measured_load(
+    server: Server, body: bytes, clients: int, seconds: float
+) -> dict[str, Any]:
     """Send a photograph again and again, and return what that took."""
     message = request(server.url, body, "image/jpeg")
     asyncio.run(closed_loop(server.url, message, clients, 0.2))
-    used, began = server.cpu_seconds(), time.perf_counter()
+    cpu_seconds = server.cpu_seconds()
+    began = time.perf_counter()
     answers = asyncio.run(closed_loop(server.url, message, clients, seconds))
-    used, took = server.cpu_seconds() - used, time.perf_counter() - began
+    cpu_seconds = server.cpu_seconds() - cpu_seconds
+    took = time.perf_counter() - began
     assert {answer.status for answer in answers} == {200}
     waits = [1000 * answer.took for answer in answers]
     return {
-        "cpu_ms": round(1000 * used / len(answers), 2),
+        "cpu_ms": round(1000 * cpu_seconds / len(answers), 2),
         "p50_ms": round(percentile(waits, 0.5), 1),
         "p99_ms": round(percentile(waits, 0.99), 1),
         "per_second": round(len(answers) / took, 1),
@@ -73,43 +77,41 @@ def main() -> None:
     parser.add_argument("images", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0)
-    given = parser.parse_args()
-    paths = sorted(given.images.rglob("*.jpg"))
+    options = parser.parse_args()
+    paths = sorted(options.images.rglob("*.jpg"))
     random.Random(0).shuffle(paths)
     bodies = {size: enlarged(paths[0], sides) for size, sides in SIDES.items()}
-    model = load(describe(given.export), 1, 1)
+    model = load(describe(options.export), 1, 1)
     pixels = prepare(bodies["as it is"], model.size, model.crop, LIMITS).pixels[None]
     alone = statistics.median(
         milliseconds(lambda: model.engine(pixels)) for _ in range(50)
     )
-    options, rows = (
-        (
-            "--max-pixels",
-            "100e6",
-            "--max-body",
-            "64MiB",
-            "--threads",
-            "1",
-            "--slots",
-            "2",
-            "--no-self-check",
-        ),
-        [],
+    flags = (
+        "--max-pixels",
+        "100e6",
+        "--max-body",
+        "64MiB",
+        "--threads",
+        "1",
+        "--slots",
+        "2",
+        "--no-self-check",
     )
+    rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folders = {
-            0.0: whole(given.export, Path(temporary) / "whole"),
-            MARGIN: given.export,
+            0.0: unreduced(options.export, Path(temporary) / "whole"),
+            MARGIN: options.export,
         }
         servers = {
-            margin: kd_serve(folder, *options) for margin, folder in folders.items()
+            margin: kd_serve(folder, *flags) for margin, folder in folders.items()
         }
         try:
-            for turn in range(given.rounds):
+            for turn in range(options.rounds):
                 for size, clients in CASES:
                     for margin in servers if turn % 2 else reversed(servers):
-                        found = asked(
-                            servers[margin], bodies[size], clients, given.seconds
+                        measured = measured_load(
+                            servers[margin], bodies[size], clients, options.seconds
                         )
                         common = {
                             "photograph": size,
@@ -117,15 +119,15 @@ def main() -> None:
                             "margin": margin,
                             "round": turn,
                         }
-                        rows.append({**common, **found, "model_ms": round(alone, 2)})
+                        rows.append({**common, **measured, "model_ms": round(alone, 2)})
                         print(rows[-1], flush=True)
         finally:
             for server in servers.values():
                 server.stop()
-    options = f"--rounds {given.rounds} --seconds {given.seconds:g}"
+    flags = f"--rounds {options.rounds} --seconds {options.seconds:g}"
     write(
         "photographs_endpoint",
-        f"python benchmarks/photographs_endpoint.py EXPORT IMAGES {options}",
+        f"python benchmarks/photographs_endpoint.py EXPORT IMAGES {flags}",
         rows,
     )
 

@@ -56,25 +56,24 @@ def built(model: str, args: dict[str, Any], size: int) -> Classifier:
         from examples.residual import network
 
         return Classifier(network(16), 10, size)
-    made = load(
+    built_network = load(
         Spec(
             "student", model, args, [str(label) for label in range(10)], free_size=True
         ),
         size,
     )
-    set_attention(made, False)
-    return made
+    set_attention(built_network, False)
+    return built_network
 
 
 def works(
     model: Classifier, size: int, images: int
 ) -> dict[tuple[str, str], Callable[[], None]]:
     """Return a step and a forward in each precision."""
-    pixels, labels = (
-        torch.randint(256, (images, 3, size, size), dtype=torch.uint8),
-        torch.zeros(images).long(),
-    )
-    student, found = copy.deepcopy(model).train(), {}
+    pixels = torch.randint(256, (images, 3, size, size), dtype=torch.uint8)
+    labels = torch.zeros(images).long()
+    student = copy.deepcopy(model).train()
+    by_name = {}
     for precision in ("fp32", "bf16"):
         frozen = copy.deepcopy(model).eval().requires_grad_(False)
         frozen.network.to(torch.bfloat16 if precision == "bf16" else torch.float32)
@@ -89,8 +88,9 @@ def works(
             with torch.inference_mode():
                 frozen(pixels)
 
-        found["step", precision], found["forward", precision] = step, forward
-    return found
+        by_name["step", precision] = step
+        by_name["forward", precision] = forward
+    return by_name
 
 
 def units() -> str:
@@ -113,27 +113,30 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
-    options, rows = parser.parse_args(), []
+    options = parser.parse_args()
+    rows = []
     for threads, (name, (model, args, size, images)) in itertools.product(
         options.threads, NETWORKS.items()
     ):
         torch.set_num_threads(threads)
-        made = built(model, args, size)
-        convolved, depthwise = convolution_shares(made)
-        all_works, spent = works(made, size, images), {}
+        model_of_size = built(model, args, size)
+        convolved, depthwise = convolution_shares(model_of_size)
+        all_works = works(model_of_size, size, images)
+        spent = {}
         for number in range(options.rounds + 1):
             for key, work in all_works.items():
-                wall, own = time.perf_counter(), time.process_time()
+                wall = time.perf_counter()
+                cpu_begin = time.process_time()
                 work()
                 if number:  # the first one sets up
-                    taken = (
-                        1000 * (time.process_time() - own),
+                    milliseconds = (
+                        1000 * (time.process_time() - cpu_begin),
                         1000 * (time.perf_counter() - wall),
                     )
-                    spent.setdefault(key, []).append(taken)
-        for (what, precision), taken in spent.items():
+                    spent.setdefault(key, []).append(milliseconds)
+        for (measured, precision), milliseconds in spent.items():
             cpu, wall = (
-                statistics.median(column) for column in zip(*taken, strict=True)
+                statistics.median(column) for column in zip(*milliseconds, strict=True)
             )
             row = {
                 "network": name,
@@ -145,7 +148,7 @@ def main() -> None:
                 "depthwise": f"{depthwise:.3f}",
                 "units": units(),
                 "threads": threads,
-                "what": what,
+                "what": measured,
             }
             row |= {
                 "precision": precision,

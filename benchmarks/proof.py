@@ -85,10 +85,10 @@ class Arm:
     share: float = 1.0  # of the configuration's steps
     teacher: bool = True
     # if set, the teacher answers once for the whole picture; its files have this name
-    whole: str = ""
+    once_name: str = ""
     # of few_labels. "all": the labelled pictures alone; "every": all have their label
     labels: str = "some"
-    own: str = ""  # the name of its teacher, where that is not the experiment's
+    teacher_name: str = ""  # where it is not the experiment's
     over: Row = field(default_factory=dict)  # sections that are merged
 
 
@@ -97,9 +97,9 @@ def merged(base: Row, over: Row) -> Row:
     away.
     """
     both = {
-        key: merged(base[key], one)
-        for key, one in over.items()
-        if isinstance(base.get(key), dict) and one is not None
+        key: merged(base[key], changed)
+        for key, changed in over.items()
+        if isinstance(base.get(key), dict) and changed is not None
     }
     return {
         key: value
@@ -166,11 +166,11 @@ def scratch(
     return Arm([*losses], 5400 / 1050 * share, teacher, over={**over, **cache})
 
 
-def few(*losses: Row, share: float = 1.0, whole: str = "") -> Arm:
+def few(*losses: Row, share: float = 1.0, once_name: str = "") -> Arm:
     """Return an arm of few_pictures with a teacher: its losses, its length and how the
     teacher is asked.
     """
-    return Arm([*losses], share, whole=whole, labels="all")
+    return Arm([*losses], share, once_name=once_name, labels="all")
 
 
 def vit(
@@ -197,7 +197,7 @@ def vit(
         },
     }
     over = {"teacher": teacher, "data": {"augment": augment}}
-    return Arm([*losses], share, own=f"vit{side}", over=over)
+    return Arm([*losses], share, teacher_name=f"vit{side}", over=over)
 
 
 def untrained(arm: Arm) -> Arm:
@@ -218,7 +218,11 @@ def sharp(arm: Arm, model: str = "tf_efficientnet_lite0", views: int = 6) -> Arm
         }
     if arm.teacher:
         over["teacher"] = {"cache": {"views": views}}
-    return replace(arm, own=arm.own and f"{arm.own}_sharp", over=merged(arm.over, over))
+    return replace(
+        arm,
+        teacher_name=arm.teacher_name and f"{arm.teacher_name}_sharp",
+        over=merged(arm.over, over),
+    )
 
 
 def aged(steps: int) -> Arm:
@@ -226,7 +230,9 @@ def aged(steps: int) -> Arm:
     600 steps.
     """
     return Arm(
-        share=0.5, own=f"fit{steps}", over={"teacher": {"fit": {"steps": steps}}}
+        share=0.5,
+        teacher_name=f"fit{steps}",
+        over={"teacher": {"fit": {"steps": steps}}},
     )
 
 
@@ -239,16 +245,17 @@ def fruit(arm: Arm, steps: int = 240) -> Arm:
         if arm.teacher
         else {}
     )
-    made = sharp(arm)
-    return replace(made, over=merged(made.over, fit))
+    arm_of_sharp = sharp(arm)
+    return replace(arm_of_sharp, over=merged(arm_of_sharp.over, fit))
 
 
-SOFT, PSEUDO = Arm(), Arm([HARD])
+SOFT = Arm()
+PSEUDO = Arm([HARD])
 FEW: dict[str, Arm] = {
     "soft": SOFT,
     "labels only": alone(),
     "hard": few(HARD),
-    "whole, hard": few(HARD, whole="whole"),
+    "whole, hard": few(HARD, once_name="whole"),
     "soft and labels": few(
         {"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.3}
     ),
@@ -288,7 +295,7 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "half, temperature 1": half(1.0),
         "half, temperature 2": half(2.0),
         "half, temperature 4": half(4.0),
-        "half, one answer, hard": Arm([HARD], 0.5, whole="whole"),
+        "half, one answer, hard": Arm([HARD], 0.5, once_name="whole"),
         "half, one answer, no smoothing, temperature 1": replace(
             half(1.0), **UNSMOOTHED
         ),
@@ -411,13 +418,14 @@ def settings(
     options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int
 ) -> Row:
     """Return the configuration of a run."""
-    own, data = EXPERIMENTS[experiment][arm], FILES[experiment][0]
+    chosen_arm = EXPERIMENTS[experiment][arm]
+    data = FILES[experiment][0]
     few = experiment.startswith("few_pictures")
     content: Row = yaml.safe_load(
         (ROOT / "configs" / f"{configured(experiment)}.yaml").read_text()
     )
     name = f"{experiment}-{arm}-{labels}-{seed}".replace(" ", "_").replace(",", "")
-    steps = options.steps or round(content["run"]["steps"] * own.share)
+    steps = options.steps or round(content["run"]["steps"] * chosen_arm.share)
     run = {
         "folder": str(options.work / "runs"),
         "name": name,
@@ -442,14 +450,14 @@ def settings(
     if options.gpu:
         content["data"] |= {
             "workers": options.gpu,
-            "store": "views" if own.teacher else "ram",
+            "store": "views" if chosen_arm.teacher else "ram",
         }
     if labels:
         content["data"] |= {
-            "labels": "all" if few else own.labels,
+            "labels": "all" if few else chosen_arm.labels,
             "labels_per_class": labels,
         }
-        if own.labels == "all":  # of ten classes or more
+        if chosen_arm.labels == "all":  # of ten classes or more
             content["data"]["batch_size"] = min(
                 content["data"]["batch_size"], 10 * labels
             )
@@ -459,22 +467,22 @@ def settings(
             for k, v in content["data"].items()
             if k not in ("labels", "labels_per_class")
         }
-    content["losses"] = own.losses or content["losses"]
+    content["losses"] = chosen_arm.losses or content["losses"]
     if few:
         content["student"]["args"]["classes"] = (
             200 if experiment.endswith("_200") else 50
         )
-    if own.teacher:
+    if chosen_arm.teacher:
         content["teacher"] = answering(options, experiment, arm, seed, content)
     else:
         del content["teacher"]
-    content = merged(content, own.over)
+    content = merged(content, chosen_arm.over)
     if "checkpoint" in content["student"]:
         weights = content["student"]["model"].removeprefix("tf_").replace("_", "-")
         content["student"]["checkpoint"] = pretrained(options, f"{weights}.pth")
-    if own.own.startswith("vit"):
+    if chosen_arm.teacher_name.startswith("vit"):
         content["teacher"]["checkpoint"] = pretrained(options, "vit_small.safetensors")
-    if own.teacher and options.steps and "fit" in content["teacher"]:
+    if chosen_arm.teacher and options.steps and "fit" in content["teacher"]:
         short = {"steps": options.steps, "epochs": None, "evaluate": 0}
         content["teacher"]["fit"] = merged(content["teacher"]["fit"], short)
     return content
@@ -485,15 +493,15 @@ def pretrained(options: argparse.Namespace, name: str) -> str:
     the package does.
     """
     stem, dot, ending = name.rpartition(".")
-    found = sorted(
+    exports = sorted(
         {*options.weights.glob(name), *options.weights.glob(f"{stem}-*{dot}{ending}")}
     )
-    if not found:
+    if not exports:
         raise SystemExit(
             f"no file {stem}*{dot}{ending} in {options.weights}: --weights names its"
             " folder"
         )
-    return str(found[0].resolve())
+    return str(exports[0].resolve())
 
 
 def answering(
@@ -509,34 +517,37 @@ def answering(
         **runtime,
     }
     if "fit" in teacher:
-        more = {
+        extra = {
             "seed": fitted(experiment, seed),
             "folder": str(options.work / "teachers"),
         }
-        return {**teacher, "fit": {**teacher["fit"], **more}}
-    if not EXPERIMENTS[experiment][arm].whole:
+        return {**teacher, "fit": {**teacher["fit"], **extra}}
+    if not EXPERIMENTS[experiment][arm].once_name:
         content["data"]["store"] = "views"
     return {**teacher, "classes": str(named(options, content["data"]["root"]))}
 
 
-def call(options: argparse.Namespace, command: str, content: Row, *more: str) -> Row:
+def call(
+    options: argparse.Namespace, command: str, content: Row, *arguments: str
+) -> Row:
     """Run a command of kd on a configuration in a process of its own; return the
     minutes that it took.
     """
     file = options.work / f"{content['run']['name']}.yaml"
     file.write_text(yaml.safe_dump(content))
-    start, log = time.monotonic(), file.with_suffix(f".{command}.log")
+    start = time.monotonic()
+    log = file.with_suffix(f".{command}.log")
     with log.open("a") as opened:
-        argv = [sys.executable, "-m", "kd", command, str(file), *more]
+        argv = [sys.executable, "-m", "kd", command, str(file), *arguments]
         process = subprocess.Popen(
             argv, stdout=opened, stderr=subprocess.STDOUT, cwd=ROOT
         )
-        _, status, used = os.wait4(process.pid, 0)
+        _, status, usage = os.wait4(process.pid, 0)
     if os.waitstatus_to_exitcode(status):
         raise SystemExit(f"{content['run']['name']} failed: see {log}")
     minutes = {
         "wall_minutes": time.monotonic() - start,
-        "cpu_minutes": used.ru_utime + used.ru_stime,
+        "cpu_minutes": usage.ru_utime + usage.ru_stime,
     }
     return {key: round(seconds / 60, 2) for key, seconds in minutes.items()}
 
@@ -547,11 +558,10 @@ def plant(options: argparse.Namespace) -> set[str]:
 
     Returns the names of those, as the audit names them. The same for all seeds.
     """
-    source, target = options.data / "cifar10", options.work / "wrong"
-    draw, classes = (
-        random.Random(0),
-        sorted(path.name for path in (source / "train").iterdir()),
-    )
+    source = options.data / "cifar10"
+    target = options.work / "wrong"
+    draw = random.Random(0)
+    classes = sorted(path.name for path in (source / "train").iterdir())
     planted = set()
     for path in sorted((source / "train").glob("*/*")):
         under = path.parent.name
@@ -583,7 +593,9 @@ def named(options: argparse.Namespace, root: str) -> Path:
     }
     synsets = Path(timm.__file__).parent / "data" / "_info" / "imagenet_synsets.txt"
     file = options.work / f"{Path(root).name}.txt"
-    text = "".join(f"{folders.get(one, one)}\n" for one in synsets.read_text().split())
+    text = "".join(
+        f"{folders.get(synset, synset)}\n" for synset in synsets.read_text().split()
+    )
     if not file.is_file() or file.read_text() != text:  # a run may be reading it
         file.write_text(text)
     return file
@@ -634,20 +646,23 @@ def fitted(experiment: str, seed: int) -> int:
     return 0 if experiment in ("tiny_imagenet", "grocery") else seed
 
 
-def asked(
+def prepared_teacher(
     options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int
 ) -> float:
     """Fit the teacher of an arm and fill its cache, if that is not done; return the CPU
     minutes that it took.
     """
-    if (own := fitted(experiment, seed)) != seed:
-        asked(options, experiment, arm, labels, own)
+    if (fitted_seed := fitted(experiment, seed)) != seed:
+        prepared_teacher(options, experiment, arm, labels, fitted_seed)
     every = experiment in NUMBERS and not labels  # then the teacher has all labels too
-    name, arms = EXPERIMENTS[experiment][arm].own, EXPERIMENTS[experiment].items()
+    name = EXPERIMENTS[experiment][arm].teacher_name
+    arms = EXPERIMENTS[experiment].items()
     alike = (
         key
-        for key, one in arms
-        if one.teacher and one.own == name and (one.labels == "every") == every
+        for key, candidate in arms
+        if candidate.teacher
+        and candidate.teacher_name == name
+        and (candidate.labels == "every") == every
     )
     content = settings(options, experiment, next(alike), labels, seed)
     content["run"]["name"] = f"{experiment}-{name or 'teacher'}-{labels}-{seed}"
@@ -666,12 +681,10 @@ def answered(
     """
     content = settings(options, experiment, arm, labels, seed)
     name = content["run"]["name"] = (
-        f"{experiment}-{EXPERIMENTS[experiment][arm].whole}-{labels}-{seed}"
+        f"{experiment}-{EXPERIMENTS[experiment][arm].once_name}-{labels}-{seed}"
     )
-    made, table = (
-        options.work / f"{name}.views.safetensors",
-        options.work / f"{name}.safetensors",
-    )
+    views = options.work / f"{name}.views.safetensors"
+    table = options.work / f"{name}.safetensors"
     file = options.work / f"{name}.json"
     with ONCE[name]:
         if not file.is_file():
@@ -692,28 +705,26 @@ def answered(
                 "jitter": 0.0,
                 "erase": 0.0,
             }
-            minutes += call(options, "cache", content, "--export", str(made))[
+            minutes += call(options, "cache", content, "--export", str(views))[
                 "cpu_minutes"
             ]
-            write_answers(table, replace(read_answers(str(made), ""), made_for={}))
+            write_answers(table, replace(read_answers(str(views), ""), made_for={}))
             file.write_text(json.dumps(round(minutes, 2)))
     return table, json.loads(file.read_text())
 
 
-def one(
+def run_one(
     options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int
 ) -> Row:
     """Train one student and return its row."""
-    own, content = (
-        EXPERIMENTS[experiment][arm],
-        settings(options, experiment, arm, labels, seed),
-    )
+    chosen_arm = EXPERIMENTS[experiment][arm]
+    content = settings(options, experiment, arm, labels, seed)
     teacher = 0.0
-    if own.whole:
+    if chosen_arm.once_name:
         model, teacher = answered(options, experiment, arm, labels, seed)
         content["teacher"] = {"kind": "answers", "model": str(model)}
-    elif own.teacher:
-        teacher = asked(options, experiment, arm, labels, seed)
+    elif chosen_arm.teacher:
+        teacher = prepared_teacher(options, experiment, arm, labels, seed)
     folder = options.work / "runs" / content["run"]["name"]
     resumed = int(folder.is_dir())
     minutes = call(options, "train", content)
@@ -739,10 +750,11 @@ def one(
         "low": round(100 * low, 2),
         "high": round(100 * high, 2),
         "validation": round(
-            100 * max(one["accuracy"] for one in rows if one["kind"] == "val"), 2
+            100 * max(line["accuracy"] for line in rows if line["kind"] == "val"),
+            2,
         ),
         "teacher_accuracy": round(100 * row.get("teacher_accuracy", 0.0), 2),
-        "images": [one for one in rows if one["kind"] == "train"][-1]["images"],
+        "images": [line for line in rows if line["kind"] == "train"][-1]["images"],
         **minutes,
         "teacher_minutes": teacher,
         **doubts,
@@ -770,8 +782,8 @@ def report(experiment: str, rows: Sequence[Row]) -> str:
     for labels in dict.fromkeys(row["labels"] for row in rows):
         some = [row for row in rows if row["labels"] == labels]
         for arm in dict.fromkeys(row["arm"] for row in some):
-            own = [row for row in some if row["arm"] == arm]
-            mean = {key: statistics.mean(row[key] for row in own) for key in SHOWN}
+            of_arm = [row for row in some if row["arm"] == arm]
+            mean = {key: statistics.mean(row[key] for row in of_arm) for key in SHOWN}
             teacher = (
                 f"{mean['teacher_accuracy']:.1f}" if mean["teacher_accuracy"] else ""
             )
@@ -779,7 +791,7 @@ def report(experiment: str, rows: Sequence[Row]) -> str:
                 {
                     "arm": arm,
                     "labels a class": labels or "all",
-                    "seeds": len(own),
+                    "seeds": len(of_arm),
                     "accuracy %": f"{mean['accuracy']:.1f}",
                     "teacher %": teacher,
                     "CPU minutes": f"{mean['cpu_minutes']:.1f}",
@@ -799,7 +811,7 @@ def drawn(rows: Sequence[Row]) -> str:
     def series(
         name: str, color: str, chosen: Callable[[list[Row]], list[float]]
     ) -> Series:
-        points = {number: chosen(own) for number, own in some.items()}
+        points = {number: chosen(of_number) for number, of_number in some.items()}
         means = {
             number: statistics.mean(values) / 100
             for number, values in points.items()
@@ -808,14 +820,14 @@ def drawn(rows: Sequence[Row]) -> str:
         return Series(name, COLORS[color], [*means], [*means.values()])
 
     def of(arm: str, key: str) -> Callable[[list[Row]], list[float]]:
-        return lambda own: [row[key] for row in own if row["arm"] == arm]
+        return lambda of_number: [row[key] for row in of_number if row["arm"] == arm]
 
-    shown = [
+    panel_lines = [
         series("student of the teacher", "--accent", of("soft", "accuracy")),
         series(
             "same student, labels only",
             "--labels",
-            lambda own: [row["accuracy"] for row in best_alone(own)],
+            lambda of_number: [row["accuracy"] for row in best_alone(of_number)],
         ),
         series("teacher", "--soft", of("soft", "teacher_accuracy")),
     ]
@@ -823,11 +835,12 @@ def drawn(rows: Sequence[Row]) -> str:
     ceiling = statistics.mean(every) if every else 0.0
     name = f"same student, every label: {ceiling:.1f} %"
     levels = [Level(name, COLORS["--ground"], y=ceiling / 100)] if every else []
-    x_axis, y_axis = Axis("labels per class", log=True), Axis(unit="%")
-    chart = lines(shown, (760, 360), x_axis, y_axis, levels)
+    x_axis = Axis("labels per class", log=True)
+    y_axis = Axis(unit="%")
+    chart = lines(panel_lines, (760, 360), x_axis, y_axis, levels)
     values = [
         {"x": x, "y": y, "series": line.name, "text": f"{100 * y:.1f}"}
-        for line in shown[:2]  # the teacher's would lie on the student's
+        for line in panel_lines[:2]  # the teacher's would lie on the student's
         for x, y in zip(line.x, line.y, strict=True)
     ]
     places = {
@@ -848,18 +861,18 @@ def barred(rows: Sequence[Row]) -> str:
     the seeds as dots.
     """
     soft = [row for row in rows if row["arm"] == "soft"]
-    shown = {
+    by_arm = {
         "labels only": [row["accuracy"] for row in best_alone(rows)],
         "distilled": [row["accuracy"] for row in soft],
         "teacher": [row["teacher_accuracy"] for row in soft],
     }
     colors = {
-        "domain": [*shown],
+        "domain": [*by_arm],
         "range": [COLORS["--labels"], COLORS["--accent"], COLORS["--soft"]],
     }
     values = [
         {"arm": arm, "accuracy": value}
-        for arm, accuracies in shown.items()
+        for arm, accuracies in by_arm.items()
         for value in accuracies
     ]
     mean = {"aggregate": "mean", "field": "accuracy", "title": None, "axis": None}
@@ -873,7 +886,7 @@ def barred(rows: Sequence[Row]) -> str:
         "height": 100,
         "data": {"values": values},
         "encoding": {
-            "y": {"field": "arm", "sort": [*shown], "title": None},
+            "y": {"field": "arm", "sort": [*by_arm], "title": None},
             "color": {"field": "arm", "scale": colors, "legend": None},
         },
         "layer": [
@@ -929,7 +942,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def wanted(options: argparse.Namespace) -> list[tuple[str, str, int, int]]:
+def planned(options: argparse.Namespace) -> list[tuple[str, str, int, int]]:
     """Return experiment, arm, labels a class and seed of each run, in the order of
     making.
     """
@@ -939,50 +952,50 @@ def wanted(options: argparse.Namespace) -> list[tuple[str, str, int, int]]:
             (options.labels or NUMBERS[experiment]) if experiment in NUMBERS else (0,)
         ):
             for seed in options.seeds:
-                for arm, own in EXPERIMENTS[experiment].items():
+                for arm, settings_of_arm in EXPERIMENTS[experiment].items():
                     if not options.arms or arm in options.arms:
                         keys.append(
                             (
                                 experiment,
                                 arm,
-                                0 if own.labels == "every" else number,
+                                0 if settings_of_arm.labels == "every" else number,
                                 seed,
                             )
                         )
     return list(dict.fromkeys(keys))  # the ceiling is the same for all numbers
 
 
-def shown(options: argparse.Namespace, rows: Sequence[Row], made: set[str]) -> None:
+def publish(options: argparse.Namespace, rows: Sequence[Row], new: set[str]) -> None:
     """Print the table of each experiment; write the CSV of those that have a new row,
     and the chart of few labels.
     """
     short = f" --steps {options.steps}" if options.steps else ""
     for experiment in options.only:
-        own = [row for row in rows if row["experiment"] == experiment]
+        of_experiment = [row for row in rows if row["experiment"] == experiment]
         place = {
             arm: i for i, arm in enumerate(EXPERIMENTS[experiment])
         }  # arms of old rows may be missing there
-        own.sort(
+        of_experiment.sort(
             key=lambda row: (
                 row["labels"],
                 place.get(row["arm"], len(place)),
                 row["seed"],
             )
         )
-        if own:
-            print(report(experiment, own))
-        if experiment in made:
+        if of_experiment:
+            print(report(experiment, of_experiment))
+        if experiment in new:
             command = (
                 "python benchmarks/proof.py --data FOLDER --weights FOLDER --only"
                 f" {experiment}{short}"
             )
-            write(f"proof_{experiment}", command, own)
+            write(f"proof_{experiment}", command, of_experiment)
         if experiment == "few_labels" and {"soft", *ALONE} <= {
-            row["arm"] for row in own
+            row["arm"] for row in of_experiment
         }:
-            numbers = {row["labels"] for row in own if row["arm"] == "soft"}
+            numbers = {row["labels"] for row in of_experiment if row["arm"] == "soft"}
             (ROOT / "docs" / "proof.svg").write_text(
-                drawn(own) if len(numbers) > 1 else barred(own)
+                drawn(of_experiment) if len(numbers) > 1 else barred(of_experiment)
             )
 
 
@@ -994,18 +1007,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     file = options.work / "proof.jsonl"
     if not file.is_file() and not options.steps:
-        kept = [
+        committed = [
             row
             for experiment in EXPERIMENTS
             for row in newest(f"proof_{experiment}")[1]
         ]
-        file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        file.write_text("".join(json.dumps(row) + "\n" for row in committed))
     rows = (
         [json.loads(line) for line in file.read_text().splitlines()]
         if file.is_file()
         else []
     )
-    done = {
+    finished = {
         tuple(row[key] for key in ("experiment", "arm", "labels", "seed"))
         for row in rows
     }
@@ -1015,29 +1028,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "few_pictures" in options.only:
         fifty(options)
 
-    keys, made, failed = wanted(options), set[str](), []
-    if kept := [key for key in keys if key in done]:
+    keys = planned(options)
+    new = set[str]()
+    failed = []
+    if kept_keys := [key for key in keys if key in finished]:
         print(
-            f"{len(kept)} of {len(keys)} runs are in {file} already: remove a row there"
-            " to make that run again"
+            f"{len(kept_keys)} of {len(keys)} runs are in {file} already: remove a"
+            " row there to make that run again"
         )
 
     def make(key: tuple[str, str, int, int]) -> None:
         try:
-            row = one(options, *key)
+            row = run_one(options, *key)
         except SystemExit as error:  # the other runs go on
             print(error, flush=True)
             failed.append(key)
             return
         rows.append(row)
-        made.add(key[0])
+        new.add(key[0])
         with file.open("a") as opened:
             opened.write(json.dumps(row) + "\n")
         print(row, flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(make, [key for key in keys if key not in done]))
-    shown(options, rows, made)
+        list(pool.map(make, [key for key in keys if key not in finished]))
+    publish(options, rows, new)
     if failed:
         raise SystemExit(f"{len(failed)} of {len(keys)} runs failed; see above")
 

@@ -43,7 +43,10 @@ from kd.engine.optim import Schedule, groups
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
-BATCH, SIDE, MEAN, STD = 256, 32, (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)
+BATCH = 256
+SIDE = 32
+MEAN = (0.491, 0.482, 0.447)
+STD = (0.247, 0.243, 0.262)
 ARMS: dict[str, Row] = {
     "base": {},
     "shift": {"crop": "shift"},
@@ -84,7 +87,8 @@ def view(pixels: np.ndarray, arm: Row, flipped: bool, rng: random.Random) -> np.
     """Return one training view [32, 32, 3]."""
     if arm.get("crop") == "shift":
         padded = np.pad(pixels, ((2, 2), (2, 2), (0, 0)), mode="reflect")
-        row, column = rng.randrange(5), rng.randrange(5)
+        row = rng.randrange(5)
+        column = rng.randrange(5)
         image = Image.fromarray(padded[row : row + SIDE, column : column + SIDE])
     else:
         image = cut(Image.fromarray(pixels), random_box(SIDE, SIDE, 0.75, rng), SIDE)
@@ -107,29 +111,29 @@ def optimizer_of(student: nn.Module, arm: Row) -> torch.optim.Optimizer:
     return Muon(groups([student], 0.1), lr=arm["lr"], betas=(0.9, 0.999), nesterov=True)
 
 
-def one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> Row:
+def run_one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> Row:
     """Train one student and return its row."""
-    arm, (pixels, labels) = ARMS[name], data
-    held = len(labels) // 5
+    arm = ARMS[name]
+    pixels, labels = data
+    held_out = len(labels) // 5
     torch.manual_seed(seed)
     student = network(16).to(memory_format=torch.channels_last)
     optimizer = optimizer_of(student, arm)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    schedule, rng = Schedule(1.0, 0.05, 0.0), random.Random(seed)
-    steps, done, begin = (
-        epochs * ((len(labels) - held) // BATCH),
-        0,
-        time.process_time(),
-    )
+    schedule = Schedule(1.0, 0.05, 0.0)
+    rng = random.Random(seed)
+    steps = epochs * ((len(labels) - held_out) // BATCH)
+    steps_done = 0
+    begin = time.process_time()
     first = [rng.random() < 0.5 for _ in labels]
     shape: Callable[[float], float] = schedule.factor
     if arm.get("schedule") == "linear":
         shape = lambda progress: min(progress / 0.05, (1 - progress) / 0.95)  # noqa: E731
     for epoch in range(epochs):
         order = [
-            held + place
+            held_out + place
             for place in np.random.default_rng([seed, epoch]).permutation(
-                len(labels) - held
+                len(labels) - held_out
             )
         ]
         for start in range(0, len(order) - BATCH + 1, BATCH):
@@ -146,7 +150,7 @@ def one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> R
                 ]
             )
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * shape(done / steps)
+                group["lr"] = peak * shape(steps_done / steps)
             with torch.autocast("cpu", torch.bfloat16):
                 logits = student(
                     normalized(batch).contiguous(memory_format=torch.channels_last)
@@ -158,15 +162,15 @@ def one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> R
                 nn.utils.clip_grad_norm_(student.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
-            done += 1
+            steps_done += 1
     seconds = time.process_time() - begin
     student.eval()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        parts = [
-            student(normalized(pixels[i : min(held, i + 500)])).argmax(1)
-            for i in range(0, held, 500)
+        predictions = [
+            student(normalized(pixels[i : min(held_out, i + 500)])).argmax(1)
+            for i in range(0, held_out, 500)
         ]
-    right = (torch.cat(parts) == labels[:held]).float().mean().item()
+    right = (torch.cat(predictions) == labels[:held_out]).float().mean().item()
     row = {
         "arm": name,
         "epochs": epochs,
@@ -178,36 +182,36 @@ def one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> R
 
 def report(rows: Sequence[Row]) -> str:
     """Return a table: each arm against `base`, paired by seed."""
-    shown = []
+    table = []
     for epochs in dict.fromkeys(row["epochs"] for row in rows):
         some = [row for row in rows if row["epochs"] == epochs]
         base = {row["seed"]: row for row in some if row["arm"] == "base"}
         for arm in dict.fromkeys(row["arm"] for row in some):
-            own = [row for row in some if row["arm"] == arm and row["seed"] in base]
-            gaps = [row["accuracy"] - base[row["seed"]]["accuracy"] for row in own]
+            of_arm = [row for row in some if row["arm"] == arm and row["seed"] in base]
+            gaps = [row["accuracy"] - base[row["seed"]]["accuracy"] for row in of_arm]
             around = (
                 f" ± {T95[len(gaps)] * statistics.stdev(gaps) / math.sqrt(len(gaps)):.2f}"
                 if gaps[1:]
                 else ""
             )
             times = statistics.mean(
-                row["cpu_seconds"] / base[row["seed"]]["cpu_seconds"] for row in own
+                row["cpu_seconds"] / base[row["seed"]]["cpu_seconds"] for row in of_arm
             )
-            mean = statistics.mean(row["accuracy"] for row in own)
+            mean = statistics.mean(row["accuracy"] for row in of_arm)
             cells = {
                 "arm": arm,
                 "epochs": epochs,
-                "seeds": len(own),
+                "seeds": len(of_arm),
                 "accuracy": f"{mean:.2f} %",
             }
-            shown.append(
+            table.append(
                 {
                     **cells,
                     "against base": f"{statistics.mean(gaps):+.2f}{around}",
                     "CPU time": f"{times:.2f}",
                 }
             )
-    return markdown_table(shown)
+    return markdown_table(table)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -229,12 +233,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not file.is_file():
         file.write_text("".join(json.dumps(row) + "\n" for row in newest("recipe")[1]))
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    done = {(row["arm"], row["epochs"], row["seed"]) for row in rows}
+    finished = {(row["arm"], row["epochs"], row["seed"]) for row in rows}
     data = read(options.data / "train")
     for seed in options.seeds:
         for arm in options.arms:
-            if (arm, options.epochs, seed) not in done:
-                rows.append(one(data, arm, seed, options.epochs))
+            if (arm, options.epochs, seed) not in finished:
+                rows.append(run_one(data, arm, seed, options.epochs))
                 with file.open("a") as opened:
                     opened.write(json.dumps(rows[-1]) + "\n")
                 print(rows[-1], flush=True)

@@ -59,12 +59,10 @@ PLATES = {"redundant, each plate once": 2}
 steps.
 """
 VIEWS = 6
-HISTORY, RANDOM = (
-    ("sifter.kind=history", "sifter.keep=0.4"),
-    (
-        "sifter.kind=random",
-        "sifter.keep=0.4",
-    ),
+HISTORY = ("sifter.kind=history", "sifter.keep=0.4")
+RANDOM = (
+    "sifter.kind=random",
+    "sifter.keep=0.4",
 )
 ARMS: dict[str, tuple[str, ...]] = {
     "everything": (),
@@ -93,13 +91,15 @@ PLAN = [
 """Arm, and its budget: images trained, as a share of `--epochs` passes over
 everything.
 """
-KEEP, ANNEAL = 0.4, 0.125
+KEEP = 0.4
+ANNEAL = 0.125
 
 
 def settings(work: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration that all runs share."""
     kernels = {"attention": "unfused", "compile": "off"}
-    model, heads = "xcit_nano_12_p16_224", {"num_heads": 4, "cls_attn_layers": 1}
+    model = "xcit_nano_12_p16_224"
+    heads = {"num_heads": 4, "cls_attn_layers": 1}
     return {
         "run": {"folder": str(work / "runs"), "every": {"log": 100, "evaluate": 10**6}},
         "data": {
@@ -206,13 +206,13 @@ def trained(epochs: int, arm: str) -> float:
     first and the last are whole.
     """
     throughout = any(key.startswith("data.balance=") for key in ARMS[arm])
-    whole = (
+    unsifted = (
         sum(epoch == 0 or epoch / epochs >= 1 - ANNEAL for epoch in range(epochs))
         if not throughout
         else 0
     )
     keep = 0.25 if "data.balance=0.25" in ARMS[arm] else KEEP
-    return whole + keep * (epochs - whole)
+    return unsifted + keep * (epochs - unsifted)
 
 
 def per_class(folder: Path, loaded: config.Config) -> list[float]:
@@ -220,22 +220,22 @@ def per_class(folder: Path, loaded: config.Config) -> list[float]:
     recipe = resolve(loaded)
     data = open_sources(recipe.data)
     student = best_student(RunDir(folder), recipe, data.classes)[0].eval()
-    shown = data.views()[1]
+    views = data.views()[1]
     hits: dict[int, list[bool]] = {}
     for start in range(0, len(data.val), 100):
         samples = [
-            shown.load(id, 0) for id in range(start, min(start + 100, len(data.val)))
+            views.load(id, 0) for id in range(start, min(start + 100, len(data.val)))
         ]
         with torch.no_grad():
-            said = student(
+            answers = student(
                 torch.stack([sample.pixels for sample in samples])
             ).logits.argmax(-1)
-        for sample, answer in zip(samples, said.tolist(), strict=True):
+        for sample, answer in zip(samples, answers.tolist(), strict=True):
             hits.setdefault(int(sample.label), []).append(answer == sample.label)
     return [100 * statistics.mean(hits[label]) for label in sorted(hits)]
 
 
-def one(
+def run_one(
     base: dict[str, Any], regime: str, arm: str, share: float, seed: int, epochs: int
 ) -> dict[str, Any]:
     """Train one arm with one seed and return its row; `share` of the images of so many
@@ -254,9 +254,11 @@ def one(
     loaded = config.load(
         base, [*ARMS[arm], *length, f"run.seed={seed}", f"run.name={name}"]
     )
-    clock, cpu = time.perf_counter(), time.process_time()
+    clock = time.perf_counter()
+    cpu = time.process_time()
     result = train(loaded)
-    wall, cpu = time.perf_counter() - clock, time.process_time() - cpu
+    wall = time.perf_counter() - clock
+    cpu = time.process_time() - cpu
     rows = [
         json.loads(line)
         for line in (result.folder / "metrics.jsonl").read_text().splitlines()
@@ -310,7 +312,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     seed, as Markdown.
     """
     lines = []
-    whole = {
+    undivided = {
         (r["regime"], r["budget"], r["seed"]): r
         for r in rows
         if r["arm"] == "everything"
@@ -318,27 +320,27 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     for regime, budget, arm in dict.fromkeys(
         (r["regime"], r["budget"], r["arm"]) for r in rows
     ):
-        own = [
+        of_arm = [
             r
             for r in rows
             if (r["regime"], r["arm"], r["budget"]) == (regime, arm, budget)
         ]
         same = [
-            (r, whole[regime, budget, r["seed"]])
-            for r in own
-            if (regime, budget, r["seed"]) in whole
+            (r, undivided[regime, budget, r["seed"]])
+            for r in of_arm
+            if (regime, budget, r["seed"]) in undivided
         ]
         full = [
-            (r, whole[regime, 1.0, r["seed"]])
-            for r in own
-            if (regime, 1.0, r["seed"]) in whole
+            (r, undivided[regime, 1.0, r["seed"]])
+            for r in of_arm
+            if (regime, 1.0, r["seed"]) in undivided
         ]
         lines.append(
             {
                 "data": regime,
                 "images": f"{100 * budget:.0f} %",
                 "method": arm,
-                "accuracy": interval([r["accuracy"] for r in own], "{:.1f}"),
+                "accuracy": interval([r["accuracy"] for r in of_arm], "{:.1f}"),
                 "against everything, as many images": (
                     difference(same) if arm != "everything" else ""
                 ),
@@ -346,15 +348,15 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
                     difference(full) if (arm, budget) != ("everything", 1.0) else ""
                 ),
                 "largest third": (
-                    f"{statistics.mean(r['accuracy_largest_third'] for r in own):.1f}"
+                    f"{statistics.mean(r['accuracy_largest_third'] for r in of_arm):.1f}"
                 ),
                 "smallest third": (
-                    f"{statistics.mean(r['accuracy_smallest_third'] for r in own):.1f}"
+                    f"{statistics.mean(r['accuracy_smallest_third'] for r in of_arm):.1f}"
                 ),
                 "CPU seconds": (
-                    f"{statistics.mean(r['job_cpu_seconds'] for r in own):.0f}"
+                    f"{statistics.mean(r['job_cpu_seconds'] for r in of_arm):.0f}"
                 ),
-                "seeds": str(len(own)),
+                "seeds": str(len(of_arm)),
             }
         )
     return markdown_table(lines)
@@ -362,13 +364,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 def difference(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     """Return the difference of accuracy within pairs of the same seed, in points."""
-    return (
-        interval(
-            [mine["accuracy"] - other["accuracy"] for mine, other in pairs], "{:+.1f}"
-        )
-        if pairs
-        else ""
-    )
+    gains = [mine["accuracy"] - theirs["accuracy"] for mine, theirs in pairs]
+    return interval(gains, "{:+.1f}") if pairs else ""
 
 
 T95 = (0, 0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
@@ -403,23 +400,27 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="write the CSV with what is there"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    work, rows = Path(given.work), []
+    work = Path(options.work)
+    rows = []
     file = work / "rows.csv"
-    if not given.write:
-        for regime in given.regimes:
+    if not options.write:
+        for regime in options.regimes:
             base = base_of(work, regime)
-            for seed in given.seeds:
+            for seed in options.seeds:
                 cache(config.load(base, [f"run.seed={seed}"]))
                 for arm, share in PLAN:
-                    done = {
+                    finished = {
                         (r["regime"], r["arm"], r["budget"], r["seed"])
                         for r in earlier(file)
                     }
-                    wanted = arm in given.arms and share in given.budgets
-                    if wanted and (regime, arm, share, seed) not in done:
-                        append(file, one(base, regime, arm, share, seed, given.epochs))
+                    chosen = arm in options.arms and share in options.budgets
+                    if chosen and (regime, arm, share, seed) not in finished:
+                        append(
+                            file,
+                            run_one(base, regime, arm, share, seed, options.epochs),
+                        )
     rows = sorted(
         earlier(file),
         key=lambda r: (
@@ -430,8 +431,8 @@ def main() -> None:
         ),
     )
     print(summary(rows))
-    command = f"python benchmarks/regimes.py --work FOLDER --epochs {given.epochs}"
-    write(given.name, command, rows, None if given.write else work)
+    command = f"python benchmarks/regimes.py --work FOLDER --epochs {options.epochs}"
+    write(options.name, command, rows, None if options.write else work)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,9 @@ from kd.data.loader import LocalLoader, Share
 from kd.data.views import TrainTransform, Views
 from kd.parts.datasets.imagefolder import Options, build
 
-BATCH, WAITED, STEP = 32, 0.020, 0.001
+BATCH = 32
+WAITED = 0.020
+STEP = 0.001
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -49,7 +51,8 @@ class Waiting:
     """Views that take longer, without a core."""
 
     def __init__(self, views: Views) -> None:
-        self.views, self.classes = views, views.classes
+        self.views = views
+        self.classes = views.classes
 
     def __len__(self) -> int:
         return len(self.views)
@@ -62,14 +65,14 @@ class Waiting:
 
 def cpu(pids: set[int]) -> dict[int, float]:
     """Return the CPU seconds of processes so far."""
-    found = {}
+    seconds = {}
     for pid in pids:
         try:
             words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        found[pid] = (int(words[11]) + int(words[12])) / TICKS
-    return found
+        seconds[pid] = (int(words[11]) + int(words[12])) / TICKS
+    return seconds
 
 
 def of_job() -> set[int]:
@@ -79,15 +82,13 @@ def of_job() -> set[int]:
 
 def of_ray(host: str | None = None) -> set[int]:
     """Return Ray's processes, of one host or of all."""
-    found = {
+    pids = {
         pid
         for pid in of_job()
         if b"\0KD_RAY=" in Path(f"/proc/{pid}/environ").read_bytes()
     }
     return (
-        found
-        if host is None
-        else found & set(marked_processes(host, "SM_CURRENT_HOST"))
+        pids if host is None else pids & set(marked_processes(host, "SM_CURRENT_HOST"))
     )
 
 
@@ -108,10 +109,10 @@ def epoch(batches: Iterator[Batch], step: float = 0.0) -> tuple[float, float]:
     return time.perf_counter() - start, longest
 
 
-def inside(given: argparse.Namespace) -> list[dict[str, Any]]:
+def inside(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure in the trainer of the job."""
-    source = build(Options(root=given.data), "train", None)
-    views = Views(source, TrainTransform(given.size, 0.35, 0.5, 0.3), given.size, 0)
+    source = build(Options(root=options.data), "train", None)
+    views = Views(source, TrainTransform(options.size, 0.35, 0.5, 0.3), options.size, 0)
     datasets = [views, Waiting(views)]
     pool = Pool(datasets, 0, 1, 3.0)
     while len(pool.trusted()) < 3:
@@ -126,41 +127,43 @@ def inside(given: argparse.Namespace) -> list[dict[str, Any]]:
     ]
     rows = []
     for turn in range(
-        given.rounds + 1
+        options.rounds + 1
     ):  # round 0 warms up: files in memory, workers forked
-        for which in ("local", "ray") if turn % 2 else ("ray", "local"):
-            loader = local[0] if which == "local" else remote[0]
+        for kind in ("local", "ray") if turn % 2 else ("ray", "local"):
+            loader = local[0] if kind == "local" else remote[0]
             ray = of_ray()
             before = cpu(of_job())
-            seconds, _ = epoch(loader.epoch(plan(given.images, turn), turn))
-            used = {
+            seconds, _ = epoch(loader.epoch(plan(options.images, turn), turn))
+            cpu_seconds = {
                 pid: value - before.get(pid, 0.0)
                 for pid, value in cpu(of_job()).items()
             }
             spent = sum(
-                value for pid, value in used.items() if which == "ray" or pid not in ray
+                value
+                for pid, value in cpu_seconds.items()
+                if kind == "ray" or pid not in ray
             )
             row = {
                 "part": "cost",
                 "round": turn,
-                "loader": which,
-                "images_per_second": given.images / seconds,
+                "loader": kind,
+                "images_per_second": options.images / seconds,
             }
             row |= {
-                "cpu_ms": 1000 * spent / given.images,
-                "trainer_cpu_ms": 1000 * used[os.getpid()] / given.images,
+                "cpu_ms": 1000 * spent / options.images,
+                "trainer_cpu_ms": 1000 * cpu_seconds[os.getpid()] / options.images,
             }
             rows.append(row)
-    for turn in range(1, given.rounds + 1):
-        for which, loader in (("local", local[1]), ("ray", remote[1])):
-            seconds, _ = epoch(loader.epoch(plan(given.images, turn), turn), STEP)
-            row = {"part": "bound", "round": turn, "loader": which}
-            rows.append(row | {"images_per_second": given.images / seconds})
+    for turn in range(1, options.rounds + 1):
+        for kind, loader in (("local", local[1]), ("ray", remote[1])):
+            seconds, _ = epoch(loader.epoch(plan(options.images, turn), turn), STEP)
+            row = {"part": "bound", "round": turn, "loader": kind}
+            rows.append(row | {"images_per_second": options.images / seconds})
     for event, host, number in (
         ("killed", "127.0.0.3", signal.SIGKILL),
         ("frozen", "127.0.0.4", signal.SIGSTOP),
     ):
-        batches = remote[1].epoch(plan(given.images, 9), 9)
+        batches = remote[1].epoch(plan(options.images, 9), 9)
         next(batches)
         stopped = of_ray(host)
         signal_all(sorted(stopped), number)
@@ -204,9 +207,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--rows", default="", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rows:
-        Path(given.rows).write_text(json.dumps(inside(given)))
+    options = parser.parse_args()
+    if options.rows:
+        Path(options.rows).write_text(json.dumps(inside(options)))
         return 0
     os.environ |= {
         "KD_DECODERS": "1",
@@ -224,20 +227,20 @@ def main() -> int:
         if code:
             return code
         rows = [
-            {name: shown(row.get(name, "")) for name in NAMES}
+            {name: rounded(row.get(name, "")) for name in NAMES}
             for row in json.loads(file.read_text())
         ]
-    for part, name in (
+    for section, name in (
         ("cost", "cpu_ms"),
         ("cost", "trainer_cpu_ms"),
         ("bound", "images_per_second"),
     ):
-        chosen = [row for row in rows if row["part"] == part and row["round"]]
+        chosen = [row for row in rows if row["part"] == section and row["round"]]
         median = {
             w: statistics.median(r[name] for r in chosen if r["loader"] == w)
             for w in ("local", "ray")
         }
-        print(f"{part} {name}: local {median['local']:.2f}, ray {median['ray']:.2f}")
+        print(f"{section} {name}: local {median['local']:.2f}, ray {median['ray']:.2f}")
     print(
         [
             (row["part"], row["longest_wait_s"])
@@ -245,12 +248,12 @@ def main() -> int:
             if row["longest_wait_s"] != ""
         ]
     )
-    argv = ["FOLDER" if word == given.data else word for word in sys.argv[1:]]
+    argv = ["FOLDER" if word == options.data else word for word in sys.argv[1:]]
     write("remote", " ".join(["python benchmarks/remote.py", *argv]), rows)
     return 0
 
 
-def shown(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Round a measurement."""
     return round(value, 4) if isinstance(value, float) else value
 

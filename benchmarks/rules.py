@@ -39,7 +39,9 @@ PHOTOS = 160
 """Of each of three classes: 30 steps an epoch."""
 KEPT = 24
 """Samples of the machine that a record has, about."""
-SMALL, MEDIUM, LARGE = (96, 72), (320, 240), (640, 480)
+SMALL = (96, 72)
+MEDIUM = (320, 240)
+LARGE = (640, 480)
 """Pixels of a photograph: a JPEG of noise takes 0.2, 1.5 or 6 ms to decode."""
 
 
@@ -247,7 +249,9 @@ def play(
     """Run a case as it is and with the advice of its first run, in turns, and return a
     row of each.
     """
-    case, advice, table = CASES[name], (), []
+    case = CASES[name]
+    advice = ()
+    table = []
     for number in range(rounds):
         for cured in (False, True) if case.rule else (False,):
             config = settings(photos, runs, f"{'cured' if cured else 'slow'}_{number}")
@@ -262,17 +266,22 @@ def play(
                 "advice": " ".join(advice) if cured else "",
             }
             row |= {"what": "step_ms", "measured": round(step_ms(folder), 3)}
-            table.append(row | {"found": " ".join(one["rule"] for one in findings)})
+            table.append(
+                row | {"found": " ".join(finding["rule"] for finding in findings)}
+            )
             print(" ".join(str(each) for each in table[-1].values()), flush=True)
             if cured or number:
                 continue
             if record:
                 keep(folder, case, record / f"{name}.json")
-            for one in findings:
+            for finding in findings:
                 print(
-                    f"  {one['rule']}: {one['evidence']}. {one['advice']}", flush=True
+                    f"  {finding['rule']}: {finding['evidence']}. {finding['advice']}",
+                    flush=True,
                 )
-            mine = next((one for one in findings if one["rule"] == case.rule), None)
+            mine = next(
+                (finding for finding in findings if finding["rule"] == case.rule), None
+            )
             if mine is None:
                 return table
             advice = (f"{mine['key']}={mine['value']}",)
@@ -289,7 +298,7 @@ def main() -> None:
         help="write what the rules saw of each case into this folder",
     )
     parser.add_argument("--only", nargs="*", default=list(CASES))
-    given = parser.parse_args()
+    options = parser.parse_args()
     sys.path.insert(0, str(HERE))
     table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
@@ -297,24 +306,24 @@ def main() -> None:
             size: photographs(Path(work) / f"photos_{size[0]}", size)
             for size in (SMALL, MEDIUM, LARGE)
         }
-        for name in given.only:
+        for name in options.only:
             table += play(
                 name,
-                given.rounds,
+                options.rounds,
                 photos[CASES[name].photos],
                 Path(work) / name,
-                given.record,
+                options.record,
             )
     print(
         f"{'case':<18}{'rule':<24}{'found':<8}{'slow':>10}{'cured':>10}{'ratio':>8} "
         " advice"
     )
-    for name in given.only:
+    for name in options.only:
         mine = [row for row in table if row["case"] == name]
         slow, cured = (
             [row for row in mine if bool(row["advice"]) == c] for c in (False, True)
         )
-        found = sum(
+        hits = sum(
             (
                 CASES[name].rule in row["found"].split()
                 if CASES[name].rule
@@ -327,7 +336,8 @@ def main() -> None:
             for rows in (slow, cured)
         )
         ratio = f"{before / after:.2f}" if after > 0 else "-"
-        text = f"{name:<18}{CASES[name].rule:<24}{found}/{len(slow):<6}{before:>10.2f}{after:>10.2f}{ratio:>8}"
+        text = f"{name:<18}{CASES[name].rule:<24}{hits}/{len(slow):<6}"
+        text += f"{before:>10.2f}{after:>10.2f}{ratio:>8}"
         print(text, cured[0]["advice"] if cured else "", sep="  ")
     write("rules", " ".join(["python benchmarks/rules.py", *sys.argv[1:]]), table)
 

@@ -42,16 +42,18 @@ EQUAL = 50  # comparisons of equal listings, of which the mean is told
 
 
 def timed(
-    part: str, images: int, work: Callable[[], Any], times: int = 1
+    section: str, images: int, work: Callable[[], Any], times: int = 1
 ) -> dict[str, Any]:
     """Return a row: seconds of one call, by the clock and of this process's CPU."""
-    spent, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    spent = resource.getrusage(resource.RUSAGE_SELF)
+    begin = time.perf_counter()
     for _ in range(times):
         work()
-    wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+    wall = time.perf_counter() - begin
+    after = resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - spent.ru_utime - spent.ru_stime
     return {
-        "part": part,
+        "part": section,
         "images": images,
         "wall_s": f"{wall / times:.4f}",
         "cpu_s": f"{cpu / times:.4f}",
@@ -81,34 +83,32 @@ def as_rank(count: int) -> None:
         source._labels[middle] += 1
         source.fingerprint = f"another {source.fingerprint}"
 
-    told: list[str] = []
+    messages: list[str] = []
 
     def search() -> None:
         try:
             compare()
         except DataError as error:
-            told.append(str(error))
+            messages.append(str(error))
 
     rows.append(timed("search", len(source), search))
-    assert source.name(middle) in told[0], told
+    assert source.name(middle) in messages[0], messages
     if backend.rank == 0:
         print(json.dumps(rows))
     backend.close()
 
 
-def read(folder: Path, most: int) -> list[dict[str, Any]]:
+def read(folder: Path, count: int) -> list[dict[str, Any]]:
     """Read and hash files of each size, as `same_contents` does for one split."""
-    rows, pixels, module = (
-        [],
-        np.random.default_rng(0),
-        registry.find("backends", "cpu", "benchmark"),
-    )
+    rows = []
+    pixels = np.random.default_rng(0)
+    module = registry.find("backends", "cpu", "benchmark")
     alone = module.build(
         module.Options(threads=1), precision="fp32", timeout_seconds=60.0
     )
     for title, (width, height) in SIDES.items():
         root = folder / title.replace(" ", "")
-        for number in range(most):
+        for number in range(count):
             path = root / f"class{number % 2}" / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             if number < 4:  # then hard links: as many files, and little disk
@@ -119,7 +119,7 @@ def read(folder: Path, most: int) -> list[dict[str, Any]]:
         source = imagefolder.build(
             imagefolder.Options(root=str(root), val_fraction=1e-9), "train", None
         )
-        for sampled in (one for one in SAMPLED if one <= most):
+        for sampled in (sample for sample in SAMPLED if sample <= count):
             same_data.SAMPLED = sampled
             work = partial(same_data.same_contents, {"train": source}, alone)
             rows.append(timed(f"contents, {title}", sampled, work, 3))

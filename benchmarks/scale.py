@@ -68,12 +68,12 @@ def names(count: int, random: bool) -> Iterator[bytes]:
             hashlib.md5(b"%d" % (folder * FOLDER + i)).hexdigest().encode()
             for i in range(FOLDER)
         )
-        own = (
+        numbers = (
             ids
             if random
             else (b"n%08d_%d" % (folder, i * 7919 % 100_000) for i in range(FOLDER))
         )
-        yield from sorted(b"n%08d/%s.JPEG" % (folder, one) for one in own)
+        yield from sorted(b"n%08d/%s.JPEG" % (folder, file) for file in numbers)
 
 
 def listing(count: int, random: bool = False) -> ImageSource:
@@ -110,10 +110,10 @@ def context(count: int) -> SiftContext:
 def epoch(count: int) -> Any:
     """Plan an epoch and make the requests of one rank of eight."""
     plan = full_plan(context(count), 0)
-    asked = sum(
+    requested = sum(
         len(request.ids) for request in Share(1000, 1, 0, 8).requests(plan, 0, 0)
     )
-    assert asked == count // 1000 * 125
+    assert requested == count // 1000 * 125
     return plan
 
 
@@ -133,9 +133,9 @@ def missing(count: int) -> Any:
             Path(folder), {}, Codec(101, "fp16", 0), count, writable=True
         )
         store.write(0, [count - 1], [np.ones((1, 101), np.float16)], [0])
-        found = store.missing(0)
-        assert len(found) == count - 1
-        return found
+        missing_ids = store.missing(0)
+        assert len(missing_ids) == count - 1
+        return missing_ids
 
 
 def make_files(root: Path, count: int) -> None:
@@ -143,7 +143,8 @@ def make_files(root: Path, count: int) -> None:
     with open(root.parent / "list.csv", "w") as listed:
         listed.write("path,label\n")
         for number, name in enumerate(names(count, False)):
-            path, source = root / name.decode(), root / f".{number // 50_000}"
+            path = root / name.decode()
+            source = root / f".{number // 50_000}"
             if number % FOLDER == 0:
                 path.parent.mkdir(parents=True)
             if number % 50_000 == 0:
@@ -152,7 +153,7 @@ def make_files(root: Path, count: int) -> None:
             listed.write(f"{name.decode()},{path.parent.name}\n")
 
 
-def parts(root: str) -> dict[str, Callable[[int], Any]]:
+def sections(root: str) -> dict[str, Callable[[int], Any]]:
     """Return what is measured, by name."""
     table = csv.Options(root=root, train_list="../list.csv", val_fraction=VAL)
     return {
@@ -178,8 +179,10 @@ def labels(count: int) -> Any:
 def measure(name: str, count: int, root: str) -> dict[str, Any]:
     """Measure one part in this process."""
     full_plan(context(2000), 0)  # what torch takes at its first use
-    before, wall, busy = resident(), time.perf_counter(), time.process_time()
-    held = parts(root)[name](count)
+    before = resident()
+    wall = time.perf_counter()
+    busy = time.process_time()
+    objects = sections(root)[name](count)
     row = {
         "part": name,
         "images": count,
@@ -190,11 +193,11 @@ def measure(name: str, count: int, root: str) -> dict[str, Any]:
     gc.collect()  # Python's lists of freed tuples too
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)  # what Python has freed and glibc keeps
-    kept = resident() - before
-    del held
-    row |= {"held_mib": round(kept), "peak_mib": round(peak)}
+    memory_held = resident() - before
+    del objects
+    row |= {"held_mib": round(memory_held), "peak_mib": round(peak)}
     return row | {
-        "held_bytes": round(kept * 2**20 / count, 1),
+        "held_bytes": round(memory_held * 2**20 / count, 1),
         "peak_bytes": round(peak * 2**20 / count, 1),
     }
 
@@ -214,7 +217,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=[10**5, 10**6, 10**7])
-    parser.add_argument("--parts", nargs="+", default=[*parts("/")])
+    parser.add_argument("--parts", nargs="+", default=[*sections("/")])
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -239,10 +242,10 @@ def main() -> None:
                     str(count),
                     str(root),
                 ]
-                done = subprocess.run(
+                process = subprocess.run(
                     command, capture_output=True, text=True, check=True
                 )
-                rows.append(json.loads(done.stdout.splitlines()[-1]))
+                rows.append(json.loads(process.stdout.splitlines()[-1]))
                 print(rows[-1], flush=True)
     _record.write(
         "scale", f"python benchmarks/scale.py {' '.join(sys.argv[1:])}".strip(), rows

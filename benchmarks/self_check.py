@@ -94,29 +94,31 @@ def masked(folder: Path) -> dict[str, str]:
     """Write the signal handler and an onnxruntime that asks it; return the environment
     of a process with them.
     """
-    found = find_spec("onnxruntime")
-    assert found is not None
-    assert found.submodule_search_locations
+    spec = find_spec("onnxruntime")
+    assert spec is not None
+    assert spec.submodule_search_locations
     (folder / "mask.c").write_text(MASK)
     library = folder / "mask.so"
     subprocess.run(
         ["gcc", "-O1", "-shared", "-fPIC", "-o", library, folder / "mask.c"], check=True
     )
-    shutil.copytree(found.submodule_search_locations[0], folder / "onnxruntime")
+    shutil.copytree(spec.submodule_search_locations[0], folder / "onnxruntime")
     for path in (folder / "onnxruntime").rglob("*.so*"):
-        told = subprocess.run(
+        disassembly = subprocess.run(
             ["objdump", "-d", "--no-show-raw-insn", path],
             capture_output=True,
             text=True,
         ).stdout
         places = [
-            int(one, 16)
-            for one in re.findall(r"^\s*([0-9a-f]+):\s+cpuid", told, re.MULTILINE)
+            int(address, 16)
+            for address in re.findall(
+                r"^\s*([0-9a-f]+):\s+cpuid", disassembly, re.MULTILINE
+            )
         ]
         lines = subprocess.run(
             ["readelf", "-lW", path], capture_output=True, text=True
         ).stdout.splitlines()
-        parts = [
+        sections = [
             [int(word, 16) for word in line.split()[1:5]]
             for line in lines
             if line.split()[:1] == ["LOAD"]
@@ -125,7 +127,7 @@ def masked(folder: Path) -> dict[str, str]:
         for place in places:
             offset = next(
                 at + place - start
-                for at, start, _, size in parts
+                for at, start, _, size in sections
                 if start <= place < start + size
             )
             assert content[offset : offset + 2] == b"\x0f\xa2"
@@ -138,14 +140,14 @@ def ways(
     runtime: str, old: dict[str, str], mask: dict[str, str]
 ) -> list[tuple[str, int, dict[str, str]]]:
     """Return name, threads and environment of each way."""
-    found = [("as installed", threads, {}) for threads in (1, 1, 2, 3, 4, 6, 8)]
-    found += [
+    chosen = [("as installed", threads, {}) for threads in (1, 1, 2, 3, 4, 6, 8)]
+    chosen += [
         (f"oldest {name}", 1, {"PYTHONPATH": old[name]})
         for name in (runtime, "pillow")
         if name in old
     ]
     if runtime == "onnxruntime":
-        found += [
+        chosen += [
             (f"processor with {units}", 1, {**mask, "MASK_UNITS": units})
             for units in ("avx512", "avx2", "sse")
         ]
@@ -157,29 +159,36 @@ def ways(
             "AVX512_CORE_VNNI",
             "AVX512_CORE_BF16",
         )
-        found += [
-            (f"processor with {one}", 1, {"DNNL_MAX_CPU_ISA": one}) for one in units
+        chosen += [
+            (f"processor with {unit}", 1, {"DNNL_MAX_CPU_ISA": unit}) for unit in units
         ]
-    return found
+    return chosen
 
 
 def start(
-    export: Path, file: str, threads: int, more: dict[str, str]
+    export: Path, file: str, threads: int, variables: dict[str, str]
 ) -> dict[str, Any]:
     root = str(Path(__file__).parents[1])
-    path = os.pathsep.join(one for one in (more.get("PYTHONPATH"), root) if one)
-    environment = {**os.environ, **more, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(
+        entry for entry in (variables.get("PYTHONPATH"), root) if entry
+    )
+    environment = {
+        **os.environ,
+        **variables,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+    }
     argv = [sys.executable, "-c", CHILD, str(export), file, str(threads)]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
+    process = subprocess.run(argv, env=environment, capture_output=True, text=True)
+    if process.returncode:
+        lines = process.stderr.strip().splitlines()
         reason = (
-            f"signal {-done.returncode}"
-            if done.returncode < 0 or not lines
+            f"signal {-process.returncode}"
+            if process.returncode < 0 or not lines
             else lines[-1]
         )
         return {"verdict": f"not run: {reason[:80]}"}
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -187,15 +196,16 @@ def main() -> None:
     parser.add_argument("exports", nargs="+", type=Path)
     parser.add_argument("--old", action="append", default=[], metavar="NAME=FOLDER")
     options = parser.parse_args()
-    old, rows = dict(one.split("=", 1) for one in options.old), []
+    old = dict(text.split("=", 1) for text in options.old)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         mask = masked(Path(folder))
         for export in options.exports:
             manifest = json.loads((export / MANIFEST).read_text())
-            for file, told in manifest["self_check"].items():
+            for file, command in manifest["self_check"].items():
                 runtime = registry.graphs()[file].runtime
-                for way, threads, more in ways(runtime, old, mask):
-                    found = start(export, file, threads, more)
+                for way, threads, variables in ways(runtime, old, mask):
+                    outcome = start(export, file, threads, variables)
                     row = {
                         "model": manifest["name"],
                         "file": file,
@@ -203,19 +213,20 @@ def main() -> None:
                         "threads": threads,
                     }
                     row |= {
-                        "runtime": found.get(runtime, ""),
-                        "pillow": found.get("pillow", ""),
+                        "runtime": outcome.get(runtime, ""),
+                        "pillow": outcome.get("pillow", ""),
                     }
                     row |= {
-                        key: found.get(key, "")
+                        key: outcome.get(key, "")
                         for key in ("start_s", "check_s", "pixels", "logits")
                     }
                     rows.append(
-                        row | {"allowed": told["allowed"], "verdict": found["verdict"]}
+                        row
+                        | {"allowed": command["allowed"], "verdict": outcome["verdict"]}
                     )
                     print(rows[-1], time.strftime("%H:%M:%S"), flush=True)
-    told = " ".join(["EXPORT...", *(f"--old {name}=FOLDER" for name in old)])
-    write("self_check", f"python benchmarks/self_check.py {told}", rows)
+    command = " ".join(["EXPORT...", *(f"--old {name}=FOLDER" for name in old)])
+    write("self_check", f"python benchmarks/self_check.py {command}", rows)
 
 
 if __name__ == "__main__":

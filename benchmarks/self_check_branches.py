@@ -61,11 +61,9 @@ session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExec
 rows = [session.run(None, {"image": picture[None]})[0] for picture in numpy.load(sys.argv[2])]
 numpy.save(sys.argv[3], numpy.concatenate(rows))
 """
-VIT, XCIT, SWIN = (
-    "vit_tiny_patch16_224",
-    "xcit_nano_12_p16_224",
-    "swin_tiny_patch4_window7_224",
-)
+VIT = "vit_tiny_patch16_224"
+XCIT = "xcit_nano_12_p16_224"
+SWIN = "swin_tiny_patch4_window7_224"
 NETWORKS: list[tuple[str, int, dict[str, Any]]] = [
     *((VIT, 64, {"patch_size": 8, "depth": depth}) for depth in (2, 6, 12, 24)),
     ("vit_small_patch16_224", 112, {}),
@@ -98,14 +96,14 @@ def start(pairs: list[str], before: Path) -> None:
             for turn in range(TURNS):
                 for kd, folder in exports.items():
                     root = {"PYTHONPATH": str(before)} if kd == "before" else {}
-                    told = json.loads(child(START, folder, file, **root))
+                    facts = json.loads(child(START, folder, file, **root))
                     rows.append(
                         {
                             "model": manifest["name"],
                             "file": file,
                             "kd": kd,
                             "turn": turn,
-                            **told,
+                            **facts,
                         }
                     )
             times = {
@@ -147,7 +145,8 @@ def graphs(folder: Path, exports: list[str]) -> Any:
             ).eval()
             with torch.no_grad():
                 network.network.get_classifier().weight *= 10  # type: ignore[operator]
-            exact, int8 = folder / "model.onnx", folder / "model.int8.onnx"
+            exact = folder / "model.onnx"
+            int8 = folder / "model.int8.onnx"
             program = runtimes.export_program(
                 runtimes.reparameterized(network), side, 0
             )

@@ -42,7 +42,8 @@ from variants import picture, random_export
 from _record import write
 
 Rows = list[dict[str, Any]]
-RATE, HOSTILE = 3.0, 0.1
+RATE = 3.0
+HOSTILE = 0.1
 """Clients a second of the part `hostile`, and the share of them that is."""
 TORCH = """
 import io, sys, torch, timm
@@ -89,9 +90,9 @@ def cold(folder: Path, seconds: float) -> Rows:
         file.write(picture())
         file.flush()
         for turn in range(4):
-            for which in ("kd-serve", "torch+timm"):
+            for server_name in ("kd-serve", "torch+timm"):
                 start = time.perf_counter()
-                if which == "kd-serve":
+                if server_name == "kd-serve":
                     server = kd_serve(folder)
                     asyncio.run(
                         closed_loop(
@@ -101,11 +102,9 @@ def cold(folder: Path, seconds: float) -> Rows:
                             0.001,
                         )
                     )
-                    wall, cpu, memory = (
-                        time.perf_counter() - start,
-                        server.cpu_seconds(),
-                        server.resident_mb(True),
-                    )
+                    wall = time.perf_counter() - start
+                    cpu = server.cpu_seconds()
+                    memory = server.resident_mb(True)
                     server.stop()
                 else:
                     process = subprocess.Popen(
@@ -113,16 +112,14 @@ def cold(folder: Path, seconds: float) -> Rows:
                     )
                     _, status, usage = os.wait4(process.pid, 0)
                     process.returncode = status
-                    wall, cpu = (
-                        time.perf_counter() - start,
-                        usage.ru_utime + usage.ru_stime,
-                    )
+                    wall = time.perf_counter() - start
+                    cpu = usage.ru_utime + usage.ru_stime
                     memory = usage.ru_maxrss / 1024
                 if turn:  # the first reads the files from the disk
                     rows.append(
                         {
                             "part": "cold",
-                            "which": which,
+                            "which": server_name,
                             "wall_s": wall,
                             "cpu_s": cpu,
                             "peak_mb": memory,
@@ -154,35 +151,40 @@ def summary(answers: list[Answer], seconds: float) -> dict[str, Any]:
     }
 
 
-def told(which: str, row: dict[str, Any]) -> None:
+def print_row(name: str, row: dict[str, Any]) -> None:
     """Print a summary."""
-    shown = {
+    numbers = {
         key: f"{v:.2f}" if isinstance(v, float) else v
         for key, v in row.items()
         if key not in ("part", "which")
     }
     print(
-        f"{row['part']}: {which:26s}"
-        f" {', '.join(f'{key} {value}' for key, value in shown.items())}"
+        f"{row['part']}: {name:26s}"
+        f" {', '.join(f'{key} {value}' for key, value in numbers.items())}"
     )
 
 
 def driven(
-    part: str, which: str, server: Server, message: bytes, clients: int, seconds: float
+    section: str,
+    name: str,
+    server: Server,
+    message: bytes,
+    clients: int,
+    seconds: float,
 ) -> dict[str, Any]:
     """Drive a server in a closed loop and return a row."""
     asyncio.run(closed_loop(server.url, message, clients, 0.5))
     cpu = server.cpu_seconds()
     answers = asyncio.run(closed_loop(server.url, message, clients, seconds))
     row: dict[str, Any] = {
-        "part": part,
-        "which": which,
+        "part": section,
+        "which": name,
         "clients": clients,
         **summary(answers, seconds),
     }
     row["cpu_ms_per_request"] = 1000 * (server.cpu_seconds() - cpu) / max(1, row["ok"])
     row["resident_mb"] = server.resident_mb()
-    told(which, row)
+    print_row(name, row)
     return row
 
 
@@ -196,14 +198,15 @@ def load(folder: Path, seconds: float) -> Rows:
         server = kd_serve(folder, "--slots", str(slots))
         message = request(server.url, picture(), "image/jpeg")
         for clients in (1, 8):
-            which = f"{slots} slots x {cores // slots} threads"
-            rows.append(driven("load", which, server, message, clients, seconds / 2))
+            name = f"{slots} slots x {cores // slots} threads"
+            rows.append(driven("load", name, server, message, clients, seconds / 2))
         server.stop()
     server = kd_serve(folder)
     message = request(server.url, picture(), "image/jpeg")
     single = driven("load", "default", server, message, 1, seconds / 2)
     capacity = driven("load", "default", server, message, 8, seconds / 2)["rps"]
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(5):
         share = (low + high) / 2
         answers = asyncio.run(open_loop(server.url, message, share * capacity, seconds))
@@ -217,7 +220,7 @@ def load(folder: Path, seconds: float) -> Rows:
             row["p99_ms"] <= 3 * single["p50_ms"] and row["ok"] == row["requests"]
         )
         low, high = (share, high) if row["held"] else (low, share)
-        told(f"poisson at {share:.2f} of capacity", row)
+        print_row(f"poisson at {share:.2f} of capacity", row)
         rows.append(row)
     server.stop()
     print(
@@ -241,7 +244,7 @@ def overload(folder: Path, seconds: float) -> Rows:
         **summary(answers, seconds),
     }
     row["resident_mb"] = server.resident_mb()
-    told("10x", row)
+    print_row("10x", row)
     after = driven("overload", "after", server, message, 8, seconds / 2)
     server.stop()
     return [before, row, after]
@@ -252,10 +255,12 @@ def soak(folder: Path, seconds: float) -> Rows:
     random bytes.
     """
     server = kd_serve(folder)
-    whole, rows, start = picture(), [], time.perf_counter()
+    photo = picture()
+    rows = []
+    start = time.perf_counter()
     messages = [
         request(server.url, body, "image/jpeg")
-        for body in (whole, whole[: len(whole) // 2], os.urandom(9999))
+        for body in (photo, photo[: len(photo) // 2], os.urandom(9999))
     ]
     while time.perf_counter() - start < seconds:
         count = 0
@@ -272,8 +277,8 @@ def soak(folder: Path, seconds: float) -> Rows:
     server.stop()
     half = len(rows) // 2
     first, last = (
-        statistics.median(r["resident_mb"] for r in part)
-        for part in (rows[half // 2 : half], rows[half:])
+        statistics.median(r["resident_mb"] for r in section)
+        for section in (rows[half // 2 : half], rows[half:])
     )
     print(
         f"soak: {sum(r['requests'] for r in rows)} requests, {first:.1f} MB before"
@@ -288,12 +293,16 @@ async def _mixed(
     """Send requests at Poisson times, every tenth client a hostile one; ask for the
     health once a second.
     """
-    start, due, tasks, pings = time.perf_counter(), 0.0, set(), []
+    start = time.perf_counter()
+    due = 0.0
+    tasks = set()
+    pings = []
     health = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
     answers: list[Answer] = []
 
     async def ask(sent: bytes) -> Answer:
-        begin, status = time.perf_counter(), 0
+        begin = time.perf_counter()
+        status = 0
         try:
             pair = await asyncio.open_connection(
                 urlsplit(url).hostname, urlsplit(url).port
@@ -312,7 +321,8 @@ async def _mixed(
             pings.append(await ask(health))
             await asyncio.sleep(1)
 
-    pinger, hostiles = asyncio.ensure_future(pinging()), 0
+    pinger = asyncio.ensure_future(pinging())
+    hostiles = 0
     while (due := due + hostile.rng.expovariate(rate)) < seconds:
         await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
         bad = hostile.rng.random() < HOSTILE
@@ -338,9 +348,12 @@ def hostile(folder: Path, seconds: float) -> Rows:
     """Memory over time under few clients of which a tenth is hostile; a row a minute,
     at most 60.
     """
-    server, start, rows = kd_serve(folder), time.perf_counter(), []
+    server = kd_serve(folder)
+    start = time.perf_counter()
+    rows = []
     clients = Hostile(server.url, picture())
-    message, minute = request(server.url, picture(), "image/jpeg"), min(60.0, seconds)
+    message = request(server.url, picture(), "image/jpeg")
+    minute = min(60.0, seconds)
     while time.perf_counter() - start < seconds:
         row = asyncio.run(_mixed(server.url, message, clients, RATE, minute))
         serving = {
@@ -349,7 +362,7 @@ def hostile(folder: Path, seconds: float) -> Rows:
             "resident_mb": server.resident_mb(),
         }
         rows.append({**serving, **row})
-        told("hostile", rows[-1])
+        print_row("hostile", rows[-1])
     with urllib.request.urlopen(
         server.url.replace("/invocations", "/metrics"), timeout=30
     ) as page:
@@ -359,8 +372,8 @@ def hostile(folder: Path, seconds: float) -> Rows:
     server.stop()
     quarter = max(1, len(rows) // 4)
     first, last = (
-        statistics.median(r["resident_mb"] for r in part)
-        for part in (rows[:quarter], rows[-quarter:])
+        statistics.median(r["resident_mb"] for r in quarter_of_rows)
+        for quarter_of_rows in (rows[:quarter], rows[-quarter:])
     )
     print(
         f"hostile: {clients.count}; answered with 500: {errors or 'none'}; exit code"
@@ -379,24 +392,25 @@ def litserve(folder: Path, seconds: float) -> Rows:
     """
     cores = len(os.sched_getaffinity(0))
     body = json.dumps({"image": base64.b64encode(picture()).decode()}).encode()
-    rows, port = [], 18765
+    rows = []
+    port = 18765
     with tempfile.TemporaryDirectory() as temporary:
         script = Path(temporary) / "lit.py"
         script.write_text(LITSERVE)
         for turn in range(2):
-            for which in (
+            for name in (
                 "kd-serve",
                 "kd-serve model.onnx",
                 "litserve 1 worker",
                 "litserve worker a core",
             ):
-                if which.startswith("kd-serve"):
+                if name.startswith("kd-serve"):
                     server = kd_serve(
                         folder,
-                        *(["--file", "model.onnx"] if "model.onnx" in which else []),
+                        *(["--file", "model.onnx"] if "model.onnx" in name else []),
                     )
                 else:
-                    workers = 1 if "1" in which else cores
+                    workers = 1 if "1" in name else cores
                     port += 1
                     argv = [
                         sys.executable,
@@ -414,7 +428,7 @@ def litserve(folder: Path, seconds: float) -> Rows:
                 message = request(server.url, body, "application/json")
                 for clients in (1, 8):
                     row = driven(
-                        "litserve", which, server, message, clients, seconds / 2
+                        "litserve", name, server, message, clients, seconds / 2
                     )
                     rows.append({**row, "turn": turn})
                 server.stop()
@@ -451,17 +465,19 @@ def main() -> None:
     )
     parser.add_argument("--size", type=int, default=224, help="without EXPORT")
     parser.add_argument("--dry", action="store_true", help="write no CSV")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = given.export or random_export(Path(temporary), given.model, given.size)
-        for part in given.part or [
+        folder = options.export or random_export(
+            Path(temporary), options.model, options.size
+        )
+        for section in options.part or [
             name for name in PARTS if name not in ("hostile", "litserve")
         ]:
-            rows = PARTS[part](folder, given.seconds)
+            rows = PARTS[section](folder, options.seconds)
             keys = list(dict.fromkeys(key for row in rows for key in row))
-            if not given.dry:
+            if not options.dry:
                 write(
-                    f"serve_{part}",
+                    f"serve_{section}",
                     " ".join(["python benchmarks/serve.py", *sys.argv[1:]]),
                     [{key: row.get(key, "") for key in keys} for row in rows],
                 )

@@ -127,7 +127,8 @@ class Candidate:
     """A way to serve an export."""
 
     def __init__(self, name: str, export: Path, before: Path | None = None) -> None:
-        self.name, self._export = name, export
+        self.name = name
+        self._export = export
         self._root = before or Path(__file__).resolve().parents[1]
 
     def start(self, log: Path | None = None) -> tuple[Server, float]:
@@ -166,9 +167,10 @@ def ping(server: Server) -> tuple[float, int | str]:
     """Return the seconds of a health check on a new connection, and its status or what
     went wrong.
     """
-    parts, begin = urlsplit(server.url), time.perf_counter()
+    address = urlsplit(server.url)
+    begin = time.perf_counter()
     connection = http.client.HTTPConnection(
-        str(parts.hostname), parts.port, timeout=LATE
+        str(address.hostname), address.port, timeout=LATE
     )
     try:
         connection.request("GET", "/ping")
@@ -196,7 +198,8 @@ def attacks(candidates: list[Candidate], options: argparse.Namespace) -> list[Ro
             attack = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
             assert attack.stdout is not None
             attack.stdout.readline()
-            end, checks = time.perf_counter() + options.seconds, []
+            end = time.perf_counter() + options.seconds
+            checks = []
             while time.perf_counter() < end:
                 checks.append(ping(server))
                 time.sleep(0.05)
@@ -228,30 +231,33 @@ def stop(server: Server) -> None:
 
 def ends(candidates: list[Candidate], options: argparse.Namespace) -> list[Row]:
     """Send SIGTERM under load, again and again."""
-    rows, rng = [], random.Random(0)
+    rows = []
+    rng = random.Random(0)
     body = options.image.read_bytes()
     for candidate in candidates:
-        for kept in (False, True):
+        for keep_open in (False, True):
             totals: Counter[str] = Counter()
             for _ in range(
                 options.ends if candidate.name == "kd-serve" else options.ends // 10
             ):
-                totals += one_end(candidate, body, kept, rng.uniform(0.1, 0.6))
-            which = "kept connections" if kept else "a connection a request"
-            row = {"part": "end", "which": which, "server": candidate.name, **totals}
+                totals += one_end(candidate, body, keep_open, rng.uniform(0.1, 0.6))
+            kind = "kept connections" if keep_open else "a connection a request"
+            row = {"part": "end", "which": kind, "server": candidate.name, **totals}
             rows.append(row)
             print(row, flush=True)
     return rows
 
 
 def one_end(
-    candidate: Candidate, body: bytes, kept: bool, after: float
+    candidate: Candidate, body: bytes, keep_open: bool, after: float
 ) -> Counter[str]:
     """Count answers and losses of eight clients, one of whose servers ends."""
     log = Path(tempfile.gettempdir()) / "end.log"
     server, _ = candidate.start(log)
-    parts, counts, gone = urlsplit(server.url), Counter[str](), threading.Event()
-    address = (str(parts.hostname), parts.port or 0)
+    target = urlsplit(server.url)
+    counts = Counter[str]()
+    gone = threading.Event()
+    address = (str(target.hostname), target.port or 0)
 
     def client() -> None:
         connection: http.client.HTTPConnection | None = None
@@ -276,7 +282,7 @@ def one_end(
                 counts[
                     "answered" if answer.status == 200 else f"status {answer.status}"
                 ] += 1
-                if not kept or answer.will_close:
+                if not keep_open or answer.will_close:
                     connection.close()
                     connection = None
             except (OSError, http.client.HTTPException):
@@ -306,18 +312,19 @@ def one_end(
 
 def latency(candidates: list[Candidate], options: argparse.Namespace) -> list[Row]:
     """One and eight clients; all servers are open and take turns."""
-    body, rows = options.image.read_bytes(), []
+    body = options.image.read_bytes()
+    rows = []
     servers = {candidate.name: candidate.start()[0] for candidate in candidates}
     for turn in range(TURNS):
         for name, server in list(servers.items())[:: 1 if turn % 2 else -1]:
             message = request(server.url, body, "image/jpeg")
             for clients in (1, 8):
                 asyncio.run(closed_loop(server.url, message, clients, 0.3))
-                used = server.cpu_seconds()
+                cpu_seconds = server.cpu_seconds()
                 answers = asyncio.run(
                     closed_loop(server.url, message, clients, options.seconds)
                 )
-                used = server.cpu_seconds() - used
+                cpu_seconds = server.cpu_seconds() - cpu_seconds
                 waits = [1000 * answer.took for answer in answers]
                 assert {answer.status for answer in answers} == {200}
                 row = {
@@ -331,7 +338,7 @@ def latency(candidates: list[Candidate], options: argparse.Namespace) -> list[Ro
                     "p99_ms": round(percentile(waits, 0.99), 2),
                 }
                 row |= {"images_per_s": round(len(answers) / options.seconds, 1)}
-                row["cpu_ms"] = round(1000 * used / len(answers), 2)
+                row["cpu_ms"] = round(1000 * cpu_seconds / len(answers), 2)
                 rows.append(row)
                 print(row, flush=True)
     for server in servers.values():
@@ -421,8 +428,8 @@ def main() -> None:
             )
         rows = [
             row
-            for part in options.only or PARTS
-            for row in PARTS[part](candidates, options)
+            for section in options.only or PARTS
+            for row in PARTS[section](candidates, options)
         ]
     command = (
         f"python benchmarks/servers.py EXPORT IMAGE --ends {options.ends} --seconds"

@@ -37,7 +37,9 @@ from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import LoadedGraph, describe, load
 from kd.deploy.shift import BOUNDS, CONFIDENCE, WINDOW, Reference, ShiftWatch, measure
 
-REFERENCE, STREAM, CHANGED = 2000, 2000, 1000
+REFERENCE = 2000
+STREAM = 2000
+CHANGED = 1000
 Change = Callable[[Image.Image], Image.Image]
 
 
@@ -87,7 +89,7 @@ def answered(
     model: LoadedGraph, paths: Sequence[Path], change: Change | None = None
 ) -> list[tuple[dict[str, Any], tuple]]:
     """Return the answer of each image and what is measured of its pixels."""
-    found = []
+    answers = []
     for path in paths:
         if change:
             with Image.open(path) as image:
@@ -95,8 +97,8 @@ def answered(
         else:
             opened = model.open(path, Limits())
         prediction = model.predict(opened, 1)
-        found.append((prediction.row, prediction.measures))
-    return found
+        answers.append((prediction.row, prediction.measures))
+    return answers
 
 
 def shares(of: str, classes: Sequence[str]) -> np.ndarray:
@@ -106,8 +108,8 @@ def shares(of: str, classes: Sequence[str]) -> np.ndarray:
         return np.array(
             [first] + [(1 - first) / (len(classes) - 1)] * (len(classes) - 1)
         )
-    made = np.array([3.0 if i % 2 else 1.0 for i in range(len(classes))])
-    return made / made.sum()
+    weights = np.array([3.0 if i % 2 else 1.0 for i in range(len(classes))])
+    return weights / weights.sum()
 
 
 def mixed(
@@ -121,7 +123,12 @@ def mixed(
     ]
     images = min(
         CHANGED,
-        int(min(len(group) / part for group, part in zip(groups, share, strict=True))),
+        int(
+            min(
+                len(group) / fraction
+                for group, fraction in zip(groups, share, strict=True)
+            )
+        ),
     )
     counts = rng.multinomial(images, share)
     return rng.permutation(
@@ -136,13 +143,13 @@ def reference(
 ) -> Reference:
     """Return the reference that these answers give, with some of the numbers."""
     empty = Reference.of(model.labels, (), True)
-    made = Reference(
+    counted = Reference(
         model.labels, {name: BOUNDS[name] for name in numbers}, empty.tally, True
     )
-    made.tally = made.empty()
+    counted.tally = counted.empty()
     for answer, measures in answers:
-        made.count(made.tally, answer, _some(measures, numbers))
-    return made
+        counted.count(counted.tally, answer, _some(measures, numbers))
+    return counted
 
 
 def _some(measures: tuple, numbers: Sequence[str]) -> tuple:
@@ -155,7 +162,8 @@ def watched(
     """Return the alarms of the clean part, and after how many changed images each alarm
     came.
     """
-    watch, numbers = ShiftWatch(of), list(of.bounds)
+    watch = ShiftWatch(of)
+    numbers = list(of.bounds)
     for answer, measures in clean:
         watch.add(answer, _some(measures, numbers))
     row: dict[str, Any] = {
@@ -185,10 +193,8 @@ def streams(
     every = rng.permutation(
         [(str(path), i) for i, name in enumerate(model.labels) for path in paths[name]]
     )[:limit]
-    known, truth = (
-        [Path(path) for path, _ in every],
-        np.array([int(label) for _, label in every]),
-    )
+    paths_of_known = [Path(path) for path, _ in every]
+    truth = np.array([int(label) for _, label in every])
     new = [
         path
         for name, folder in paths.items()
@@ -196,16 +202,20 @@ def streams(
         for path in folder
     ]
     new += sorted(path for path in unknown.rglob("*.jpg")) if unknown else []
-    clean = answered(model, known)
-    changed = {name: answered(model, known, change) for name, change in CHANGES.items()}
+    clean = answered(model, paths_of_known)
+    changed = {
+        name: answered(model, paths_of_known, change)
+        for name, change in CHANGES.items()
+    }
     strange = answered(model, [new[i] for i in rng.permutation(len(new))[:CHANGED]])
-    right = {name: [model.labels[t] == a["label"] for (a, _), t in zip(found, truth, strict=True)]
-             for name, found in {"clean": clean, **changed}.items()}  # fmt: skip
+    right = {name: [model.labels[t] == a["label"] for (a, _), t in zip(answers, truth, strict=True)]
+             for name, answers in {"clean": clean, **changed}.items()}  # fmt: skip
     for stream in range(count):
-        order = rng.permutation(len(known))
-        ours, rest = order[:REFERENCE], order[REFERENCE:]
+        order = rng.permutation(len(paths_of_known))
+        ours = order[:REFERENCE]
+        remaining = order[REFERENCE:]
         begin = 4 * WINDOW + int(rng.integers(WINDOW))
-        after = rest[begin : begin + CHANGED]
+        after = remaining[begin : begin + CHANGED]
         tried: dict[str, tuple[int, Any]] = {
             "clean": (STREAM, ()),
             "unknown classes": (begin, None),
@@ -213,7 +223,10 @@ def streams(
         tried |= {name: (begin, after) for name in changed}
         early = begin % WINDOW  # a changed mix takes many images of one class
         tried |= {
-            name: (early, mixed(rng, rest[early:], truth, shares(name, model.labels)))
+            name: (
+                early,
+                mixed(rng, remaining[early:], truth, shares(name, model.labels)),
+            )
             for name in MIXES
         }
         for numbers in (list(BOUNDS), [CONFIDENCE]):
@@ -227,7 +240,7 @@ def streams(
                     "change": name,
                     "clean": first,
                 }
-                row |= watched(of, [clean[i] for i in rest[:first]], later)
+                row |= watched(of, [clean[i] for i in remaining[:first]], later)
                 hits = (
                     [right.get(name, right["clean"])[i] for i in chosen]
                     if chosen is not None
@@ -277,23 +290,25 @@ def cost(
 
         while ask("/ping") != 200:
             time.sleep(0.1)
-        used = []
+        cpu_seconds = []
         for _ in range(2):  # the first is to warm up
             before = _cpu(server.pid)
             for _ in range(posts):
                 assert ask("/invocations", photo) == 200
-            used.append((_cpu(server.pid) - before) / posts)
+            cpu_seconds.append((_cpu(server.pid) - before) / posts)
     finally:
         server.terminate()
         server.wait()
     pixels = prepare(photo, model.size, model.crop, Limits()).pixels
-    rounds, watch = [], ShiftWatch(reference(model, answers[:REFERENCE], list(BOUNDS)))
+    rounds = []
+    watch = ShiftWatch(reference(model, answers[:REFERENCE], list(BOUNDS)))
     for _ in range(5):
         start = time.process_time()
         for answer, _ in answers[:2000]:
             watch.add(answer, measure(pixels))
         rounds.append((time.process_time() - start) / 2000)
-    counting, answer = 1e6 * float(np.median(rounds)), 1e6 * used[-1]
+    counting = 1e6 * float(np.median(rounds))
+    answer = 1e6 * cpu_seconds[-1]
     facts = {
         "pixels": model.size,
         "labels": len(model.labels),
@@ -359,9 +374,9 @@ def main() -> None:
         f" {options.images_used}"
     )
     write("shift", command, rows)
-    known = options.folder / model.labels[0]
-    photo = sorted(known.iterdir())[0]
-    sample = answered(model, sorted(known.iterdir())[:500]) * 4
+    folder = options.folder / model.labels[0]
+    photo = sorted(folder.iterdir())[0]
+    sample = answered(model, sorted(folder.iterdir())[:500]) * 4
     costs = [cost(options.export, photo.read_bytes(), sample, model)]
     print(costs)
     write("shift_cost", command, costs)

@@ -41,7 +41,9 @@ from kd.study.report.charts import FILE, Axis, Series, lines
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
-BATCH, KEEP, VIEWS = 256, 0.5, 4
+BATCH = 256
+KEEP = 0.5
+VIEWS = 4
 ANNEAL = 0.125
 T95 = {
     2: 12.706,
@@ -128,7 +130,7 @@ CORE = [
 
 def order(seeds: Sequence[int]) -> Iterator[tuple[Any, ...]]:
     """Yield data, schedule, arm and seed of each run, the most telling ones first."""
-    made = [
+    runs = [
         *itertools.product(["cifar10"], ["long"], seeds[:1], list(ARMS)[:10]),
         *itertools.product(["cifar10"], ["long"], seeds, CORE),
         *itertools.product(["cifar10"], ["long"], seeds[:1], ARMS),
@@ -136,16 +138,18 @@ def order(seeds: Sequence[int]) -> Iterator[tuple[Any, ...]]:
         *itertools.product(["cifar10", "tiny50"], ["short"], seeds, CORE),
         *itertools.product(["tail", "noisy", "copies"], ["long"], seeds, CORE),
     ]
-    for data, schedule, seed, arm in made:
+    for data, schedule, seed, arm in runs:
         yield data, schedule, arm, seed
 
 
 def linked(options: argparse.Namespace, name: str) -> Path:
     """Link a fixed part of the data into the work folder."""
-    kind, target = KINDS[name], options.work / "data" / name
+    kind = KINDS[name]
+    target = options.work / "data" / name
     if (target / "done").exists():
         return target
-    source, chance = getattr(options, kind.source), random.Random(0)
+    source = getattr(options, kind.source)
+    chance = random.Random(0)
     classes = sorted(folder.name for folder in (source / "train").iterdir())[
         : kind.classes
     ]
@@ -166,12 +170,14 @@ def linked(options: argparse.Namespace, name: str) -> Path:
                     and kind.change == "noisy"
                     and chance.random() < 0.4
                 )
-                shown = (
-                    chance.choice([other for other in classes if other != label])
-                    if wrong
-                    else label
+                class_of_file = label
+                if wrong:
+                    class_of_file = chance.choice(
+                        [name for name in classes if name != label]
+                    )
+                folder = (
+                    target / ("train" if split == "train" else "test") / class_of_file
                 )
-                folder = target / ("train" if split == "train" else "test") / shown
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / f"{label}_{count:04d}{file.suffix}").symlink_to(
                     file.resolve()
@@ -244,22 +250,23 @@ def call(
         process = subprocess.Popen(
             argv, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment
         )
-        _, status, used = os.wait4(process.pid, 0)
+        _, status, usage = os.wait4(process.pid, 0)
     if os.waitstatus_to_exitcode(status):
         raise SystemExit(f"{name} failed: see {log.name}")
-    return used.ru_utime + used.ru_stime
+    return usage.ru_utime + usage.ru_stime
 
 
 def teacher_of(options: argparse.Namespace, source: str) -> Path:
     """Fit the teacher of a source, unless it is there."""
-    folder, name = options.work / "teachers" / source, f"teacher-{source}"
-    if not (found := list(folder.rglob("model.safetensors"))):
+    folder = options.work / "teachers" / source
+    name = f"teacher-{source}"
+    if not (files := list(folder.rglob("model.safetensors"))):
         call(options, "teach", settings(options, name, None), name, [])
-        found = list(folder.rglob("model.safetensors"))
-    return found[0].parent
+        files = list(folder.rglob("model.safetensors"))
+    return files[0].parent
 
 
-def one(
+def run_one(
     options: argparse.Namespace, data: str, schedule: str, arm: str, seed: int
 ) -> Row:
     """Train one student and return its row."""
@@ -272,11 +279,12 @@ def one(
         len(os.listdir(folder))
         for folder in (options.work / "data" / data / "train").iterdir()
     )
-    epochs, steps = EPOCHS[schedule], images // BATCH
-    whole = 1 + sum(epoch / epochs >= 1 - ANNEAL for epoch in range(1, epochs))
+    epochs = EPOCHS[schedule]
+    steps = images // BATCH
+    unsifted = 1 + sum(epoch / epochs >= 1 - ANNEAL for epoch in range(1, epochs))
     length = [f"run.epochs={epochs}"]
     if arm == "fewer":
-        length = [f"run.steps={round(steps * (whole + KEEP * (epochs - whole)))}"]
+        length = [f"run.steps={round(steps * (unsifted + KEEP * (epochs - unsifted)))}"]
     delay = [f"sifter.sift_delay={steps}"] if "relative" in arm else []
     name = f"{data}-{schedule}-{arm}-{seed}".replace(" ", "_")
     folder = options.work / "runs" / name
@@ -303,13 +311,17 @@ def one(
     }
 
 
-def differs(own: Sequence[Row], others: Sequence[Row]) -> str:
+def differs(compared: Sequence[Row], baseline: Sequence[Row]) -> str:
     """Return the mean difference of accuracy over the seeds that both have, and its 95
     % interval.
     """
-    known = {row["seed"]: row["accuracy"] for row in others}
-    gaps = [row["accuracy"] - known[row["seed"]] for row in own if row["seed"] in known]
-    if not gaps or own == others:
+    by_seed = {row["seed"]: row["accuracy"] for row in baseline}
+    gaps = [
+        row["accuracy"] - by_seed[row["seed"]]
+        for row in compared
+        if row["seed"] in by_seed
+    ]
+    if not gaps or compared == baseline:
         return ""
     spread = (
         T95[len(gaps)] * statistics.stdev(gaps) / len(gaps) ** 0.5
@@ -330,29 +342,29 @@ def summary(rows: Sequence[Row]) -> str:
         ]
         by_arm = {arm: [row for row in here if row["arm"] == arm] for arm in ARMS}
         lines = []
-        for arm, own in by_arm.items():
-            if not own:
+        for arm, of_arm in by_arm.items():
+            if not of_arm:
                 continue
             full = {row["seed"]: row for row in by_arm["everything"]}
             times = [
                 row["cpu_seconds"] / full[row["seed"]]["cpu_seconds"]
-                for row in own
+                for row in of_arm
                 if row["seed"] in full
             ]
             lines.append(
                 {
                     "arm": arm,
-                    "seeds": len(own),
+                    "seeds": len(of_arm),
                     "images": (
-                        f"{statistics.mean(row['images'] for row in own) / 1000:.0f} k"
+                        f"{statistics.mean(row['images'] for row in of_arm) / 1000:.0f} k"
                     ),
                     "CPU time": f"{statistics.mean(times):.2f}" if times else "",
                     "accuracy": (
-                        f"{statistics.mean(row['accuracy'] for row in own):.2f} %"
+                        f"{statistics.mean(row['accuracy'] for row in of_arm):.2f} %"
                     ),
-                    "against everything": differs(own, by_arm["everything"]),
+                    "against everything": differs(of_arm, by_arm["everything"]),
                     "against fewer epochs": (
-                        differs(own, by_arm["fewer"]) if arm != "everything" else ""
+                        differs(of_arm, by_arm["fewer"]) if arm != "everything" else ""
                     ),
                 }
             )
@@ -383,16 +395,16 @@ def drawn(rows: Sequence[Row]) -> str:
     for arm, color in COLORS.items():
         points = []
         for schedule in ("short", "long"):
-            own = [
+            of_arm = [
                 row
                 for row in rows
                 if (row["data"], row["schedule"], row["arm"])
                 == ("cifar10", schedule, arm)
             ]
-            if own:
+            if of_arm:
                 keys = ("cpu_seconds", "accuracy")
                 points.append(
-                    [statistics.mean(row[key] for row in own) for key in keys]
+                    [statistics.mean(row[key] for row in of_arm) for key in keys]
                 )
         if points:
             x, y = zip(*points, strict=True)
@@ -437,12 +449,12 @@ def main() -> None:
     if not file.is_file():
         file.write_text("".join(json.dumps(row) + "\n" for row in newest("sifting")[1]))
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    made = {(row["data"], row["schedule"], row["arm"], row["seed"]) for row in rows}
+    finished = {(row["data"], row["schedule"], row["arm"], row["seed"]) for row in rows}
     for task in [] if options.table else order(options.seeds):
-        if task in made or options.only not in "-".join(map(str, task)):
+        if task in finished or options.only not in "-".join(map(str, task)):
             continue
-        rows.append({**one(options, *task), "hardware": hardware()})
-        made.add(task)
+        rows.append({**run_one(options, *task), "hardware": hardware()})
+        finished.add(task)
         print(rows[-1], flush=True)
         with file.open("a") as log:
             log.write(json.dumps(rows[-1]) + "\n")

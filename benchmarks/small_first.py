@@ -92,7 +92,8 @@ KINDS = {
         {"run": {"steps": 525}, "teacher": {"cache": {"views": 3}}},
     ),
 }
-SIZES, UNTIL = {"1/2": 0.5, "5/8": 0.625}, ("0.6", "0.8", "0.4")
+SIZES = {"1/2": 0.5, "5/8": 0.625}
+UNTIL = ("0.6", "0.8", "0.4")
 SMALL = {f"{size} until {until}": (size, until) for until in UNTIL for size in SIZES}
 FEWER = {
     f"fewer for {arm}": arm
@@ -133,7 +134,8 @@ def order(seeds: Sequence[int]) -> Iterator[tuple[Any, ...]]:
 
 def linked(options: argparse.Namespace, data: str) -> Path:
     """Link the part of the pictures that is used into the work folder."""
-    kind, target = KINDS[data], options.work / "data" / data
+    kind = KINDS[data]
+    target = options.work / "data" / data
     if (target / "done").exists():
         return target
     source = getattr(options, kind.source)
@@ -156,30 +158,32 @@ def linked(options: argparse.Namespace, data: str) -> Path:
 def settings(options: argparse.Namespace, data: str) -> Row:
     """Return what all runs on some data share."""
     kind = KINDS[data]
-    made = yaml.safe_load((ROOT / "configs" / f"{kind.config}.yaml").read_text())
+    content = yaml.safe_load((ROOT / "configs" / f"{kind.config}.yaml").read_text())
     for section, keys in kind.sections.items():
         for key, value in keys.items():
             both = key in ("cache", "args")
-            made[section][key] = (
-                {**made[section].get(key, {}), **value} if both else value
+            content[section][key] = (
+                {**content[section].get(key, {}), **value} if both else value
             )
-    made["run"] |= {
+    content["run"] |= {
         "folder": str(options.work / "runs"),
         "every": {"log": 20, "evaluate": 10**6},
     }
-    made["data"] |= {"root": str(linked(options, data)), "val_split": "test"}
+    content["data"] |= {"root": str(linked(options, data)), "val_split": "test"}
     for key in ("val_fraction", "test_split"):
-        made["data"].pop(key, None)
-    made["teacher"]["checkpoint"] = str(
+        content["data"].pop(key, None)
+    content["teacher"]["checkpoint"] = str(
         next(options.weights.glob(f"*{kind.weights}-*.pth"))
     )
-    made["teacher"] |= {
+    content["teacher"] |= {
         "fit": {**FIT, "folder": str(options.work / "teachers")},
         "precision": "fp32",
     }
-    if "checkpoint" in made["student"]:
-        made["student"]["checkpoint"] = str(next(options.weights.glob("*lite0-*.pth")))
-    return {**made, "backend": {"kind": "cpu", "threads": 1, "precision": "fp32"}}
+    if "checkpoint" in content["student"]:
+        content["student"]["checkpoint"] = str(
+            next(options.weights.glob("*lite0-*.pth"))
+        )
+    return {**content, "backend": {"kind": "cpu", "threads": 1, "precision": "fp32"}}
 
 
 def keys_of(
@@ -189,12 +193,12 @@ def keys_of(
     if arm == "start":
         return ["run.steps=1"]
     if arm in FEWER:
-        known = {
+        steps = {
             row["arm"]: row["cpu_seconds"]
             for row in rows
             if (row["data"], row["seed"]) == (data, seed)
         }
-        share = (known[FEWER[arm]] - known["start"]) / (known["full"] - known["start"])
+        share = (steps[FEWER[arm]] - steps["start"]) / (steps["full"] - steps["start"])
         return [f"run.steps={max(1, round(share * content['run']['steps']))}"]
     size, until = SMALL.get(arm) or (("1/2", "0.6") if arm in BOTH else ("", ""))
     side = round(SIZES[size] * content["data"]["image_size"]) if size else 0
@@ -202,11 +206,12 @@ def keys_of(
     return [*SIFTED.get(BOTH.get(arm, arm), []), *small]
 
 
-def one(
+def run_one(
     options: argparse.Namespace, rows: Sequence[Row], data: str, arm: str, seed: int
 ) -> Row:
     """Train one student and return its row."""
-    content, seeded = settings(options, data), [f"run.seed={seed}"]
+    content = settings(options, data)
+    seeded = [f"run.seed={seed}"]
     cached = options.work / "logs" / f"cache-{data}-{seed}.done"
     if not cached.exists():
         call(options, "cache", content, f"cache-{data}-{seed}", seeded)
@@ -214,17 +219,17 @@ def one(
     name = f"{data}-{arm}-{seed}".replace(" ", "_").replace("/", "of").replace(",", "")
     folder = options.work / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)
-    own = keys_of(arm, content, rows, data, seed)
-    seconds = call(options, "train", content, name, [f"run.name={name}", *seeded, *own])
+    keys_of_run = keys_of(arm, content, rows, data, seed)
+    seconds = call(
+        options, "train", content, name, [f"run.name={name}", *seeded, *keys_of_run]
+    )
     written = [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
-    last, train = (
-        [row for row in written if row["kind"] == "val"][-1],
-        [row for row in written if row["kind"] == "train"],
-    )
+    last = [row for row in written if row["kind"] == "val"][-1]
+    train = [row for row in written if row["kind"] == "train"]
     until = float(arm.rpartition(" ")[2]) if arm in SMALL or arm in BOTH else 0.0
-    parts = [
+    waits_of_parts = [
         [
             row.get("data_wait")
             for row in train
@@ -233,8 +238,8 @@ def one(
         for small in (1, 0)
     ]
     waits = [
-        statistics.median([one for one in part if one is not None] or [-1.0])
-        for part in parts
+        statistics.median([value for value in values if value is not None] or [-1.0])
+        for values in waits_of_parts
     ]
     return {
         **{
@@ -248,8 +253,8 @@ def one(
         "teacher_accuracy": round(100 * last["teacher_accuracy"], 2),
         "cpu_seconds": round(seconds, 1),
         **{
-            f"wait_{part}": round(wait, 3)
-            for part, wait in zip(("small", "full"), waits, strict=True)
+            f"wait_{values}": round(wait, 3)
+            for values, wait in zip(("small", "full"), waits, strict=True)
         },
         "commit": commit(),
     }
@@ -264,37 +269,37 @@ def summary(rows: Sequence[Row]) -> str:
         by_arm: dict[str, list[Row]] = {}
         for row in (row for row in rows if row["data"] == data):
             by_arm.setdefault(row["arm"], []).append(row)
-        full, lines = (
-            {row["seed"]: row["cpu_seconds"] for row in by_arm.get("full", [])},
-            [],
-        )
+        full = {row["seed"]: row["cpu_seconds"] for row in by_arm.get("full", [])}
+        lines = []
         start = statistics.mean(
             [row["cpu_seconds"] for row in by_arm.get("start", [])] or [0.0]
         )
-        for arm, own in by_arm.items():
+        for arm, of_arm in by_arm.items():
             pairs = [
                 (row["cpu_seconds"], full[row["seed"]])
-                for row in own
+                for row in of_arm
                 if row["seed"] in full
             ]
-            times = [mine / whole for mine, whole in pairs]
-            steps = [(mine - start) / (whole - start) for mine, whole in pairs]
+            times = [mine / full_seconds for mine, full_seconds in pairs]
+            steps = [
+                (mine - start) / (full_seconds - start) for mine, full_seconds in pairs
+            ]
             lines.append(
                 {
                     **{
                         "arm": arm,
-                        "seeds": len(own),
+                        "seeds": len(of_arm),
                         "CPU time": f"{statistics.mean(times):.2f}" if times else "",
                     },
                     "without the start": (
                         f"{statistics.mean(steps):.2f}" if times else ""
                     ),
                     "accuracy": (
-                        f"{statistics.mean(row['accuracy'] for row in own):.2f} %"
+                        f"{statistics.mean(row['accuracy'] for row in of_arm):.2f} %"
                     ),
-                    "against full": differs(own, by_arm.get("full", [])),
+                    "against full": differs(of_arm, by_arm.get("full", [])),
                     "against fewer epochs": differs(
-                        own, by_arm.get(f"fewer for {arm}", [])
+                        of_arm, by_arm.get(f"fewer for {arm}", [])
                     ),
                 }
             )
@@ -336,12 +341,12 @@ def main() -> None:
             "".join(json.dumps(row) + "\n" for row in newest("small_first")[1])
         )
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    made = {(row["data"], row["arm"], row["seed"]) for row in rows}
+    finished = {(row["data"], row["arm"], row["seed"]) for row in rows}
     for task in [] if options.table else order(options.seeds):
-        if task in made or options.only not in "-".join(map(str, task)):
+        if task in finished or options.only not in "-".join(map(str, task)):
             continue
-        rows.append({**one(options, rows, *task), "hardware": hardware()})
-        made.add(task)
+        rows.append({**run_one(options, rows, *task), "hardware": hardware()})
+        finished.add(task)
         print(rows[-1], flush=True)
         with file.open("a") as log:
             log.write(json.dumps(rows[-1]) + "\n")

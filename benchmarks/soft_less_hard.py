@@ -61,7 +61,7 @@ def point(experiment: str, labels: int, rows: Sequence[dict[str, str]]) -> Point
     }
     hard = max(
         (by_arm[arm] for arm in HARD if by_arm[arm]),
-        key=lambda own: statistics.mean(own.values()),
+        key=lambda by_seed: statistics.mean(by_seed.values()),
         default={},
     )
     pairs = [
@@ -86,11 +86,11 @@ def points() -> list[Point]:
     """Return the differences of all committed rows, the newest file of each
     experiment.
     """
-    found = []
+    measured = []
     for experiment in NAMES:
         files = sorted(
             (ROOT / "benchmarks" / "results").rglob(f"proof_{experiment}_[a-z]*-*.csv"),
-            key=lambda one: one.name[-14:],
+            key=lambda candidate: candidate.name[-14:],
         )
         if not files:
             continue
@@ -103,37 +103,37 @@ def points() -> list[Point]:
         )
         rows = [row for row in rows if row["experiment"] == experiment]
         for labels in sorted({int(row["labels"]) for row in rows}):
-            one = point(
+            candidate = point(
                 experiment,
                 labels,
                 [row for row in rows if int(row["labels"]) == labels],
             )
-            found += [one] if one else []
-    return found
+            measured += [candidate] if candidate else []
+    return measured
 
 
-def panel(shown: Sequence[Point], x_axis: Axis, named: bool) -> Chart:
+def panel(chosen: Sequence[Point], x_axis: Axis, named: bool) -> Chart:
     """Return a panel: over the pictures per class if its axis is logarithmic, else over
     the teacher's accuracy.
     """
     groups = []
-    for (name, color), many in zip(COLORS.items(), (True, False), strict=True):
-        own = [one for one in shown if (one.experiment in MANY) == many]
+    for (name, color), is_many in zip(COLORS.items(), (True, False), strict=True):
+        of_kind = [item for item in chosen if (item.experiment in MANY) == is_many]
         at = [
-            (float(one.labels) if x_axis.log else one.teacher, one.points)
-            for one in own
+            (float(item.labels) if x_axis.log else item.teacher, item.points)
+            for item in of_kind
         ]
         texts = [
             (
-                NAMES[one.experiment].format(labels=one.labels)
+                NAMES[item.experiment].format(labels=item.labels)
                 if named
-                else f"{one.points:+.1f}"
+                else f"{item.points:+.1f}"
             )
-            for one in own
+            for item in of_kind
         ]
         intervals = [
-            (one.points - one.half, one.points + one.half) if one.half else None
-            for one in own
+            (item.points - item.half, item.points + item.half) if item.half else None
+            for item in of_kind
         ]
         groups.append(Points(name, color, at, texts, intervals))
     axes = (x_axis, Axis("soft less hard, points of accuracy"))
@@ -142,19 +142,19 @@ def panel(shown: Sequence[Point], x_axis: Axis, named: bool) -> Chart:
 
 def main() -> None:
     """Write the picture and print its points."""
-    found = points()
-    few = [one for one in found if one.experiment == "few_pictures"]
-    left = panel(few, Axis("pictures per class", log=True), named=False)
-    right = panel(found, Axis("accuracy of the teacher, %"), named=True)
-    for one in found:
-        found_by = f"teacher {one.teacher:.1f} %, {one.seeds} seeds"
+    measured = points()
+    few = [item for item in measured if item.experiment == "few_pictures"]
+    left_panel = panel(few, Axis("pictures per class", log=True), named=False)
+    right = panel(measured, Axis("accuracy of the teacher, %"), named=True)
+    for item in measured:
+        found_by = f"teacher {item.teacher:.1f} %, {item.seeds} seeds"
         print(
-            f"{one.experiment} {one.labels}: {one.points:+.1f} ± {one.half:.1f} points"
+            f"{item.experiment} {item.labels}: {item.points:+.1f} ± {item.half:.1f} points"
             f" ({found_by})"
         )
     text = Chart(
         {
-            "hconcat": [left.spec, right.spec],
+            "hconcat": [left_panel.spec, right.spec],
             "resolve": {"scale": {"color": "independent"}},
         }
     ).svg(FILE)

@@ -66,10 +66,8 @@ def read(file: Path | None) -> list[Row]:
 
 def scores_of(row: Row) -> list[tuple[float, float]]:
     """Return (share of the steps, validation accuracy) of each evaluation."""
-    steps, scores = (
-        int(row["steps"]),
-        [float(pair.split(":")[1]) for pair in row["curve"].split()],
-    )
+    steps = int(row["steps"])
+    scores = [float(pair.split(":")[1]) for pair in row["curve"].split()]
     every = max(1, steps // EVALUATIONS)
     return [
         (min(1.0, (i + 1) * every / steps), score) for i, score in enumerate(scores)
@@ -99,14 +97,17 @@ def gained(short: Row, long: Row) -> tuple[float, str]:
     """Return the longer run's gain on the test pictures, and whether it is more, no
     more, or unclear.
     """
-    one, other = (float(row["accuracy"]) for row in (short, long))
+    short_score, long_score = (float(row["accuracy"]) for row in (short, long))
     error = math.sqrt(
-        sum(share * (1 - share) / int(short["test_images"]) for share in (one, other))
+        sum(
+            share * (1 - share) / int(short["test_images"])
+            for share in (short_score, long_score)
+        )
     )
-    gain = other - one
-    return gain, (
-        "more" if gain > Z * error else "unclear" if gain > error else "no more"
-    )
+    gain = long_score - short_score
+    if gain > Z * error:
+        return gain, "more"
+    return gain, "unclear" if gain > error else "no more"
 
 
 def cut(scores: Sequence[float]) -> str:
@@ -129,35 +130,36 @@ def pairs(rows: Sequence[Row]) -> Iterator[Row]:
         ):  # its score is no share; ended by patience
             continue
         answer = judge_learning(scores, VALIDATION.get(row["setup"], 200))
-        known = {
+        facts = {
             "setup": row["setup"],
             "cell": row["cell"],
             "seed": row["seed"],
             "steps": row["steps"],
         }
-        known |= {"answer": answer.answer, "reason": answer.reason}
-        known |= {"cut": cut([score for _, score in scores])}
+        facts |= {"answer": answer.answer, "reason": answer.reason}
+        facts |= {"cut": cut([score for _, score in scores])}
         longer = [
-            one
-            for one in rows
-            if same(one) == same(row) and int(one["steps"]) >= 2 * int(row["steps"])
+            candidate
+            for candidate in rows
+            if same(candidate) == same(row)
+            and int(candidate["steps"]) >= 2 * int(row["steps"])
         ]
-        for other in longer:
-            gain, found = gained(row, other)
+        for longer_row in longer:
+            gain, gave = gained(row, longer_row)
             right = {("learning", "more"): "right", ("stopped", "no more"): "right"}
             right |= {("learning", "no more"): "wrong", ("stopped", "more"): "wrong"}
             outcome = {
-                "longer": f"{int(other['steps']) / int(row['steps']):.2g}x",
+                "longer": f"{int(longer_row['steps']) / int(row['steps']):.2g}x",
                 "gain": round(100 * gain, 2),
             }
             yield {
-                **known,
+                **facts,
                 **outcome,
-                "gave": found,
-                "rule": right.get((answer.answer, found), "open"),
+                "gave": gave,
+                "rule": right.get((answer.answer, gave), "open"),
             }
         if not longer:
-            yield {**known, "longer": "", "gain": "", "gave": "", "rule": ""}
+            yield {**facts, "longer": "", "gain": "", "gave": "", "rule": ""}
 
 
 def main() -> None:

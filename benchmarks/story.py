@@ -37,8 +37,10 @@ from kd.files.run_dir import RunDir
 from kd.files.storage import append_rows, read_rows
 from kd.study.report.charts import FILE, Axis, Series, stack
 
-CONFIG, PAGE = HERE.parent / "configs" / "story.yaml", HERE.parent / "docs" / "story.md"
-BEGIN, END = "<!-- written by benchmarks/story.py -->\n", "<!-- end -->"
+CONFIG = HERE.parent / "configs" / "story.yaml"
+PAGE = HERE.parent / "docs" / "story.md"
+BEGIN = "<!-- written by benchmarks/story.py -->\n"
+END = "<!-- end -->"
 COLORS = ("#d9822b", "#8e5bd0", "#2f6fde", "#1f8f9e", "#cfd5de")  # of `PARTS`
 PARTS = {
     "data": ("data",),
@@ -89,26 +91,32 @@ def kd(arguments: list[str], ranks: int = 1) -> str:
     paths = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, *launch, "-m", "kd.cli", *arguments]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
+    process = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    if process.returncode:
         raise SystemExit(
-            f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}"
+            f"{' '.join(command)}: exit code {process.returncode}\n{process.stdout}"
         )
-    return done.stdout
+    return process.stdout
 
 
-def keys_of(number: int, given: argparse.Namespace, teacher: Path) -> list[str]:
+def keys_of(number: int, options: argparse.Namespace, teacher: Path) -> list[str]:
     """Return the overrides of a row: those of the rows before it too."""
     keys = [key for step in STEPS[: number + 1] for key in step.change]
-    own = [
-        f"run.folder={given.work}",
+    keys_of_step = [
+        f"run.folder={options.work}",
         f"run.name=story_{number}",
         "teacher.fit.steps=0",
         f"teacher.model={teacher}",
     ]
-    own += ["teacher.checkpoint=", "teacher.pretrained=false", "teacher.args={}"]
-    keys = [*given.overrides, *own, *keys]
-    steps = max(4, given.images // config.load(str(CONFIG), keys).data.batch_size)
+    keys_of_step += [
+        "teacher.checkpoint=",
+        "teacher.pretrained=false",
+        "teacher.args={}",
+    ]
+    keys = [*options.overrides, *keys_of_step, *keys]
+    steps = max(4, options.images // config.load(str(CONFIG), keys).data.batch_size)
     log = max(1, min(4, steps // 8))
     return [
         *keys,
@@ -120,28 +128,31 @@ def keys_of(number: int, given: argparse.Namespace, teacher: Path) -> list[str]:
 
 def measured(folder: RunDir, batch: int) -> dict[str, Any]:
     """Return what the files of a run say."""
-    rows, scored = folder.metrics("train"), folder.scored()
+    rows = folder.metrics("train")
+    scored = folder.scored()
     assert scored is not None
     step = Evidence({0: read_rows(folder.path / "timeline_0.jsonl")}, ()).step()
-    parts = {
-        part: sum(step.get(name, 0.0) for name in names) / batch
-        for part, names in PARTS.items()
+    shares = {
+        section: sum(step.get(name, 0.0) for name in names) / batch
+        for section, names in PARTS.items()
     }
     profile = read_json(
         folder.path / "profile" / "operators.json", "story", "Remove the run"
     )
     sums: dict[str, float] = {}
-    for one in profile["operators"]:
-        name = " ".join([one["name"].rpartition("::")[2], one["dtype"]]).strip()
-        sums[name] = sums.get(name, 0.0) + one["ms"] / profile["wall_ms"]
-    top = sorted(sums.items(), key=lambda one: -one[1])[:TOP]
+    for operator in profile["operators"]:
+        name = " ".join(
+            [operator["name"].rpartition("::")[2], operator["dtype"]]
+        ).strip()
+        sums[name] = sums.get(name, 0.0) + operator["ms"] / profile["wall_ms"]
+    top = sorted(sums.items(), key=lambda operator: -operator[1])[:TOP]
     low, high = scored.samples["accuracy"].interval()
     return {
         "images_per_second": round(rows[-1]["images"] / rows[-1]["seconds"], 2),
         "steady_images_per_second": (
-            round(1000 / sum(parts.values()), 2) if sum(parts.values()) else 0.0
+            round(1000 / sum(shares.values()), 2) if sum(shares.values()) else 0.0
         ),
-        **{f"{part}_ms": round(ms, 3) for part, ms in parts.items()},
+        **{f"{section}_ms": round(ms, 3) for section, ms in shares.items()},
         "cpu_seconds": rows[-1]["cpu_seconds"],
         "peak_mib": folder.manifest()["peak_mib"],
         "optimizer_mib": round(rows[-1]["optimizer_mib"], 2),
@@ -152,24 +163,24 @@ def measured(folder: RunDir, batch: int) -> dict[str, Any]:
     }
 
 
-def said(findings: list[dict[str, Any]]) -> str:
+def text_of_findings(findings: list[dict[str, Any]]) -> str:
     """Return the findings of a run as one text."""
     return " | ".join(
-        f"{one['rule']}: {one['evidence']}. {one['advice']}" for one in findings
+        f"{finding['rule']}: {finding['evidence']}. {finding['advice']}"
+        for finding in findings
     )
 
 
-def play(number: int, given: argparse.Namespace, teacher: Path) -> dict[str, Any]:
+def play(number: int, options: argparse.Namespace, teacher: Path) -> dict[str, Any]:
     """Make a row."""
-    step, keys = STEPS[number], keys_of(number, given, teacher)
+    step = STEPS[number]
+    keys = keys_of(number, options, teacher)
     lines = (
         kd(["train", str(CONFIG), *keys, "--check"]).splitlines() if step.check else []
     )
     kd(["train", str(CONFIG), *keys, "--no-test"], step.ranks)
-    folder, batch = (
-        RunDir(given.work / f"story_{number}"),
-        config.load(str(CONFIG), keys).data.batch_size,
-    )
+    folder = RunDir(options.work / f"story_{number}")
+    batch = config.load(str(CONFIG), keys).data.batch_size
     findings = read_json(folder.path / "findings.json", "story", "Remove the run", list)
     return {
         "step": number,
@@ -178,7 +189,7 @@ def play(number: int, given: argparse.Namespace, teacher: Path) -> dict[str, Any
         "ranks": step.ranks,
         "batch": batch,
         **measured(folder, batch),
-        "finding": said(findings),
+        "finding": text_of_findings(findings),
         "check": " | ".join(
             " ".join(line.split())
             for line in lines
@@ -187,17 +198,17 @@ def play(number: int, given: argparse.Namespace, teacher: Path) -> dict[str, Any
     }
 
 
-def shown(rows: list[dict[str, Any]]) -> str:
+def table_of(rows: list[dict[str, Any]]) -> str:
     """Return the table of the page."""
     first = rows[0]["steady_images_per_second"] or 1.0
-    found = []
+    lines = []
     for row in rows:
-        parts = {name: row[f"{name}_ms"] for name in PARTS}
+        milliseconds = {name: row[f"{name}_ms"] for name in PARTS}
         shares = [
-            f"{100 * parts[name] / (sum(parts.values()) or 1):.0f}"
+            f"{100 * milliseconds[name] / (sum(milliseconds.values()) or 1):.0f}"
             for name in ("data", "teacher", "student")
         ]
-        found.append(
+        lines.append(
             {
                 "": row["name"],
                 "images/s": f"{row['steady_images_per_second']:.1f}",
@@ -209,13 +220,15 @@ def shown(rows: list[dict[str, Any]]) -> str:
                 ),
                 "found": (
                     " ".join(
-                        one.split(":")[0] for one in row["finding"].split(" | ") if one
+                        finding.split(":")[0]
+                        for finding in row["finding"].split(" | ")
+                        if finding
                     )
                     or "-"
                 ),
             }
         )
-    return markdown_table(found)
+    return markdown_table(lines)
 
 
 def drawn(rows: list[dict[str, Any]]) -> str:
@@ -246,37 +259,44 @@ def main() -> None:
     )
     parser.add_argument("--no-record", action="store_true", help="write no CSV")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    given = parser.parse_args()
-    given.work = given.work.absolute()
-    given.work.mkdir(parents=True, exist_ok=True)
-    kept = given.work / "rows.jsonl"
+    options = parser.parse_args()
+    options.work = options.work.absolute()
+    options.work.mkdir(parents=True, exist_ok=True)
+    rows_file = options.work / "rows.jsonl"
     fitted = [
         "backend.precision=bf16",
         "teacher.precision=auto",
         "data.workers=1",
-        f"run.folder={given.work}",
+        f"run.folder={options.work}",
     ]
-    fitted += [f"teacher.fit.folder={given.work / 'teachers'}", *given.overrides]
-    rows = {row["step"]: row for row in read_rows(kept)} if kept.is_file() else {}
+    fitted += [f"teacher.fit.folder={options.work / 'teachers'}", *options.overrides]
+    rows = (
+        {row["step"]: row for row in read_rows(rows_file)}
+        if rows_file.is_file()
+        else {}
+    )
     missing = [number for number in range(len(STEPS)) if number not in rows]
     if missing:
         teacher = Path(kd(["teach", str(CONFIG), *fitted]).splitlines()[-1]).absolute()
     for number in missing:
-        rows[number] = play(number, given, teacher)
-        append_rows(kept, rows[number])
+        rows[number] = play(number, options, teacher)
+        append_rows(rows_file, rows[number])
         print(json.dumps(rows[number], indent=1), flush=True)
     table_rows = [rows[number] for number in sorted(rows)]
-    text = shown(table_rows)
-    used = [sum(getattr(resource.getrusage(who), key) for key in ("ru_utime", "ru_stime")) / 60
-            for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]  # fmt: skip
-    print(f"{text}\n\n{sum(used):.1f} CPU minutes")
-    if not given.no_record:
+    text = table_of(table_rows)
+    cpu_seconds = 0.0
+    for process in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(process)
+        cpu_seconds += usage.ru_utime + usage.ru_stime
+    print(f"{text}\n\n{cpu_seconds / 60:.1f} CPU minutes")
+    if not options.no_record:
         write(
             "story", " ".join(["python benchmarks/story.py", *sys.argv[1:]]), table_rows
         )
-    if given.page:
+    if options.page:
         page = PAGE.read_text()
-        head, tail = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
+        head = page[: page.index(BEGIN) + len(BEGIN)]
+        tail = page[page.index(END) :]
         PAGE.with_suffix(".svg").write_text(drawn(table_rows))
         PAGE.write_text(
             f"{head}\n{text}\n\n![milliseconds per image, by part of a"

@@ -51,14 +51,14 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path("runs", "sweep_benchmark"))
     parser.add_argument("overrides", nargs="*", help="key=value for all")
-    given = parser.parse_args()
-    shutil.rmtree(given.folder, ignore_errors=True)
+    options = parser.parse_args()
+    shutil.rmtree(options.folder, ignore_errors=True)
     shared = ["run.baseline=false", "backend.threads=1"]
     common = [
         "vit_food_scratch",
-        f"run.epochs={given.epochs}",
+        f"run.epochs={options.epochs}",
         *shared,
-        *given.overrides,
+        *options.overrides,
     ]
     data = open_sources(resolve(kd.load_config(common[0], common[1:])).data)
     for source in (data.train, data.val):
@@ -66,25 +66,27 @@ def main() -> None:
     calls: list[tuple[str, str, list[str]]] = []
     for way in (
         "own teacher, live",
-        *(["shared teacher, live"] if given.shared else []),
+        *(["shared teacher, live"] if options.shared else []),
     ):
         for i, values in enumerate(itertools.product(*AXES.values())):
-            at = given.folder / way.partition(",")[0].replace(" ", "_")
+            at = options.folder / way.partition(",")[0].replace(" ", "_")
             teachers = at / (str(i) if way.startswith("own") else "teachers")
             keys = [f"{key}={text}" for key, text in zip(AXES, values, strict=True)]
-            own = [
+            extra = [
                 f"run.folder={at}",
                 f"run.name={i}",
                 f"teacher.fit.folder={teachers}",
                 *keys,
             ]
-            calls.append((way, " ".join(keys), ["train", *common, *own]))
-    own = [
-        f"run.folder={given.folder / 'sweep'}",
-        f"teacher.fit.folder={given.folder / 'sweep' / 'teachers'}",
+            calls.append((way, " ".join(keys), ["train", *common, *extra]))
+    extra = [
+        f"run.folder={options.folder / 'sweep'}",
+        f"teacher.fit.folder={options.folder / 'sweep' / 'teachers'}",
     ]
     lists = [f"{key}={','.join(texts)}" for key, texts in AXES.items()]
-    calls.insert(len(calls) // 2, ("kd-sweep", "all", ["sweep", *common, *own, *lists]))
+    calls.insert(
+        len(calls) // 2, ("kd-sweep", "all", ["sweep", *common, *extra, *lists])
+    )
     rows: list[dict[str, Any]] = []
     for way, run, words in calls:
         rows.append({"way": way, "run": run, "cpu_s": round(cpu_seconds(words), 1)})
@@ -98,13 +100,15 @@ def main() -> None:
             f"{way:22s} {total:8.1f} s of CPU, kd-sweep takes"
             f" {100 * totals['kd-sweep'] / total:.1f} % of it"
         )
-    shown = [word for word in sys.argv[1:] if not word.startswith(str(given.folder))]
+    visible = [
+        word for word in sys.argv[1:] if not word.startswith(str(options.folder))
+    ]
     write(
         "sweep",
         " ".join(
             [
                 "python benchmarks/sweep.py",
-                *(word for word in shown if word != "--folder"),
+                *(word for word in visible if word != "--folder"),
             ]
         ),
         rows,

@@ -59,7 +59,7 @@ def started(
     folder: Path, words: list[str], code: Path = ROOT, name: str = "out"
 ) -> subprocess.Popen[bytes]:
     """Start kd-sweep of a checkout; its output is appended to a file."""
-    own = [
+    argv = [
         "run.name=small",
         f"run.folder={folder}",
         f"teacher.fit.folder={folder / 'teachers'}",
@@ -71,7 +71,7 @@ def started(
         "sweep",
         "vit_food_scratch",
         *KEYS,
-        *own,
+        *argv,
         *words,
     ]
     environment = {**os.environ, "PYTHONPATH": str(code)}
@@ -86,18 +86,19 @@ def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
     try:
         head = psutil.Process(process.pid)
         return sum(
-            sum(part.cpu_times()[:4]) for part in (head, *head.children(recursive=True))
+            sum(process_of_tree.cpu_times()[:4])
+            for process_of_tree in (head, *head.children(recursive=True))
         )
     except psutil.Error:
         return 0.0
 
 
 def until(
-    process: subprocess.Popen[bytes], done: Callable[[], bool], number: int
+    process: subprocess.Popen[bytes], finished: Callable[[], bool], number: int
 ) -> float:
     """Wait until a condition holds, send a signal, and return the CPU seconds."""
     seconds = 0.0
-    while not done() and process.poll() is None:
+    while not finished() and process.poll() is None:
         seconds = max(seconds, cpu_seconds(process))
         time.sleep(0.2)
     process.send_signal(number)
@@ -108,7 +109,8 @@ def until(
 def facts(study: optuna.Study) -> dict[str, Any]:
     """Return the number of trials by how they ended, and the best score in percent."""
     counts = Counter(trial.state for trial in study.trials)
-    ended, pruned = counts[TrialState.COMPLETE], counts[TrialState.PRUNED]
+    ended = counts[TrialState.COMPLETE]
+    pruned = counts[TrialState.PRUNED]
     return {"ended": ended, "pruned": pruned, "best": round(100 * study.best_value, 1)}
 
 
@@ -123,12 +125,12 @@ def largest(folder: Path, storage: str = "") -> optuna.Study:
     """Return the study with most trials: the other one has the best with
     other seeds.
     """
-    kept = storage or optuna.storages.JournalStorage(
+    backend = storage or optuna.storages.JournalStorage(
         JournalFileBackend(str(folder / "small_sweep" / "journal.log"))
     )
     studies = [
-        optuna.load_study(study_name=name, storage=kept)
-        for name in optuna.get_all_study_names(kept)
+        optuna.load_study(study_name=name, storage=backend)
+        for name in optuna.get_all_study_names(backend)
     ]
     return max(studies, key=lambda study: len(study.trials))
 
@@ -137,10 +139,10 @@ def all_combinations(folder: Path, before: Path) -> dict[str, Any]:
     """Train all combinations by the earlier code, until the last one has ended."""
     journal = folder / "small_sweep" / "journal.jsonl"
 
-    def done() -> bool:
+    def finished() -> bool:
         return journal.is_file() and len(journal.read_text().splitlines()) == TRIALS
 
-    seconds = until(started(folder, list(LISTS), before), done, signal.SIGTERM)
+    seconds = until(started(folder, list(LISTS), before), finished, signal.SIGTERM)
     scores = [
         float(text) for text in re.findall(r'"score": ([\d.]+)', journal.read_text())
     ]
@@ -184,7 +186,7 @@ def killed(folder: Path) -> dict[str, Any]:
     return {**facts(largest(folder, storage)), "kills": 3, "repeated": repeated(folder)}
 
 
-def two(folder: Path) -> dict[str, Any]:
+def two_sweeps(folder: Path) -> dict[str, Any]:
     """Let two processes share the trials."""
     storage = f"sqlite:///{folder / 'trials.db'}"
     words = [*FEW, "--storage", storage]
@@ -199,8 +201,8 @@ def two(folder: Path) -> dict[str, Any]:
         0,
         0,
     ]
-    own = {"by_first": counts[0], "by_second": counts[1], "same_table": same}
-    return {**facts(largest(folder, storage)), **own, "repeated": repeated(folder)}
+    counted = {"by_first": counts[0], "by_second": counts[1], "same_table": same}
+    return {**facts(largest(folder, storage)), **counted, "repeated": repeated(folder)}
 
 
 def main() -> None:
@@ -215,17 +217,17 @@ def main() -> None:
         help="a checkout before kd-sweep used Optuna",
     )
     parser.add_argument("--folder", type=Path, default=Path("runs", "sweep_pruned"))
-    given = parser.parse_args()
-    shutil.rmtree(given.folder, ignore_errors=True)
+    options = parser.parse_args()
+    shutil.rmtree(options.folder, ignore_errors=True)
     rows: list[dict[str, Any]] = []
     arms: dict[str, Callable[[Path], dict[str, Any]]] = {
-        "all": lambda folder: all_combinations(folder, given.before.resolve()),
+        "all": lambda folder: all_combinations(folder, options.before.resolve()),
         "pruned": lambda folder: pruned(folder, rows[0]["cpu_s"]),
         "killed": killed,
-        "two": two,
+        "two": two_sweeps,
     }
     for arm, measure in arms.items():
-        folder = (given.folder / arm).resolve()
+        folder = (options.folder / arm).resolve()
         folder.mkdir(parents=True)
         rows.append({"arm": arm, **measure(folder)})
         print(rows[-1], flush=True)

@@ -111,7 +111,8 @@ def finished(argv: list[str], environment: dict[str, str] | None = None) -> Fini
     Raises:
         SystemExit: it failed.
     """
-    start, lines = time.perf_counter(), []
+    start = time.perf_counter()
+    lines = []
     stream = subprocess.Popen(
         argv,
         stdout=subprocess.PIPE,
@@ -122,13 +123,13 @@ def finished(argv: list[str], environment: dict[str, str] | None = None) -> Fini
     assert stream.stdout is not None
     for line in stream.stdout:
         lines.append((time.perf_counter() - start, line))
-    _, status, used = os.wait4(stream.pid, 0)
+    _, status, usage = os.wait4(stream.pid, 0)
     stream.returncode = os.waitstatus_to_exitcode(status)
     if stream.returncode:
         raise SystemExit("".join(line for _, line in lines)[-3000:])
     seconds = time.perf_counter() - start
     return Finished(
-        lines, seconds, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+        lines, seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
     )
 
 
@@ -161,42 +162,44 @@ def train_with_timm(
         *(["--amp"] if bf16_pays() else []),
     ]
     for name, value in flags.items():
-        values = [] if value is True else value if isinstance(value, list) else [value]
-        argv += [f"--{name}", *map(str, values)]
+        argv.append(f"--{name}")
+        if value is not True:
+            values = value if isinstance(value, list) else [value]
+            argv += map(str, values)
     return finished(argv, {"PYTHONPATH": timm})
 
 
 def run_timm(
-    given: argparse.Namespace, teacher: Path, num_classes: int, data: Path, work: Path
+    options: argparse.Namespace, teacher: Path, num_classes: int, data: Path, work: Path
 ) -> list[float]:
     """Train with timm; return the images/s of its log windows."""
     flags: dict[str, Any] = {
         "model": STUDENT,
         "num-classes": num_classes,
-        "batch-size": given.batch,
+        "batch-size": options.batch,
     }
     flags |= {
-        "workers": given.workers,
+        "workers": options.workers,
         "epochs": 1,
         "lr": 1e-3,
         "warmup-epochs": 0,
         "log-interval": 2,
     }
-    done = train_with_timm(
-        given.timm, data, teacher, {**flags, "kd-temperature": 2}, work / "timm"
+    finished_run = train_with_timm(
+        options.timm, data, teacher, {**flags, "kd-temperature": 2}, work / "timm"
     )
-    text = "".join(line for _, line in done.lines)
+    text = "".join(line for _, line in finished_run.lines)
     # Train: 0 [   2/13 ( 15%)]  Loss: ...  Time: 4.512s,    7.09/s  (4.620s,    6.93/s)
     # LR: ...
-    found = re.findall(r"Train: 0 \[\s*(\d+)/.*?Time: ([\d.]+)s,", text)
-    times = [float(seconds) for step, seconds in found if int(step) >= given.skip]
+    matches = re.findall(r"Train: 0 \[\s*(\d+)/.*?Time: ([\d.]+)s,", text)
+    times = [float(seconds) for step, seconds in matches if int(step) >= options.skip]
     if not times:
         raise SystemExit(f"timm printed no speed:\n{text[-3000:]}")
-    return [given.batch / seconds for seconds in times]
+    return [options.batch / seconds for seconds in times]
 
 
 def configuration(
-    given: argparse.Namespace, teacher: Path, data: Path, work: Path
+    options: argparse.Namespace, teacher: Path, data: Path, work: Path
 ) -> dict[str, Any]:
     """Return the same work as a configuration of kd."""
     precision = (
@@ -205,15 +208,15 @@ def configuration(
     return {
         "run": {
             "folder": str(work / "runs"),
-            "steps": given.steps,
+            "steps": options.steps,
             "every": {"log": 2, "evaluate": 10**6},
         },
         "data": {
             "kind": "imagefolder",
             "root": str(data),
-            "batch_size": given.batch,
+            "batch_size": options.batch,
             "eval_batch": 8,
-            "workers": given.workers,
+            "workers": options.workers,
         },
         "teacher": {"model": str(teacher), "min_accuracy": 0, "precision": precision},
         "student": {"model": STUDENT},
@@ -224,7 +227,7 @@ def configuration(
 
 
 def run_kd(
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     settings: dict[str, Any],
     name: str,
     work: Path,
@@ -250,7 +253,7 @@ def run_kd(
     return [
         row["images_per_second"]
         for row in rows
-        if row["kind"] == "train" and row["step"] > given.skip
+        if row["kind"] == "train" and row["step"] > options.skip
     ]
 
 
@@ -274,39 +277,39 @@ def main() -> None:
         default=1,
         help="processes that decode, the same for both",
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="kd_timm_"))
     data, num_classes = subset(
-        Path(given.data), work, given.batch * given.steps + 64, 28
+        Path(options.data), work, options.batch * options.steps + 64, 28
     )
     rows: list[dict[str, Any]] = []
-    own: dict[str, float] = {}
+    machine_rates: dict[str, float] = {}
 
-    def note(round_: int, teacher: str, which: str, speeds: list[float]) -> None:
+    def note(round_: int, teacher: str, setting: str, speeds: list[float]) -> None:
         rows.extend(
             {
                 "round": round_,
                 "teacher": teacher,
-                "which": which,
+                "which": setting,
                 "window": i,
                 "images_per_second": round(speed, 3),
-                **own,
+                **machine_rates,
             }
             for i, speed in enumerate(speeds)
         )
         print(
             round_,
             teacher,
-            which,
+            setting,
             f"{statistics.median(speeds):.2f} images/s",
             flush=True,
         )
 
     teachers = {
-        name: teacher_folder(name, num_classes, work) for name in given.teachers
+        name: teacher_folder(name, num_classes, work) for name in options.teachers
     }
     settings = {
-        name: configuration(given, teachers[name], data, work) for name in teachers
+        name: configuration(options, teachers[name], data, work) for name in teachers
     }
     cached = ("teacher.cache.views=1",)
     for name in teachers:
@@ -324,20 +327,20 @@ def main() -> None:
             ],
             check=True,
         )
-    for turn in range(given.rounds):
-        own = rates()
+    for turn in range(options.rounds):
+        machine_rates = rates()
         for name in teachers:
             note(
                 turn,
                 name,
                 "timm",
-                run_timm(given, teachers[name], num_classes, data, work),
+                run_timm(options, teachers[name], num_classes, data, work),
             )
             note(
                 turn,
                 name,
                 "kd live",
-                run_kd(given, settings[name], f"live-{name}-{turn}", work),
+                run_kd(options, settings[name], f"live-{name}-{turn}", work),
             )
             for kind in runtimes():
                 run = f"{kind.split()[-1]}-{name}-{turn}"
@@ -345,34 +348,38 @@ def main() -> None:
                     turn,
                     name,
                     kind,
-                    run_kd(given, settings[name], run, work, *RUNTIMES[kind]),
+                    run_kd(options, settings[name], run, work, *RUNTIMES[kind]),
                 )
             note(
                 turn,
                 name,
                 "kd cached",
-                run_kd(given, settings[name], f"cached-{name}-{turn}", work, *cached),
+                run_kd(options, settings[name], f"cached-{name}-{turn}", work, *cached),
             )
             run = f"compiled-{name}-{turn}"
             note(
                 turn,
                 name,
                 COMPILED,
-                run_kd(given, settings[name], run, work, *cached, "student.compile=on"),
+                run_kd(
+                    options, settings[name], run, work, *cached, "student.compile=on"
+                ),
             )
         alone = {
-            **settings[given.teachers[0]],
+            **settings[options.teachers[0]],
             "losses": [{"kind": "ce"}],
             "teacher": {},
         }
-        note(turn, "-", "kd labels only", run_kd(given, alone, f"labels-{turn}", work))
+        note(
+            turn, "-", "kd labels only", run_kd(options, alone, f"labels-{turn}", work)
+        )
     report(rows, list(teachers))
     argv = [
         "python benchmarks/timm_distillation.py --timm FOLDER --data FOLDER",
-        f"--rounds {given.rounds}",
+        f"--rounds {options.rounds}",
     ]
-    argv.append(f"--steps {given.steps} --batch {given.batch}")
-    argv += [f"--teachers {given.teachers}"] if given.teachers != "SB" else []
+    argv.append(f"--steps {options.steps} --batch {options.batch}")
+    argv += [f"--teachers {options.teachers}"] if options.teachers != "SB" else []
     write("timm_distillation", " ".join(argv), rows)
 
 
@@ -391,22 +398,22 @@ def runtimes() -> list[str]:
     """
     if device() == "cuda":
         return []
-    found = (
+    candidates = (
         RUNTIMES
         if importlib.util.find_spec("openvino")
         else [kind for kind in RUNTIMES if "openvino" not in kind]
     )
-    return [kind for kind in found if not (bf16_pays() and "int8" in kind)]
+    return [kind for kind in candidates if not (bf16_pays() and "int8" in kind)]
 
 
 def report(rows: list[dict[str, Any]], teachers: list[str]) -> None:
     """Print medians and the ratios that were asked for."""
 
-    def median(teacher: str, which: str) -> float:
+    def median(teacher: str, kind: str) -> float:
         return statistics.median(
             row["images_per_second"]
             for row in rows
-            if (row["teacher"], row["which"]) == (teacher, which)
+            if (row["teacher"], row["which"]) == (teacher, kind)
         )
 
     print(
@@ -415,13 +422,13 @@ def report(rows: list[dict[str, Any]], teachers: list[str]) -> None:
     )
     for name in teachers:
         timm = median(name, "timm")
-        told = [f"ViT-{name} -> ViT-Ti: timm {timm:.2f}"]
-        told += [
-            f"{which} {median(name, which):.2f} ({median(name, which) / timm:.2f}x)"
-            for which in ("kd live", *runtimes(), "kd cached", COMPILED)
+        numbers = [f"ViT-{name} -> ViT-Ti: timm {timm:.2f}"]
+        numbers += [
+            f"{kind} {median(name, kind):.2f} ({median(name, kind) / timm:.2f}x)"
+            for kind in ("kd live", *runtimes(), "kd cached", COMPILED)
         ]
         share = median(name, "kd cached") / median("-", "kd labels only")
-        print(", ".join(told), f"images/s; cached {share:.2f} of labels only")
+        print(", ".join(numbers), f"images/s; cached {share:.2f} of labels only")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 import full_labels
 import timm
 import torch
-from frontier import KEYS, STUDENTS, shown
+from frontier import KEYS, STUDENTS, printable
 from torch import Tensor, nn
 
 import kd
@@ -90,16 +90,16 @@ def student(arm: str, steps: int) -> dict[str, Any]:
     """Return a student's section for a run that shows it small images for `steps`
     steps.
     """
-    own = ARMS[arm]
-    if "small" in own:
+    settings = ARMS[arm]
+    if "small" in settings:
         half = {"mean": [0.5] * 3, "std": [0.5] * 3, "input_size": 64}
         return {
             "kind": "torch",
             "model": "tokens:growing",
-            "args": {**own, "steps": steps},
+            "args": {**settings, "steps": steps},
             **half,
         }
-    return {**VIT, "args": {**VIT["args"], **own}}
+    return {**VIT, "args": {**VIT["args"], **settings}}
 
 
 def train(
@@ -108,14 +108,16 @@ def train(
     """Train a student on stored answers; return its test accuracy and what it took."""
     settings = {**plain("cifar10"), "student": student(arm, first)}
     keys = [key for key in KEYS if not key.startswith(NOT_HERE)]
-    own = ["teacher.cache.views=4", "run.every.log=1"]
+    keys_of_options = ["teacher.cache.views=4", "run.every.log=1"]
     run = [
         f"run.folder={options.work}",
         f"run.name={name}",
         f"run.seed={seed}",
         f"run.steps={steps}",
     ]
-    loaded = kd.load_config(settings, [*keys, *own, *run, *options.overrides])
+    loaded = kd.load_config(
+        settings, [*keys, *keys_of_options, *run, *options.overrides]
+    )
     cache(loaded)  # before the clock: what is stored is left as it is
     start = time.process_time()
     folder = kd.train(loaded).folder
@@ -163,12 +165,12 @@ def main() -> None:
     if not weights:
         parser.error("teacher.checkpoint=FILE is missing")
     options.teachers = [Path(weights[-1]).parent]
-    own = {"teacher": full_labels.digest(options.teachers), "commit": commit()}
+    identity = {"teacher": full_labels.digest(options.teachers), "commit": commit()}
     timed = options.work / "timed.json"
     if not timed.is_file():
-        found: dict[str, list[float]] = {arm: [] for arm in ARMS}
+        durations: dict[str, list[float]] = {arm: [] for arm in ARMS}
         for turn in range(SIZES["rounds"]):
-            for arm, times in found.items():
+            for arm, times in durations.items():
                 name = f"timed-{list(ARMS).index(arm)}-{turn}"
                 times.append(
                     train(
@@ -181,24 +183,28 @@ def main() -> None:
                     )["ms_a_step"]
                 )
         timed.write_text(
-            json.dumps({arm: statistics.median(times) for arm, times in found.items()})
+            json.dumps(
+                {arm: statistics.median(times) for arm, times in durations.items()}
+            )
         )
     ms = json.loads(timed.read_text())
     print(ms, flush=True)
-    done = {(row["arm"], row["seed"]) for row in full_labels.earlier(options, THEME)}
-    whole = options.epochs * IMAGES // 64
+    finished = {
+        (row["arm"], row["seed"]) for row in full_labels.earlier(options, THEME)
+    }
+    all_steps = options.epochs * IMAGES // 64
     for seed in options.seeds:
         for arm in options.arms:
-            if (arm, seed) in done:
+            if (arm, seed) in finished:
                 continue
             share = (
                 FIRST if "small" in ARMS[arm] else 1.0
             )  # of the steps that are shorter
-            steps = round(whole / (share * ms[arm] / ms["all patches"] + 1 - share))
+            steps = round(all_steps / (share * ms[arm] / ms["all patches"] + 1 - share))
             name = f"tokens-{list(ARMS).index(arm)}-{seed}"
             row = {
                 **train(options, arm, seed, steps, name, round(FIRST * steps)),
-                **own,
+                **identity,
             }
             with (options.work / f"{THEME}.jsonl").open("a") as opened:
                 opened.write(json.dumps(row) + "\n")
@@ -207,7 +213,7 @@ def main() -> None:
         full_labels.earlier(options, THEME),
         key=lambda row: (row["seed"], list(ARMS).index(row["arm"])),
     )
-    write(THEME, shown(["python benchmarks/tokens.py", *sys.argv[1:]]), rows)
+    write(THEME, printable(["python benchmarks/tokens.py", *sys.argv[1:]]), rows)
 
 
 if __name__ == "__main__":

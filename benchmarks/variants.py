@@ -78,7 +78,8 @@ STUDENTS: dict[str, tuple[str, list[str]]] = {
     ),
 }
 """Configuration, "": ON_LABELS, and keys by name."""
-ROUNDS, SECONDS = 8, 2.0
+ROUNDS = 8
+SECONDS = 2.0
 """Of part `client`: turns of each client, and seconds of one."""
 
 
@@ -136,14 +137,14 @@ def random_export(folder: Path, name: str, size: int) -> Path:
     return folder / "export"
 
 
-def exported(name: str, seed: int, given: argparse.Namespace) -> Path:
+def exported(name: str, seed: int, options: argparse.Namespace) -> Path:
     """Return the compared export of a student; train and export it where it is not
     there yet.
     """
     import kd
     from kd.deploy.export.export import ExportOptions, export
 
-    target = given.work / f"{name}_{seed}" / "export"
+    target = options.work / f"{name}_{seed}" / "export"
     if (target / "manifest.json").is_file():
         return target
     config, keys = STUDENTS[name]
@@ -151,17 +152,17 @@ def exported(name: str, seed: int, given: argparse.Namespace) -> Path:
         *keys,
         f"run.seed={seed}",
         f"run.name={name}_{seed}",
-        f"run.folder={given.work}",
-        *given.overrides,
+        f"run.folder={options.work}",
+        *options.overrides,
     ]
     if name != "xcit":
-        keys += [f"data.root={given.cifar10 / 'train'}"]
+        keys += [f"data.root={options.cifar10 / 'train'}"]
     run = kd.train(CONFIGS / config if config else yaml.safe_load(ON_LABELS), *keys)
-    options = ExportOptions(compare=True, images=given.images)
+    export_options = ExportOptions(compare=True, images=options.images)
     return export(
         run.folder,
         target,
-        options,
+        export_options,
         [key for key in keys if key.startswith("data.root=")],
     ).folder
 
@@ -169,14 +170,12 @@ def exported(name: str, seed: int, given: argparse.Namespace) -> Path:
 def table(name: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield a row for each file and number of threads."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    parity, config = (
-        manifest["parity"],
-        json.loads((folder / "config.json").read_text()),
-    )
+    parity = manifest["parity"]
+    config = json.loads((folder / "config.json").read_text())
     plain = manifest["variants"]["model.onnx"]["speed"]
-    for file, one in manifest["variants"].items():
+    for file, variant in manifest["variants"].items():
         cpu = parity[file]["cpu_ms"]
-        for threads, speed in one["speed"].items():
+        for threads, speed in variant["speed"].items():
             yield {
                 "student": name,
                 "architecture": config["architecture"],
@@ -188,16 +187,19 @@ def table(name: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
                 "times_float32": round(plain[threads]["p50_ms"] / speed["p50_ms"], 3),
                 "graph_cpu_ms": cpu,
                 "graph_times_float32": round(parity["model.onnx"]["cpu_ms"] / cpu, 3),
-                "mb": round(one["bytes"] / 1e6, 3),
-                **{key: round(one[key], 5) for key in ("score", "drop", "agreement")},
+                "mb": round(variant["bytes"] / 1e6, 3),
+                **{
+                    key: round(variant[key], 5)
+                    for key in ("score", "drop", "agreement")
+                },
                 **dict(
                     zip(
                         ("low", "high"),
-                        (round(end, 5) for end in one["interval"]),
+                        (round(end, 5) for end in variant["interval"]),
                         strict=True,
                     )
                 ),
-                "images": one["images"],
+                "images": variant["images"],
                 "picked": int(file == manifest["pick"]),
             }
 
@@ -209,23 +211,20 @@ def client(name: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
     from kd.deploy.serve import bench
 
     manifest = json.loads((folder / "manifest.json").read_text())
-    size, sent = (
-        manifest["input"]["size"],
-        picture(manifest["input"]["size"], manifest["input"]["size"]),
-    )
+    size = manifest["input"]["size"]
+    sent = picture(manifest["input"]["size"], manifest["input"]["size"])
     for file in (
         name
         for name, graph in registry.graphs().items()
         if name in manifest["files"] and not graph.code
     ):
-        server, took = (
-            kd_serve(folder, "--file", file, "--threads", "1"),
-            {
-                "table": [],
-                "client": [],
-            },
-        )
-        at, message = urlsplit(server.url), request(server.url, sent, "image/jpeg")
+        server = kd_serve(folder, "--file", file, "--threads", "1")
+        took = {
+            "table": [],
+            "client": [],
+        }
+        at = urlsplit(server.url)
+        message = request(server.url, sent, "image/jpeg")
         for _ in range(ROUNDS):
             took["table"] += bench.turn(str(at.hostname), int(at.port or 0), sent)
             answers = asyncio.run(closed_loop(server.url, message, 1, SECONDS))
@@ -272,35 +271,37 @@ def main() -> None:
         help="also part client of random weights",
     )
     parser.add_argument("overrides", nargs="*", help="key=value for every training")
-    given = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args()
     folders = {
-        (name, seed): exported(name, seed, given)
-        for seed in given.seeds
-        for name in given.students
+        (name, seed): exported(name, seed, options)
+        for seed in options.seeds
+        for name in options.students
     }
-    for name in given.random:
-        folders[name, 0] = random_export(given.work / f"random_{name}", name, 224)
-    for part in given.part:
+    for name in options.random:
+        folders[name, 0] = random_export(options.work / f"random_{name}", name, 224)
+    for section in options.part:
         rows: Rows = []
         for (name, seed), folder in folders.items():
-            if part == "client" or name in STUDENTS:
-                done = folder.parent / f"{part}.jsonl"
-                if not done.is_file():
+            if section == "client" or name in STUDENTS:
+                rows_file = folder.parent / f"{section}.jsonl"
+                if not rows_file.is_file():
                     load = {"load": round(os.getloadavg()[0], 1)}
-                    done.write_text(
+                    rows_file.write_text(
                         "\n".join(
                             json.dumps({**row, **load})
-                            for row in PARTS[part](name, seed, folder)
+                            for row in PARTS[section](name, seed, folder)
                         )
                     )
-                rows += [json.loads(line) for line in done.read_text().splitlines()]
-        shown = [
-            "FOLDER" if text in (str(given.work), str(given.cifar10)) else text
+                rows += [
+                    json.loads(line) for line in rows_file.read_text().splitlines()
+                ]
+        words = [
+            "FOLDER" if text in (str(options.work), str(options.cifar10)) else text
             for text in sys.argv[1:]
         ]
         write(
-            f"variants_{part}",
-            " ".join(["python benchmarks/variants.py", *shown]),
+            f"variants_{section}",
+            " ".join(["python benchmarks/variants.py", *words]),
             rows,
         )
 

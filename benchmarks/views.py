@@ -22,7 +22,7 @@ GRID = {4: (1, 2, 4), 8: (1, 2, 4, 8)}
 
 def main() -> None:
     """Let `full_labels.py` train the arms."""
-    whole = yaml.safe_load(full_labels.CONFIG.read_text())["run"]["epochs"]
+    epochs_of_recipe = yaml.safe_load(full_labels.CONFIG.read_text())["run"]["epochs"]
     full_labels.CACHE = (
         f"teacher.cache.views={max(max(views) for views in GRID.values())}",
     )
@@ -33,7 +33,7 @@ def main() -> None:
             full_labels.ARMS[name] = (
                 full_labels.kl(2.0),
                 (f"teacher.cache.views={views}",),
-                epochs / whole,
+                epochs / epochs_of_recipe,
             )
     full_labels.main(sys.argv[1:], "views")
 

@@ -62,9 +62,9 @@ class System:
     @classmethod
     def parse(cls, text: str) -> System:
         """Read NAME[@SEED]=EXPORT[:FILE][+SECOND]."""
-        title, _, rest = text.partition("=")
+        title, _, names = text.partition("=")
         name, _, seed = title.partition("@")
-        first, _, second = rest.partition("+")
+        first, _, second = names.partition("+")
         export, _, file = first.partition(":")
         return cls(
             name, int(seed or 0), Path(export), file, Path(second) if second else None
@@ -106,15 +106,16 @@ def scored(system: System, images: Sequence[Path], first: list[bool]) -> Row:
     empty.
     """
     server = system.start()
-    right, passed_on = list[bool](), 0
+    right = list[bool]()
+    passed_on = 0
     try:
         predict(server, images[0])  # the first touches pages that are loaded later
-        used = server.cpu_seconds()
+        cpu_seconds = server.cpu_seconds()
         for image in images:
             answer = predict(server, image)
             right.append(answer["label"] == image.parent.name)
             passed_on += answer.get("model") == "second"
-        used = server.cpu_seconds() - used
+        cpu_seconds = server.cpu_seconds() - cpu_seconds
     finally:
         server.stop()
     first[:] = first or right
@@ -129,7 +130,7 @@ def scored(system: System, images: Sequence[Path], first: list[bool]) -> Row:
         round(100 * side, 2) for side in paired_interval(lost, gained, len(images))
     )
     row["passed_on"] = round(100 * passed_on / len(images), 2) if system.second else ""
-    row["cpu_ms"] = round(1000 * used / len(images), 2)
+    row["cpu_ms"] = round(1000 * cpu_seconds / len(images), 2)
     return row
 
 
@@ -203,7 +204,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rate = matrix_rate(torch.device("cpu"), torch.float32, (1024,)) / 1e9
     times = timed(options.systems, images[0], options.turns, options.seconds)
-    rows, first = list[Row](), list[bool]()
+    rows = list[Row]()
+    first = list[bool]()
     for system in options.systems:
         row: Row = {
             "system": system.name,

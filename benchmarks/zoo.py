@@ -51,11 +51,11 @@ Read = tuple[dict[str, int], Image.Image | None]
 def torchvision(split: Path) -> Read:
     from torchvision.datasets import ImageFolder
 
-    found = ImageFolder(str(split))
+    folder = ImageFolder(str(split))
     return counted(
         [
-            (found.classes[label], image)
-            for image, label in (found[i] for i in range(len(found)))
+            (folder.classes[label], image)
+            for image, label in (folder[i] for i in range(len(folder)))
         ]
     )
 
@@ -63,12 +63,12 @@ def torchvision(split: Path) -> Read:
 def timm(split: Path) -> Read:
     from timm.data import ImageDataset
 
-    found = ImageDataset(str(split))
-    names = {label: name for name, label in found.reader.class_to_idx.items()}  # type: ignore[attr-defined]
+    images = ImageDataset(str(split))
+    names = {label: name for name, label in images.reader.class_to_idx.items()}  # type: ignore[attr-defined]
     return counted(
         [
             (names[label], image)
-            for image, label in (found[i] for i in range(len(found)))
+            for image, label in (images[i] for i in range(len(images)))
         ]
     )
 
@@ -78,12 +78,12 @@ def datasets(split: Path) -> Read:
     hub.disable_progress_bars()
     with tempfile.TemporaryDirectory() as cache:
         files = {"train": f"{split}/**"}
-        found = hub.load_dataset(
+        loaded = hub.load_dataset(
             "imagefolder", data_files=files, cache_dir=cache, drop_labels=False
         )["train"]
-        names = found.features["label"].names
+        names = loaded.features["label"].names
         return counted(
-            [(names[row["label"]], row["image"].convert("RGB")) for row in found]
+            [(names[row["label"]], row["image"].convert("RGB")) for row in loaded]
         )
 
 
@@ -106,10 +106,10 @@ def outcome(case: Any, read: Callable[[Path], Read], root: Path) -> str:
         val = set(read(root / "val")[0]) if (root / "val").is_dir() else set()
     except Exception as error:
         named = [
-            part
+            text
             for path in root.rglob("*")
-            for part in (path.name, str(path))
-            if len(part) > 4 or "/" in part
+            for text in (path.name, str(path))
+            if len(text) > 4 or "/" in text
         ]
         return (
             "refused"
@@ -135,7 +135,7 @@ def of_kd(case: Any, root: Path) -> str:
 
 def rows() -> list[dict[str, Any]]:
     """Return a row for each reader and case."""
-    made = []
+    table = []
     for case in cases.CASES:
         readers = {"kd": lambda root, case=case: of_kd(case, root)}
         for name, read in (
@@ -145,7 +145,7 @@ def rows() -> list[dict[str, Any]]:
         for name, run in readers.items():
             with tempfile.TemporaryDirectory() as folder:
                 (Path(folder) / "data").mkdir()
-                found = run(Path(folder) / "data")
+                outcome_of_case = run(Path(folder) / "data")
             is_kd = name == "kd"
             group = "folders" if case.kind == "folder" else "tables, shards, parquet"
             row = {
@@ -154,9 +154,17 @@ def rows() -> list[dict[str, Any]]:
                 "version": version(name) if not is_kd else "here",
                 "case": case.name,
             }
-            made.append({**row, **{one: int(one == found) for one in OUTCOMES}})
-            print(f"{case.name:40s} {name:12s} {found}", flush=True)
-    return made
+            table.append(
+                {
+                    **row,
+                    **{
+                        possible: int(possible == outcome_of_case)
+                        for possible in OUTCOMES
+                    },
+                }
+            )
+            print(f"{case.name:40s} {name:12s} {outcome_of_case}", flush=True)
+    return table
 
 
 def main() -> None:
@@ -167,9 +175,9 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    found = rows()
+    table = rows()
     if not options.print:
-        print(_record.write("zoo", "python benchmarks/zoo.py", found))
+        print(_record.write("zoo", "python benchmarks/zoo.py", table))
 
 
 if __name__ == "__main__":

@@ -25,11 +25,9 @@ class Leaking(nn.Module):
 
     def __init__(self, leak_mib: float) -> None:
         super().__init__()
-        self.ce, self.leak_mib, self.kept = (
-            CE(label_smoothing=0.0),
-            leak_mib,
-            list[Tensor](),
-        )
+        self.ce = CE(label_smoothing=0.0)
+        self.leak_mib = leak_mib
+        self.kept = list[Tensor]()
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         """Return the cross-entropy [B]."""

@@ -28,10 +28,12 @@ class Sabotaged:
     """A source that takes its time with training images."""
 
     def __init__(self, source: Source, options: Options, split: str) -> None:
-        self.source, self.options = source, options
+        self.source = source
+        self.options = options
         mine = options.rank in (-1, int(os.environ.get("RANK", "0")))
         self.active = mine and split == "train"
-        self.classes, self.fingerprint = source.classes, source.fingerprint
+        self.classes = source.classes
+        self.fingerprint = source.fingerprint
 
     def __len__(self) -> int:
         return len(self.source)

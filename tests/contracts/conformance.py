@@ -21,7 +21,8 @@ from kd.core.errors import KdError
 from kd.parts import registry
 
 CANNOT = 77
-STEPS, ROWS = 6, 12
+STEPS = 6
+ROWS = 12
 LR = 1e-2
 
 
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     module = registry.find("backends", kind, "backend.kind")
     try:
-        made = module.build(
+        backend = module.build(
             module.Options(**json.loads(options)),
             precision="fp32",
             timeout_seconds=15.0,
@@ -38,21 +39,23 @@ def main(argv: list[str]) -> int:
     except KdError as error:
         print(error)
         return CANNOT
-    made.setup()
-    facts = {"train": train, "resume": resume, "lose": lose}[task](made, Path(folder))
+    backend.setup()
+    facts = {"train": train, "resume": resume, "lose": lose}[task](
+        backend, Path(folder)
+    )
     library = sys.modules.get(
         "smdistributed.dataparallel.torch.torch_smddp"
     ) or sys.modules.get("torch_neuronx")
     facts["operations"] = dict(library.OPERATIONS) if library else {}
     if task == "train" and hasattr(library, "SHAPES"):
-        known = set(library.SHAPES)
-        ours(made, zero=False)
-        facts["compiled_again"] = [str(shape) for shape in library.SHAPES - known]
-    (Path(folder) / f"{task}_{made.world_size}_{made.rank}.json").write_text(
+        old_shapes = set(library.SHAPES)
+        ours(backend, zero=False)
+        facts["compiled_again"] = [str(shape) for shape in library.SHAPES - old_shapes]
+    (Path(folder) / f"{task}_{backend.world_size}_{backend.rank}.json").write_text(
         json.dumps(facts)
     )
     if task != "lose":
-        made.close()
+        backend.close()
     return 0
 
 
@@ -63,22 +66,25 @@ def network(seed: int) -> nn.Module:
     )
 
 
-def shares(step: int, made: Any, micros: int) -> Iterator[Tensor]:
+def shares(step: int, backend: Any, micros: int) -> Iterator[Tensor]:
     """Yield this rank's micro-batches of a step; the rows of a step are the same on any
     number of ranks.
     """
     rows = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step))
-    size = ROWS // (micros * made.world_size)
+    size = ROWS // (micros * backend.world_size)
     for micro in range(micros):
-        first = (micro * made.world_size + made.rank) * size
-        yield rows[first : first + size].to(made.device)
+        first = (micro * backend.world_size + backend.rank) * size
+        yield rows[first : first + size].to(backend.device)
 
 
-def backward(made: Any, module: nn.Module, step: int, micros: int) -> None:
-    batches = list(shares(step, made, micros))
+def backward(backend: Any, module: nn.Module, step: int, micros: int) -> None:
+    batches = list(shares(step, backend, micros))
     for i, rows in enumerate(batches):
         hold = i + 1 < len(batches)
-        with made.no_sync(module) if hold else torch.enable_grad(), made.autocast():
+        with (
+            backend.no_sync(module) if hold else torch.enable_grad(),
+            backend.autocast(),
+        ):
             (module(rows).square().mean() / micros).backward()
 
 
@@ -90,81 +96,89 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def ours(
-    made: Any, zero: bool, micros: int = 1, cls: Any = torch.optim.AdamW
+    backend: Any, zero: bool, micros: int = 1, cls: Any = torch.optim.AdamW
 ) -> tuple[nn.Module, Any]:
     """Train with the contract's methods; the ranks start with different weights, which
     `wrap` must make equal.
     """
-    model = network(made.rank).to(made.device)
-    module = made.wrap(model)
-    optimizer = made.optimizer(groups(model), cls, zero, lr=LR)
+    model = network(backend.rank).to(backend.device)
+    module = backend.wrap(model)
+    optimizer = backend.optimizer(groups(model), cls, zero, lr=LR)
     for step in range(STEPS):
-        backward(made, module, step, micros)
-        made.step(optimizer, 0.5)
-        made.end_step()
+        backward(backend, module, step, micros)
+        backend.step(optimizer, 0.5)
+        backend.end_step()
     return model, optimizer
 
 
-def by_hand(made: Any) -> nn.Module:
+def by_hand(backend: Any) -> nn.Module:
     """Train without kd: DDP and AdamW as in PyTorch's documentation."""
-    model = network(0).to(made.device)
+    model = network(0).to(backend.device)
     module = model
-    if made.world_size > 1:
-        devices = [made.device.index] if made.device.index is not None else None
+    if backend.world_size > 1:
+        devices = [backend.device.index] if backend.device.index is not None else None
         module = nn.parallel.DistributedDataParallel(model, device_ids=devices)
     optimizer = torch.optim.AdamW(groups(model), lr=LR)
     for step in range(STEPS):
-        module(next(shares(step, made, 1))).square().mean().backward()
+        module(next(shares(step, backend, 1))).square().mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
     return model
 
 
-def train(made: Any, folder: Path) -> dict[str, Any]:
-    models: dict[str, nn.Module] = {"hand": by_hand(made)}
-    models["plain"], plain = ours(made, zero=False)
-    whole_mib = made.counters()["optimizer_mib"]
-    states = {"plain": made.optimizer_state(plain)}
+def train(backend: Any, folder: Path) -> dict[str, Any]:
+    models: dict[str, nn.Module] = {"hand": by_hand(backend)}
+    models["plain"], plain = ours(backend, zero=False)
+    whole_mib = backend.counters()["optimizer_mib"]
+    states = {"plain": backend.optimizer_state(plain)}
     try:
-        models["zero"], optimizer = ours(made, zero=True)
-        mib = made.counters()["optimizer_mib"]
-        states["zero"] = made.optimizer_state(optimizer)
+        models["zero"], optimizer = ours(backend, zero=True)
+        mib = backend.counters()["optimizer_mib"]
+        states["zero"] = backend.optimizer_state(optimizer)
     except KdError as error:
         print(error)  # a backend may refuse ZeRO
         mib = whole_mib
-    models["two micros"], _ = ours(made, zero=False, micros=2)
-    models["sgd"], _ = ours(made, zero=False, cls=torch.optim.SGD)
-    models["sgd, two micros"], _ = ours(made, zero=False, micros=2, cls=torch.optim.SGD)
-    if made.rank == 0:
-        save_file(flat(models, states), folder / f"train_{made.world_size}.safetensors")
+    models["two micros"], _ = ours(backend, zero=False, micros=2)
+    models["sgd"], _ = ours(backend, zero=False, cls=torch.optim.SGD)
+    models["sgd, two micros"], _ = ours(
+        backend, zero=False, micros=2, cls=torch.optim.SGD
+    )
+    if backend.rank == 0:
+        save_file(
+            flat(models, states), folder / f"train_{backend.world_size}.safetensors"
+        )
         (folder / "groups.json").write_text(json.dumps(states["plain"]["param_groups"]))
-    mean = made.reduce_mean(torch.full((3,), float(made.rank), device=made.device))
-    own = torch.full((2,), float(made.rank + 5), device=made.device)
-    made.broadcast_([own])
-    made.barrier()
+    mean = backend.reduce_mean(
+        torch.full((3,), float(backend.rank), device=backend.device)
+    )
+    values = torch.full((2,), float(backend.rank + 5), device=backend.device)
+    backend.broadcast_([values])
+    backend.barrier()
     return {
-        "rank": made.rank,
-        "world_size": made.world_size,
+        "rank": backend.rank,
+        "world_size": backend.world_size,
         "digests": {name: digest(model) for name, model in models.items()},
         "state_is_empty": {name: not state for name, state in states.items()},
         "mib": mib,
         "whole_mib": whole_mib,
-        "sum": made.reduce_sum(torch.ones(1, device=made.device)).item(),
+        "sum": backend.reduce_sum(torch.ones(1, device=backend.device)).item(),
         "mean": mean.tolist(),
-        "broadcast": own.tolist(),
+        "broadcast": values.tolist(),
     }
 
 
-def resume(made: Any, folder: Path) -> dict[str, Any]:
+def resume(backend: Any, folder: Path) -> dict[str, Any]:
     """Load the two-rank run's state in this world, return it, and make one more step;
     ZeRO's where it is allowed.
     """
     saved = load_file(folder / "train_2.safetensors")
     name = "zero" if any(key.startswith("model/zero/") for key in saved) else "plain"
-    model = network(0).to(made.device)
-    module = made.wrap(model)
-    optimizer = made.optimizer(groups(model), torch.optim.AdamW, name == "zero", lr=LR)
+    model = network(0).to(backend.device)
+    module = backend.wrap(model)
+    optimizer = backend.optimizer(
+        groups(model), torch.optim.AdamW, name == "zero", lr=LR
+    )
     start = f"model/{name}/"
     model.load_state_dict(
         {
@@ -178,23 +192,23 @@ def resume(made: Any, folder: Path) -> dict[str, Any]:
         if path.startswith(f"state/{name}/"):
             _, _, index, key = path.split("/")
             state.setdefault(int(index), {})[key] = value
-    made.load_optimizer_state(
+    backend.load_optimizer_state(
         optimizer,
         {
             "state": state,
             "param_groups": json.loads((folder / "groups.json").read_text()),
         },
     )
-    returned = made.optimizer_state(optimizer)
+    returned = backend.optimizer_state(optimizer)
     copied = (
         flat({}, {name: returned}) if returned else {}
     )  # a state dict refers to the live tensors
-    backward(made, module, STEPS, 1)
-    made.step(optimizer, 0.5)
-    if made.rank == 0:
+    backward(backend, module, STEPS, 1)
+    backend.step(optimizer, 0.5)
+    if backend.rank == 0:
         save_file(
             {**flat({name: model}, {}), **copied},
-            folder / f"resume_{made.world_size}.safetensors",
+            folder / f"resume_{backend.world_size}.safetensors",
         )
     return {
         "digest": digest(model),
@@ -202,17 +216,17 @@ def resume(made: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def lose(made: Any, folder: Path) -> dict[str, Any]:
+def lose(backend: Any, folder: Path) -> dict[str, Any]:
     """End the last rank; the others must raise a readable error before the deadline."""
-    if made.rank == made.world_size - 1:
+    if backend.rank == backend.world_size - 1:
         os._exit(9)
     try:
         for _ in range(10_000):
-            made.reduce_sum(torch.ones(1, device=made.device)).item()
+            backend.reduce_sum(torch.ones(1, device=backend.device)).item()
         explained: KdError | None = None
     except RuntimeError as error:
-        explained = made.explain(error)
-    foreign = made.explain(RuntimeError("shape mismatch"))
+        explained = backend.explain(error)
+    foreign = backend.explain(RuntimeError("shape mismatch"))
     return {
         "text": str(explained),
         "kind": type(explained).__name__,

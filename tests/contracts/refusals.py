@@ -12,11 +12,11 @@ def main(argv: list[str]) -> int:
     importlib.import_module("smdistributed.dataparallel.torch.torch_smddp")
     dist.init_process_group("smddp")
     assert dist.get_backend() == "smddp"
-    one = torch.ones(2)
+    tensor = torch.ones(2)
     operation = {
         "new_group": lambda: dist.new_group([0, 1]),
-        "ReduceOp": lambda: dist.all_reduce(one, op=dist.ReduceOp.AVG),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.empty(1), one),
+        "ReduceOp": lambda: dist.all_reduce(tensor, op=dist.ReduceOp.AVG),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.empty(1), tensor),
         "barrier": lambda: dist.barrier(device_ids=[0]),
     }[argv[0]]
     code = 4
@@ -26,6 +26,6 @@ def main(argv: list[str]) -> int:
         print(error)
         code = 0 if "SMDDP does not support" in str(error) else 3
     dist.all_reduce(
-        one
+        tensor
     )  # rank 0 holds the store: it must not exit before the others have arrived
     return code

@@ -48,12 +48,12 @@ def perform(kind, folder) -> Callable[[str, int], list[dict[str, Any]]]:
     """Run a task in a world, once, and return the results of its ranks; skip where this
     machine cannot.
     """
-    done: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    part, options, path = STAND_INS.get(kind, (kind, {}, HERE))
+    facts: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    backend, options, path = STAND_INS.get(kind, (kind, {}, HERE))
 
     def run(task: str, ranks: int) -> list[dict[str, Any]]:
-        if (task, ranks) not in done:
-            argv = [part, json.dumps(options), folder, task]
+        if (task, ranks) not in facts:
+            argv = [backend, json.dumps(options), folder, task]
             world = start("conformance:main", argv, ranks, path=(HERE, path))
             if CANNOT in world.codes:
                 pytest.skip(world.logs[world.codes.index(CANNOT)].strip())
@@ -62,8 +62,8 @@ def perform(kind, folder) -> Callable[[str, int], list[dict[str, Any]]]:
                 world.logs
             )
             files = [folder / f"{task}_{ranks}_{rank}.json" for rank in survivors]
-            done[task, ranks] = [json.loads(file.read_text()) for file in files]
-        return done[task, ranks]
+            facts[task, ranks] = [json.loads(file.read_text()) for file in files]
+        return facts[task, ranks]
 
     return run
 
@@ -81,16 +81,16 @@ def weights(
     }
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return (
-        bool(one)
-        and one.keys() == other.keys()
-        and all(torch.equal(one[key], other[key]) for key in one)
+        bool(first)
+        and first.keys() == second.keys()
+        and all(torch.equal(first[key], second[key]) for key in first)
     )
 
 
-def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    return max((one[key] - other[key]).abs().max().item() for key in one)
+def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    return max((first[key] - second[key]).abs().max().item() for key in first)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -144,10 +144,10 @@ def test_zero_shards_the_state_and_rank_0_gathers_it(perform, ranks):
     assert [rank["state_is_empty"]["zero"] for rank in facts] == [False] + [True] * (
         ranks - 1
     )
-    whole = facts[0]["whole_mib"]
-    assert sum(rank["mib"] for rank in facts) == pytest.approx(whole)
+    whole_mib = facts[0]["whole_mib"]
+    assert sum(rank["mib"] for rank in facts) == pytest.approx(whole_mib)
     # of 1,476 parameters 1,024 are one matrix, which is not cut
-    assert max(rank["mib"] for rank in facts) < 0.75 * whole
+    assert max(rank["mib"] for rank in facts) < 0.75 * whole_mib
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -201,6 +201,8 @@ def test_a_second_training_brings_no_new_shape_to_a_compiling_device(kind, perfo
 
 
 def test_the_stand_in_refuses_what_the_library_refuses(tmp_path):
-    for what in ("new_group", "ReduceOp", "reduce_scatter", "barrier"):
-        world = start("refusals:main", [what], 2, path=(HERE, STAND_INS["smddp"][2]))
-        assert world.codes == [0, 0], what + "\n" + "\n".join(world.logs)
+    for operation in ("new_group", "ReduceOp", "reduce_scatter", "barrier"):
+        world = start(
+            "refusals:main", [operation], 2, path=(HERE, STAND_INS["smddp"][2])
+        )
+        assert world.codes == [0, 0], operation + "\n" + "\n".join(world.logs)

@@ -33,13 +33,8 @@ from kd.core.errors import ConfigErrors, DataError
 from kd.parts import registry
 
 KINDS = registry.names("datasets")
-TRAIN, VAL = (
-    ("pear", "apple", "apple", "fig"),
-    (
-        "fig",
-        "pear",
-    ),
-)  # validation lacks a class
+TRAIN = ("pear", "apple", "apple", "fig")
+VAL = ("fig", "pear")  # validation lacks a class
 BROKEN = "fig"  # in the training split the image of this class is text
 
 
@@ -149,7 +144,8 @@ def built(request, tmp_path_factory) -> Built:
             f" {Path(__file__).name}"
         )
     module = importlib.import_module(f"kd.parts.datasets.{kind}")
-    here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
+    here = tmp_path_factory.mktemp("here")
+    there = tmp_path_factory.mktemp("there")
     options = module.Options(**RECIPES[kind](here))
     train = module.build(options, "train", None)
     val = module.build(options, "val", train.classes)
@@ -175,8 +171,8 @@ def named(source: Source, id: int) -> list[str]:
     """Return the names of an image's labels."""
     label = source.label(id)
     return [
-        source.classes[one]
-        for one in ([label] if isinstance(label, int) else np.flatnonzero(label))
+        source.classes[index]
+        for index in ([label] if isinstance(label, int) else np.flatnonzero(label))
     ]
 
 
@@ -204,7 +200,7 @@ def digests(source: Source, ids: list[int]) -> list[str]:
     return [digest(source, id) for id in ids]
 
 
-def test_classes(built):
+def test_classes_are_several_unique_names_and_alike_in_both_splits(built):
     assert len(built.train.classes) == len(set(built.train.classes)) >= 2
     assert all(isinstance(name, str) for name in built.train.classes)
     assert tuple(built.val.classes) == tuple(built.train.classes)
@@ -213,32 +209,32 @@ def test_classes(built):
 def test_labels_are_python_integers_in_range_or_sets(built):
     sets = built.kind == "multilabel"
     for source in (built.train, built.val):
-        found = [source.label(id) for id in range(len(source))]
+        labels = [source.label(id) for id in range(len(source))]
         if sets:
             assert all(
                 label.dtype == np.int8 and label.shape == (len(source.classes),)
-                for label in found
+                for label in labels
             )
-            assert all(set(label.tolist()) <= {0, 1} for label in found)
+            assert all(set(label.tolist()) <= {0, 1} for label in labels)
             continue
-        assert all(type(label) is int for label in found)
-        assert set(found) <= set(range(len(source.classes)))
+        assert all(type(label) is int for label in labels)
+        assert set(labels) <= set(range(len(source.classes)))
 
 
 def test_labels_are_those_of_the_data(built):
     if built.kind in PAINTED:
         pytest.skip("it makes its own images")
-    for source, wanted in ((built.train, TRAIN), (built.val, VAL)):
+    for source, expected in ((built.train, TRAIN), (built.val, VAL)):
         assert sorted(
             name for id in range(len(source)) for name in named(source, id)
-        ) == sorted(wanted)
+        ) == sorted(expected)
 
 
 def test_names_are_unique(built):
     for source in (built.train, built.val):
-        found = [source.name(id) for id in range(len(source))]
-        assert len(set(found)) == len(found)
-        assert not any(os.path.isabs(name) for name in found)
+        names = [source.name(id) for id in range(len(source))]
+        assert len(set(names)) == len(names)
+        assert not any(os.path.isabs(name) for name in names)
 
 
 def test_decode_is_pure(built):
@@ -315,16 +311,17 @@ def reader() -> Iterator[subprocess.Popen[str]]:
 
 
 def test_spawned_process_sees_the_same(built, reader, tmp_path):
-    ids, source = readable(built), built.train
+    ids = readable(built)
+    source = built.train
     (tmp_path / "source.pickle").write_bytes(pickle.dumps(source))
     reader.stdin.write(json.dumps([str(tmp_path / "source.pickle"), ids]) + "\n")
     reader.stdin.flush()
-    wanted = [
+    expected = [
         f"{source.name(id)} {source.label(id)}"
         f" {source.decode(id).image.tobytes().hex()}"
         for id in ids
     ]
-    assert json.loads(reader.stdout.readline()) == wanted
+    assert json.loads(reader.stdout.readline()) == expected
 
 
 @pytest.mark.skipif(
@@ -347,10 +344,10 @@ def test_forked_processes_see_the_same_at_the_same_time(built):
         )  # Python 3.12 warns of fork with threads
         for worker in workers:
             worker.start()
-    wanted = digests(built.train, ids)
+    expected = digests(built.train, ids)
     for (end, _), worker in zip(pipes, workers, strict=True):
         assert end.poll(60)
-        assert end.recv() == wanted
+        assert end.recv() == expected
         worker.join()
 
 
@@ -400,7 +397,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("kind", "changes", "message"), WRONG)
-def test_options_that_do_not_fit(kind, changes, message):
+def test_options_that_do_not_fit_are_refused(kind, changes, message):
     with pytest.raises(ValueError, match=message):
         registry.options_type("datasets", kind, "data.kind")(
             **{**WHOLE[kind], **changes}
@@ -424,7 +421,9 @@ def test_options_that_do_not_fit(kind, changes, message):
         ("food_mini", "dishes", (0, 5), "a whole number >= 1 and <= 4"),
     ],
 )
-def test_numbers_out_of_range(kind, key, values, allowed):
+def test_numbers_out_of_range_are_refused_with_what_is_allowed(
+    kind, key, values, allowed
+):
     for value in values:
         raw = {
             "data": {"kind": kind, **WHOLE[kind], key: value},

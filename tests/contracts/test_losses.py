@@ -19,8 +19,10 @@ from kd.core.facts import LossFacts
 from kd.core.types import Batch, Dims, Outputs
 from kd.parts import registry
 
-B, C = 6, 5
-STUDENT_D, TEACHER_D = 8, 12
+B = 6
+C = 5
+STUDENT_D = 8
+TEACHER_D = 12
 TOKENS = {STUDENT_D: 4, TEACHER_D: 9}
 """Grids of 2 x 2 and 3 x 3."""
 FEATURES = {"pooled", "tokens"}
@@ -54,11 +56,12 @@ def make_batch(name: str, num_classes: int = C) -> Batch:
     lam = torch.rand(B, generator=generator)
     needs = facts(name)
     if needs.unmixed:
-        partner, lam = label, torch.ones(B)
+        partner = label
+        lam = torch.ones(B)
     if needs.logits == "sigmoid":
         label, partner = (
-            nn.functional.one_hot(one, num_classes).to(torch.int8)
-            for one in (label, partner)
+            nn.functional.one_hot(labels, num_classes).to(torch.int8)
+            for labels in (label, partner)
         )
     image = torch.zeros(B, 3, 2, 2, dtype=torch.uint8)
     return Batch(
@@ -171,16 +174,14 @@ def test_says_how_many_images_it_compares(name):
 def test_the_fewest_images_are_those_that_teach():
     """One image fewer has no gradient of the comparison."""
     for name, options in {"cckd": {}, "dist": {"beta": 0.0}}.items():
-        own = registry.default_options("losses", name, **options)
-        loss = registry.build("losses", name, own, "losses", dims=make_dims(C))
-        fewest = registry.facts("losses", name, own, "losses").images
+        defaults = registry.default_options("losses", name, **options)
+        loss = registry.build("losses", name, defaults, "losses", dims=make_dims(C))
+        fewest = registry.facts("losses", name, defaults, "losses").images
         sizes = []
         for images in (fewest - 1, fewest):
             rows = torch.arange(images)
-            student, teacher = (
-                as_leaves(make_outputs(STUDENT_D)),
-                make_outputs(TEACHER_D, seed=3),
-            )
+            student = as_leaves(make_outputs(STUDENT_D))
+            teacher = make_outputs(TEACHER_D, seed=3)
             few = [
                 outputs.map(lambda tensor, rows=rows: tensor[rows])
                 for outputs in (student, teacher)
@@ -227,10 +228,8 @@ def test_reads_only_its_declared_inputs(name):
 @every_loss
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gives_one_float32_value_an_image(name, dtype):
-    student, teacher = (
-        as_leaves(make_outputs(STUDENT_D), dtype),
-        as_leaves(make_outputs(TEACHER_D, seed=3), dtype),
-    )
+    student = as_leaves(make_outputs(STUDENT_D), dtype)
+    teacher = as_leaves(make_outputs(TEACHER_D, seed=3), dtype)
     loss = build(name)
     loss_B = loss(student, teacher, make_batch(name))
     loss_B.mean().backward()
@@ -244,13 +243,13 @@ def test_gives_one_float32_value_an_image(name, dtype):
 def test_computes_in_float32_from_low_precision_inputs(name):
     # The same bf16 values, as bf16 and as float32, must give the same loss: nothing is
     # computed in bf16.
-    student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
-    student, teacher = (
-        as_leaves(student, torch.bfloat16),
-        as_leaves(teacher, torch.bfloat16),
-    )
+    student = make_outputs(STUDENT_D)
+    teacher = make_outputs(TEACHER_D, seed=3)
+    student = as_leaves(student, torch.bfloat16)
+    teacher = as_leaves(teacher, torch.bfloat16)
     wide = as_leaves(student), as_leaves(teacher)
-    loss, batch = build(name), make_batch(name)
+    loss = build(name)
+    batch = make_batch(name)
     torch.testing.assert_close(
         loss(student, teacher, batch), loss(*wide, batch), rtol=0, atol=0
     )
@@ -330,10 +329,8 @@ def test_stays_finite_at_the_extremes(name, num_classes, extreme, dtype):
 
 @every_loss
 def test_gradient_reaches_the_student_only(name):
-    student, teacher = (
-        as_leaves(make_outputs(STUDENT_D)),
-        as_leaves(make_outputs(TEACHER_D, seed=3)),
-    )
+    student = as_leaves(make_outputs(STUDENT_D))
+    teacher = as_leaves(make_outputs(TEACHER_D, seed=3))
     loss = build(name)
     loss(student, teacher, make_batch(name)).mean().backward()
     leaf = next(
@@ -350,11 +347,9 @@ def test_gradient_reaches_the_student_only(name):
 
 @every_loss
 def test_a_loss_on_features_returns_an_agreement(name):
-    loss, student, teacher = (
-        build(name),
-        make_outputs(STUDENT_D),
-        make_outputs(TEACHER_D, seed=3),
-    )
+    loss = build(name)
+    student = make_outputs(STUDENT_D)
+    teacher = make_outputs(TEACHER_D, seed=3)
     assert (
         facts(name).agreement
         == hasattr(loss, "agreement")
@@ -370,11 +365,10 @@ def test_a_loss_on_features_returns_an_agreement(name):
 @every_loss
 @pytest.mark.parametrize("num_classes", [2, C, 1000])
 def test_is_never_negative(name, num_classes):
-    loss, batch = build(name, num_classes), make_batch(name, num_classes)
-    student, teacher = (
-        make_outputs(STUDENT_D, num_classes),
-        make_outputs(TEACHER_D, num_classes, seed=3),
-    )
+    loss = build(name, num_classes)
+    batch = make_batch(name, num_classes)
+    student = make_outputs(STUDENT_D, num_classes)
+    teacher = make_outputs(TEACHER_D, num_classes, seed=3)
     # Where the models agree, a divergence is 0 up to rounding of either sign.
     assert (loss(student, teacher, batch) >= -1e-5).all()
     assert (

@@ -209,14 +209,14 @@ def settings(photos, teacher, tmp_path):
     def make(**changes):
         from pieces import base
 
-        made = merged(base(photos, tmp_path), {"run": {"epochs": 1}})
-        made["teacher"] = {
+        content = merged(base(photos, tmp_path), {"run": {"epochs": 1}})
+        content["teacher"] = {
             "model": str(teacher),
             "precision": "fp32",
             "attention": "unfused",
             "min_accuracy": 0.0,
         }
-        return merged(made, changes)
+        return merged(content, changes)
 
     return make
 
@@ -225,11 +225,11 @@ def test_a_task_is_one_file(outside, settings, capsys):
     """Console, report.md, manifest, page, model card and export show its columns;
     nothing of kd names them.
     """
-    made = settings(
+    content = settings(
         task={"kind": outside("task", TASK), "tolerance": 0},
         run={"epochs": 2, "baseline": True},
     )
-    run = kd.train(made)
+    run = kd.train(content)
     rows = [
         json.loads(line)
         for line in (run.folder / "metrics.jsonl").read_text().splitlines()
@@ -251,7 +251,7 @@ def test_a_task_is_one_file(outside, settings, capsys):
     assert "labels only" in run.report
     assert (
         kd.train(
-            merged(made, {"run": {"name": "wide"}, "task": {"tolerance": 2}})
+            merged(content, {"run": {"name": "wide"}, "task": {"tolerance": 2}})
         ).metrics["near"]
         == 1.0
     )
@@ -335,16 +335,16 @@ def test_a_loss_that_cannot_be_used_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("part", ["loss", "sifter"])
+@pytest.mark.parametrize("role", ["loss", "sifter"])
 def test_an_error_of_an_own_part_is_not_a_bug_of_kd(
-    outside, settings, tmp_path, command, part: str
+    outside, settings, tmp_path, command, role: str
 ):
     text = LOSS.replace("difference_BC.mean(", "1 / 0 * difference_BC.mean(")
-    if part == "sifter":
+    if role == "sifter":
         text = SIFTER.replace("max(1, len", "1 // 0 + max(1, len")
-    kind = outside(part, text)
+    kind = outside(role, text)
     section = (
-        {"losses": [{"kind": kind}]} if part == "loss" else {"sifter": {"kind": kind}}
+        {"losses": [{"kind": kind}]} if role == "loss" else {"sifter": {"kind": kind}}
     )
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(settings(**section)))
     answer = command("train", tmp_path / "own.yaml")
@@ -358,11 +358,11 @@ def test_an_error_of_an_own_part_is_not_a_bug_of_kd(
     last = answer.err.splitlines()[-1]
     assert "your own code" in last
     assert (
-        f"ZeroDivisionError: {'division by zero' if part == 'loss' else 'integer'}"
+        f"ZeroDivisionError: {'division by zero' if role == 'loss' else 'integer'}"
         in last
     )
     assert (
-        f"part.py, line {line}, in {'forward' if part == 'loss' else 'plan'})" in last
+        f"part.py, line {line}, in {'forward' if role == 'loss' else 'plan'})" in last
     )
 
 
@@ -405,22 +405,22 @@ def test_an_outside_sifters_facts_are_checked(outside, settings):
 
 
 def test_a_teacher_is_one_file(outside, settings):
-    made = settings()
-    made["teacher"] = {
+    content = settings()
+    content["teacher"] = {
         "kind": outside("teacher", TEACHER),
         "model": "any",
         "scale": 0.5,
         "min_accuracy": 0.5,
     }
-    run = kd.train(made)  # the classes of `photos` are red, green and blue
+    run = kd.train(content)  # the classes of `photos` are red, green and blue
     assert run.metrics["teacher_accuracy"] == 1.0
 
 
 def test_a_backend_with_options_is_one_file(outside, settings):
     kind = outside("backend", BACKEND)
-    made = settings()
-    made["backend"] = {"kind": kind, "precision": "fp32", "threads": 1}
-    run = kd.train(made)
+    content = settings()
+    content["backend"] = {"kind": kind, "precision": "fp32", "threads": 1}
+    run = kd.train(content)
     manifest = json.loads((Path(run.folder) / "manifest.json").read_text())
     assert manifest["backend"] == "counting"
     assert sys.modules[kind].Counting.ended > 4

@@ -15,7 +15,9 @@ from kd.core.scores import Scores
 from kd.core.types import Batch
 from kd.parts import registry
 
-B, C, K = 6, 5, 3
+B = 6
+C = 5
+K = 3
 NAMES = registry.names("tasks")
 
 
@@ -81,11 +83,9 @@ def test_labels_of_noise_are_known_ones(name):
 
 @on_logits
 def test_an_average_is_that_of_the_probabilities(name):
-    task, logits_KBC, shares_K = (
-        build(name),
-        draw(K, B, C),
-        torch.tensor([0.5, 0.3, 0.2]),
-    )
+    task = build(name)
+    logits_KBC = draw(K, B, C)
+    shares_K = torch.tensor([0.5, 0.3, 0.2])
     expected_BC = (shares_K[:, None, None] * probabilities(task, logits_KBC)).sum(0)
     found_BC = probabilities(task, task.average(logits_KBC, shares_K))
     torch.testing.assert_close(found_BC, expected_BC, rtol=1e-5, atol=1e-7)
@@ -93,7 +93,8 @@ def test_an_average_is_that_of_the_probabilities(name):
 
 @on_logits
 def test_probabilities_are_known_and_become_logits(name):
-    task, logits_BC = build(name), draw(B, C)
+    task = build(name)
+    logits_BC = draw(B, C)
     answer_BC = probabilities(task, logits_BC).float()
     assert task.are_probabilities(answer_BC)
     assert not task.are_probabilities(logits_BC)
@@ -108,7 +109,8 @@ def test_probabilities_of_one_label_are_refused_where_an_image_has_several():
 
 @on_logits
 def test_a_graph_is_scored_against_pytorch_and_the_labels(name):
-    task, logits_BC = build(name), draw(B, C)
+    task = build(name)
+    logits_BC = draw(B, C)
     answer_B = logits_BC.argmax(1)
     label = (
         answer_B.clone() if task.label == "class" else (logits_BC > 0).to(torch.int8)
@@ -117,8 +119,8 @@ def test_a_graph_is_scored_against_pytorch_and_the_labels(name):
     assert (same.score, same.facts["same_top1"], same.changed) == (1.0, B, 0)
     wrong_BC = logits_BC.clone()
     wrong_BC[0] = -wrong_BC[0]
-    other = task.graph_scores(wrong_BC, logits_BC, label)
-    assert (other.facts["same_top1"], other.changed) == (B - 1, 1)
-    assert other.score < 1
+    scores = task.graph_scores(wrong_BC, logits_BC, label)
+    assert (scores.facts["same_top1"], scores.changed) == (B - 1, 1)
+    assert scores.score < 1
     unknown = torch.full_like(label, -1)
     assert task.graph_scores(wrong_BC, logits_BC, unknown).facts["same_top1"] == B - 1

@@ -63,15 +63,15 @@ def train(settings) -> Callable[..., Trained]:
     """Train in this process, each run once: `train("live")`, `train("cached",
     "teacher.cache.views=2")`.
     """
-    made: dict[tuple[str, ...], Trained] = {}
+    runs: dict[tuple[str, ...], Trained] = {}
 
     def run(*key: str, backend: dict[str, Any] = settings["backend"]) -> Trained:
-        if key not in made:
+        if key not in runs:
             loaded = config.load(
                 {**settings, "backend": backend}, [f"run.name={key[0]}", *key[1:]]
             )
-            made[key] = Trained(job(loaded).folder)
-        return made[key]
+            runs[key] = Trained(job(loaded).folder)
+        return runs[key]
 
     return run
 
@@ -89,10 +89,10 @@ def world(settings, tmp_path_factory) -> Callable[..., tuple[World, Trained]]:
         )
         env = {"LOCAL_RANK": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         argv = [file, f"run.name={name}", *overrides]
-        done = start(
+        processes = start(
             "kd.cli.training:train", argv, 2, env, path=(HERE.parent / "distributed",)
         )
-        return done, Trained(Path(settings["run"]["folder"]) / name)
+        return processes, Trained(Path(settings["run"]["folder"]) / name)
 
     return run
 
@@ -107,10 +107,8 @@ def test_the_run_is_the_cpus(train):
 
 
 def test_bfloat16_is_near(train):
-    exact, rounded = (
-        train("live").losses(),
-        train("bf16", "backend.precision=bf16", "teacher.precision=bf16").losses(),
-    )
+    exact = train("live").losses()
+    rounded = train("bf16", "backend.precision=bf16", "teacher.precision=bf16").losses()
     assert rounded == pytest.approx(exact, rel=0.1)
     assert rounded != exact
 
@@ -130,13 +128,16 @@ def test_a_sifted_run_ends(train):
 
 
 def test_a_run_resumes_to_the_same_bits(train, settings):
-    whole = train("live")
-    folder = whole.folder.with_name("resumed")
-    shutil.copytree(whole.folder, folder)
+    run = train("live")
+    folder = run.folder.with_name("resumed")
+    shutil.copytree(run.folder, folder)
     shutil.rmtree(folder / "checkpoints" / f"step_{STEPS:08d}")
     job(config.load(settings, ["run.name=resumed"]))
-    one, other = whole.checkpoint(), Trained(folder).checkpoint()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    expected = run.checkpoint()
+    tensors = Trained(folder).checkpoint()
+    assert [
+        name for name in expected if not torch.equal(expected[name], tensors[name])
+    ] == []
 
 
 def test_a_run_ends_its_workers(train):
@@ -173,14 +174,14 @@ def test_a_process_does_not_wait_for_workers_that_fill_pinned_memory(
         "train(config.load(sys.argv[1], ['run.name=kept', 'data.workers=4']))",
         "print(time.time())",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "\n".join(lines), file],
         check=True,
         capture_output=True,
         text=True,
     )
     assert (
-        time.time() - float(done.stdout.splitlines()[-1]) < 15
+        time.time() - float(process.stdout.splitlines()[-1]) < 15
     )  # torch waits 5 s for each of eight
 
 
@@ -189,24 +190,24 @@ def test_two_processes_on_one_device_are_one(train, world, kind):
         "kind": "outside.shared_gpu",
         "device": "cuda:0" if kind == "cuda" else "cpu",
     }
-    done, two = world("gloo", backend)
-    done.ended_well()
-    assert two.losses() == pytest.approx(train("live").losses(), rel=1e-3)
-    done, sharded = world("gloo_zero", backend, "optimizer.zero=true")
-    done.ended_well()
-    assert sharded.losses() == two.losses()
-    held = [run.rows()[-1]["optimizer_mib"] for run in (two, sharded)]
-    assert 0.2 * held[0] < held[1] < 0.8 * held[0]
+    processes, pair = world("gloo", backend)
+    processes.ended_well()
+    assert pair.losses() == pytest.approx(train("live").losses(), rel=1e-3)
+    processes, sharded = world("gloo_zero", backend, "optimizer.zero=true")
+    processes.ended_well()
+    assert sharded.losses() == pair.losses()
+    mib = [run.rows()[-1]["optimizer_mib"] for run in (pair, sharded)]
+    assert 0.2 * mib[0] < mib[1] < 0.8 * mib[0]
 
 
 def test_two_processes_over_the_backends_own_group(train, world, kind, settings):
-    done, two = world("own", {**settings["backend"], "timeout_seconds": 30})
+    processes, pair = world("own", {**settings["backend"], "timeout_seconds": 30})
     if kind == "cuda" and any(
-        "Duplicate GPU" in log or "invalid usage" in log for log in done.logs
+        "Duplicate GPU" in log or "invalid usage" in log for log in processes.logs
     ):
         pytest.skip("nccl refuses two ranks on one GPU")
-    done.ended_well()
-    assert two.losses() == pytest.approx(train("live").losses(), rel=1e-3)
+    processes.ended_well()
+    assert pair.losses() == pytest.approx(train("live").losses(), rel=1e-3)
 
 
 def test_compiled_models_say_the_same(train, kind):
@@ -230,7 +231,7 @@ def test_a_quantized_teacher_is_near(train, kind):
 
 
 def test_the_exports_outputs_equal_the_students(train, tmp_path):
-    made = export(
+    written = export(
         train("live").folder, tmp_path / "export", ExportOptions(tolerance=1e-3)
     )
-    assert (made.folder / "model.onnx").is_file()
+    assert (written.folder / "model.onnx").is_file()

@@ -110,9 +110,9 @@ def plain(train, once) -> Callable[..., Trained]:
 
     def run(ranks: int, *overrides: str) -> Trained:
         def build(folder: Path) -> Path:
-            made = train("whole", ranks, *overrides, into=folder)
-            (folder / "world.json").write_text(json.dumps(made.world.ended_well()))
-            return made.folder
+            trained = train("whole", ranks, *overrides, into=folder)
+            (folder / "world.json").write_text(json.dumps(trained.world.ended_well()))
+            return trained.folder
 
         name = hashlib.sha256(json.dumps([ranks, *overrides]).encode()).hexdigest()[:12]
         folder = once(f"plain-{name}", build)

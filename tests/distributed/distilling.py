@@ -15,19 +15,21 @@ from kd.cli.command import run_guarded
 
 
 def main(argv: list[str]) -> int:
-    images, labels = torch.arange(24.0).reshape(12, 1, 1, 2) / 24, torch.arange(12) % 2
+    images = torch.arange(24.0).reshape(12, 1, 1, 2) / 24
+    labels = torch.arange(12) % 2
     if os.environ["RANK"] == "1" and argv == ["labels"]:
         labels[6] = 1 - labels[6]
     if os.environ["RANK"] == "1" and argv == ["missing"]:
-        images, labels = images[:-1], labels[:-1]
+        images = images[:-1]
+        labels = labels[:-1]
     data = TensorDataset(images, labels)
-    parts = [nn.Sequential(nn.Flatten(), nn.Linear(2, 2)) for _ in range(2)]
+    networks = [nn.Sequential(nn.Flatten(), nn.Linear(2, 2)) for _ in range(2)]
     backend = {"kind": "cpu", "threads": 1, "timeout_seconds": 20}
 
     def command() -> None:
         kd.distill(
-            teacher=parts[0],
-            student=parts[1],
+            teacher=networks[0],
+            student=networks[1],
             train=data,
             val=data,
             steps=2,

@@ -50,16 +50,16 @@ CASES = {
 
 
 def main(argv: list[str]) -> None:
-    how, folder = argv
+    division, folder = argv
     module = registry.find("backends", "cpu", "test")
     backend = module.build(
         module.Options(threads=1), precision="fp32", timeout_seconds=20.0
     )
     backend.setup()
-    if how == "cut":
+    if division == "cut":
         backend.check_divided(backend.world_size)
     facts = {
-        name: {"cut": cut, "shared": shared}[how](backend, *case)
+        name: {"cut": cut, "shared": shared}[division](backend, *case)
         for name, case in CASES.items()
     }
     (Path(folder) / f"{backend.rank}.json").write_text(json.dumps(facts))
@@ -71,16 +71,16 @@ def teacher(model: str, args: dict, features: bool) -> torch.nn.Module:
     is seen.
     """
     torch.manual_seed(0)
-    made = load(
+    network = load(
         Spec("teacher", model, args, ("a", "b", "c")),
         32,
         ("pooled",) if features else (),
     )
     with torch.no_grad():
-        for tensor in [*made.parameters(), *made.buffers()]:
+        for tensor in [*network.parameters(), *network.buffers()]:
             if tensor.is_floating_point() and tensor.ndim == 1:
                 tensor.add_(0.1 * torch.rand_like(tensor))
-    return made
+    return network
 
 
 def answers(model, count: int, seed: int) -> dict[str, torch.Tensor]:
@@ -90,22 +90,23 @@ def answers(model, count: int, seed: int) -> dict[str, torch.Tensor]:
         dtype=torch.uint8,
         generator=torch.Generator().manual_seed(seed),
     )
-    found = model(Batch.of(image, torch.zeros(count, dtype=torch.int64)))
-    return {"logits": found.logits, **found.features}
+    outputs = model(Batch.of(image, torch.zeros(count, dtype=torch.int64)))
+    return {"logits": outputs.logits, **outputs.features}
 
 
 def cut(
     backend, model: str, args: dict, features: bool, micro: int, dtype: torch.dtype
 ) -> Any:
-    whole = teacher(model, args, features)
+    network = teacher(model, args, features)
     try:
         divided = LiveTeacher(
-            whole, backend.device, dtype, micro, pipeline=backend.pipeline
+            network, backend.device, dtype, micro, pipeline=backend.pipeline
         )
     except BackendError as error:
         return str(error)
-    plain = LiveTeacher(whole, backend.device, dtype, micro)
-    worst, spread = 0.0, 0.0
+    plain = LiveTeacher(network, backend.device, dtype, micro)
+    worst = 0.0
+    spread = 0.0
     for number, count in enumerate(
         (5, 5, 12, 3)
     ):  # other images on each rank, other numbers from call to call
@@ -131,25 +132,27 @@ def cut(
 def shared(
     backend, model: str, args: dict, features: bool, micro: int, dtype: torch.dtype
 ) -> Any:
-    whole = teacher(model, args, features)
-    whole.to(
+    network = teacher(model, args, features)
+    network.to(
         memory_format=torch.contiguous_format
     )  # as FSDP2 keeps it; else the last bits differ
-    given = (
-        whole if backend.rank == 0 else on_meta(whole)
+    started = (
+        network if backend.rank == 0 else on_meta(network)
     )  # the others have no weights to begin with
-    sharded = LiveTeacher(given, backend.device, dtype, micro, backend.shard)
-    plain = LiveTeacher(whole, backend.device, dtype, micro)
-    before, equal = backend.counters()["teacher_mib"], True
+    sharded = LiveTeacher(started, backend.device, dtype, micro, backend.shard)
+    plain = LiveTeacher(network, backend.device, dtype, micro)
+    before = backend.counters()["teacher_mib"]
+    equal = True
     for seed in range(3):
-        ours, expected = answers(sharded, 5, seed), answers(plain, 5, seed)
+        ours = answers(sharded, 5, seed)
+        expected = answers(plain, 5, seed)
         equal &= (
             all(torch.equal(ours[name], expected[name]) for name in ours)
             and expected["logits"].std().item() > 0
         )
     return {
         "equal": equal,
-        "on_meta": is_on_meta(given),
+        "on_meta": is_on_meta(started),
         "mib": before,
         "mib_after": backend.counters()["teacher_mib"],
         "whole_mib": plain.mib,

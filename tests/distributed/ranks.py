@@ -52,13 +52,13 @@ def environment() -> dict[str, str]:
         "ROLE_",
         "KD_",
     )
-    kept = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(launchers)
     }
     return {
-        **kept,
+        **inherited,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests' / 'helpers'}",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -88,10 +88,13 @@ def main(argv: list[str]) -> None:
     """Run every case and print one JSON line."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    found, asked, all_reduce = {}, [], dist.all_reduce
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    facts = {}
+    calls = []
+    all_reduce = dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (
-        asked.append(args) or all_reduce(*args, **kwargs)
+        calls.append(args) or all_reduce(*args, **kwargs)
     )  # DDP's own are not these
     for pick in ("fixed", "bernoulli"):
         for name, original in loaders(rank, ranks).items():
@@ -103,17 +106,18 @@ def main(argv: list[str]) -> None:
                 0.8, 60, {"sift_config": {"sift_delay": 12}}
             )
             loader = SiftingDataloader(config, original, model, Uneven(rank), pick=pick)
-            before = len(asked)
+            before = len(calls)
             lengths = train(loader, model)
-            metrics, pending = loader.metrics, loader.state_dict()["pending"]
+            metrics = loader.metrics
+            pending = loader.state_dict()["pending"]
             weight = model.module[1].weight.tolist()
-            found[f"{pick}, {name}"] = [
+            facts[f"{pick}, {name}"] = [
                 lengths,
                 metrics["num_orig_samples_seen"],
                 0 if pending is None else len(pending[1]),
                 weight,
-                len(asked) - before,
+                len(calls) - before,
             ]
     dist.barrier()
-    print(json.dumps(found))
+    print(json.dumps(facts))
     dist.destroy_process_group()

@@ -21,13 +21,16 @@ TWO_RANKS = {
 
 
 def difference(
-    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], prefix: str = "model."
+    first: dict[str, torch.Tensor],
+    second: dict[str, torch.Tensor],
+    prefix: str = "model.",
 ) -> float:
     """Return the largest difference of any weight."""
-    names = [name for name in one if name.startswith(prefix)]
+    names = [name for name in first if name.startswith(prefix)]
     assert names
     return max(
-        (one[name].double() - other[name].double()).abs().max().item() for name in names
+        (first[name].double() - second[name].double()).abs().max().item()
+        for name in names
     )
 
 
@@ -35,9 +38,9 @@ SMALL = ("data.progressive.size=8", "data.progressive.until=0.5")
 
 
 @pytest.mark.parametrize(
-    "more", [pytest.param((), id="plain"), slow(SMALL, id="small images first")]
+    "overrides", [pytest.param((), id="plain"), slow(SMALL, id="small images first")]
 )
-def test_two_ranks_of_two_micros_are_one_rank_of_four(plain, more):
+def test_two_ranks_of_two_micros_are_one_rank_of_four(plain, overrides):
     # SGD: an update is proportional to the gradient, so a sum in another order stays at
     # float32's rounding. AdamW divides by the gradient's size and turns the rounding
     # noise of parameters whose gradient is 0 in theory (the key bias of attention) into
@@ -47,30 +50,34 @@ def test_two_ranks_of_two_micros_are_one_rank_of_four(plain, more):
         "optimizer.kind=sgd",
         "optimizer.lr=0.05",
         "student.args.drop_rate=0",
-        *more,
+        *overrides,
     )
-    one, two = plain(1, *sgd), plain(2, *sgd)
-    assert "1 ranks x 4 micros x 3" in one.world.logs[0]
-    assert "2 ranks x 2 micros x 3" in two.world.logs[0]
-    steps = one.ids(1, 4)
+    alone = plain(1, *sgd)
+    pair = plain(2, *sgd)
+    assert "1 ranks x 4 micros x 3" in alone.world.logs[0]
+    assert "2 ranks x 2 micros x 3" in pair.world.logs[0]
+    steps = alone.ids(1, 4)
     assert len(steps) == STEPS
-    assert steps == two.ids(2, 2)
+    assert steps == pair.ids(2, 2)
     assert len({id for step in steps for id in step}) == 36
-    assert difference(one.checkpoint(), two.checkpoint()) < 1e-6
-    assert difference(one.checkpoint(), one.checkpoint(5)) > 1e-2  # it did learn
-    asked = [[row["teacher_images"] for row in run.rows()] for run in (one, two)]
-    assert asked == [[12.0] * STEPS] * 2  # the whole step's, not a rank's
+    assert difference(alone.checkpoint(), pair.checkpoint()) < 1e-6
+    assert difference(alone.checkpoint(), alone.checkpoint(5)) > 1e-2  # it did learn
+    teacher_images = [
+        [row["teacher_images"] for row in run.rows()] for run in (alone, pair)
+    ]
+    assert teacher_images == [[12.0] * STEPS] * 2  # the whole step's, not a rank's
 
 
 @pytest.mark.slow
 def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(plain):
     adamw = (MICROS, "student.args.drop_rate=0")
-    one, two = plain(1, *adamw), plain(2, *adamw)
-    losses = [run.losses() for run in (one, two)]
+    alone = plain(1, *adamw)
+    pair = plain(2, *adamw)
+    losses = [run.losses() for run in (alone, pair)]
     assert len(losses[0]) == STEPS
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0]
-    values = [run.rows("val")[-1] for run in (one, two)]
+    values = [run.rows("val")[-1] for run in (alone, pair)]
     assert values[0]["teacher_nll"] == pytest.approx(values[1]["teacher_nll"], rel=1e-6)
     assert values[0]["teacher_accuracy"] == values[1]["teacher_accuracy"]
 
@@ -86,7 +93,8 @@ def test_a_compiled_student_learns_alike_on_two_ranks(config_file, tmp_path):
         " [0, 0, 0], std: [1, 1, 1]}"
     )
     keys = ("run.steps=4", "optimizer.lr=0.05", "backend.timeout_seconds=600", student)
-    env, losses = {"KD_RECORD": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}, []
+    env = {"KD_RECORD": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    losses = []
     for name, compile in (("eager", "off"), ("compiled", "on")):
         argv = [
             config_file,
@@ -113,8 +121,9 @@ def test_vectors_of_all_ranks_are_searched(plain):
         "optimizer.kind=sgd",
         "optimizer.lr=0.05",
     )
-    one, two = plain(1, *keys), plain(2, *keys)
-    rows = [run.rows("val") for run in (one, two)]
+    alone = plain(1, *keys)
+    pair = plain(2, *keys)
+    rows = [run.rows("val") for run in (alone, pair)]
     assert rows[0][-1]["knn"] > 0.5
     for mine, theirs in zip(*rows, strict=True):
         for name in ("agreement", "knn", "probe", "teacher_knn", "teacher_probe"):
@@ -128,20 +137,28 @@ def test_vectors_of_all_ranks_are_searched(plain):
 )
 def test_zero_is_adamw_to_the_last_bit(plain, ranks, patch, share):
     keys = (f"student.args.patch_size={patch}", "optimizer.ema_decay=0.9")
-    whole, sharded = plain(ranks, *keys), plain(ranks, *keys, "optimizer.zero=true")
-    one, other = whole.checkpoint(), sharded.checkpoint()
-    assert one.keys() == other.keys()
-    assert {name.split(".")[0] for name in one} == {"model", "average", "optimizer"}
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    adamw = plain(ranks, *keys)
+    sharded = plain(ranks, *keys, "optimizer.zero=true")
+    expected = adamw.checkpoint()
+    tensors = sharded.checkpoint()
+    assert expected.keys() == tensors.keys()
+    assert {name.split(".")[0] for name in expected} == {
+        "model",
+        "average",
+        "optimizer",
+    }
+    assert [
+        name for name in expected if not torch.equal(expected[name], tensors[name])
+    ] == []
     infos = [
         (run.folder / "checkpoints" / f"step_{STEPS:08d}" / "state.json").read_text()
-        for run in (whole, sharded)
+        for run in (adamw, sharded)
     ]
     assert (
         infos[0].partition('"info"')[2].partition('"state"')[0]
         == infos[1].partition('"info"')[2].partition('"state"')[0]
     )
-    mib = [run.rows("train")[-1]["optimizer_mib"] for run in (whole, sharded)]
+    mib = [run.rows("train")[-1]["optimizer_mib"] for run in (adamw, sharded)]
     assert mib[1] / mib[0] == pytest.approx(
         share, rel=0.35
     )  # whole tensors are dealt out, and these are few
@@ -169,7 +186,8 @@ def test_frozen_layers_keep_their_bits_on_three_ranks(plain):
         "optimizer.ema_decay=0.9",
         "optimizer.weight_decay=0.5",
     )
-    first, last = run.checkpoint(5), run.checkpoint()
+    first = run.checkpoint(5)
+    last = run.checkpoint()
     still = {
         n
         for n in first
@@ -177,16 +195,18 @@ def test_frozen_layers_keep_their_bits_on_three_ranks(plain):
             tuple(f"{prefix}network." for prefix in ("model.student.", "average."))
         )
     }
-    held = {n for n in still if "network.patch_embed." in n or "network.blocks.0." in n}
-    assert any(n.endswith("running_var") for n in held)
+    unlearned = {
+        n for n in still if "network.patch_embed." in n or "network.blocks.0." in n
+    }
+    assert any(n.endswith("running_var") for n in unlearned)
     bits = [
-        {n: found[n].flatten().view(torch.uint8) for n in still}
-        for found in (first, last)
+        {n: tensors[n].flatten().view(torch.uint8) for n in still}
+        for tensors in (first, last)
     ]
-    assert [n for n in held if not torch.equal(bits[0][n], bits[1][n])] == []
+    assert [n for n in unlearned if not torch.equal(bits[0][n], bits[1][n])] == []
     assert {
         n
-        for n in still - held
+        for n in still - unlearned
         if "blocks.1." in n and not torch.equal(bits[0][n], bits[1][n])
     }
     untouched = run.folder / "checkpoints" / f"step_{STEPS:08d}" / "state.json"
@@ -224,8 +244,11 @@ def test_two_ranks_fill_one_store_of_decoded_pixels_and_train_as_without(
     """
     with_store = train(f"stored-{store}", 2, f"data.store={store}", "data.workers=1")
     with_store.world.ended_well()
-    one, other = plain(2).checkpoint(), with_store.checkpoint()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    expected = plain(2).checkpoint()
+    tensors = with_store.checkpoint()
+    assert [
+        name for name in expected if not torch.equal(expected[name], tensors[name])
+    ] == []
     assert with_store.world.logs[0].count("store: about 0.2 MiB of decoded images") == 1
     assert "store: " not in with_store.world.logs[1]
     assert ("in memory of each rank" in with_store.world.logs[0]) == (store == "ram")
@@ -260,12 +283,13 @@ PARTLY = (
 def test_layers_without_a_gradient_train_alike_on_two_ranks(plain):
     """DDP waited for their gradients: it ended the run with their numbers."""
     keys = (MICROS, "run.steps=4", "optimizer.kind=sgd", "optimizer.lr=0.05", PARTLY)
-    one, two = plain(1, *keys), plain(2, *keys)
-    for run in (one, two):
+    alone = plain(1, *keys)
+    pair = plain(2, *keys)
+    for run in (alone, pair):
         assert "no gradient reaches pooler.weight, pooler.bias" in run.world.logs[0]
-    assert difference(one.checkpoint(), two.checkpoint()) < 1e-6
-    assert difference(one.checkpoint(), one.checkpoint(4)) == 0
-    assert one.losses()[-1] < one.losses()[0]
+    assert difference(alone.checkpoint(), pair.checkpoint()) < 1e-6
+    assert difference(alone.checkpoint(), alone.checkpoint(4)) == 0
+    assert alone.losses()[-1] < alone.losses()[0]
 
 
 def test_a_layer_that_is_skipped_later_is_named(train):

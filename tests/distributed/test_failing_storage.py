@@ -44,27 +44,27 @@ def shard(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("fault", "policy", "workers", "ranks"), ALL if SOAK else FEW)
-def test_data_that_fails(
+def test_data_that_fails_is_skipped_or_ends_all_ranks_in_one_line(
     train, plain, runs, photos, tmp_path, fault, policy, workers, ranks
 ):
     root = Path(shutil.copytree(photos, tmp_path / "photos"))
     undisturbed = plain(ranks)
     name = f"failing-{fault}-{policy}-{workers}-{ranks}"
-    more = [
+    overrides = [
         "data.kind=outside.failing",
         f"data.root={root}",
         f"data.on_corrupt={policy}",
         "data.max_skipped=0.1",
     ]
-    more += [f"data.workers={workers}"]
+    overrides += [f"data.workers={workers}"]
     if fault == "shortened":
         shard(root)
-        more.append("data.shards=true")
+        overrides.append("data.shards=true")
     rows = runs / name / "metrics.jsonl"
-    harmed = train(name, ranks, *more, env={"KD_HARM": f"{fault}:{rows}"})
-    told = "\n".join(harmed.world.logs)
-    assert "a bug in kd" not in told
-    assert "Traceback" not in told
+    harmed = train(name, ranks, *overrides, env={"KD_HARM": f"{fault}:{rows}"})
+    output = "\n".join(harmed.world.logs)
+    assert "a bug in kd" not in output
+    assert "Traceback" not in output
     if fault == "flaky":
         harmed.world.ended_well()
     elif (fault, policy) == ("replaced", "skip"):
@@ -73,20 +73,20 @@ def test_data_that_fails(
         assert all(tensor.isfinite().all() for tensor in harmed.checkpoint().values())
         return
     else:
-        assert harmed.world.codes == [2] * ranks, told
+        assert harmed.world.codes == [2] * ranks, output
         expected = {
             "gone": "the storage is away",
             "replaced": VICTIM,
             "shortened": "has become shorter",
         }
-        assert expected[fault] in told
+        assert expected[fault] in output
         if fault == "gone":
             (tmp_path / "away").rename(root)
         elif fault == "replaced":
             shutil.copyfile(photos / VICTIM, root / VICTIM)
         else:
             shutil.copyfile(root / "whole.tar", root / "train.tar")
-        harmed = train(name, ranks, *more)
+        harmed = train(name, ranks, *overrides)
         harmed.world.ended_well()
     assert same_bits(harmed.checkpoint(), undisturbed.checkpoint())
 
@@ -99,26 +99,28 @@ def test_data_that_fails(
     "sent", ["SIGKILL:val:10", "SIGBUS:train:60", "SIGBUS:val:10", "SIGSTOP:train:60"]
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_process_that_ends_or_stands_still(train, plain, sent, ranks):
+def test_a_process_that_ends_or_stands_still_ends_the_others_and_the_run_resumes(
+    train, plain, sent, ranks
+):
     """A rank that stands still is not waited for without end; it is killed here after
     the others have left.
     """
     if (ranks, sent[:7]) == (1, "SIGSTOP"):
         pytest.skip("a process alone that is stopped simply goes on later")
-    more = ("data.kind=outside.signalling", "backend.timeout_seconds=5")
+    overrides = ("data.kind=outside.signalling", "backend.timeout_seconds=5")
     name = f"signal-{sent.replace(':', '-')}-{ranks}"
     env = {"KD_SIGNAL": sent, "KD_SIGNAL_RANK": str(ranks - 1), "KD_SIGNAL_KILL": "15"}
-    ended = train(name, ranks, *more, env=env)
+    ended = train(name, ranks, *overrides, env=env)
     assert ended.world.codes[-1] < 0
     assert ended.world.codes[:-1] == [2] * (ranks - 1), ended.world.logs
     if ranks > 1:
-        told = (
+        message = (
             "does not respond"
             if sent.startswith("SIGSTOP")
             else "rank 0 lost the other ranks"
         )
-        assert told in ended.world.logs[0]
-    resumed = train(name, ranks, *more)
+        assert message in ended.world.logs[0]
+    resumed = train(name, ranks, *overrides)
     resumed.world.ended_well()
     assert same_bits(resumed.checkpoint(), plain(ranks).checkpoint())
 
@@ -127,11 +129,13 @@ def test_a_process_that_ends_or_stands_still(train, plain, sent, ranks):
     not SOAK,
     reason="a full disk is in tests/unit/files; KD_SOAK=1 tries it with two ranks",
 )
-def test_the_disk_of_rank_0_is_full(train, plain, small_disk):
-    more = (f"run.folder={small_disk}", "optimizer.ema_decay=0.9")
-    full = train("full", 2, *more)
+def test_a_full_disk_of_rank_0_ends_all_ranks_and_leaves_no_partial_checkpoint(
+    train, plain, small_disk
+):
+    overrides = (f"run.folder={small_disk}", "optimizer.ema_decay=0.9")
+    full = train("full", 2, *overrides)
     assert full.world.codes == [2, 2], full.world.logs
     assert "Free space and run the same command again" in full.world.logs[0]
     assert "rank 1 lost the other ranks" in full.world.logs[1]
-    kept = [path.name for path in (small_disk / "full" / "checkpoints").iterdir()]
-    assert not any(name.startswith(".") for name in kept)
+    names = [path.name for path in (small_disk / "full" / "checkpoints").iterdir()]
+    assert not any(name.startswith(".") for name in names)

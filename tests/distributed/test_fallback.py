@@ -45,11 +45,11 @@ def test_the_fallback_runs_where_the_library_is_missing_says_so_and_is_recorded(
         2, "backend.fallback=gloo", "run.name=instead", library=library
     ).ended_well()
     for log in world.logs:
-        said = (
+        warned = (
             "backend: smddp is not installed; running on gloo, as backend.fallback"
             " allows" in log
         )
-        assert said == (not library)
+        assert warned == (not library)
     ran = Trained(tmp_path / "instead")
     assert ran.manifest()["backend"] == (
         "smddp" if library else "gloo, in place of smddp"
@@ -71,7 +71,7 @@ def test_without_library_and_fallback_it_is_one_line(smddp):
         "fallback gloo does not go with device cuda",
     ],
 )
-def test_a_fallback_that_does_not_fit_the_device(smddp, pair):
+def test_a_fallback_that_does_not_fit_the_device_is_refused(smddp, pair):
     _, name, *_, device = pair.split()
     world = smddp(1, f"backend.fallback={name}", f"backend.device={device}")
     assert world.codes == [2]

@@ -16,7 +16,8 @@ from kd.models.spec import Spec
 from kd.parts.backends.cpu import CPU
 
 MIB = 2**20
-CAP, FIRST = 25 * MIB, MIB
+CAP = 25 * MIB
+FIRST = MIB
 """torch's sizes of a bucket, and of the first one, which is reduced while the backward
 pass has just begun.
 """
@@ -59,9 +60,9 @@ def test_a_step_reduces_four_bytes_a_weight_in_two_buckets(backend, weights):
 
     def counted(state, bucket):
         steps[-1].append(bucket.buffer().nbytes)
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
     wrapped.register_comm_hook(None, counted)
     image = torch.zeros(1, 3, 224, 224, dtype=torch.uint8)

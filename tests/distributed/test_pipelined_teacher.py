@@ -26,33 +26,34 @@ def test_every_rank_gets_the_whole_teachers_outputs(tmp_path, ranks, cut):
         json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)
     ]
     for name in facts[0]:
-        found = [rank[name] for rank in facts]
+        by_rank = [rank[name] for rank in facts]
         if name.split(",")[0].split()[0] not in cut:
-            assert all("the teacher can be cut at" in text for text in found), name
+            assert all("the teacher can be cut at" in text for text in by_rank), name
             continue
         # a batch that is not as large as the first is cut otherwise, and kernels may
         # sum in another order
-        assert all(rank["worst"] < 1e-6 < rank["spread"] for rank in found), name
-        shares = [rank["mib"] / rank["whole_mib"] for rank in found]
+        assert all(rank["worst"] < 1e-6 < rank["spread"] for rank in by_rank), name
+        shares = [rank["mib"] / rank["whole_mib"] for rank in by_rank]
         assert sum(shares) == pytest.approx(1, abs=0.02), name
         assert max(shares) < 0.8, name
 
 
 @pytest.mark.parametrize(
-    "more", [("data.micro_batch=3",), ("data.micro_batch=6", "teacher.micro_batch=2")]
+    "overrides",
+    [("data.micro_batch=3",), ("data.micro_batch=6", "teacher.micro_batch=2")],
 )
 @pytest.mark.slow
-def test_a_run_with_a_pipelined_teacher_is_the_same_run(train, plain, more):
-    whole = plain(2, *more)
-    cut = train(f"pipelined-{len(more)}", 2, "teacher.pipeline=2", *more)
+def test_a_run_with_a_pipelined_teacher_is_the_same_run(train, plain, overrides):
+    undivided = plain(2, *overrides)
+    cut = train(f"pipelined-{len(overrides)}", 2, "teacher.pipeline=2", *overrides)
     cut.world.ended_well()
-    losses = [run.losses() for run in (whole, cut)]
+    losses = [run.losses() for run in (undivided, cut)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    last = [run.rows("val")[-1] for run in (whole, cut)]
+    last = [run.rows("val")[-1] for run in (undivided, cut)]
     assert last[1]["teacher_nll"] == pytest.approx(last[0]["teacher_nll"], rel=1e-6)
     assert last[1]["teacher_accuracy"] == last[0]["teacher_accuracy"]
-    held = cut.manifest()["teacher_mib"]
-    assert 0.2 < held["rank"] / held["whole"] < 0.8
+    mib = cut.manifest()["teacher_mib"]
+    assert 0.2 < mib["rank"] / mib["whole"] < 0.8
     assert "MiB on this rank, divided over 2" in cut.world.logs[0]
 
 

@@ -35,13 +35,13 @@ TUNED = (
 SIFTED = ("sifter.history=true", "optimizer.zero=true")
 
 
-def same_bits(one, other) -> bool:
+def same_bits(first, second) -> bool:
     """Return whether two checkpoints hold the same tensors, bit by bit."""
-    if one.keys() != other.keys():
+    if first.keys() != second.keys():
         return False
     raw = [
-        [found[name].flatten().view(torch.uint8) for name in one]
-        for found in (one, other)
+        [tensors[name].flatten().view(torch.uint8) for name in first]
+        for tensors in (first, second)
     ]  # NaN equals NaN here
     return all(torch.equal(*pair) for pair in zip(*raw, strict=True))
 
@@ -111,7 +111,8 @@ def test_three_sifted_ranks_make_equal_steps_and_resume(train, plain):
     # ranks' sum depends on the layout.
     killed = train("three", 3, *SIFTED, env={"KD_DIE": "0:8"})
     assert killed.world.codes[0] == -9
-    resumed, undisturbed = train("three", 3, *SIFTED), plain(3, *SIFTED)
+    resumed = train("three", 3, *SIFTED)
+    undisturbed = plain(3, *SIFTED)
     resumed.world.ended_well()
     assert len(undisturbed.ids(3, 1)) == STEPS  # as many on each rank
     trained = [(row["epoch"], row["trained"]) for row in undisturbed.rows("epoch")]
@@ -171,10 +172,10 @@ def test_torchrun_restarts_a_killed_world_and_it_ends_with_the_same_bits(
     env = {"KD_DIE": "0:13", "KD_DIE_ONCE": str(tmp_path / "died")}
     env = {**environment(), **env}
     env["PYTHONPATH"] += ":" + str(sys.modules["ranks"].HERE)
-    done = subprocess.run(
+    process = subprocess.run(
         argv, env=env, capture_output=True, text=True, timeout=200, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     assert (tmp_path / "died").exists()
     undisturbed = plain(2, *ZERO)
     assert same_bits(

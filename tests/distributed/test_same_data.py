@@ -18,31 +18,31 @@ from test_same_start import all_refuse
 VICTIM = "train/fig/03.jpg"
 
 
-def exchanged(other: Path) -> None:
+def exchanged(copy: Path) -> None:
     """Exchange the labels of two classes."""
-    train = other / "train"
+    train = copy / "train"
     (train / "fig").rename(train / "aside")
     (train / "apple").rename(train / "fig")
     (train / "aside").rename(train / "apple")
 
 
-def missing(other: Path) -> None:
-    (other / VICTIM).unlink()
+def missing(copy: Path) -> None:
+    (copy / VICTIM).unlink()
 
 
-def longer(other: Path) -> None:
-    with (other / VICTIM).open("ab") as file:
+def longer(copy: Path) -> None:
+    with (copy / VICTIM).open("ab") as file:
         file.write(b"\0")
 
 
-def other_bytes(other: Path) -> None:
-    content = (other / VICTIM).read_bytes()
-    (other / VICTIM).write_bytes(content[:-3] + bytes(3))
+def other_bytes(copy: Path) -> None:
+    content = (copy / VICTIM).read_bytes()
+    (copy / VICTIM).write_bytes(content[:-3] + bytes(3))
 
 
-def renamed_class(other: Path) -> None:
+def renamed_class(copy: Path) -> None:
     for split in ("train", "val"):
-        (other / split / "fig").rename(other / split / "figs")
+        (copy / split / "fig").rename(copy / split / "figs")
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_ranks_with_other_images_stop(
 
 
 def test_ranks_with_equal_copies_train(config_file, two_folders):
-    argv = [config_file, *two_folders(lambda other: None, 2), "run.steps=2"]
+    argv = [config_file, *two_folders(lambda copy: None, 2), "run.steps=2"]
     start("kd.cli.training:train", argv, 2).ended_well()
 
 
@@ -108,7 +108,7 @@ def test_a_run_does_not_resume_on_files_with_other_bytes(train, photos, tmp_path
         "other-bytes", 1, f"data.root={root}", env={"KD_DIE": "0:13"}, into=tmp_path
     )
     recorded = run.manifest()
-    whole = (root / VICTIM).read_bytes()
+    content = (root / VICTIM).read_bytes()
     other_bytes(root)
     refused = train("other-bytes", 1, f"data.root={root}", into=tmp_path).world
     assert refused.codes == [2]
@@ -116,7 +116,7 @@ def test_a_run_does_not_resume_on_files_with_other_bytes(train, photos, tmp_path
         "run.name: this run was started with another train:train/fig/03.jpg (its"
         " content" in refused.logs[0]
     )
-    (root / VICTIM).write_bytes(whole)
+    (root / VICTIM).write_bytes(content)
     train("other-bytes", 1, f"data.root={root}", into=tmp_path).world.ended_well()
     assert run.manifest()["contents"] == recorded["contents"]
 

@@ -32,9 +32,9 @@ def test_all_ranks_refuse_a_cache_of_another_teacher(train, tmp_path):
     train("cache-filled", 2, *CACHED, path, "run.steps=4").world.ended_well()
     train("cache-read", 2, *CACHED, path, "run.steps=4").world.ended_well()
     store = Store(tmp_path / "cache", Codec(3, "fp32", 0), 36, writable=True)
-    parts, whole, _ = store.read_arrays(0, range(36))
-    ids = np.flatnonzero(whole)
-    store.write(0, ids.tolist(), [parts[0].numpy()[ids] + 0.1], [0] * len(ids))
+    arrays, complete, _ = store.read_arrays(0, range(36))
+    ids = np.flatnonzero(complete)
+    store.write(0, ids.tolist(), [arrays[0].numpy()[ids] + 0.1], [0] * len(ids))
     refused = train("cache-refused", 2, *CACHED, path, "run.steps=4")
     all_refuse(
         refused.world,
@@ -56,10 +56,10 @@ def killed(config_file, tmp_path_factory) -> Path:
         ).codes[1]
         == -9
     )
-    found = sorted(
+    names = sorted(
         path.name for path in (folder / "rank_0" / "run" / "checkpoints").glob("step_*")
     )
-    assert found == ["step_00000005", "step_00000010"]
+    assert names == ["step_00000005", "step_00000010"]
     return folder
 
 
@@ -68,20 +68,20 @@ def apart(config_file, folder) -> list[object]:
     return [config_file, f"run.folder={folder}/rank_${{oc.env:RANK}}"]
 
 
-def nothing(other: Path) -> None:
-    shutil.rmtree(other)
+def nothing(folder: Path) -> None:
+    shutil.rmtree(folder)
 
 
-def older(other: Path) -> None:
-    shutil.rmtree(other / "checkpoints" / "step_00000010")
+def older(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints" / "step_00000010")
 
 
-def other_weights(other: Path) -> None:
-    state, tensors, info = checkpoint.read(other / "checkpoints" / "step_00000010")
+def other_weights(folder: Path) -> None:
+    state, tensors, info = checkpoint.read(folder / "checkpoints" / "step_00000010")
     name = next(name for name in tensors if name.startswith("model."))
     tensors[name] = tensors[name] * (1 + 2**-20)
-    shutil.rmtree(other / "checkpoints" / "step_00000010")
-    checkpoint.write(other / "checkpoints" / "step_00000010", state, tensors, info)
+    shutil.rmtree(folder / "checkpoints" / "step_00000010")
+    checkpoint.write(folder / "checkpoints" / "step_00000010", state, tensors, info)
 
 
 @pytest.mark.parametrize(

@@ -40,25 +40,26 @@ def test_logits_are_the_whole_teachers_to_the_last_bit(tmp_path, ranks):
 
 @pytest.mark.parametrize("ranks", [2, slow(3)])
 def test_a_run_with_a_sharded_teacher_is_the_same_run(train, plain, ranks):
-    more = (
+    overrides = (
         "teacher.micro_batch=2",
         "data.micro_batch=4" if ranks == 3 else "data.micro_batch=3",
     )
-    whole, sharded = plain(ranks, *more), train(f"sharded-{ranks}", ranks, SHARD, *more)
+    undivided = plain(ranks, *overrides)
+    sharded = train(f"sharded-{ranks}", ranks, SHARD, *overrides)
     sharded.world.ended_well()
-    assert same_bits(whole.checkpoint(), sharded.checkpoint())
-    assert whole.losses() == sharded.losses()
+    assert same_bits(undivided.checkpoint(), sharded.checkpoint())
+    assert undivided.losses() == sharded.losses()
     timeless = [
         {k: v for k, v in run.rows("val")[-1].items() if k != "seconds"}
-        for run in (whole, sharded)
+        for run in (undivided, sharded)
     ]
     assert timeless[0] == timeless[1]
     manifest = sharded.manifest()
-    held = manifest["teacher_mib"]
-    assert held["rank"] / held["whole"] == pytest.approx(1 / ranks, abs=0.05)
-    assert sharded.rows("train")[-1]["teacher_mib"] == held["rank"]
+    mib = manifest["teacher_mib"]
+    assert mib["rank"] / mib["whole"] == pytest.approx(1 / ranks, abs=0.05)
+    assert sharded.rows("train")[-1]["teacher_mib"] == mib["rank"]
     assert (
-        f"{held['rank']:.2f} of {held['whole']:.2f} MiB on this rank"
+        f"{mib['rank']:.2f} of {mib['whole']:.2f} MiB on this rank"
         in sharded.world.logs[0]
     )
 
@@ -97,14 +98,12 @@ def test_a_sharded_teacher_runs_in_float32_and_a_run_resumes_unsharded(train):
 def test_impossible_sharding_is_refused_before_a_fit(
     changed_file, tmp_path, ranks, backend, text
 ):
-    given = fitted(tmp_path / "teachers")
+    teacher = fitted(tmp_path / "teachers")
     file = changed_file(
-        backend={"precision": "fp32", "timeout_seconds": 20, **backend}, teacher=given
+        backend={"precision": "fp32", "timeout_seconds": 20, **backend}, teacher=teacher
     )
-    argv, env = (
-        [file, f"run.folder={tmp_path}", SHARD],
-        {"SMDDP_REFUSES_ALLGATHER": "1"},
-    )
+    argv = [file, f"run.folder={tmp_path}", SHARD]
+    env = {"SMDDP_REFUSES_ALLGATHER": "1"}
     world = start("kd.cli.training:train", argv, ranks, env, path=(HERE, STAND_IN))
     assert world.codes == [2] * ranks, world.logs
     assert text in world.logs[0]
@@ -112,25 +111,25 @@ def test_impossible_sharding_is_refused_before_a_fit(
 
 
 @pytest.mark.parametrize(
-    "told",
+    "size",
     [{}, {"img_size": 32}],
     ids=["by rank 0's file alone", "by the configuration"],
 )
-def test_a_size_that_rank_0_alone_reads_is_refused(changed_file, tmp_path, told):
+def test_a_size_that_rank_0_alone_reads_is_refused(changed_file, tmp_path, size):
     """A trainer wrote beside the weights that they are for 32 px; other ranks have no
     file.
     """
-    made = tiny(2, 48)
-    args = {**made["args"], **told}
+    section = tiny(2, 48)
+    args = {**section["args"], **size}
     network = timm.create_model(
-        made["model"], num_classes=3, **{**args, "img_size": 32}
+        section["model"], num_classes=3, **{**args, "img_size": 32}
     )
     torch.save(
         {"state_dict": network.state_dict(), "args": {"img_size": 32}},
         tmp_path / "a.pth",
     )
     teacher = {
-        "model": made["model"],
+        "model": section["model"],
         "args": args,
         "checkpoint": str(tmp_path / "a.pth"),
         "min_accuracy": 0.0,
@@ -145,9 +144,9 @@ def test_a_size_that_rank_0_alone_reads_is_refused(changed_file, tmp_path, told)
         2,
         path=(HERE,),
     )
-    assert (world.codes == [0, 0]) == bool(told), world.logs
+    assert (world.codes == [0, 0]) == bool(size), world.logs
     assert ("the weights are for 32 px, which rank 0 alone knows" in world.logs[1]) == (
-        not told
+        not size
     )
 
 

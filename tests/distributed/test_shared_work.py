@@ -43,17 +43,17 @@ def test_a_run_waits_for_the_teacher_that_another_fits(fit_file, tmp_path, ranks
             [fit_file, OURS, "backend.timeout_seconds=4"],
             ranks,
         )
-        told = first.communicate(timeout=60)[0]
+        output = first.communicate(timeout=60)[0]
     finally:
         if first.poll() is None:
             first.kill()
             first.wait()
-    assert first.returncode == 0, told
+    assert first.returncode == 0, output
     second.ended_well()
     assert second.logs[0].count("waiting for the teacher that it fits") == 1
     assert "teacher: reusing" in second.logs[0]
     assert all(
-        log.splitlines()[-1] == told.splitlines()[-1] for log in second.logs
+        log.splitlines()[-1] == output.splitlines()[-1] for log in second.logs
     )  # the folder
     assert len(list(tmp_path.glob("teachers/*/export"))) == 1
 
@@ -66,10 +66,10 @@ def test_a_fit_without_progress_is_not_waited_for(fit_file, tmp_path):
     )
     assert stopped.codes == [75]
     (folder,) = (tmp_path / "teachers").iterdir()
-    held = lock(folder / ".lock", "run.name")
-    assert held is not None
+    file = lock(folder / ".lock", "run.name")
+    assert file is not None
     refused = start("kd.cli.training:teach", argv)
-    held.close()
+    file.close()
     assert refused.codes == [2]
     last = refused.logs[0].splitlines()[-1]
     assert last.startswith("teacher.fit: process ")
@@ -85,13 +85,13 @@ def test_the_list_of_corrupt_images_is_of_all_ranks(train, photos, tmp_path):
     )
     for file in broken:
         file.write_bytes(b"not an image")
-    more = (
+    overrides = (
         "run.steps=3",
         "sifter.kind=none",
         f"data.root={root}",
     )  # each image is read once
-    more += ("data.on_corrupt=skip", "data.max_skipped=1")
-    run = train("corrupt", 2, *more)
+    overrides += ("data.on_corrupt=skip", "data.max_skipped=1")
+    run = train("corrupt", 2, *overrides)
     run.world.ended_well()
     listed = run.manifest()["unreadable"]
     assert len(listed) == len(broken) == 8

@@ -57,7 +57,7 @@ def rows(run: Trained, kind: str) -> list[dict]:
 @pytest.mark.slow
 def test_a_signal_leaves_a_checkpoint(train, plain, ranks, sent, rank, step, request):
     name = f"signalled-{request.node.callspec.id.replace(' ', '-')}"
-    more = (
+    overrides = (
         () if ranks == 1 else ("data.eval_batch=2",)
     )  # more batches than one, so that the evaluation is given up
     slow = SLOW if ranks > 1 else {}  # two ranks speak of it once a second
@@ -65,7 +65,7 @@ def test_a_signal_leaves_a_checkpoint(train, plain, ranks, sent, rank, step, req
         name,
         ranks,
         *OURS,
-        *more,
+        *overrides,
         env={"KD_SIGNAL": sent, "KD_SIGNAL_RANK": rank, **slow},
     )
     assert stopped.world.codes == [75] * ranks, stopped.world.logs
@@ -82,9 +82,9 @@ def test_a_signal_leaves_a_checkpoint(train, plain, ranks, sent, rank, step, req
     )
     assert f"stopped after step {at} and wrote a checkpoint" in stopped.world.logs[0]
     assert rows(stopped, "val") == []
-    resumed = train(name, ranks, *OURS, *more)
+    resumed = train(name, ranks, *OURS, *overrides)
     resumed.world.ended_well()
-    undisturbed = plain(ranks, *OURS, *more)
+    undisturbed = plain(ranks, *OURS, *overrides)
     assert same_bits(resumed.checkpoint(), undisturbed.checkpoint())
     assert rows(resumed, "val") == rows(undisturbed, "val")
     assert rows(resumed, "train") == rows(undisturbed, "train")  # one a step
@@ -95,7 +95,7 @@ def test_a_signal_leaves_a_checkpoint(train, plain, ranks, sent, rank, step, req
     [(1, "SIGTERM:train:50"), (1, "SIGTERM:val:20"), (2, "SIGTERM:train:40")],
 )
 @pytest.mark.slow
-def test_a_signal_in_the_fit_of_the_teacher(
+def test_a_signal_in_the_fit_of_the_teacher_leaves_a_checkpoint(
     changed_file, config_file, tmp_path, ranks, sent
 ):
     short = {**yaml.safe_load(config_file.read_text())["run"], "steps": 2}
@@ -118,10 +118,10 @@ def test_a_signal_in_the_fit_of_the_teacher(
     assert not (teacher / "export").exists()
     run("broken", {}).ended_well()
     run("whole", {}).ended_well()
-    (whole,) = (tmp_path / "whole").glob("*-????????????")
+    (undisturbed,) = (tmp_path / "whole").glob("*-????????????")
     weights = [
         (folder / "export" / "model.safetensors").read_bytes()
-        for folder in (teacher, whole)
+        for folder in (teacher, undisturbed)
     ]
     assert weights[0] == weights[1]
 
@@ -181,14 +181,14 @@ def launched(
                 ):
                     break
                 time.sleep(0.02)
-            asked = time.monotonic()
+            start = time.monotonic()
             send(process)
             process.wait(60)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    return process.returncode, log.read_text(), time.monotonic() - asked
+    return process.returncode, log.read_text(), time.monotonic() - start
 
 
 @pytest.mark.slow
@@ -201,11 +201,11 @@ def test_a_second_signal_ends_at_once(config_file, tmp_path):
         time.sleep(1.5)
         process.send_signal(signal.SIGTERM)
 
-    code, told, seconds = launched(
+    code, output, seconds = launched(
         argv, tmp_path / "twice" / "metrics.jsonl", twice, 1, KD_SLOW="0.5"
     )  # 6 s a step
-    assert code == -signal.SIGTERM, told
-    assert "a second signal ends now" in told
+    assert code == -signal.SIGTERM, output
+    assert "a second signal ends now" in output
     assert seconds < 20
 
 
@@ -220,11 +220,11 @@ def test_a_signal_to_the_whole_group_leaves_the_data_workers_their_work(
     threads = "backend.threads=2"
     argv = [sys.executable, "-m", "kd.cli", "train", str(config_file), *OURS, threads]
     argv += [f"run.folder={tmp_path}", "run.name=group", f"data.workers={workers}"]
-    code, told, _ = launched(
+    code, output, _ = launched(
         argv, tmp_path / "group" / "metrics.jsonl", to_the_group, KD_SLOW="0.02"
     )
-    assert code == 75, told
-    assert "wrote a checkpoint" in told
+    assert code == 75, output
+    assert "wrote a checkpoint" in output
     resumed = start("kd.cli.training:train", argv[4:])
     resumed.ended_well()
     undisturbed = plain(1, *OURS, threads)
@@ -259,12 +259,12 @@ def test_torchrun_passes_a_signal_on(config_file, plain, tmp_path):
     ]
     argv += ["data.workers=1"]
     file = tmp_path / "launched" / "metrics.jsonl"
-    code, told, seconds = launched(
+    code, output, seconds = launched(
         argv, file, lambda process: process.terminate(), KD_SLOW="0.05"
     )
     assert code != 0
-    assert "[rank 0] stopped after step" in told
-    assert "[rank 1] stopped after step" in told
+    assert "[rank 0] stopped after step" in output
+    assert "[rank 1] stopped after step" in output
     assert seconds < 25
     assert json.loads(file.read_text().splitlines()[-1])["step"] < STEPS
     resumed = start("kd.cli.training:train", [*argv[9:-1]], 2)

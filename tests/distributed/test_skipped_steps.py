@@ -34,11 +34,12 @@ def test_two_ranks_stop_in_the_same_step_and_one_names_the_term(train):
 def test_two_ranks_skip_the_same_steps_and_resume_to_the_same_bits(train, plain):
     killed = train("infinite-killed", 2, *SKIP, env={"KD_DIE": "1:13"})
     assert killed.world.codes[1] == -9
-    resumed, whole = train("infinite-killed", 2, *SKIP), plain(2, *SKIP)
+    resumed = train("infinite-killed", 2, *SKIP)
+    undisturbed = plain(2, *SKIP)
     resumed.world.ended_well()
-    assert same_bits(resumed.checkpoint(), whole.checkpoint())
-    assert all(tensor.isfinite().all() for tensor in whole.checkpoint().values())
-    skipped = [(row["step"], row["skipped"]) for row in whole.rows("train")]
+    assert same_bits(resumed.checkpoint(), undisturbed.checkpoint())
+    assert all(tensor.isfinite().all() for tensor in undisturbed.checkpoint().values())
+    skipped = [(row["step"], row["skipped"]) for row in undisturbed.rows("train")]
     assert sum(count for _, count in skipped) > 1
     assert skipped == [(row["step"], row["skipped"]) for row in resumed.rows("train")]
     before = [
@@ -47,5 +48,5 @@ def test_two_ranks_skip_the_same_steps_and_resume_to_the_same_bits(train, plain)
         if not row["skipped"]
     ]
     assert before == [
-        row["loss"] for row in whole.rows("train") if not row["skipped"]
+        row["loss"] for row in undisturbed.rows("train") if not row["skipped"]
     ]  # begun with `error`

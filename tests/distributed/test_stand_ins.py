@@ -33,7 +33,7 @@ def test_a_run_is_the_cpus_and_resumes_to_the_same_bits(train, kind, tmp_path):
     cpu.world.ended_well()
 
     def here():
-        made = train(
+        run_of_backend = train(
             f"on_{kind}",
             2,
             *WHOLE,
@@ -42,13 +42,13 @@ def test_a_run_is_the_cpus_and_resumes_to_the_same_bits(train, kind, tmp_path):
             path=(CONTRACTS / f"{kind}_stand_in",),
             backend={**backend, "precision": "fp32", "timeout_seconds": 20},
         )
-        made.world.ended_well()
-        return made
+        run_of_backend.world.ended_well()
+        return run_of_backend
 
     run = here()
     assert run.losses() == cpu.losses()
-    whole = run.checkpoint()
+    expected = run.checkpoint()
     shutil.rmtree(max((run.folder / "checkpoints").iterdir()))
     torch.testing.assert_close(
-        here().checkpoint(), whole, rtol=0, atol=0, equal_nan=True
+        here().checkpoint(), expected, rtol=0, atol=0, equal_nan=True
     )  # a loss not known yet is NaN

@@ -59,17 +59,16 @@ def world(request: dict) -> dict:
         if pid == 0:
             become(rank)
         running[pid] = number
-    codes, seconds = [0] * len(running), [0.0] * len(running)
+    codes = [0] * len(running)
+    seconds = [0.0] * len(running)
     expired = False
     while running:
         for pid in list(running):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 number = running.pop(pid)
-                codes[number], seconds[number] = (
-                    os.waitstatus_to_exitcode(status),
-                    time.monotonic() - start,
-                )
+                codes[number] = os.waitstatus_to_exitcode(status)
+                seconds[number] = time.monotonic() - start
         if running and not expired and time.monotonic() - start > request["timeout"]:
             expired = True
             for pid in running:

@@ -19,7 +19,7 @@ from kd.jobs.train import train
 
 
 @pytest.fixture(scope="module")
-def made(photos, teacher, tmp_path_factory) -> tuple[Path, Path]:
+def run_and_export(photos, teacher, tmp_path_factory) -> tuple[Path, Path]:
     """A run with stored answers and a test split, of whose 36 images an epoch visits
     32; and its export.
     """
@@ -40,7 +40,8 @@ def made(photos, teacher, tmp_path_factory) -> tuple[Path, Path]:
 
 def whole_records(file: Path, label: str, size: int) -> int:
     """Count records by their own lengths and checksums, without kd."""
-    content, count = file.read_bytes(), 0
+    content = file.read_bytes()
+    count = 0
     for id in range(len(content) // size + 1):
         record = content[id * size : (id + 1) * size]
         if len(record) < 8:
@@ -55,36 +56,36 @@ def whole_records(file: Path, label: str, size: int) -> int:
     return count
 
 
-def test_the_chain_counts_records_and_not_their_places(made):
+def test_the_chain_counts_records_and_not_their_places(run_and_export):
     """Issue 62: 3,426 places of a cache were called answers; 3,360 records
     lay there.
     """
-    folder, exported = made
+    folder, exported = run_and_export
     size = 8 + 3 * 2 + 4  # head, three logits in float16, the checksum of the image
-    found = sum(
+    records = sum(
         whole_records(folder / f"answers/view_{view:04d}.logits", str(view), size)
         for view in range(2)
     )
-    assert found == 64 < 2 * 36
+    assert records == 64 < 2 * 36
     assert (
         json.loads((exported / "manifest.json").read_text())["chain"]["answers"][
             "count"
         ]
-        == found
+        == records
     )
-    assert f"outputs  {found} in the cache" in (exported / "README.md").read_text()
+    assert f"outputs  {records} in the cache" in (exported / "README.md").read_text()
 
 
-def test_the_card_names_the_images_of_scores_against_the_teacher(made):
+def test_the_card_names_the_images_of_scores_against_the_teacher(run_and_export):
     """Issue 62: 59.7 and 54.1 % stood on one card; the second was of other images."""
-    folder, exported = made
+    folder, exported = run_and_export
     run = folder / "runs/tiny"
     scored = json.loads((run / "scored.json").read_text())
     card = (exported / "README.md").read_text()
-    told = re.findall(
+    sentences = re.findall(
         r"Student against its teacher on (\w+) images: agreement ([\d.]+) %", card
     )
     assert scored["split"] == "test"
-    assert told == 2 * [
+    assert sentences == 2 * [
         ("test", f"{100 * scored['row']['agreement']:.1f}")
     ]  # a number stands in the manifest once

@@ -71,7 +71,7 @@ def sets(photos: Path, folder: Path) -> dict[str, Any]:
     }
 
 
-def made(
+def trained(
     kind: str, photos: Path, teacher: Path, folder: Path
 ) -> tuple[Path, Path | None, str]:
     """Train a run of a kind; return its folder, its export if it has one, and what
@@ -85,7 +85,7 @@ def made(
         settings["teacher"] = {**base(photos, folder)["teacher"], "min_accuracy": 0}
         settings["teacher"]["fit"] |= {"epochs": 2, "folder": str(folder / "teachers")}
     loaded = config.load(settings, ["data.augment.mixup=0", *overrides])
-    told = forecast(resolve(loaded)) if kind == "sifted" else ""
+    forecast_text = forecast(resolve(loaded)) if kind == "sifted" else ""
     run = train(loaded).folder
     report([run], images=0)
     exported = (
@@ -93,7 +93,7 @@ def made(
         if kind == "averaged"
         else None
     )
-    return run, exported, told
+    return run, exported, forecast_text
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def made(
 def test_every_number_is_recounted_or_listed(
     kind, photos, teacher, tmp_path, record_property
 ):
-    run, exported, told = made(kind, photos, teacher, tmp_path)
-    found = recount.recounted(
-        run, exported, told.replace("sifted epoch saves", "an epoch saves")
+    run, exported, forecast_text = trained(kind, photos, teacher, tmp_path)
+    recounted = recount.recounted(
+        run, exported, forecast_text.replace("sifted epoch saves", "an epoch saves")
     )
-    assert found.wrong == []
-    assert len(found.right) >= (20 if exported else 6)
-    assert "no rule" not in found.left.values(), found.left
-    record_property("not recounted", len(found.left))
+    assert recounted.wrong == []
+    assert len(recounted.right) >= (20 if exported else 6)
+    assert "no rule" not in recounted.left.values(), recounted.left
+    record_property("not recounted", len(recounted.left))
     if kind == "labels only":
         assert changed_numbers(run) == set()
     if kind == "sifted":
@@ -127,7 +127,8 @@ def changed_numbers(run: Path) -> set[str]:
     """Change each number with a decimal of report.md, and return the lines in which
     that is not noticed.
     """
-    text, unnoticed = (run / "report.md").read_text(), set()
+    text = (run / "report.md").read_text()
+    unnoticed = set()
     for number in re.finditer(r"\d\.\d", text):
         line = text[
             text.rfind("\n", 0, number.start()) + 1 : text.find("\n", number.end())

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from kd.core.types import Batch, Outputs
 
 SHAPES = [(4, 2), (5, 3), (8, 101), (3, 1000)]
-STUDENT_D, TEACHER_D = 6, 10
-STUDENT_TOKENS, TEACHER_TOKENS = 4, 9
+STUDENT_D = 6
+TEACHER_D = 10
+STUDENT_TOKENS = 4
+TEACHER_TOKENS = 9
 
 Formula = Callable[[Outputs, Outputs, Batch], Tensor]
 
@@ -55,10 +57,12 @@ def gradient(value: Tensor, student: Outputs) -> Tensor:
     """Return the gradients of logits and all features of each image, one behind the
     other.
     """
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         value, [student.logits, *student.features.values()], materialize_grads=True
     )
-    return torch.cat([one.flatten(1) for one in found], dim=1).double()
+    return torch.cat(
+        [gradient_of_leaf.flatten(1) for gradient_of_leaf in gradients], dim=1
+    ).double()
 
 
 @pytest.fixture(params=SHAPES, ids=str)
@@ -73,7 +77,8 @@ def agree(shape) -> Callable[[nn.Module, Formula], None]:
 
     def check(loss: nn.Module, formula: Formula) -> None:
         student, teacher, batch = draw(shape)
-        narrow, wide = leaves(student, torch.float32), leaves(student, torch.float64)
+        narrow = leaves(student, torch.float32)
+        wide = leaves(student, torch.float64)
         found_B = loss(narrow, teacher, batch)
         expected_B = formula(wide, leaves(teacher, torch.float64), batch)
         # float32 has 24 bits (6e-8); a sum over 1,000 classes and a cancellation lose

@@ -8,19 +8,22 @@ DIMS = Dims(0, 6, 10)
 
 def similarity(vectors_BD, i, j):
     """Return the cosine of two rows."""
-    a, b = vectors_BD[i], vectors_BD[j]
+    a = vectors_BD[i]
+    b = vectors_BD[j]
     return (a * b).sum() / ((a**2).sum().sqrt() * (b**2).sum().sqrt())
 
 
 def test_equals_the_formula(agree):
     def formula(student, teacher, batch):
-        own, other = student.features["pooled"], teacher.features["pooled"]
-        rows = range(len(own))
+        student_BD = student.features["pooled"]
+        teacher_BD = teacher.features["pooled"]
+        rows = range(len(student_BD))
         return torch.stack(
             [
                 torch.stack(
                     [
-                        (similarity(own, i, j) - similarity(other, i, j)) ** 2
+                        (similarity(student_BD, i, j) - similarity(teacher_BD, i, j))
+                        ** 2
                         for j in rows
                     ]
                 ).mean()

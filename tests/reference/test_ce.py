@@ -48,12 +48,12 @@ WEIGHTS = {
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_class_weights_are_torchs_over_all_training_images(case, smoothing):
-    wanted, raw = WEIGHTS[case]
+    class_weights, raw = WEIGHTS[case]
     label_N = torch.repeat_interleave(torch.arange(4), torch.tensor([20, 7, 3, 2]))
     logits_NC = 3 * torch.randn(
         32, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
-    options = ce.Options(label_smoothing=smoothing, class_weights=wanted)
+    options = ce.Options(label_smoothing=smoothing, class_weights=class_weights)
     term = ce.build(options, Dims(4, 0, 0, classes=NAMES, labels=lambda: label_N))
     loss_N = term(
         Outputs(logits_NC.float()),
@@ -130,7 +130,7 @@ def test_balanced_weights_have_the_mean_1_over_the_images_with_a_label():
     have no label.
     """
     label_N = torch.tensor([0] * 6 + [1] * 2 + [-1] * 8)
-    found = ce.class_weights(
+    weights = ce.class_weights(
         "balanced", Dims(2, 0, 0, classes=("a", "b"), labels=lambda: label_N)
     )
-    assert torch.allclose(found, torch.tensor([2 / 3, 2.0]))
+    assert torch.allclose(weights, torch.tensor([2 / 3, 2.0]))

@@ -12,14 +12,12 @@ def build(student_features, teacher_features):
 
 
 def test_equals_the_formula(agree, outputs):
-    loss = build(*(given.features["pooled"].shape[1] for given in outputs[:2]))
+    loss = build(*(output.features["pooled"].shape[1] for output in outputs[:2]))
     weight, bias = (parameter.detach().double() for parameter in loss.parameters())
 
     def formula(student, teacher, batch):
-        projected_BD, target_BD = (
-            student.features["pooled"] @ weight.T + bias,
-            teacher.features["pooled"],
-        )
+        projected_BD = student.features["pooled"] @ weight.T + bias
+        target_BD = teacher.features["pooled"]
         lengths_B = (projected_BD**2).sum(dim=1).sqrt() * (target_BD**2).sum(
             dim=1
         ).sqrt()

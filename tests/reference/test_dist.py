@@ -9,7 +9,8 @@ DIMS = Dims(0, 0, 0)
 
 def distance(u, v):
     """Return 1 - Pearson's correlation of two vectors, with the authors' 1e-8."""
-    u, v = u - u.sum() / len(u), v - v.sum() / len(v)
+    u = u - u.sum() / len(u)
+    v = v - v.sum() / len(v)
     return 1 - (u * v).sum() / ((u * u).sum().sqrt() * (v * v).sum().sqrt() + 1e-8)
 
 
@@ -19,10 +20,8 @@ def distance(u, v):
 )
 def test_equals_dist_2022(agree, beta, gamma, temperature):
     def formula(student, teacher, batch):
-        q_BC, p_BC = (
-            (student.logits / temperature).softmax(dim=1),
-            (teacher.logits / temperature).softmax(dim=1),
-        )
+        q_BC = (student.logits / temperature).softmax(dim=1)
+        p_BC = (teacher.logits / temperature).softmax(dim=1)
         inter_B = torch.stack([distance(q, p) for q, p in zip(q_BC, p_BC, strict=True)])
         intra_C = torch.stack(
             [distance(q, p) for q, p in zip(q_BC.T, p_BC.T, strict=True)]
@@ -40,10 +39,8 @@ def test_correlation_is_pearsons(outputs):
     # Without the 1e-8: torch's own correlation, where no class is so rare that it would
     # matter.
     student, teacher, batch = outputs
-    q_BC, p_BC = (
-        student.logits.double().softmax(dim=1),
-        teacher.logits.double().softmax(dim=1),
-    )
+    q_BC = student.logits.double().softmax(dim=1)
+    p_BC = teacher.logits.double().softmax(dim=1)
     inter = torch.stack(
         [
             1 - torch.corrcoef(torch.stack(pair))[0, 1]
@@ -56,8 +53,8 @@ def test_correlation_is_pearsons(outputs):
             for pair in zip(q_BC.T, p_BC.T, strict=True)
         ]
     )
-    found = dist.build(dist.Options(), DIMS)(student, teacher, batch).mean()
-    assert found.item() == pytest.approx((inter + intra.mean()).item(), rel=1e-5)
+    loss = dist.build(dist.Options(), DIMS)(student, teacher, batch).mean()
+    assert loss.item() == pytest.approx((inter + intra.mean()).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(8, 3), (32, 10)], indirect=True)

@@ -21,13 +21,17 @@ def test_equals_equation_7(agree, alpha, beta, temperature):
         for s, t, y in zip(
             student.logits, teacher.logits, batch.label.tolist(), strict=True
         ):
-            q, p = (s / temperature).softmax(dim=0), (t / temperature).softmax(dim=0)
+            q = (s / temperature).softmax(dim=0)
+            p = (t / temperature).softmax(dim=0)
             target = divergence(
                 torch.stack([p[y], 1 - p[y]]), torch.stack([q[y], 1 - q[y]])
             )
-            others = [c for c in range(len(s)) if c != y]
-            other = divergence(p[others] / p[others].sum(), q[others] / q[others].sum())
-            rows.append(temperature**2 * (alpha * target + beta * other))
+            non_targets = [c for c in range(len(s)) if c != y]
+            non_target = divergence(
+                p[non_targets] / p[non_targets].sum(),
+                q[non_targets] / q[non_targets].sum(),
+            )
+            rows.append(temperature**2 * (alpha * target + beta * non_target))
         return torch.stack(rows)
 
     agree(

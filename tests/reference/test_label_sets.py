@@ -22,7 +22,8 @@ from kd.parts.tasks.label_sets import (
     thresholds,
 )
 
-B, C = 7, 5
+B = 7
+C = 5
 GENERATOR = np.random.default_rng(0)
 STUDENT, TEACHER = (GENERATOR.normal(0, 3, (B, C)).astype(np.float32) for _ in range(2))
 LABEL, PARTNER = (GENERATOR.integers(0, 2, (B, C)).astype(np.int8) for _ in range(2))
@@ -34,10 +35,16 @@ def sigmoid(logits) -> np.ndarray:
 
 
 def batch() -> Batch:
-    label, partner = torch.from_numpy(LABEL), torch.from_numpy(PARTNER)
-    whole = Batch.of(torch.zeros(B, 3, 1, 1, dtype=torch.uint8), label)
+    label = torch.from_numpy(LABEL)
+    partner = torch.from_numpy(PARTNER)
+    unmixed = Batch.of(torch.zeros(B, 3, 1, 1, dtype=torch.uint8), label)
     return Batch(
-        whole.ids, whole.image, label, partner, torch.from_numpy(LAM), whole.weight
+        unmixed.ids,
+        unmixed.image,
+        label,
+        partner,
+        torch.from_numpy(LAM),
+        unmixed.weight,
     )
 
 
@@ -49,7 +56,8 @@ def outputs(logits: np.ndarray) -> Outputs:
 def test_bce_is_the_formula(smoothing):
     lam = LAM[:, None].astype(np.float64)
     target = (1 - smoothing) * (lam * LABEL + (1 - lam) * PARTNER) + smoothing / 2
-    p, student = sigmoid(STUDENT), outputs(STUDENT)
+    p = sigmoid(STUDENT)
+    student = outputs(STUDENT)
     expected = -(target * np.log(p) + (1 - target) * np.log(1 - p)).sum(1)
     loss_B = bce.build(bce.Options(label_smoothing=smoothing), Dims(C, 0, 0))(
         student, outputs(TEACHER), batch()
@@ -61,7 +69,8 @@ def test_bce_is_the_formula(smoothing):
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
 def test_binary_kl_is_the_formula(temperature):
-    p, q = sigmoid(TEACHER / temperature), sigmoid(STUDENT / temperature)
+    p = sigmoid(TEACHER / temperature)
+    q = sigmoid(STUDENT / temperature)
     expected = temperature**2 * (
         p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
     ).sum(1)
@@ -78,18 +87,19 @@ def test_binary_kl_is_the_formula(temperature):
 
 def plain_precision(scores: np.ndarray, truth: np.ndarray) -> float:
     """The sum over distinct thresholds of precision x gain in recall, one at a time."""
-    total, before = 0.0, 0.0
+    total = 0.0
+    before = 0.0
     for threshold in sorted(set(scores.tolist()), reverse=True):
-        said = scores >= threshold
-        recall = (said & truth).sum() / truth.sum()
-        total += (recall - before) * (said & truth).sum() / said.sum()
+        chosen = scores >= threshold
+        recall = (chosen & truth).sum() / truth.sum()
+        total += (recall - before) * (chosen & truth).sum() / chosen.sum()
         before = recall
     return total
 
 
-def plain_f1(said: np.ndarray, truth: np.ndarray) -> float:
-    hits = (said & truth).sum()
-    return 0.0 if not hits else 2 / (said.sum() / hits + truth.sum() / hits)
+def plain_f1(chosen: np.ndarray, truth: np.ndarray) -> float:
+    hits = (chosen & truth).sum()
+    return 0.0 if not hits else 2 / (chosen.sum() / hits + truth.sum() / hits)
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -98,25 +108,23 @@ def test_precision_and_f1_are_the_formulas(ties):
     logits = rng.normal(0, 2, (60, 6))
     logits = np.round(logits) if ties else logits
     truth = rng.random((60, 6)) < 0.3
-    truth[:, 2], truth[:, 5] = (
-        False,
-        True,
-    )  # a class that no image shows, and one that all do
-    found = score(torch.from_numpy(logits), torch.from_numpy(truth))
-    shown = [c for c in range(6) if truth[:, c].any()]
-    per_class = [plain_precision(logits[:, c], truth[:, c]) for c in shown]
-    assert found["map"] == pytest.approx(np.mean(per_class), abs=1e-12)
-    assert found["f1_macro"] == pytest.approx(
-        np.mean([plain_f1(logits[:, c] > 0, truth[:, c]) for c in shown])
+    truth[:, 2] = False  # a class that no image shows
+    truth[:, 5] = True  # and one that all do
+    scores = score(torch.from_numpy(logits), torch.from_numpy(truth))
+    classes = [c for c in range(6) if truth[:, c].any()]
+    per_class = [plain_precision(logits[:, c], truth[:, c]) for c in classes]
+    assert scores["map"] == pytest.approx(np.mean(per_class), abs=1e-12)
+    assert scores["f1_macro"] == pytest.approx(
+        np.mean([plain_f1(logits[:, c] > 0, truth[:, c]) for c in classes])
     )
-    assert found["f1_micro"] == pytest.approx(plain_f1(logits > 0, truth))
+    assert scores["f1_micro"] == pytest.approx(plain_f1(logits > 0, truth))
     p = sigmoid(logits)
-    assert found["nll"] == pytest.approx(
+    assert scores["nll"] == pytest.approx(
         -(np.where(truth, np.log(p), np.log(1 - p))).sum(1).mean()
     )
 
 
-def test_precision_of_a_perfect_and_of_a_reversed_order():
+def test_precision_is_1_for_a_perfect_order_and_the_formula_for_a_reversed_one():
     truth = torch.tensor([[True], [True], [False], [False]])
     scores = torch.tensor([[4.0], [3.0], [2.0], [1.0]])
     assert average_precision(scores, truth).item() == 1.0
@@ -126,9 +134,9 @@ def test_precision_of_a_perfect_and_of_a_reversed_order():
 
 
 def test_agreement_is_the_share_of_common_labels():
-    one = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]]).bool()
-    other = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0]]).bool()
-    assert jaccard(one, other) == pytest.approx((1 / 3 + 1 + 0) / 3)
+    first = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]]).bool()
+    second = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0]]).bool()
+    assert jaccard(first, second) == pytest.approx((1 / 3 + 1 + 0) / 3)
     assert divergence(torch.zeros(2, 3), torch.zeros(2, 3)) == 0.0
 
 
@@ -146,7 +154,8 @@ def test_a_threshold_has_the_largest_f1_that_any_has():
     for c in range(2):
         candidates = [0.0, *sigmoid(np.unique(logits[:, c]))]
         best = max(
-            plain_f1(sigmoid(logits[:, c]) > one, truth[:, c]) for one in candidates
+            plain_f1(sigmoid(logits[:, c]) > threshold, truth[:, c])
+            for threshold in candidates
         )
         assert plain_f1(
             sigmoid(logits[:, c]) > chosen[c].item(), truth[:, c]
@@ -158,10 +167,8 @@ def test_the_f1_of_thresholds_is_counted_on_images_that_chose_nothing():
     it is on any others.
     """
     rng = np.random.default_rng(3)
-    logits, truth = (
-        torch.from_numpy(rng.normal(0, 1, (400, 6))),
-        torch.from_numpy(rng.random((400, 6)) < 0.1),
-    )
+    logits = torch.from_numpy(rng.normal(0, 1, (400, 6)))
+    truth = torch.from_numpy(rng.random((400, 6)) < 0.1)
     chosen, _ = thresholds(logits, truth)
     same = np.mean(
         [
@@ -169,9 +176,9 @@ def test_the_f1_of_thresholds_is_counted_on_images_that_chose_nothing():
             for c in range(6)
         ]
     )
-    other = torch.from_numpy(rng.random((40_000, 6)) < 0.1)
+    fresh = torch.from_numpy(rng.random((40_000, 6)) < 0.1)
     new = torch.from_numpy(rng.normal(0, 1, (40_000, 6))).sigmoid() > chosen
-    true = np.mean([plain_f1(new[:, c].numpy(), other[:, c].numpy()) for c in range(6)])
+    true = np.mean([plain_f1(new[:, c].numpy(), fresh[:, c].numpy()) for c in range(6)])
     exchanged = exchanged_f1(logits, truth).mean().item()
     assert same > true + 0.03
     assert abs(exchanged - true) < same - true
@@ -184,7 +191,8 @@ class Fixed:
     training = False
 
     def __init__(self, logits: torch.Tensor, truth: torch.Tensor) -> None:
-        self.logits, self.truth = logits, truth
+        self.logits = logits
+        self.truth = truth
 
     def epoch(self, plan: Plan, view: int, start: int = 0):
         for ids in torch.arange(len(self.logits)).split(50):
@@ -207,19 +215,21 @@ def test_the_interval_of_map_holds_that_of_all_images():
     rng = np.random.default_rng(4)
     truth = torch.from_numpy(rng.random((20_000, 4)) < 0.1)
     logits = torch.from_numpy(rng.normal(0, 1, (20_000, 4))) + truth
-    whole, held = score(logits, truth)["map"], 0
+    expected = score(logits, truth)["map"]
+    hits = 0
     for number in range(60):
         ids = torch.from_numpy(np.random.default_rng(number).integers(0, 20_000, 200))
         fixed = Fixed(logits[ids], truth[ids])
         plan = Plan(torch.arange(200), torch.ones(200))
-        made = label_sets.build(label_sets.Options()).evaluator(
+        evaluator = label_sets.build(label_sets.Options()).evaluator(
             Evaluation(CPU("fp32", 60, 1), Split(fixed, plan), None, 4)
         )
-        row, samples = made(fixed), made.samples()
+        row = evaluator(fixed)
+        samples = evaluator.samples()
         assert samples["map"].value == pytest.approx(row["map"])
         low, high = samples["map"].interval()
-        held += low <= whole <= high
-    assert held >= 53
+        hits += low <= expected <= high
+    assert hits >= 53
 
 
 def test_unlabelled_images_count_where_the_teacher_alone_is_compared():
@@ -228,23 +238,27 @@ def test_unlabelled_images_count_where_the_teacher_alone_is_compared():
     label = torch.tensor([[1, 0, 0], [0, 1, 1], [-1, -1, -1], [-1, -1, -1]])
     plan = Plan(torch.arange(4), torch.ones(4))
     setting = Evaluation(CPU("fp32", 60, 1), Split([], plan), object(), 3, True)
-    made = label_sets.build(label_sets.Options()).evaluator(setting)
+    evaluator = label_sets.build(label_sets.Options()).evaluator(setting)
     rows = {
         "ids": torch.arange(4),
         "seen": torch.ones(4, dtype=torch.bool),
         "student": student,
         "teacher": teacher,
     }
-    found = made._finish([{**rows, "label": label}])
-    assert found["agreement"] == pytest.approx(jaccard(teacher > 0, student > 0))
-    share, own = teacher.double().sigmoid(), student.double().sigmoid()
-    each = share * (share / own).log() + (1 - share) * ((1 - share) / (1 - own)).log()
-    assert found["kl"] == pytest.approx(each.sum(1).mean().item(), rel=1e-5)
-    assert found["map"] == pytest.approx(
+    metrics = evaluator._finish([{**rows, "label": label}])
+    assert metrics["agreement"] == pytest.approx(jaccard(teacher > 0, student > 0))
+    share = teacher.double().sigmoid()
+    student_share = student.double().sigmoid()
+    each = (
+        share * (share / student_share).log()
+        + (1 - share) * ((1 - share) / (1 - student_share)).log()
+    )
+    assert metrics["kl"] == pytest.approx(each.sum(1).mean().item(), rel=1e-5)
+    assert metrics["map"] == pytest.approx(
         score(student[:2].double(), label[:2] > 0)["map"]
     )
     counted = label_sets.build(label_sets.Options()).graph_scores
-    assert counted(student, teacher, label).score == pytest.approx(found["map"])
+    assert counted(student, teacher, label).score == pytest.approx(metrics["map"])
     same = int((student.argmax(1) == teacher.argmax(1)).sum())
     assert counted(student, teacher, label[2:].expand(2, -1).repeat(2, 1)).facts == {
         "same_top1": same

@@ -10,7 +10,8 @@ DIMS = Dims(0, 0, 0)
 @pytest.mark.parametrize("gamma", [0.1, 0.2, 0.8, 1.5])
 def test_equals_wttm_2024(agree, gamma):
     def formula(student, teacher, batch):
-        q_BC, p_BC = student.logits.softmax(dim=1), teacher.logits.softmax(dim=1)
+        q_BC = student.logits.softmax(dim=1)
+        p_BC = teacher.logits.softmax(dim=1)
         power_BC = p_BC**gamma
         sum_B1 = power_BC.sum(dim=1, keepdim=True)
         transformed_BC = power_BC / sum_B1
@@ -38,10 +39,8 @@ def test_is_zero_when_the_student_equals_the_softened_teacher(outputs):
 def test_the_weight_is_largest_for_a_uniform_teacher_and_1_for_a_certain_one(outputs):
     student, _, batch = outputs
     C = student.logits.shape[1]
-    uniform, certain = (
-        torch.zeros_like(student.logits),
-        1e4 * (torch.arange(C) == batch.label[:, None]),
-    )
+    uniform = torch.zeros_like(student.logits)
+    certain = 1e4 * (torch.arange(C) == batch.label[:, None])
     log_q_BC = student.logits.double().log_softmax(dim=1)
     by_uniform_B = C**0.8 * (-log_q_BC.mean(dim=1) - torch.tensor(float(C)).log())
     by_certain_B = -log_q_BC.gather(1, batch.label[:, None]).squeeze(1)

@@ -52,11 +52,11 @@ def datasets(photos, broken) -> list:
     source, torn = (
         build(Options(root=str(root)), "train", None) for root in (photos, broken)
     )
-    seen = TrainTransform(16, 0.35, 0.5, 0.3)
-    views = Views(source, seen, size=16, seed=3, mixing=MixupCutmix(0.8, 1.0, 0.7))
+    transform = TrainTransform(16, 0.35, 0.5, 0.3)
+    views = Views(source, transform, size=16, seed=3, mixing=MixupCutmix(0.8, 1.0, 0.7))
     skip, refuse = (
-        Views(torn, TrainTransform(16, 0.35, 0.5, 0.3), 16, 3, on_corrupt=how)
-        for how in ("skip", "error")
+        Views(torn, TrainTransform(16, 0.35, 0.5, 0.3), 16, 3, on_corrupt=on_corrupt)
+        for on_corrupt in ("skip", "error")
     )
     return [views, skip, refuse, Slow(views, 0.02), Absent(views), Stale(views)]
 
@@ -92,19 +92,24 @@ def both(
     )
 
 
-def same(one: Batch, other: Batch) -> bool:
+def same(first: Batch, second: Batch) -> bool:
     equal = all(
-        torch.equal(getattr(one, name), getattr(other, name)) for name in TENSORS
+        torch.equal(getattr(first, name), getattr(second, name)) for name in TENSORS
     )
     dtypes = all(
-        getattr(one, name).dtype == getattr(other, name).dtype for name in TENSORS
+        getattr(first, name).dtype == getattr(second, name).dtype for name in TENSORS
     )
     return (
         equal
         and dtypes
-        and (one.view, one.unreadable, one.crc)
-        == (other.view, other.unreadable, other.crc)
+        and (first.view, first.unreadable, first.crc)
+        == (second.view, second.unreadable, second.crc)
     )
+
+
+def same_epochs(here: LocalLoader, there: RemoteLoader, count: int, view: int) -> bool:
+    epochs = (loader.epoch(plan_of(count), view) for loader in (here, there))
+    return all(same(a, b) for a, b in zip(*epochs, strict=True))
 
 
 SIZES = [(12, 1, 1, 0), (12, 2, 1, 3), (24, 1, 2, 1), (96, 1, 1, 0)]
@@ -121,20 +126,20 @@ def test_all_ranks_get_what_the_local_loader_gives(
         here, there = both(datasets, pools[rank], 0, batch, micros, rank, ranks)
         for view in range(2):
             expected = list(here.epoch(plan_of(192, view), view, start))
-            found = list(there.epoch(plan_of(192, view), view, start))
-            assert len(found) == (192 // batch - start) * micros
-            assert all(same(a, b) for a, b in zip(expected, found, strict=True))
+            batches = list(there.epoch(plan_of(192, view), view, start))
+            assert len(batches) == (192 // batch - start) * micros
+            assert all(same(a, b) for a, b in zip(expected, batches, strict=True))
         assert there.made_here == 0
         assert len(pools[rank].trusted()) == 1 + len(DATA_HOSTS)
 
 
 def test_two_epochs_at_once_and_one_that_is_given_up(datasets, pools):
     here, there = both(datasets, pools[0], 0, 12, 1, 0, 1)
-    _, other = both(datasets, pools[0], 1, 12, 1, 0, 1)
+    _, remote = both(datasets, pools[0], 1, 12, 1, 0, 1)
     batches = there.epoch(plan_of(144), 0)
     first = next(batches)
     assert (
-        len(list(other.epoch(plan_of(72), 0))) == 6
+        len(list(remote.epoch(plan_of(72), 0))) == 6
     )  # an evaluation in the middle of an epoch
     second = next(batches)
     batches.close()
@@ -148,12 +153,7 @@ def test_two_epochs_at_once_and_one_that_is_given_up(datasets, pools):
 
 def test_unreadable_images_are_reported_alike(datasets, pools):
     here, there = both(datasets, pools[0], 1, 12, 1, 0, 1)
-    assert all(
-        same(a, b)
-        for a, b in zip(
-            here.epoch(plan_of(96), 0), there.epoch(plan_of(96), 0), strict=True
-        )
-    )
+    assert same_epochs(here, there, 96, 0)
     assert here.unreadable == there.unreadable
     assert len(there.unreadable) == 3
 
@@ -161,16 +161,16 @@ def test_unreadable_images_are_reported_alike(datasets, pools):
 def test_an_unreadable_image_is_the_local_loaders_error_at_the_same_batch(
     datasets, pools
 ):
-    told = []
+    errors = []
     for loader in both(datasets, pools[0], 2, 12, 1, 0, 1):
         batches = 0
         try:
             for _ in loader.epoch(plan_of(96), 0):
                 batches += 1
         except KdError as error:
-            told.append((batches, type(error), str(error)))
-    assert len(told) == 2
-    assert told[0] == told[1]
+            errors.append((batches, type(error), str(error)))
+    assert len(errors) == 2
+    assert errors[0] == errors[1]
 
 
 def test_a_host_with_an_old_copy_of_the_data_ends_the_run(datasets, pools):
@@ -185,14 +185,9 @@ def test_a_host_with_an_old_copy_of_the_data_ends_the_run(datasets, pools):
         list(there.epoch(plan_of(24), 0))
 
 
-def test_images_that_only_the_trainer_has(datasets, pools):
+def test_images_that_only_the_trainer_has_are_made_there(datasets, pools):
     here, there = both(datasets, pools[1], 4, 12, 1, 0, 1)
-    assert all(
-        same(a, b)
-        for a, b in zip(
-            here.epoch(plan_of(48), 0), there.epoch(plan_of(48), 0), strict=True
-        )
-    )
+    assert same_epochs(here, there, 48, 0)
     assert there.made_here == 48
     pools[1].grow()  # as the next pass does
     assert pools[1].slots == []
@@ -201,12 +196,16 @@ def test_images_that_only_the_trainer_has(datasets, pools):
 def test_a_data_host_is_frozen_and_killed_and_comes_back(datasets, pools, monkeypatch):
     monkeypatch.setattr(pools[0], "deadline", DEADLINE)
     here, there = both(datasets, pools[0], 3, 6, 1, 0, 1)
-    plan, longest, before = plan_of(240), 0.0, time.monotonic()
-    frozen, killed = [], []
+    plan = plan_of(240)
+    longest = 0.0
+    before = time.monotonic()
+    frozen = []
+    killed = []
     expected = LocalLoader(datasets[0], Share(6, 1, 0, 1), 0).epoch(plan, 1)
     for number, (a, b) in enumerate(zip(expected, there.epoch(plan, 1), strict=True)):
         assert same(a, b)
-        longest, before = max(longest, time.monotonic() - before), time.monotonic()
+        longest = max(longest, time.monotonic() - before)
+        before = time.monotonic()
         if number == 8:
             frozen = of_ray(DATA_HOSTS[-1])
             signal_all(frozen, signal.SIGSTOP)
@@ -222,14 +221,9 @@ def test_a_data_host_is_frozen_and_killed_and_comes_back(datasets, pools, monkey
     assert wait(lambda: back <= {slot.address for slot in pools[0].trusted()}), (
         "a host has not come back"
     )
-    made = there.made_here
-    assert all(
-        same(a, b)
-        for a, b in zip(
-            here.epoch(plan_of(36), 2), there.epoch(plan_of(36), 2), strict=True
-        )
-    )
-    assert there.made_here == made
+    made_before = there.made_here
+    assert same_epochs(here, there, 36, 2)
+    assert there.made_here == made_before
     assert {slot.calls for slot in pools[0].slots} == {
         0
     }  # else a host that came back looks busy for ever
@@ -246,12 +240,12 @@ def of_ray(host: str) -> list[int]:
 
 def ray_started() -> set[int]:
     """Return all processes that a host of any job has started with Ray."""
-    found = set()
+    processes = set()
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             if f"\0{RAY_MARK}=".encode() in (folder / "environ").read_bytes():
-                found.add(int(folder.name))
-    return found
+                processes.add(int(folder.name))
+    return processes
 
 
 @pytest.mark.skipif(

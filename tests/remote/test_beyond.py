@@ -26,12 +26,12 @@ def block(beginning: str) -> str:
     section = (
         (ROOT / "docs/scale.md").read_text().partition("\n## Beyond one machine\n")[2]
     )
-    (found,) = (
+    (source,) = (
         text
         for text in re.findall(r"^```\n(.*?)^```$", section, re.M | re.S)
         if text.startswith(beginning)
     )
-    return found
+    return source
 
 
 @pytest.fixture
@@ -47,16 +47,16 @@ def place(exported, photos, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_a_lambda_handler(exported, photos):
+def test_a_lambda_handler_answers_as_the_model(exported, photos):
     names: dict = {}
     exec(block("import base64, json").replace("/var/task/export", str(exported)), names)
     picture = next((photos / "val/fig").glob("*.jpg"))
-    found = names["handler"](
+    answer = names["handler"](
         {"body": base64.b64encode(picture.read_bytes()).decode()}, None
     )
     expected = kd.load(exported)(picture)
-    assert found["statusCode"] == 200
-    assert json.loads(found["body"]) == {
+    assert answer["statusCode"] == 200
+    assert json.loads(answer["body"]) == {
         "label": expected.label,
         "score": expected.score,
     }
@@ -64,7 +64,7 @@ def test_a_lambda_handler(exported, photos):
 
 
 @pytest.mark.slow
-def test_dask(place):
+def test_dask_labels_as_the_model(place):
     pytest.importorskip("dask.bag")
     lines = "".join(f"    {line}\n" for line in block("labels = dask.bag").splitlines())
     program = f"""
@@ -78,14 +78,14 @@ if __name__ == "__main__":
     print(len(found))
 """
     (place / "program.py").write_text(program)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "program.py"],
         env=environment(),
         capture_output=True,
         text=True,
     )
-    assert done.stdout.strip() == str(len(list(Path("photos").rglob("*.jpg")))), (
-        done.stderr
+    assert process.stdout.strip() == str(len(list(Path("photos").rglob("*.jpg")))), (
+        process.stderr
     )
 
 
@@ -100,7 +100,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_ray_data_killed_and_started_again(place):
+def test_ray_data_killed_and_started_again_ends_well(place):
     """A worker dies in the first start, whose program is killed when some rows are
     written.
     """
@@ -125,7 +125,8 @@ def test_ray_data_killed_and_started_again(place):
         program.replace("    def __call__(self, batch):\n", dying[1:])
     )
     (place / "program.py").write_text(program)
-    begin, log = time.monotonic(), open(place / "log", "w")  # noqa: SIM115
+    begin = time.monotonic()
+    log = open(place / "log", "w")  # noqa: SIM115
     first = subprocess.Popen(
         [sys.executable, "first.py"],
         env=environment(),
@@ -145,13 +146,13 @@ def test_ray_data_killed_and_started_again(place):
     paths = Path("photos.txt").read_text().splitlines()
     before = parquet.read_table("labels").num_rows
     assert 0 < before < len(paths)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "program.py"],
         env=environment(),
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     rows = parquet.read_table("labels").to_pylist()
     expected = {
         path: answer.label

@@ -27,13 +27,13 @@ def small(monkeypatch) -> None:
 
 def living(job: LocalJob) -> list[str]:
     """Return the commands of the processes of a job."""
-    found = []
+    processes = []
     for pid in marked_processes(job.mark, RUN_MARK):
         with suppress(OSError):
-            found.append(
+            processes.append(
                 Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
             )
-    return found
+    return processes
 
 
 def on_host(host: str, job: LocalJob) -> set[int]:

@@ -16,7 +16,9 @@ class Slow:
     """
 
     def __init__(self, views: Views, seconds: float) -> None:
-        self.views, self.seconds, self.classes = views, seconds, views.classes
+        self.views = views
+        self.seconds = seconds
+        self.classes = views.classes
 
     def __len__(self) -> int:
         return len(self.views)
@@ -30,7 +32,9 @@ class Absent:
     """Views of files that only the trainer has."""
 
     def __init__(self, views: Views) -> None:
-        self.views, self.trainer, self.classes = views, os.getpid(), views.classes
+        self.views = views
+        self.trainer = os.getpid()
+        self.classes = views.classes
 
     def __len__(self) -> int:
         return len(self.views)

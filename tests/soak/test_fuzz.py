@@ -38,7 +38,7 @@ EXAMPLES, FUZZ = fuzz(60)
 
 
 @pytest.fixture
-def seen(record_property) -> Iterator[Counter]:
+def counts(record_property) -> Iterator[Counter]:
     """What came of the inputs of a test; their number becomes a property of the test's
     report.
     """
@@ -108,7 +108,7 @@ SECTIONS = [
 single = st.one_of(
     st.tuples(paths, anything, st.booleans()),
     st.tuples(st.sampled_from(SECTIONS), st.sampled_from(LIKELY), st.just(False)),
-).map(lambda made: (made[0].split("."), *made[1:]))
+).map(lambda change: (change[0].split("."), *change[1:]))
 changes = st.lists(single, max_size=3)
 
 
@@ -125,9 +125,9 @@ def configuration(root: Path) -> dict[str, Any]:
     }
 
 
-def changed(content: Any, made: list[tuple[list[str], Any, bool]]) -> Any:
+def changed(content: Any, changes_made: list[tuple[list[str], Any, bool]]) -> Any:
     """Set or remove what lies at some paths of nested dictionaries and lists."""
-    for path, value, remove in made:
+    for path, value, remove in changes_made:
         place = content
         for key in path[:-1]:
             if isinstance(place, list):
@@ -139,33 +139,33 @@ def changed(content: Any, made: list[tuple[list[str], Any, bool]]) -> Any:
     return content
 
 
-def outcome(seen: Counter, read: Callable[[], Any], kind: type) -> Any:
+def outcome(counts: Counter, read: Callable[[], Any], kind: type) -> Any:
     """Call `read`: count a KdError of one line each, or the result."""
     try:
-        found = read()
+        result = read()
     except KdError as error:
-        seen[type(error).__name__] += 1
+        counts[type(error).__name__] += 1
         return None
-    assert isinstance(found, kind)
-    seen["read"] += 1
-    return found
+    assert isinstance(result, kind)
+    counts["read"] += 1
+    return result
 
 
-def test_configurations_as_dictionaries(tmp_path, seen):
+def test_configurations_as_dictionaries_are_read_or_refused(tmp_path, counts):
     @FUZZ
     @example([(["run", "trackers"], {}, False)], [])
     @example([(["run", "name"], "${", False)], [])
     @given(changes, st.one_of(st.just([]), st.lists(overrides, max_size=2)))
-    def tried(made, given_overrides):
-        content = changed(configuration(tmp_path), made)
-        outcome(seen, lambda: load(content, given_overrides), schema.Config)
+    def tried(changes_made, given_overrides):
+        content = changed(configuration(tmp_path), changes_made)
+        outcome(counts, lambda: load(content, given_overrides), schema.Config)
 
     tried()
-    assert seen["read"] > 0
-    assert seen["ConfigError"] + seen["ConfigErrors"] > EXAMPLES // 4
+    assert counts["read"] > 0
+    assert counts["ConfigError"] + counts["ConfigErrors"] > EXAMPLES // 4
 
 
-def test_configurations_as_files(tmp_path, seen):
+def test_configurations_as_files_are_read_or_refused(tmp_path, counts):
     text = yaml.safe_dump(configuration(tmp_path)).encode()
     file = tmp_path / "fuzz.yaml"
 
@@ -173,10 +173,10 @@ def test_configurations_as_files(tmp_path, seen):
     @given(damaged(text))
     def tried(content):
         file.write_bytes(content)
-        outcome(seen, lambda: load(file), schema.Config)
+        outcome(counts, lambda: load(file), schema.Config)
 
     tried()
-    assert seen["ConfigError"] + seen["ConfigErrors"] > EXAMPLES // 4
+    assert counts["ConfigError"] + counts["ConfigErrors"] > EXAMPLES // 4
 
 
 # --------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_configurations_as_files(tmp_path, seen):
 
 
 @pytest.mark.parametrize("kind", IMAGES)
-def test_images(kind, tmp_path, seen):
+def test_damaged_images_are_decoded_or_corrupt(kind, tmp_path, counts):
     for split in ("train", "val"):
         for name in ("one", "two"):
             (tmp_path / split / name).mkdir(parents=True)
@@ -197,21 +197,22 @@ def test_images(kind, tmp_path, seen):
     def tried(content):
         file.write_bytes(content)
         try:
-            found = source.decode(0).image
+            image = source.decode(0).image
         except CorruptImage as error:
-            seen["corrupt"] += error.wrong.startswith("file 'train/one/0.jpg'")
+            counts["corrupt"] += error.wrong.startswith("file 'train/one/0.jpg'")
         else:
-            assert found.mode == "RGB"
-            seen["decoded"] += 1
+            assert image.mode == "RGB"
+            counts["decoded"] += 1
 
     tried()
-    assert seen["corrupt"] > EXAMPLES // 20
+    assert counts["corrupt"] > EXAMPLES // 20
 
 
 # --------------------------------------------------------------------------------
 # cache and checkpoint
 
-CLASSES, RECORDS = 5, 6
+CLASSES = 5
+RECORDS = 6
 IDENTITY = {"teacher": "abc", "seed": 0, "classes": ["a", "b"], "crop": 0.875}
 
 
@@ -233,7 +234,7 @@ def filled(tmp_path) -> Path:
     return tmp_path / "cache"
 
 
-def test_records_of_a_cache(filled, seen):
+def test_records_of_a_damaged_cache_are_right_or_missing(filled, counts):
     file = filled / "view_0000.logits"
     content = file.read_bytes()
     good, _ = cache(filled).read(0, range(RECORDS))
@@ -242,15 +243,15 @@ def test_records_of_a_cache(filled, seen):
     @given(damaged(content))
     def tried(wrong):
         file.write_bytes(wrong)
-        found, whole = cache(filled).read(0, range(RECORDS))
-        assert (found[whole] == good[whole]).all()
-        seen["all whole" if whole.all() else "not whole"] += 1
+        records, intact = cache(filled).read(0, range(RECORDS))
+        assert (records[intact] == good[intact]).all()
+        counts["all whole" if intact.all() else "not whole"] += 1
 
     tried()
-    assert seen["not whole"] > EXAMPLES // 2
+    assert counts["not whole"] > EXAMPLES // 2
 
 
-def test_manifest_of_a_cache(filled, seen):
+def test_a_damaged_manifest_of_a_cache_is_refused(filled, counts):
     file = filled / "manifest.json"
     content = file.read_bytes()
 
@@ -258,15 +259,15 @@ def test_manifest_of_a_cache(filled, seen):
     @given(damaged(content))
     def tried(wrong):
         file.write_bytes(wrong)
-        if outcome(seen, lambda: cache(filled), Store):
+        if outcome(counts, lambda: cache(filled), Store):
             assert json.loads(wrong.decode(errors="replace")) == json.loads(content)
 
     tried()
-    assert seen["RunError"] + seen["Broken"] > EXAMPLES // 2
+    assert counts["RunError"] + counts["Broken"] > EXAMPLES // 2
 
 
 @pytest.mark.parametrize("name", [checkpoint.TENSORS, checkpoint.STATE])
-def test_checkpoints(name, tmp_path, seen):
+def test_damaged_checkpoints_are_read_right_or_refused(name, tmp_path, counts):
     folder = tmp_path / "checkpoint"
     tensors = {
         "weight": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
@@ -274,7 +275,8 @@ def test_checkpoints(name, tmp_path, seen):
         "count": torch.tensor(7),
         "none": torch.zeros(0, 2),
     }
-    state, info = State(step=3, best=0.5), {"kind": "test", "names": ["a", "b"]}
+    state = State(step=3, best=0.5)
+    info = {"kind": "test", "names": ["a", "b"]}
     checkpoint.write(folder, state, tensors, info)
     content = (folder / name).read_bytes()
 
@@ -284,17 +286,17 @@ def test_checkpoints(name, tmp_path, seen):
     @given(damaged(content))
     def tried(wrong):
         (folder / name).write_bytes(wrong)
-        found = outcome(seen, lambda: checkpoint.read(folder), tuple)
-        if found:
-            assert found[0] == state
-            assert found[2] == info
-            assert found[1].keys() == tensors.keys()
-            for key, tensor in found[1].items():
+        result = outcome(counts, lambda: checkpoint.read(folder), tuple)
+        if result:
+            assert result[0] == state
+            assert result[2] == info
+            assert result[1].keys() == tensors.keys()
+            for key, tensor in result[1].items():
                 assert tensor.dtype == tensors[key].dtype
                 assert torch.equal(tensor, tensors[key])
 
     tried()
-    assert seen["RunError"] + seen["Broken"] > EXAMPLES // 2
+    assert counts["RunError"] + counts["Broken"] > EXAMPLES // 2
 
 
 # --------------------------------------------------------------------------------
@@ -324,22 +326,22 @@ def export(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "config.json"])
-def test_damaged_exports(name, export, seen):
+def test_damaged_exports_are_refused(name, export, counts):
     content = (export / name).read_bytes()
 
     @FUZZ
     @given(damaged(content))
     def tried(wrong):
         (export / name).write_bytes(wrong)
-        found = outcome(seen, partial(describe, export), Description)
-        if found and name == "config.json":
+        description = outcome(counts, partial(describe, export), Description)
+        if description and name == "config.json":
             assert wrong == content
 
     tried()
-    assert seen["ModelError"] > EXAMPLES // 5
+    assert counts["ModelError"] > EXAMPLES // 5
 
 
-def test_exports_of_other_values(export, seen):
+def test_exports_of_other_values_are_usable_or_refused(export, counts):
     good = json.loads((export / "manifest.json").read_text())
     fields = st.sampled_from(
         [[key] for key in good] + [["input", key] for key in good["input"]]
@@ -357,8 +359,10 @@ def test_exports_of_other_values(export, seen):
     def tried(path, value):
         content = changed(json.loads(json.dumps(good)), [(path, value, False)])
         (export / "manifest.json").write_text(json.dumps(content))
-        found = outcome(seen, partial(describe, export), Description)
-        assert found is None or (found.size > 0 and 0 < found.crop <= 1)
+        description = outcome(counts, partial(describe, export), Description)
+        assert description is None or (
+            description.size > 0 and 0 < description.crop <= 1
+        )
 
     tried()
-    assert seen["ModelError"] > EXAMPLES // 10
+    assert counts["ModelError"] > EXAMPLES // 10

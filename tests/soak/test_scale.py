@@ -27,7 +27,8 @@ pytestmark = pytest.mark.slow
 
 SOAK = bool(os.environ.get("KD_SOAK"))
 IDS = 10_000_000 if SOAK else 1_000_000
-RANKS, MICRO = 1000, 4
+RANKS = 1000
+MICRO = 4
 GLOBAL = RANKS * MICRO
 
 
@@ -36,10 +37,8 @@ def figures(record_property, request) -> Iterator[None]:
     """Add seconds, and by how many MiB the test has raised the peak memory of this
     process, to the test's report.
     """
-    before, start = (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        time.perf_counter(),
-    )
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
     yield
     seconds = time.perf_counter() - start
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
@@ -101,18 +100,22 @@ def requests(
 def test_each_image_of_a_step_is_on_one_of_a_thousand_ranks(
     accumulate, record_property
 ):
-    batch, steps = GLOBAL * accumulate, 3
+    batch = GLOBAL * accumulate
+    steps = 3
     plan = full_plan(context(0, count=steps * batch, batch=batch), epoch=0)
     by_rank = [requests(plan, batch, accumulate, rank, RANKS) for rank in range(RANKS)]
     for step in range(steps):
         micros = slice(step * accumulate, (step + 1) * accumulate)
-        found = [
-            id for made in by_rank for request in made[micros] for id in request.ids
+        ids = [
+            id
+            for of_rank in by_rank
+            for request in of_rank[micros]
+            for id in request.ids
         ]
-        assert sorted(found) == sorted(
+        assert sorted(ids) == sorted(
             plan.ids[step * batch : (step + 1) * batch].tolist()
         )
-    assert {len(made) for made in by_rank} == {steps * accumulate}
+    assert {len(of_rank) for of_rank in by_rank} == {steps * accumulate}
     record_property("tried", RANKS * steps)
 
 
@@ -120,7 +123,8 @@ def test_a_thousand_history_tables_agree(record_property):
     """Each rank observes the images of its own part; the sum over the ranks makes the
     tables and the plans equal.
     """
-    count, added = 2 * GLOBAL + 7, []
+    count = 2 * GLOBAL + 7
+    added = []
     total = torch.zeros(2, count)
 
     def reduce_sum(mine: torch.Tensor) -> torch.Tensor:
@@ -128,17 +132,17 @@ def test_a_thousand_history_tables_agree(record_property):
         return total.clone()
 
     def sifter(rank: int) -> history.History:
-        made = SiftContext(
+        table = SiftContext(
             count, GLOBAL, MICRO, rank, RANKS, 0, lambda: torch.zeros(count), reduce_sum
         )
-        return history.build(history.Options(keep=0.5), made)
+        return history.build(history.Options(keep=0.5), table)
 
     ranks = [sifter(rank) for rank in range(RANKS)]
     plan = ranks[0].plan(0, 0.0)
-    assert all(torch.equal(made.plan(0, 0.0).ids, plan.ids) for made in ranks)
+    assert all(torch.equal(table.plan(0, 0.0).ids, plan.ids) for table in ranks)
     assert set(added) == {0}
     losses = torch.rand(count, generator=torch.Generator().manual_seed(0))
-    for rank, made in enumerate(ranks):
+    for rank, table in enumerate(ranks):
         ids = torch.tensor(
             [
                 id
@@ -146,13 +150,13 @@ def test_a_thousand_history_tables_agree(record_property):
                 for id in request.ids
             ]
         )
-        made.observe(ids, losses[ids])
+        table.observe(ids, losses[ids])
         total[0, ids] += losses[ids]
         total[1, ids] += 1
     assert total[1].max() == 1
     assert total[1].sum() == len(plan.ids)
     added.clear()
-    plans = [made.plan(1, 0.5) for made in ranks]
+    plans = [table.plan(1, 0.5) for table in ranks]
     assert added == [2 * MICRO] * RANKS  # each rank adds its own images alone
     assert len(plans[0].ids) == num_selected(ranks[0].context, 0.5)
     for later in plans:
@@ -165,7 +169,8 @@ def test_ranks_write_records_of_different_ids(tmp_path, record_property):
     """A step of the cache: every rank writes what it was asked for; then nothing is
     missing and nothing was lost.
     """
-    codec, plan = Codec(2, "fp32", 0), full_plan(context(0, count=GLOBAL), epoch=0)
+    codec = Codec(2, "fp32", 0)
+    plan = full_plan(context(0, count=GLOBAL), epoch=0)
     for rank in range(RANKS):
         ids = requests(plan, GLOBAL, 1, rank, RANKS)[0].ids
         store = open_store(tmp_path, {"seed": 0}, codec, GLOBAL, writable=True)
@@ -176,8 +181,8 @@ def test_ranks_write_records_of_different_ids(tmp_path, record_property):
             [0] * len(ids),
         )
     store = open_store(tmp_path, {"seed": 0}, codec, GLOBAL, writable=False)
-    records, whole = store.read(0, range(GLOBAL))
-    assert whole.all()
+    records, complete = store.read(0, range(GLOBAL))
+    assert complete.all()
     assert records["logits"][:, 0].tolist() == list(range(GLOBAL))
     record_property("tried", RANKS)
 
@@ -194,12 +199,12 @@ def test_a_plan_of_all_ids():
 
 
 def test_a_history_plan_of_all_ids():
-    made = context(0, IDS, batch=1000, ranks=1)
-    sifter = history.build(history.Options(keep=0.6), made)
+    all_ids = context(0, IDS, batch=1000, ranks=1)
+    sifter = history.build(history.Options(keep=0.6), all_ids)
     losses = torch.rand(IDS, generator=torch.Generator().manual_seed(0))
     sifter.observe(sifter.plan(0, 0.0).ids, losses[sifter.plan(0, 0.0).ids])
     plan = sifter.plan(1, 0.5)
-    assert len(plan.ids) == num_selected(made, 0.6)
+    assert len(plan.ids) == num_selected(all_ids, 0.6)
     assert torch.bincount(plan.ids, minlength=IDS).max() == 1
     table = sum(value.nbytes for value in sifter.state_dict().values())
     assert table <= 20 * IDS + 8  # bytes of an id, whatever their number
@@ -212,10 +217,10 @@ def test_the_requests_of_one_rank(rank):
         ids=torch.arange(IDS // GLOBAL * GLOBAL),
         weights=torch.ones(IDS // GLOBAL * GLOBAL),
     )
-    made = requests(plan, GLOBAL, 1, rank, RANKS)
-    assert len(made) == IDS // GLOBAL
-    assert sum(len(request.ids) for request in made) == IDS // GLOBAL * MICRO
-    assert made[-1].ids[-1] == (len(made) - 1) * GLOBAL + rank * MICRO + MICRO - 1
+    of_rank = requests(plan, GLOBAL, 1, rank, RANKS)
+    assert len(of_rank) == IDS // GLOBAL
+    assert sum(len(request.ids) for request in of_rank) == IDS // GLOBAL * MICRO
+    assert of_rank[-1].ids[-1] == (len(of_rank) - 1) * GLOBAL + rank * MICRO + MICRO - 1
 
 
 def test_missing_records_of_a_sparse_cache(tmp_path):

@@ -52,17 +52,17 @@ def test_each_arm_of_full_labels_is_a_configuration(arm, tmp_path):
         "bf16",
     )  # not by a trial of each run
     weights = [
-        one.checkpoint for one in (loaded.teacher, *loaded.teacher.also)
+        teacher.checkpoint for teacher in (loaded.teacher, *loaded.teacher.also)
     ]  # else each run fits its own
     assert weights == [str(export / "model.safetensors") for export in options.teachers]
 
 
 def test_the_labels_arms_of_make_run_are_the_student_of_the_run_without_its_teacher():
-    whole = config.load("vit_food")
-    for more in ([], make_run.STRONG):
-        alone = config.load("vit_food", [*make_run.ALONE, *more])
-        assert (alone.student, alone.optimizer) == (whole.student, whole.optimizer)
-        assert alone.data.batch_size == whole.data.batch_size
+    full = config.load("vit_food")
+    for overrides in ([], make_run.STRONG):
+        alone = config.load("vit_food", [*make_run.ALONE, *overrides])
+        assert (alone.student, alone.optimizer) == (full.student, full.optimizer)
+        assert alone.data.batch_size == full.data.batch_size
         assert (alone.data.labels, alone.data.labels_per_class) == (
             "all",
             10,
@@ -72,10 +72,10 @@ def test_the_labels_arms_of_make_run_are_the_student_of_the_run_without_its_teac
             False,
             False,
         )
-        assert [(one.kind, one.options.label_smoothing) for one in alone.losses] == [
+        assert [(loss.kind, loss.options.label_smoothing) for loss in alone.losses] == [
             ("ce", 0.1)
         ]
-        assert bool(alone.data.augment.policy) == bool(more)
+        assert bool(alone.data.augment.policy) == bool(overrides)
     assert config.load("vit_food", make_run.FULL).teacher.fitted
 
 
@@ -90,25 +90,27 @@ def test_each_arm_of_the_proof_is_a_configuration(experiment, tmp_path):
         "vit_small.safetensors",
     ):
         (tmp_path / name).touch()
-    whole = config.load(proof.ROOT / "configs" / f"{proof.configured(experiment)}.yaml")
-    for arm, own in proof.EXPERIMENTS[experiment].items():
-        labels = 25 if experiment == "few_labels" and own.labels != "every" else 0
+    full = config.load(proof.ROOT / "configs" / f"{proof.configured(experiment)}.yaml")
+    for arm, arm_settings in proof.EXPERIMENTS[experiment].items():
+        labels = (
+            25 if experiment == "few_labels" and arm_settings.labels != "every" else 0
+        )
         loaded = config.load(proof.settings(options, experiment, arm, labels, 2))
         assert loaded.data.labels_per_class == labels
-        assert loaded.run.steps == round(whole.run.steps * own.share)
-        assert bool(loaded.teacher.model) == own.teacher
-        assert loaded.teacher.fitted == (own.teacher and whole.teacher.fitted)
+        assert loaded.run.steps == round(full.run.steps * arm_settings.share)
+        assert bool(loaded.teacher.model) == arm_settings.teacher
+        assert loaded.teacher.fitted == (arm_settings.teacher and full.teacher.fitted)
         crop = (
-            own.over.get("data", {})
+            arm_settings.over.get("data", {})
             .get("augment", {})
-            .get("crop_scale", whole.data.augment.crop_scale)
+            .get("crop_scale", full.data.augment.crop_scale)
         )
         assert loaded.data.augment.crop_scale == crop
 
 
 def test_the_proof_goes_seed_by_seed_and_has_one_ceiling(tmp_path):
     options = proof.arguments(["--data", ".", "--weights", ".", "--only", "few_labels"])
-    keys = proof.wanted(options)
+    keys = proof.planned(options)
     assert keys[0] == ("few_labels", "soft", 100, 0)
     assert [key for key in keys if key[1] == "ceiling"] == [
         ("few_labels", "ceiling", 0, seed) for seed in (0, 1, 2)
@@ -146,11 +148,11 @@ def test_wrong_labels_are_planted_once_and_named_as_the_audit_names_them(tmp_pat
     assert planted == proof.plant(options)
     assert 30 <= len(planted) <= 50
     train = tmp_path / "work" / "wrong" / "train"
-    made = {path.relative_to(train).as_posix() for path in train.glob("*/*")}
-    assert len(made) == 100
+    files = {path.relative_to(train).as_posix() for path in train.glob("*/*")}
+    assert len(files) == 100
     assert planted == {
         f"train/{name}"
-        for name in made
+        for name in files
         if not name.split("/")[1].startswith(name.split("/")[0])
     }
     assert len([*tmp_path.glob("work/wrong/test/*/*")]) == 6
@@ -170,23 +172,26 @@ def test_each_student_of_variants_can_be_built(name):
 
 def test_each_student_of_the_frontier_is_a_configuration():
     every = ",".join(map(json.dumps, frontier.STUDENTS.values()))
-    space, found = (
-        Space.read(plain("cifar10"), [*frontier.KEYS, f"student={every}"]),
-        [],
-    )
+    space = Space.read(plain("cifar10"), [*frontier.KEYS, f"student={every}"])
+    students = []
     for values in space.combinations():
-        student, one = json.loads(values["student"]), space.load(values)
-        assert (one.student.model, one.student.args) == (
+        student = json.loads(values["student"])
+        loaded = space.load(values)
+        assert (loaded.student.model, loaded.student.args) == (
             student["model"],
             student.get("args", {}),
         )
-        assert (one.data.image_size, one.teacher.options.input_size, one.run.name) == (
+        assert (
+            loaded.data.image_size,
+            loaded.teacher.options.input_size,
+            loaded.run.name,
+        ) == (
             64,
             32,
             "frontier_cifar10",
         )
-        found.append(student)
-    assert found == list(frontier.STUDENTS.values())
+        students.append(student)
+    assert students == list(frontier.STUDENTS.values())
 
 
 def test_the_command_of_the_frontier_names_no_path_of_this_machine():
@@ -199,19 +204,19 @@ def test_the_command_of_the_frontier_names_no_path_of_this_machine():
         "--jobs",
         "2",
     ]
-    wanted = (
+    expected = (
         "x.py data.root=PATH/cifar10 teacher.checkpoint=FILE run.folder=FOLDER"
         " run.epochs=1 --jobs 2"
     )
-    assert frontier.shown(argv) == wanted
+    assert frontier.printable(argv) == expected
 
 
 def test_each_row_of_the_story_is_a_configuration_that_changes_what_it_says(tmp_path):
-    given = argparse.Namespace(work=tmp_path, images=640, overrides=[])
+    options = argparse.Namespace(work=tmp_path, images=640, overrides=[])
     rows = [
         config.load(
             str(story.CONFIG),
-            story.keys_of(number, given, tmp_path / "teacher" / "export"),
+            story.keys_of(number, options, tmp_path / "teacher" / "export"),
         )
         for number in range(len(story.STEPS))
     ]
@@ -229,7 +234,7 @@ def test_the_story_is_told_by_the_files_of_its_runs(tmp_path):
     """The page keeps its text around the table; a row's share of time is that of its
     parts.
     """
-    parts = {
+    texts = {
         "data_ms": 10.0,
         "teacher_ms": 60.0,
         "student_ms": 30.0,
@@ -247,9 +252,9 @@ def test_the_story_is_told_by_the_files_of_its_runs(tmp_path):
         "low": 40.0,
         "high": 60.0,
         "finding": "Precision: float32. Set it | Teacher: 60 %. Set it",
-        **parts,
+        **texts,
     }
-    text = story.shown(
+    text = story.table_of(
         [
             row,
             row
@@ -325,11 +330,11 @@ def test_the_rule_of_learning_is_judged_by_the_longer_run_of_the_same_kind():
             arm="labels",
         ),
     ]
-    found = [
-        (one["cell"], one["longer"], one["gave"], one["rule"], one["cut"])
-        for one in still_learning.pairs(rows)
+    judged = [
+        (pair["cell"], pair["longer"], pair["gave"], pair["rule"], pair["cut"])
+        for pair in still_learning.pairs(rows)
     ]
-    assert found == [
+    assert judged == [
         ("as kd-init writes it", "3x", "more", "right", ""),
         ("as kd-init writes it", "7.5x", "more", "right", ""),
         ("8 views, 120 epochs", "2.5x", "no more", "right", "0.0 after 11"),

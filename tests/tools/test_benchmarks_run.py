@@ -70,12 +70,12 @@ def columns(theme: str) -> set[str]:
     """Return the columns of a committed file that results.md shows."""
     theme = {"defer": "defer_seeds"}.get(theme, theme)  # which part of it a name says
     (path,) = (
-        one
+        file
         for maker in ("amd", "intel")
-        for one in ROOT.glob(f"benchmarks/results/*/{theme}_{maker}-*.csv")
+        for file in ROOT.glob(f"benchmarks/results/*/{theme}_{maker}-*.csv")
     )
-    shown, _, only = header(path)["show"].partition(" | ")
-    names = {name.strip("+:") for name in shown.split()} - {"all"}
+    listed, _, only = header(path)["show"].partition(" | ")
+    names = {name.strip("+:") for name in listed.split()} - {"all"}
     return names | ({only.partition("=")[0]} if only else set())
 
 
@@ -106,7 +106,7 @@ def ran(tmp_path, monkeypatch) -> Ran:
     return run
 
 
-def test_audit(ran, photos):
+def test_audit_runs(ran, photos):
     words = [
         "leaks",
         "--data",
@@ -179,8 +179,10 @@ is said.
 
 
 @pytest.mark.parametrize("name", SMALLEST)
-def test_at_its_smallest(ran, name, photos, distilled, exported, tmp_path):
-    words, column, wanted = SMALLEST[name]
+def test_a_benchmark_runs_at_its_smallest(
+    ran, name, photos, distilled, exported, tmp_path
+):
+    words, column, expected = SMALLEST[name]
     places = {
         "photos": photos,
         "distilled": distilled,
@@ -188,18 +190,18 @@ def test_at_its_smallest(ran, name, photos, distilled, exported, tmp_path):
         "work": tmp_path / "work",
     }
     rows = ran(name, *shlex.split(words.format(short=shlex.join(SHORT), **places)))
-    found = {row[column] for row in rows}
-    assert wanted <= found if wanted else all(float(value) >= 0 for value in found)
+    values = {row[column] for row in rows}
+    assert (
+        expected <= values if expected else all(float(value) >= 0 for value in values)
+    )
     if name == "cached_run":
         bits = {row["run"]: row["bits_of_live"] for row in rows}
         assert bits == {"fresh": "", "live": "", "ahead": "True", "filling": "False"}
 
 
-def test_from_folder(ran, photos, tmp_path):
-    data, files = (
-        tmp_path / "data",
-        [tmp_path / f"efficientnet-lite{number}.pth" for number in (2, 0)],
-    )
+def test_from_folder_runs(ran, photos, tmp_path):
+    data = tmp_path / "data"
+    files = [tmp_path / f"efficientnet-lite{number}.pth" for number in (2, 0)]
     for split in ("train", "val"):
         shutil.copytree(photos / split, data / split)
     shutil.copytree(photos / "val", data / "test")
@@ -225,7 +227,7 @@ def test_from_folder(ran, photos, tmp_path):
     assert float(row["file_right"]) == float(row["student"])
 
 
-def test_compile(monkeypatch):
+def test_compile_runs(monkeypatch):
     import compile as measured
 
     monkeypatch.setattr(measured, "NETWORKS", {"residual_24": ("examples", 2, 32)})
@@ -235,14 +237,14 @@ def test_compile(monkeypatch):
     assert row["ratio"] > 0
 
 
-def test_endpoint(ran, exported, photos):
+def test_endpoint_runs(ran, exported, photos):
     rows = ran(
         "endpoint", exported, photos / "val", "--clients", "2", "--images", "6", WARM=2
     )
     assert all(float(row["images_per_second"]) > 0 for row in rows)
 
 
-def test_intervals(ran, photos, tmp_path):
+def test_intervals_runs(ran, photos, tmp_path):
     shutil.copytree(photos / "train", tmp_path / "images" / "train")
     shutil.copytree(photos / "val", tmp_path / "images" / "test")
     rows = ran(
@@ -251,7 +253,7 @@ def test_intervals(ran, photos, tmp_path):
     assert [row["samples"] for row in rows] == ["3"] * 4
 
 
-def test_patience(ran, tmp_path):
+def test_patience_runs(ran, tmp_path):
     import patience
 
     settings = yaml.safe_load(patience.CONFIG.read_text())
@@ -281,7 +283,7 @@ def test_patience(ran, tmp_path):
 @pytest.mark.filterwarnings(
     "ignore:The image decoding:DeprecationWarning"
 )  # torchvision's own, a peer that is timed
-def test_photographs_of_many_pixels(ran, exported, photos):
+def test_photographs_of_many_pixels_are_timed(ran, exported, photos):
     sides = {"as it is": None, "12 MP": (400, 300)}
     rows = ran(
         "photographs",
@@ -299,7 +301,7 @@ def test_photographs_of_many_pixels(ran, exported, photos):
     assert {row["which"] for row in rows} == {"kd", "timm", "torchvision v2"}
 
 
-def test_photographs_over_http(ran, exported, photos):
+def test_photographs_over_http_are_timed(ran, exported, photos):
     words = ["--rounds", "1", "--seconds", "0.3"]
     rows = ran(
         "photographs_endpoint",
@@ -313,7 +315,7 @@ def test_photographs_over_http(ran, exported, photos):
     assert all(float(row["per_second"]) > 0 for row in rows)
 
 
-def test_precision(ran):
+def test_precision_runs(ran):
     rows = ran(
         "precision",
         "--rounds",
@@ -328,7 +330,7 @@ def test_precision(ran):
     assert all(float(row["cpu_ms"]) > 0 and row["convolved"] == "1.000" for row in rows)
 
 
-def test_recipe(ran, photos, tmp_path):
+def test_recipe_runs(ran, photos, tmp_path):
     for number, file in enumerate(sorted((photos / "train").glob("*/*"))[:20]):
         to = tmp_path / "data" / "train" / f"{number % 2}" / f"{number}.png"
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -351,7 +353,7 @@ def test_recipe(ran, photos, tmp_path):
     assert {row["arm"] for row in rows} == {*importlib.import_module("recipe").ARMS}
 
 
-def test_regimes(ran, tmp_path):
+def test_regimes_runs(ran, tmp_path):
     words = [
         "--work",
         tmp_path / "work",
@@ -371,7 +373,7 @@ def test_regimes(ran, tmp_path):
     assert [row["arm"] for row in rows] == ["everything"]
 
 
-def test_remote(ran, photos, tmp_path):
+def test_remote_runs(ran, photos, tmp_path):
     pytest.importorskip("ray", reason="ray is not installed: pip install 'kd[ray]'")
     for source in photos.glob("*/*/*"):
         for number in range(4):
@@ -396,14 +398,14 @@ def test_remote(ran, photos, tmp_path):
     assert {"local", "ray"} <= {row["loader"] for row in rows}
 
 
-def test_serve(ran, exported):
+def test_serve_runs(ran, exported):
     rows = ran(
         "serve", exported, "--part", "cold", "--seconds", "0.2", theme="serve_cold"
     )
     assert len(rows) > 1
 
 
-def test_sifting(photos, tmp_path, monkeypatch):
+def test_sifting_runs(photos, tmp_path, monkeypatch):
     import sifting
 
     small = sifting.Kind("cifar", 2, 4, 16)
@@ -428,7 +430,7 @@ def test_sifting(photos, tmp_path, monkeypatch):
     assert row["cpu_seconds"] > 0
 
 
-def test_what_you_save(ran, exported, photos):
+def test_what_you_save_runs(ran, exported, photos):
     rows = ran(
         "what_you_save",
         photos / "val",
@@ -450,12 +452,12 @@ def test_what_you_save(ran, exported, photos):
     )
 
 
-def test_small_first(photos, tmp_path, monkeypatch):
+def test_small_first_runs(photos, tmp_path, monkeypatch):
     import small_first
 
-    made = timm.create_model("tf_efficientnet_lite0").state_dict()
+    tensors = timm.create_model("tf_efficientnet_lite0").state_dict()
     torch.save(
-        {f"other.{i}": tensor for i, tensor in enumerate(made.values())},
+        {f"other.{i}": tensor for i, tensor in enumerate(tensors.values())},
         tmp_path / "lite0-0.pth",
     )
     overlay = {"pretrained_cfg_overlay": {"input_size": [3, 32, 32]}}
@@ -503,7 +505,7 @@ def test_small_first(photos, tmp_path, monkeypatch):
     assert fewer == ["run.steps=50"]  # half of the time beside the start
 
 
-def test_sweep(ran, tmp_path):
+def test_sweep_runs(ran, tmp_path):
     axes = {"losses.0.temperature": ("1", "2")}
     rows = ran(
         "sweep",
@@ -529,7 +531,7 @@ def test_timm_distillation_links_photographs(photos, tmp_path):
     assert isinstance(timm_distillation.bf16_pays(), bool)
 
 
-def test_choice_of_checkpoint(ran, photos, teacher, tmp_path):
+def test_choice_of_checkpoint_runs(ran, photos, teacher, tmp_path):
     settings = base(photos, tmp_path) | {"teacher": teacher_at(teacher)}
     run = {"epochs": 3, "keep": 9, "every": {"log": 2, "evaluate": 2, "checkpoint": 2}}
     settings["run"] |= run
@@ -537,10 +539,10 @@ def test_choice_of_checkpoint(ran, photos, teacher, tmp_path):
     folder = train(config.load(settings)).folder
     rows = ran("choice_of_checkpoint", folder, DRAWS=20, IMAGES=(2, 3))
     steps = sorted(
-        int(one.name.partition("_")[2]) for one in (folder / "checkpoints").iterdir()
+        int(item.name.partition("_")[2]) for item in (folder / "checkpoints").iterdir()
     )
     assert [
-        int(one.partition(":")[0]) for one in rows[0]["test_by_step"].split()
+        int(item.partition(":")[0]) for item in rows[0]["test_by_step"].split()
     ] == steps
     assert [row["rule"] for row in rows[:3]] == [
         "highest",

@@ -46,7 +46,7 @@ def settings(**student):
 
 def test_flags_of_timm_say_what_the_configuration_says(compare):
     flags = compare.timm_flags(settings(args={"depth": 2}), 5, seed=7)
-    wanted = {
+    expected = {
         "num-classes": 5,
         "seed": 7,
         "img-size": 64,
@@ -54,7 +54,7 @@ def test_flags_of_timm_say_what_the_configuration_says(compare):
         "lr": 1e-3,
         "kd-temperature": 3.0,
     }
-    assert flags.items() >= wanted.items()
+    assert flags.items() >= expected.items()
     assert (flags["epochs"], flags["warmup-epochs"]) == (20, 1)
     assert flags["model-kwargs"] == ["depth=2", "img_size=64"]  # as kd builds it
 
@@ -79,7 +79,7 @@ def test_curves_are_read_from_what_timm_prints(compare):
             " (81.0)"
         ),
     )
-    done = compare.Finished([(0.0, line) for line in lines], 1.0, 1.0, 1.0)
-    assert compare.curve_of_timm(done) == [
+    finished = compare.Finished([(0.0, line) for line in lines], 1.0, 1.0, 1.0)
+    assert compare.curve_of_timm(finished) == [
         {"epoch": 1, "training_seconds": 23.25, "accuracy": 27.5}
     ]

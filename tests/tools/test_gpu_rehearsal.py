@@ -21,8 +21,8 @@ import gpu  # noqa: E402
 
 @pytest.mark.slow
 def test_every_part_runs_and_a_finished_one_is_kept(tmp_path, capfd):
-    kept = gpu.row("kept from an earlier call", 1, "rows")
-    (tmp_path / "export.json").write_text(json.dumps([kept]))
+    finished = gpu.row("kept from an earlier call", 1, "rows")
+    (tmp_path / "export.json").write_text(json.dumps([finished]))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     path = gpu.main(["--tiny", "--work", str(tmp_path)])
@@ -41,9 +41,9 @@ def test_every_part_runs_and_a_finished_one_is_kept(tmp_path, capfd):
         if row["part"] in ("step", "run", "memory", "student", "configurations")
     }
     always = [
-        what for what in ran if not what.startswith("peak") and "waits" not in what
+        name for name in ran if not name.startswith("peak") and "waits" not in name
     ]
-    assert [what for what in always if float(ran[what]["value"]) <= 0] == []
+    assert [name for name in always if float(ran[name]["value"]) <= 0] == []
     exact = [
         row
         for row in rows
@@ -66,12 +66,12 @@ def test_every_part_runs_and_a_finished_one_is_kept(tmp_path, capfd):
 
 
 def test_a_part_cut_short_is_reported_and_rerun(tmp_path, monkeypatch):
-    given = gpu.arguments(["--work", str(tmp_path)])
-    assert gpu.obtain("export", gpu.REAL, given, end=0.0)[0]["unit"] == "not finished"
+    options = gpu.arguments(["--work", str(tmp_path)])
+    assert gpu.obtain("export", gpu.REAL, options, end=0.0)[0]["unit"] == "not finished"
     slow = tmp_path / "slow.py"
     slow.write_text("import time; time.sleep(60)")
     monkeypatch.setattr(gpu, "__file__", str(slow))
-    assert "time was over" in gpu.apart("export", given, 0.2)
+    assert "time was over" in gpu.apart("export", options, 0.2)
 
 
 HANGS = """

@@ -18,17 +18,18 @@ def mutants():
 
 def test_a_longer_sample_holds_the_shorter_one(mutants):
     names = [f"kd.m.x_f__mutmut_{i}" for i in range(500)]
-    short, long = mutants.sample(names, 50, 0), mutants.sample(names[::-1], 80, 0)
+    short = mutants.sample(names, 50, 0)
+    long = mutants.sample(names[::-1], 80, 0)
     assert long[:50] == short
     assert len(set(long)) == 80
     assert mutants.sample(names, 50, 1) != short
 
 
 def test_the_table_counts_what_ran(mutants):
-    found = {"a": 1, "b": 0, "c": 33, "d": 0, "e": None, "f": 36, "g": -11}
+    codes = {"a": 1, "b": 0, "c": 33, "d": 0, "e": None, "f": 36, "g": -11}
     lines = mutants.table(
-        found,
-        [*found],
+        codes,
+        [*codes],
         {"d": "the same number", "a": "listed, and noticed all the same"},
     )
     assert lines[:2] == ["missed: b", "missed: c (no test calls it)"]

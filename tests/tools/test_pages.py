@@ -79,7 +79,7 @@ def test_every_file_says_what_it_is():
 
 
 @pytest.mark.parametrize(
-    ("texts", "summed", "wanted"),
+    ("texts", "summed", "expected"),
     [
         (["1", "2", "3"], False, "1, 2, 3"),
         (["2", "2"], False, "2"),
@@ -89,8 +89,8 @@ def test_every_file_says_what_it_is():
         (["", ""], False, ""),
     ],
 )
-def test_a_cell_shows_its_raw_values(texts, summed, wanted):
-    assert tool("results").cell(texts, summed) == wanted
+def test_a_cell_shows_its_raw_values(texts, summed, expected):
+    assert tool("results").cell(texts, summed) == expected
 
 
 def test_rows_are_grouped_and_filtered():

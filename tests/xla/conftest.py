@@ -79,11 +79,11 @@ def train(run_file, tmp_path_factory) -> Callable[..., Trained]:
 @pytest.fixture(scope="session")
 def plain(train) -> Callable[..., Trained]:
     """Runs that several tests look at, each made once."""
-    made: dict[tuple[str, ...], Trained] = {}
+    runs: dict[tuple[str, ...], Trained] = {}
 
     def run(*key: str) -> Trained:
-        if key not in made:
-            made[key] = train(*key)
-        return made[key]
+        if key not in runs:
+            runs[key] = train(*key)
+        return runs[key]
 
     return run

@@ -13,12 +13,13 @@ pytestmark = pytest.mark.slow  # compiling
 STEPS = 20
 
 
-def difference(one, other, prefix: str) -> float:
+def difference(first, second, prefix: str) -> float:
     """Return the largest difference of any tensor below a prefix."""
-    names = [name for name in one if name.startswith(prefix)]
+    names = [name for name in first if name.startswith(prefix)]
     assert names
     return max(
-        (one[name].double() - other[name].double()).abs().max().item() for name in names
+        (first[name].double() - second[name].double()).abs().max().item()
+        for name in names
     )
 
 
@@ -26,7 +27,8 @@ def difference(one, other, prefix: str) -> float:
     "clip", ["optimizer.clip_grad_norm=1", "optimizer.clip_grad_norm=0"]
 )
 def test_the_run_is_the_cpu_backends_run(plain, clip):
-    cpu, xla = plain("cpu", clip), plain("xla", clip)
+    cpu = plain("cpu", clip)
+    xla = plain("xla", clip)
     assert len(cpu.losses()) == STEPS
     assert xla.losses() == pytest.approx(cpu.losses(), rel=1e-5)
     norms = [[row["grad_norm"] for row in run.rows()] for run in (cpu, xla)]
@@ -78,9 +80,9 @@ def test_sifting_and_the_cache_compile_nothing_after_the_warm_up(
     # plans that change, scoring passes, batches put together of others, hits and misses
     # of the cache min_lr: where the learning rate ends so low that 1 - lr * decay
     # rounds to 1, torch_xla makes a constant of it
-    kept = f"teacher.cache.path={tmp_path / 'cache'}"
+    cached = f"teacher.cache.path={tmp_path / 'cache'}"
     run = train("xla", "run.steps=48", "run.every.log=12", "run.every.evaluate=48", "run.every.checkpoint=48",
-                "optimizer.min_lr_ratio=0.01", kept, *sifter)  # fmt: skip
+                "optimizer.min_lr_ratio=0.01", cached, *sifter)  # fmt: skip
     rows = run.rows()
     assert [row["step"] for row in rows] == [12, 24, 36, 48]
     assert [row["compiles"] for row in rows[1:]] == [rows[1]["compiles"]] * 3
@@ -101,12 +103,13 @@ def test_evaluations_compile_twice_and_no_more(train):
 
 def test_torch_xlas_zero_is_adamw(plain):
     for clip in ("optimizer.clip_grad_norm=1", "optimizer.clip_grad_norm=0"):
-        whole, sharded = plain("xla", clip), plain("xla", clip, "optimizer.zero=true")
-        assert sharded.losses() == pytest.approx(whole.losses(), rel=1e-5)
-        norms = [[row["grad_norm"] for row in run.rows()] for run in (whole, sharded)]
+        adamw = plain("xla", clip)
+        sharded = plain("xla", clip, "optimizer.zero=true")
+        assert sharded.losses() == pytest.approx(adamw.losses(), rel=1e-5)
+        norms = [[row["grad_norm"] for row in run.rows()] for run in (adamw, sharded)]
         assert norms[1] == pytest.approx(norms[0], rel=1e-4)
-        assert whole.checkpoint().keys() == sharded.checkpoint().keys()
-        assert difference(whole.checkpoint(), sharded.checkpoint(), "optimizer.") < 1e-3
+        assert adamw.checkpoint().keys() == sharded.checkpoint().keys()
+        assert difference(adamw.checkpoint(), sharded.checkpoint(), "optimizer.") < 1e-3
 
 
 @pytest.mark.parametrize("zero", ["optimizer.zero=false", "optimizer.zero=true"])
@@ -117,18 +120,19 @@ def test_a_run_resumes_to_the_same_bits(train, plain, tmp_path, zero):
     shutil.copytree(undisturbed.folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}")
     resumed = train("xla", "optimizer.clip_grad_norm=1", zero, folder=tmp_path / "run")
-    one, other = undisturbed.checkpoint(), resumed.checkpoint()
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    expected = undisturbed.checkpoint()
+    tensors = resumed.checkpoint()
+    assert expected.keys() == tensors.keys()
+    assert [
+        name for name in expected if not torch.equal(expected[name], tensors[name])
+    ] == []
 
 
 def test_bfloat16_autocast_is_the_cpus(plain):
     bf16 = "backend.precision=bf16"
-    cpu, xla, exact = (
-        plain("cpu", bf16),
-        plain("xla", bf16),
-        plain("xla", "optimizer.clip_grad_norm=1"),
-    )
+    cpu = plain("cpu", bf16)
+    xla = plain("xla", bf16)
+    exact = plain("xla", "optimizer.clip_grad_norm=1")
     assert xla.losses() == pytest.approx(cpu.losses(), rel=0.02)
     assert xla.losses() != pytest.approx(
         exact.losses(), rel=1e-5
@@ -145,7 +149,7 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing(clip):
     backend = build(Options(), "fp32", 5.0)
     backend.setup()
 
-    def made(gradients):
+    def stepped(gradients):
         weight = torch.nn.Parameter(torch.ones(4, 3, device=backend.device))
         optimizer = backend.optimizer(
             [{"params": [weight]}], torch.optim.AdamW, False, lr=0.1
@@ -162,6 +166,6 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing(clip):
             *(value for name, value in state.items() if name != "step"),
         ]
 
-    assert all(map(torch.equal, made([math.nan]), made([])))
-    assert all(map(torch.equal, made([0.5, math.inf]), made([0.5])))
-    assert not torch.equal(made([0.5, 0.5])[0], made([0.5])[0])
+    assert all(map(torch.equal, stepped([math.nan]), stepped([])))
+    assert all(map(torch.equal, stepped([0.5, math.inf]), stepped([0.5])))
+    assert not torch.equal(stepped([0.5, 0.5])[0], stepped([0.5])[0])

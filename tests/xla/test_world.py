@@ -29,25 +29,25 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "operation"),
+    ("kind", "operation"),
     [("clip", "all-reduce"), ("plain", "all-reduce"), ("zero", "reduce-scatter")],
 )
-def test_two_replicas_reduce_once_and_divide_by_two(how, operation):
-    done = subprocess.run(
-        [sys.executable, str(HERE / "two_replicas.py"), how],
+def test_two_replicas_reduce_once_and_divide_by_two(kind, operation):
+    process = subprocess.run(
+        [sys.executable, str(HERE / "two_replicas.py"), kind],
         env=environment(),
         capture_output=True,
         text=True,
     )
-    graph = done.stdout
-    assert done.returncode == 0, done.stderr
+    graph = process.stdout
+    assert process.returncode == 0, process.stderr
     shapes = [
         line for line in graph.splitlines() if re.search(rf" {operation}\(", line)
     ]
     gradients = [line for line in shapes if re.search(r"f32\[(3,4|2,4|2|3)\]", line)]
     # torch_xla reduces the list of gradients in one operation, and scatters each of the
     # two by itself
-    assert len(gradients) == (2 if how == "zero" else 1), graph
+    assert len(gradients) == (2 if kind == "zero" else 1), graph
     assert "constant(0.5)" in graph
 
 
@@ -68,11 +68,11 @@ def test_two_processes_on_the_cpu_are_refused(run_file, tmp_path):
         "backend.kind=xla",
         f"run.folder={tmp_path}",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         argv, env=environment(), capture_output=True, text=True, timeout=200
     )
-    assert done.returncode != 0
-    assert "1 of the 2 processes" in done.stderr
+    assert process.returncode != 0
+    assert "1 of the 2 processes" in process.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -135,7 +135,7 @@ def test_flags_of_the_cpu_compiler_are_extended_and_never_overwritten():
     from kd.parts.backends.xla import _skip_llvm_passes
 
     level = "--xla_backend_optimization_level"
-    for given, expected in (
+    for environment, expected in (
         ({"PJRT_DEVICE": "CPU"}, f"{level}=0"),
         (
             {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_dump_to=x"},
@@ -144,5 +144,5 @@ def test_flags_of_the_cpu_compiler_are_extended_and_never_overwritten():
         ({"PJRT_DEVICE": "CPU", "XLA_FLAGS": f"{level}=2"}, f"{level}=2"),
         ({"PJRT_DEVICE": "NEURON", "XLA_FLAGS": "--a"}, "--a"),
     ):
-        _skip_llvm_passes(given)
-        assert given["XLA_FLAGS"] == expected
+        _skip_llvm_passes(environment)
+        assert environment["XLA_FLAGS"] == expected

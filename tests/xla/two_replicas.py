@@ -13,7 +13,7 @@ import torch_xla
 from kd.parts import registry
 
 
-def main(how: str) -> None:
+def main(kind: str) -> None:
     torch_xla._XLAC._xla_set_replication_devices(
         ["CPU:0", "CPU:1"]
     )  # before torch_xla first counts its world
@@ -22,9 +22,9 @@ def main(how: str) -> None:
     backend.device = torch_xla.device()
     layer = torch.nn.Linear(4, 3).to(backend.device)
     groups = [{"params": list(layer.parameters())}]
-    optimizer = backend.optimizer(groups, torch.optim.AdamW, how == "zero", lr=0.1)
+    optimizer = backend.optimizer(groups, torch.optim.AdamW, kind == "zero", lr=0.1)
     layer(torch.ones(2, 4, device=backend.device)).square().sum().backward()
-    norm = backend.step(optimizer, 0.0 if how == "plain" else 1.0)
+    norm = backend.step(optimizer, 0.0 if kind == "plain" else 1.0)
     print(torch_xla._XLAC._get_xla_tensors_hlo([*layer.parameters(), norm]), flush=True)
     os._exit(0)  # the runtime would wait for the second replica
 

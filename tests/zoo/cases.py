@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-RED, GREEN, BLUE = (200, 30, 30), (30, 200, 30), (30, 30, 200)
+RED = (200, 30, 30)
+GREEN = (30, 200, 30)
+BLUE = (30, 30, 200)
 TWO = {"apple": 3, "pear": 3}
-CAFE, CAFE_MAC = (
-    "caf\xe9",
-    "cafe\u0301",
-)  # é as one character, and as macOS writes it: two
+CAFE = "caf\xe9"  # é as one character
+CAFE_MAC = "cafe\u0301"  # as macOS writes it: two
 Keys = dict[str, Any]
 
 
@@ -43,7 +43,7 @@ class Case:
     keys: Mapping[str, Any] = field(
         default_factory=dict
     )  # of `data`; "ROOT" in a text is the folder
-    said: str = ""  # what must be said though it is right: a pattern
+    message: str = ""  # what must be said though it is right: a pattern
     refused: str = ""  # what the one line says: a pattern; "": it is right at once
     remedy: Callable[[Path, Keys], object] | None = (
         None  # does what that line says to files or keys
@@ -120,14 +120,14 @@ def delete(name: str) -> Callable[[Path, Keys], object]:
     return lambda root, keys: (root / name).unlink()
 
 
-def sets(**more: Any) -> Callable[[Path, Keys], object]:
-    return lambda root, keys: keys.update(more)
+def sets(**values: Any) -> Callable[[Path, Keys], object]:
+    return lambda root, keys: keys.update(values)
 
 
-def scans(jpeg: bytes, more: int) -> bytes:
+def scans(jpeg: bytes, copies: int) -> bytes:
     start = jpeg.index(b"\xff\xda")
     second = jpeg.index(b"\xff\xda", start + 2)
-    return jpeg[:second] + jpeg[start:second] * more + jpeg[second:]
+    return jpeg[:second] + jpeg[start:second] * copies + jpeg[second:]
 
 
 def burst() -> bytes:
@@ -256,14 +256,16 @@ FOLDERS = [
     Case("no endings", lambda root: plain(root, ending="")),
     Case("dots in names, no endings", beside("pear/scan.4.5", photo(5)), PEAR4),
     Case("PNG named .jpg", first(lambda: photo(1, "PNG")), pixels=is_red),
-    Case("a text beside the images", beside("pear/notes.txt", "x"), said="1 .txt"),
-    Case("Thumbs.db", beside("pear/Thumbs.db", b"\xd0\xcf\x11\xe0"), said="1 .db"),
+    Case("a text beside the images", beside("pear/notes.txt", "x"), message="1 .txt"),
+    Case("Thumbs.db", beside("pear/Thumbs.db", b"\xd0\xcf\x11\xe0"), message="1 .db"),
     Case("hidden files of macOS", beside("pear/._0.jpg", b"\0\5\x16\7")),
-    Case("a raw photograph", beside("pear/1.nef", b"II*\0" + bytes(64)), said="1 .nef"),
+    Case(
+        "a raw photograph", beside("pear/1.nef", b"II*\0" + bytes(64)), message="1 .nef"
+    ),
     Case(
         "an empty class folder",
         lambda root: (plain(root) / "train/fig").mkdir(),
-        said="1 folder has no image.*fig",
+        message="1 folder has no image.*fig",
     ),
     Case(
         "nested classes",
@@ -275,7 +277,7 @@ FOLDERS = [
         lambda root: plain(root, NUMBERS, count=1),
         dict.fromkeys(NUMBERS, 1),
         order=NUMBERS,
-        said="order of numbers",
+        message="order of numbers",
     ),
     Case(
         "classes 007 and no",
@@ -496,10 +498,10 @@ def listed(
     content: str | bytes,
     right: Mapping[str, int] = TWO,
     file: str = "t.csv",
-    **more: Any,
+    **fields: Any,
 ) -> Case:
-    keys = more.pop("keys", {**LIST, "train_list": file})
-    return Case(name, table(content, file), right, keys, kind="table", **more)
+    keys = fields.pop("keys", {**LIST, "train_list": file})
+    return Case(name, table(content, file), right, keys, kind="table", **fields)
 
 
 def rewrite(
@@ -578,7 +580,7 @@ TABLES = [
     listed(
         "a row twice",
         HEAD + ROWS + "images/0.jpg,apple\n",
-        said="1 lines of data.train_list repeat another",
+        message="1 lines of data.train_list repeat another",
     ),
     listed(
         "a row twice with two labels",
@@ -741,15 +743,15 @@ def sharded(
     name: str,
     make: Callable[[Path], object],
     right: Mapping[str, int] = TWO,
-    **more: Any,
+    **fields: Any,
 ) -> Case:
     return Case(
         name,
         make,
         right,
-        {**SHARDS_KEYS, **more.pop("keys", {})},
+        {**SHARDS_KEYS, **fields.pop("keys", {})},
         kind="shards",
-        **more,
+        **fields,
     )
 
 
@@ -772,7 +774,7 @@ SHARDS = [
     sharded(
         "names with a second part",
         shards({**members(), "img_0.b.jpg": photo(1), "img_0.b.cls": b"pear"}),
-        said="2 members are not read: 1 .b.jpg, 1 .b.cls.*first dot",
+        message="2 members are not read: 1 .b.jpg, 1 .b.cls.*first dot",
     ),
     sharded("folders in a shard", shards(members("a/b/img_{}"))),
     sharded(
@@ -820,7 +822,7 @@ SHARDS = [
 # parquet
 
 
-def parquet(labels: list[Any], **more: list[Any]) -> Callable[[Path], object]:
+def parquet(labels: list[Any], **further: list[Any]) -> Callable[[Path], object]:
     """A table that Hugging Face did not write: a struct of bytes and path, without a
     note of what it is.
     """
@@ -831,7 +833,11 @@ def parquet(labels: list[Any], **more: list[Any]) -> Callable[[Path], object]:
 
         for split, names in (("train", range(6)), ("validation", range(6, 12))):
             images = [{"bytes": photo(n), "path": f"{n}.jpg"} for n in names]
-            columns = {"image": images, **({"label": labels} if labels else {}), **more}
+            columns = {
+                "image": images,
+                **({"label": labels} if labels else {}),
+                **further,
+            }
             files.write_table(pyarrow.table(columns), root / f"{split}.parquet")
 
     return make

@@ -111,7 +111,7 @@ def curl(*options: str) -> Callable[[str, Path], list[str]]:
     return lambda url, photo: [
         "curl",
         "-sS",
-        *(one.replace("PHOTO", str(photo)) for one in options),
+        *(option.replace("PHOTO", str(photo)) for option in options),
         url,
     ]
 
@@ -175,7 +175,7 @@ def server(exported):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CLIENTS]
 )
-def test_a_client(name, server, photos, tmp_path):
+def test_a_client_gets_the_answers_of_the_model(name, server, photos, tmp_path):
     photo = (
         tmp_path / "dish of rice.jpg"
         if name.startswith("curl")
@@ -188,16 +188,16 @@ def test_a_client(name, server, photos, tmp_path):
     if isinstance(argv, str) or shutil.which(argv[0]) is None:
         pytest.skip(argv if isinstance(argv, str) else f"{argv[0]} is not installed")
     ran = subprocess.run(
-        [one.replace("PROXY", root) for one in argv],
+        [argument.replace("PROXY", root) for argument in argv],
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert ran.returncode == 0, ran.stderr
     (expected,) = server.post(photo.read_bytes()).json["predictions"]
-    found = [
+    answers_of_photo = [
         prediction
         for line in ran.stdout.replace("}{", "}\n{").splitlines()
         for prediction in json.loads(line)["predictions"]
     ]
-    assert found == [expected] * answers
+    assert answers_of_photo == [expected] * answers

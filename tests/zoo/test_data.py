@@ -29,45 +29,50 @@ OF_DATA = ("labels", "bits", "on_corrupt", "max_skipped")
 
 
 @dataclass(frozen=True)
-class Found:
+class TrainingData:
     """What kd makes of the training images."""
 
     counts: dict[str, int]
     order: tuple[str, ...]
-    said: str
+    message: str
     first: Image.Image | None
 
 
-def read(root: Path, keys: Mapping[str, Any]) -> Found:
+def read(root: Path, keys: Mapping[str, Any]) -> TrainingData:
     """Read data as `kd-train --check=all` does, and count the images of each class."""
-    made = {
+    values = {
         **({} if "kind" in keys else {"kind": "imagefolder", "root": "ROOT"}),
         **keys,
     }
-    made = {
-        key: one.replace("ROOT", str(root)) if isinstance(one, str) else one
-        for key, one in made.items()
+    values = {
+        key: value.replace("ROOT", str(root)) if isinstance(value, str) else value
+        for key, value in values.items()
     }
-    made = {
-        key: tuple(one) if isinstance(one, list) else one for key, one in made.items()
+    values = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in values.items()
     }
-    section = {key: made.pop(key) for key in OF_DATA if key in made}
-    kind = made.pop("kind")
+    section = {key: values.pop(key) for key in OF_DATA if key in values}
+    kind = values.pop("kind")
     plan = DataPlan(
-        kind=kind, options=registry.default_options("datasets", kind, **made), **section
+        kind=kind,
+        options=registry.default_options("datasets", kind, **values),
+        **section,
     )
     data = open_sources(plan)
-    most = plan.max_skipped if plan.on_corrupt == "skip" else -1.0
+    max_skipped = plan.max_skipped if plan.on_corrupt == "skip" else -1.0
     lines = scan(
-        data.splits, most, root.parent / "audit", everything=True, bits=plan.bits
+        data.splits, max_skipped, root.parent / "audit", everything=True, bits=plan.bits
     )
-    counts, first = Counter[str](), None
+    counts = Counter[str]()
+    first = None
     for id in range(len(data.train)):
         try:
             image = data.train.decode(id).image
         except CorruptImage:
             continue  # it is skipped, or `look` would have raised
-        first, label = first or image, data.train.label(id)
+        first = first or image
+        label = data.train.label(id)
         if isinstance(label, np.ndarray):
             counts[
                 "+".join(
@@ -77,7 +82,7 @@ def read(root: Path, keys: Mapping[str, Any]) -> Found:
         else:
             counts[data.classes[label] if label >= 0 else ""] += 1
     assert len(data.val)
-    return Found(
+    return TrainingData(
         dict(counts), tuple(data.classes), "\n".join([*data.notes, *lines]), first
     )
 
@@ -89,7 +94,7 @@ def outcome(case: Case, root: Path) -> str:
     case.make(root)
     keys = dict(case.keys)
     try:
-        found = read(root, keys)
+        content = read(root, keys)
     except KdError as error:
         line = str(error)
     except Exception:
@@ -97,7 +102,7 @@ def outcome(case: Case, root: Path) -> str:
     else:
         if case.refused:
             return "silently wrong"
-        check(case, found)
+        check(case, content)
         return "right"
     assert len(line.splitlines()) == 1
     assert line.endswith((".", "?", "!"))
@@ -108,12 +113,12 @@ def outcome(case: Case, root: Path) -> str:
     return "refused"
 
 
-def check(case: Case, found: Found) -> None:
-    assert found.counts == dict(case.right)
-    assert re.search(case.said, found.said, re.DOTALL), found.said
-    assert case.order in ((), found.order)
-    assert found.first is not None
-    assert case.pixels is None or case.pixels(found.first)
+def check(case: Case, content: TrainingData) -> None:
+    assert content.counts == dict(case.right)
+    assert re.search(case.message, content.message, re.DOTALL), content.message
+    assert case.order in ((), content.order)
+    assert content.first is not None
+    assert case.pixels is None or case.pixels(content.first)
 
 
 @pytest.fixture
@@ -133,9 +138,9 @@ def test_a_case_is_right_or_refused_with_a_remedy_that_helps(
     if case.kind == "parquet":
         request.getfixturevalue("hub")
     (tmp_path / "data").mkdir()
-    made = outcome(case, tmp_path / "data")
-    record_property("outcome", made)
-    assert made == ("refused" if case.refused else "right")
+    result = outcome(case, tmp_path / "data")
+    record_property("outcome", result)
+    assert result == ("refused" if case.refused else "right")
 
 
 def test_names_of_cases_are_their_own_and_many():
@@ -173,18 +178,18 @@ def test_used_bits_are_reported_and_the_advised_key_works(tmp_path):
             tmp_path / f"train/pear/x{number}.png",
             encoded(Image.fromarray(values), "PNG"),
         )
-    found = read(tmp_path, {})
-    told = re.search(
+    content = read(tmp_path, {})
+    advised = re.search(
         r"3 grey images of 16 bits use 12 of them.* 16 of 256 levels.*data\.bits=(\d+)",
-        found.said,
+        content.message,
     )
-    assert told is not None
-    assert "grey images" not in read(tmp_path, {"bits": int(told[1])}).said
+    assert advised is not None
+    assert "grey images" not in read(tmp_path, {"bits": int(advised[1])}).message
     write(
         tmp_path / "train/pear/high.png",
         encoded(Image.fromarray(np.full((8, 8), 65535, np.uint16)), "PNG"),
     )
-    assert "grey images" not in read(tmp_path, {}).said  # the range is that of all
+    assert "grey images" not in read(tmp_path, {}).message  # the range is that of all
 
 
 def test_a_storage_that_is_away_is_no_damaged_image(tmp_path, monkeypatch):
@@ -329,8 +334,8 @@ def test_a_teacher_of_more_classes_is_refused_and_the_named_file_helps(tmp_path)
     assert list(checked.teachers.data.classes) == ["apple", "pear"]
 
 
-@pytest.mark.parametrize("how", ["file", "folder"])
-def test_a_teacher_of_the_same_classes_in_another_order_is_reordered(tmp_path, how):
+@pytest.mark.parametrize("source", ["file", "folder"])
+def test_a_teacher_of_the_same_classes_in_another_order_is_reordered(tmp_path, source):
     """Before, it was refused, and the message asked for a file that would have misnamed
     its outputs.
     """
@@ -346,7 +351,7 @@ def test_a_teacher_of_the_same_classes_in_another_order_is_reordered(tmp_path, h
     network = timm.create_model("lcnet_050", num_classes=2).eval()
     teacher = {"model": "lcnet_050", "checkpoint": str(tmp_path / "two.pth")}
     torch.save(network.state_dict(), tmp_path / "two.pth")
-    if how == "folder":
+    if source == "folder":
         timm.models.save_for_hf(network, str(tmp_path / "two"), safe_serialization=True)
         file = tmp_path / "two" / "config.json"
         file.write_text(

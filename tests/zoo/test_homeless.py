@@ -44,7 +44,7 @@ def homeless(tmp_path_factory):
     scratch.chmod(0o777)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": ""}
 
-    def run(*argv: object, **more: str) -> subprocess.CompletedProcess[str]:
+    def run(*argv: object, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [
             "unshare",
             "--mount",
@@ -60,7 +60,7 @@ def homeless(tmp_path_factory):
             [str(arg) for arg in command],
             capture_output=True,
             text=True,
-            env=environment | more,
+            env=environment | variables,
             timeout=200,
         )
 
@@ -93,10 +93,10 @@ def test_the_commands_without_torch_run(homeless, exported, photos):
         "nothing is said of a folder that cannot be written"
     )
     to = homeless.scratch / "labels.csv"
-    asked = homeless(
+    process = homeless(
         sys.executable, "-m", "kd.cli", "predict", exported, photos / "val", "--to", to
     )
-    assert (asked.returncode, asked.stderr) == (0, "")
+    assert (process.returncode, process.stderr) == (0, "")
     assert len(to.read_text().splitlines()) == 14
     nowhere = homeless(
         sys.executable,
@@ -124,7 +124,7 @@ def test_training_says_what_to_set(homeless, written):
     )
 
 
-def test_a_machine_without_a_folder_for_temporary_files(monkeypatch, capfd):
+def test_a_machine_without_a_folder_for_temporary_files_is_one_line(monkeypatch, capfd):
     """torch asks for one when it is imported; before, a traceback and "this is a bug in
     kd".
     """

@@ -82,25 +82,26 @@ BAD = {
 
 def zoo(root: Path) -> list[bytes]:
     """Return every file of the zoo that is a picture or is named as one."""
-    found = dict.fromkeys(PICTURES.values())
+    distinct = dict.fromkeys(PICTURES.values())
     for i, case in enumerate(CASES):
         (root / str(i)).mkdir()
         case.make(root / str(i))
     for path in sorted(
-        one for one in root.rglob("*") if one.is_file() and not one.is_symlink()
+        item for item in root.rglob("*") if item.is_file() and not item.is_symlink()
     ):
         data = path.read_bytes()
         if begins_as_image(data) or path.suffix.lower().lstrip(".") in ENDINGS:
-            found[data] = None
-    return list(found)
+            distinct[data] = None
+    return list(distinct)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    made, root = tmp_path_factory.mktemp("pictures"), tmp_path_factory.mktemp("zoo")
+    pictures = tmp_path_factory.mktemp("pictures")
+    root = tmp_path_factory.mktemp("zoo")
     for i, data in enumerate(zoo(root)):
-        (made / f"{i:03d}.jpg").write_bytes(data)  # content decides
-    return made
+        (pictures / f"{i:03d}.jpg").write_bytes(data)  # content decides
+    return pictures
 
 
 @pytest.fixture(scope="module")
@@ -113,18 +114,20 @@ def as_row(answer) -> dict:
     if answer is None:
         return {}
     if answer.embedding is not None:
-        return {"embedding": [float(one) for one in answer.embedding]}
-    found = {
-        key: one
-        for key, one in asdict(answer).items()
-        if one is not None and key != "embedding"
+        return {"embedding": [float(value) for value in answer.embedding]}
+    fields = {
+        key: value
+        for key, value in asdict(answer).items()
+        if value is not None and key != "embedding"
     }
-    shown = {
-        key: [{k: v for k, v in one.items() if v is not None} for one in found[key]]
+    classes = {
+        key: [
+            {k: v for k, v in value.items() if v is not None} for value in fields[key]
+        ]
         for key in ("top", "labels")
-        if key in found
+        if key in fields
     }
-    return json.loads(json.dumps({**found, **shown}))
+    return json.loads(json.dumps({**fields, **classes}))
 
 
 @pytest.fixture(params=["one label", "int8", "several labels, sure", "vectors"])
@@ -135,19 +138,19 @@ def of_kind(request, tmp_path) -> tuple[Path, str]:
         return request.getfixturevalue("exported"), file
     if request.param == "vectors":
         return request.getfixturevalue("embedded") / "export", ""
-    made = small_subject(tmp_path / "runs")
-    with made.images() as read:
+    subject = small_subject(tmp_path / "runs")
+    with subject.images() as read:
         batches = [
             (pixels, np.eye(len(CLASSES), dtype=np.int8)[labels])
             for pixels, labels in read(0)
         ]
     images = lambda: nullcontext(lambda limit, training=False: batches)  # noqa: E731
-    made = replace(
-        made,
-        recipe=made.recipe.with_(task=TaskSection(kind="label_sets")),
+    subject = replace(
+        subject,
+        recipe=subject.recipe.with_(task=TaskSection(kind="label_sets")),
         images=images,
     )
-    write(made, tmp_path / "sets", ExportOptions(defer_share=0.3))
+    write(subject, tmp_path / "sets", ExportOptions(defer_share=0.3))
     return tmp_path / "sets", ""
 
 
@@ -187,7 +190,7 @@ def test_the_three_ways_give_equal_bits(of_kind, folder, tmp_path):
         assert len({len(answer["labels"]) for answer in answers if answer}) > 1
 
 
-def test_accepted_types_of_pictures(folder, model, photos):
+def test_accepted_types_of_pictures_have_equal_answers(folder, model, photos):
     path = next((photos / "val/fig").glob("*.jpg"))
     expected = model(path)
     with Image.open(path) as opened:
@@ -209,8 +212,8 @@ def test_accepted_types_of_pictures(folder, model, photos):
         None,
         None,
     )
-    assert [one.label for one in model(path, top=2).top] == [
-        one.label for one in expected.top
+    assert [guess.label for guess in model(path, top=2).top] == [
+        guess.label for guess in expected.top
     ][:2]
     assert len(model(path, top=0).top) == 3
     assert model([]) == []
@@ -263,14 +266,14 @@ def test_it_is_thread_safe_and_pickled_by_its_folder(exported, model, monkeypatc
     )
 
 
-def test_embeddings(embedded):
+def test_an_embedding_has_length_1_and_no_label(embedded):
     model = kd.load(embedded / "export")
     answer = model(PICTURES["a png"])
     assert (answer.label, answer.top, answer.embedding.dtype) == (None, (), np.float32)
     assert np.linalg.norm(answer.embedding) == pytest.approx(1, abs=1e-5)
 
 
-def test_no_torch_and_a_quick_start(exported):
+def test_it_starts_quickly_and_without_torch(exported):
     """Seconds of the processor, of which two cores give two each second; the best of
     three.
     """

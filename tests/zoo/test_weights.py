@@ -41,14 +41,14 @@ def network(
 ) -> nn.Module:
     """Return a network all of whose values are random."""
     torch.manual_seed(seed)
-    made = timm.create_model(
+    model = timm.create_model(
         name, num_classes=classes, **{**(ARGS if name == NAME else {}), **args}
     ).eval()
     with torch.no_grad():
-        for tensor in made.state_dict().values():
+        for tensor in model.state_dict().values():
             if tensor.is_floating_point():
                 tensor.add_(0.05 * (torch.rand_like(tensor) - 0.4))
-    return made
+    return model
 
 
 def teacher(
@@ -69,13 +69,10 @@ def teacher(
     names = {
         key: section.pop(key) for key in ("mean", "std", "classes") if key in section
     }
-    kind, options = (
-        section.pop("kind"),
-        {
-            key: tuple(value) if key != "classes" else value
-            for key, value in names.items()
-        },
-    )
+    kind = section.pop("kind")
+    options = {
+        key: tuple(value) if key != "classes" else value for key, value in names.items()
+    }
     spec = Spec(
         config_path,
         section.pop("model"),
@@ -84,7 +81,7 @@ def teacher(
         task=task,
         **section,
     )
-    made = registry.build(
+    model = registry.build(
         "networks",
         kind,
         registry.default_options("networks", kind, **options),
@@ -93,16 +90,16 @@ def teacher(
         image_size=size,
         features=(),
     )
-    return made.eval()
+    return model.eval()
 
 
 def same_answers(
-    made: Any, expected: nn.Module, order: list[int] | None = None
+    model: Any, expected: nn.Module, order: list[int] | None = None
 ) -> bool:
     """Return whether a teacher predicts like a network whose outputs are put into an
     order.
     """
-    side = made.input_size or 32
+    side = model.input_size or 32
     image = torch.randint(
         256,
         (3, 3, side, side),
@@ -110,16 +107,16 @@ def same_answers(
         generator=torch.Generator().manual_seed(1),
     )
     with torch.no_grad():
-        theirs = expected(made.normalize(image))
-        ours = made(image).logits
+        theirs = expected(model.normalize(image))
+        ours = model(image).logits
     return torch.allclose(
         ours, theirs[:, order or [*range(theirs.shape[1])]], rtol=1e-4, atol=1e-5
     )
 
 
-def refusal(keys: Keys, **more: Any) -> str:
+def refusal(keys: Keys, **options: Any) -> str:
     with pytest.raises(ModelError) as caught:
-        teacher(keys, **more)
+        teacher(keys, **options)
     assert not re.search(r"[\n\x1b]", str(caught.value))
     return str(caught.value)
 
@@ -158,29 +155,33 @@ RECORDS: dict[str, Callable[[list[str]], Keys]] = {
 def test_outputs_are_put_into_the_order_of_the_names_in_the_file(
     record, names, tmp_path
 ):
-    whole = network()
+    expected = network()
     torch.save(
-        {"state_dict": whole.state_dict(), **RECORDS[record](names)}, tmp_path / "a.pth"
+        {"state_dict": expected.state_dict(), **RECORDS[record](names)},
+        tmp_path / "a.pth",
     )
-    made = teacher({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")})
-    assert same_answers(made, whole, [names.index(name) for name in CLASSES])
-    assert "order of the data's classes" in made.notes[0]
+    loaded = teacher(
+        {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}
+    )
+    assert same_answers(loaded, expected, [names.index(name) for name in CLASSES])
+    assert "order of the data's classes" in loaded.notes[0]
 
 
 def test_more_than_nine_numbered_names_are_in_the_order_of_numbers(tmp_path):
-    whole, data = (
-        network(classes=12),
-        tuple(sorted(str(number) for number in range(12))),
-    )
+    expected = network(classes=12)
+    data = tuple(sorted(str(number) for number in range(12)))
     torch.save(
-        {"model": whole.state_dict(), "class_to_idx": {str(n): n for n in range(12)}},
+        {
+            "model": expected.state_dict(),
+            "class_to_idx": {str(n): n for n in range(12)},
+        },
         tmp_path / "a.pth",
     )
-    made = teacher(
+    loaded = teacher(
         {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")},
         classes=data,
     )
-    assert same_answers(made, whole, [int(name) for name in data])
+    assert same_answers(loaded, expected, [int(name) for name in data])
 
 
 def test_names_in_a_file_that_the_data_does_not_have_are_refused(tmp_path):
@@ -213,17 +214,17 @@ def test_lists_beside_the_weights_that_are_no_names_play_no_part(tmp_path):
 
 def test_a_head_of_another_kind_is_reordered_too(tmp_path):
     """A network with two classifiers, each a batch norm and a linear layer."""
-    whole = network("levit_128s")
-    torch.save({"model": whole.state_dict(), "classes": TURNED}, tmp_path / "a.pth")
-    made = teacher(
+    expected = network("levit_128s")
+    torch.save({"model": expected.state_dict(), "classes": TURNED}, tmp_path / "a.pth")
+    loaded = teacher(
         {"model": "levit_128s", "checkpoint": str(tmp_path / "a.pth")}, size=224
     )
-    assert same_answers(made, whole, [TURNED.index(name) for name in CLASSES])
+    assert same_answers(loaded, expected, [TURNED.index(name) for name in CLASSES])
 
 
 def test_names_in_the_file_of_a_network_of_ones_own(tmp_path):
-    whole = torchvision.models.squeezenet1_1(num_classes=5).eval()
-    torch.save({"model": whole.state_dict(), "classes": TURNED}, tmp_path / "a.pth")
+    expected = torchvision.models.squeezenet1_1(num_classes=5).eval()
+    torch.save({"model": expected.state_dict(), "classes": TURNED}, tmp_path / "a.pth")
     keys = {
         "kind": "torch",
         "model": "torchvision.models:squeezenet1_1",
@@ -231,7 +232,7 @@ def test_names_in_the_file_of_a_network_of_ones_own(tmp_path):
     }
     keys |= {"checkpoint": str(tmp_path / "a.pth"), "mean": [0.5] * 3, "std": [0.5] * 3}
     assert same_answers(
-        teacher(keys, 64), whole, [TURNED.index(name) for name in CLASSES]
+        teacher(keys, 64), expected, [TURNED.index(name) for name in CLASSES]
     )
 
 
@@ -267,8 +268,8 @@ def lukemelas(names: list[str], tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def test_an_efficientnet_of_tensorflow_s_padding_is_not_its_twin(tmp_path):
-    whole = network("tf_efficientnet_b0")
-    tensors = whole.state_dict()
+    expected = network("tf_efficientnet_b0")
+    tensors = expected.state_dict()
     torch.save(lukemelas([*tensors], tensors), tmp_path / "mine.pth")
     keys = {"model": "efficientnet_b0", "checkpoint": str(tmp_path / "mine.pth")}
     for choice in ("by_name", "by_order"):
@@ -278,22 +279,22 @@ def test_an_efficientnet_of_tensorflow_s_padding_is_not_its_twin(tmp_path):
         )
     keys["model"] = "tf_efficientnet_b0"
     assert "Set teacher.weights=by_order" in refusal(keys, size=64)
-    assert same_answers(teacher({**keys, "weights": "by_order"}, size=64), whole)
+    assert same_answers(teacher({**keys, "weights": "by_order"}, size=64), expected)
     assert not same_answers(
         teacher({**keys, "weights": "by_order"}, size=64),
-        twin(whole, "efficientnet_b0"),
+        twin(expected, "efficientnet_b0"),
     )
-    found = identify("--teacher", tmp_path / "mine.pth", "tf_efficientnet_b0")
-    assert (found.model, found.by_order) == ("tf_efficientnet_b0", True)
+    identified = identify("--teacher", tmp_path / "mine.pth", "tf_efficientnet_b0")
+    assert (identified.model, identified.by_order) == ("tf_efficientnet_b0", True)
 
 
-def twin(whole: nn.Module, name: str) -> nn.Module:
+def twin(model: nn.Module, name: str) -> nn.Module:
     """Return another network with the same tensors."""
-    other = timm.create_model(name, num_classes=5).eval()
-    other.load_state_dict(
-        dict(zip(other.state_dict(), whole.state_dict().values(), strict=True))
+    copy = timm.create_model(name, num_classes=5).eval()
+    copy.load_state_dict(
+        dict(zip(copy.state_dict(), model.state_dict().values(), strict=True))
     )
-    return other
+    return copy
 
 
 @pytest.mark.parametrize(
@@ -307,8 +308,10 @@ def test_a_twin_of_torchvision_s_is_refused_and_the_section_can_be_pasted(
     theirs, twins, tmp_path
 ):
     torch.manual_seed(0)
-    whole = getattr(torchvision.models, theirs)(num_classes=5).eval()
-    torch.save({"arch": theirs, "state_dict": whole.state_dict()}, tmp_path / "a.pth")
+    expected = getattr(torchvision.models, theirs)(num_classes=5).eval()
+    torch.save(
+        {"arch": theirs, "state_dict": expected.state_dict()}, tmp_path / "a.pth"
+    )
     for name in twins:
         text = refusal(
             {
@@ -322,15 +325,15 @@ def test_a_twin_of_torchvision_s_is_refused_and_the_section_can_be_pasted(
         section = re.search(r"Write teacher: ({.*}), where N is", text)
         assert section
         keys = yaml.safe_load(section[1].replace("num_classes: N", "num_classes: 5"))
-        assert same_answers(teacher(keys, size=64), whole)
+        assert same_answers(teacher(keys, size=64), expected)
 
 
 def test_a_network_that_timm_lacks_is_named_as_torchvision_has_it(tmp_path):
     """`kd init` knows no name of timm for it, and pastes none."""
-    whole = torchvision.models.shufflenet_v2_x0_5(num_classes=5).eval()
+    model = torchvision.models.shufflenet_v2_x0_5(num_classes=5).eval()
     path = tmp_path / "shufflenet_v2_x0_5-f707e7126e.pth"
     torch.save(
-        {f"features.0.{name}": tensor for name, tensor in whole.state_dict().items()},
+        {f"features.0.{name}": tensor for name, tensor in model.state_dict().items()},
         path,
     )
     with pytest.raises(
@@ -345,12 +348,12 @@ def test_a_network_that_timm_lacks_is_named_as_torchvision_has_it(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
-@pytest.mark.parametrize("which", ["", "head."])
-def test_integers_without_their_scales_are_refused(dtype, which, tmp_path):
-    whole = network()
+@pytest.mark.parametrize("prefix", ["", "head."])
+def test_integers_without_their_scales_are_refused(dtype, prefix, tmp_path):
+    model = network()
     tensors = {
-        n: (100 * t).to(dtype) if n.startswith(which) else t
-        for n, t in whole.state_dict().items()
+        n: (100 * t).to(dtype) if n.startswith(prefix) else t
+        for n, t in model.state_dict().items()
     }
     for name in ("a.pth", "a.safetensors"):
         (
@@ -367,11 +370,11 @@ def test_integers_without_their_scales_are_refused(dtype, which, tmp_path):
 
 
 def test_halves_are_cast(tmp_path):
-    whole = network().half()
-    torch.save(whole.state_dict(), tmp_path / "a.pth")
+    model = network().half()
+    torch.save(model.state_dict(), tmp_path / "a.pth")
     assert same_answers(
         teacher({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}),
-        whole.float(),
+        model.float(),
     )
 
 
@@ -379,9 +382,9 @@ def test_empty_tensors_are_named(tmp_path):
     """ZeRO-3 leaves placeholders; one of them stands where the network has one
     number.
     """
-    whole = network(init_values=1e-5)
+    model = network(init_values=1e-5)
     torch.save(
-        {"module": {name: torch.empty(0) for name in whole.state_dict()}},
+        {"module": {name: torch.empty(0) for name in model.state_dict()}},
         tmp_path / "a.pth",
     )
     text = refusal(
@@ -393,7 +396,7 @@ def test_empty_tensors_are_named(tmp_path):
     )
     assert "empty tensors" in text
     assert "zero_to_fp32.py" in text
-    torch.save(whole.state_dict() | {"norm.bias": torch.empty(0)}, tmp_path / "a.pth")
+    torch.save(model.state_dict() | {"norm.bias": torch.empty(0)}, tmp_path / "a.pth")
     text = refusal(
         {
             "model": NAME,
@@ -409,7 +412,7 @@ def test_empty_tensors_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("student", "other"),
+    ("student", "prefix"),
     [
         ("model.", "teacher."),
         ("student_model.", "teacher_model."),
@@ -419,21 +422,22 @@ def test_empty_tensors_are_named(tmp_path):
         ("model.", "ema."),
     ],
 )
-def test_a_student_beside_its_teacher(student, other, tmp_path):
-    first, second = network(), network(seed=1)
+def test_a_student_beside_its_teacher_is_chosen_by_name(student, prefix, tmp_path):
+    first = network()
+    second = network(seed=1)
     tensors = prefixed(student, first.state_dict()) | prefixed(
-        other, second.state_dict()
+        prefix, second.state_dict()
     )
     torch.save({"state_dict": tensors}, tmp_path / "a.pth")
     keys = {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}
-    made = teacher(keys)
-    assert same_answers(made, second)
-    others = re.search(
+    loaded = teacher(keys)
+    assert same_answers(loaded, second)
+    advice = re.search(
         r"; \['([\w.]+)'\] would fit too \(teacher\.weights: raw, or a name\)",
-        made.notes[0],
+        loaded.notes[0],
     )
-    assert others
-    assert same_answers(teacher({**keys, "weights": others[1]}), first)
+    assert advice
+    assert same_answers(teacher({**keys, "weights": advice[1]}), first)
     assert same_answers(teacher({**keys, "weights": "raw"}), first)
 
 
@@ -441,7 +445,8 @@ def test_a_student_beside_its_teacher(student, other, tmp_path):
 def test_two_networks_of_which_none_is_averaged_are_refused_and_a_name_chooses(
     nested, tmp_path
 ):
-    first, second = network().state_dict(), network(seed=1).state_dict()
+    first = network().state_dict()
+    second = network(seed=1).state_dict()
     flat = prefixed("model.", first) | prefixed("net.", second)
     torch.save({"model": first, "net": second} if nested else flat, tmp_path / "a.pth")
     keys = {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}
@@ -453,10 +458,8 @@ def test_two_networks_of_which_none_is_averaged_are_refused_and_a_name_chooses(
 
 
 def test_several_networks_are_named_to_kd_init(tmp_path):
-    first, second = (
-        timm.create_model("resnet10t", num_classes=5),
-        timm.create_model("resnet10t", num_classes=5),
-    )
+    first = timm.create_model("resnet10t", num_classes=5)
+    second = timm.create_model("resnet10t", num_classes=5)
     torch.save(
         {"model": first.state_dict(), "net": second.state_dict()}, tmp_path / "a.pth"
     )
@@ -466,7 +469,7 @@ def test_several_networks_are_named_to_kd_init(tmp_path):
         identify("--teacher", tmp_path / "a.pth", "resnet10t")
 
 
-def test_an_adapter_beside_its_base(tmp_path):
+def test_an_adapter_beside_its_base_is_refused(tmp_path):
     torch.save(network().state_dict(), tmp_path / "pytorch_model.bin")
     assert teacher({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path)})
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
@@ -475,7 +478,7 @@ def test_an_adapter_beside_its_base(tmp_path):
     )
 
 
-def test_an_adapter_beside_its_base_of_transformers(tmp_path):
+def test_an_adapter_beside_its_base_of_transformers_is_refused(tmp_path):
     hub = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": 24,
@@ -511,25 +514,27 @@ def test_the_pixels_of_its_trainer_are_used(model, size, as_dictionary, tmp_path
         if model == NAME
         else {}
     )
-    whole = network(model, **args, **({"img_size": 32} if model == NAME else {}))
+    model_of_trainer = network(
+        model, **args, **({"img_size": 32} if model == NAME else {})
+    )
     wrote = {"model": model, "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], **size}
     wrote = wrote if as_dictionary else argparse.Namespace(**wrote)
     torch.save(
-        {"arch": model, "state_dict": whole.state_dict(), "args": wrote},
+        {"arch": model, "state_dict": model_of_trainer.state_dict(), "args": wrote},
         tmp_path / "a.pth",
     )
     keys = {"model": model, "args": args, "checkpoint": str(tmp_path / "a.pth")}
-    made = teacher(keys)
+    loaded = teacher(keys)
     image = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     mean, std = (
         torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1)
         for values in ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
     )
     with torch.no_grad():
-        expected = whole(((image.double() / 255 - mean) / std).float())
-        torch.testing.assert_close(made(image).logits, expected, rtol=1e-4, atol=1e-5)
-    assert made.input_size == 32
-    assert "kd uses the mean, std, input_size that its trainer wrote" in made.notes[0]
+        expected = model_of_trainer(((image.double() / 255 - mean) / std).float())
+        torch.testing.assert_close(loaded(image).logits, expected, rtol=1e-4, atol=1e-5)
+    assert loaded.input_size == 32
+    assert "kd uses the mean, std, input_size that its trainer wrote" in loaded.notes[0]
 
 
 def test_the_configuration_goes_before_its_trainer(tmp_path):
@@ -544,15 +549,15 @@ def test_the_configuration_goes_before_its_trainer(tmp_path):
         "args": {"pretrained_cfg_overlay": overlay},
         "checkpoint": str(tmp_path / "a.pth"),
     }
-    made = teacher(keys)
-    assert made.input_size == 48
+    loaded = teacher(keys)
+    assert loaded.input_size == 48
     torch.testing.assert_close(
-        -made.shift / made.scale / 255, torch.full((1, 3, 1, 1), 0.5)
+        -loaded.shift / loaded.scale / 255, torch.full((1, 3, 1, 1), 0.5)
     )
     torch.testing.assert_close(
-        1 / made.scale / 255, torch.tensor([0.4, 0.5, 0.6]).view(1, 3, 1, 1)
+        1 / loaded.scale / 255, torch.tensor([0.4, 0.5, 0.6]).view(1, 3, 1, 1)
     )
-    assert "kd uses the std that" in made.notes[0]
+    assert "kd uses the std that" in loaded.notes[0]
     torch.save(
         {"state_dict": network().state_dict(), "args": wrote}, tmp_path / "a.pth"
     )
@@ -577,10 +582,10 @@ def test_a_trainers_record_without_numbers_plays_no_part(wrote, tmp_path):
         {"state_dict": network("resnet10t").state_dict(), "args": wrote},
         tmp_path / "a.pth",
     )
-    made = teacher({"model": "resnet10t", "checkpoint": str(tmp_path / "a.pth")})
+    loaded = teacher({"model": "resnet10t", "checkpoint": str(tmp_path / "a.pth")})
     plain: Any = network("resnet10t")
-    assert made.input_size == plain.pretrained_cfg["input_size"][-1]
-    assert "kd uses" not in " ".join(made.notes)
+    assert loaded.input_size == plain.pretrained_cfg["input_size"][-1]
+    assert "kd uses" not in " ".join(loaded.notes)
 
 
 def test_a_student_keeps_the_size_of_the_data(tmp_path):
@@ -590,13 +595,13 @@ def test_a_student_keeps_the_size_of_the_data(tmp_path):
         {"state_dict": network(img_size=32).state_dict(), "args": wrote},
         tmp_path / "a.pth",
     )
-    made = teacher(
+    loaded = teacher(
         {"model": NAME, "args": args, "checkpoint": str(tmp_path / "a.pth")},
         config_path="student",
     )
-    assert made.input_size == 16
+    assert loaded.input_size == 16
     torch.testing.assert_close(
-        1 / made.scale / 255, torch.tensor([0.4, 0.5, 0.6]).view(1, 3, 1, 1)
+        1 / loaded.scale / 255, torch.tensor([0.4, 0.5, 0.6]).view(1, 3, 1, 1)
     )
 
 
@@ -697,11 +702,11 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_names_of_a_right_network(name, tmp_path):
+def test_names_of_a_right_network_are_read_or_explained(name, tmp_path):
     form = FORMS[name]
     pool = {"global_pool": "avg"} if "global_pool" in form.then.get("args", {}) else {}
-    whole = network(form.model, 0, 5, **pool)
-    tensors = dict(whole.state_dict())
+    expected = network(form.model, 0, 5, **pool)
+    tensors = dict(expected.state_dict())
     torch.save(
         {"model": form.change(sub(r"^fc_norm\.", "norm.")(tensors))}, tmp_path / "a.pth"
     )
@@ -714,7 +719,7 @@ def test_names_of_a_right_network(name, tmp_path):
         assert re.search(form.says, refusal(keys, size=form.size))
         keys |= form.then
     if form.right or form.then:
-        assert same_answers(teacher(keys, size=form.size), whole)
+        assert same_answers(teacher(keys, size=form.size), expected)
 
 
 def test_a_part_of_a_classifier_is_refused(tmp_path):
@@ -748,8 +753,8 @@ def test_safetensors_have_no_order_to_offer(tmp_path):
 
 def test_all_parts_are_read_wherever_one_is_named(tmp_path):
     tensors = [*network().state_dict().items()]
-    for number, part in enumerate((tensors[:9], tensors[9:]), 1):
-        torch.save(dict(part), tmp_path / f"pytorch_model-0000{number}-of-00002.bin")
+    for number, items in enumerate((tensors[:9], tensors[9:]), 1):
+        torch.save(dict(items), tmp_path / f"pytorch_model-0000{number}-of-00002.bin")
     for place in (tmp_path, *tmp_path.iterdir()):
         assert same_answers(
             teacher({"model": NAME, "args": ARGS, "checkpoint": str(place)}), network()

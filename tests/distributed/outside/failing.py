@@ -36,8 +36,10 @@ class Failing:
     reads = 0
 
     def __init__(self, source, root: Path, split: str) -> None:
-        self.source, self.root = source, root
-        self.classes, self.fingerprint = source.classes, source.fingerprint
+        self.source = source
+        self.root = root
+        self.classes = source.classes
+        self.fingerprint = source.fingerprint
         self.kind, _, rows = os.environ.get("KD_HARM", "").partition(":")
         self.rows = Path(rows)
         if (self.kind, split) == ("flaky", "train"):
@@ -69,7 +71,8 @@ class Failing:
 
     def harm(self) -> None:
         """Do it; another worker or rank may be faster."""
-        kind, self.kind = self.kind, ""
+        kind = self.kind
+        self.kind = ""
         with suppress(FileNotFoundError):
             if kind == "gone":
                 self.root.rename(self.root.with_name("away"))
@@ -85,10 +88,10 @@ class Failing:
 def build(options, split, classes) -> Failing:
     root = Path(options.root)
     if options.shards:
-        given = webdataset.Options(
+        options_of_shards = webdataset.Options(
             train=str(root / "train.tar"), val=str(root / "val.tar")
         )
-        return Failing(webdataset.build(given, split, classes), root, split)
+        return Failing(webdataset.build(options_of_shards, split, classes), root, split)
     return Failing(
         imagefolder.build(imagefolder.Options(root=str(root)), split, classes),
         root,

@@ -36,16 +36,16 @@ class Recorder:
     exist yet.
     """
 
-    seen = 0
+    calls = 0
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
         super().observe(ids, losses)
         rank = os.environ.get("RANK", "0")
-        self.seen += 1
+        self.calls += 1
         if "KD_RECORD" in os.environ:
             with open(f"{os.environ['KD_RECORD']}/rank_{rank}.jsonl", "a") as file:
                 file.write(json.dumps(ids.tolist()) + "\n")
-        if os.environ.get("KD_DIE") == f"{rank}:{self.seen}":
+        if os.environ.get("KD_DIE") == f"{rank}:{self.calls}":
             once = os.environ.get("KD_DIE_ONCE")
             if once is None or not Path(once).exists():
                 if once is not None:

@@ -24,8 +24,11 @@ class Signalling:
     """A source that counts what it decodes."""
 
     def __init__(self, source, split: str) -> None:
-        self.source, self.split, self.decoded = source, split, 0
-        self.classes, self.fingerprint = source.classes, source.fingerprint
+        self.source = source
+        self.split = split
+        self.decoded = 0
+        self.classes = source.classes
+        self.fingerprint = source.fingerprint
 
     def __len__(self) -> int:
         return len(self.source)

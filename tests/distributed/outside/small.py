@@ -20,9 +20,11 @@ class Partly(nn.Module):
 
     def __init__(self, sometimes: bool) -> None:
         super().__init__()
-        self.used, self.extra = build(4), nn.Linear(3, 3)
+        self.used = build(4)
+        self.extra = nn.Linear(3, 3)
         self.pooler = nn.Identity() if sometimes else nn.Linear(4, 4)
-        self.calls, self.sometimes = 0, sometimes
+        self.calls = 0
+        self.sometimes = sometimes
 
     def forward(self, image: Tensor) -> Tensor:
         logits = self.used(image)
