@@ -192,7 +192,8 @@ def test_the_empty_configuration_is_in_a_private_folder(tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / "kd-empty.yaml").symlink_to(victim)
-    one, other = empty_config(), empty_config()
+    one = empty_config()
+    other = empty_config()
     assert victim.read_text() == "precious"
     assert one != other
     assert one.read_text() == "{}\n"

@@ -112,7 +112,8 @@ def test_a_configuration_of_any_length_reaches_the_job(food, command, tmp_path, 
         here=False,
     )
     for section in ("losses", "teacher", "data", "student", "optimizer", "backend"):
-        own, other = getattr(read, section), getattr(expected, section)
+        own = getattr(read, section)
+        other = getattr(expected, section)
         if section == "teacher":
             other = dataclasses.replace(
                 other, fit=own.fit
@@ -120,7 +121,8 @@ def test_a_configuration_of_any_length_reaches_the_job(food, command, tmp_path, 
         assert own == other
 
 
-P4D, G5 = ("--instance", "ml.p4d.24xlarge"), ("--instance", "ml.g5.xlarge")
+P4D = ("--instance", "ml.p4d.24xlarge")
+G5 = ("--instance", "ml.g5.xlarge")
 GROUPS = [
     {"InstanceGroupName": "dnn", "InstanceType": "ml.p4d.24xlarge", "InstanceCount": 1},
     {"InstanceGroupName": "data", "InstanceType": "ml.c5.18xlarge", "InstanceCount": 2},
@@ -357,8 +359,10 @@ def test_the_plan_gives_the_published_ratio_of_a_job_that_waited_for_its_data():
     """Where the accelerators take 86 ms a step and 48 cores 192, and two hosts are
     enough, it is the table's row.
     """
-    batch, (name, price) = 8192, ("ml.p4d.24xlarge", 37.688)
-    view_ms, rate = 48 * 192 / batch, batch / 0.086 / 8
+    batch = 8192
+    (name, price) = ("ml.p4d.24xlarge", 37.688)
+    view_ms = 48 * 192 / batch
+    rate = batch / 0.086 / 8
     told = instances.core_plan(name, 1, view_ms, rate, ("ml.c5.18xlarge", 2), price)
     assert "1.19 times the price" in told[1]
     assert "2.23 times as fast and 46 % cheaper" in told[2]
@@ -820,11 +824,10 @@ def test_the_metrics_are_those_of_a_real_run(written, command, inside):
     assert told.code == 0, told
     assert "labels only) | step" in told.out
     assert "teacher | step" in told.out
-    found, folder = (
-        read_by_cloudwatch(told.out, "tiny"),
-        RunDir(Path(config.load(path).run.folder) / "tiny"),
-    )
-    train, val = folder.metrics("train"), folder.metrics("val")
+    found = read_by_cloudwatch(told.out, "tiny")
+    folder = RunDir(Path(config.load(path).run.folder) / "tiny")
+    train = folder.metrics("train")
+    val = folder.metrics("val")
     units = {"loss": 0.0006, "images_per_second": 0.51, "step_ms": 0.051}
     for key, unit in units.items():
         assert found[f"train:{key}"] == pytest.approx(
@@ -873,7 +876,8 @@ def test_the_metrics_are_those_of_a_real_run(written, command, inside):
     ids=["label sets", "embedding"],
 )
 def test_the_metrics_of_other_tasks(scores, row, expected, capfd):
-    console, state = Console("food", scores=scores), State(step=3, epoch=0)
+    console = Console("food", scores=scores)
+    state = State(step=3, epoch=0)
     console.step(state, 0.1)
     console.log("val", state, row)
     found = read_by_cloudwatch(capfd.readouterr().out, "food")

@@ -70,10 +70,8 @@ def by_hand(
         {"params": kept, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
-    sifter, steps = (
-        Everything(SiftContext.alone(label, 16)),
-        epochs * (len(train) // 16),
-    )
+    sifter = Everything(SiftContext.alone(label, 16))
+    steps = epochs * (len(train) // 16)
     order = torch.cat(
         [sifter.plan(epoch, epoch / epochs).ids for epoch in range(epochs)]
     )
@@ -124,7 +122,9 @@ def distill(
 
 
 def test_distill_is_the_loop_that_one_would_write_by_hand():
-    teacher, student, train = network(16, 1), network(4, 2), data(70, 3)
+    teacher = network(16, 1)
+    student = network(4, 2)
+    train = data(70, 3)
     expected = by_hand(teacher, copy.deepcopy(student), train, epochs=3)
     distill(teacher, student, train)
     for name, weight in student.state_dict().items():
@@ -135,7 +135,8 @@ def test_distill_is_the_loop_that_one_would_write_by_hand():
 
 
 def test_distill_leaves_the_teacher_alone_and_reports_both_models():
-    teacher, student = network(16, 1), network(4, 2)
+    teacher = network(16, 1)
+    student = network(4, 2)
     before = copy.deepcopy(teacher.state_dict())
     result = distill(teacher.train(), student, data(70, 3))
     assert all(
@@ -157,13 +158,15 @@ def test_distill_leaves_the_teacher_alone_and_reports_both_models():
 
 
 def test_several_teachers_are_the_average_of_their_probabilities():
-    one, two = network(8, 1), network(5, 2)
+    one = network(8, 1)
+    two = network(5, 2)
 
     class Average(nn.Module):
         def forward(self, image: torch.Tensor) -> torch.Tensor:
             return (one(image).softmax(1) / 2 + two(image).softmax(1) / 2).log()
 
-    student, train = network(6, 3), data(70, 4)
+    student = network(6, 3)
+    train = data(70, 4)
     expected = by_hand(Average(), copy.deepcopy(student), train, epochs=3)
     distill([one, two], student, train)
     for name, weight in student.state_dict().items():
@@ -173,8 +176,10 @@ def test_several_teachers_are_the_average_of_their_probabilities():
 
 
 def test_distill_takes_a_dataloader_as_it_comes():
-    teacher, train = network(16, 1), data(70, 3)
-    one, two = network(4, 2), network(4, 2)
+    teacher = network(16, 1)
+    train = data(70, 3)
+    one = network(4, 2)
+    two = network(4, 2)
     distill(teacher, one, DataLoader(train, batch_size=16), epochs=1)
     image, _ = train.tensors
     in_order = TensorDataset(image[:64], train.tensors[1][:64])
@@ -254,7 +259,8 @@ def test_a_dataset_may_keep_the_number_of_its_classes_in_their_place():
 
 
 def test_ema_hands_back_the_average():
-    plain, averaged = network(4, 2), network(4, 2)
+    plain = network(4, 2)
+    averaged = network(4, 2)
     distill(network(16, 1), plain, data(70, 3))
     result = distill(
         network(16, 1), averaged, data(70, 3), optimizer={"lr": 1e-2, "ema_decay": 0.9}
@@ -340,7 +346,8 @@ def test_every_image_that_a_validation_loader_draws_is_scored(workers, images, h
     """
     image, label = data(100, 9).tensors
     order = label.argsort()
-    items, student = TensorDataset(image[order], label[order]), network(4, 2)
+    items = TensorDataset(image[order], label[order])
+    student = network(4, 2)
     loader = DataLoader(items, num_workers=workers, **how)
     result = distill(
         network(16, 1),
@@ -392,7 +399,8 @@ class Wrapped(nn.Module):
 
     def __init__(self, inner: nn.Module, form: str) -> None:
         super().__init__()
-        self.inner, self.form = inner, form
+        self.inner = inner
+        self.form = form
 
     def forward(self, image: torch.Tensor) -> object:
         logits = self.inner(image)
@@ -418,8 +426,10 @@ class Alone(Dataset):
 
 @pytest.mark.parametrize("form", ["tuple", "object", "dict"])
 def test_a_module_may_return_its_logits_in_any_form(form: str):
-    train, teacher = data(40, 3), network(16, 1)
-    plain, other = network(4, 2), network(4, 2)
+    train = data(40, 3)
+    teacher = network(16, 1)
+    plain = network(4, 2)
+    other = network(4, 2)
     distill(teacher, plain, train)
     distill(Wrapped(teacher, form), Wrapped(other, form), train)
     assert all(
@@ -429,12 +439,12 @@ def test_a_module_may_return_its_logits_in_any_form(form: str):
 
 
 def test_images_alone_are_distilled_like_labelled_ones():
-    train, teacher, losses = (
-        data(40, 3),
-        network(16, 1),
-        [{"kind": "kl", "temperature": 2.0}],
-    )
-    known, blind, batches = network(4, 2), network(4, 2), network(4, 2)
+    train = data(40, 3)
+    teacher = network(16, 1)
+    losses = [{"kind": "kl", "temperature": 2.0}]
+    known = network(4, 2)
+    blind = network(4, 2)
+    batches = network(4, 2)
     distill(teacher, known, train, losses=losses)
     found = distill(
         teacher,
@@ -468,7 +478,8 @@ def test_some_labels_are_skipped(batches):
 
 
 def test_the_training_accuracy_is_that_of_the_labelled_images():
-    train, student = data(40, 3), nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    train = data(40, 3)
+    student = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
     train.tensors[1][::2] = -1
     with torch.no_grad():  # it is always right
         student[1].weight.copy_(torch.eye(3).repeat_interleave(4, 1))
@@ -482,7 +493,9 @@ def test_the_training_accuracy_is_that_of_the_labelled_images():
 
 
 def test_a_criterion_reads_the_labels_that_are_there():
-    train, one, other = data(40, 3), network(4, 2), network(4, 2)
+    train = data(40, 3)
+    one = network(4, 2)
+    other = network(4, 2)
     train.tensors[1][::2] = -1
     terms = Criterion([loss_term("kl", temperature=2.0), loss_term("ce", 0.5)])
     distill(network(16, 1), one, train, labels="some")
@@ -528,7 +541,9 @@ def test_an_item_is_pure_and_leaves_the_programs_generators_as_they_were(fails):
         with pytest.raises(IndexError):
             items.load(99, 0)
     else:
-        one, other, again = items.load(1, 0), items.load(1, 1), items.load(1, 0)
+        one = items.load(1, 0)
+        other = items.load(1, 1)
+        again = items.load(1, 0)
         assert torch.equal(one.pixels, again.pixels)
         assert (
             (one.pixels - other.pixels).abs().amax((1, 2)) > 0
@@ -583,8 +598,10 @@ def test_class_weights_count_the_labels_that_are_there(how):
 
 
 def test_a_folder_resumes(tmp_path: Path):
-    train, teacher = data(70, 3), network(16, 1)
-    whole, resumed = network(4, 2), network(4, 2)
+    train = data(70, 3)
+    teacher = network(16, 1)
+    whole = network(4, 2)
+    resumed = network(4, 2)
     expected = distill(
         teacher, whole, train, folder=tmp_path / "whole", sifter="history"
     )
@@ -611,7 +628,8 @@ def test_a_folder_resumes(tmp_path: Path):
 
 
 def test_a_folder_holds_one_run(tmp_path: Path):
-    train, teacher = data(40, 3), network(16, 1)
+    train = data(40, 3)
+    teacher = network(16, 1)
     distill(teacher, network(4, 2), train, folder=tmp_path / "run")
     with pytest.raises(KdError, match=r"^folder: .*differs in optimizer\['lr'\]"):
         distill(
@@ -648,10 +666,8 @@ def test_a_folder_holds_one_criterion(tmp_path: Path):
             losses=Criterion(terms),
         )
 
-    kl, weighted = (
-        loss_term("kl", temperature=2.0),
-        loss_term("ce", class_weights=[1, 2, 3], dims=DIMS),
-    )
+    kl = loss_term("kl", temperature=2.0)
+    weighted = loss_term("ce", class_weights=[1, 2, 3], dims=DIMS)
     go(kl, weighted)
     go(loss_term("kl", temperature=2.0), weighted)
     others = (
@@ -689,8 +705,10 @@ def cast(items: TensorDataset, dtype: torch.dtype) -> TensorDataset:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_teacher_in_half_precision_is_that_teacher(dtype: torch.dtype):
     """transformers 5 loads a checkpoint in the dtype in which it was saved."""
-    teacher, train = network(16, 1).to(dtype), data(70, 3)
-    one, other = network(4, 2), network(4, 2)
+    teacher = network(16, 1).to(dtype)
+    train = data(70, 3)
+    one = network(4, 2)
+    other = network(4, 2)
     distill(copy.deepcopy(teacher).float(), one, train)
     found = distill(teacher, other, train)
     assert all(
@@ -716,7 +734,8 @@ def test_a_teacher_in_half_precision_is_that_teacher(dtype: torch.dtype):
     ],
 )
 def test_images_in_float64_labels_as_floats_and_a_loss_by_its_name(changes: dict):
-    one, other = network(4, 2), network(4, 2)
+    one = network(4, 2)
+    other = network(4, 2)
     distill(network(16, 1), one, data(40, 3), losses=[{"kind": "ce"}])
     distill(
         network(16, 1),
@@ -867,7 +886,8 @@ def test_label_sets_are_distilled_and_scored_by_their_precision():
         )
 
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 
 
 def photographs(count: int, seed: int, size: int = 8) -> list[tuple[torch.Tensor, int]]:
@@ -893,7 +913,8 @@ def convolutional(width: int, seed: int) -> nn.Module:
 @pytest.fixture
 def own(tmp_path: Path) -> kd.Distilled:
     """A student of `convolutional`, with a run folder."""
-    train, val = photographs(48, 1), photographs(24, 2)
+    train = photographs(48, 1)
+    val = photographs(24, 2)
     return distill(
         convolutional(8, 1),
         convolutional(4, 2),
@@ -987,7 +1008,8 @@ def test_training_images_need_no_whole_grey_levels(tmp_path: Path):
     """
     from kd.jobs.api.result import Pixels
 
-    train, val = photographs(48, 1, size=6), photographs(24, 2)
+    train = photographs(48, 1, size=6)
+    val = photographs(24, 2)
     train = [
         (torch.cat([image[:, :3], torch.zeros(3, 3, 6)], 1), label)
         for image, label in train

@@ -435,7 +435,8 @@ def test_a_cache_or_store_is_full_when_each_view_has_been_seen(settings, keys, s
 def test_the_baseline_is_evaluated_as_often_as_its_run(
     settings, tmp_path, recorded, keys, steps, patience
 ):
-    folder, evaluated = RunDir(tmp_path), (40, 80, 100)
+    folder = RunDir(tmp_path)
+    evaluated = (40, 80, 100)
     folder.record(**recorded)
     for step in evaluated:
         folder.log("train", State(step=step), {})

@@ -146,10 +146,8 @@ def test_a_subset_is_a_source_with_new_ids(
     (tmp_path / "list.txt").write_text(
         "# a remark\n\nval/fig/copy.jpg\n train:train/apple/00.jpg \n"
     )
-    whole, data = (
-        sources(settings, leaking),
-        sources(settings, leaking, f"data.exclude={tmp_path / 'list.txt'}"),
-    )
+    whole = sources(settings, leaking)
+    data = sources(settings, leaking, f"data.exclude={tmp_path / 'list.txt'}")
     assert (len(data.train), len(data.val)) == (
         len(whole.train) - 1,
         len(whole.val) - 1,
@@ -226,10 +224,8 @@ def test_check_stands_before_or_behind_the_configuration(
 def test_a_list_that_is_in_use_stays_when_it_is_written_anew(
     written, command, leaking: Path, inside: Path
 ):
-    path, exclude = (
-        written(data={"root": str(leaking)}, run={"folder": "runs", "steps": 1}),
-        "runs/tiny/audit/exclude.txt",
-    )
+    path = written(data={"root": str(leaking)}, run={"folder": "runs", "steps": 1})
+    exclude = "runs/tiny/audit/exclude.txt"
     assert command("train", path, "--check=all").code == 0
     assert command("train", path, f"data.exclude={exclude}").code == 0
     answer = command("train", path, f"data.exclude={exclude}", "--check=all")
@@ -247,7 +243,8 @@ def test_a_list_that_is_in_use_stays_when_it_is_written_anew(
 def test_a_look_at_some_images_keeps_what_is_listed(
     settings, leaking: Path, tmp_path: Path, monkeypatch
 ):
-    splits, folder = sources(settings, leaking).splits, tmp_path / "run"
+    splits = sources(settings, leaking).splits
+    folder = tmp_path / "run"
     scan(splits, -1.0, folder, everything=True)
     with (folder / "audit/duplicates.csv").open("a") as file:
         file.write("a part,0.9,train,train/fig/00.jpg,fig,val,val/fig/00.jpg,fig\n")

@@ -18,7 +18,9 @@ def test_a_killed_start_counts_up_to_its_last_row(tmp_path):
     """Issue 62: of three starts of 40.4 s in all 23 s were billed, since a killed one
     wrote nothing.
     """
-    began, run, fit = time.time() - 1000, tmp_path / "run", tmp_path / "fit"
+    began = time.time() - 1000
+    run = tmp_path / "run"
+    fit = tmp_path / "fit"
     rows = {
         run / "monitor_host_0.jsonl": [3.0, 12.5],
         run / "timeline_0.jsonl": [11.0],

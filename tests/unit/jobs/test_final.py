@@ -51,7 +51,8 @@ def test_a_run_scores_its_best_checkpoint_on_the_test_images(run):
             len(data.test),
             data.test.fingerprint,
         )
-    found, by_hand = scored(run), evaluate(run, split="test")
+    found = scored(run)
+    by_hand = evaluate(run, split="test")
     assert found["row"] == pytest.approx(by_hand.row)
     assert (
         found["samples"]["accuracy"]["right"]
@@ -70,16 +71,16 @@ def test_a_run_scores_its_best_checkpoint_on_the_test_images(run):
 
 
 def test_the_report_says_what_the_intervals_say(run):
-    text, found = (run / "report.md").read_text(), evaluate(run, split="test")
-    accuracy, images = found.row["accuracy"], found.images
+    text = (run / "report.md").read_text()
+    found = evaluate(run, split="test")
+    accuracy = found.row["accuracy"]
+    images = found.images
     low, high = wilson_interval(accuracy, images)
     assert f"On {images} test images:" in text
     assert f"{100 * accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})" in text
     assert f"Scored once, on {images} test images on which nothing was chosen." in text
-    own, teacher = (
-        found.samples["accuracy"].right,
-        found.samples["teacher_accuracy"].right,
-    )
+    own = found.samples["accuracy"].right
+    teacher = found.samples["teacher_accuracy"].right
     ends = paired_interval(
         int((own & ~teacher).sum()), int((teacher & ~own).sum()), images
     )
@@ -184,7 +185,8 @@ def test_test_images_can_be_left_to_a_later_start(photos, teacher, tmp_path):
     settings = base(photos, tmp_path)
     settings["teacher"] = teacher_at(teacher)
     loaded = config.load(settings, ["data.test_fraction=0.5", "run.epochs=1"])
-    first, data = train(loaded, final="val"), open_sources(resolve(loaded).data)
+    first = train(loaded, final="val")
+    data = open_sources(resolve(loaded).data)
     assert data.test is not None
     assert (scored(first.folder)["split"], scored(first.folder)["data"]) == (
         "val",

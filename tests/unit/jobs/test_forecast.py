@@ -205,7 +205,8 @@ def test_a_check_of_a_slow_network_and_a_large_batch_looks_at_few_images(
         "image_size": 16,
         "batch_size": 1024,
     }
-    images, forward = [], slow_network.Slow.forward
+    images = []
+    forward = slow_network.Slow.forward
 
     def counting(self, pixels):
         if type(pixels) is torch.Tensor and not pixels.is_meta:

@@ -21,7 +21,8 @@ from kd.setup.modes import ExecutionMode, Trial
 from kd.setup.recipe import Recipe, resolve
 from kd.setup.student import apply_mode, build_criterion
 
-SIZE, IMAGES = 32, 48
+SIZE = 32
+IMAGES = 48
 SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3}
 VIT = {"patch_size": 4, **SMALL}
 
@@ -112,7 +113,8 @@ def test_an_evaluation_of_more_images_than_a_step_is_counted():
     count = partial(
         step_bytes, plan, on_meta(distillation), on_meta(teacher), IMAGES, reduced=False
     )
-    counted, step = count(scored=20 * IMAGES), count()
+    counted = count(scored=20 * IMAGES)
+    step = count()
     pixels = torch.zeros(20 * IMAGES, 3, SIZE, SIZE, dtype=torch.uint8)
     gradients = 4 * sum(p.numel() for p in distillation.parameters())
 

@@ -98,7 +98,8 @@ def test_the_tables_of_a_command_account_for_all_of_its_time(photos, tmp_path):
     made["run"] |= {"baseline": True, "steps": 4, "epochs": 1}
     made["teacher"] |= {"min_accuracy": 0}
     made["teacher"]["fit"]["epochs"] = 1
-    settings, begin = config.load(made), time.perf_counter()
+    settings = config.load(made)
+    begin = time.perf_counter()
     train(settings, before=100.0)
     seconds = time.perf_counter() - begin + 100.0
     folders = [

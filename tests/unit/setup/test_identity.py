@@ -65,7 +65,8 @@ def loaded(classes=("apple", "fig"), **args):
 
 @pytest.mark.parametrize("args", [{"num_heads": 8}, {"act_layer": "relu"}])
 def test_weights_in_another_architecture_get_another_cache(args):
-    one, other = loaded(), loaded(**args)
+    one = loaded()
+    other = loaded(**args)
     assert one.identity()["teacher"] == other.identity()["teacher"]
     assert one.identity() != other.identity()
     assert loaded().identity() == one.identity()
@@ -93,7 +94,8 @@ def identities(settings: Config) -> dict[str, Any]:
 
     The content of weights and images is held constant: it is compared by its own hash.
     """
-    recipe, section = resolve(settings), settings.teacher
+    recipe = resolve(settings)
+    section = settings.teacher
     source: Any = Listing()
     stored = (source, source) if settings.data.store != "none" else None
     precision = "fp32" if section.precision == "auto" else section.precision
@@ -128,7 +130,8 @@ BASE = (
     "teacher.also=[{model: vit_small_patch16_224}]",
 )
 ALONE = ("teacher.cache.views=0", "teacher.also=[]")
-FOOD, HF = ("kind: food_mini",), ("kind: hf, path: a",)
+FOOD = ("kind: food_mini",)
+HF = ("kind: hf, path: a",)
 SEVERAL = "losses=[{kind: binary_kl}]"
 TRAYS = ("kind: food_mini, dishes: 2", SEVERAL)
 SETS = ("kind: multilabel, root: a, train_labels: a, val_labels: b", SEVERAL)
@@ -137,8 +140,10 @@ SHARDS = ("kind: webdataset, train: a, val: b",)
 LISTS = ("kind: csv, root: a, train_list: a.csv, val_list: b.csv",)
 HELD_OUT = ("kind: csv, root: a, train_list: a.csv, val_fraction: 0.2",)
 SMALL = "data.progressive={size: 64, until: 0.5}"
-SMDDP, CUDA = ("backend.kind=smddp",), ("backend.kind=cuda",)
-HISTORY, RELATIVE = ("sifter.kind=history",), ("sifter.kind=relative",)
+SMDDP = ("backend.kind=smddp",)
+CUDA = ("backend.kind=cuda",)
+HISTORY = ("sifter.kind=history",)
+RELATIVE = ("sifter.kind=relative",)
 BY_TEACHER = ("sifter.kind=teacher", "teacher.cache.views=1")
 
 
@@ -470,7 +475,8 @@ def found(*overrides: str) -> dict[str, Any]:
     """Return the identities of the base with overrides; one that begins with "kind:" is
     another dataset.
     """
-    settings, rest = dict(SETTINGS), list(overrides)
+    settings = dict(SETTINGS)
+    rest = list(overrides)
     if overrides and overrides[0].startswith("kind:"):
         settings["data"] = {**yaml.safe_load(f"{{{rest.pop(0)}}}"), "batch_size": 8}
     return identities(config.load(settings, [*BASE, *rest]))
@@ -485,7 +491,8 @@ def test_a_key_changes_the_identities_of_what_depends_on_it_and_no_other(
     )  # data.loader=ray asks for one; nothing is contacted
     expected, value, *context = KEYS[key]
     path = key.partition(" ")[0].replace("[]", "[0]")
-    before, after = found(*context), found(*context, f"{path}={value}")
+    before = found(*context)
+    after = found(*context, f"{path}={value}")
     assert "".join(name for name in "FCSR" if before[name] != after[name]) == expected
 
 

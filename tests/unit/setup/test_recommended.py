@@ -73,7 +73,8 @@ def test_auto_is_a_number_in_the_record_of_the_run(settings):
     settings["run"].pop("epochs", None)
     settings["teacher"]["cache"] = {"views": "auto"}
     recipe = resolve(config.load(settings))
-    epochs, images = recipe.length.epochs, len(open_sources(recipe.data).train)
+    epochs = recipe.length.epochs
+    images = len(open_sources(recipe.data).train)
     assert (
         recipe.record.keys["run.epochs"]
         == epochs
@@ -260,10 +261,8 @@ def test_runs_are_comparable_if_pictures_and_labels_are_within_a_factor_of_four(
 
 
 def test_two_runs_are_contrasted_that_differ_in_nothing_else():
-    two, long = (
-        replace(ROW, views=2, accuracy=0.5),
-        replace(ROW, epochs=120, accuracy=0.8),
-    )
+    two = replace(ROW, views=2, accuracy=0.5)
+    long = replace(ROW, epochs=120, accuracy=0.8)
     other = replace(ROW, views=2, epochs=120, accuracy=0.1)
     assert contrast([ROW, long, two], "views", 2, 8) == (two, ROW)
     assert contrast([ROW, long, two], "epochs", 30, 120) == (ROW, long)

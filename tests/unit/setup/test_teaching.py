@@ -143,7 +143,9 @@ def test_the_share_of_convolutions_is_that_of_a_count_by_hand():
         torch.nn.Conv2d(4, 4, 3, padding=1, groups=4),
     )
     ends = torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(4, 9)
-    dense, depthwise, product = 16 * 16 * 4 * 3 * 9, 16 * 16 * 4 * 9, 4 * 9
+    dense = 16 * 16 * 4 * 3 * 9
+    depthwise = 16 * 16 * 4 * 9
+    product = 4 * 9
     total = dense + depthwise + product
     found = convolution_shares(
         Classifier(torch.nn.Sequential(*convolutions, *ends), 9, 16)
@@ -356,7 +358,8 @@ def test_a_run_with_another_runtime_is_the_run_to_rounding(built, runtime):
 def test_the_error_is_that_of_the_logits(built, settings):
     _, facts, _ = built("teacher.precision=int8")
     recipe = resolve(config.load(settings, ["teacher.precision=int8"]))
-    data, backend = open_sources(recipe.data), build_backend(recipe.backend)
+    data = open_sources(recipe.data)
+    backend = build_backend(recipe.backend)
     setting = RunContext(recipe, load_teachers(recipe, data, {}), backend)
     model = setting.teachers.model
     images = pixels_of(readable_images(data.val)[0], data.evaluation_views(data.val))
@@ -377,7 +380,8 @@ def test_the_error_is_that_of_the_logits(built, settings):
 
 def test_several_teachers_are_as_many_graphs(built):
     def ensemble(teachers: Teachers) -> Teachers:
-        alone, other = teachers.model, copy.deepcopy(teachers.model)
+        alone = teachers.model
+        other = copy.deepcopy(teachers.model)
         with torch.no_grad():
             other.network.head.bias += torch.tensor([1.0, 0.0, -1.0])
         average = single_label.build(single_label.Options()).average

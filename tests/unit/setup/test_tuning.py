@@ -286,7 +286,8 @@ def test_layers_thaw_after_freeze_epochs(make, tmp_path):
     assert len(checkpoints) == 2
     from safetensors.torch import load_file
 
-    prefix, own = "model.student.", {}
+    prefix = "model.student."
+    own = {}
     for folder in checkpoints:
         held = load_file(folder / "tensors.safetensors")
         own[folder.name] = {
@@ -481,7 +482,8 @@ def test_a_run_ends_after_patience_evaluations(make, tmp_path, checkpoint):
 
 def test_a_better_score_begins_anew(make):
     made = make("run.epochs=6", "run.patience=2")
-    best, scores = [], iter([0.3, 0.2, 0.4, 0.4, 0.3, 0.9])
+    best = []
+    scores = iter([0.3, 0.2, 0.4, 0.4, 0.3, 0.9])
 
     class Scripted:
         """Stands for a student whose accuracy goes up and down."""

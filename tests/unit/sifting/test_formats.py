@@ -12,9 +12,11 @@ from kd.sifting import ListBatch, TensorBatch, UnsupportedDataFormatException
 from kd.sifting.formats import DefaultTransform
 
 Pair = namedtuple("Pair", "x y")
-X, Y = torch.arange(12.0).reshape(4, 3), torch.arange(4)
+X = torch.arange(12.0).reshape(4, 3)
+Y = torch.arange(4)
 INDEX = torch.tensor([1, 3])
-A, B = X[[1, 3]], Y[[1, 3]]
+A = X[[1, 3]]
+B = Y[[1, 3]]
 SQUARE = torch.arange(16.0).reshape(4, 4)
 TEXTS = ["a", "b", "c", "d"]
 
@@ -115,7 +117,8 @@ def test_samples_are_taken_in_every_format(name):
 def test_samples_are_joined_in_every_format(name):
     batch, index, _ = FORMATS[name]
     transform = DefaultTransform(4, index, alone=False)
-    first, second = transform.transform(batch), transform.transform(batch)
+    first = transform.transform(batch)
+    second = transform.transform(batch)
     order = torch.arange(4)
     joined = first.take(order[:1]).join(
         [second.take(order[1:2]), first.take(order[2:])]
@@ -216,7 +219,8 @@ def test_a_constant_that_changes_is_refused_when_batches_are_joined():
 
 def test_padding_to_the_longest_of_a_batch_is_refused():
     transform = DefaultTransform(4, None, alone=False)
-    first, second = transform.transform({"x": X}), transform.transform({"x": X[:, :2]})
+    first = transform.transform({"x": X})
+    second = transform.transform({"x": X[:, :2]})
     with pytest.raises(
         UnsupportedDataFormatException, match=r"shapes \(2,\), \(3,\).* Pad"
     ):

@@ -47,10 +47,8 @@ class Rows(Dataset):
 
     def __init__(self, count: int = 80) -> None:
         draw = torch.Generator().manual_seed(0)
-        self.x, self.labels = (
-            torch.randn(count, 4, generator=draw),
-            torch.arange(count) % 2,
-        )
+        self.x = torch.randn(count, 4, generator=draw)
+        self.labels = torch.arange(count) % 2
         self.x[:, 0] += 2.0 * self.labels
 
     def __len__(self) -> int:
@@ -63,7 +61,9 @@ class Rows(Dataset):
 class Model(nn.Module):
     def __init__(self, drop: float = 0.0) -> None:
         super().__init__()
-        self.head, self.drop, self.trained = nn.Linear(4, 2), nn.Dropout(drop), []
+        self.head = nn.Linear(4, 2)
+        self.drop = nn.Dropout(drop)
+        self.trained = []
 
     def forward(self, x, labels=None):
         if self.training:
@@ -241,7 +241,8 @@ def whole_run(folder, saves, **arguments):
     """Train three epochs with dropout, a bar's length recorded, and a checkpoint every
     `saves` steps or epochs.
     """
-    lightning, lengths = needs("lightning.pytorch"), []
+    lightning = needs("lightning.pytorch")
+    lengths = []
 
     class Bar(lightning.Callback):
         def on_train_epoch_start(self, trainer, module):

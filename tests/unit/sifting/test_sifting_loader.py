@@ -47,7 +47,8 @@ class OwnLoss(Loss):
     """
 
     def __init__(self, shape: str = "flat"):
-        self.shape, self.sizes = shape, []
+        self.shape = shape
+        self.sizes = []
 
     def loss(self, model, transformed_batch, original_batch=None):
         values = original_batch[0][:, 0] + 0 * model(original_batch[0]).sum()
@@ -150,11 +151,9 @@ class Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.drop, self.frozen = (
-            nn.BatchNorm1d(2),
-            nn.Dropout(0.5),
-            nn.BatchNorm1d(2),
-        )
+        self.norm = nn.BatchNorm1d(2)
+        self.drop = nn.Dropout(0.5)
+        self.frozen = nn.BatchNorm1d(2)
         self.frozen.eval()
         self.modes: list[bool] = []
 
@@ -382,7 +381,8 @@ def train(
         loader.load_state_dict(state["loader"])
         begin = state["epoch"]
         torch.set_rng_state(state["rng"])
-    seen, saved = [], None
+    seen = []
+    saved = None
     for epoch in range(begin, epochs):
         for x, ids in loader:
             optimizer.zero_grad()
@@ -461,7 +461,8 @@ def test_a_weighted_sampler_that_draws_images_twice(steps):
 @pytest.mark.parametrize("holder", ["loader", "sampler", "batch sampler"])
 def test_a_generator_of_its_own_resumes_in_its_order(holder):
     def shuffled():
-        own, items = torch.Generator().manual_seed(5), data()
+        own = torch.Generator().manual_seed(5)
+        items = data()
         sampler = RandomSampler(items, generator=own)
         ways = {
             "loader": {"batch_size": 8, "shuffle": True, "generator": own},

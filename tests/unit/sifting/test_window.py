@@ -51,7 +51,8 @@ def naive(history: list[float], batch: list[float], place: list[float]) -> list[
 @pytest.mark.parametrize("values", [3, 10_000])
 def test_the_percentile_is_the_definition(values):
     draw = generator()
-    window, history = LossWindow(10), []
+    window = LossWindow(10)
+    history = []
     for size in (4, 1, 7, 12, 3):  # a batch longer than the window among them
         losses = torch.randint(values, (size,), generator=draw).double() / 7
         place = torch.rand(size, generator=draw, dtype=torch.float64)
@@ -69,7 +70,8 @@ def test_the_percentile_is_the_definition(values):
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_the_kept_fraction_is_that_of_beta_for_any_distribution(name, beta):
-    draw, window = generator(1), LossWindow(500)
+    draw = generator(1)
+    window = LossWindow(500)
     size, batches = (
         8192,
         1 + math.ceil(20 * beta),
@@ -99,7 +101,8 @@ def test_quotas_add_up_to_the_kept_fraction(beta):
     for size in (32, 7, 32, 1, 1, 64) * 200:
         share = quota(seen, size, beta)
         assert 0 <= share <= size
-        seen, kept = seen + size, kept + share
+        seen = seen + size
+        kept = kept + share
         assert kept == math.floor(seen / (1 + beta) + 1e-9)
 
 
@@ -125,10 +128,8 @@ def test_inclusion_is_proportional_below_the_cap():
 
 
 def test_a_fixed_draw_has_the_inclusion_probabilities():
-    draw, share = (
-        generator(4),
-        inclusion(torch.linspace(0.05, 1, 12, dtype=torch.float64), 4),
-    )
+    draw = generator(4)
+    share = inclusion(torch.linspace(0.05, 1, 12, dtype=torch.float64), 4)
     counts = torch.zeros(12, dtype=torch.float64)
     for _ in range(5_000):
         counts[systematic(share, 4, draw)] += 1
@@ -190,7 +191,9 @@ def test_a_state_fits_a_window_of_another_length(length, pushed):
 
 
 def test_a_batch_is_ranked_before_it_is_remembered():
-    window, twin, losses = LossWindow(6), LossWindow(6), torch.tensor([0.2, 3.0, 0.9])
+    window = LossWindow(6)
+    twin = LossWindow(6)
+    losses = torch.tensor([0.2, 3.0, 0.9])
     for each in (window, twin):
         each.push(torch.arange(4.0))
     place = torch.rand(3, generator=generator(5), dtype=torch.float64)

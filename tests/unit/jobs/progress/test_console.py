@@ -162,15 +162,14 @@ def told_left(
     """Train epochs of so many steps, the first `cold_epochs` at `cold` seconds a step;
     return the seconds told to be left by step, as rows of `every` steps tell them.
     """
-    console, taken, step, window = (
-        Console("food", scores=SINGLE_LABEL, filled=filled),
-        0.0,
-        0,
-        [],
-    )
+    console = Console("food", scores=SINGLE_LABEL, filled=filled)
+    taken = 0.0
+    step = 0
+    window = []
     for epoch, length in enumerate(lengths):
         for number in range(length):
-            seconds, step = cold if epoch < cold_epochs else warm, step + 1
+            seconds = cold if epoch < cold_epochs else warm
+            step = step + 1
             window.append(seconds)
             taken += seconds
             turn = number + 1 == length

@@ -15,10 +15,12 @@ def away(monkeypatch):
     """Register trackers with accelerate; return what they were told, and set what
     fails.
     """
-    told, failing = [], set()
+    told = []
+    failing = set()
 
     class Away(tracking.GeneralTracker):
-        name, requires_logging_directory = "away", False
+        name = "away"
+        requires_logging_directory = False
 
         def __init__(self, run_name):
             super().__init__()

@@ -32,7 +32,9 @@ def source(tmp_path) -> ImageSource:
 def test_a_failed_read_is_fatal_although_corrupt_images_are_skipped(
     source, monkeypatch, code
 ):
-    number, tries, opened = getattr(errno, code), [], builtins.open
+    number = getattr(errno, code)
+    tries = []
+    opened = builtins.open
 
     def fail(path, *args, **more):
         if not os.fsdecode(path).endswith("1.png"):

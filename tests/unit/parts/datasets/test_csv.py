@@ -55,13 +55,11 @@ def pairs(source) -> dict[str, str]:
     }
 
 
-PIE, CAKE = (
-    {"apple_pie/1.jpg": "pie", "baklava/1.jpg": "cake"},
-    {
-        "apple_pie/1.jpg": "3",
-        "baklava/1.jpg": "12",
-    },
-)
+PIE = {"apple_pie/1.jpg": "pie", "baklava/1.jpg": "cake"}
+CAKE = {
+    "apple_pie/1.jpg": "3",
+    "baklava/1.jpg": "12",
+}
 LINE = "apple_pie/1.jpg,pie\nbaklava/1.jpg,cake\n"
 
 
@@ -350,7 +348,8 @@ def test_a_name_missing_in_the_root_is_searched_beside_its_list(root):
 
 def test_names_in_another_unicode_form(root):
     """macOS writes é as two characters into names of files, a spreadsheet as one."""
-    one, two = "caf\xe9", "cafe\u0301"
+    one = "caf\xe9"
+    two = "cafe\u0301"
     shutil.copytree(root / "baklava", root / two)
     (root / two / "1.jpg").rename(root / two / f"{two}.jpg")
     content = f"path,label\n{one}/{one}.jpg,{one}\n{one}/2,{two}\nbaklava/1,cake\n"

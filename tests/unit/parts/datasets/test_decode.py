@@ -22,7 +22,8 @@ from kd.parts.datasets._splits import hold_out
 
 RNG = np.random.default_rng(0)
 NOISE = Image.fromarray(RNG.integers(0, 256, (24, 32, 3), np.uint8))
-RED, WHITE = (255, 0, 0), (255, 255, 255)
+RED = (255, 0, 0)
+WHITE = (255, 255, 255)
 
 
 def stored(image: Image.Image, kind: str = "PNG", **options) -> bytes:
@@ -268,10 +269,8 @@ def test_many_scans_are_refused_for_every_jpeg_format_name():
 def test_colour_profile_is_dropped_with_the_rest_of_the_metadata():
     """The pixels are those of the same file without a profile."""
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    with_profile, without = (
-        stored(NOISE, "JPEG", icc_profile=profile),
-        stored(NOISE, "JPEG"),
-    )
+    with_profile = stored(NOISE, "JPEG", icc_profile=profile)
+    without = stored(NOISE, "JPEG")
     assert Image.open(io.BytesIO(with_profile)).info["icc_profile"] == profile
     image = read(with_profile)
     assert "icc_profile" not in image.info

@@ -18,7 +18,8 @@ from kd.setup.data import Data, open_sources
 from kd.setup.recipe import resolve
 
 CLASSES = ("apple", "fig")
-CLIPS, FRAMES = 10, 8
+CLIPS = 10
+FRAMES = 8
 """Of each class."""
 
 
@@ -31,7 +32,8 @@ def clips(tmp_path_factory) -> Path:
     """Folders `apple` and `fig` of frames `CLIP_0001.jpg`, and tables that name the
     clip of each frame.
     """
-    root, rows = tmp_path_factory.mktemp("clips"), ["path,label,clip"]
+    root = tmp_path_factory.mktemp("clips")
+    rows = ["path,label,clip"]
     for label, name in enumerate(CLASSES):
         (root / name).mkdir()
         for clip in range(CLIPS):

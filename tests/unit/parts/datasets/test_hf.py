@@ -33,7 +33,8 @@ def table(labels: list, label=None, **more):
         "label": labels,
     }
     for name, (values, feature) in more.items():
-        columns[name], features[name] = values, feature
+        columns[name] = values
+        features[name] = feature
     return hub.Dataset.from_dict(columns, features=hub.Features(features))
 
 
@@ -87,7 +88,8 @@ def test_a_file_that_was_replaced_and_keeps_its_time_is_read_anew(tmp_path):
     file.parent.mkdir()
     table([0, 1, 1]).to_parquet(str(file))
     chosen = Options(path=str(file.parent), val_split="train", val_fraction=0.5)
-    before, times = build(chosen, "train", None), file.stat()
+    before = build(chosen, "train", None)
+    times = file.stat()
     rows = [png(9), png(8), png(7)]
     hub.Dataset.from_dict(
         {"image": [{"bytes": row, "path": None} for row in rows], "label": [0, 1, 1]},

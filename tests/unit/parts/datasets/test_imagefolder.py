@@ -183,7 +183,8 @@ def test_jpegs_by_other_names_and_by_their_content(tmp_path):
 def test_folders_named_by_numbers_and_in_two_unicode_forms(tmp_path):
     fill(tmp_path, *(f"train/{label}/1.png" for label in range(12)))
     assert build(options(tmp_path), "train", None).classes == tuple(map(str, range(12)))
-    one, two = "caf\xe9", "cafe\u0301"
+    one = "caf\xe9"
+    two = "cafe\u0301"
     fill(
         tmp_path / "b",
         f"train/{one}/1.png",

@@ -200,7 +200,9 @@ def test_sets_of_labels(tmp_path):
 
 @pytest.mark.parametrize("written", [("fig", "pear", "apple"), ("2", "0", "7")])
 def test_shards(tmp_path, written):
-    names, of, sizes = [], [], []
+    names = []
+    of = []
+    sizes = []
     integers = written[0].isdecimal()
     classes = [str(value) for value in range(8)] if integers else sorted(written)
     for shard in range(3):

@@ -118,10 +118,8 @@ def test_the_column_of_the_images_may_have_no_name(root):
 
 
 FEW = {"a.jpg": {"rice", "egg"}, "c.jpg": {"egg"}}
-PAIRS, WIDE = (
-    "file,labels\na.jpg,rice|egg\nc.jpg,egg\n",
-    "file,egg,rice\na.jpg,1,1\nc.jpg,1,0\n",
-)
+PAIRS = "file,labels\na.jpg,rice|egg\nc.jpg,egg\n"
+WIDE = "file,egg,rice\na.jpg,1,1\nc.jpg,1,0\n"
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,8 @@ def bomb(
     """A shard with a member of `size` zeros, which take no space on the disk."""
     write_tar(path, members)
     info = tarfile.TarInfo(name)
-    info.size, info.type = size, kind
+    info.size = size
+    info.type = kind
     with path.open("r+b") as file:
         end = sum(512 + -(-len(data) // 512) * 512 for data in members.values())
         file.seek(end)
@@ -435,7 +436,8 @@ def test_member_twice_and_links(tmp_path):
         build(options(tmp_path), "train", None)
     with tarfile.open(path, "w") as tar:
         link = tarfile.TarInfo("a.png")
-        link.type, link.linkname = tarfile.SYMTYPE, "b.png"
+        link.type = tarfile.SYMTYPE
+        link.linkname = "b.png"
         tar.addfile(link)
     with pytest.raises(DataError, match=r"'a.png' in the shard '.*' is a link"):
         build(options(tmp_path), "train", None)
@@ -518,7 +520,8 @@ def test_dots_in_names_and_members_that_are_not_read(tmp_path):
 def test_a_shard_is_in_one_split(tmp_path):
     for number in range(3):
         write_tar(tmp_path / f"food-{number}.tar", samples([0, 1]))
-    first, last = str(tmp_path / "food-[01].tar"), str(tmp_path / "food-2.tar")
+    first = str(tmp_path / "food-[01].tar")
+    last = str(tmp_path / "food-2.tar")
     chosen = options(tmp_path, train=first, val=last, test=str(tmp_path / "food-1.tar"))
     assert labels(build(chosen, "val", ("0", "1"))) == [0, 1]
     for split, other in (

@@ -55,7 +55,8 @@ def test_a_familys_outputs_equal_its_own_librarys(family, tmp_path):
     """
     make(family, tmp_path)
     pixels = prepared(tmp_path, squares(), **FLAT)
-    teacher, expected = load(tmp_path), answers(tmp_path, pixels)
+    teacher = load(tmp_path)
+    expected = answers(tmp_path, pixels)
     ours = teacher.normalize(tensor(squares()))[:, teacher.network.order]
     torch.testing.assert_close(ours, torch.cat(pixels), rtol=1e-5, atol=1e-5)
     with torch.no_grad():

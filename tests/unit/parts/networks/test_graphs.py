@@ -16,13 +16,13 @@ from kd.parts import registry
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-FLOAT, HALF, DOUBLE = (
-    onnx.TensorProto.FLOAT,
-    onnx.TensorProto.FLOAT16,
-    onnx.TensorProto.DOUBLE,
-)
-BYTE, INT = onnx.TensorProto.UINT8, onnx.TensorProto.INT64
-MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+FLOAT = onnx.TensorProto.FLOAT
+HALF = onnx.TensorProto.FLOAT16
+DOUBLE = onnx.TensorProto.DOUBLE
+BYTE = onnx.TensorProto.UINT8
+INT = onnx.TensorProto.INT64
+MEAN = (0.5, 0.4, 0.3)
+STD = (0.2, 0.25, 0.3)
 CLASSES = ("apple", "fig", "pear", "plum")
 
 
@@ -52,7 +52,8 @@ def weights(widths: int) -> np.ndarray:
 def write(shape: Shape, path) -> None:
     make = onnx.helper
     axes = [1, 2] if shape.last else [2, 3]
-    nodes, name = [], "image"
+    nodes = []
+    name = "image"
     if shape.type != FLOAT:
         nodes.append(make.make_node("Cast", [name], ["float"], to=FLOAT))
         name = "float"
@@ -166,11 +167,9 @@ def test_a_graphs_output_equals_its_arithmetic(name, tmp_path):
 
 
 def test_two_numbers_of_threads_share_the_sessions_of_a_run(tmp_path, monkeypatch):
-    model, opened, threads = (
-        load(Shape(), tmp_path / "g.onnx"),
-        [],
-        torch.get_num_threads(),
-    )
+    model = load(Shape(), tmp_path / "g.onnx")
+    opened = []
+    threads = torch.get_num_threads()
     monkeypatch.setattr(
         "kd.parts.networks.onnx.open_session",
         lambda *given: opened.append(given[1]) or given[1],

@@ -154,7 +154,8 @@ def test_a_network_has_equal_outputs_in_torch_onnx_and_a_table(made, bare, photo
     pixels = np.stack(
         [np.asarray(source.decode(id).image.resize((16, 16))) for id in range(3)]
     )
-    image, ids = torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), torch.arange(3)
+    image = torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy())
+    ids = torch.arange(3)
     with torch.no_grad():
         said = [
             models["torch"](image),
@@ -181,12 +182,14 @@ def test_features_of_transformers(made, bare):
     tower = load(bare, clip, features=features, teacher_logits=False)
     other = CLIPModel.from_pretrained(clip["model"]).eval()
     with torch.no_grad():
-        found, said = model(image), alone.vit(model.normalize(image)).last_hidden_state
+        found = model(image)
+        said = alone.vit(model.normalize(image)).last_hidden_state
         torch.testing.assert_close(
             alone.classifier(found.features["pooled"]), found.logits
         )
         torch.testing.assert_close(found.features["tokens"], said[:, 1:])
-        seen, pixels = tower.eval()(image), tower.normalize(image)
+        seen = tower.eval()(image)
+        pixels = tower.normalize(image)
         expected = other.get_image_features(pixel_values=pixels)
         torch.testing.assert_close(
             seen.features["pooled"], getattr(expected, "pooler_output", expected)
@@ -541,7 +544,8 @@ def test_the_weights_of_a_graph_lie_in_its_folder(
     read /dev/zero for ever.
     """
     onnx = pytest.importorskip("onnx")
-    make, kind = onnx.helper, onnx.TensorProto.FLOAT
+    make = onnx.helper
+    kind = onnx.TensorProto.FLOAT
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("/dev")
     os.mkfifo(tmp_path / "fifo")
@@ -553,18 +557,14 @@ def test_the_weights_of_a_graph_lie_in_its_folder(
         [make.make_tensor_value_info(name, kind, size)]
         for name, size in (("x", ["B", 3, 16, 16]), ("y", None))
     ]
-    nodes, initializers = (
-        [make.make_node("ReduceMax", ["x"], ["y"], axes=[2, 3], keepdims=0)],
-        [unused],
-    )
+    nodes = [make.make_node("ReduceMax", ["x"], ["y"], axes=[2, 3], keepdims=0)]
+    initializers = [unused]
     if inside == "attribute":
-        nodes, initializers = (
-            [
-                *nodes,
-                make.make_node("Constant", [], ["z"], value=unused),
-            ],
-            [],
-        )
+        nodes = [
+            *nodes,
+            make.make_node("Constant", [], ["z"], value=unused),
+        ]
+        initializers = []
     graph = make.make_graph(nodes, "g", *ends, initializers)
     opset = [make.make_opsetid("", 13)]
     onnx.save(
@@ -607,7 +607,8 @@ def test_weights_beside_a_graph_count(made, bare, tmp_path):
 
 def test_a_table_is_the_same_in_every_format(made, bare, tmp_path):
     table = read_answers(made["answers"]["model"], "teacher.model")
-    values, names = table.values[0].double().numpy(), list(table.names)
+    values = table.values[0].double().numpy()
+    names = list(table.names)
     np.savez(
         tmp_path / "a.npz",
         logits=values.astype(np.float32),
@@ -693,10 +694,8 @@ def test_a_test_split_does_not_change_a_table(made, bare, photos, tmp_path):
     """A finished run is scored on images that its table has answers for, and is the
     same run.
     """
-    root, file = (
-        shutil.copytree(photos, tmp_path / "photos"),
-        tmp_path / "more.safetensors",
-    )
+    root = shutil.copytree(photos, tmp_path / "photos")
+    file = tmp_path / "more.safetensors"
     shutil.copytree(photos / "val", root / "test")
     table = read_answers(made["answers"]["model"], "teacher.model")
     rows = [i for i, name in enumerate(table.names) if name.startswith("val/")]

@@ -10,7 +10,10 @@ from kd.core.types import SiftContext
 from kd.parts.sifters import teacher
 from kd.parts.sifters.teacher import ByAnswers, Options
 
-IMAGES, BATCH, VIEWS, CLASSES = 400, 20, 2, 4
+IMAGES = 400
+BATCH = 20
+VIEWS = 2
+CLASSES = 4
 LABELS = torch.arange(IMAGES) % CLASSES
 LOGITS = 2 * torch.randn(
     VIEWS, IMAGES, CLASSES, generator=torch.Generator().manual_seed(0)
@@ -144,7 +147,8 @@ def test_images_without_a_stored_output_are_visited():
 
 
 def test_a_draw_favours_the_hard_and_its_weights_undo_that():
-    drawn, total = torch.zeros(IMAGES), torch.zeros(IMAGES)
+    drawn = torch.zeros(IMAGES)
+    total = torch.zeros(IMAGES)
     sifter = warm(
         Options(
             score="loss",
@@ -174,12 +178,11 @@ def test_a_draw_favours_the_hard_and_its_weights_undo_that():
 
 @pytest.mark.parametrize("score", ["loss", "divergence", "learnable"])
 def test_ranks_choose_the_same_images_and_read_each_output_once(score):
-    options, parts = (
-        Options(score=score, choose="drawn", keep=0.5),
-        list[torch.Tensor](),
-    )
+    options = Options(score=score, choose="drawn", keep=0.5)
+    parts = list[torch.Tensor]()
     alone = warm(options)
-    state, expected = alone.state_dict(), alone.plan(1, 0.3)
+    state = alone.state_dict()
+    expected = alone.plan(1, 0.3)
     nothing = torch.zeros(2, IMAGES)  # the losses of the first epoch are in the state
     for rank in (0, 1):
         sifter = sifter_of(
@@ -230,12 +233,11 @@ def test_outputs_stored_after_the_checkpoint_are_not_known_to_the_resumed_run(sc
             sifter.observe(found[-1], losses(found[-1]))
         return found
 
-    stored, options = (
-        Stored(torch.ones(VIEWS, IMAGES, dtype=torch.bool)),
-        Options(score=score, keep=0.5),
-    )
+    stored = Stored(torch.ones(VIEWS, IMAGES, dtype=torch.bool))
+    options = Options(score=score, keep=0.5)
     whole = warm(options, stored)
-    state, stored.missing[0] = whole.state_dict(), False
+    state = whole.state_dict()
+    stored.missing[0] = False
     expected = plans(whole, stored)
     assert [len(ids) for ids in expected] == [
         IMAGES,

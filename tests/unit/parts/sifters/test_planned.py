@@ -12,7 +12,8 @@ import torch
 from kd.core.types import SiftContext
 from kd.parts.sifters import history, none, random
 
-IMAGES, BATCH = 400, 20
+IMAGES = 400
+BATCH = 20
 LABELS = torch.arange(IMAGES) % 4
 
 
@@ -207,7 +208,8 @@ def test_the_state_resumes_in_the_middle_of_an_epoch_and_in_another_world():
     for sifter, share in zip(ranks, (late[::2], late[1::2]), strict=True):
         sifter.observe(share, losses(1)[share])
     sums = torch.zeros(2, IMAGES)
-    sums[0, late], sums[1, late] = losses(1)[late], 1.0
+    sums[0, late] = losses(1)[late]
+    sums[1, late] = 1.0
     totals.append(sums)
     alone.observe(late, losses(1)[late])
     resumed.observe(late, losses(1)[late])
@@ -220,10 +222,8 @@ def test_the_state_resumes_in_the_middle_of_an_epoch_and_in_another_world():
 
 def test_plans_differ_between_epochs_and_seeds_and_are_functions_of_them():
     for kind, options in ((none, none.Options()), (random, random.Options())):
-        one, other = (
-            kind.build(options, sift_context()),
-            kind.build(options, sift_context()),
-        )
+        one = kind.build(options, sift_context())
+        other = kind.build(options, sift_context())
         assert torch.equal(one.plan(3, 0.3).ids, other.plan(3, 0.3).ids)
         assert not torch.equal(one.plan(3, 0.3).ids, one.plan(4, 0.4).ids)
         assert not torch.equal(
@@ -243,10 +243,8 @@ def test_an_image_whose_loss_is_nan_is_kept(keep):
 
 
 def test_the_table_holds_the_last_loss():
-    sifter, given = (
-        warm(history.Options(warmup=4), values=losses(0)),
-        [losses(seed) for seed in range(3)],
-    )
+    sifter = warm(history.Options(warmup=4), values=losses(0))
+    given = [losses(seed) for seed in range(3)]
     for epoch in (1, 2):
         ids = sifter.plan(epoch, 0.0).ids
         sifter.observe(ids, given[epoch][ids])

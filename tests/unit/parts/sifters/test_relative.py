@@ -11,7 +11,8 @@ from pieces import slow
 from kd.core.types import Batch, Outputs, Plan, SiftContext, TeacherOutputs
 from kd.parts.sifters import relative
 
-IMAGES, MICRO = 120, 6
+IMAGES = 120
+MICRO = 6
 LOSSES = torch.rand(IMAGES, generator=torch.Generator().manual_seed(0))
 
 
@@ -38,7 +39,8 @@ class Scores:
     """A `Score` with given losses: those of all ranks, in the plan's order."""
 
     def __init__(self, plan: Plan, losses: torch.Tensor = LOSSES) -> None:
-        self.plan, self.losses = plan, losses
+        self.plan = plan
+        self.losses = losses
 
     def __call__(self, batches, shrink=1):
         batch = 2 * len(batches[0].ids)
@@ -208,7 +210,8 @@ def test_the_delay_sees_everything_once_or_in_each_epoch():
 
 def test_each_epoch_draws_anew():
     """Of equal losses the places in the plan that are kept are the draw itself."""
-    sifter, kept = made(1.0), []
+    sifter = made(1.0)
+    kept = []
     for number in (0, 1):
         plan = sifter.plan(number, 0.0)
         scores = Scores(plan, torch.ones(IMAGES))

@@ -50,7 +50,9 @@ def mean_cosine(run) -> float:
     """Return the mean cosine of the projected student with its teacher on the
     validation images.
     """
-    student, val, cosines = run.distillation.student.eval(), run.evaluator.val, []
+    student = run.distillation.student.eval()
+    val = run.evaluator.val
+    cosines = []
     criterion = run.distillation.criterion
     project = criterion.terms[criterion.names.index("cosine")].project
     for batch in val.loader.epoch(val.plan, view=0):
@@ -63,7 +65,8 @@ def mean_cosine(run) -> float:
 
 def test_a_student_learns_the_vectors_of_a_teacher_without_classes(make):
     made = make(LOSSES, LOG, "data.views=2", "run.epochs=3")
-    student, criterion = made.run.distillation.student, made.run.distillation.criterion
+    student = made.run.distillation.student
+    criterion = made.run.distillation.criterion
     before = made.run.evaluator(student)
     state = train(made.run)
     row = [row for row in made.store.rows if row["kind"] == "val"][-1]
@@ -254,7 +257,8 @@ def test_neighbours_vote_as_the_formula_says(count):
 def test_the_probe_is_the_ridge_that_predicts_best_what_it_has_not_seen():
     bank, label = clusters(30, spread=1.5)
     asking, _ = clusters(7)
-    x, y = bank.double(), F.one_hot(label, 3).double()
+    x = bank.double()
+    y = F.one_hot(label, 3).double()
     scale = torch.linalg.eigvalsh((x - x.mean(0)).T @ (x - x.mean(0))).mean()
 
     def fit(x: Tensor, y: Tensor, strength: float) -> tuple[Tensor, Tensor]:
@@ -302,7 +306,8 @@ class Counted(Uncached):
     """A teacher that counts its batches."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.batches = model, 0
+        self.model = model
+        self.batches = 0
 
     def __call__(self, batch: Batch) -> Outputs:
         self.batches += 1
@@ -319,7 +324,8 @@ def test_an_evaluation_equals_whole_splits_and_queries_the_teacher_once():
         for count in (50, 23)
     )
     torch.manual_seed(0)
-    student, teacher = Embeds(5), Counted(Embeds(7))
+    student = Embeds(5)
+    teacher = Counted(Embeds(7))
     criterion = Criterion([loss_term("cosine", dims=Dims(0, 5, 7))])
     asked, searched = (
         Split(

@@ -25,7 +25,8 @@ class Table(nn.Module):
 
     def __init__(self, logits_NC: Tensor) -> None:
         super().__init__()
-        self.logits_NC, self.modes = logits_NC, []
+        self.logits_NC = logits_NC
+        self.modes = []
 
     def forward(self, image: Tensor) -> Outputs:
         self.modes.append(self.training)
@@ -36,7 +37,8 @@ class Answers:
     """A teacher that looks its logits up by id, and counts."""
 
     def __init__(self, logits_NC: Tensor) -> None:
-        self.logits_NC, self.calls = logits_NC, 0
+        self.logits_NC = logits_NC
+        self.calls = 0
 
     def __call__(self, batch: Batch) -> Outputs:
         self.calls += 1
@@ -47,7 +49,8 @@ class Ids:
     """A dataset whose images are their ids."""
 
     def __init__(self, labels: Tensor, broken: frozenset[int] = frozenset()) -> None:
-        self.labels, self.broken = labels, broken
+        self.labels = labels
+        self.broken = broken
         self.classes = ()
 
     def __len__(self) -> int:
@@ -95,9 +98,11 @@ def log_softmax(logits: Tensor) -> np.ndarray:
 
 
 def expected_of(logits: Tensor, label: Tensor, prefix: str = "") -> dict[str, float]:
-    log_prob, y = log_softmax(logits), label.numpy()
+    log_prob = log_softmax(logits)
+    y = label.numpy()
     order = np.argsort(-log_prob, axis=1)
-    confidence, correct = np.exp(log_prob.max(1)), order[:, 0] == y
+    confidence = np.exp(log_prob.max(1))
+    correct = order[:, 0] == y
     error = 0.0
     for bin in range(NUM_BINS):  # arXiv:1706.04599, equation 3
         inside = np.minimum((confidence * NUM_BINS).astype(int), NUM_BINS - 1) == bin
@@ -114,7 +119,8 @@ def expected_of(logits: Tensor, label: Tensor, prefix: str = "") -> dict[str, fl
 
 
 def expected_together(student: Tensor, teacher: Tensor) -> dict[str, float]:
-    s, t = log_softmax(student), log_softmax(teacher)
+    s = log_softmax(student)
+    t = log_softmax(teacher)
     return {
         "kl": (np.exp(t) * (t - s)).sum(1).mean(),
         "agreement": (s.argmax(1) == t.argmax(1)).mean(),

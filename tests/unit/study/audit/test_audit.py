@@ -70,7 +70,8 @@ def test_stored_outputs_are_averaged_over_the_views_that_are_there(photos, tmp_p
 
 def test_nearest_vectors_are_those_of_the_largest_cosine():
     rng = np.random.default_rng(0)
-    one, other = rng.normal(size=(50, 12)), rng.normal(size=(7, 12))
+    one = rng.normal(size=(50, 12))
+    other = rng.normal(size=(7, 12))
     rows, near = neighbours(narrow(one), narrow(other))
     cosine = (
         (other @ one.T)
@@ -112,11 +113,9 @@ def test_the_lists_recall_is_measured_with_this_teacher():
     label = draw.integers(0, 4, 400)
     shares = draw.dirichlet(np.ones(4), 400) + 0.8 * np.eye(4)[label]
     shares /= shares.sum(1, keepdims=True)
-    wrong, row, none = (
-        (label + draw.integers(1, 4, 400)) % 4,
-        np.arange(400),
-        np.zeros((400, 1)),
-    )
+    wrong = (label + draw.integers(1, 4, 400)) % 4
+    row = np.arange(400)
+    none = np.zeros((400, 1))
     told = trial_text(
         TeacherAnswers(
             row,
@@ -221,7 +220,8 @@ def test_the_teacher_does_not_run_on_unlabelled_images(
     (tmp_path / "some/train/fig").rename(tmp_path / "some/train/unlabelled")
     shutil.rmtree(tmp_path / "some/val/fig")
     settings["data"] |= {"root": str(tmp_path / "some"), "labels": "some"}
-    data, seen = open_sources(resolve(config.load(settings)).data), []
+    data = open_sources(resolve(config.load(settings)).data)
+    seen = []
 
     class Teacher:
         model = nn.Identity()

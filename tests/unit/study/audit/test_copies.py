@@ -61,7 +61,8 @@ def found(images: list[Image.Image]) -> set[tuple[int, int]]:
     "change", ["same", "encoded", "cropped", "mirrored", "mirrored crop", "black bars"]
 )
 def test_a_changed_copy_is_found_among_others_and_nothing_else(change: str):
-    images, rng = [photograph(seed) for seed in range(300)], np.random.default_rng(7)
+    images = [photograph(seed) for seed in range(300)]
+    rng = np.random.default_rng(7)
     changed = []
     for id, image in enumerate(images[:40]):
         x, y = rng.uniform(0, 9.6, 2).round()
@@ -92,7 +93,8 @@ def test_many_equal_images_and_empty_ones_are_paired_without_all_their_pairs(
 ):
     monkeypatch.setattr(copies, "WINDOW", 4)
     monkeypatch.setattr(copies, "TABLES", 4)
-    same, plain = [photograph(1)] * 400, [Image.new("RGB", (40, 40), "white")] * 3
+    same = [photograph(1)] * 400
+    plain = [Image.new("RGB", (40, 40), "white")] * 3
     pairs = found([*same, *plain])
     assert {row for pair in pairs for row in pair} == set(range(403))
     assert len(pairs) < 403 * 402 / 2 / 3
@@ -101,10 +103,8 @@ def test_many_equal_images_and_empty_ones_are_paired_without_all_their_pairs(
 
 def test_a_dark_picture_is_not_cut_for_bars():
     """Without what is darker than a bar nothing of it would be left to compare."""
-    dark, lamp = (
-        Image.new("RGB", (200, 100), (10, 10, 10)),
-        Image.new("RGB", (20, 10), "white"),
-    )
+    dark = Image.new("RGB", (200, 100), (10, 10, 10))
+    lamp = Image.new("RGB", (20, 10), "white")
     assert box_inside_bars(dark) == (0, 0, 200, 100)
     dark.paste(lamp, (90, 45))
     assert box_inside_bars(dark) == (0, 0, 200, 100)

@@ -13,10 +13,8 @@ def test_pictures_are_those_on_which_the_models_differ_those_of_a_right_and_sure
 ):
     data = open_sources(resolve(config.load(base(photos, tmp_path))).data)
     data.val.prepare()
-    shown, classes = (
-        data.evaluation_views(data.val, on_corrupt="skip"),
-        list(data.classes),
-    )
+    shown = data.evaluation_views(data.val, on_corrupt="skip")
+    classes = list(data.classes)
     stored = {
         "ids": [0, 1, 2, 3],
         "label": [0, 0, 0, 0],

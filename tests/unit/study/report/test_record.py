@@ -184,7 +184,8 @@ def test_a_seed_counts_once_in_the_mean_of_seeds():
     """A run made again, and a folder named twice, made the interval shorter: 12.706 x 2
     / sqrt(2) / sqrt(2).
     """
-    zero, one = seeded(0, 0.70), seeded(1, 0.72)
+    zero = seeded(0, 0.70)
+    one = seeded(1, 0.72)
     again = replace(seeded(0, 0.90), name="again")
     (group,) = seed_groups([zero, again, zero, one])
     assert group == [zero, one]
@@ -209,7 +210,8 @@ def test_a_strangers_findings_and_names_leave_the_terminal_alone():
 
 def test_a_teacher_that_runs_share_is_shown_once():
     """One teacher had two bars, of 22.1 and 22.2 %: its modes differ by rounding."""
-    one, two = seeded(0, 0.5), seeded(1, 0.5)
+    one = seeded(0, 0.5)
+    two = seeded(1, 0.5)
     assert list(teachers_of([one, two])) == ["teacher"]
     page = render([one, two])
     assert page.count('title="teacher"') == 1
@@ -374,10 +376,8 @@ def test_better_requires_a_paired_interval_above_zero():
     assert "more against one: accuracy +5.0 points (+1.7 to +8.2): better" in verdicts(
         [one, better]
     )
-    two, elsewhere = (
-        replace(run("two"), scored=last(120)),
-        replace(run("far"), scored=last(120, data="others")),
-    )
+    two = replace(run("two"), scored=last(120))
+    elsewhere = replace(run("far"), scored=last(120, data="others"))
     assert verdicts([one, two, elsewhere, run("old")])[1:] == [
         "two against one: accuracy -10.0 points (-14.2 to -5.6): worse"
     ]

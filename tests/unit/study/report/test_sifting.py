@@ -12,9 +12,13 @@ def rows(epochs: list[tuple[float, float, float]]) -> tuple[list[dict], list[dic
     """Rows of epochs of (images, seconds, images that a teacher answered for), and
     their training rows.
     """
-    made, train, step, spent = [], [], 0, 0.0
+    made = []
+    train = []
+    step = 0
+    spent = 0.0
     for images, seconds, asked in epochs:
-        step, spent = step + int(images // 8), spent + seconds
+        step = step + int(images // 8)
+        spent = spent + seconds
         made.append(
             {
                 "trained": images,

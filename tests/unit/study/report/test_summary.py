@@ -123,10 +123,8 @@ def test_each_part_has_its_cost_and_the_time_on_the_wall_where_one_passed():
         had=200.0,
         manifest={"device": "cpu", "at_hand": {"outputs": 9, "cpu_seconds": 30.0}},
     )
-    own, alone = (
-        "the student with new outputs 1 min 00 s (7 s)",
-        "labels alone 3 min 20 s (7 s).",
-    )
+    own = "the student with new outputs 1 min 00 s (7 s)"
+    alone = "labels alone 3 min 20 s (7 s)."
     assert said.endswith(f": outputs at hand 30 s, {own}, {alone}")
 
 
@@ -179,7 +177,8 @@ def graded(scores, each=2.0, **changes):
     )
 
 
-RISING, FLAT = [i / 20 for i in range(20)], [0.2, *[0.5] * 19]
+RISING = [i / 20 for i in range(20)]
+FLAT = [0.2, *[0.5] * 19]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +272,8 @@ def test_a_report_has_both_curves_as_a_table_and_says_whether_the_student_had_st
 
 
 def test_a_cell_has_an_interval_where_samples_are_known():
-    row, (low, high) = {"accuracy": 0.7, "agreement": 0.9}, wilson_interval(0.7, 100)
+    row = {"accuracy": 0.7, "agreement": 0.9}
+    (low, high) = wilson_interval(0.7, 100)
     expected = {
         "accuracy": f"70.0 % ({100 * low:.1f} to {100 * high:.1f})",
         "agreement": "90.0 %",

@@ -85,7 +85,8 @@ def run(name: str) -> RunRecord:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_report_shows_a_strangers_name_and_runs_nothing_of_it(name):
-    plain_page, plain_pair = render([run("x")]), render([run("x"), run("y")])
+    plain_page = render([run("x")])
+    plain_pair = render([run("x"), run("y")])
     for text, usual in (
         (render([run(name)]), plain_page),
         (render([run(name), run("y")]), plain_pair),

@@ -36,7 +36,8 @@ from kd.study.sweeps.search import on_pareto_front
 from kd.study.sweeps.space import Space, student_alike
 from kd.study.sweeps.sweep import sweep
 
-SMALLER, LARGER = StudyDirection.MINIMIZE, StudyDirection.MAXIMIZE
+SMALLER = StudyDirection.MINIMIZE
+LARGER = StudyDirection.MAXIMIZE
 ACCURACY = Column("accuracy", "accuracy")
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -116,13 +117,15 @@ def place_of(root: ElementTree.Element, axis: int) -> list[tuple[float, float]]:
 
 def read_off(marks: list[tuple[float, float]], place: float) -> float:
     """Return the number at a position, from the first and the last mark."""
-    (low, a), (high, b) = marks[0], marks[-1]
+    (low, a) = marks[0]
+    (high, b) = marks[-1]
     return a + (place - low) / (high - low) * (b - a)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_points_of_the_picture_are_the_numbers_of_the_rows(seed):
-    rows, teacher = rows_of(seed, 8), {"score": 0.95, "ms": 30.0}
+    rows = rows_of(seed, 8)
+    teacher = {"score": 0.95, "ms": 30.0}
     rows[3]["labels_only"] = 0.07
     root = ElementTree.fromstring(
         frontier_svg([*rows, {"trial": "gone"}], teacher, ACCURACY)
@@ -211,7 +214,8 @@ def linear(features: int) -> Classifier:
 
 def test_models_are_timed_as_the_graphs_that_are_exported():
     torch.manual_seed(0)
-    small, large = linear(8), linear(4096)
+    small = linear(8)
+    large = linear(4096)
 
     def gone() -> Classifier:
         raise ModelError("student", "is gone")

@@ -110,7 +110,8 @@ def test_commas_inside_a_value_separate_nothing(override):
 
 
 def test_trials_share_teacher_cache_and_store(settings):
-    settings["data"]["store"], settings["backend"]["threads"] = "ram", 0
+    settings["data"]["store"] = "ram"
+    settings["backend"]["threads"] = 0
     space = Space.read(settings, ["optimizer.lr=1e-3,1e-2"])
     shared = sharing_overrides(space.load({}), 3)
     assert shared == [
@@ -153,13 +154,11 @@ def test_the_luck_of_the_best_is_that_of_its_seed_and_nothing_more_is_claimed():
     """The last lines said "flatters by": the fresh seeds are scored on the images that
     chose.
     """
-    rows, fresh = (
-        [{"score": 0.8}, {"score": 0.7}, {"score": 0.6}],
-        [
-            {"score": 0.75},
-            {"score": 0.65},
-        ],
-    )
+    rows = [{"score": 0.8}, {"score": 0.7}, {"score": 0.6}]
+    fresh = [
+        {"score": 0.75},
+        {"score": 0.65},
+    ]
     accuracy = Column("accuracy", "accuracy")
     text = luck_text(rows, fresh, {}, accuracy)
     assert "best of 3 trials has accuracy 80.0 %" in text
@@ -243,7 +242,8 @@ def test_an_interrupted_trial_is_taken_once_its_process_is_gone(settings, tmp_pa
     tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
     for values in tried.space.combinations():
         tried.study.enqueue_trial(values, {"values": values})
-    first, second = tried._next(0, None), tried._next(0, None)
+    first = tried._next(0, None)
+    second = tried._next(0, None)
     assert first is not None
     assert second is not None
     assert tried._next(0, None) is None, "both are trained"
