@@ -103,18 +103,18 @@ def test_more_damaged_images_than_a_run_skips_are_refused_and_named(
     for name in ("fig/03.jpg", "fig/04.jpg", "pear/05.jpg"):
         assert f"train:train/{name}" in str(refused.value)
         assert f"train:train/{name}" in str(stopped.value)
-    left = sources(
+    remaining = sources(
         settings, root, f"data.exclude={tmp_path / 'run/audit/damaged.txt'}"
     ).splits
-    assert "none is damaged" in scan(left, -1.0, tmp_path / "run")[0]
+    assert "none is damaged" in scan(remaining, -1.0, tmp_path / "run")[0]
     assert "3 damaged, to be skipped" in scan(splits, 0.2, tmp_path / "run")[0]
 
 
 def test_the_list_is_taken_by_data_exclude(
     settings: dict, leaking: Path, tmp_path: Path
 ):
-    whole = sources(settings, leaking)
-    scan(whole.splits, -1.0, tmp_path / "run", everything=True)
+    complete = sources(settings, leaking)
+    scan(complete.splits, -1.0, tmp_path / "run", everything=True)
     file = tmp_path / "run/audit/exclude.txt"
     text = file.read_text()
     assert "\ntrain:train/fig/03.jpg\n" in text
@@ -123,16 +123,16 @@ def test_the_list_is_taken_by_data_exclude(
     names = [data.train.name(id) for id in range(len(data.train))]
     assert names == [
         name
-        for name in map(whole.train.name, range(len(whole.train)))
+        for name in map(complete.train.name, range(len(complete.train)))
         if name != "train/fig/03.jpg"
     ]
-    assert len(data.val) == len(whole.val)
+    assert len(data.val) == len(complete.val)
     assert (
         "data.exclude: 1 of 38 images of the split 'train' are left out" in data.notes
     )
-    assert data.train.fingerprint != whole.train.fingerprint
+    assert data.train.fingerprint != complete.train.fingerprint
     assert (
-        data.val.fingerprint == whole.val.fingerprint
+        data.val.fingerprint == complete.val.fingerprint
     )  # so that two runs are compared on the same images
     assert (
         "none among all 51"
@@ -146,35 +146,44 @@ def test_a_subset_is_a_source_with_new_ids(
     (tmp_path / "list.txt").write_text(
         "# a remark\n\nval/fig/copy.jpg\n train:train/apple/00.jpg \n"
     )
-    whole = sources(settings, leaking)
+    complete = sources(settings, leaking)
     data = sources(settings, leaking, f"data.exclude={tmp_path / 'list.txt'}")
     assert (len(data.train), len(data.val)) == (
-        len(whole.train) - 1,
-        len(whole.val) - 1,
+        len(complete.train) - 1,
+        len(complete.val) - 1,
     )
     train = pickle.loads(pickle.dumps(data.train))
     assert isinstance(train, Source)
     assert isinstance(train, HasWarnings)
     assert isinstance(train, Stamped)
-    assert isinstance(whole.train, Stamped)
+    assert isinstance(complete.train, Stamped)
     for id in range(len(train)):
         old = next(
-            i for i in range(len(whole.train)) if whole.train.name(i) == train.name(id)
+            i
+            for i in range(len(complete.train))
+            if complete.train.name(i) == train.name(id)
         )
         assert (train.label(id), train.stamp(id)) == (
-            whole.train.label(old),
-            whole.train.stamp(old),
+            complete.train.label(old),
+            complete.train.stamp(old),
         )
-        assert train.decode(id).crc == whole.train.decode(old).crc
+        assert train.decode(id).crc == complete.train.decode(old).crc
     (tmp_path / "other.txt").write_text("train:train/apple/01.jpg\nval/fig/copy.jpg\n")
-    other = sources(settings, leaking, f"data.exclude={tmp_path / 'other.txt'}")
+    other_subset = sources(settings, leaking, f"data.exclude={tmp_path / 'other.txt'}")
     assert (
-        len({whole.train.fingerprint, train.fingerprint, other.train.fingerprint}) == 3
+        len(
+            {
+                complete.train.fingerprint,
+                train.fingerprint,
+                other_subset.train.fingerprint,
+            }
+        )
+        == 3
     )
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "train:train/fig/03.jpeg\n",
@@ -192,12 +201,12 @@ def test_a_subset_is_a_source_with_new_ids(
     ],
 )
 def test_a_wrong_list_is_one_error(
-    settings: dict, photos: Path, tmp_path: Path, text: str, said: str
+    settings: dict, photos: Path, tmp_path: Path, text: str, message: str
 ):
     (tmp_path / "list.txt").write_text(text)
     with pytest.raises(DataError, match=r"data\.exclude: ") as caught:
         sources(settings, photos, f"data.exclude={tmp_path / 'list.txt'}")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     with pytest.raises(DataError, match=r"data\.exclude: .* cannot be read"):
         sources(settings, photos, "data.exclude=nowhere.txt")
 
@@ -210,7 +219,7 @@ def test_check_stands_before_or_behind_the_configuration(
         answer = command("train", *argv)
         assert answer.code == 0, answer
         assert "repeats   1 pairs in two splits" in answer.out
-    assert [one.name for one in (inside / "runs/tiny").iterdir()] == ["audit"]
+    assert [entry.name for entry in (inside / "runs/tiny").iterdir()] == ["audit"]
     answer = command(
         "train", path, "data.exclude=runs/tiny/audit/exclude.txt", "run.steps=1"
     )
@@ -305,11 +314,11 @@ def test_a_class_name_that_no_server_would_load_is_refused(
     (tmp_path / "odd.yaml").write_text(
         yaml.safe_dump({**settings, "data": {**settings["data"], "root": str(root)}})
     )
-    told = refused("train", tmp_path / "odd.yaml", "--check")
-    assert told.startswith(
+    message = refused("train", tmp_path / "odd.yaml", "--check")
+    assert message.startswith(
         f"data.kind: the class {name!a} has a control character or a line break. "
     )
-    assert len(told.splitlines()) == 1
+    assert len(message.splitlines()) == 1
     vectors = sources(
         {**settings, "losses": [{"kind": "cosine"}]}, root
     )  # an embedding has no labels

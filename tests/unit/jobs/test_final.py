@@ -45,17 +45,17 @@ def test_a_run_scores_its_best_checkpoint_on_the_test_images(run):
     assert data.test is not None
     assert len(data.test) + len(data.val) == 13
     for folder in (run, run / "labels_only"):
-        found = scored(folder)
-        assert (found["split"], found["images"], found["data"]) == (
+        test_score = scored(folder)
+        assert (test_score["split"], test_score["images"], test_score["data"]) == (
             "test",
             len(data.test),
             data.test.fingerprint,
         )
-    found = scored(run)
+    test_score = scored(run)
     by_hand = evaluate(run, split="test")
-    assert found["row"] == pytest.approx(by_hand.row)
+    assert test_score["row"] == pytest.approx(by_hand.row)
     assert (
-        found["samples"]["accuracy"]["right"]
+        test_score["samples"]["accuracy"]["right"]
         == by_hand.record()["samples"]["accuracy"]["right"]
     )
     assert "teacher_accuracy" not in scored(run / "labels_only")["row"]
@@ -66,23 +66,23 @@ def test_a_run_scores_its_best_checkpoint_on_the_test_images(run):
     best = max(row["accuracy"] for row in rows)
     error = math.sqrt(best * (1 - best) / len(data.val))
     chosen = [row for row in rows if row["accuracy"] >= best - error][-1]
-    assert found["step"] == chosen["step"]
+    assert test_score["step"] == chosen["step"]
     assert evaluate(run).row["accuracy"] == pytest.approx(chosen["accuracy"])
 
 
 def test_the_report_says_what_the_intervals_say(run):
     text = (run / "report.md").read_text()
-    found = evaluate(run, split="test")
-    accuracy = found.row["accuracy"]
-    images = found.images
+    evaluation = evaluate(run, split="test")
+    accuracy = evaluation.row["accuracy"]
+    images = evaluation.images
     low, high = wilson_interval(accuracy, images)
     assert f"On {images} test images:" in text
     assert f"{100 * accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})" in text
     assert f"Scored once, on {images} test images on which nothing was chosen." in text
-    own = found.samples["accuracy"].right
-    teacher = found.samples["teacher_accuracy"].right
+    student = evaluation.samples["accuracy"].right
+    teacher = evaluation.samples["teacher_accuracy"].right
     ends = paired_interval(
-        int((own & ~teacher).sum()), int((teacher & ~own).sum()), images
+        int((student & ~teacher).sum()), int((teacher & ~student).sum()), images
     )
     expected = "({:+.1f} to {:+.1f})".format(*(100 * end for end in ends))
     assert (

@@ -64,13 +64,13 @@ def test_a_terminal_of_80_columns_shows_a_whole_bar_and_keeps_evaluations():
         console.step(State(step=13000), 0.25)
         console.log("val", State(step=13000), VAL)
         console.info("a line")
-    shown = text.getvalue()
-    assert "a line\n" in shown
+    output = text.getvalue()
+    assert "a line\n" in output
     assert (
         "food | step 13000 | val accuracy 93.4 % (teacher 95.0 %), agreement 90.0 %\n"
-        in shown
+        in output
     )
-    assert re.search("food .* 100 % step 13000, loss 1.500, 123 images/s", shown)
+    assert re.search("food .* 100 % step 13000, loss 1.500, 123 images/s", output)
 
 
 @pytest.mark.parametrize(("fails", "end"), [(False, "100 %"), (True, "95 %")])
@@ -156,14 +156,14 @@ def test_the_table_is_aligned_markdown():
     ]
 
 
-def told_left(
+def seconds_left(
     capsys, lengths, cold_epochs, every, filled, cold=3.0, warm=0.5
 ) -> dict[int, float]:
     """Train epochs of so many steps, the first `cold_epochs` at `cold` seconds a step;
     return the seconds told to be left by step, as rows of `every` steps tell them.
     """
     console = Console("food", scores=SINGLE_LABEL, filled=filled)
-    taken = 0.0
+    elapsed = 0.0
     step = 0
     window = []
     for epoch, length in enumerate(lengths):
@@ -171,14 +171,14 @@ def told_left(
             seconds = cold if epoch < cold_epochs else warm
             step = step + 1
             window.append(seconds)
-            taken += seconds
+            elapsed += seconds
             turn = number + 1 == length
             state = State(
                 step,
                 epoch + turn,
                 0 if turn else number + 1,
                 images=8 * step,
-                seconds=taken,
+                seconds=elapsed,
             )
             console.step(state, step / sum(lengths))
             if step % every == 0:
@@ -210,22 +210,22 @@ def test_the_time_left_counts_cold_steps_as_cold_and_warm_ones_as_warm(capsys, e
     where 21 s came, since the cold steps stayed in the mean, above all in rows as long
     as an epoch or longer.
     """
-    left = told_left(capsys, [10] * 10, 2, every, {"teacher": 0.2})
-    assert left == {
+    remaining = seconds_left(capsys, [10] * 10, 2, every, {"teacher": 0.2})
+    assert remaining == {
         at: pytest.approx(3.0 * max(0, 20 - at) + 0.5 * (100 - max(20, at)), abs=0.5)
-        for at in left
+        for at in remaining
     }
-    assert list(left) == list(range(every, 100, every))
+    assert list(remaining) == list(range(every, 100, every))
 
 
 def test_the_time_left_is_that_of_recent_steps_and_of_the_sifters_plan(capsys):
     """Epochs of 10, 6, 6 and 10 steps. The teacher runs in the first one only, which
     the console does not know.
     """
-    left = told_left(capsys, (10, 6, 6, 10), 1, 2, {})
-    assert left == {
+    remaining = seconds_left(capsys, (10, 6, 6, 10), 1, 2, {})
+    assert remaining == {
         at: pytest.approx((3.0 if at <= 10 else 0.5) * (32 - at), abs=0.5)
-        for at in left
+        for at in remaining
     }
 
 
