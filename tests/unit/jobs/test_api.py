@@ -813,19 +813,19 @@ def test_images_in_float64_labels_as_floats_and_a_loss_by_its_name(changes: dict
         ({"train": data(0, 3)}, r"train: is empty"),
         ({"val": data(0, 3)}, r"val: is empty"),
         (
-            {"train": [(one, 1.7) for one, _ in data(40, 3)]},
+            {"train": [(image, 1.7) for image, _ in data(40, 3)]},
             r"train: item \d+ has the label 1\.7.*Whole numbers",
         ),
         (
-            {"train": DataLoader([(one, 1.7) for one, _ in data(40, 3)], 16)},
+            {"train": DataLoader([(image, 1.7) for image, _ in data(40, 3)], 16)},
             r"train: batch 0 has the label 1\.7",
         ),
         (
-            {"train": [(one, "fig") for one, _ in data(40, 3)]},
+            {"train": [(image, "fig") for image, _ in data(40, 3)]},
             r"train: item \d+ .*A label is a number",
         ),
         (
-            {"train": [(one, [0, 1, 0]) for one, _ in data(40, 3)]},
+            {"train": [(image, [0, 1, 0]) for image, _ in data(40, 3)]},
             r"train: item \d+ has a label of shape \[3\]",
         ),
         (

@@ -36,9 +36,9 @@ def test_a_failed_read_is_fatal_although_corrupt_images_are_skipped(
     tries = []
     opened = builtins.open
 
-    def fail(path, *args, **more):
+    def fail(path, *args, **options):
         if not os.fsdecode(path).endswith("1.png"):
-            return opened(path, *args, **more)
+            return opened(path, *args, **options)
         tries.append(path)
         raise OSError(number, os.strerror(number), path)
 

@@ -90,9 +90,9 @@ def test_transparent_pixels_become_white_and_half_ones_half_so(kind):
     image.putpixel((1, 0), (0, 0, 255, 0))
     image.putpixel((2, 0), (0, 0, 0, 128))
     options = {"lossless": True, "exact": True} if kind == "WEBP" else {}
-    left, middle, right = np.asarray(read(stored(image, kind, **options)))[0].tolist()
-    assert (left, middle) == ([255, 0, 0], [255, 255, 255])
-    assert right == pytest.approx([127] * 3, abs=1)  # rounding of alpha 128
+    first, middle, last = np.asarray(read(stored(image, kind, **options)))[0].tolist()
+    assert (first, middle) == ([255, 0, 0], [255, 255, 255])
+    assert last == pytest.approx([127] * 3, abs=1)  # rounding of alpha 128
 
 
 def test_grey_with_alpha():
@@ -171,7 +171,7 @@ def test_cmyk_tiff_is_not_inverted():
 def test_orientation_is_applied_once(kind, orientation):
     pixels = np.asarray(NOISE)
     # EXIF 2.3, tag 274: how the stored rows and columns are to be shown.
-    shown = {
+    expected = {
         1: pixels,
         2: pixels[:, ::-1],
         3: pixels[::-1, ::-1],
@@ -184,7 +184,7 @@ def test_orientation_is_applied_once(kind, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = read(stored(NOISE, kind, exif=exif))
-    assert np.array_equal(np.asarray(image), shown)
+    assert np.array_equal(np.asarray(image), expected)
     assert not image.getexif()
 
 
@@ -234,11 +234,11 @@ def test_first_picture_of_a_phone_burst():
     )  # JPEG loses a little
 
 
-def scans(jpeg: bytes, more: int) -> bytes:
-    """Repeat a scan of a progressive JPEG `more` times."""
+def scans(jpeg: bytes, count: int) -> bytes:
+    """Repeat a scan of a progressive JPEG `count` times."""
     first = jpeg.index(b"\xff\xda")
     second = jpeg.index(b"\xff\xda", first + 2)
-    return jpeg[:second] + jpeg[first:second] * more + jpeg[second:]
+    return jpeg[:second] + jpeg[first:second] * count + jpeg[second:]
 
 
 def test_many_scans_are_refused_for_every_jpeg_format_name():
@@ -249,9 +249,9 @@ def test_many_scans_are_refused_for_every_jpeg_format_name():
     burst = stored(
         NOISE, "MPO", save_all=True, append_images=[NOISE] * 9, progressive=True
     )
-    own = count_scans(plain)
-    assert own == plain.count(b"\xff\xda")
-    assert count_scans(burst) == own
+    scan_count = count_scans(plain)
+    assert scan_count == plain.count(b"\xff\xda")
+    assert count_scans(burst) == scan_count
     assert burst.count(b"\xff\xda") > 64
     assert Image.open(io.BytesIO(burst)).format == "MPO"
     assert np.array_equal(np.asarray(read(burst)), np.asarray(read(plain)))
@@ -259,10 +259,10 @@ def test_many_scans_are_refused_for_every_jpeg_format_name():
     assert np.array_equal(
         np.asarray(read(plain[:2] + thumbnail + plain[2:])), np.asarray(read(plain))
     )
-    assert read(scans(burst, Most().scans - own)).size == NOISE.size
+    assert read(scans(burst, Most().scans - scan_count)).size == NOISE.size
     for data in (plain, burst):
-        assert count_scans(scans(data, 100)) == own + 100
-        with pytest.raises(DataError, match=f"a JPEG of {own + 100} scans"):
+        assert count_scans(scans(data, 100)) == scan_count + 100
+        with pytest.raises(DataError, match=f"a JPEG of {scan_count + 100} scans"):
             read(scans(data, 100))
 
 
@@ -419,9 +419,9 @@ def test_heic_is_read_with_the_extra_and_names_it_without():
         expected = np.asarray(
             image if turn == 1 else image.transpose(Image.Transpose.ROTATE_270), int
         )
-        found = read(data)
-        assert found.size == size
-        assert abs(np.asarray(found, int) - expected).mean() < 6
+        opened = read(data)
+        assert opened.size == size
+        assert abs(np.asarray(opened, int) - expected).mean() < 6
     with pytest.raises(DataError, match=r"damaged|truncated|cannot be decoded"):
         read(data[: len(data) // 2])
 
@@ -437,8 +437,8 @@ def test_bits_of_16(kind):
     alike; larger values are no image.
     """
     data = stored(grey16(12), kind)
-    found = decode_image(data, "file", "data.root")
-    assert (found.used_bits, max(np.asarray(found.image).ravel())) == (
+    decoded = decode_image(data, "file", "data.root")
+    assert (decoded.used_bits, max(np.asarray(decoded.image).ravel())) == (
         12,
         63 * 64 >> 8,
     )  # nearly black

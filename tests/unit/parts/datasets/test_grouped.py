@@ -68,15 +68,15 @@ def expected(fraction: float) -> set[str]:
     """Return the clips that are held out: of each class those whose names have the
     smallest hashes.
     """
-    found = set()
+    held_out = set()
     for label in range(len(CLASSES)):
         every = [f"clip{label}{clip}" for clip in range(CLIPS)]
         ranked = sorted(
             every,
             key=lambda clip: hashlib.blake2b(clip.encode(), digest_size=8).digest(),
         )
-        found |= {*ranked[: round(fraction * CLIPS)]}
-    return found
+        held_out |= {*ranked[: round(fraction * CLIPS)]}
+    return held_out
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_label_sets_and_a_parent(clips, tmp_path):
         {name.partition("/")[0] for name in names(source)}
         for source in (data.train, data.val)
     ]
-    assert [len(one) for one in plates] == [4, 2]
+    assert [len(paths) for paths in plates] == [4, 2]
     assert not plates[0] & plates[1]
 
 
@@ -149,8 +149,8 @@ def test_rows_of_a_table(tmp_path):
         "label": hub.ClassLabel(names=list(CLASSES)),
         "patient": hub.Value("int64"),
     }
-    made = hub.Dataset.from_dict(columns, features=hub.Features(features))
-    hub.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "t"))
+    dataset = hub.Dataset.from_dict(columns, features=hub.Features(features))
+    hub.DatasetDict({"train": dataset}).save_to_disk(str(tmp_path / "t"))
     options = registry.options_type("datasets", "hf", "data")(
         path=str(tmp_path / "t"), val_fraction=0.3, group="patient"
     )
@@ -196,8 +196,8 @@ def test_a_test_split_that_is_set_aside_has_whole_groups(clips):
 
 def test_groups_in_two_given_splits_are_named(clips, tmp_path):
     rows = (clips / "all.csv").read_text().splitlines()
-    for split, part in {"train": rows[1::2], "val": rows[2::2]}.items():
-        (tmp_path / f"{split}.csv").write_text("\n".join([rows[0], *part]))
+    for split, split_rows in {"train": rows[1::2], "val": rows[2::2]}.items():
+        (tmp_path / f"{split}.csv").write_text("\n".join([rows[0], *split_rows]))
     lists = {
         f"{split}_list": str(tmp_path / f"{split}.csv") for split in ("train", "val")
     }
@@ -243,11 +243,11 @@ def test_without_the_key_each_image_is_alone(clips, kind):
     of_class = defaultdict(list)
     for path in (*names(data.train), *names(data.val)):
         of_class[path.partition("/")[0]].append(path)
-    held = set()
+    held_out = set()
     for paths in of_class.values():
         ranked = sorted(
             paths,
             key=lambda path: hashlib.blake2b(path.encode(), digest_size=8).digest(),
         )
-        held |= {*ranked[: int(np.floor(0.1 * len(paths) + 0.5))]}
-    assert {*names(data.val)} == held
+        held_out |= {*ranked[: int(np.floor(0.1 * len(paths) + 0.5))]}
+    assert {*names(data.val)} == held_out

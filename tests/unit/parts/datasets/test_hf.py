@@ -23,7 +23,7 @@ def _offline(monkeypatch, tmp_path):
     monkeypatch.setattr(hub.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def table(labels: list, label=None, **more):
+def table(labels: list, label=None, **columns_by_name):
     features = {
         "image": hub.Image(),
         "label": label or hub.ClassLabel(names=["pear", "apple"]),
@@ -32,7 +32,7 @@ def table(labels: list, label=None, **more):
         "image": [{"bytes": png(id), "path": None} for id in range(len(labels))],
         "label": labels,
     }
-    for name, (values, feature) in more.items():
+    for name, (values, feature) in columns_by_name.items():
         columns[name] = values
         features[name] = feature
     return hub.Dataset.from_dict(columns, features=hub.Features(features))
@@ -103,11 +103,14 @@ def test_a_file_that_was_replaced_and_keeps_its_time_is_read_anew(tmp_path):
     )
     assert {*read[0]} <= {png(0), png(1), png(2)}
     assert {*read[1]} <= {*rows}
-    prepared = [one["filename"] for one in after.storage._table.cache_files]
-    times = [os.stat(one).st_mtime_ns for one in prepared]
+    prepared = [
+        cache_file["filename"] for cache_file in after.storage._table.cache_files
+    ]
+    times = [os.stat(cache_file).st_mtime_ns for cache_file in prepared]
     again = build(chosen, "train", None)
     assert [
-        os.stat(one["filename"]).st_mtime_ns for one in again.storage._table.cache_files
+        os.stat(cache_file["filename"]).st_mtime_ns
+        for cache_file in again.storage._table.cache_files
     ] == times  # copied once
 
 
@@ -162,8 +165,10 @@ def test_integer_labels(tmp_path):
 
 
 def test_val_with_its_classes_in_another_order_or_other_ones(tmp_path):
-    other = hub.ClassLabel(names=["apple", "pear"])
-    chosen = save(tmp_path / "d", train=table([0, 1]), validation=table([0, 1], other))
+    other_classes = hub.ClassLabel(names=["apple", "pear"])
+    chosen = save(
+        tmp_path / "d", train=table([0, 1]), validation=table([0, 1], other_classes)
+    )
     assert labels(build(chosen, "val", ("pear", "apple"))) == [1, 0]
     with pytest.raises(
         DataError, match="the split 'val' has the class 'apple', which is not among"

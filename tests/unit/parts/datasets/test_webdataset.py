@@ -27,12 +27,12 @@ def samples(labels: list, ending: str = "cls") -> dict[str, bytes]:
     }
 
 
-def options(tmp_path: Path, **more) -> Options:
+def options(tmp_path: Path, **changes) -> Options:
     return Options(
         **{
             "train": str(tmp_path / "train.tar"),
             "val": str(tmp_path / "val.tar"),
-            **more,
+            **changes,
         }
     )
 
@@ -54,12 +54,12 @@ def test_the_stamp_is_made_of_the_times_of_the_write_tar(tmp_path):
 
 
 def test_test_shards(tmp_path):
-    for name, found in {
+    for name, numbers in {
         "train": ["pear", "apple"],
         "val": ["pear"],
         "exam": ["apple", "pear", "apple"],
     }.items():
-        write_tar(tmp_path / f"{name}.tar", samples(found))
+        write_tar(tmp_path / f"{name}.tar", samples(numbers))
     chosen = options(tmp_path, test=str(tmp_path / "exam.tar"))
     assert labels(build(chosen, "test", ("apple", "pear"))) == [0, 1, 0]
     assert (facts(chosen).test, facts(options(tmp_path)).test) == ("test", "")
@@ -197,11 +197,11 @@ def test_tar_dialects_with_long_names(tmp_path, kind):
 
 def test_every_cut_is_noticed(tmp_path):
     path = write_tar(tmp_path / "train.tar", samples([0, 1, 0]))
-    whole = path.read_bytes()
-    end = whole.rstrip(b"\0")
+    shard_bytes = path.read_bytes()
+    end = shard_bytes.rstrip(b"\0")
     content = -(-len(end) // 512) * 512
     for length in [*range(100, content, 100), *range(512, content + 1, 512)]:
-        path.write_bytes(whole[:length])
+        path.write_bytes(shard_bytes[:length])
         with pytest.raises(
             DataError,
             match=(
@@ -334,7 +334,9 @@ def test_shards_of_an_object_store(tmp_path, aws):
         ]
         times[url] = {path: path.stat().st_mtime_ns for path in copies.rglob("*.tar")}
     assert len(times[url]) == 3
-    assert len({tuple(sorted(found.items())) for found in times.values()}) == 1
+    assert (
+        len({tuple(sorted(file_times.items())) for file_times in times.values()}) == 1
+    )
     write_tar(tmp_path / "train-000.tar", samples(["3", "x"]))
     aws("s3").upload_file(
         str(tmp_path / "train-000.tar"), "bucket", "food/train-000.tar"
@@ -524,7 +526,7 @@ def test_a_shard_is_in_one_split(tmp_path):
     last = str(tmp_path / "food-2.tar")
     chosen = options(tmp_path, train=first, val=last, test=str(tmp_path / "food-1.tar"))
     assert labels(build(chosen, "val", ("0", "1"))) == [0, 1]
-    for split, other in (
+    for split, split_options in (
         ("test", chosen),
         ("val", options(tmp_path, train=first, val=first)),
     ):
@@ -532,4 +534,4 @@ def test_a_shard_is_in_one_split(tmp_path):
             DataError,
             match=rf"^data\.{split}: .*food-[01]\.tar' is also a shard of data\.train",
         ):
-            build(other, split, ("0", "1"))
+            build(split_options, split, ("0", "1"))

@@ -64,9 +64,9 @@ def losses(ids: torch.Tensor) -> torch.Tensor:
     return torch.rand(IMAGES, generator=torch.Generator().manual_seed(1))[ids]
 
 
-def warm(options: Options, *given, **world) -> ByAnswers:
+def warm(options: Options, *arguments, **world) -> ByAnswers:
     """Return a sifter after a first epoch of all images."""
-    sifter = sifter_of(options, *given, **world)
+    sifter = sifter_of(options, *arguments, **world)
     ids = sifter.plan(0, 0.0).ids
     sifter.observe(ids, losses(ids))
     return sifter
@@ -77,15 +77,15 @@ def hardness(score: str, view: int) -> torch.Tensor:
     log = LOGITS.half().float().log_softmax(-1)
     share = log.exp()
     top = share[view].topk(2).values
-    own = F.cross_entropy(LOGITS[view].half().float(), LABELS, reduction="none")
+    loss = F.cross_entropy(LOGITS[view].half().float(), LABELS, reduction="none")
     return {
-        "loss": own,
+        "loss": loss,
         "entropy": -(share * log).sum(-1)[view],
         "margin": top[:, 1] - top[:, 0],
         "divergence": (
             F.kl_div(share.mean(0).log(), share[view], reduction="none").sum(-1)
         ),
-        "learnable": losses(torch.arange(IMAGES)) - own,
+        "learnable": losses(torch.arange(IMAGES)) - loss,
     }[score]
 
 
@@ -179,7 +179,7 @@ def test_a_draw_favours_the_hard_and_its_weights_undo_that():
 @pytest.mark.parametrize("score", ["loss", "divergence", "learnable"])
 def test_ranks_choose_the_same_images_and_read_each_output_once(score):
     options = Options(score=score, choose="drawn", keep=0.5)
-    parts = list[torch.Tensor]()
+    reduced = list[torch.Tensor]()
     alone = warm(options)
     state = alone.state_dict()
     expected = alone.plan(1, 0.3)
@@ -189,11 +189,11 @@ def test_ranks_choose_the_same_images_and_read_each_output_once(score):
             options,
             rank=rank,
             ranks=2,
-            reduce_sum=lambda part: parts.append(part.clone()) or nothing,
+            reduce_sum=lambda tensor: reduced.append(tensor.clone()) or nothing,
         )
         sifter.load_state_dict(state)
         sifter.plan(1, 0.3)
-    read = [part for part in parts if part.any()]
+    read = [tensor for tensor in reduced if tensor.any()]
     assert len(read) == 2
     assert (read[0][1] + read[1][1] == 1).all()
     for rank in (0, 1):
@@ -226,19 +226,19 @@ def test_outputs_stored_after_the_checkpoint_are_not_known_to_the_resumed_run(sc
     """
 
     def plans(sifter: ByAnswers, stored: Stored) -> list[torch.Tensor]:
-        found = []
+        chosen = []
         for epoch in range(1, 5):
-            found.append(sifter.plan(epoch, epoch / 8).ids)
-            stored.missing[epoch % VIEWS, found[-1]] = False
-            sifter.observe(found[-1], losses(found[-1]))
-        return found
+            chosen.append(sifter.plan(epoch, epoch / 8).ids)
+            stored.missing[epoch % VIEWS, chosen[-1]] = False
+            sifter.observe(chosen[-1], losses(chosen[-1]))
+        return chosen
 
     stored = Stored(torch.ones(VIEWS, IMAGES, dtype=torch.bool))
     options = Options(score=score, keep=0.5)
-    whole = warm(options, stored)
-    state = whole.state_dict()
+    uninterrupted = warm(options, stored)
+    state = uninterrupted.state_dict()
     stored.missing[0] = False
-    expected = plans(whole, stored)
+    expected = plans(uninterrupted, stored)
     assert [len(ids) for ids in expected] == [
         IMAGES,
         IMAGES / 2,
