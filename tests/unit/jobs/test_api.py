@@ -576,10 +576,9 @@ def test_class_weights_count_the_labels_that_are_there(form):
         for each in ("ce", losses)
     )
     assert plain.rows[0]["ce"] != weighted.rows[0]["ce"]
-    train.target_transform, train.targets = (
-        lambda label: label,
-        2 - train.tensors[1],
-    )  # torchvision's: before it
+    # torchvision's targets are those before the transform.
+    train.target_transform = lambda label: label
+    train.targets = 2 - train.tensors[1]
     assert torch.equal(training_labels(train, "all", 3), train.tensors[1])
     train.targets = None
     with pytest.raises(

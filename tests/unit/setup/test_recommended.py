@@ -136,7 +136,7 @@ def test_distill_takes_auto_by_the_number_of_its_images():
 
     torch.manual_seed(0)
     data = [(torch.rand(3, 8, 8), number % 2) for number in range(16)]
-    made = kd.distill(
+    result = kd.distill(
         teacher=network(),
         student=network(),
         train=data,
@@ -145,7 +145,7 @@ def test_distill_takes_auto_by_the_number_of_its_images():
         batch_size=16,
         progress=False,
     )
-    assert round(made.rows[-1]["step"]) == recommended.length(16, False, False).epochs
+    assert round(result.rows[-1]["step"]) == recommended.length(16, False, False).epochs
 
 
 @pytest.mark.parametrize("value", ["-1", "0", "often", "1.5"])
@@ -240,8 +240,8 @@ def test_the_weight_of_the_labels_is_that_of_the_study():
         if (row.teacher, row.epochs) == (0.7146, 10)
     }
     texts = [
-        f"{reached[other]:.1%}".replace("%", " %")
-        for other in ("losses.1.weight=1.0", "", "losses.1.weight=0.0")
+        f"{reached[overrides]:.1%}".replace("%", " %")
+        for overrides in ("losses.1.weight=1.0", "", "losses.1.weight=0.0")
     ]
     assert (
         "weight 1 reached {}, 0.1 reached {}, no labels {}".format(*texts)
@@ -261,17 +261,17 @@ def test_runs_are_comparable_if_pictures_and_labels_are_within_a_factor_of_four(
 
 
 def test_two_runs_are_contrasted_that_differ_in_nothing_else():
-    two = replace(ROW, views=2, accuracy=0.5)
+    two_views = replace(ROW, views=2, accuracy=0.5)
     long = replace(ROW, epochs=120, accuracy=0.8)
-    other = replace(ROW, views=2, epochs=120, accuracy=0.1)
-    assert contrast([ROW, long, two], "views", 2, 8) == (two, ROW)
-    assert contrast([ROW, long, two], "epochs", 30, 120) == (ROW, long)
-    assert contrast([ROW, other], "views", 2, 8) is None
-    assert contrast([ROW, two], "views", 2, 40) is None  # no row is near
-    text = contrast_text((two, ROW), "views")
+    unlike = replace(ROW, views=2, epochs=120, accuracy=0.1)
+    assert contrast([ROW, long, two_views], "views", 2, 8) == (two_views, ROW)
+    assert contrast([ROW, long, two_views], "epochs", 30, 120) == (ROW, long)
+    assert contrast([ROW, unlike], "views", 2, 8) is None
+    assert contrast([ROW, two_views], "views", 2, 40) is None  # no row is near
+    text = contrast_text((two_views, ROW), "views")
     assert all(
-        part in text
-        for part in (
+        phrase in text
+        for phrase in (
             "8 views reached 60.0 %",
             "2 views reached 50.0 %",
             "fruit",
@@ -294,8 +294,8 @@ def test_it_pays_from_the_last_crossing_on_after_the_teacher():
         curve=((90.0, 0.47),),
     )
     assert all(
-        part in comparison_text([ROW, alone])
-        for part in ("40.0 % at most", "1 min 40 s on", "60.0 %", "70.0 %")
+        phrase in comparison_text([ROW, alone])
+        for phrase in ("40.0 % at most", "1 min 40 s on", "60.0 %", "70.0 %")
     )
     assert comparison_text([ROW]) == comparison_text([alone]) == ""
 

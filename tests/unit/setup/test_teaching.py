@@ -50,8 +50,8 @@ def built(make, capsys):
     """Build a run; return it, what the manifest gets, and what was printed."""
 
     def built(*overrides, change=lambda teachers: teachers):
-        made = make(*overrides, logger=Console("tiny"), change=change)
-        return made.run, made.facts, capsys.readouterr().out
+        setup = make(*overrides, logger=Console("tiny"), change=change)
+        return setup.run, setup.facts, capsys.readouterr().out
 
     return built
 
@@ -147,10 +147,10 @@ def test_the_share_of_convolutions_is_that_of_a_count_by_hand():
     depthwise = 16 * 16 * 4 * 9
     product = 4 * 9
     total = dense + depthwise + product
-    found = convolution_shares(
+    shares = convolution_shares(
         Classifier(torch.nn.Sequential(*convolutions, *ends), 9, 16)
     )
-    assert found == pytest.approx(((dense + depthwise) / total, depthwise / total))
+    assert shares == pytest.approx(((dense + depthwise) / total, depthwise / total))
     assert convolution_shares(
         Classifier(
             torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 9)), 9, 16
@@ -191,8 +191,8 @@ def test_auto_is_the_machines_mode_and_nothing_is_timed(monkeypatch, built):
     assert run.backend.autocast_dtype == torch.bfloat16
     assert facts["teacher_error"]["of_std"] <= LARGEST_ERROR
     assert "teacher: bf16+fused; its logits differ from torch float32's by" in out
-    again, other, _ = built(*AUTO)
-    assert (other["modes"], other["teacher_error"]) == (
+    again, again_facts, _ = built(*AUTO)
+    assert (again_facts["modes"], again_facts["teacher_error"]) == (
         facts["modes"],
         facts["teacher_error"],
     )
@@ -231,7 +231,7 @@ def test_auto_takes_float32_where_bfloat16_has_no_operator(monkeypatch, built):
     def transforming(teachers: Teachers) -> Teachers:
         head = teachers.model.network.head
         head.register_forward_hook(
-            lambda module, given, logits: (
+            lambda module, inputs, logits: (
                 torch.fft.rfft(logits).abs().sum(1, True) + logits
             )
         )
@@ -258,12 +258,12 @@ def test_an_error_that_would_be_larger_on_more_images_is_refused(monkeypatch, bu
         return change
 
     automatic(monkeypatch, "bf16+unfused")
-    found = [
+    facts_of_runs = [
         built(*AUTO, change=shifted(by))[1] for by in (0.0, 8.0, 20.0, 24.0, 28.0, 64.0)
     ]
-    errors = [facts["teacher_error"]["of_std"] for facts in found]
+    errors = [facts["teacher_error"]["of_std"] for facts in facts_of_runs]
     assert any(0.1 / 2.3 < error <= 0.1 for error in errors), errors
-    for facts, error in zip(found, errors, strict=True):
+    for facts, error in zip(facts_of_runs, errors, strict=True):
         assert ("refused" in facts["teacher_error"]) == (error > 0.05)
 
 
@@ -345,13 +345,16 @@ def curve(run) -> list[float]:
 def test_a_run_with_another_runtime_is_the_run_to_rounding(built, runtime):
     pytest.importorskip(runtime, reason="pip install 'PATH/kd[openvino]'")
     exact, _, _ = built()
-    other, facts, out = built(f"teacher.runtime={runtime}")
+    approximate, facts, out = built(f"teacher.runtime={runtime}")
     assert facts["modes"]["teacher"] == f"fp32+{runtime}"
     assert 0 <= facts["teacher_error"]["largest"] < 2e-5
     assert f"teacher: fp32+{runtime}; its logits differ from torch float32's by" in out
     # Rounding of the targets, 1e-7, through a few steps of AdamW.
     torch.testing.assert_close(
-        torch.tensor(curve(exact)), torch.tensor(curve(other)), rtol=1e-3, atol=1e-5
+        torch.tensor(curve(exact)),
+        torch.tensor(curve(approximate)),
+        rtol=1e-3,
+        atol=1e-5,
     )
 
 
@@ -369,8 +372,8 @@ def test_the_error_is_that_of_the_logits(built, settings):
     assert live.images == 0  # trials are not the run's
     with torch.no_grad():
         reference = model.eval()(images).logits
-        said = live.model(images).logits
-    largest = (said - reference).abs().max().item()
+        logits = live.model(images).logits
+    largest = (logits - reference).abs().max().item()
     assert taught.error["largest"] == pytest.approx(largest, abs=1e-5)
     assert taught.error["of_std"] == pytest.approx(
         largest / reference.std(correction=0).item(), rel=1e-3
@@ -381,14 +384,14 @@ def test_the_error_is_that_of_the_logits(built, settings):
 def test_several_teachers_are_as_many_graphs(built):
     def ensemble(teachers: Teachers) -> Teachers:
         alone = teachers.model
-        other = copy.deepcopy(teachers.model)
+        shifted = copy.deepcopy(teachers.model)
         with torch.no_grad():
-            other.network.head.bias += torch.tensor([1.0, 0.0, -1.0])
+            shifted.network.head.bias += torch.tensor([1.0, 0.0, -1.0])
         average = single_label.build(single_label.Options()).average
         return replace(
             teachers,
-            model=Ensemble([alone, other], [1.0, 3.0], average),
-            members=[alone, other],
+            model=Ensemble([alone, shifted], [1.0, 3.0], average),
+            members=[alone, shifted],
         )
 
     _, facts, out = built("teacher.runtime=onnxruntime", change=ensemble)
@@ -418,15 +421,15 @@ def test_without_a_compiler(written, tmp_path):
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
     }
     argv = [sys.executable, "-m", "kd.cli", "train", written(), "teacher.compile=on"]
-    done = subprocess.run(
+    result = subprocess.run(
         argv,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 2, done.stderr
-    last = done.stderr.splitlines()[-1]
+    assert result.returncode == 2, result.stderr
+    last = result.stderr.splitlines()[-1]
     assert last.startswith(
         "teacher.compile: 'fp32+unfused+compiled' is requested, but InductorError"
     )
@@ -530,12 +533,14 @@ def test_compiled_runs_agree_with_plain_ones_and_with_each_other(built):
     ],
 )
 def test_incompatible_runtime_and_precision_are_refused(overrides, message):
-    found = refusals(*overrides.split(), features="features" in message)
+    errors = refusals(*overrides.split(), features="features" in message)
     # a runtime that is not installed is refused beside it, as a package that is missing
-    assert all(isinstance(error, ConfigError | MissingExtra) for error in found), found
+    assert all(isinstance(error, ConfigError | MissingExtra) for error in errors), (
+        errors
+    )
     assert any(
-        isinstance(error, ConfigError) and message in str(error) for error in found
-    ), found
+        isinstance(error, ConfigError) and message in str(error) for error in errors
+    ), errors
 
 
 @pytest.mark.parametrize(
@@ -582,11 +587,11 @@ def test_compatible_runtime_and_precision_are_accepted(overrides):
 def test_int8_in_a_manifest_and_in_a_cache_of_its_own(written, command, tmp_path):
     views = ("teacher.cache.views=1", "run.epochs=1")
     for name, *extra in (("exact",), ("coarse", "teacher.precision=int8")):
-        done = command("train", written(), *views, f"run.name={name}", *extra)
-        assert done.code == 0, done
+        result = command("train", written(), *views, f"run.name={name}", *extra)
+        assert result.code == 0, result
     assert (
         "teacher: int8+onnxruntime; its logits differ from torch float32's by"
-        in done.out
+        in result.out
     )
     manifest = json.loads((tmp_path / "runs" / "coarse" / "manifest.json").read_text())
     assert manifest["modes"]["teacher"] == "int8+onnxruntime"
@@ -605,6 +610,8 @@ def test_int8_in_a_manifest_and_in_a_cache_of_its_own(written, command, tmp_path
         "run.keep=3",
     )
     assert again.code == 0, again
-    kept = json.loads((tmp_path / "runs" / "coarse" / "manifest.json").read_text())
-    assert kept["teacher_error"] == manifest["teacher_error"]
-    assert kept["modes"] == manifest["modes"]
+    manifest_after = json.loads(
+        (tmp_path / "runs" / "coarse" / "manifest.json").read_text()
+    )
+    assert manifest_after["teacher_error"] == manifest["teacher_error"]
+    assert manifest_after["modes"] == manifest["modes"]

@@ -81,36 +81,36 @@ FORMATS = {
 }
 
 
-def same(one: object, other: object) -> bool:
-    if isinstance(one, (torch.Tensor, np.ndarray)):
+def same(first: object, second: object) -> bool:
+    if isinstance(first, (torch.Tensor, np.ndarray)):
         return (
-            type(one) is type(other)
-            and bool((one == other).all())
-            and one.shape == other.shape
+            type(first) is type(second)
+            and bool((first == second).all())
+            and first.shape == second.shape
         )
-    if isinstance(one, (dict, UserDict)):
+    if isinstance(first, (dict, UserDict)):
         return (
-            type(one) is type(other)
-            and list(one) == list(other)
-            and all(same(one[k], other[k]) for k in one)
+            type(first) is type(second)
+            and list(first) == list(second)
+            and all(same(first[k], second[k]) for k in first)
         )
-    if isinstance(one, (list, tuple)):
+    if isinstance(first, (list, tuple)):
         return (
-            type(one) is type(other)
-            and len(one) == len(other)
-            and all(map(same, one, other))
+            type(first) is type(second)
+            and len(first) == len(second)
+            and all(map(same, first, second))
         )
-    return one == other
+    return first == second
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_samples_are_taken_in_every_format(name):
-    batch, index, wanted = FORMATS[name]
+    batch, index, expected = FORMATS[name]
     transform = DefaultTransform(4, index, alone=False)
     sifting = transform.transform(batch)
     assert len(sifting) == 4
     assert same(transform.reverse_transform(sifting), batch)
-    assert same(transform.reverse_transform(sifting.take(INDEX)), wanted)
+    assert same(transform.reverse_transform(sifting.take(INDEX)), expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -228,7 +228,7 @@ def test_padding_to_the_longest_of_a_batch_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("batch", "taken"),
+    ("batch", "expected"),
     [
         (TensorBatch(X, Y), [A, B]),
         (TensorBatch(X), [A]),
@@ -236,12 +236,12 @@ def test_padding_to_the_longest_of_a_batch_is_refused():
         (ListBatch(list(X)), [list(A)]),
     ],
 )
-def test_list_and_tensor_batches(batch, taken):
+def test_list_and_tensor_batches(batch, expected):
     assert len(batch) == 4
     assert type(batch.take(INDEX)) is type(batch)
-    assert same(list(batch.take(INDEX)), taken)
+    assert same(list(batch.take(INDEX)), expected)
     joined = batch.take(torch.tensor([1])).join([batch.take(torch.tensor([3]))])
-    assert same(list(joined), taken)
+    assert same(list(joined), expected)
     assert (joined.labels is None) == (batch.labels is None)
 
 

@@ -81,6 +81,6 @@ def test_two_runs_of_the_study_of_curves(validation, answer):
     [(5, 1000, "5 evaluations"), (20, 0, "not recorded")],
 )
 def test_it_cannot_always_tell(evaluations, images, reason):
-    found = judge_learning(curve(lambda at: at, evaluations), images)
-    assert found.answer == "unknown"
-    assert reason in found.reason
+    judgement = judge_learning(curve(lambda at: at, evaluations), images)
+    assert judgement.answer == "unknown"
+    assert reason in judgement.reason

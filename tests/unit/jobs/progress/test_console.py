@@ -169,7 +169,7 @@ def seconds_left(
     for epoch, length in enumerate(lengths):
         for number in range(length):
             seconds = cold if epoch < cold_epochs else warm
-            step = step + 1
+            step += 1
             window.append(seconds)
             elapsed += seconds
             turn = number + 1 == length

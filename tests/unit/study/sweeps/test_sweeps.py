@@ -80,8 +80,15 @@ def test_all_combinations_in_the_order_of_the_command(settings):
     )
     assert space.fixed == ["run.epochs=3"]
     loaded = [space.load(values) for values in space.combinations()]
-    found = [(one.losses[0].kind, one.optimizer.lr, one.run.epochs) for one in loaded]
-    assert found == [
+    combinations = [
+        (
+            loaded_config.losses[0].kind,
+            loaded_config.optimizer.lr,
+            loaded_config.run.epochs,
+        )
+        for loaded_config in loaded
+    ]
+    assert combinations == [
         ("kl", 1e-3, 3),
         ("kl", 1e-2, 3),
         ("dkd", 1e-3, 3),
@@ -119,27 +126,31 @@ def test_trials_share_teacher_cache_and_store(settings):
         "data.store=disk",
         "teacher.cache.views=2",
     ]  # two epochs
-    one, other = [
+    first, second = [
         space.trial(values, "tiny_sweep", shared) for values in space.combinations()
     ]
-    assert one.name != other.name
-    assert prepared_alike(one) == prepared_alike(other)
+    assert first.name != second.name
+    assert prepared_alike(first) == prepared_alike(second)
     assert (
-        resolve(one.config).record.path.relative_to(one.config.run.folder).as_posix()
-        == f"tiny_sweep/{one.name}"
+        resolve(first.config)
+        .record.path.relative_to(first.config.run.folder)
+        .as_posix()
+        == f"tiny_sweep/{first.name}"
     )
-    assert one.config.run.folder == settings["run"]["folder"]
-    more = space.trial(one.values, "tiny_sweep", sharing_overrides(space.load({}), 1))
-    assert more.name == one.name, (
+    assert first.config.run.folder == settings["run"]["folder"]
+    threaded = space.trial(
+        first.values, "tiny_sweep", sharing_overrides(space.load({}), 1)
+    )
+    assert threaded.name == first.name, (
         "--jobs changes threads, and makes no other trial of it"
     )
     assert (
-        space.trial(one.values, "tiny_sweep", [*shared, "run.epochs=1"]).name
-        != one.name
+        space.trial(first.values, "tiny_sweep", [*shared, "run.epochs=1"]).name
+        != first.name
     )
     assert prepared_alike(
-        space.trial(one.values, "tiny_sweep", [*shared, "run.seed=1"])
-    ) != prepared_alike(one)
+        space.trial(first.values, "tiny_sweep", [*shared, "run.seed=1"])
+    ) != prepared_alike(first)
 
 
 def test_a_cache_that_was_chosen_stays(settings):
@@ -307,13 +318,22 @@ def test_ranges_become_values_of_a_run(settings):
         space.load({key: str(value) for key, value in trial.params.items()})
         for trial in trials
     ]
-    assert {one.student.args["depth"] for one in loaded} == {1, 2, 3}, "both ends"
-    assert {one.run.seed for one in loaded} == {4, 5}
-    assert [one.optimizer.lr for one in loaded] == [
+    assert {loaded_config.student.args["depth"] for loaded_config in loaded} == {
+        1,
+        2,
+        3,
+    }, "both ends"
+    assert {loaded_config.run.seed for loaded_config in loaded} == {4, 5}
+    assert [loaded_config.optimizer.lr for loaded_config in loaded] == [
         trial.params["optimizer.lr"] for trial in trials
     ]
     assert len(space.probes()) == 1 + 2 + 1 + 1
-    rates = sorted({one.optimizer.lr for one in map(space.load, space.probes())})
+    rates = sorted(
+        {
+            loaded_config.optimizer.lr
+            for loaded_config in map(space.load, space.probes())
+        }
+    )
     assert rates == pytest.approx([1e-4, 0.0034, 1e-2]), (
         "its ends, and one between them"
     )
@@ -572,18 +592,18 @@ def test_a_wrong_number_is_named(wrong):
 
 
 def test_trials_of_a_name_with_a_slash_lie_below_the_sweep(settings, monkeypatch):
-    seen = []
+    paths = []
 
-    def train(tried, *rest):
+    def train(tried, *arguments):
         for trial in map(tried.trial_of, tried.space.combinations()):
-            seen.append((resolve(trial.config).record.path, tried.folder / trial.name))
+            paths.append((resolve(trial.config).record.path, tried.folder / trial.name))
         raise Interrupted
 
     monkeypatch.setattr(Trials, "train", train)
     with pytest.raises(Interrupted):
         sweep(settings, "optimizer.lr=1e-3,1e-2", "run.name=mine/first")
-    assert len(seen) == 2
-    assert all(path == expected for path, expected in seen)
+    assert len(paths) == 2
+    assert all(path == expected for path, expected in paths)
 
 
 def test_a_score_that_the_runs_do_not_have_is_refused(settings, tmp_path):
@@ -625,25 +645,25 @@ def test_the_row_of_a_run_has_scores_of_validation_images(settings, tmp_path, sp
         RunDir(folder).write_scored(
             Scored(split, 6, "of-these", 9, 1, {"accuracy": 0.75}, {})
         )
-    found = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path).last_row(
+    last_row = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path).last_row(
         "labels_only"
     )
-    assert found["accuracy"] == (0.75 if split == "val" else 0.5)
+    assert last_row["accuracy"] == (0.75 if split == "val" else 0.5)
 
 
 def test_a_failed_process_is_reported_by_its_last_line(tmp_path):
-    found: dict[str, str] = {}
+    errors: dict[str, str] = {}
     with Processes() as processes:
         processes.start("good", ["--version"], tmp_path / "good.log")
         processes.start("bad", ["trian"], tmp_path / "bad.log")
         while processes.running:
-            found |= processes.ended()
+            errors |= processes.ended()
             time.sleep(0.05)
-    assert found["good"] == ""
-    assert found["bad"].startswith("kd: no command 'trian'.")
+    assert errors["good"] == ""
+    assert errors["bad"].startswith("kd: no command 'trian'.")
     assert (
-        str(failure(found["bad"]))
-        == found["bad"]
+        str(failure(errors["bad"]))
+        == errors["bad"]
         == (tmp_path / "bad.log").read_text().strip()
     )
     assert failure("Killed").exit_code == 2
