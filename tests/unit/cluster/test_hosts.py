@@ -67,7 +67,7 @@ def test_variables_and_the_file_tell_the_same(tmp_path, me, name):
     assert expected.first == "algo-2"
 
 
-def test_a_job_of_one_group_and_no_job_at_all(tmp_path):
+def test_a_job_may_have_one_group_and_there_may_be_no_job(tmp_path):
     file = tmp_path / "resourceconfig.json"
     file.write_text(
         json.dumps({"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]})

@@ -266,7 +266,7 @@ def test_a_trial_on_this_machine_takes_no_option_of_a_job(
     assert refused(*local, "--backend", "gpu").startswith("backend.kind: is 'gpu'")
 
 
-def test_the_plan_of_the_cores(food, command, refused):
+def test_the_plan_of_the_cores_says_whether_they_are_enough(food, command, refused):
     """The numbers of the example: 8 x 1,900 images/s at 3 ms are 45.6 cores."""
     options = ("launch", food, *P4D, *GIVEN, "--dry-run", "--images-per-second", "1900")
     planned = command(*options, "--view-ms", "3")
@@ -889,7 +889,7 @@ def test_the_metrics_are_those_of_a_real_run(written, command, inside):
     ],
     ids=["label sets", "embedding"],
 )
-def test_the_metrics_of_other_tasks(scores, row, expected, capfd):
+def test_the_metrics_of_other_tasks_are_read(scores, row, expected, capfd):
     console = Console("food", scores=scores)
     state = State(step=3, epoch=0)
     console.step(state, 0.1)
@@ -1067,7 +1067,7 @@ def test_an_endpoint_with_a_wrong_response_is_named(aws, exported):
         sending.deploy(requests.hosting_requests(hosting), exported, ("fig",))
 
 
-def test_a_batch_transform(aws, exported, command):
+def test_a_batch_transform_is_sent(aws, exported, command):
     options = ("--instance", "ml.c5.xlarge", "--name", "all-fruit", *GIVEN)
     answer = command("launch", "transform", exported, "s3://bucket/images", *options)
     assert answer.code == 0, answer

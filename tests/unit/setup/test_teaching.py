@@ -314,7 +314,7 @@ def test_a_divided_teacher_is_not_compared_and_runs_in_float32(
         ("int8+onnxruntime", "int8+onnxruntime", True),
     ],
 )
-def test_the_manifest_text_of_a_mode(text, numerics, rebuilt):
+def test_the_manifest_text_of_a_mode_says_its_parts(text, numerics, rebuilt):
     precision, kernel, *compiled = text.split("+")
     mode = ExecutionMode(precision, kernel, bool(compiled))
     assert str(mode) == text
@@ -400,7 +400,7 @@ def test_several_teachers_are_as_many_graphs(built):
     assert "its logits differ from torch float32's" in out
 
 
-def test_a_teacher_that_cannot_be_exported(built):
+def test_a_teacher_that_cannot_be_exported_is_refused(built):
     odd = Classifier(Asks(), 3, 0)
     change = lambda teachers: replace(teachers, model=odd, members=[odd])  # noqa: E731
     with pytest.raises(
@@ -414,7 +414,7 @@ def test_a_teacher_that_cannot_be_exported(built):
 
 
 @pytest.mark.slow
-def test_without_a_compiler(written, tmp_path):
+def test_a_missing_compiler_is_named(written, tmp_path):
     """On a machine of its own kind: no C++ compiler, nothing compiled before."""
     environment = {
         "CXX": "/no/such/compiler",
@@ -563,7 +563,7 @@ def test_incompatible_runtime_and_precision_are_refused(overrides, message):
         ),
     ],
 )
-def test_an_extra_that_is_missing(monkeypatch, package, key, message):
+def test_an_extra_that_is_missing_is_named(monkeypatch, package, key, message):
     monkeypatch.setitem(sys.modules, package, None)
     (error,) = refusals(f"teacher.{key}")
     assert message in str(error)
@@ -584,7 +584,9 @@ def test_compatible_runtime_and_precision_are_accepted(overrides):
 
 
 @pytest.mark.slow
-def test_int8_in_a_manifest_and_in_a_cache_of_its_own(written, command, tmp_path):
+def test_int8_stands_in_the_manifest_and_has_a_cache_of_its_own(
+    written, command, tmp_path
+):
     views = ("teacher.cache.views=1", "run.epochs=1")
     for name, *extra in (("exact",), ("coarse", "teacher.precision=int8")):
         result = command("train", written(), *views, f"run.name={name}", *extra)

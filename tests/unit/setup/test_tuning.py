@@ -128,7 +128,7 @@ def test_a_vits_rates_are_powers():
 
 
 @pytest.mark.parametrize("name", ["ViT", "two heads"])
-def test_the_rate_of_the_head_alone(name):
+def test_the_rate_of_the_head_may_be_scaled_alone(name):
     model, args = NETWORKS[name]
     network = timm.create_model(model, num_classes=3, **args)
     groups = parameter_groups(Tuning(head_lr_scale=10.0), 0.05, distillation(network))

@@ -189,7 +189,7 @@ def test_a_later_batch_may_be_shorter():
 
 
 @pytest.mark.parametrize(("expected", "alone"), [(None, False), (32, True)])
-def test_a_loader_without_a_known_batch_size(expected, alone):
+def test_a_loader_may_have_no_known_batch_size(expected, alone):
     assert len(DefaultTransform(expected, None, alone).transform([X, Y])) == 4
     assert len(DefaultTransform(expected, None, alone).transform({"x": X, "k": 1})) == 4
 
@@ -236,7 +236,7 @@ def test_padding_to_the_longest_of_a_batch_is_refused():
         (ListBatch(list(X)), [list(A)]),
     ],
 )
-def test_list_and_tensor_batches(batch, expected):
+def test_list_and_tensor_batches_are_taken_and_joined(batch, expected):
     assert len(batch) == 4
     assert type(batch.take(INDEX)) is type(batch)
     assert same(list(batch.take(INDEX)), expected)

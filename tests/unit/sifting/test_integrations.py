@@ -121,7 +121,7 @@ def test_the_hugging_face_trainer_requires_max_steps_or_epochs(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_gradient_accumulation_in_the_hugging_face_trainer(tmp_path):
+def test_the_hugging_face_trainer_accumulates_gradients(tmp_path):
     trainer = trainer_of(tmp_path, num_train_epochs=3, gradient_accumulation_steps=2)
     enable_sifting(trainer, config(4), loss=DictLoss(), set_epochs=True)
     trainer.train()
@@ -203,7 +203,7 @@ def fit(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lightning(tmp_path):
+def test_lightning_trains_on_sifted_batches_and_is_recorded(tmp_path):
     needs("lightning.pytorch")
     recorder = TrainingMetricsRecorder()
     module, loader, lengths = fit(3, tmp_path, [recorder])

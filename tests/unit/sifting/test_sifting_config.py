@@ -27,7 +27,7 @@ class Some(Loss):
         return model(original_batch[0]).flatten()
 
 
-def test_the_documented_defaults():
+def test_the_defaults_are_the_documented_ones():
     assert (
         SiftingBaseConfig().sift_delay,
         SiftingBaseConfig().repeat_delay_per_epoch,
@@ -135,7 +135,7 @@ def test_a_missing_key_is_named(key):
         ({"sift_config": None}, "sift_config: is a NoneType"),
     ],
 )
-def test_arguments_of_the_loader(arguments, message):
+def test_wrong_arguments_of_the_loader_are_refused(arguments, message):
     config = RelativeProbabilisticSiftConfig(1.0, 5, BASE)
     loader_arguments = {
         "sift_config": config,
@@ -198,14 +198,14 @@ MORE = ["batch_transforms", "log_batch_data", "batch_format_index"]
         ("enable_sifting", ["trainer", "sift_config", "loss", "set_epochs"]),
     ],
 )
-def test_the_documented_names_and_parameters(name, parameters):
+def test_names_and_parameters_are_the_documented_ones(name, parameters):
     signature = inspect.signature(getattr(kd.sifting, name)).parameters.values()
     assert [
         p.name for p in signature if p.kind is p.POSITIONAL_OR_KEYWORD
     ] == parameters
 
 
-def test_all_public_names():
+def test_the_public_names_are_the_documented_ones():
     classes = (
         "Loss SiftingBatch SiftingBatchTransform ListBatch TensorBatch"
         " SiftingDataloader TrainingMetricsRecorder"

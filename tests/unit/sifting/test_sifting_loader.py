@@ -135,7 +135,7 @@ def test_the_delay_yields_all_samples_unscored():
     assert len(loss.sizes) == 13
 
 
-def test_the_delay_of_each_epoch():
+def test_the_delay_may_repeat_in_each_epoch():
     loss = OwnLoss()
     loader = sifting(loss=loss, delay=6, repeat=True)
     plain = ids_of(DataLoader(data(), batch_size=8))
@@ -268,7 +268,7 @@ class Both(Loss):
 
 
 @pytest.mark.parametrize("transform", [Lists, Tensors])
-def test_batch_transforms(transform):
+def test_batch_transforms_do_not_change_the_choice(transform):
     assert ids_of(sifting(loss=Both(), batch_transforms=transform())) == ids_of(
         sifting()
     )
@@ -336,7 +336,7 @@ def test_an_epoch_without_a_batch_is_reported(caplog):
     assert "no full batch of 8 kept samples; 5" in caplog.text
 
 
-def test_lengths_that_are_not_known():
+def test_lengths_that_are_not_known_are_not_told():
     with pytest.raises(TypeError):
         len(sifting(pick="bernoulli"))
     with pytest.raises(TypeError):

@@ -63,7 +63,7 @@ def test_the_decay_at_the_end_is_no_learning_and_neither_is_the_start():
         ),
     ],
 )
-def test_two_runs_of_the_study_of_curves(validation, answer):
+def test_two_runs_of_the_study_of_curves_are_judged_rightly(validation, answer):
     """Ten classes, 200 validation images: labels alone for 3,000 steps, and a distilled
     student of 40 epochs.
     """

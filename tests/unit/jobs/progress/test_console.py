@@ -138,7 +138,7 @@ def test_a_notebook_gets_plain_lines(capsys, monkeypatch):
         (None, {"accuracy": 0.5, "steps": 3.0}, "accuracy 0.500 steps 3"),
     ],
 )
-def test_a_validation_row_in_one_line(capsys, scores, row, text):
+def test_a_validation_row_is_one_line(capsys, scores, row, text):
     Console("food", scores=scores).log("val", State(step=4), row)
     assert capsys.readouterr().out == f"food | step 4 | val {text}\n"
 

@@ -111,7 +111,7 @@ LINE = "apple_pie/1.jpg,pie\nbaklava/1.jpg,cake\n"
         ("a.txt", "baklava/3\napple_pie/1\n\nbaklava/1.jpg\r\n", {}, None),
     ],
 )
-def test_forms_of_a_list(root, name, content, options, expected):
+def test_every_form_of_a_list_is_read(root, name, content, options, expected):
     source = open_list(root, content, name, **options)
     folders = {
         "apple_pie/1.jpg": "apple_pie",
@@ -125,14 +125,14 @@ def test_forms_of_a_list(root, name, content, options, expected):
     )
 
 
-def test_absolute_paths_below_the_root_and_links_to_it(root):
+def test_paths_may_be_absolute_below_the_root_or_a_link_to_it(root):
     (root.parent / "link").symlink_to(root)
     for path in (root, root.parent / "link"):
         content = f"path,label\n{root}/apple_pie/1.jpg,pie\n{root}/./baklava/1,cake\n"
         assert pairs(open_list(path, content)) == PIE
 
 
-def test_food101_as_distributed(root):
+def test_food101_is_read_as_distributed(root):
     (root.parent / "meta").mkdir()
     (root.parent / "meta/train.txt").write_text(
         "baklava/3\napple_pie/1\n\nbaklava/1.jpg\r\n"
@@ -205,7 +205,7 @@ def test_listed_images_may_have_any_ending_and_unlisted_files_are_not_looked_at(
     assert open_list(root, content).decode(2).image.size == (4, 4)
 
 
-def test_images_without_a_label(root):
+def test_images_may_have_no_label_where_that_is_said(root):
     content = "path,label\napple_pie/1.jpg,pie\nbaklava/1.jpg,cake\nbaklava/2.jpg,\n"
     assert pairs(open_list(root, content, labels="some")) == {
         **PIE,
@@ -350,7 +350,7 @@ def test_a_name_missing_in_the_root_is_searched_beside_its_list(root):
     }
 
 
-def test_names_in_another_unicode_form(root):
+def test_names_may_have_another_unicode_form(root):
     """macOS writes é as two characters into names of files, a spreadsheet as one."""
     composed = "caf\xe9"
     decomposed = "cafe\u0301"

@@ -95,14 +95,14 @@ def test_transparent_pixels_become_white_and_half_ones_half_so(kind):
     assert last == pytest.approx([127] * 3, abs=1)  # rounding of alpha 128
 
 
-def test_grey_with_alpha():
+def test_grey_with_alpha_is_laid_on_white():
     image = Image.new("LA", (2, 1), (10, 255))
     image.putpixel((1, 0), (10, 0))
     assert np.asarray(read(stored(image))).tolist() == [[[10] * 3, [255] * 3]]
 
 
 @pytest.mark.parametrize("transparency", [0, bytes([0, 255])], ids=["index", "bytes"])
-def test_palette_with_transparency(transparency):
+def test_transparent_palette_entries_become_white(transparency):
     image = Image.new("P", (2, 1), 0)
     image.putpalette([0, 0, 255, 255, 0, 0])
     image.putpixel((1, 0), 1)
@@ -209,7 +209,7 @@ def test_broken_exif_costs_neither_the_image_nor_a_warning(exif):
     assert read(stored(NOISE, "JPEG", exif=exif)).size == NOISE.size
 
 
-def test_first_frame_of_an_animation():
+def test_an_animation_is_its_first_frame():
     frames = [Image.new("RGB", (4, 4), color) for color in (RED, (0, 255, 0))]
     for kind in ("GIF", "WEBP", "PNG"):
         data = stored(
@@ -222,7 +222,7 @@ def test_first_frame_of_an_animation():
         assert read(data).getpixel((0, 0)) == RED
 
 
-def test_first_picture_of_a_phone_burst():
+def test_a_phone_burst_is_its_first_picture():
     data = stored(
         Image.new("RGB", (16, 16), RED),
         "MPO",
@@ -279,7 +279,7 @@ def test_colour_profile_is_dropped_with_the_rest_of_the_metadata():
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF"])
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9])
-def test_cut_short(kind, share):
+def test_an_image_that_is_cut_short_is_refused(kind, share):
     data = stored(NOISE.resize((200, 150)), kind)
     with pytest.raises(
         DataError,
@@ -310,7 +310,7 @@ def test_cut_short(kind, share):
         (stored(NOISE, "JPEG")[:30], "the image is truncated"),
     ],
 )
-def test_bytes_that_are_no_image(data, message):
+def test_bytes_that_are_no_image_are_refused(data, message):
     """PostScript is not handed to another program."""
     with pytest.raises(DataError, match=message):
         read(data)
@@ -322,7 +322,7 @@ def test_bytes_that_are_no_image(data, message):
 @pytest.mark.parametrize(
     "side", [90, 110, 300], ids=["within", "warned by Pillow", "refused by Pillow"]
 )
-def test_decompression_bomb(side, pillow, monkeypatch):
+def test_a_decompression_bomb_is_refused(side, pillow, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", pillow)
     monkeypatch.setattr(pixels, "MOST", Most(pixels=10_000))
     data = stored(Image.new("L", (side, side)))
@@ -368,7 +368,7 @@ def test_hold_out_keeps_one_image_on_either_side():
         assert hold_out([b"a", b"b", b"c"], np.zeros(3, int), fraction).sum() in (1, 2)
 
 
-def test_labels_as_written():
+def test_labels_stay_as_written():
     def named(*raw: str, names: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
         column, order = name_labels(Categorical.from_values(raw), names)
         return [column.categories[code] for code in column.codes], order
@@ -432,7 +432,7 @@ def grey16(bits: int, size: int = 8) -> Image.Image:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_bits_of_16(kind):
+def test_the_bits_of_16_are_a_range_for_all_images(kind):
     """A camera's 12 bits in 16: the range is `data.bits` of them, for every image
     alike; larger values are no image.
     """
@@ -458,7 +458,7 @@ def test_bits_of_16(kind):
     )
 
 
-def test_bits_of_16_in_colour():
+def test_sixteen_bits_in_colour_cannot_be_scaled():
     """Pillow keeps the upper 8 bits of them, so that they cannot be scaled."""
     rows = b"".join(b"\0" + struct.pack(">6H", 4095, 0, 9, 1, 2, 3) for _ in range(2))
     data = png(2, 2, 16, 2, rows)

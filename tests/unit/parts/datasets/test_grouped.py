@@ -101,7 +101,9 @@ def test_all_frames_of_a_clip_are_in_one_split(clips, kind, keys):
     assert not [note for note in data.notes if note.startswith("data.group")]
 
 
-def test_label_sets_and_a_parent(clips, tmp_path):
+def test_images_with_label_sets_are_grouped_and_a_folder_may_be_the_group(
+    clips, tmp_path
+):
     """Without classes the clips are ranked together; a file's folder may be
     its group.
     """
@@ -136,7 +138,7 @@ def test_label_sets_and_a_parent(clips, tmp_path):
     assert not plates[0] & plates[1]
 
 
-def test_rows_of_a_table(tmp_path):
+def test_rows_of_a_table_are_grouped_by_a_column(tmp_path):
     hub = pytest.importorskip("datasets", reason="the extra hf is not installed")
     count = 60
     columns = {

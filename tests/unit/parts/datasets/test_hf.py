@@ -43,7 +43,7 @@ def save(path, **splits) -> Options:
     return Options(path=str(path))
 
 
-def test_test_split(tmp_path):
+def test_a_test_split_is_read(tmp_path):
     save(tmp_path / "d", train=table([0, 1] * 5), exam=table([1, 0, 0]))
     chosen = Options(path=str(tmp_path / "d"), val_fraction=0.2, test_split="exam")
     test = build(chosen, "test", ("pear", "apple"))
@@ -126,7 +126,7 @@ def test_a_selection_keeps_its_rows(tmp_path):
     assert labels(source) == [1, 0]
 
 
-def test_local_folder_of_images(tmp_path):
+def test_a_local_folder_of_images_is_read(tmp_path):
     for split in ("train", "validation"):
         for color, name in enumerate(("apple", "pear")):
             path = tmp_path / "d" / split / name / "1.png"
@@ -142,7 +142,7 @@ def test_local_folder_of_images(tmp_path):
         train.decode(0)
 
 
-def test_parquet_with_text_labels(tmp_path):
+def test_text_labels_need_the_name_of_their_column(tmp_path):
     (tmp_path / "d").mkdir()
     table(["pear", "fig"], hub.Value("string")).to_parquet(
         str(tmp_path / "d/train.parquet")
@@ -158,13 +158,13 @@ def test_parquet_with_text_labels(tmp_path):
     assert (source.classes, labels(source)) == (("fig", "pear"), [1, 0])
 
 
-def test_integer_labels(tmp_path):
+def test_integer_labels_count_up_to_the_largest(tmp_path):
     chosen = save(tmp_path / "d", train=table([2, 0], hub.Value("int64")))
     source = build(Options(path=chosen.path, label_key="label"), "train", None)
     assert (source.classes, labels(source)) == (("0", "1", "2"), [2, 0])
 
 
-def test_val_with_its_classes_in_another_order_or_other_ones(tmp_path):
+def test_val_may_order_the_classes_differently_but_not_have_others(tmp_path):
     other_classes = hub.ClassLabel(names=["apple", "pear"])
     chosen = save(
         tmp_path / "d", train=table([0, 1]), validation=table([0, 1], other_classes)
@@ -176,7 +176,7 @@ def test_val_with_its_classes_in_another_order_or_other_ones(tmp_path):
         build(chosen, "val", ("pear", "fig"))
 
 
-def test_absent_split(tmp_path):
+def test_an_absent_split_is_named(tmp_path):
     chosen = save(tmp_path / "d", train=table([0, 1]), valid=table([1]))
     with pytest.raises(
         DataError,
@@ -193,7 +193,7 @@ def test_absent_split(tmp_path):
         build(chosen, "val", ("pear", "apple"))
 
 
-def test_columns(tmp_path):
+def test_columns_that_are_not_clear_must_be_named(tmp_path):
     coarse = ([0, 0], hub.ClassLabel(names=["fruit"]))
     note = ([0.5, 1.5], hub.Value("float64"))
     path = save(tmp_path / "d", train=table([0, 1], coarse=coarse, note=note)).path
@@ -226,7 +226,7 @@ def test_columns(tmp_path):
         build(Options(path=path, label_key="label", image_key="note"), "train", None)
 
 
-def test_bytes_column_as_images(tmp_path):
+def test_a_column_of_bytes_may_hold_the_images(tmp_path):
     features = hub.Features(
         {"data": hub.Value("binary"), "label": hub.ClassLabel(names=["a", "b"])}
     )
@@ -245,7 +245,7 @@ def test_bytes_column_as_images(tmp_path):
     ).image.getpixel((0, 0)) == (8, 0, 0)
 
 
-def test_corrupt_and_absent_images(tmp_path):
+def test_corrupt_and_absent_images_are_named(tmp_path):
     broken = table([0, 1, 0]).map(
         lambda row, id: {
             "image": [
@@ -268,7 +268,7 @@ def test_corrupt_and_absent_images(tmp_path):
 
 
 @pytest.mark.parametrize("value", [-1, None])
-def test_unlabelled_row(tmp_path, value):
+def test_an_unlabelled_row_is_refused(tmp_path, value):
     chosen = save(tmp_path / "d", train=table([0, 1, value]))
     with pytest.raises(
         DataError, match=r"data\.label_key: row 2 has no label in the column 'label'"
@@ -289,7 +289,7 @@ def test_a_folder_that_is_not_there_and_a_hub_out_of_reach_are_one_line(tmp_path
     assert "the network" in str(caught.value)
 
 
-def test_missing_extra(monkeypatch):
+def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
         MissingExtra, match=r"data\.kind: .*Run: pip install 'PATH/kd\[hf\]'"

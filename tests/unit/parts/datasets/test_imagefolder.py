@@ -35,7 +35,7 @@ def options(root: Path, **changes) -> Options:
     return Options(root=str(root), **changes)
 
 
-def test_endings_in_any_case_and_hidden_files(tmp_path):
+def test_endings_may_have_any_case_and_hidden_files_are_left_out(tmp_path):
     good = ["1.JPG", "2.jpeg", "3.Png", "4.bmp", "5.webp", "6.gif", "7.tif", "8.TIFF"]
     ignored = [".9.png", "._1.JPG", "notes.txt", "a.npy", "Thumbs.db", ".cache/1.png"]
     fill(tmp_path, *(f"train/{name}/{file}" for name in "ab" for file in good))
@@ -135,7 +135,7 @@ def test_many_kinds_of_files_are_one_line(tmp_path):
         build(options(tmp_path), "train", None)
 
 
-def test_linked_class_folders_and_files(tmp_path):
+def test_linked_class_folders_and_files_are_read(tmp_path):
     fill(tmp_path / "store", "apples/1.png", "pear.png")
     fill(tmp_path / "root", "train/pear/1.png")
     (tmp_path / "root/train/apple").symlink_to(tmp_path / "store/apples")
@@ -180,7 +180,7 @@ def test_jpegs_by_other_names_and_by_their_content(tmp_path):
     assert source.notes[0].startswith("3 files are not read: 1 .")
 
 
-def test_folders_named_by_numbers_and_in_two_unicode_forms(tmp_path):
+def test_folders_may_be_named_by_numbers_and_in_two_unicode_forms(tmp_path):
     fill(tmp_path, *(f"train/{label}/1.png" for label in range(12)))
     assert build(options(tmp_path), "train", None).classes == tuple(map(str, range(12)))
     composed = "caf\xe9"
@@ -203,7 +203,7 @@ def test_folders_named_by_numbers_and_in_two_unicode_forms(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="file names are bytes on POSIX only")
-def test_file_name_that_is_not_utf8(tmp_path):
+def test_a_file_name_may_be_no_utf8(tmp_path):
     fill(tmp_path, "train/apple/1.png", "train/pear/1.png")
     try:
         os.rename(
@@ -225,7 +225,7 @@ def test_a_class_may_be_called_train(tmp_path):
     )
 
 
-def test_val_fraction_with_one_image_a_class(tmp_path):
+def test_val_fraction_needs_a_class_of_two_images(tmp_path):
     fill(tmp_path, "apple/1.png", "pear/1.png")
     train = build(options(tmp_path, val_fraction=0.5), "train", None)
     assert len(train) == 2
@@ -327,7 +327,7 @@ def test_unfit_folders_are_one_line_errors(tmp_path, files, changes, split, mess
     assert "\n" not in str(caught.value)
 
 
-def test_link_in_a_circle(tmp_path):
+def test_a_link_in_a_circle_is_refused(tmp_path):
     fill(tmp_path, "train/apple/1.png")
     (tmp_path / "train/apple/again").symlink_to(tmp_path / "train")
     with pytest.raises(
@@ -344,7 +344,7 @@ def test_a_listing_is_compact(tmp_path):
     )  # an image: path, end, label, times
 
 
-def test_a_test_split_beside_train_and_val(tmp_path):
+def test_a_test_split_may_stand_beside_train_and_val(tmp_path):
     fill(
         tmp_path,
         "train/a/1.png",

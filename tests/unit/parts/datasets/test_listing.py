@@ -129,7 +129,7 @@ def check(
 
 @pytest.mark.parametrize("labels", ["all", "some", "none"])
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_folder(tmp_path, labels, split):
+def test_the_listing_of_a_folder_is_as_defined(tmp_path, labels, split):
     names = tree(tmp_path)
     folders = [name.rpartition("/")[0] for name in names]
     unlabelled = "a/b"
@@ -160,7 +160,7 @@ def test_a_folder(tmp_path, labels, split):
 
 
 @pytest.mark.parametrize("kind", ["csv", "txt"])
-def test_a_list(tmp_path, kind):
+def test_the_listing_of_a_list_is_as_defined(tmp_path, kind):
     names = tree(tmp_path / "photos")
     folders = [name.rpartition("/")[0] for name in names]
     lines = [
@@ -193,7 +193,7 @@ def test_a_list(tmp_path, kind):
         )
 
 
-def test_sets_of_labels(tmp_path):
+def test_the_listing_of_label_sets_is_as_defined(tmp_path):
     names = tree(tmp_path / "photos")
     rows = [["rice"] * (id % 2) + ["egg"] * (id % 3 == 0) for id in range(len(names))]
     lines = [f"{name},{'|'.join(row)}" for name, row in zip(names, rows, strict=True)]
@@ -223,7 +223,7 @@ def test_sets_of_labels(tmp_path):
 
 
 @pytest.mark.parametrize("written", [("fig", "pear", "apple"), ("2", "0", "7")])
-def test_shards(tmp_path, written):
+def test_the_listing_of_shards_is_as_defined(tmp_path, written):
     names = []
     positions = []
     sizes = []
@@ -252,7 +252,7 @@ def test_shards(tmp_path, written):
     assert {source.stamp(id) for id in range(60, 120)} == {source.stamp(60)}
 
 
-def test_rows_of_a_table(tmp_path):
+def test_the_listing_of_a_table_is_as_defined(tmp_path):
     datasets = pytest.importorskip("datasets")
     labels = [f"class {id * 7 % 5}" for id in range(300)]
     cells = [{"bytes": b"x" * (id + 1), "path": None} for id in range(300)]

@@ -141,7 +141,7 @@ WIDE = "file,egg,rice\na.jpg,1,1\nc.jpg,1,0\n"
         ("a.json", '\ufeff{"a": ["rice", "egg"], "c.jpg": ["egg"]}', {}),
     ],
 )
-def test_forms_that_say_the_same(root, name, content, changes):
+def test_forms_that_say_the_same_are_read_alike(root, name, content, changes):
     (root / name).write_text(content)
     opened = source(root, name, val_fraction=0.0, val_labels="v.csv", **changes)
     assert (sets(opened), list(opened.classes)) == (FEW, ["egg", "rice"])
@@ -156,7 +156,7 @@ def test_forms_that_say_the_same(root, name, content, changes):
         ("file,egg,rice,soup\na.jpg,1,1,0\n", {"egg", "rice", "soup"}),
     ],
 )
-def test_classes_of_a_table(root, content, expected):
+def test_classes_of_a_table_are_its_columns(root, content, expected):
     (root / "a.csv").write_text(content)
     assert (
         set(source(root, "a.csv", val_fraction=0.0, val_labels="v.csv").classes)
@@ -310,7 +310,7 @@ def test_validation_has_images_and_classes_of_its_own_or_is_refused(root):
         build(options, "val", ("egg",))
 
 
-def test_test_labels(root):
+def test_test_labels_are_a_split_of_their_own(root):
     files = {f"{split}_labels": f"{split}.csv" for split in ("train", "val", "test")}
     for file, name in zip(
         files.values(), ("a.jpg", "c.jpg", "deep/b.jpg"), strict=True

@@ -53,7 +53,7 @@ def test_the_stamp_is_made_of_the_times_of_the_write_tar(tmp_path):
     ]
 
 
-def test_test_shards(tmp_path):
+def test_test_shards_are_a_split_of_their_own(tmp_path):
     for name, numbers in {
         "train": ["pear", "apple"],
         "val": ["pear"],
@@ -66,7 +66,7 @@ def test_test_shards(tmp_path):
 
 
 @pytest.mark.parametrize("value", [1, "1", "pear"])
-def test_json_field(tmp_path, value):
+def test_a_field_of_json_may_be_the_label(tmp_path, value):
     (tmp_path / "names.txt").write_text("apple\npear\n")
     write_tar(
         tmp_path / "train.tar", samples([json.dumps({"label": value, "id": 7})], "json")
@@ -84,7 +84,7 @@ def test_json_field(tmp_path, value):
 @pytest.mark.parametrize(
     "text", ["pear\r\napple\r\n", '["pear", "apple"]', "\ufeffpear\napple"]
 )
-def test_class_names(tmp_path, text):
+def test_class_names_order_the_classes(tmp_path, text):
     (tmp_path / "names").write_text(text, encoding="utf-8")
     write_tar(tmp_path / "train.tar", samples([1, "pear"]))
     source = build(
@@ -153,7 +153,7 @@ def test_a_class_name_may_be_decomposed(tmp_path, sets):
         ("[1", "cannot be read"),
     ],
 )
-def test_class_names_that_cannot_be_used(tmp_path, text, message):
+def test_class_names_that_cannot_be_used_are_refused(tmp_path, text, message):
     (tmp_path / "names").write_text(text)
     write_tar(tmp_path / "train.tar", samples([0, 1]))
     with pytest.raises(DataError, match=rf"data\.class_names: .*{message}"):
@@ -186,7 +186,7 @@ def test_keys_end_at_the_first_dot_and_the_first_image_key_wins(tmp_path):
 @pytest.mark.parametrize(
     "kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 )
-def test_tar_dialects_with_long_names(tmp_path, kind):
+def test_every_tar_dialect_may_have_long_names(tmp_path, kind):
     long = "d" * 90 + "/" + "x" * 90
     members = {f"{long}.png": png(5), f"{long}.cls": "0", "y.png": png(6), "y.cls": "1"}
     write_tar(tmp_path / "train.tar", members, format=kind)
@@ -211,7 +211,7 @@ def test_every_cut_is_noticed(tmp_path):
             build(options(tmp_path), "train", None)
 
 
-def test_damaged_header_in_the_middle(tmp_path):
+def test_a_damaged_header_in_the_middle_is_noticed(tmp_path):
     path = write_tar(tmp_path / "train.tar", samples([0, 1, 0]))
     data = bytearray(path.read_bytes())
     data[2048 : 2048 + 100] = b"\xff" * 100
@@ -274,7 +274,7 @@ def test_a_member_of_many_gigabytes_is_not_read(tmp_path, kind):
     ],
     ids=["empty", "text", "gzip"],
 )
-def test_no_tar_at_all(tmp_path, name, data, words):
+def test_a_shard_that_is_no_tar_is_refused(tmp_path, name, data, words):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(
         DataError, match=rf"the shard '.*{name}' cannot be read .*{words}"
@@ -282,7 +282,9 @@ def test_no_tar_at_all(tmp_path, name, data, words):
         build(options(tmp_path, train=str(tmp_path / name)), "train", None)
 
 
-def test_shard_that_shrinks_after_the_index(tmp_path, monkeypatch):
+def test_a_shard_that_shrinks_after_the_index_is_no_corrupt_image(
+    tmp_path, monkeypatch
+):
     """It was not read whole, so it is not a corrupt image that `on_corrupt`
     may skip.
     """
@@ -304,7 +306,7 @@ def test_shard_that_shrinks_after_the_index(tmp_path, monkeypatch):
     assert not isinstance(gone.value, CorruptImage)
 
 
-def test_shards_of_an_object_store(tmp_path, aws):
+def test_shards_of_an_object_store_are_copied_once(tmp_path, aws):
     """They are copied once, and are then the same data as local shards; one that has
     changed is copied anew.
     """
@@ -359,14 +361,14 @@ def test_shards_of_an_object_store(tmp_path, aws):
         ("pipe:aws s3 cp s3://x -", "is a pipe"),
     ],
 )
-def test_shards_that_are_not_there(tmp_path, aws, url, words):
+def test_remote_shards_that_are_not_there_are_named(tmp_path, aws, url, words):
     with pytest.raises(KdError, match=rf"^data\.train: .*{words}"):
         build(
             options(tmp_path, train=url, copies=str(tmp_path / "copies")), "train", None
         )
 
 
-def test_missing_shards(tmp_path):
+def test_missing_shards_are_counted_and_the_likely_one_is_named(tmp_path):
     write_tar(tmp_path / "train-000.tar", samples([0, 1]))
     with pytest.raises(
         DataError,
@@ -416,20 +418,20 @@ def test_missing_shards(tmp_path):
         ),
     ],
 )
-def test_samples_that_cannot_be_used(tmp_path, members, message):
+def test_samples_that_cannot_be_used_are_refused(tmp_path, members, message):
     write_tar(tmp_path / "train.tar", members)
     with pytest.raises(DataError, match=message):
         build(options(tmp_path), "train", None)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"id": 1}', "1"])
-def test_json_without_the_field(tmp_path, text):
+def test_json_without_the_field_is_refused(tmp_path, text):
     write_tar(tmp_path / "train.tar", samples([text], "json"))
     with pytest.raises(DataError, match=r"Allowed: JSON with the key 'label'"):
         build(options(tmp_path, label_key="json", label_field="label"), "train", None)
 
 
-def test_member_twice_and_links(tmp_path):
+def test_members_that_come_twice_and_links_are_refused(tmp_path):
     path = tmp_path / "train.tar"
     with tarfile.open(path, "w") as tar:
         for _ in range(2):
@@ -445,7 +447,7 @@ def test_member_twice_and_links(tmp_path):
         build(options(tmp_path), "train", None)
 
 
-def test_braces():
+def test_braces_expand_as_in_a_shell():
     assert _expand_braces("a-{008..011}.tar") == [
         "a-008.tar",
         "a-009.tar",

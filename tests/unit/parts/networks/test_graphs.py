@@ -192,7 +192,7 @@ def test_two_numbers_of_threads_share_the_sessions_of_a_run(tmp_path, monkeypatc
     assert opened == [threads + 1, threads + 2]
 
 
-def test_probabilities_and_features(tmp_path):
+def test_probabilities_and_features_equal_the_graphs_arithmetic(tmp_path):
     image = torch.randint(256, (5, 3, 16, 16), dtype=torch.uint8)
     soft = Shape(softmax=True, options={"outputs": "probabilities"})
     probabilities = load(soft, tmp_path / "a.onnx")(image).logits.softmax(1)

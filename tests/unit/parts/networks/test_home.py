@@ -175,7 +175,9 @@ def spec(classes=("apple", "fig", "pear")):
         (["fig", "pear", "apple"], 3, ["x", "y", "z"], [2, 0, 1]),
     ],
 )
-def test_some_of_a_teacher_s_classes(lines, count, own_classes, columns, tmp_path):
+def test_some_of_a_teacher_s_classes_may_be_chosen(
+    lines, count, own_classes, columns, tmp_path
+):
     (tmp_path / "names.txt").write_text("\n".join(lines), encoding="utf-8-sig")
     classes, pick = select_classes(
         spec(), count, own_classes, str(tmp_path / "names.txt")
@@ -222,7 +224,7 @@ def test_a_teacher_s_own_names_decide_the_order():
         ),
     ],
 )
-def test_classes_that_do_not_fit(lines, own_classes, message, tmp_path):
+def test_classes_that_do_not_fit_are_refused(lines, own_classes, message, tmp_path):
     file = ""
     if lines is not None:
         file = str(tmp_path / "names.txt")
@@ -314,7 +316,7 @@ def mine(tmp_path, monkeypatch):
         },
     ],
 )
-def test_weights_as_training_scripts_save_them(wrap, bare, mine, tmp_path):
+def test_weights_are_read_as_training_scripts_save_them(wrap, bare, mine, tmp_path):
     state = {"1.weight": torch.randn(3, 768), "1.bias": torch.randn(3)}
     torch.save(wrap(state), tmp_path / "weights.pth")
     model = loaded(bare, {**mine, "checkpoint": str(tmp_path / "weights.pth")})[1].model
@@ -425,7 +427,7 @@ def test_vectors_are_found_by_the_names_of_their_classes(bare, clip, tmp_path):
         ),
     ],
 )
-def test_vectors_that_do_not_fit(names, change, message, bare, clip):
+def test_vectors_that_do_not_fit_are_refused(names, change, message, bare, clip):
     write_vectors(clip, names, change(torch.randn(len(names), 8)))
     with pytest.raises(ModelError, match=rf"^teacher\.vectors: .*{message}"):
         loaded(bare, clip)

@@ -176,7 +176,7 @@ def test_a_network_has_equal_outputs_in_torch_onnx_and_a_table(sections, bare, p
         )
 
 
-def test_features_of_transformers(sections, bare):
+def test_features_of_transformers_are_those_of_the_library(sections, bare):
     """Pooled is what the classifier takes; tokens are the patches', without the class
     token.
     """
@@ -269,7 +269,7 @@ def test_a_siglip_is_a_zero_shot_teacher_too(sections, bare, tmp_path):
     )
 
 
-def test_class_vectors_from_the_text_tower(sections, bare, tmp_path):
+def test_class_vectors_come_from_the_text_tower(sections, bare, tmp_path):
     """A tokenizer of one word a token; two prompts are averaged as unit vectors."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -679,7 +679,9 @@ def test_a_table_is_the_same_in_every_format(sections, bare, tmp_path):
         ),
     ],
 )
-def test_a_table_that_does_not_fit(change, message, sections, bare, tmp_path):
+def test_a_table_that_does_not_fit_is_refused(
+    change, message, sections, bare, tmp_path
+):
     table = read_answers(sections["answers"]["model"], "teacher.model")
     write_answers(tmp_path / "b.safetensors", replace(table, **change(table)))
     with pytest.raises(ModelError, match=rf"^teacher\.model.*: .*{message}"):

@@ -97,7 +97,7 @@ def test_the_hardest_are_those_of_the_formula_for_the_view_that_is_shown(score):
         assert set(sifter.plan(epoch, 0.3).ids.tolist()) == set(expected.tolist())
 
 
-def test_easiest_and_middle():
+def test_the_easiest_or_the_middle_images_may_be_chosen():
     by_loss = hardness("loss", 1).argsort()
     for options, expected in (
         (Options(score="loss", choose="easiest", keep=0.25), by_loss[:100]),

@@ -129,7 +129,7 @@ def expected_together(student: Tensor, teacher: Tensor) -> dict[str, float]:
 
 @pytest.mark.parametrize(("images", "classes"), [(29, 2), (30, 3), (64, 7), (200, 101)])
 @pytest.mark.parametrize("batch", [1, 8, 250])
-def test_all_numbers(images, classes, batch):
+def test_all_numbers_are_those_of_the_formulas(images, classes, batch):
     student, teacher, label = draw(images, classes)
     metrics = evaluator(teacher, label, batch, classes)(Table(student))
     expected = expected_of(student, label) | expected_of(teacher, label, "teacher_")
@@ -138,7 +138,7 @@ def test_all_numbers(images, classes, batch):
     )
 
 
-def test_without_a_teacher():
+def test_without_a_teacher_the_students_numbers_are_those_of_the_formulas():
     student, _, label = draw(30, 3)
     assert evaluator(None, label, 8, 3)(Table(student)) == pytest.approx(
         expected_of(student, label), rel=1e-5

@@ -128,7 +128,7 @@ def test_best_is_the_first_of_the_highest_score():
         ({}, ""),
     ],
 )
-def test_where_a_run_stands(keys, unfinished):
+def test_an_unfinished_run_says_where_it_stands(keys, unfinished):
     assert run(**keys).unfinished == unfinished
     if keys and not unfinished:
         assert replace(run(**keys), val=VAL[:1]).unfinished.startswith(
@@ -245,7 +245,7 @@ def test_names_are_cut_at_what_they_share():
     assert all(len(name) <= 24 for name in short_names([*flat, *numbered, *milk]))
 
 
-def test_the_first_screen():
+def test_the_first_screen_has_the_numbers_asked_for_first():
     record = run(
         manifest={
             "parameters": {"student": 5.5e6, "teacher": 86.6e6},
@@ -298,7 +298,7 @@ def test_the_size_of_a_graph_counts_its_weights():
         )
 
 
-def test_predictions_by_class():
+def test_predictions_are_counted_by_class():
     answers = Predictions(
         ("fig", "pear", "plum"), [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1], of=4
     )

@@ -61,7 +61,7 @@ def record(name: str = "depth", **changes) -> RunRecord:
     )
 
 
-def test_the_machine_of_a_run_that_went_on_with_other_gpus_or_hides_its_cores():
+def test_a_run_may_go_on_with_other_gpus_and_hide_its_cores():
     begun = {
         "time": 1.0,
         "cpu": [],
@@ -74,7 +74,7 @@ def test_the_machine_of_a_run_that_went_on_with_other_gpus_or_hides_its_cores():
     assert "GPU 1" not in page
 
 
-def test_text():
+def test_the_text_has_the_scores_of_each_model():
     rows = [{**TRAIN[0], "images": 200}, {**TRAIN[1], "images": 360}]
     sizes = {"parameters": {"student": 2_000_000, "teacher": 8_000_000}}
     single = record(manifest=sizes, train=rows, keys={"run.seed": 0, "run.steps": 9})
@@ -88,7 +88,7 @@ def test_text():
     assert "Not evaluated yet." in text([replace(single, val=[])])
 
 
-def test_text_without_labels_and_without_a_teacher():
+def test_text_leaves_out_absent_labels_and_teachers():
     unlabelled = words(text([record(val=[{"step": 9, "gap": 0.5}], baseline=None)]))
     assert "| model | parameters | training images/s |" in unlabelled
     assert "| student, distilled | - | 8 |" in unlabelled
@@ -98,7 +98,7 @@ def test_text_without_labels_and_without_a_teacher():
     assert "teacher" not in alone
 
 
-def test_text_of_several_teachers():
+def test_the_text_has_each_of_several_teachers():
     row = {**VAL[0], "teacher_delta1_2": 1.0, "teacher_mae_2": 0.0}
     lines = words(
         text(
@@ -116,7 +116,7 @@ def test_text_of_several_teachers():
     assert "| teacher 2 | 100.0 % | 0.0000 | - |" in lines
 
 
-def test_prices():
+def test_prices_are_by_point_of_a_share_alone():
     (row,) = price_rows([record()])
     assert row["score"] == "within a quarter 75.0 %"
     assert row["USD a point"] != "-"
@@ -127,7 +127,7 @@ def test_prices():
     )  # metres are no points
 
 
-def test_page():
+def test_the_page_has_tiles_and_each_score():
     page = render([record()])
     tiles = re.findall(
         r'<div class="tile"><b>(.*?)</b><span>(.*?)</span><small>(.*?)</small>', page
@@ -155,7 +155,7 @@ def test_page():
     assert "accuracy" not in page
 
 
-def test_a_page_of_two_tasks():
+def test_a_page_of_two_tasks_has_a_chart_of_each():
     """One has the agreement as a share, the other as a cosine: a chart each."""
     rows = [{"step": 5, "agreement": 0.5}, {"step": 9, "agreement": 0.75}]
     first = record("one", val=rows, scores=single_label.SCORES)

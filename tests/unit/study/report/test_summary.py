@@ -199,7 +199,9 @@ FLAT = [0.2, *[0.5] * 19]
         ([score / 2 for score in FLAT], FLAT, "Does not pay: both have stopped"),
     ],
 )
-def test_the_form_of_a_verdict(distilled, alone, form):
+def test_a_verdict_says_from_where_it_pays_by_the_form_of_the_curves(
+    distilled, alone, form
+):
     """Labels alone that have stopped are held level: no verdict needs a longer run of
     them.
     """

@@ -247,7 +247,7 @@ def test_models_are_timed_as_the_graphs_that_are_exported():
 
 
 @pytest.mark.parametrize("text", ["", '{"thr', "5"])
-def test_damaged_files_of_a_sweep(text, settings, tmp_path):
+def test_damaged_files_of_a_sweep_are_named(text, settings, tmp_path):
     settings["run"]["folder"] = str(tmp_path)
     folder = tmp_path / "tiny_sweep"
     folder.mkdir()

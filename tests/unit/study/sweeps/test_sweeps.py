@@ -73,7 +73,7 @@ def end(
     return trial.name
 
 
-def test_all_combinations_in_the_order_of_the_command(settings):
+def test_all_combinations_come_in_the_order_of_the_command(settings):
     space = Space.read(
         settings,
         ["losses=[{kind: kl}],[{kind: dkd}]", "run.epochs=3", "optimizer.lr=1e-3,0.01"],
