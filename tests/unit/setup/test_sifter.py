@@ -80,31 +80,26 @@ def test_check_says_what_a_sifter_saves_or_costs():
 
 
 @pytest.mark.parametrize(
-    ("delay", "expected_type"), [(4, Everything), (3, relative.Relative)]
+    ("overrides", "message"),
+    [
+        (["run.steps=4"], "the run has 4"),
+        (["run.epochs=3", "sifter.repeat_delay_per_epoch=true"], "an epoch has 4"),
+    ],
 )
-def test_a_delay_as_long_as_the_run_sifts_nothing_and_says_so(
-    make, delay, expected_type, capsys
-):
-    overrides = ("sifter.kind=relative", "run.steps=4", f"sifter.sift_delay={delay}")
-    run = make(*overrides, logger=Console("")).run
-    assert isinstance(run.sifter, expected_type)
-    assert ("waits for 4 steps and the run has 4" in capsys.readouterr().out) == (
-        delay == 4
-    )
-
-
 @pytest.mark.parametrize(
     ("delay", "expected_type"), [(4, Everything), (3, relative.Relative)]
 )
-def test_a_delay_as_long_as_each_epoch_is_said_too(make, delay, expected_type, capsys):
-    overrides = (
+def test_a_delay_as_long_as_the_run_or_each_epoch_sifts_nothing_and_says_so(
+    make, delay, expected_type, overrides, message, capsys
+):
+    run = make(
         "sifter.kind=relative",
-        "sifter.repeat_delay_per_epoch=true",
         f"sifter.sift_delay={delay}",
-    )
-    run = make(*overrides, "run.epochs=3", logger=Console("")).run
+        *overrides,
+        logger=Console(""),
+    ).run
     assert isinstance(run.sifter, expected_type)
-    assert ("waits for 4 steps and an epoch has 4" in capsys.readouterr().out) == (
+    assert (f"waits for 4 steps and {message}" in capsys.readouterr().out) == (
         delay == 4
     )
 

@@ -52,13 +52,19 @@ def test_quiet_ranks_print_nothing(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_terminal_of_80_columns_shows_a_whole_bar_and_keeps_evaluations():
+def in_terminal(name: str) -> tuple[Console, io.StringIO]:
+    """Return a console in a terminal of 80 columns, and what the terminal shows."""
     text = io.StringIO()
-    console = Console("food")
-    console.scores = SINGLE_LABEL  # known after the set-up
+    console = Console(name)
     console._console = RichConsole(
         file=text, force_terminal=True, width=80, color_system=None
     )
+    return console, text
+
+
+def test_a_terminal_of_80_columns_shows_a_whole_bar_and_keeps_evaluations():
+    console, text = in_terminal("food")
+    console.scores = SINGLE_LABEL  # known after the set-up
     with console:
         console.log("train", State(step=13000), TRAIN)
         console.step(State(step=13000), 0.25)
@@ -76,11 +82,7 @@ def test_a_terminal_of_80_columns_shows_a_whole_bar_and_keeps_evaluations():
 @pytest.mark.parametrize(("fails", "end"), [(False, "100 %"), (True, "95 %")])
 def test_a_bar_ends_at_100_percent_where_the_run_did(fails, end):
     """Also where it ended early."""
-    text = io.StringIO()
-    console = Console("food")
-    console._console = RichConsole(
-        file=text, force_terminal=True, width=80, color_system=None
-    )
+    console, text = in_terminal("food")
     with suppress(KeyError), console:
         console.step(State(step=1), 0.95)
         if fails:
@@ -89,11 +91,7 @@ def test_a_bar_ends_at_100_percent_where_the_run_did(fails, end):
 
 
 def test_a_name_with_brackets_is_shown_as_it_is():
-    text = io.StringIO()
-    console = Console("kl[fast] [/b]")
-    console._console = RichConsole(
-        file=text, force_terminal=True, width=80, color_system=None
-    )
+    console, text = in_terminal("kl[fast] [/b]")
     with console:
         console.step(State(step=1), 0.5)
     assert "kl[fast] [/b]" in text.getvalue()

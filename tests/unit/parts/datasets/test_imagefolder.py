@@ -35,7 +35,7 @@ def options(root: Path, **changes) -> Options:
     return Options(root=str(root), **changes)
 
 
-def test_endings_may_have_any_case_and_hidden_files_are_left_out(tmp_path):
+def test_endings_may_have_any_case_and_hidden_files_are_no_images(tmp_path):
     good = ["1.JPG", "2.jpeg", "3.Png", "4.bmp", "5.webp", "6.gif", "7.tif", "8.TIFF"]
     ignored = [".9.png", "._1.JPG", "notes.txt", "a.npy", "Thumbs.db", ".cache/1.png"]
     fill(tmp_path, *(f"train/{name}/{file}" for name in "ab" for file in good))
