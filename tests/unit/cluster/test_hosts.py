@@ -38,30 +38,35 @@ GROUPS = [
 ]
 
 
-def config(me: str, name: str = "current_group_name", groups=GROUPS) -> dict:
+def config(current_host: str, name: str = "current_group_name", groups=GROUPS) -> dict:
     hosts = sorted(host for group in groups for host in group["hosts"])
-    return {"current_host": me, name: "data", "hosts": hosts, "instance_groups": groups}
-
-
-def variables(me: str) -> dict[str, str]:
-    named = {group["instance_group_name"]: group for group in GROUPS}
-    hosts = json.dumps([f"algo-{number}" for number in range(1, 5)])
     return {
-        "SM_CURRENT_HOST": me,
-        "SM_HOSTS": hosts,
-        "SM_INSTANCE_GROUPS_DICT": json.dumps(named),
+        "current_host": current_host,
+        name: "data",
+        "hosts": hosts,
+        "instance_groups": groups,
     }
 
 
-@pytest.mark.parametrize("me", ["algo-1", "algo-2"])
+def variables(current_host: str) -> dict[str, str]:
+    groups_by_name = {group["instance_group_name"]: group for group in GROUPS}
+    hosts = json.dumps([f"algo-{number}" for number in range(1, 5)])
+    return {
+        "SM_CURRENT_HOST": current_host,
+        "SM_HOSTS": hosts,
+        "SM_INSTANCE_GROUPS_DICT": json.dumps(groups_by_name),
+    }
+
+
+@pytest.mark.parametrize("current_host", ["algo-1", "algo-2"])
 @pytest.mark.parametrize("name", ["current_group_name", "current_instance_group"])
-def test_variables_and_the_file_tell_the_same(tmp_path, me, name):
+def test_variables_and_the_file_tell_the_same(tmp_path, current_host, name):
     file = tmp_path / "resourceconfig.json"
-    file.write_text(json.dumps(config(me, name)))
-    expected = Hosts(me, ("algo-2", "algo-4"), ("algo-1", "algo-3"))
+    file.write_text(json.dumps(config(current_host, name)))
+    expected = Hosts(current_host, ("algo-2", "algo-4"), ("algo-1", "algo-3"))
     assert (
         read_hosts({}, file)
-        == read_hosts(variables(me), tmp_path / "absent")
+        == read_hosts(variables(current_host), tmp_path / "absent")
         == expected
     )
     assert expected.first == "algo-2"

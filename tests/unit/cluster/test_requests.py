@@ -105,14 +105,14 @@ def test_a_configuration_of_any_length_reaches_the_job(food, command, tmp_path, 
     assert max(map(len, sent.values())) <= 2500
     file = tmp_path / "hyperparameters.json"
     file.write_text(json.dumps(sent | {"sagemaker_region": "us-east-1"}))
-    read = config.load({}, hyperparameters(file), here=False)
+    received = config.load({}, hyperparameters(file), here=False)
     expected = config.load(
         food,
         [*LONG[kind], "data.root=/opt/ml/input/data/data-root", "backend.kind=cuda"],
         here=False,
     )
     for section in ("losses", "teacher", "data", "student", "optimizer", "backend"):
-        read_section = getattr(read, section)
+        read_section = getattr(received, section)
         expected_section = getattr(expected, section)
         if section == "teacher":
             # The fit's folder is that of the checkpoints.

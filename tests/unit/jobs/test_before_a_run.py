@@ -60,13 +60,13 @@ def test_uneven_classes_are_reported(
         "train_images": 410,
         "imbalance": imbalance,
     }
-    ours = {
+    uneven = {
         **settings,
         "data": {**data, "image_size": 16, "batch_size": 8},
         "teacher": {},
         "losses": [{"kind": "ce"}],
     }
-    reported = lines(ours)
+    reported = lines(uneven)
     assert ("classes" in reported) == bool(message)
     assert message in reported.get("classes", "")
     assert not list(tmp_path.iterdir())
@@ -80,7 +80,7 @@ def test_files_that_are_not_read_are_shown_by_check_and_by_the_run(
     for name in ("train/plum/1.HEIC", "train/plum/2.HEIC", "val/fig/notes.txt"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(b"x")
-    ours = {**settings, "data": {**settings["data"], "root": str(root)}}
+    values = {**settings, "data": {**settings["data"], "root": str(root)}}
     if HEIF:
         pytest.skip("pillow-heif is installed: the files would be read")
     heic = (
@@ -92,12 +92,12 @@ def test_files_that_are_not_read_are_shown_by_check_and_by_the_run(
         "1 folder has no image and is no class: train/plum",
         "1 file is not read: 1 .txt",
     ]
-    checked = describe(resolve(config.load(ours))).splitlines()
+    checked = describe(resolve(config.load(values))).splitlines()
     assert [
         line.strip() for line in checked if "no image and" in line or "not read" in line
     ] == expected
     with caplog.at_level(logging.INFO, "kd"):
-        kd.train(ours, "run.steps=1", "run.epochs=1")
+        kd.train(values, "run.steps=1", "run.epochs=1")
     assert [message for message in caplog.messages if message.startswith("data: ")] == [
         f"data: {line}" for line in expected
     ]
@@ -394,13 +394,13 @@ def test_a_fit_with_fewer_labels_than_its_batch_is_refused_under_its_own_key(set
     """`--check` found nothing, and the run said that the training split has 6
     images.
     """
-    some = ("teacher.fit.epochs=1", "data.labels=some", "data.labels_per_class=2")
+    few_labels = ("teacher.fit.epochs=1", "data.labels=some", "data.labels_per_class=2")
     with pytest.raises(
         ConfigError,
         match=r"^teacher\.fit\.batch_size: is 8, .* 6 labelled images.*batch_size=6",
     ):
-        lines(settings, *some)
-    assert lines(settings, *some, "teacher.fit.batch_size=6")
+        lines(settings, *few_labels)
+    assert lines(settings, *few_labels, "teacher.fit.batch_size=6")
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def leaking(photos: Path, tmp_path: Path) -> Path:
 
 
 def sources(settings: dict, root: Path, *overrides: str):
-    ours = {**settings, "data": {**settings["data"], "root": str(root)}}
-    return open_sources(resolve(config.load(ours, overrides)).data)
+    values = {**settings, "data": {**settings["data"], "root": str(root)}}
+    return open_sources(resolve(config.load(values, overrides)).data)
 
 
 def test_repeats_are_named_listed_and_shown(
@@ -64,8 +64,13 @@ def test_repeats_are_named_listed_and_shown(
         "train/fig/03.jpg",
         "val/fig/copy.jpg",
     )
-    read = read_repeats(tmp_path / "run/audit")
-    assert (read[0].leaks, read[0].contradicts, read[1].leaks, read[1].contradicts) == (
+    repeats = read_repeats(tmp_path / "run/audit")
+    assert (
+        repeats[0].leaks,
+        repeats[0].contradicts,
+        repeats[1].leaks,
+        repeats[1].contradicts,
+    ) == (
         True,
         False,
         False,

@@ -202,7 +202,7 @@ def test_test_images_can_be_left_to_a_later_start(photos, teacher, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("least", "reached", "refused"),
+    ("least", "score", "refused"),
     [
         (-1.0, 0.5, True),
         (-1.0, 0.52, False),
@@ -212,7 +212,7 @@ def test_test_images_can_be_left_to_a_later_start(photos, teacher, tmp_path):
     ],
 )
 def test_a_teacher_must_be_above_twice_chance_or_as_good_as_was_asked(
-    make, least, reached, refused
+    make, least, score, refused
 ):
     """A perfect one, its classes in the order of text, has 2 of 12 right: exactly twice
     chance.
@@ -227,7 +227,7 @@ def test_a_teacher_must_be_above_twice_chance_or_as_good_as_was_asked(
         if refused
         else nullcontext()
     ):
-        require_teacher("teacher", reached, recipe, run)
+        require_teacher("teacher", score, recipe, run)
     for chance in (
         (0.0, 1.0) if least < 0 else ()
     ):  # unknown, as of embeddings; every image shows every class

@@ -218,16 +218,16 @@ def test_foreign_weights_are_recognized_and_written(inside, caplog):
     Path("made.yaml").unlink()
     text, written = wrote("three", str(weights), str(weights))
     assert "random weights" not in caplog.text
-    named = {
+    section = {
         key: written["student"][key]
         for key in ("model", "checkpoint", "weights", "args", "init", "tuning")
     }
     shape = {
         "pretrained_cfg_overlay": {"input_size": [3, 64, 64]}
     }  # the photographs are smaller; the teacher sees 128
-    same = {key: taught[key] for key in ("model", "checkpoint", "weights")}
-    assert named == {
-        **same,
+    expected = {key: taught[key] for key in ("model", "checkpoint", "weights")}
+    assert section == {
+        **expected,
         "args": shape,
         "init": "pretrained",
         "tuning": {"head_lr_scale": 5.0},

@@ -36,11 +36,14 @@ def gains(theme: str, arm: str, over: str, **config_path: str) -> list[float]:
         for row in committed(theme)
         if all(row[key] == value for key, value in config_path.items())
     ]
-    mine, baseline = (
+    accuracies, baseline = (
         {row["seed"]: float(row["accuracy"]) for row in rows if row["arm"] == each}
         for each in (arm, over)
     )
-    return [mine[seed] - baseline[seed] for seed in mine.keys() & baseline.keys()]
+    return [
+        accuracies[seed] - baseline[seed]
+        for seed in accuracies.keys() & baseline.keys()
+    ]
 
 
 def gains_of_curves(setup: str) -> list[float]:
@@ -48,7 +51,7 @@ def gains_of_curves(setup: str) -> list[float]:
     each seed, points.
     """
     rows = [row for row in committed("curves") if row["setup"] == setup]
-    mine = {
+    distilled = {
         row["seed"]: row
         for row in rows
         if (row["arm"], row["cell"]) == ("distilled", "as kd-init writes it")
@@ -63,7 +66,7 @@ def gains_of_curves(setup: str) -> list[float]:
                 if alone(baseline, seed)
             )
         )
-        for seed, row in mine.items()
+        for seed, row in distilled.items()
     ]
 
 

@@ -433,7 +433,7 @@ TEACHERS = {
 for kind, options in TEACHERS.items():
     normal = "mean" in options
     first = ("teacher.mean=[0, 0, 0]", "teacher.std=[1, 1, 1]") if normal else ()
-    given = "mean: [0, 0, 0], std: [1, 1, 1]" if normal else ""
+    normalization = "mean: [0, 0, 0], std: [1, 1, 1]" if normal else ""
     for name, value in options.items():
         changes = "FCR" if kind in ("timm", "torch") else "CR"  # kd fits these
         KEYS[f"teacher.{name} [{kind}]"] = (
@@ -445,7 +445,7 @@ for kind, options in TEACHERS.items():
         KEYS[f"teacher.also[].{name} [{kind}]"] = (
             changes,
             value,
-            f"teacher.also=[{{kind: {kind}, model: a, {given}}}]",
+            f"teacher.also=[{{kind: {kind}, model: a, {normalization}}}]",
         )
 for name, value in TEACHERS["torch"].items():
     KEYS[f"student.{name} [torch]"] = (

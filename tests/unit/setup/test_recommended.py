@@ -167,8 +167,8 @@ def test_three_times_the_length_is_another_run_with_the_same_views(settings):
         short.data.views,
     )
     assert longer.record.keys["run.times"] == 1
-    named = config.load(settings, ["run.epochs=2.5X", "run.name=mine"])
-    assert (named.run.name, resolve(named).length.epochs) == ("mine", 50)
+    with_name = config.load(settings, ["run.epochs=2.5X", "run.name=mine"])
+    assert (with_name.run.name, resolve(with_name).length.epochs) == ("mine", 50)
     settings["run"] = {"steps": 100}
     assert resolve(config.load(settings, ["run.steps=3x"])).length.steps == 300
 
@@ -234,13 +234,13 @@ def test_the_table_is_that_of_the_study():
 
 
 def test_the_weight_of_the_labels_is_that_of_the_study():
-    reached = {
+    accuracies = {
         row.other: row.accuracy
         for row in measured.rows()
         if (row.teacher, row.epochs) == (0.7146, 10)
     }
     texts = [
-        f"{reached[overrides]:.1%}".replace("%", " %")
+        f"{accuracies[overrides]:.1%}".replace("%", " %")
         for overrides in ("losses.1.weight=1.0", "", "losses.1.weight=0.0")
     ]
     assert (
@@ -250,14 +250,15 @@ def test_the_weight_of_the_labels_is_that_of_the_study():
 
 
 def test_runs_are_comparable_if_pictures_and_labels_are_within_a_factor_of_four():
-    here = Situation(pictures=2_000, labelled=200, classes=10, pretrained=False)
+    situation = Situation(pictures=2_000, labelled=200, classes=10, pretrained=False)
     far = replace(ROW, title="many", pictures=9_000, labelled=200)
-    assert comparable(here, [ROW, far]) == [ROW]
-    assert comparable(replace(here, pictures=4_001), [ROW]) == []
-    assert comparable(replace(here, labelled=9), [ROW]) == []
-    assert comparable(replace(here, labelled=2_000), [ROW]) == []  # all have a label
-    assert comparable(replace(here, pretrained=True), [ROW]) == []
-    assert comparable(here, []) == []
+    assert comparable(situation, [ROW, far]) == [ROW]
+    assert comparable(replace(situation, pictures=4_001), [ROW]) == []
+    assert comparable(replace(situation, labelled=9), [ROW]) == []
+    all_labelled = replace(situation, labelled=2_000)
+    assert comparable(all_labelled, [ROW]) == []
+    assert comparable(replace(situation, pretrained=True), [ROW]) == []
+    assert comparable(situation, []) == []
 
 
 def test_two_runs_are_contrasted_that_differ_in_nothing_else():

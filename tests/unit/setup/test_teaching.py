@@ -249,17 +249,18 @@ def test_an_error_that_would_be_larger_on_more_images_is_refused(monkeypatch, bu
     have up to 2.3 times that of 64.
     """
 
-    def shifted(by: float):
+    def shifted(shift: float):
         def change(teachers: Teachers) -> Teachers:
             with torch.no_grad():
-                teachers.model.network.head.bias += by
+                teachers.model.network.head.bias += shift
             return teachers
 
         return change
 
     automatic(monkeypatch, "bf16+unfused")
     facts_of_runs = [
-        built(*AUTO, change=shifted(by))[1] for by in (0.0, 8.0, 20.0, 24.0, 28.0, 64.0)
+        built(*AUTO, change=shifted(shift))[1]
+        for shift in (0.0, 8.0, 20.0, 24.0, 28.0, 64.0)
     ]
     errors = [facts["teacher_error"]["of_std"] for facts in facts_of_runs]
     assert any(0.1 / 2.3 < error <= 0.1 for error in errors), errors

@@ -98,12 +98,12 @@ def test_batches_are_full_and_the_remainder_goes_into_the_next_epoch(beta, pick)
     epochs = [ids_of(loader) for _ in range(6)]
     assert {len(ids) for epoch in epochs for ids in epoch} == {8}
     trained = sum(len(ids) for epoch in epochs for ids in epoch)
-    waiting = len(pending_ids(loader))
-    assert waiting < 8
+    pending = len(pending_ids(loader))
+    assert pending < 8
     assert loader.metrics["num_orig_samples_seen"] == 600
-    assert loader.metrics["num_orig_samples_kept"] == trained + waiting
+    assert loader.metrics["num_orig_samples_kept"] == trained + pending
     if pick == "fixed":
-        assert trained + waiting == int(600 / (1 + beta) + 1e-9)
+        assert trained + pending == int(600 / (1 + beta) + 1e-9)
     trained_ids = [id for epoch in epochs for ids in epoch for id in ids]
     counts = torch.bincount(torch.tensor(trained_ids), minlength=100)
     assert counts.max() <= 6  # no sample twice in an epoch
@@ -507,9 +507,9 @@ def test_a_fresh_state_leaves_no_samples_of_an_earlier_use():
 def test_an_aborted_epoch_keeps_the_pending_samples():
     loader = sifting(beta=0.25)  # 6 or 7 of 8 are kept
     next(iter(loader))
-    waiting = pending_ids(loader)
-    assert waiting
-    assert ids_of(loader)[0][: len(waiting)] == waiting
+    pending = pending_ids(loader)
+    assert pending
+    assert ids_of(loader)[0][: len(pending)] == pending
     assert loader.metrics["num_orig_samples_kept"] == int(80 / 1.25)
 
 

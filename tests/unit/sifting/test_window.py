@@ -41,10 +41,10 @@ def naive(history: list[float], batch: list[float], place: list[float]) -> list[
     """The definition, for one loss at a time."""
     pool = history + batch
     ranks = []
-    for loss, at in zip(batch, place, strict=True):
+    for loss, place_of_loss in zip(batch, place, strict=True):
         below = sum(pooled < loss for pooled in pool)
         equal = sum(pooled == loss for pooled in pool)
-        ranks.append((below + at * equal) / len(pool))
+        ranks.append((below + place_of_loss * equal) / len(pool))
     return ranks
 
 

@@ -155,10 +155,10 @@ def test_the_table_is_aligned_markdown():
 
 
 def seconds_left(
-    capsys, lengths, cold_epochs, every, filled, cold=3.0, warm=0.5
+    capsys, lengths, cold_epochs, row_steps, filled, cold=3.0, warm=0.5
 ) -> dict[int, float]:
     """Train epochs of so many steps, the first `cold_epochs` at `cold` seconds a step;
-    return the seconds told to be left by step, as rows of `every` steps tell them.
+    return the seconds told to be left by step, as rows of `row_steps` steps tell them.
     """
     console = Console("food", scores=SINGLE_LABEL, filled=filled)
     elapsed = 0.0
@@ -170,16 +170,16 @@ def seconds_left(
             step += 1
             window.append(seconds)
             elapsed += seconds
-            turn = number + 1 == length
+            ends_epoch = number + 1 == length
             state = State(
                 step,
-                epoch + turn,
-                0 if turn else number + 1,
+                epoch + ends_epoch,
+                0 if ends_epoch else number + 1,
                 images=8 * step,
                 seconds=elapsed,
             )
             console.step(state, step / sum(lengths))
-            if step % every == 0:
+            if step % row_steps == 0:
                 mean = sum(window) / len(window)
                 row = TRAIN | {
                     "images_per_second": 8 / mean,
@@ -197,23 +197,27 @@ def seconds_left(
         capsys.readouterr().out,
     )
     return {
-        int(at): 60 * int(minutes or 0) + float(seconds)
-        for at, minutes, seconds in lines
+        int(step_told): 60 * int(minutes or 0) + float(seconds)
+        for step_told, minutes, seconds in lines
     }
 
 
-@pytest.mark.parametrize("every", [5, 15, 20, 30])
-def test_the_time_left_counts_cold_steps_as_cold_and_warm_ones_as_warm(capsys, every):
+@pytest.mark.parametrize("row_steps", [5, 15, 20, 30])
+def test_the_time_left_counts_cold_steps_as_cold_and_warm_ones_as_warm(
+    capsys, row_steps
+):
     """A cache of two views is filled in the first two of ten epochs: 56 s were told
     where 21 s came, since the cold steps stayed in the mean, above all in rows as long
     as an epoch or longer.
     """
-    remaining = seconds_left(capsys, [10] * 10, 2, every, {"teacher": 0.2})
+    remaining = seconds_left(capsys, [10] * 10, 2, row_steps, {"teacher": 0.2})
     assert remaining == {
-        at: pytest.approx(3.0 * max(0, 20 - at) + 0.5 * (100 - max(20, at)), abs=0.5)
-        for at in remaining
+        step: pytest.approx(
+            3.0 * max(0, 20 - step) + 0.5 * (100 - max(20, step)), abs=0.5
+        )
+        for step in remaining
     }
-    assert list(remaining) == list(range(every, 100, every))
+    assert list(remaining) == list(range(row_steps, 100, row_steps))
 
 
 def test_the_time_left_is_that_of_recent_steps_and_of_the_sifters_plan(capsys):
@@ -222,8 +226,8 @@ def test_the_time_left_is_that_of_recent_steps_and_of_the_sifters_plan(capsys):
     """
     remaining = seconds_left(capsys, (10, 6, 6, 10), 1, 2, {})
     assert remaining == {
-        at: pytest.approx((3.0 if at <= 10 else 0.5) * (32 - at), abs=0.5)
-        for at in remaining
+        step: pytest.approx((3.0 if step <= 10 else 0.5) * (32 - step), abs=0.5)
+        for step in remaining
     }
 
 

@@ -412,12 +412,13 @@ def test_heic_is_read_with_the_extra_and_names_it_without():
     image = NOISE.resize((4, 3)).resize((64, 48))
     heif = import_module("pillow_heif")
     heif.register_heif_opener()
-    for turn, size in ((1, (64, 48)), (6, (48, 64))):
+    for orientation, size in ((1, (64, 48)), (6, (48, 64))):
         exif = Image.Exif()
-        exif[0x0112] = turn
+        exif[0x0112] = orientation
         data = stored(image, "HEIF", quality=95, exif=exif.tobytes())
         expected = np.asarray(
-            image if turn == 1 else image.transpose(Image.Transpose.ROTATE_270), int
+            image if orientation == 1 else image.transpose(Image.Transpose.ROTATE_270),
+            int,
         )
         opened = read(data)
         assert opened.size == size

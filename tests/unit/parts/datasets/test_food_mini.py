@@ -180,12 +180,13 @@ def test_a_tray_has_one_dish_or_several_and_a_set_of_labels(tmp_path: Path):
     )
     counts = set()
     for id, (label, dish, *_) in enumerate(list_images(source.options, "train")):
-        there = {
+        dishes = {
             source.classes[position] for position in np.flatnonzero(source.label(id))
         }
-        assert there == {source.classes[label], *dish.split("+")[1:]}
-        assert len(there) == len(dish.split("+"))  # also where the first label is wrong
-        counts.add(len(there))
+        assert dishes == {source.classes[label], *dish.split("+")[1:]}
+        # Also where the first label is wrong.
+        assert len(dishes) == len(dish.split("+"))
+        counts.add(len(dishes))
     assert counts == {1, 2, 3}
     tray = render("pizza+sushi", "train", 0, 0, 64)
     assert tray.size == (64, 64)

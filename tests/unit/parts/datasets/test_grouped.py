@@ -70,9 +70,9 @@ def expected(fraction: float) -> set[str]:
     """
     held_out = set()
     for label in range(len(CLASSES)):
-        every = [f"clip{label}{clip}" for clip in range(CLIPS)]
+        clips_of_label = [f"clip{label}{clip}" for clip in range(CLIPS)]
         ranked = sorted(
-            every,
+            clips_of_label,
             key=lambda clip: hashlib.blake2b(clip.encode(), digest_size=8).digest(),
         )
         held_out |= {*ranked[: round(fraction * CLIPS)]}

@@ -97,12 +97,12 @@ def test_a_file_that_was_replaced_and_keeps_its_time_is_read_anew(tmp_path):
     ).to_parquet(str(file))
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     after = build(chosen, "train", None)
-    read = (
+    contents = (
         [before.encoded(id) for id in range(len(before))],
         [after.encoded(id) for id in range(len(after))],
     )
-    assert {*read[0]} <= {png(0), png(1), png(2)}
-    assert {*read[1]} <= {*rows}
+    assert {*contents[0]} <= {png(0), png(1), png(2)}
+    assert {*contents[1]} <= {*rows}
     prepared = [
         cache_file["filename"] for cache_file in after.storage._table.cache_files
     ]

@@ -392,8 +392,8 @@ def test_val_fraction_of_the_training_folder_where_a_test_folder_is_named(tmp_pa
 @pytest.mark.parametrize("folder", ["unlabeled", "Unlabelled", "rest"])
 def test_a_folder_of_unlabelled_images_does_not_become_a_class(tmp_path, folder):
     fill(tmp_path, "train/apple/1.png", "train/pear/2.png", f"train/{folder}/3.png")
-    some = build(options(tmp_path, unlabelled=folder), "train", None, "some")
-    assert (some.classes, sorted(labels(some))) == (("apple", "pear"), [-1, 0, 1])
+    source = build(options(tmp_path, unlabelled=folder), "train", None, "some")
+    assert (source.classes, sorted(labels(source))) == (("apple", "pear"), [-1, 0, 1])
     if folder != "rest":
         with pytest.raises(
             DataError,

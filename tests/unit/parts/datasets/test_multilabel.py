@@ -89,8 +89,8 @@ def test_with_labels_some_an_image_without_an_entry_is_unlabelled(root):
         json.dumps({"a.jpg": ["egg"], "c.jpg": None, "d.jpg": []})
     )
     options = Options(root=str(root), train_labels="some.json", val_labels="val.json")
-    some = build(options, "train", ("egg", "rice"), "some")
-    assert [some.label(id).tolist() for id in range(3)] == [[1, 0], [-1, -1], [0, 0]]
+    partial = build(options, "train", ("egg", "rice"), "some")
+    assert [partial.label(id).tolist() for id in range(3)] == [[1, 0], [-1, -1], [0, 0]]
     assert [build(options, "train", None, "none").label(id) for id in range(3)] == [
         -1
     ] * 3

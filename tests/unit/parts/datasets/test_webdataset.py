@@ -241,8 +241,10 @@ def bomb(
 @pytest.mark.parametrize("kind", ["image", "label", "header"])
 def test_a_member_of_many_gigabytes_is_not_read(tmp_path, kind):
     """It was read whole."""
-    named = {"a.png": png(1), "a.cls": b"0"}
-    named |= {"image": {"x.cls": b"1"}, "label": {"x.png": png(1)}, "header": {}}[kind]
+    members = {"a.png": png(1), "a.cls": b"0"}
+    members |= {"image": {"x.cls": b"1"}, "label": {"x.png": png(1)}, "header": {}}[
+        kind
+    ]
     name = {"image": "x.png", "label": "x.cls", "header": "x.pax"}[kind]
     header = tarfile.XHDTYPE if kind == "header" else tarfile.REGTYPE
     words = {
@@ -250,7 +252,7 @@ def test_a_member_of_many_gigabytes_is_not_read(tmp_path, kind):
         "label": "label of '.*x'",
         "header": "header",
     }[kind]
-    bomb(tmp_path / "train.tar", name, 40 * 10**9, header, **named)
+    bomb(tmp_path / "train.tar", name, 40 * 10**9, header, **members)
     with pytest.raises(
         DataError, match=rf"^data\.train: .*{words}.* 40000000\d+ bytes"
     ) as caught:
@@ -300,10 +302,10 @@ def test_a_shard_that_shrinks_after_the_index_is_no_corrupt_image(
     path.unlink()
     with pytest.raises(
         DataError, match=r"image 'train\.tar/0001': it cannot be read \(No such file"
-    ) as gone:
+    ) as caught:
         source.decode(1)
     assert not isinstance(short.value, CorruptImage)
-    assert not isinstance(gone.value, CorruptImage)
+    assert not isinstance(caught.value, CorruptImage)
 
 
 def test_shards_of_an_object_store_are_copied_once(tmp_path, aws):

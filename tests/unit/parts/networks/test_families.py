@@ -57,8 +57,8 @@ def test_a_familys_outputs_equal_its_own_librarys(family, tmp_path):
     pixels = prepared(tmp_path, squares(), **FLAT)
     teacher = load(tmp_path)
     expected = answers(tmp_path, pixels)
-    ours = teacher.normalize(tensor(squares()))[:, teacher.network.order]
-    torch.testing.assert_close(ours, torch.cat(pixels), rtol=1e-5, atol=1e-5)
+    normalized = teacher.normalize(tensor(squares()))[:, teacher.network.order]
+    torch.testing.assert_close(normalized, torch.cat(pixels), rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         assert expected.std() > 0
         assert (

@@ -279,7 +279,7 @@ class Drops(nn.Module):
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
+def own_module(tmp_path, monkeypatch):
     (tmp_path / "home_module.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "home_module", raising=False)
@@ -316,18 +316,22 @@ def mine(tmp_path, monkeypatch):
         },
     ],
 )
-def test_weights_are_read_as_training_scripts_save_them(wrap, bare, mine, tmp_path):
+def test_weights_are_read_as_training_scripts_save_them(
+    wrap, bare, own_module, tmp_path
+):
     state = {"1.weight": torch.randn(3, 768), "1.bias": torch.randn(3)}
     torch.save(wrap(state), tmp_path / "weights.pth")
-    model = loaded(bare, {**mine, "checkpoint": str(tmp_path / "weights.pth")})[1].model
+    model = loaded(bare, {**own_module, "checkpoint": str(tmp_path / "weights.pth")})[
+        1
+    ].model
     assert torch.equal(model.network.inner[1].weight, state["1.weight"])
 
 
-def test_a_half_precision_module_equals_itself_in_float32(bare, mine):
+def test_a_half_precision_module_equals_itself_in_float32(bare, own_module):
     """It was a traceback: float pixels for half weights."""
     image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
     half, full = (
-        loaded(bare, {**mine, "args": {"half": half}})[1].model
+        loaded(bare, {**own_module, "args": {"half": half}})[1].model
         for half in (True, False)
     )
     with torch.no_grad():
@@ -351,9 +355,9 @@ def test_a_half_precision_module_equals_itself_in_float32(bare, mine):
         ({"std": [58.4, 57.1, 57.4]}, r"teacher\.mean: is .*std is \[58\.4.*0\.\.1"),
     ],
 )
-def test_a_module_that_does_not_fit_is_one_line(change, message, bare, mine):
+def test_a_module_that_does_not_fit_is_one_line(change, message, bare, own_module):
     with pytest.raises(KdError, match=f"^{message}") as caught:
-        loaded(bare, {**mine, **change})
+        loaded(bare, {**own_module, **change})
     assert "\n" not in str(caught.value)
 
 

@@ -259,13 +259,13 @@ def test_a_siglip_is_a_zero_shot_teacher_too(sections, bare, tmp_path):
             .eval()(image)
             .logits
         )
-        named = (
+        given_scale = (
             load(bare, {**section, "model": str(tmp_path / "both"), "scale": 10.0})
             .eval()(image)
             .logits
         )
     torch.testing.assert_close(
-        named, learned / both.logit_scale.exp().item() * 10, rtol=1e-4, atol=1e-4
+        given_scale, learned / both.logit_scale.exp().item() * 10, rtol=1e-4, atol=1e-4
     )
 
 

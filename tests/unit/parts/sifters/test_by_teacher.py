@@ -147,7 +147,7 @@ def test_images_without_a_stored_output_are_visited():
 
 
 def test_a_draw_favours_the_hard_and_its_weights_undo_that():
-    drawn = torch.zeros(IMAGES)
+    times_drawn = torch.zeros(IMAGES)
     total = torch.zeros(IMAGES)
     sifter = warm(
         Options(
@@ -165,12 +165,12 @@ def test_a_draw_favours_the_hard_and_its_weights_undo_that():
         sifter.epoch = epoch
         plan = sifter._sifted(epoch)
         assert plan.weights.mean() == pytest.approx(1, abs=1e-4)
-        drawn[plan.ids] += 1
+        times_drawn[plan.ids] += 1
         total[plan.ids] += plan.weights
     order = hardness("loss", 1).argsort()
-    quarters = drawn[order].view(4, -1).mean(1) / len(epochs)
+    quarters = times_drawn[order].view(4, -1).mean(1) / len(epochs)
     assert (quarters.diff() > 0.1).all()
-    assert drawn.min() > 0
+    assert times_drawn.min() > 0
     assert (
         total.std() / total.mean() < 0.15
     )  # each image weighs as much in the long run
@@ -193,11 +193,11 @@ def test_ranks_choose_the_same_images_and_read_each_output_once(score):
         )
         sifter.load_state_dict(state)
         sifter.plan(1, 0.3)
-    read = [tensor for tensor in reduced if tensor.any()]
-    assert len(read) == 2
-    assert (read[0][1] + read[1][1] == 1).all()
+    answered = [tensor for tensor in reduced if tensor.any()]
+    assert len(answered) == 2
+    assert (answered[0][1] + answered[1][1] == 1).all()
     for rank in (0, 1):
-        sums = iter([nothing, read[0] + read[1]])
+        sums = iter([nothing, answered[0] + answered[1]])
         sifter = sifter_of(
             options, rank=rank, ranks=2, reduce_sum=lambda _, sums=sums: next(sums)
         )

@@ -56,9 +56,13 @@ def mean_cosine(run) -> float:
     criterion = run.distillation.criterion
     project = criterion.terms[criterion.names.index("cosine")].project
     for batch in val.loader.epoch(val.plan, view=0):
-        mine = project(student(batch.image).features["pooled"])
-        theirs = run.teacher(batch).features["pooled"]
-        cosine = (mine * theirs).sum(1) / mine.norm(dim=1) / theirs.norm(dim=1)
+        student_BD = project(student(batch.image).features["pooled"])
+        teacher_BD = run.teacher(batch).features["pooled"]
+        cosine = (
+            (student_BD * teacher_BD).sum(1)
+            / student_BD.norm(dim=1)
+            / teacher_BD.norm(dim=1)
+        )
         cosines += cosine[batch.weight > 0].tolist()
     return sum(cosines) / len(cosines)
 

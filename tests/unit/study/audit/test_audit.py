@@ -192,7 +192,7 @@ def test_wrong_labels_and_a_far_crop_are_listed(
         ("train", "train/apple/was_fig.jpg", "apple", "fig"),
         ("val", "val/fig/was_pear.jpg", "fig", "pear"),
     }
-    named = {
+    listed_pairs = {
         (pair.first.name, pair.second.name)
         for pair in read_repeats(inside / "runs/torn/audit")
     }
@@ -200,7 +200,7 @@ def test_wrong_labels_and_a_far_crop_are_listed(
         "train/apple/large.jpg",
         "val/apple/part.jpg",
     )  # answers to crops of it may be nearer to other images
-    assert named | ({far} if views else set()) == {
+    assert listed_pairs | ({far} if views else set()) == {
         far,
         ("train/fig/00.jpg", "val/fig/00.jpg"),
     }
@@ -209,7 +209,7 @@ def test_wrong_labels_and_a_far_crop_are_listed(
     assert "misses classes that are exchanged for each other" in page
     report = command("report", "runs/torn")
     assert (
-        f"{len(named)} of 14 validation images are also in another split"
+        f"{len(listed_pairs)} of 14 validation images are also in another split"
         " (audit/duplicates.csv)" in report.out
     )
     stored = yaml.safe_load((inside / "runs/torn/config.yaml").read_text())
@@ -309,11 +309,11 @@ def test_only_an_image_of_another_split_is_a_leak(distilled, tmp_path):
     assert f"{100 * sum(unleaked) / 12:.1f} %" in answers.without_leaks()
     other_leaks = []
     for images in (7, 6, 5):  # of a part of the images `leaked` holds places, not ids
-        some = read_run(folder, images).answers
+        partial = read_run(folder, images).answers
         ids = json.loads((folder / "answers.json").read_text())["ids"]
-        assert some is not None
-        assert [ids[i] for i in some.leaked] == [
+        assert partial is not None
+        assert [ids[i] for i in partial.leaked] == [
             id for id in ids if id == answers.leaked[0]
         ]
-        other_leaks += [i for i in some.leaked if i != answers.leaked[0]]
+        other_leaks += [i for i in partial.leaked if i != answers.leaked[0]]
     assert other_leaks

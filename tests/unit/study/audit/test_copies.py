@@ -93,9 +93,9 @@ def test_many_equal_images_and_empty_ones_are_paired_without_all_their_pairs(
 ):
     monkeypatch.setattr(copies, "WINDOW", 4)
     monkeypatch.setattr(copies, "TABLES", 4)
-    same = [photograph(1)] * 400
+    equal = [photograph(1)] * 400
     plain = [Image.new("RGB", (40, 40), "white")] * 3
-    pairs = paired([*same, *plain])
+    pairs = paired([*equal, *plain])
     assert {row for pair in pairs for row in pair} == set(range(403))
     assert len(pairs) < 403 * 402 / 2 / 3
     assert all((first < 400) == (second < 400) for first, second in pairs)

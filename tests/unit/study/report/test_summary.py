@@ -72,15 +72,15 @@ def test_a_verdict_is_cautious_where_the_interval_holds_0(distilled, alone, expe
 
 
 @pytest.mark.parametrize(
-    ("keys", "named"),
+    ("keys", "hard"),
     [({"losses.1.hard": True}, True), ({"losses.0.hard": False}, False)],
 )
-def test_a_verdict_names_what_was_learned_where_it_was_the_class_alone(keys, named):
+def test_a_verdict_names_what_was_learned_where_it_was_the_class_alone(keys, hard):
     assert (
         "from the teacher's class (hard) against labels alone"
         in line(80, 60, keys=keys)
-    ) == named
-    assert ("hard" in line(80, 60, keys=keys)) == named
+    ) == hard
+    assert ("hard" in line(80, 60, keys=keys)) == hard
 
 
 @pytest.mark.parametrize(
@@ -256,14 +256,14 @@ def test_a_report_has_both_curves_as_a_table_and_says_whether_the_student_had_st
     page = render([record])
     assert "<h2>Does it pay</h2>" in page
     assert "still learning" in page
-    drawn = charted(page, record.name)
-    assert list(drawn)[1:] == ["distilled", "labels alone", "labels alone, best"]
-    assert "CPU time" in next(iter(drawn))
-    steps = zip(next(iter(drawn.values())), drawn["distilled"], strict=True)
+    chart = charted(page, record.name)
+    assert list(chart)[1:] == ["distilled", "labels alone", "labels alone, best"]
+    assert "CPU time" in next(iter(chart))
+    steps = zip(next(iter(chart.values())), chart["distilled"], strict=True)
     assert [x for x, score in steps if score is not None] == [
         50.0 + 10 * i for i in range(1, 21)
     ]
-    assert {*drawn["labels alone, best"]} == {0.5}
+    assert {*chart["labels alone, best"]} == {0.5}
     assert (
         "`run.steps=3x`" in summary_lines(graded(RISING, keys={"run.steps": 100}))[-2]
     )

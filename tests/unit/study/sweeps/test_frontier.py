@@ -13,7 +13,7 @@ import pytest
 import torch
 from optuna.study import StudyDirection
 from pieces import Asks
-from test_sweeps import end, tried_of
+from test_sweeps import end, trials_of
 from torch import nn
 
 from kd import config
@@ -171,8 +171,8 @@ def test_the_points_of_the_picture_are_the_numbers_of_the_rows(seed):
 def test_the_table_shows_what_was_measured_and_nothing_where_nothing_was(tmp_path):
     rows = rows_of(2, 2)
     rows[0]["labels_only"] = 0.5
-    ended = {"trial": "slow"}
-    first, second, third = cost_cells([*rows, ended], ACCURACY)
+    untimed = {"trial": "slow"}
+    first, second, third = cost_cells([*rows, untimed], ACCURACY)
     assert first == {
         "point": "1",
         "ms": f"{rows[0]['ms']:.3g}",
@@ -182,8 +182,8 @@ def test_the_table_shows_what_was_measured_and_nothing_where_nothing_was(tmp_pat
     }
     assert second["labels only"] == "-"
     assert set(third.values()) == {"-"}
-    assert cost_cells([ended, ended], ACCURACY) == [{}, {}]
-    assert "could be timed" in write_frontier([ended], {}, ACCURACY, tmp_path)
+    assert cost_cells([untimed, untimed], ACCURACY) == [{}, {}]
+    assert "could be timed" in write_frontier([untimed], {}, ACCURACY, tmp_path)
     assert not list(tmp_path.iterdir())
     assert str(tmp_path / "frontier.svg") in write_frontier(
         rows, {}, ACCURACY, tmp_path
@@ -276,16 +276,16 @@ def test_the_frontier_of_a_sweep_is_that_of_its_objectives(
     key, objectives, holds, settings, tmp_path
 ):
     """Here the costs of three trials are known already."""
-    tried = tried_of(settings, ["student.args.depth=1,2,3"], tmp_path, key)
-    both = zip(tried.space.combinations(), (0.3, 0.1, 0.2), strict=True)
-    names = [end(tried, values, score) for values, score in both]
-    tried.goal = replace(tried.goal, objectives=objectives)
+    trials = trials_of(settings, ["student.args.depth=1,2,3"], tmp_path, key)
+    both = zip(trials.space.combinations(), (0.3, 0.1, 0.2), strict=True)
+    names = [end(trials, values, score) for values, score in both]
+    trials.goal = replace(trials.goal, objectives=objectives)
     stored = {"of": {"trials": sorted(names), "processor": processor()}}
     stored["costs"] = {
         name: {"ms": 1.0 + i, "mb": 3.0 - i} for i, name in enumerate(names)
     }
-    tried.study.set_user_attr("costs", stored)
-    rows, teacher = frontier.with_costs(tried, tried.rows())
+    trials.study.set_user_attr("costs", stored)
+    rows, teacher = frontier.with_costs(trials, trials.rows())
     marks = {row["number"]: row["frontier"] for row in rows}
     assert [marks[number] for number in (1, 2, 3)] == holds
     assert teacher == {}
@@ -294,9 +294,9 @@ def test_the_frontier_of_a_sweep_is_that_of_its_objectives(
 def test_costs_are_measured_again_where_the_machine_changed(
     settings, tmp_path, monkeypatch
 ):
-    tried = tried_of(settings, ["student.args.depth=1,2"], tmp_path)
-    name = end(tried, tried.space.combinations()[0], 0.5)
-    tried.study.set_user_attr(
+    trials = trials_of(settings, ["student.args.depth=1,2"], tmp_path)
+    name = end(trials, trials.space.combinations()[0], 0.5)
+    trials.study.set_user_attr(
         "costs",
         {
             "of": {"trials": [name], "processor": "another"},
@@ -308,9 +308,9 @@ def test_costs_are_measured_again_where_the_machine_changed(
         "_costs",
         lambda folder, ended: {trial: {"untimed": "again"} for trial in ended},
     )
-    (row,), _ = frontier.with_costs(tried, tried.rows())
+    (row,), _ = frontier.with_costs(trials, trials.rows())
     assert row["untimed"] == "again"
-    assert tried.study.user_attrs["costs"]["of"]["processor"] == processor()
+    assert trials.study.user_attrs["costs"]["of"]["processor"] == processor()
 
 
 STUDENTS = "student={model: resnet10t, args: {width: 3}},{model: lcnet_050}"

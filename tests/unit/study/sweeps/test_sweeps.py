@@ -34,7 +34,7 @@ from kd.study.sweeps.sweep import sweep
 from kd.study.sweeps.trials import Trials
 
 
-def tried_of(
+def trials_of(
     settings: dict,
     overrides: list[str],
     folder: Path,
@@ -52,24 +52,24 @@ def tried_of(
 
 
 def end(
-    tried: Trials,
+    trials: Trials,
     values: dict[str, str],
     score: float,
     state: TrialState = TrialState.COMPLETE,
 ) -> str:
     """Record a trial as if it had been trained; return the name of its run."""
-    trial = tried.trial_of(values)
-    facts = {"trial": trial.name, "key": tried.goal.by or "accuracy", "score": score}
+    trial = trials.trial_of(values)
+    facts = {"trial": trial.name, "key": trials.goal.by or "accuracy", "score": score}
     reports = {0: 0.1, 1: score} if state == TrialState.PRUNED else {}
     record = create_trial(
         state=state,
         value=score,
         params=values,
-        distributions=tried.space.axes,
+        distributions=trials.space.axes,
         user_attrs=facts,
         intermediate_values=reports,
     )
-    tried.study.add_trial(record)
+    trials.study.add_trial(record)
     return trial.name
 
 
@@ -195,15 +195,15 @@ def test_the_luck_of_the_best_is_that_of_its_seed_and_nothing_more_is_claimed():
 def test_rows_are_those_that_ended_best_first_then_those_that_were_pruned(
     settings, tmp_path
 ):
-    tried = tried_of(
+    trials = trials_of(
         settings, ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2"], tmp_path
     )
-    combinations = tried.space.combinations()
-    end(tried, combinations[3], 0.5)
-    end(tried, combinations[0], 0.9, TrialState.PRUNED)
-    end(tried, combinations[2], 0.5)
-    best = end(tried, combinations[1], 0.6)
-    rows = tried.rows()
+    combinations = trials.space.combinations()
+    end(trials, combinations[3], 0.5)
+    end(trials, combinations[0], 0.9, TrialState.PRUNED)
+    end(trials, combinations[2], 0.5)
+    best = end(trials, combinations[1], 0.6)
+    rows = trials.rows()
     assert rows[0] == {
         "trial": best,
         "key": "accuracy",
@@ -215,71 +215,71 @@ def test_rows_are_those_that_ended_best_first_then_those_that_were_pruned(
     )
     assert [row.get("pruned") for row in rows] == [None, None, None, 2]
     assert (
-        tried_of(
+        trials_of(
             settings, ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2"], tmp_path
         ).rows()
         == rows
     )
     assert "pruned at evaluation 2" in trials_table(
-        rows, tried, Column("accuracy", "accuracy"), {}
+        rows, trials, Column("accuracy", "accuracy"), {}
     )
 
 
 def test_of_errors_the_smallest_is_the_best(settings, tmp_path):
-    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path, "ece")
-    for values, score in zip(tried.space.combinations(), (0.2, 0.1), strict=True):
-        end(tried, values, score)
-    assert [row["score"] for row in tried.rows()] == [0.1, 0.2]
-    assert tried.study.best_trial.value == 0.1
+    trials = trials_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path, "ece")
+    for values, score in zip(trials.space.combinations(), (0.2, 0.1), strict=True):
+        end(trials, values, score)
+    assert [row["score"] for row in trials.rows()] == [0.1, 0.2]
+    assert trials.study.best_trial.value == 0.1
 
 
 def test_a_trial_that_failed_is_tried_again_and_shown_until_then(settings, tmp_path):
-    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
-    values = tried.space.combinations()[1]
+    trials = trials_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
+    values = trials.space.combinations()[1]
     record = create_trial(
-        state=TrialState.FAIL, params=values, distributions=tried.space.axes
+        state=TrialState.FAIL, params=values, distributions=trials.space.axes
     )
-    tried.study.add_trial(record)
-    assert tried.failed() == [(values, "was interrupted")]
-    tried._begin(grid=False)
-    tried._begin(grid=False)
-    (waiting,) = tried.study.get_trials(states=(TrialState.WAITING,))
+    trials.study.add_trial(record)
+    assert trials.failed() == [(values, "was interrupted")]
+    trials._begin(grid=False)
+    trials._begin(grid=False)
+    (waiting,) = trials.study.get_trials(states=(TrialState.WAITING,))
     assert waiting.user_attrs == {"values": values, "continues": 0}
-    assert tried.failed() == []
+    assert trials.failed() == []
 
 
 def test_an_interrupted_trial_is_taken_once_its_process_is_gone(settings, tmp_path):
     """The first to take it holds the lock of its run; a kill frees that."""
-    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
-    for values in tried.space.combinations():
-        tried.study.enqueue_trial(values, {"values": values})
-    first = tried._next(0, None)
-    second = tried._next(0, None)
+    trials = trials_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
+    for values in trials.space.combinations():
+        trials.study.enqueue_trial(values, {"values": values})
+    first = trials._next(0, None)
+    second = trials._next(0, None)
     assert first is not None
     assert second is not None
-    assert tried._next(0, None) is None, "both are trained"
+    assert trials._next(0, None) is None, "both are trained"
     first.claim.close()
-    again = tried._next(0, None)
+    again = trials._next(0, None)
     assert again is not None
     assert again.trial == first.trial
     assert again.study_trial.params == first.study_trial.params
-    states = [record.state for record in tried.study.trials]
+    states = [record.state for record in trials.study.trials]
     assert states == [TrialState.FAIL, TrialState.RUNNING, TrialState.RUNNING]
     again.claim.close()
     second.claim.close()
 
 
 def test_equal_values_are_never_trained_at_the_same_time(settings, tmp_path):
-    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
-    values = tried.space.combinations()[0]
+    trials = trials_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
+    values = trials.space.combinations()[0]
     for _ in range(2):
-        tried.study.enqueue_trial(values)
-    first = tried._next(0, None)
+        trials.study.enqueue_trial(values)
+    first = trials._next(0, None)
     assert first is not None
-    assert [tried._next(0, None) for _ in range(3)] == [None] * 3
+    assert [trials._next(0, None) for _ in range(3)] == [None] * 3
     first.claim.close()
-    tried.study.tell(first.study_trial, 0.5)
-    again = tried._next(0, None)
+    trials.study.tell(first.study_trial, 0.5)
+    again = trials._next(0, None)
     assert again is not None
     assert again.trial == first.trial
     again.claim.close()
@@ -288,7 +288,7 @@ def test_equal_values_are_never_trained_at_the_same_time(settings, tmp_path):
 def test_what_a_sampler_draws_depends_on_the_seed_and_the_number_alone(settings):
     space = Space.read(settings, ["optimizer.lr=loguniform(1e-4,1e-2)"])
 
-    def drawn(seed: int) -> list[float]:
+    def rates(seed: int) -> list[float]:
         sampler = sampler_of("random", space, 9, seed)
         assert sampler is not None
         study = optuna.create_study()
@@ -297,9 +297,9 @@ def test_what_a_sampler_draws_depends_on_the_seed_and_the_number_alone(settings)
             study.ask(dict(space.axes))
         return [record.params["optimizer.lr"] for record in study.trials]
 
-    assert drawn(0) == drawn(0)
-    assert len({*drawn(0), *drawn(1)}) == 6
-    assert all(1e-4 <= value <= 1e-2 for value in drawn(2))
+    assert rates(0) == rates(0)
+    assert len({*rates(0), *rates(1)}) == 6
+    assert all(1e-4 <= value <= 1e-2 for value in rates(2))
 
 
 def test_ranges_become_values_of_a_run(settings):
@@ -340,7 +340,7 @@ def test_ranges_become_values_of_a_run(settings):
 
 
 @pytest.mark.parametrize(
-    ("text", "read"),
+    ("text", "call"),
     [
         ("median", ("median", [], {})),
         (
@@ -355,8 +355,8 @@ def test_ranges_become_values_of_a_run(settings):
         ("f(", ("", [], {})),
     ],
 )
-def test_calls_are_read_and_nothing_is_run(text, read):
-    assert parse_call(text) == read
+def test_calls_are_read_and_nothing_is_run(text, call):
+    assert parse_call(text) == call
 
 
 @pytest.mark.parametrize(
@@ -594,9 +594,11 @@ def test_a_wrong_number_is_named(wrong):
 def test_trials_of_a_name_with_a_slash_lie_below_the_sweep(settings, monkeypatch):
     paths = []
 
-    def train(tried, *arguments):
-        for trial in map(tried.trial_of, tried.space.combinations()):
-            paths.append((resolve(trial.config).record.path, tried.folder / trial.name))
+    def train(trials, *arguments):
+        for trial in map(trials.trial_of, trials.space.combinations()):
+            paths.append(
+                (resolve(trial.config).record.path, trials.folder / trial.name)
+            )
         raise Interrupted
 
     monkeypatch.setattr(Trials, "train", train)
@@ -607,8 +609,8 @@ def test_trials_of_a_name_with_a_slash_lie_below_the_sweep(settings, monkeypatch
 
 
 def test_a_score_that_the_runs_do_not_have_is_refused(settings, tmp_path):
-    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path, "agreement_ece")
-    trial = tried.trial_of(tried.space.combinations()[0])
+    trials = trials_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path, "agreement_ece")
+    trial = trials.trial_of(trials.space.combinations()[0])
     folder = tmp_path / trial.name
     write(
         folder / "checkpoints" / "step_00000006",
@@ -623,7 +625,7 @@ def test_a_score_that_the_runs_do_not_have_is_refused(settings, tmp_path):
         ConfigError,
         match=r"^--by: is 'agreement_ece', .* Allowed: accuracy, agreement\. ",
     ):
-        tried._facts(trial)
+        trials._facts(trial)
 
 
 @pytest.mark.parametrize("split", ["test", "val", ""])
@@ -645,7 +647,7 @@ def test_the_row_of_a_run_has_scores_of_validation_images(settings, tmp_path, sp
         RunDir(folder).write_scored(
             Scored(split, 6, "of-these", 9, 1, {"accuracy": 0.75}, {})
         )
-    last_row = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path).last_row(
+    last_row = trials_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path).last_row(
         "labels_only"
     )
     assert last_row["accuracy"] == (0.75 if split == "val" else 0.5)
@@ -704,11 +706,11 @@ def test_a_command_that_ends_with_a_traceback_names_the_file_that_has_it(tmp_pat
 
 @pytest.mark.parametrize("kind", ["relative", "none"])
 def test_trials_that_sift_have_their_work_in_the_table(settings, tmp_path, kind):
-    tried = tried_of(settings, [f"sifter.kind={kind}", "run.seed=0,1"], tmp_path)
+    trials = trials_of(settings, [f"sifter.kind={kind}", "run.seed=0,1"], tmp_path)
     for values, trained in zip(
         [{"run.seed": "0"}, {"run.seed": "1"}], (40.0, 20.0), strict=True
     ):
-        folder = tmp_path / end(tried, values, trained / 80)
+        folder = tmp_path / end(trials, values, trained / 80)
         folder.mkdir()
         epoch = {
             "kind": "epoch",
@@ -722,7 +724,7 @@ def test_trials_that_sift_have_their_work_in_the_table(settings, tmp_path, kind)
             "".join(f"{json.dumps(row)}\n" for row in metrics)
         )
         (folder / "manifest.json").write_text(json.dumps({"images": 40}))
-    text = trials_table(tried.rows(), tried, Column("accuracy", "accuracy"), {})
+    text = trials_table(trials.rows(), trials, Column("accuracy", "accuracy"), {})
     cells = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()
     ]
