@@ -38,36 +38,41 @@ GROUPS = [
 ]
 
 
-def config(me: str, name: str = "current_group_name", groups=GROUPS) -> dict:
+def config(current_host: str, name: str = "current_group_name", groups=GROUPS) -> dict:
     hosts = sorted(host for group in groups for host in group["hosts"])
-    return {"current_host": me, name: "data", "hosts": hosts, "instance_groups": groups}
-
-
-def variables(me: str) -> dict[str, str]:
-    named = {group["instance_group_name"]: group for group in GROUPS}
-    hosts = json.dumps([f"algo-{number}" for number in range(1, 5)])
     return {
-        "SM_CURRENT_HOST": me,
-        "SM_HOSTS": hosts,
-        "SM_INSTANCE_GROUPS_DICT": json.dumps(named),
+        "current_host": current_host,
+        name: "data",
+        "hosts": hosts,
+        "instance_groups": groups,
     }
 
 
-@pytest.mark.parametrize("me", ["algo-1", "algo-2"])
+def variables(current_host: str) -> dict[str, str]:
+    groups_by_name = {group["instance_group_name"]: group for group in GROUPS}
+    hosts = json.dumps([f"algo-{number}" for number in range(1, 5)])
+    return {
+        "SM_CURRENT_HOST": current_host,
+        "SM_HOSTS": hosts,
+        "SM_INSTANCE_GROUPS_DICT": json.dumps(groups_by_name),
+    }
+
+
+@pytest.mark.parametrize("current_host", ["algo-1", "algo-2"])
 @pytest.mark.parametrize("name", ["current_group_name", "current_instance_group"])
-def test_variables_and_the_file_tell_the_same(tmp_path, me, name):
+def test_variables_and_the_file_tell_the_same(tmp_path, current_host, name):
     file = tmp_path / "resourceconfig.json"
-    file.write_text(json.dumps(config(me, name)))
-    expected = Hosts(me, ("algo-2", "algo-4"), ("algo-1", "algo-3"))
+    file.write_text(json.dumps(config(current_host, name)))
+    expected = Hosts(current_host, ("algo-2", "algo-4"), ("algo-1", "algo-3"))
     assert (
         read_hosts({}, file)
-        == read_hosts(variables(me), tmp_path / "absent")
+        == read_hosts(variables(current_host), tmp_path / "absent")
         == expected
     )
     assert expected.first == "algo-2"
 
 
-def test_a_job_of_one_group_and_no_job_at_all(tmp_path):
+def test_a_job_may_have_one_group_and_there_may_be_no_job(tmp_path):
     file = tmp_path / "resourceconfig.json"
     file.write_text(
         json.dumps({"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]})
@@ -77,17 +82,17 @@ def test_a_job_of_one_group_and_no_job_at_all(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("{", "JSONDecodeError"),
         (json.dumps(config("algo-9")), "is in none"),
         (json.dumps(config("algo-1", groups=GROUPS[:1])), "has no trainers"),
     ],
 )
-def test_a_description_that_makes_no_sense_is_one_line(tmp_path, content, told):
+def test_a_description_that_makes_no_sense_is_one_line(tmp_path, content, message):
     file = tmp_path / "resourceconfig.json"
     file.write_text(content)
-    with pytest.raises(BackendError, match=told):
+    with pytest.raises(BackendError, match=message):
         read_hosts({}, file)
 
 
@@ -120,10 +125,10 @@ def test_one_process_an_accelerator_and_decoders_for_the_cores_that_are_left(
 def test_torchrun_runs_on_the_trainers_alone(monkeypatch):
     monkeypatch.setenv("KD_PROCESSES", "8")
     words = command(read_hosts(variables("algo-4")), ["a.yaml"])
-    told = dict(zip(words[3:13:2], words[4:13:2], strict=True))
+    options = dict(zip(words[3:13:2], words[4:13:2], strict=True))
     assert words[1:3] == ["-m", "torch.distributed.run"]
-    assert (told["--nnodes"], told["--node-rank"]) == ("2", "1")
-    assert (told["--nproc-per-node"], told["--master-addr"]) == ("8", "algo-2")
+    assert (options["--nnodes"], options["--node-rank"]) == ("2", "1")
+    assert (options["--nproc-per-node"], options["--master-addr"]) == ("8", "algo-2")
     assert words[-4:] == ["-m", "kd.cli", "train", "a.yaml"]
     monkeypatch.setenv("KD_PROCESSES", "1")
     assert command(Hosts("a", ("a",), ("b",)), ["a.yaml"])[1:] == [
@@ -134,8 +139,8 @@ def test_torchrun_runs_on_the_trainers_alone(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("left", ["KD_TEST", "KD_TEST_AGAIN"])
-def test_marked_processes_are_found_and_ended_although_they_are_daemons(left):
+@pytest.mark.parametrize("kept_mark", ["KD_TEST", "KD_TEST_AGAIN"])
+def test_marked_processes_are_found_and_ended_although_they_are_daemons(kept_mark):
     """Although one of the two variables is gone, too."""
     mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
     script = "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -143,7 +148,7 @@ def test_marked_processes_are_found_and_ended_although_they_are_daemons(left):
         "if os.fork() == 0:\n    os.setsid()\n    print('up', flush=True)\n   "
         " time.sleep(60)\n"
     )
-    environ = {**os.environ, left: marks(mark, "KD_TEST")[left]}
+    environ = {**os.environ, kept_mark: marks(mark, "KD_TEST")[kept_mark]}
     with subprocess.Popen(
         [sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE
     ) as process:
@@ -192,8 +197,9 @@ def test_the_empty_configuration_is_in_a_private_folder(tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / "kd-empty.yaml").symlink_to(victim)
-    one, other = empty_config(), empty_config()
+    first = empty_config()
+    second = empty_config()
     assert victim.read_text() == "precious"
-    assert one != other
-    assert one.read_text() == "{}\n"
-    assert one.parent.stat().st_mode & 0o077 == 0
+    assert first != second
+    assert first.read_text() == "{}\n"
+    assert first.parent.stat().st_mode & 0o077 == 0

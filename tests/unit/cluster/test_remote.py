@@ -9,9 +9,9 @@ pytest.importorskip("ray")
 @pytest.mark.parametrize("store", ["ram", "disk"])
 def test_a_store_belongs_to_one_machine(written, refused, store, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    told = refused("train", written(), "data.loader=ray", f"data.store={store}")
-    assert told.startswith(f"data.store: is {store}, but with data.loader=ray")
-    assert "Allowed: none. Set data.store=none" in told
+    message = refused("train", written(), "data.loader=ray", f"data.store={store}")
+    assert message.startswith(f"data.store: is {store}, but with data.loader=ray")
+    assert "Allowed: none. Set data.store=none" in message
 
 
 def test_a_run_without_a_cluster_is_one_line(settings, refused, monkeypatch, tmp_path):
@@ -24,8 +24,8 @@ def test_a_run_without_a_cluster_is_one_line(settings, refused, monkeypatch, tmp
         "store": "none",
     }
     (tmp_path / "food.yaml").write_text(yaml.safe_dump(settings))
-    told = refused("train", tmp_path / "food.yaml")
-    assert told.startswith(
+    message = refused("train", tmp_path / "food.yaml")
+    assert message.startswith(
         "data.loader: is ray, but the variable RAY_ADDRESS names no cluster"
     )
     assert not (tmp_path / "food").exists()

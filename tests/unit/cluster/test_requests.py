@@ -105,22 +105,25 @@ def test_a_configuration_of_any_length_reaches_the_job(food, command, tmp_path, 
     assert max(map(len, sent.values())) <= 2500
     file = tmp_path / "hyperparameters.json"
     file.write_text(json.dumps(sent | {"sagemaker_region": "us-east-1"}))
-    read = config.load({}, hyperparameters(file), here=False)
+    received = config.load({}, hyperparameters(file), here=False)
     expected = config.load(
         food,
         [*LONG[kind], "data.root=/opt/ml/input/data/data-root", "backend.kind=cuda"],
         here=False,
     )
     for section in ("losses", "teacher", "data", "student", "optimizer", "backend"):
-        own, other = getattr(read, section), getattr(expected, section)
+        read_section = getattr(received, section)
+        expected_section = getattr(expected, section)
         if section == "teacher":
-            other = dataclasses.replace(
-                other, fit=own.fit
-            )  # its folder is that of the checkpoints
-        assert own == other
+            # The fit's folder is that of the checkpoints.
+            expected_section = dataclasses.replace(
+                expected_section, fit=read_section.fit
+            )
+        assert read_section == expected_section
 
 
-P4D, G5 = ("--instance", "ml.p4d.24xlarge"), ("--instance", "ml.g5.xlarge")
+P4D = ("--instance", "ml.p4d.24xlarge")
+G5 = ("--instance", "ml.g5.xlarge")
 GROUPS = [
     {"InstanceGroupName": "dnn", "InstanceType": "ml.p4d.24xlarge", "InstanceCount": 1},
     {"InstanceGroupName": "data", "InstanceType": "ml.c5.18xlarge", "InstanceCount": 2},
@@ -128,7 +131,7 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(
-    ("options", "resources", "more"),
+    ("options", "resources", "extra"),
     [
         (
             (*P4D, "--count", "4"),
@@ -166,16 +169,16 @@ GROUPS = [
         "two groups",
     ],
 )
-def test_botocore_accepts_the_request(options, resources, more, food, command):
+def test_botocore_accepts_the_request(options, resources, extra, food, command):
     request = dry(command, food, *options)["CreateTrainingJob"]
-    found = request["ResourceConfig"]
-    assert {key: found[key] for key in resources} == resources
-    assert ("InstanceGroups" in found) != ("InstanceType" in found)
-    if "InstanceGroups" in found:  # Ray asks each host for it
+    resource_config = request["ResourceConfig"]
+    assert {key: resource_config[key] for key in resources} == resources
+    assert ("InstanceGroups" in resource_config) != ("InstanceType" in resource_config)
+    if "InstanceGroups" in resource_config:  # Ray asks each host for it
         assert request["Environment"]["RAY_AUTH_MODE"] == "token"
         assert len(request["Environment"]["RAY_AUTH_TOKEN"]) == 64
     keys = request["HyperParameters"]
-    assert {key: keys[key] for key in more} == more
+    assert {key: keys[key] for key in extra} == extra
     assert (
         keys["run.folder"]
         == request["CheckpointConfig"]["LocalPath"]
@@ -257,18 +260,18 @@ def test_a_trial_on_this_machine_takes_no_option_of_a_job(
         assert refused(*local, *words).startswith(
             f"kd-launch: {words[0]}: for jobs on SageMaker, not for --local. "
         )
-    told = refused(*local, "--spot", "--count", "2")
-    assert told.startswith("kd-launch: --count, --spot: for jobs on SageMaker")
+    message = refused(*local, "--spot", "--count", "2")
+    assert message.startswith("kd-launch: --count, --spot: for jobs on SageMaker")
     assert "the configuration is valid" in command(*local, "--backend", "cpu").out
     assert refused(*local, "--backend", "gpu").startswith("backend.kind: is 'gpu'")
 
 
-def test_the_plan_of_the_cores(food, command, refused):
+def test_the_plan_of_the_cores_says_whether_they_are_enough(food, command, refused):
     """The numbers of the example: 8 x 1,900 images/s at 3 ms are 45.6 cores."""
     options = ("launch", food, *P4D, *GIVEN, "--dry-run", "--images-per-second", "1900")
-    told = command(*options, "--view-ms", "3")
-    assert json.loads(told.out)["CreateTrainingJob"]
-    (line,) = told.err.splitlines()
+    planned = command(*options, "--view-ms", "3")
+    assert json.loads(planned.out)["CreateTrainingJob"]
+    (line,) = planned.err.splitlines()
     assert "8 x 1,900 images/s need 46 cores at 3 ms" in line
     assert "has 48 (96 vCPUs): enough" in line
     slow = command(*options, "--view-ms", "6.64").err
@@ -344,9 +347,9 @@ def test_savings_are_those_of_the_published_tables(alone, group, usd, faster, ch
     """AWS's posts on heterogeneous clusters: USD an hour, ms a step, USD of
     100 steps.
     """
-    found = instances.speed_and_saving(alone, group)
-    assert found[0] == pytest.approx(faster, abs=0.05)
-    assert found[1] == pytest.approx(cheaper, abs=0.01)
+    savings = instances.speed_and_saving(alone, group)
+    assert savings[0] == pytest.approx(faster, abs=0.05)
+    assert savings[1] == pytest.approx(cheaper, abs=0.01)
     for (hourly, ms), printed in zip((alone, group), usd, strict=True):
         assert hourly * ms * 100 / 3_600_000 == pytest.approx(printed, abs=0.0006)
     kind, hosts = ("ml.c5.18xlarge", 2) if alone[0] > 30 else ("ml.c5.9xlarge", 1)
@@ -357,12 +360,15 @@ def test_the_plan_gives_the_published_ratio_of_a_job_that_waited_for_its_data():
     """Where the accelerators take 86 ms a step and 48 cores 192, and two hosts are
     enough, it is the table's row.
     """
-    batch, (name, price) = 8192, ("ml.p4d.24xlarge", 37.688)
-    view_ms, rate = 48 * 192 / batch, batch / 0.086 / 8
-    told = instances.core_plan(name, 1, view_ms, rate, ("ml.c5.18xlarge", 2), price)
-    assert "1.19 times the price" in told[1]
-    assert "2.23 times as fast and 46 % cheaper" in told[2]
-    edge = float(re.search(r"pays from ([\d,]+) images/s", told[1])[1].replace(",", ""))
+    batch = 8192
+    name = "ml.p4d.24xlarge"
+    price = 37.688
+    view_ms = 48 * 192 / batch
+    rate = batch / 0.086 / 8
+    plan = instances.core_plan(name, 1, view_ms, rate, ("ml.c5.18xlarge", 2), price)
+    assert "1.19 times the price" in plan[1]
+    assert "2.23 times as fast and 46 % cheaper" in plan[2]
+    edge = float(re.search(r"pays from ([\d,]+) images/s", plan[1])[1].replace(",", ""))
     assert (
         "0 % "
         in instances.core_plan(name, 1, view_ms, edge, ("ml.c5.18xlarge", 2), price)[-1]
@@ -378,8 +384,8 @@ def test_weights_go_to_the_group_that_trains(group, food, command):
         "CreateTrainingJob"
     ]
     sources = {
-        one["ChannelName"]: one["DataSource"]["S3DataSource"]
-        for one in request["InputDataConfig"]
+        channel["ChannelName"]: channel["DataSource"]["S3DataSource"]
+        for channel in request["InputDataConfig"]
     }
     assert sources["teacher-checkpoint"].get("InstanceGroupNames") == (
         ["dnn"] if group else None
@@ -433,7 +439,9 @@ def test_sections_of_extra_are_joined_to_those_of_the_request(food, command, tmp
         "VolumeSizeInGB": 100,
     }
     assert request["ResourceConfig"] == {**resources, "KeepAlivePeriodInSeconds": 600}
-    assert [one["ChannelName"] for one in request["InputDataConfig"]] == [
+    assert [
+        each_channel["ChannelName"] for each_channel in request["InputDataConfig"]
+    ] == [
         "data-root",
         "mine",
     ]
@@ -472,13 +480,13 @@ def test_shards_and_weights_become_channels(food):
         "teacher-checkpoint": "s3://b/teacher/model.safetensors",
         "student-checkpoint": "s3://b/student/",
     }
-    found = request["HyperParameters"]
-    assert found["data.train"] == "/opt/ml/input/data/data-train/train-{0..9}.tar"
+    job_keys = request["HyperParameters"]
+    assert job_keys["data.train"] == "/opt/ml/input/data/data-train/train-{0..9}.tar"
     assert (
-        found["teacher.checkpoint"]
+        job_keys["teacher.checkpoint"]
         == "/opt/ml/input/data/teacher-checkpoint/model.safetensors"
     )
-    assert found["student.checkpoint"] == "/opt/ml/input/data/student-checkpoint"
+    assert job_keys["student.checkpoint"] == "/opt/ml/input/data/student-checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -615,8 +623,16 @@ def test_requests_against_aws_limits_are_not_sent(
 ):
     file = tmp_path / "extra.json"
     file.write_text(json.dumps(extra))
-    given = (food, "--instance", "ml.g5.xlarge", "--extra", str(file), *options, *GIVEN)
-    line = refused("launch", *given, "--dry-run")
+    arguments = (
+        food,
+        "--instance",
+        "ml.g5.xlarge",
+        "--extra",
+        str(file),
+        *options,
+        *GIVEN,
+    )
+    line = refused("launch", *arguments, "--dry-run")
     assert config_path in line
     assert words in line
 
@@ -699,13 +715,15 @@ def test_weights_of_further_teachers_become_channels(food, command):
     ]
     keys = request["HyperParameters"]
     assert list(keys) == sorted(keys)
-    found = config.load({}, [f"{key}={text}" for key, text in keys.items()], here=False)
+    received = config.load(
+        {}, [f"{key}={text}" for key, text in keys.items()], here=False
+    )
     assert (
-        found.teacher.also[0].checkpoint
+        received.teacher.also[0].checkpoint
         == "/opt/ml/input/data/teacher-also-0-checkpoint/r.safetensors"
     )
     assert "teacher-also-0-checkpoint" in [
-        one["ChannelName"] for one in request["InputDataConfig"]
+        channel["ChannelName"] for channel in request["InputDataConfig"]
     ]
 
 
@@ -793,12 +811,12 @@ def test_too_long_and_too_many_values_are_found():
 def read_by_cloudwatch(log: str, run: str) -> dict[str, list[float]]:
     """Return what the definitions of a job read in a log."""
     return {
-        one["Name"]: [
-            float(found[1])
+        definition["Name"]: [
+            float(match[1])
             for line in log.splitlines()
-            if (found := re.search(one["Regex"], line))
+            if (match := re.search(definition["Regex"], line))
         ]
-        for one in metric_definitions(run)
+        for definition in metric_definitions(run)
     }
 
 
@@ -816,22 +834,21 @@ def test_the_metrics_are_those_of_a_real_run(written, command, inside):
     path = written(
         run={"epochs": 2, "baseline": True, "every": {"log": 1}}, teacher=fit
     )
-    told = command("train", path)
-    assert told.code == 0, told
-    assert "labels only) | step" in told.out
-    assert "teacher | step" in told.out
-    found, folder = (
-        read_by_cloudwatch(told.out, "tiny"),
-        RunDir(Path(config.load(path).run.folder) / "tiny"),
-    )
-    train, val = folder.metrics("train"), folder.metrics("val")
+    answer = command("train", path)
+    assert answer.code == 0, answer
+    assert "labels only) | step" in answer.out
+    assert "teacher | step" in answer.out
+    metrics = read_by_cloudwatch(answer.out, "tiny")
+    folder = RunDir(Path(config.load(path).run.folder) / "tiny")
+    train = folder.metrics("train")
+    val = folder.metrics("val")
     units = {"loss": 0.0006, "images_per_second": 0.51, "step_ms": 0.051}
     for key, unit in units.items():
-        assert found[f"train:{key}"] == pytest.approx(
+        assert metrics[f"train:{key}"] == pytest.approx(
             [row[key] for row in train], abs=unit
         ), key
-    assert found["train:lr"] == pytest.approx([row["lr"] for row in train], rel=0.06)
-    assert found["train:data_wait_percent"] == pytest.approx(
+    assert metrics["train:lr"] == pytest.approx([row["lr"] for row in train], rel=0.06)
+    assert metrics["train:data_wait_percent"] == pytest.approx(
         [100 * row["data_wait"] for row in train], abs=0.06
     )
     for name, key in (
@@ -839,18 +856,18 @@ def test_the_metrics_are_those_of_a_real_run(written, command, inside):
         ("teacher_accuracy", "teacher_accuracy"),
         ("agreement", "agreement"),
     ):
-        assert found[f"val:{name}_percent"] == pytest.approx(
+        assert metrics[f"val:{name}_percent"] == pytest.approx(
             [100 * row[key] for row in val], abs=0.06
         ), key
-    others = {name for name, values in found.items() if not values}
-    assert others == {
+    unread = {name for name, values in metrics.items() if not values}
+    assert unread == {
         "val:map_percent",
         "val:nearest_neighbours_percent",
         "val:agreement_cosine",
     }
     (steps,) = {
         line.count(" | step ")
-        for line in told.out.splitlines()
+        for line in answer.out.splitlines()
         if line.startswith("tiny | step")
     }
     assert steps == 1
@@ -872,12 +889,13 @@ def test_the_metrics_are_those_of_a_real_run(written, command, inside):
     ],
     ids=["label sets", "embedding"],
 )
-def test_the_metrics_of_other_tasks(scores, row, expected, capfd):
-    console, state = Console("food", scores=scores), State(step=3, epoch=0)
+def test_the_metrics_of_other_tasks_are_read(scores, row, expected, capfd):
+    console = Console("food", scores=scores)
+    state = State(step=3, epoch=0)
     console.step(state, 0.1)
     console.log("val", state, row)
-    found = read_by_cloudwatch(capfd.readouterr().out, "food")
-    assert {name: values for name, values in found.items() if values} == expected
+    metrics = read_by_cloudwatch(capfd.readouterr().out, "food")
+    assert {name: values for name, values in metrics.items() if values} == expected
 
 
 def test_a_job_is_created_and_its_log_followed(aws, food, command, monkeypatch):
@@ -904,9 +922,9 @@ def test_a_job_is_created_and_its_log_followed(aws, food, command, monkeypatch):
     assert answer.code == 0, answer
     for host in (1, 2):
         assert re.findall(rf"host {host} line (\d)", answer.out) == ["0", "1", "2"]
-    told = aws("sagemaker").describe_training_job(TrainingJobName="food-1")
-    assert told["HyperParameters"]["data.root"] == "/opt/ml/input/data/data-root"
-    assert told["CheckpointConfig"]["S3Uri"] == "s3://bucket/kd/checkpoints/food_1"
+    job = aws("sagemaker").describe_training_job(TrainingJobName="food-1")
+    assert job["HyperParameters"]["data.root"] == "/opt/ml/input/data/data-root"
+    assert job["CheckpointConfig"]["S3Uri"] == "s3://bucket/kd/checkpoints/food_1"
 
 
 def endpoint_answers(aws, body: str) -> None:
@@ -983,26 +1001,26 @@ def test_a_graph_that_the_image_cannot_run_is_refused(
 def test_an_endpoint_without_a_response_is_named(aws, exported, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    more = {
+    arguments = {
         "image": IMAGE,
         "role": ROLE,
         "model": "s3://bucket/m.tar.gz",
         "instance": "ml.c5.large",
     }
-    hosting = requests.Hosting(name="mute", **more)
+    hosting = requests.Hosting(name="mute", **arguments)
     with pytest.raises(RunError, match="delete-endpoint --endpoint-name mute"):
         sending.deploy(requests.hosting_requests(hosting), exported, ("fig",))
 
 
 @pytest.mark.parametrize(
-    ("what", "more", "told"),
+    ("subcommand", "options", "message"),
     [
         ("deploy", (), "delete-endpoint --endpoint-name fruit"),
         ("transform", ("s3://bucket/in",), "stop-transform-job"),
     ],
 )
 def test_ctrl_c_names_what_aws_goes_on_with(
-    aws, exported, command, monkeypatch, what, more, told
+    aws, exported, command, monkeypatch, subcommand, options, message
 ):
     def interrupted(*arguments):
         raise KeyboardInterrupt
@@ -1010,9 +1028,9 @@ def test_ctrl_c_names_what_aws_goes_on_with(
     monkeypatch.setattr(sending, "_wait", interrupted)
     answer = command(
         "launch",
-        what,
+        subcommand,
         exported,
-        *more,
+        *options,
         "--instance",
         "ml.c5.xlarge",
         "--name",
@@ -1021,7 +1039,7 @@ def test_ctrl_c_names_what_aws_goes_on_with(
     )
     assert (answer.code, answer.err) == (130, "interrupted\n")
     assert "fruit goes on" in answer.out
-    assert told in answer.out
+    assert message in answer.out
 
 
 def test_a_refusal_by_aws_is_a_one_line_error(aws, exported, refused):
@@ -1049,11 +1067,11 @@ def test_an_endpoint_with_a_wrong_response_is_named(aws, exported):
         sending.deploy(requests.hosting_requests(hosting), exported, ("fig",))
 
 
-def test_a_batch_transform(aws, exported, command):
+def test_a_batch_transform_is_sent(aws, exported, command):
     options = ("--instance", "ml.c5.xlarge", "--name", "all-fruit", *GIVEN)
     answer = command("launch", "transform", exported, "s3://bucket/images", *options)
     assert answer.code == 0, answer
     assert "results: s3://bucket/kd/transform/all-fruit" in answer.out
-    told = aws("sagemaker").describe_transform_job(TransformJobName="all-fruit")
-    assert told["TransformInput"]["ContentType"] == "application/x-image"
-    assert told["TransformJobStatus"] == "Completed"
+    job = aws("sagemaker").describe_transform_job(TransformJobName="all-fruit")
+    assert job["TransformInput"]["ContentType"] == "application/x-image"
+    assert job["TransformJobStatus"] == "Completed"

@@ -64,16 +64,14 @@ def by_hand(
     """
     image, label = train.tensors
     decayed = [p for p in student.parameters() if p.ndim > 1]
-    kept = [p for p in student.parameters() if p.ndim <= 1]
+    undecayed = [p for p in student.parameters() if p.ndim <= 1]
     groups = [
         {"params": decayed, "weight_decay": 0.05},
-        {"params": kept, "weight_decay": 0.0},
+        {"params": undecayed, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
-    sifter, steps = (
-        Everything(SiftContext.alone(label, 16)),
-        epochs * (len(train) // 16),
-    )
+    sifter = Everything(SiftContext.alone(label, 16))
+    steps = epochs * (len(train) // 16)
     order = torch.cat(
         [sifter.plan(epoch, epoch / epochs).ids for epoch in range(epochs)]
     )
@@ -124,7 +122,9 @@ def distill(
 
 
 def test_distill_is_the_loop_that_one_would_write_by_hand():
-    teacher, student, train = network(16, 1), network(4, 2), data(70, 3)
+    teacher = network(16, 1)
+    student = network(4, 2)
+    train = data(70, 3)
     expected = by_hand(teacher, copy.deepcopy(student), train, epochs=3)
     distill(teacher, student, train)
     for name, weight in student.state_dict().items():
@@ -135,7 +135,8 @@ def test_distill_is_the_loop_that_one_would_write_by_hand():
 
 
 def test_distill_leaves_the_teacher_alone_and_reports_both_models():
-    teacher, student = network(16, 1), network(4, 2)
+    teacher = network(16, 1)
+    student = network(4, 2)
     before = copy.deepcopy(teacher.state_dict())
     result = distill(teacher.train(), student, data(70, 3))
     assert all(
@@ -157,15 +158,17 @@ def test_distill_leaves_the_teacher_alone_and_reports_both_models():
 
 
 def test_several_teachers_are_the_average_of_their_probabilities():
-    one, two = network(8, 1), network(5, 2)
+    first = network(8, 1)
+    second = network(5, 2)
 
     class Average(nn.Module):
         def forward(self, image: torch.Tensor) -> torch.Tensor:
-            return (one(image).softmax(1) / 2 + two(image).softmax(1) / 2).log()
+            return (first(image).softmax(1) / 2 + second(image).softmax(1) / 2).log()
 
-    student, train = network(6, 3), data(70, 4)
+    student = network(6, 3)
+    train = data(70, 4)
     expected = by_hand(Average(), copy.deepcopy(student), train, epochs=3)
-    distill([one, two], student, train)
+    distill([first, second], student, train)
     for name, weight in student.state_dict().items():
         torch.testing.assert_close(
             weight, expected.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name
@@ -173,17 +176,19 @@ def test_several_teachers_are_the_average_of_their_probabilities():
 
 
 def test_distill_takes_a_dataloader_as_it_comes():
-    teacher, train = network(16, 1), data(70, 3)
-    one, two = network(4, 2), network(4, 2)
-    distill(teacher, one, DataLoader(train, batch_size=16), epochs=1)
+    teacher = network(16, 1)
+    train = data(70, 3)
+    shuffled = network(4, 2)
+    ordered = network(4, 2)
+    distill(teacher, shuffled, DataLoader(train, batch_size=16), epochs=1)
     image, _ = train.tensors
     in_order = TensorDataset(image[:64], train.tensors[1][:64])
     order = iter(DataLoader(in_order, batch_size=16))
-    distill(teacher, two, DataLoader(in_order, batch_size=16), epochs=1)
+    distill(teacher, ordered, DataLoader(in_order, batch_size=16), epochs=1)
     assert len(next(order)[0]) == 16
     assert all(
         torch.equal(a, b)
-        for a, b in zip(one.parameters(), two.parameters(), strict=True)
+        for a, b in zip(shuffled.parameters(), ordered.parameters(), strict=True)
     )
 
 
@@ -205,12 +210,12 @@ def test_the_sampler_of_a_dataloader_says_how_long_an_epoch_is():
     ):
         steps = len(sampler) // 16
         batches = BatchSampler(sampler, 16, True)
-        for one in (
+        for loader in (
             DataLoader(items, 16, sampler=sampler),
             DataLoader(items, batch_sampler=batches),
         ):
             assert (
-                distill(network(16, 1), network(4, 2), one, epochs=3).state.step
+                distill(network(16, 1), network(4, 2), loader, epochs=3).state.step
                 == 3 * steps
             )
     with pytest.raises(
@@ -254,7 +259,8 @@ def test_a_dataset_may_keep_the_number_of_its_classes_in_their_place():
 
 
 def test_ema_hands_back_the_average():
-    plain, averaged = network(4, 2), network(4, 2)
+    plain = network(4, 2)
+    averaged = network(4, 2)
     distill(network(16, 1), plain, data(70, 3))
     result = distill(
         network(16, 1), averaged, data(70, 3), optimizer={"lr": 1e-2, "ema_decay": 0.9}
@@ -314,7 +320,7 @@ def test_a_mistake_is_one_line(changes: dict, message: str):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    ("images", "how"),
+    ("images", "options"),
     [
         (100, {"batch_size": 64, "drop_last": True}),
         (100, {"batch_size": 64}),
@@ -334,14 +340,15 @@ def test_a_mistake_is_one_line(changes: dict, message: str):
         "uncounted",
     ],
 )
-def test_every_image_that_a_validation_loader_draws_is_scored(workers, images, how):
+def test_every_image_that_a_validation_loader_draws_is_scored(workers, images, options):
     """Sorted by class: the last batch, which `drop_last` leaves out, is another class
     than the others.
     """
     image, label = data(100, 9).tensors
     order = label.argsort()
-    items, student = TensorDataset(image[order], label[order]), network(4, 2)
-    loader = DataLoader(items, num_workers=workers, **how)
+    items = TensorDataset(image[order], label[order])
+    student = network(4, 2)
+    loader = DataLoader(items, num_workers=workers, **options)
     result = distill(
         network(16, 1),
         student,
@@ -392,7 +399,8 @@ class Wrapped(nn.Module):
 
     def __init__(self, inner: nn.Module, form: str) -> None:
         super().__init__()
-        self.inner, self.form = inner, form
+        self.inner = inner
+        self.form = form
 
     def forward(self, image: torch.Tensor) -> object:
         logits = self.inner(image)
@@ -418,27 +426,29 @@ class Alone(Dataset):
 
 @pytest.mark.parametrize("form", ["tuple", "object", "dict"])
 def test_a_module_may_return_its_logits_in_any_form(form: str):
-    train, teacher = data(40, 3), network(16, 1)
-    plain, other = network(4, 2), network(4, 2)
+    train = data(40, 3)
+    teacher = network(16, 1)
+    plain = network(4, 2)
+    wrapped = network(4, 2)
     distill(teacher, plain, train)
-    distill(Wrapped(teacher, form), Wrapped(other, form), train)
+    distill(Wrapped(teacher, form), Wrapped(wrapped, form), train)
     assert all(
         torch.equal(a, b)
-        for a, b in zip(plain.parameters(), other.parameters(), strict=True)
+        for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True)
     )
 
 
 def test_images_alone_are_distilled_like_labelled_ones():
-    train, teacher, losses = (
-        data(40, 3),
-        network(16, 1),
-        [{"kind": "kl", "temperature": 2.0}],
-    )
-    known, blind, batches = network(4, 2), network(4, 2), network(4, 2)
-    distill(teacher, known, train, losses=losses)
-    found = distill(
+    train = data(40, 3)
+    teacher = network(16, 1)
+    losses = [{"kind": "kl", "temperature": 2.0}]
+    labelled = network(4, 2)
+    unlabelled = network(4, 2)
+    batches = network(4, 2)
+    distill(teacher, labelled, train, losses=losses)
+    result = distill(
         teacher,
-        blind,
+        unlabelled,
         Alone(train),
         val=Alone(data(33, 9)),
         losses=losses,
@@ -446,11 +456,11 @@ def test_images_alone_are_distilled_like_labelled_ones():
     )
     assert all(
         torch.equal(a, b)
-        for a, b in zip(known.parameters(), blind.parameters(), strict=True)
+        for a, b in zip(labelled.parameters(), unlabelled.parameters(), strict=True)
     )
-    assert {"agreement", "kl", "agreement_ece"} <= found.metrics.keys()
-    assert "accuracy" not in found.metrics
-    assert found._repr_html_().startswith("<p>Student against its teacher: agreement")
+    assert {"agreement", "kl", "agreement_ece"} <= result.metrics.keys()
+    assert "accuracy" not in result.metrics
+    assert result._repr_html_().startswith("<p>Student against its teacher: agreement")
     loader = DataLoader(Alone(train), batch_size=16)
     again = distill(
         teacher, batches, loader, val=Alone(data(33, 9)), losses=losses, labels="none"
@@ -463,49 +473,52 @@ def test_some_labels_are_skipped(batches):
     train = data(40, 3)
     train.tensors[1][::2] = -1
     items = DataLoader(train, batch_size=16) if batches else train
-    found = distill(network(16, 1), network(4, 2), items, labels="some")
-    assert 0 < found.rows[0]["ce"] < 3
+    result = distill(network(16, 1), network(4, 2), items, labels="some")
+    assert 0 < result.rows[0]["ce"] < 3
 
 
 def test_the_training_accuracy_is_that_of_the_labelled_images():
-    train, student = data(40, 3), nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    train = data(40, 3)
+    student = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
     train.tensors[1][::2] = -1
     with torch.no_grad():  # it is always right
         student[1].weight.copy_(torch.eye(3).repeat_interleave(4, 1))
         student[1].bias.zero_()
-    found = distill(
+    result = distill(
         network(16, 1), student, train, labels="some", optimizer={"lr": 1e-9}
     )
     assert [
-        row["accuracy"] for row in found.rows if row["kind"] == "train"
+        row["accuracy"] for row in result.rows if row["kind"] == "train"
     ] == pytest.approx([1.0] * 3)
 
 
 def test_a_criterion_reads_the_labels_that_are_there():
-    train, one, other = data(40, 3), network(4, 2), network(4, 2)
+    train = data(40, 3)
+    student = network(4, 2)
+    explicit = network(4, 2)
     train.tensors[1][::2] = -1
     terms = Criterion([loss_term("kl", temperature=2.0), loss_term("ce", 0.5)])
-    distill(network(16, 1), one, train, labels="some")
-    distill(network(16, 1), other, train, labels="some", losses=terms)
+    distill(network(16, 1), student, train, labels="some")
+    distill(network(16, 1), explicit, train, labels="some", losses=terms)
     assert all(
         torch.equal(a, b)
-        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+        for a, b in zip(student.parameters(), explicit.parameters(), strict=True)
     )
     with pytest.raises(
         ConfigError, match=r"^losses: 'ce' learns from labels, but labels='none'"
     ):
-        distill(network(16, 1), other, train, labels="none", losses=terms)
+        distill(network(16, 1), explicit, train, labels="none", losses=terms)
 
 
 def test_a_sifter_that_waits_longer_than_the_run_says_so(capsys):
     distill(
         network(16, 1), network(4, 2), data(40, 3), sifter="relative", progress=True
     )
-    said = (
+    message = (
         "sifter 'relative' waits for 1000 steps and the run has 6: everything is"
         " visited. Lower sifter['sift_delay']"
     )
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
 class Drawing(Alone):
@@ -528,10 +541,12 @@ def test_an_item_is_pure_and_leaves_the_programs_generators_as_they_were(fails):
         with pytest.raises(IndexError):
             items.load(99, 0)
     else:
-        one, other, again = items.load(1, 0), items.load(1, 1), items.load(1, 0)
-        assert torch.equal(one.pixels, again.pixels)
+        view = items.load(1, 0)
+        other_view = items.load(1, 1)
+        again = items.load(1, 0)
+        assert torch.equal(view.pixels, again.pixels)
         assert (
-            (one.pixels - other.pixels).abs().amax((1, 2)) > 0
+            (view.pixels - other_view.pixels).abs().amax((1, 2)) > 0
         ).all()  # each generator was seeded by the view
     assert [random.random(), np.random.random(), torch.rand(()).item()] == expected
 
@@ -549,11 +564,11 @@ def test_targets_of_any_kind_are_part_of_the_fingerprint(targets):
     assert MapDataset(items, 0, labels="none").fingerprint() != first
 
 
-@pytest.mark.parametrize("how", ["items", "targets", "batches"])
-def test_class_weights_count_the_labels_that_are_there(how):
+@pytest.mark.parametrize("form", ["items", "targets", "batches"])
+def test_class_weights_count_the_labels_that_are_there(form):
     train = data(40, 3)
-    train.targets = train.tensors[1] if how == "targets" else None
-    items = DataLoader(train, batch_size=16) if how == "batches" else train
+    train.targets = train.tensors[1] if form == "targets" else None
+    items = DataLoader(train, batch_size=16) if form == "batches" else train
     assert torch.equal(training_labels(items, "all", 3), train.tensors[1])
     losses = [{"kind": "ce", "class_weights": "balanced"}]
     plain, weighted = (
@@ -561,10 +576,9 @@ def test_class_weights_count_the_labels_that_are_there(how):
         for each in ("ce", losses)
     )
     assert plain.rows[0]["ce"] != weighted.rows[0]["ce"]
-    train.target_transform, train.targets = (
-        lambda label: label,
-        2 - train.tensors[1],
-    )  # torchvision's: before it
+    # torchvision's targets are those before the transform.
+    train.target_transform = lambda label: label
+    train.targets = 2 - train.tensors[1]
     assert torch.equal(training_labels(train, "all", 3), train.tensors[1])
     train.targets = None
     with pytest.raises(
@@ -583,35 +597,44 @@ def test_class_weights_count_the_labels_that_are_there(how):
 
 
 def test_a_folder_resumes(tmp_path: Path):
-    train, teacher = data(70, 3), network(16, 1)
-    whole, resumed = network(4, 2), network(4, 2)
+    train = data(70, 3)
+    teacher = network(16, 1)
+    uninterrupted = network(4, 2)
+    resumed = network(4, 2)
     expected = distill(
-        teacher, whole, train, folder=tmp_path / "whole", sifter="history"
+        teacher, uninterrupted, train, folder=tmp_path / "whole", sifter="history"
     )
     first = distill(teacher, resumed, train, folder=tmp_path / "cut", sifter="history")
     newest = max((tmp_path / "cut" / "checkpoints").iterdir())
     shutil.rmtree(newest)
     again = network(4, 5)
-    found = distill(teacher, again, train, folder=tmp_path / "cut", sifter="history")
+    resumed_result = distill(
+        teacher, again, train, folder=tmp_path / "cut", sifter="history"
+    )
     assert all(
         torch.equal(a, b)
-        for a, b in zip(whole.parameters(), again.parameters(), strict=True)
+        for a, b in zip(uninterrupted.parameters(), again.parameters(), strict=True)
     )
-    assert found.state.step == expected.state.step == first.state.step
-    assert [row["step"] for row in found.rows] == [row["step"] for row in expected.rows]
-    done = network(4, 7)
+    assert resumed_result.state.step == expected.state.step == first.state.step
+    assert [row["step"] for row in resumed_result.rows] == [
+        row["step"] for row in expected.rows
+    ]
+    finished = network(4, 7)
     assert (
-        distill(teacher, done, train, folder=tmp_path / "cut", sifter="history").metrics
-        == found.metrics
+        distill(
+            teacher, finished, train, folder=tmp_path / "cut", sifter="history"
+        ).metrics
+        == resumed_result.metrics
     )
     assert all(
         torch.equal(a, b)
-        for a, b in zip(whole.parameters(), done.parameters(), strict=True)
+        for a, b in zip(uninterrupted.parameters(), finished.parameters(), strict=True)
     )
 
 
 def test_a_folder_holds_one_run(tmp_path: Path):
-    train, teacher = data(40, 3), network(16, 1)
+    train = data(40, 3)
+    teacher = network(16, 1)
     distill(teacher, network(4, 2), train, folder=tmp_path / "run")
     with pytest.raises(KdError, match=r"^folder: .*differs in optimizer\['lr'\]"):
         distill(
@@ -648,20 +671,18 @@ def test_a_folder_holds_one_criterion(tmp_path: Path):
             losses=Criterion(terms),
         )
 
-    kl, weighted = (
-        loss_term("kl", temperature=2.0),
-        loss_term("ce", class_weights=[1, 2, 3], dims=DIMS),
-    )
+    kl = loss_term("kl", temperature=2.0)
+    weighted = loss_term("ce", class_weights=[1, 2, 3], dims=DIMS)
     go(kl, weighted)
     go(loss_term("kl", temperature=2.0), weighted)
-    others = (
+    combinations = (
         loss_term("ce", class_weights=[1, 2, 4], dims=DIMS),
         loss_term("ce", 2.0, class_weights=[1, 2, 3], dims=DIMS),
     )
     for terms in (
         (kl,),
         (loss_term("kl", temperature=3.0), weighted),
-        *((kl, other) for other in others),
+        *((kl, losses) for losses in combinations),
     ):
         with pytest.raises(KdError, match=r"^folder: .*another criterion"):
             go(*terms)
@@ -689,18 +710,20 @@ def cast(items: TensorDataset, dtype: torch.dtype) -> TensorDataset:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_teacher_in_half_precision_is_that_teacher(dtype: torch.dtype):
     """transformers 5 loads a checkpoint in the dtype in which it was saved."""
-    teacher, train = network(16, 1).to(dtype), data(70, 3)
-    one, other = network(4, 2), network(4, 2)
-    distill(copy.deepcopy(teacher).float(), one, train)
-    found = distill(teacher, other, train)
+    teacher = network(16, 1).to(dtype)
+    train = data(70, 3)
+    from_float = network(4, 2)
+    from_half = network(4, 2)
+    distill(copy.deepcopy(teacher).float(), from_float, train)
+    result = distill(teacher, from_half, train)
     assert all(
         torch.equal(a, b)
-        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+        for a, b in zip(from_float.parameters(), from_half.parameters(), strict=True)
     )
     assert teacher[1].weight.dtype == dtype
     both = distill([teacher, network(16, 1)], network(4, 2), train)
     assert both.metrics["teacher_accuracy"] == pytest.approx(
-        found.metrics["teacher_accuracy"], abs=0.1
+        result.metrics["teacher_accuracy"], abs=0.1
     )
 
 
@@ -716,16 +739,17 @@ def test_a_teacher_in_half_precision_is_that_teacher(dtype: torch.dtype):
     ],
 )
 def test_images_in_float64_labels_as_floats_and_a_loss_by_its_name(changes: dict):
-    one, other = network(4, 2), network(4, 2)
-    distill(network(16, 1), one, data(40, 3), losses=[{"kind": "ce"}])
+    expected = network(4, 2)
+    student = network(4, 2)
+    distill(network(16, 1), expected, data(40, 3), losses=[{"kind": "ce"}])
     distill(
         network(16, 1),
-        other,
+        student,
         **{"train": data(40, 3), "losses": [{"kind": "ce"}], **changes},
     )
     assert all(
         torch.equal(a, b)
-        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+        for a, b in zip(expected.parameters(), student.parameters(), strict=True)
     )
 
 
@@ -788,19 +812,19 @@ def test_images_in_float64_labels_as_floats_and_a_loss_by_its_name(changes: dict
         ({"train": data(0, 3)}, r"train: is empty"),
         ({"val": data(0, 3)}, r"val: is empty"),
         (
-            {"train": [(one, 1.7) for one, _ in data(40, 3)]},
+            {"train": [(image, 1.7) for image, _ in data(40, 3)]},
             r"train: item \d+ has the label 1\.7.*Whole numbers",
         ),
         (
-            {"train": DataLoader([(one, 1.7) for one, _ in data(40, 3)], 16)},
+            {"train": DataLoader([(image, 1.7) for image, _ in data(40, 3)], 16)},
             r"train: batch 0 has the label 1\.7",
         ),
         (
-            {"train": [(one, "fig") for one, _ in data(40, 3)]},
+            {"train": [(image, "fig") for image, _ in data(40, 3)]},
             r"train: item \d+ .*A label is a number",
         ),
         (
-            {"train": [(one, [0, 1, 0]) for one, _ in data(40, 3)]},
+            {"train": [(image, [0, 1, 0]) for image, _ in data(40, 3)]},
             r"train: item \d+ has a label of shape \[3\]",
         ),
         (
@@ -810,14 +834,19 @@ def test_images_in_float64_labels_as_floats_and_a_loss_by_its_name(changes: dict
     ],
 )
 def test_models_and_data_that_do_not_fit_are_one_line(changes: dict, message: str):
-    given = {
+    arguments = {
         "teacher": network(16, 1),
         "student": network(4, 2),
         "train": data(40, 3),
         **changes,
     }
     with pytest.raises(KdError, match=f"^{message}") as caught:
-        distill(given.pop("teacher"), given.pop("student"), given.pop("train"), **given)
+        distill(
+            arguments.pop("teacher"),
+            arguments.pop("student"),
+            arguments.pop("train"),
+            **arguments,
+        )
     assert "\n" not in str(caught.value)
 
 
@@ -825,24 +854,24 @@ def test_label_sets_are_distilled_and_scored_by_their_precision():
     image, _ = data(64, 1).tensors
     items = TensorDataset(image, (image.mean((2, 3)) > 0).long())
     terms = [{"kind": "binary_kl"}, {"kind": "bce"}]
-    given = {
+    arguments = {
         "teacher": [network(16, 1), network(16, 2)],
         "train": items,
         "val": items,
         "backend": CPU,
         "progress": False,
     }
-    done = kd.distill(
-        **given,
+    result = kd.distill(
+        **arguments,
         student=network(8, 3),
         losses=terms,
         labels="sets",
         epochs=8,
         optimizer={"lr": 1e-2},
     )
-    maps = [row["map"] for row in done.rows if row["kind"] == "val"]
+    maps = [row["map"] for row in result.rows if row["kind"] == "val"]
     assert maps[-1] > maps[0]
-    assert {"f1_macro", "agreement", "teacher_map"} <= done.metrics.keys()
+    assert {"f1_macro", "agreement", "teacher_map"} <= result.metrics.keys()
     for labels, losses, words in (
         (
             "sets",
@@ -856,18 +885,19 @@ def test_label_sets_are_distilled_and_scored_by_their_precision():
         ),
     ):
         with pytest.raises(ConfigError, match=words):
-            kd.distill(**given, student=network(8, 3), losses=losses, labels=labels)
+            kd.distill(**arguments, student=network(8, 3), losses=losses, labels=labels)
     wrong = TensorDataset(image, torch.zeros(64, 2))
     with pytest.raises(KdError, match="3 numbers"):
         kd.distill(
-            **{**given, "train": wrong},
+            **{**arguments, "train": wrong},
             student=network(8, 3),
             losses=terms,
             labels="sets",
         )
 
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 
 
 def photographs(count: int, seed: int, size: int = 8) -> list[tuple[torch.Tensor, int]]:
@@ -891,9 +921,10 @@ def convolutional(width: int, seed: int) -> nn.Module:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> kd.Distilled:
+def distilled(tmp_path: Path) -> kd.Distilled:
     """A student of `convolutional`, with a run folder."""
-    train, val = photographs(48, 1), photographs(24, 2)
+    train = photographs(48, 1)
+    val = photographs(24, 2)
     return distill(
         convolutional(8, 1),
         convolutional(4, 2),
@@ -904,7 +935,9 @@ def own(tmp_path: Path) -> kd.Distilled:
     )
 
 
-def test_a_folder_is_a_run_that_kd_report_reads(own, tmp_path: Path, command, refused):
+def test_a_folder_is_a_run_that_kd_report_reads(
+    distilled, tmp_path: Path, command, refused
+):
     settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert (settings["data"]["kind"], settings["data"]["images"]) == (
         "kd.data.map_dataset",
@@ -929,13 +962,13 @@ def test_a_folder_is_a_run_that_kd_report_reads(own, tmp_path: Path, command, re
     assert "3 classes" in (tmp_path / "run" / "report.html").read_text()
     for name in ("evaluate", "export"):
         assert "was written by kd.distill" in refused(name, tmp_path / "run")
-    assert "<td>student</td>" in own._repr_html_()
+    assert "<td>student</td>" in distilled._repr_html_()
 
 
-def test_a_network_of_ones_own_reaches_the_endpoint(own, tmp_path: Path):
+def test_a_network_of_ones_own_reaches_the_endpoint(distilled, tmp_path: Path):
     from kd.deploy.serve.model import describe, load
 
-    folder = own.export(
+    folder = distilled.export(
         tmp_path / "export", MEAN, STD, classes=["red", "green", "blue"]
     ).folder
     model = load(describe(folder), threads=1, slots=1)
@@ -944,7 +977,7 @@ def test_a_network_of_ones_own_reaches_the_endpoint(own, tmp_path: Path):
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (MEAN, STD))
     levels = ((images * std + mean) * 255).round().to(torch.uint8)
     with torch.no_grad():
-        expected = own.student(images)
+        expected = distilled.student(images)
     torch.testing.assert_close(
         torch.from_numpy(model.engine(levels.numpy())), expected, atol=1e-4, rtol=1e-4
     )
@@ -952,7 +985,7 @@ def test_a_network_of_ones_own_reaches_the_endpoint(own, tmp_path: Path):
     again.load_state_dict(load_file(folder / "model.safetensors"))
     assert all(
         torch.equal(a, b)
-        for a, b in zip(again.parameters(), own.student.parameters(), strict=True)
+        for a, b in zip(again.parameters(), distilled.student.parameters(), strict=True)
     )
     card = (folder / "README.md").read_text()
     assert "load_state_dict" in card
@@ -972,10 +1005,10 @@ def test_a_network_of_ones_own_reaches_the_endpoint(own, tmp_path: Path):
     ],
 )
 def test_an_export_with_other_outputs_is_refused(
-    own, tmp_path: Path, changes: dict, message: str
+    distilled, tmp_path: Path, changes: dict, message: str
 ):
     with pytest.raises(ConfigError, match=f"(?i)^{message}"):
-        own.export(
+        distilled.export(
             tmp_path / "export", **{"mean": MEAN, "std": STD, "onnx": False, **changes}
         )
     assert not (tmp_path / "export").exists()
@@ -987,7 +1020,8 @@ def test_training_images_need_no_whole_grey_levels(tmp_path: Path):
     """
     from kd.jobs.api.result import Pixels
 
-    train, val = photographs(48, 1, size=6), photographs(24, 2)
+    train = photographs(48, 1, size=6)
+    val = photographs(24, 2)
     train = [
         (torch.cat([image[:, :3], torch.zeros(3, 3, 6)], 1), label)
         for image, label in train

@@ -41,7 +41,7 @@ def lines(settings: dict, *overrides: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("imbalance", "told"),
+    ("imbalance", "message"),
     [
         (1, ""),
         (3, ""),
@@ -52,7 +52,7 @@ def lines(settings: dict, *overrides: str) -> dict[str, str]:
     ],
 )
 def test_uneven_classes_are_reported(
-    settings: dict, tmp_path: Path, imbalance: int, told: str
+    settings: dict, tmp_path: Path, imbalance: int, message: str
 ):
     data = {
         "kind": "food_mini",
@@ -60,15 +60,15 @@ def test_uneven_classes_are_reported(
         "train_images": 410,
         "imbalance": imbalance,
     }
-    ours = {
+    uneven = {
         **settings,
         "data": {**data, "image_size": 16, "batch_size": 8},
         "teacher": {},
         "losses": [{"kind": "ce"}],
     }
-    found = lines(ours)
-    assert ("classes" in found) == bool(told)
-    assert told in found.get("classes", "")
+    reported = lines(uneven)
+    assert ("classes" in reported) == bool(message)
+    assert message in reported.get("classes", "")
     assert not list(tmp_path.iterdir())
 
 
@@ -80,7 +80,7 @@ def test_files_that_are_not_read_are_shown_by_check_and_by_the_run(
     for name in ("train/plum/1.HEIC", "train/plum/2.HEIC", "val/fig/notes.txt"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(b"x")
-    ours = {**settings, "data": {**settings["data"], "root": str(root)}}
+    values = {**settings, "data": {**settings["data"], "root": str(root)}}
     if HEIF:
         pytest.skip("pillow-heif is installed: the files would be read")
     heic = (
@@ -92,12 +92,12 @@ def test_files_that_are_not_read_are_shown_by_check_and_by_the_run(
         "1 folder has no image and is no class: train/plum",
         "1 file is not read: 1 .txt",
     ]
-    checked = describe(resolve(config.load(ours))).splitlines()
+    checked = describe(resolve(config.load(values))).splitlines()
     assert [
         line.strip() for line in checked if "no image and" in line or "not read" in line
     ] == expected
     with caplog.at_level(logging.INFO, "kd"):
-        kd.train(ours, "run.steps=1", "run.epochs=1")
+        kd.train(values, "run.steps=1", "run.epochs=1")
     assert [message for message in caplog.messages if message.startswith("data: ")] == [
         f"data: {line}" for line in expected
     ]
@@ -123,11 +123,11 @@ def answering(monkeypatch, cached) -> Iterator[Callable[[int], list[str]]]:
     end = threading.Event()
 
     def start(status: int) -> list[str]:
-        asked: list[str] = []
+        requests: list[str] = []
 
         class Hub(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                asked.append(self.path)
+                requests.append(self.path)
                 if not status:
                     end.wait(10)
                     return
@@ -146,13 +146,13 @@ def answering(monkeypatch, cached) -> Iterator[Callable[[int], list[str]]]:
         monkeypatch.setattr(
             hub, "ENDPOINT", f"http://127.0.0.1:{running[-1].server_address[1]}"
         )
-        return asked
+        return requests
 
     yield start
     end.set()
-    for one in running:
-        one.shutdown()
-        one.server_close()
+    for server in running:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize(
@@ -190,10 +190,10 @@ def test_weights_out_of_reach_name_their_key(
 
 def test_weights_in_reach_are_not_downloaded(settings, answering, monkeypatch, cached):
     monkeypatch.setattr(timm_folder, "HUB_SECONDS", 60)  # a busy machine
-    asked = answering(200)
+    requests = answering(200)
     assert lines(settings, *PRETRAINED)["student"].endswith("init pretrained")
     repository = timm.get_pretrained_cfg("test_vit").hf_hub_id
-    paths = [path.partition("?")[0] for path in asked]
+    paths = [path.partition("?")[0] for path in requests]
     # the first request of a process also fetches the names of agents, for its
     # User-Agent
     assert [path for path in paths if path != "/api/agent-harnesses"] == [
@@ -225,14 +225,15 @@ def test_a_checkpoint_that_does_not_fit_is_found_before_the_fit(settings, tmp_pa
     """`--check` passed, and the run ended with the same line after the
     teacher's fit.
     """
-    pickled, foreign, own = (
+    pickled, foreign, seven_classes = (
         str(tmp_path / name)
         for name in ("a.safetensors", "b.safetensors", "c.safetensors")
     )
     torch.save({"weight": torch.zeros(1)}, pickled)
     save_file({"body.weight": torch.zeros(3)}, foreign)
     save_file(
-        timm.create_model("test_vit2", num_classes=7, img_size=32).state_dict(), own
+        timm.create_model("test_vit2", num_classes=7, img_size=32).state_dict(),
+        seven_classes,
     )
     for file, wrong in (
         (pickled, r"unexpected: weight \(1\)"),
@@ -240,21 +241,26 @@ def test_a_checkpoint_that_does_not_fit_is_found_before_the_fit(settings, tmp_pa
     ):
         with pytest.raises(ModelError, match=rf"^student\.checkpoint: .*{wrong}"):
             lines(settings, "student.init=pretrained", f"student.checkpoint={file}")
-    other = {**settings, "student": {"model": "test_vit2", "init": "pretrained"}}
-    assert "test_vit2" in lines(other, f"student.checkpoint={own}")["student"]
+    vit_settings = {**settings, "student": {"model": "test_vit2", "init": "pretrained"}}
+    assert (
+        "test_vit2"
+        in lines(vit_settings, f"student.checkpoint={seven_classes}")["student"]
+    )
 
 
 def test_memory_is_that_of_the_largest_phase(settings):
     """The fit of a teacher takes 16 bytes a parameter; that of the student alone was
     said.
     """
-    found = lines(settings, "teacher={model: vit_base_patch16_224, fit: {epochs: 1}}")
-    millions = float(found["teacher"].split(":")[1].split()[0])
-    assert float(found["memory"].split()[1]) == pytest.approx(
+    reported = lines(
+        settings, "teacher={model: vit_base_patch16_224, fit: {epochs: 1}}"
+    )
+    millions = float(reported["teacher"].split(":")[1].split()[0])
+    assert float(reported["memory"].split()[1]) == pytest.approx(
         millions * 16e6 / 2**20, abs=1
     )
-    assert "in the fit of teacher" in found["memory"]
-    assert "in distillation" in found["memory"]
+    assert "in the fit of teacher" in reported["memory"]
+    assert "in distillation" in reported["memory"]
 
 
 def test_a_fit_is_augmented_without_the_students_mixing_and_strong_crop(settings):
@@ -278,10 +284,12 @@ def test_a_fit_is_augmented_without_the_students_mixing_and_strong_crop(settings
     assert fit(*strong, "teacher.fit.augment={crop: 0.2, mixup: 0.3}") == Augment(
         crop_scale=0.2, mixup=0.3
     )
-    told = describe(resolve(config.load(settings, ["teacher.fit.epochs=1", *strong])))
+    description = describe(
+        resolve(config.load(settings, ["teacher.fit.epochs=1", *strong]))
+    )
     assert (
         "crop_scale 0.35, the student's 0.1; mixup 0.0, the student's 0.5; cutmix 0.0,"
-        " the student's 1.0" in told
+        " the student's 1.0" in description
     )
     assert "the student's" not in describe(
         resolve(config.load(settings, ["teacher.fit.epochs=1"]))
@@ -386,13 +394,13 @@ def test_a_fit_with_fewer_labels_than_its_batch_is_refused_under_its_own_key(set
     """`--check` found nothing, and the run said that the training split has 6
     images.
     """
-    some = ("teacher.fit.epochs=1", "data.labels=some", "data.labels_per_class=2")
+    few_labels = ("teacher.fit.epochs=1", "data.labels=some", "data.labels_per_class=2")
     with pytest.raises(
         ConfigError,
         match=r"^teacher\.fit\.batch_size: is 8, .* 6 labelled images.*batch_size=6",
     ):
-        lines(settings, *some)
-    assert lines(settings, *some, "teacher.fit.batch_size=6")
+        lines(settings, *few_labels)
+    assert lines(settings, *few_labels, "teacher.fit.batch_size=6")
 
 
 @pytest.mark.parametrize(
@@ -435,7 +443,8 @@ def test_a_cache_or_store_is_full_when_each_view_has_been_seen(settings, keys, s
 def test_the_baseline_is_evaluated_as_often_as_its_run(
     settings, tmp_path, recorded, keys, steps, patience
 ):
-    folder, evaluated = RunDir(tmp_path), (40, 80, 100)
+    folder = RunDir(tmp_path)
+    evaluated = (40, 80, 100)
     folder.record(**recorded)
     for step in evaluated:
         folder.log("train", State(step=step), {})
@@ -456,7 +465,7 @@ def test_a_fit_of_another_crop_has_pixels_of_its_own(tmp_path):
     root = tmp_path / "photos"
     paint(root / "train", (8, 8, 8), seed=1, size=96)
     paint(root / "val", (2, 2, 2), seed=2, size=96)
-    found = []
+    identities = []
     for name, crop in (("weak", 0.35), ("strong", 0.05)):
         settings = base(root, tmp_path / name)
         keys = [
@@ -469,13 +478,13 @@ def test_a_fit_of_another_crop_has_pixels_of_its_own(tmp_path):
             json.loads(line)
             for line in (folder.parent / "metrics.jsonl").read_text().splitlines()
         ]
-        found.append(
+        identities.append(
             (
                 folder.parent.name,
                 [row["loss"] for row in rows if row["kind"] == "train"],
             )
         )
-    assert found[0] == found[1]
+    assert identities[0] == identities[1]
 
 
 def test_a_fit_has_its_own_seed_batch_and_views(settings, photos, tmp_path):
@@ -504,9 +513,9 @@ def test_a_fit_has_its_own_seed_batch_and_views(settings, photos, tmp_path):
     assert (
         len(fit("teacher.fit.epochs=0", "teacher.fit.steps=3")[2]) == 2
     )  # at steps 2 and 3; it asked the network
-    other = fit("teacher.fit.seed=1")
-    assert other[0] != name
-    assert other[2] != losses
+    reseeded = fit("teacher.fit.seed=1")
+    assert reseeded[0] != name
+    assert reseeded[2] != losses
 
 
 def test_the_configuration_in_a_run_folder_is_parsed_only_if_its_text_differs(
@@ -519,6 +528,6 @@ def test_the_configuration_in_a_run_folder_is_parsed_only_if_its_text_differs(
     for _ in range(2):
         with open_run(record, 0):
             pass
-    other = Record("a", tmp_path / "a", 2, (), "run: {}", {}, {})
-    with pytest.raises(RunError, match="not the config of a run"), open_run(other, 0):
+    record = Record("a", tmp_path / "a", 2, (), "run: {}", {}, {})
+    with pytest.raises(RunError, match="not the config of a run"), open_run(record, 0):
         pass

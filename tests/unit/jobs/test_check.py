@@ -36,8 +36,8 @@ def leaking(photos: Path, tmp_path: Path) -> Path:
 
 
 def sources(settings: dict, root: Path, *overrides: str):
-    ours = {**settings, "data": {**settings["data"], "root": str(root)}}
-    return open_sources(resolve(config.load(ours, overrides)).data)
+    values = {**settings, "data": {**settings["data"], "root": str(root)}}
+    return open_sources(resolve(config.load(values, overrides)).data)
 
 
 def test_repeats_are_named_listed_and_shown(
@@ -64,8 +64,13 @@ def test_repeats_are_named_listed_and_shown(
         "train/fig/03.jpg",
         "val/fig/copy.jpg",
     )
-    read = read_repeats(tmp_path / "run/audit")
-    assert (read[0].leaks, read[0].contradicts, read[1].leaks, read[1].contradicts) == (
+    repeats = read_repeats(tmp_path / "run/audit")
+    assert (
+        repeats[0].leaks,
+        repeats[0].contradicts,
+        repeats[1].leaks,
+        repeats[1].contradicts,
+    ) == (
         True,
         False,
         False,
@@ -103,18 +108,18 @@ def test_more_damaged_images_than_a_run_skips_are_refused_and_named(
     for name in ("fig/03.jpg", "fig/04.jpg", "pear/05.jpg"):
         assert f"train:train/{name}" in str(refused.value)
         assert f"train:train/{name}" in str(stopped.value)
-    left = sources(
+    remaining = sources(
         settings, root, f"data.exclude={tmp_path / 'run/audit/damaged.txt'}"
     ).splits
-    assert "none is damaged" in scan(left, -1.0, tmp_path / "run")[0]
+    assert "none is damaged" in scan(remaining, -1.0, tmp_path / "run")[0]
     assert "3 damaged, to be skipped" in scan(splits, 0.2, tmp_path / "run")[0]
 
 
 def test_the_list_is_taken_by_data_exclude(
     settings: dict, leaking: Path, tmp_path: Path
 ):
-    whole = sources(settings, leaking)
-    scan(whole.splits, -1.0, tmp_path / "run", everything=True)
+    complete = sources(settings, leaking)
+    scan(complete.splits, -1.0, tmp_path / "run", everything=True)
     file = tmp_path / "run/audit/exclude.txt"
     text = file.read_text()
     assert "\ntrain:train/fig/03.jpg\n" in text
@@ -123,16 +128,16 @@ def test_the_list_is_taken_by_data_exclude(
     names = [data.train.name(id) for id in range(len(data.train))]
     assert names == [
         name
-        for name in map(whole.train.name, range(len(whole.train)))
+        for name in map(complete.train.name, range(len(complete.train)))
         if name != "train/fig/03.jpg"
     ]
-    assert len(data.val) == len(whole.val)
+    assert len(data.val) == len(complete.val)
     assert (
         "data.exclude: 1 of 38 images of the split 'train' are left out" in data.notes
     )
-    assert data.train.fingerprint != whole.train.fingerprint
+    assert data.train.fingerprint != complete.train.fingerprint
     assert (
-        data.val.fingerprint == whole.val.fingerprint
+        data.val.fingerprint == complete.val.fingerprint
     )  # so that two runs are compared on the same images
     assert (
         "none among all 51"
@@ -146,37 +151,44 @@ def test_a_subset_is_a_source_with_new_ids(
     (tmp_path / "list.txt").write_text(
         "# a remark\n\nval/fig/copy.jpg\n train:train/apple/00.jpg \n"
     )
-    whole, data = (
-        sources(settings, leaking),
-        sources(settings, leaking, f"data.exclude={tmp_path / 'list.txt'}"),
-    )
+    complete = sources(settings, leaking)
+    data = sources(settings, leaking, f"data.exclude={tmp_path / 'list.txt'}")
     assert (len(data.train), len(data.val)) == (
-        len(whole.train) - 1,
-        len(whole.val) - 1,
+        len(complete.train) - 1,
+        len(complete.val) - 1,
     )
     train = pickle.loads(pickle.dumps(data.train))
     assert isinstance(train, Source)
     assert isinstance(train, HasWarnings)
     assert isinstance(train, Stamped)
-    assert isinstance(whole.train, Stamped)
+    assert isinstance(complete.train, Stamped)
     for id in range(len(train)):
         old = next(
-            i for i in range(len(whole.train)) if whole.train.name(i) == train.name(id)
+            i
+            for i in range(len(complete.train))
+            if complete.train.name(i) == train.name(id)
         )
         assert (train.label(id), train.stamp(id)) == (
-            whole.train.label(old),
-            whole.train.stamp(old),
+            complete.train.label(old),
+            complete.train.stamp(old),
         )
-        assert train.decode(id).crc == whole.train.decode(old).crc
+        assert train.decode(id).crc == complete.train.decode(old).crc
     (tmp_path / "other.txt").write_text("train:train/apple/01.jpg\nval/fig/copy.jpg\n")
-    other = sources(settings, leaking, f"data.exclude={tmp_path / 'other.txt'}")
+    other_subset = sources(settings, leaking, f"data.exclude={tmp_path / 'other.txt'}")
     assert (
-        len({whole.train.fingerprint, train.fingerprint, other.train.fingerprint}) == 3
+        len(
+            {
+                complete.train.fingerprint,
+                train.fingerprint,
+                other_subset.train.fingerprint,
+            }
+        )
+        == 3
     )
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "train:train/fig/03.jpeg\n",
@@ -194,12 +206,12 @@ def test_a_subset_is_a_source_with_new_ids(
     ],
 )
 def test_a_wrong_list_is_one_error(
-    settings: dict, photos: Path, tmp_path: Path, text: str, said: str
+    settings: dict, photos: Path, tmp_path: Path, text: str, message: str
 ):
     (tmp_path / "list.txt").write_text(text)
     with pytest.raises(DataError, match=r"data\.exclude: ") as caught:
         sources(settings, photos, f"data.exclude={tmp_path / 'list.txt'}")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     with pytest.raises(DataError, match=r"data\.exclude: .* cannot be read"):
         sources(settings, photos, "data.exclude=nowhere.txt")
 
@@ -212,7 +224,7 @@ def test_check_stands_before_or_behind_the_configuration(
         answer = command("train", *argv)
         assert answer.code == 0, answer
         assert "repeats   1 pairs in two splits" in answer.out
-    assert [one.name for one in (inside / "runs/tiny").iterdir()] == ["audit"]
+    assert [entry.name for entry in (inside / "runs/tiny").iterdir()] == ["audit"]
     answer = command(
         "train", path, "data.exclude=runs/tiny/audit/exclude.txt", "run.steps=1"
     )
@@ -226,10 +238,8 @@ def test_check_stands_before_or_behind_the_configuration(
 def test_a_list_that_is_in_use_stays_when_it_is_written_anew(
     written, command, leaking: Path, inside: Path
 ):
-    path, exclude = (
-        written(data={"root": str(leaking)}, run={"folder": "runs", "steps": 1}),
-        "runs/tiny/audit/exclude.txt",
-    )
+    path = written(data={"root": str(leaking)}, run={"folder": "runs", "steps": 1})
+    exclude = "runs/tiny/audit/exclude.txt"
     assert command("train", path, "--check=all").code == 0
     assert command("train", path, f"data.exclude={exclude}").code == 0
     answer = command("train", path, f"data.exclude={exclude}", "--check=all")
@@ -247,7 +257,8 @@ def test_a_list_that_is_in_use_stays_when_it_is_written_anew(
 def test_a_look_at_some_images_keeps_what_is_listed(
     settings, leaking: Path, tmp_path: Path, monkeypatch
 ):
-    splits, folder = sources(settings, leaking).splits, tmp_path / "run"
+    splits = sources(settings, leaking).splits
+    folder = tmp_path / "run"
     scan(splits, -1.0, folder, everything=True)
     with (folder / "audit/duplicates.csv").open("a") as file:
         file.write("a part,0.9,train,train/fig/00.jpg,fig,val,val/fig/00.jpg,fig\n")
@@ -308,11 +319,11 @@ def test_a_class_name_that_no_server_would_load_is_refused(
     (tmp_path / "odd.yaml").write_text(
         yaml.safe_dump({**settings, "data": {**settings["data"], "root": str(root)}})
     )
-    told = refused("train", tmp_path / "odd.yaml", "--check")
-    assert told.startswith(
+    message = refused("train", tmp_path / "odd.yaml", "--check")
+    assert message.startswith(
         f"data.kind: the class {name!a} has a control character or a line break. "
     )
-    assert len(told.splitlines()) == 1
+    assert len(message.splitlines()) == 1
     vectors = sources(
         {**settings, "losses": [{"kind": "cosine"}]}, root
     )  # an embedding has no labels

@@ -45,16 +45,17 @@ def test_a_run_scores_its_best_checkpoint_on_the_test_images(run):
     assert data.test is not None
     assert len(data.test) + len(data.val) == 13
     for folder in (run, run / "labels_only"):
-        found = scored(folder)
-        assert (found["split"], found["images"], found["data"]) == (
+        test_score = scored(folder)
+        assert (test_score["split"], test_score["images"], test_score["data"]) == (
             "test",
             len(data.test),
             data.test.fingerprint,
         )
-    found, by_hand = scored(run), evaluate(run, split="test")
-    assert found["row"] == pytest.approx(by_hand.row)
+    test_score = scored(run)
+    by_hand = evaluate(run, split="test")
+    assert test_score["row"] == pytest.approx(by_hand.row)
     assert (
-        found["samples"]["accuracy"]["right"]
+        test_score["samples"]["accuracy"]["right"]
         == by_hand.record()["samples"]["accuracy"]["right"]
     )
     assert "teacher_accuracy" not in scored(run / "labels_only")["row"]
@@ -65,23 +66,23 @@ def test_a_run_scores_its_best_checkpoint_on_the_test_images(run):
     best = max(row["accuracy"] for row in rows)
     error = math.sqrt(best * (1 - best) / len(data.val))
     chosen = [row for row in rows if row["accuracy"] >= best - error][-1]
-    assert found["step"] == chosen["step"]
+    assert test_score["step"] == chosen["step"]
     assert evaluate(run).row["accuracy"] == pytest.approx(chosen["accuracy"])
 
 
 def test_the_report_says_what_the_intervals_say(run):
-    text, found = (run / "report.md").read_text(), evaluate(run, split="test")
-    accuracy, images = found.row["accuracy"], found.images
+    text = (run / "report.md").read_text()
+    evaluation = evaluate(run, split="test")
+    accuracy = evaluation.row["accuracy"]
+    images = evaluation.images
     low, high = wilson_interval(accuracy, images)
     assert f"On {images} test images:" in text
     assert f"{100 * accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})" in text
     assert f"Scored once, on {images} test images on which nothing was chosen." in text
-    own, teacher = (
-        found.samples["accuracy"].right,
-        found.samples["teacher_accuracy"].right,
-    )
+    student = evaluation.samples["accuracy"].right
+    teacher = evaluation.samples["teacher_accuracy"].right
     ends = paired_interval(
-        int((own & ~teacher).sum()), int((teacher & ~own).sum()), images
+        int((student & ~teacher).sum()), int((teacher & ~student).sum()), images
     )
     expected = "({:+.1f} to {:+.1f})".format(*(100 * end for end in ends))
     assert (
@@ -184,7 +185,8 @@ def test_test_images_can_be_left_to_a_later_start(photos, teacher, tmp_path):
     settings = base(photos, tmp_path)
     settings["teacher"] = teacher_at(teacher)
     loaded = config.load(settings, ["data.test_fraction=0.5", "run.epochs=1"])
-    first, data = train(loaded, final="val"), open_sources(resolve(loaded).data)
+    first = train(loaded, final="val")
+    data = open_sources(resolve(loaded).data)
     assert data.test is not None
     assert (scored(first.folder)["split"], scored(first.folder)["data"]) == (
         "val",
@@ -200,7 +202,7 @@ def test_test_images_can_be_left_to_a_later_start(photos, teacher, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("least", "reached", "refused"),
+    ("least", "score", "refused"),
     [
         (-1.0, 0.5, True),
         (-1.0, 0.52, False),
@@ -210,7 +212,7 @@ def test_test_images_can_be_left_to_a_later_start(photos, teacher, tmp_path):
     ],
 )
 def test_a_teacher_must_be_above_twice_chance_or_as_good_as_was_asked(
-    make, least, reached, refused
+    make, least, score, refused
 ):
     """A perfect one, its classes in the order of text, has 2 of 12 right: exactly twice
     chance.
@@ -225,7 +227,7 @@ def test_a_teacher_must_be_above_twice_chance_or_as_good_as_was_asked(
         if refused
         else nullcontext()
     ):
-        require_teacher("teacher", reached, recipe, run)
+        require_teacher("teacher", score, recipe, run)
     for chance in (
         (0.0, 1.0) if least < 0 else ()
     ):  # unknown, as of embeddings; every image shows every class

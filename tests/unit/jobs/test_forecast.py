@@ -45,9 +45,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(stopwatch, "time", made)
-    return made
+    clock = Clock()
+    monkeypatch.setattr(stopwatch, "time", clock)
+    return clock
 
 
 def test_a_first_call_that_compiles_is_not_measured(clock):
@@ -65,7 +65,7 @@ def test_a_check_names_what_the_sifter_saves_and_times_no_other_setting(settings
 
 
 @pytest.mark.parametrize(
-    ("overhead", "each", "most", "tried"),
+    ("overhead", "each", "largest", "tried"),
     [
         (0.1, 0.001, 64, [2, 39, 64]),  # a micro-batch
         (0.0, 0.01, 1024, [2, 199]),  # which take all of the time
@@ -74,7 +74,7 @@ def test_a_check_names_what_the_sifter_saves_and_times_no_other_setting(settings
     ],
 )
 def test_a_part_is_timed_with_a_micro_batch_that_fits_the_time(
-    clock, overhead, each, most, tried
+    clock, overhead, each, largest, tried
 ):
     sizes = []
 
@@ -82,11 +82,11 @@ def test_a_part_is_timed_with_a_micro_batch_that_fits_the_time(
         sizes.append(images)
         return clock.working(overhead + each * images)
 
-    found = time_work(make, most, min(2, most))
+    timing = time_work(make, largest, min(2, largest))
     assert sizes == tried
-    assert found.images == tried[-1]
-    assert found.ms == pytest.approx(1000 * (each + overhead / found.images))
-    assert found.cpu_ms == pytest.approx(2 * found.ms)
+    assert timing.images == tried[-1]
+    assert timing.ms == pytest.approx(1000 * (each + overhead / timing.images))
+    assert timing.cpu_ms == pytest.approx(2 * timing.ms)
     trials = [overhead + each * images for images in tried]
     assert clock.now <= 2 * sum(trials) + stopwatch.TRIAL_SECONDS + trials[-1]
 
@@ -97,10 +97,10 @@ def counted(module, clock, overhead: float, each: float) -> list[int]:
     """
     images = []
 
-    def forward(module, given):
-        if type(given[0]) is torch.Tensor and not given[0].is_meta:
-            images.append(len(given[0]))
-            clock.now += overhead + each * len(given[0])
+    def forward(module, inputs):
+        if type(inputs[0]) is torch.Tensor and not inputs[0].is_meta:
+            images.append(len(inputs[0]))
+            clock.now += overhead + each * len(inputs[0])
 
     module.register_forward_pre_hook(forward)
     return images
@@ -112,7 +112,7 @@ def test_the_students_step_is_timed_as_the_run_makes_it_however_slow_the_teacher
     """16 images took 1.6 times as long each as the 64 of a step, where the teacher was
     slow: 505 steps for 887.
     """
-    found = {}
+    steps = {}
     for slow in (0.001, 1.0):
         recipe = resolve(
             config.load(settings, ["data.batch_size=32", "run.baseline=true"])
@@ -121,19 +121,19 @@ def test_the_students_step_is_timed_as_the_run_makes_it_however_slow_the_teacher
             bench = estimate.Bench.of(recipe, open_sources(recipe.data), backend)
             counted(bench.distillation.student, clock, 0.02, 0.001)
             counted(bench.live.model, clock, 0.0, slow)
-            parts = estimate.measure(bench)
-        found[slow] = parts["step"]
-        assert parts["teacher"].ms == pytest.approx(1000 * slow)
-    assert found[0.001] == pytest.approx(found[1.0])
-    assert found[1.0].images == 32
-    assert found[1.0].ms == pytest.approx(1 + 20 / 32)
-    lines = estimate.estimate(bench, parts)
+            timings = estimate.measure(bench)
+        steps[slow] = timings["step"]
+        assert timings["teacher"].ms == pytest.approx(1000 * slow)
+    assert steps[0.001] == pytest.approx(steps[1.0])
+    assert steps[1.0].images == 32
+    assert steps[1.0].ms == pytest.approx(1 + 20 / 32)
+    lines = estimate.estimate(bench, timings)
     alone = next(line for line in lines if line.startswith("baseline"))
     run = bench.plan_run(recipe)
     cost = (
         run.images
         * run.epochs
-        * (parts["step"].cpu_ms + parts["teacher"].cpu_ms + parts["load"].cpu_ms)
+        * (timings["step"].cpu_ms + timings["teacher"].cpu_ms + timings["load"].cpu_ms)
         / 1000
     )
     assert f"at most {spoken(AIM * cost)}, fit and distillation {spoken(cost)}" in alone
@@ -205,7 +205,8 @@ def test_a_check_of_a_slow_network_and_a_large_batch_looks_at_few_images(
         "image_size": 16,
         "batch_size": 1024,
     }
-    images, forward = [], slow_network.Slow.forward
+    images = []
+    forward = slow_network.Slow.forward
 
     def counting(self, pixels):
         if type(pixels) is torch.Tensor and not pixels.is_meta:
@@ -245,9 +246,11 @@ def test_a_cpus_time_has_no_price_of_an_accelerator(settings, instance, words):
     recipe = resolve(config.load(settings, [f"price.instance={instance}"]))
     with distributed(recipe.backend) as backend:
         bench = estimate.Bench.of(recipe, open_sources(recipe.data), backend)
-        parts = dict.fromkeys(estimate.PARTS, stopwatch.Timing(1.0, 1.0, 8))
+        timings = dict.fromkeys(estimate.PARTS, stopwatch.Timing(1.0, 1.0, 8))
         (line,) = [
-            line for line in estimate.estimate(bench, parts) if line.startswith("cost")
+            line
+            for line in estimate.estimate(bench, timings)
+            if line.startswith("cost")
         ]
     assert re.search(words, line)
     assert ("about USD" in line) == (instance == "ml.c7i.8xlarge")
@@ -256,13 +259,13 @@ def test_a_cpus_time_has_no_price_of_an_accelerator(settings, instance, words):
 @pytest.mark.parametrize(("alone", "times"), [(40.0, 2.75), (100.0, 1.1), (250.0, 1.0)])
 def test_labels_alone_get_a_tenth_more_than_distilling_costs(alone, times):
     """A verdict allows a tenth less, and a length that is named stays."""
-    found, said = estimate.same_cost(100.0, alone, fixed=False)
-    assert found == pytest.approx(times)
-    assert f"at most {spoken(times * alone)}," in said
-    assert "run.baseline_steps" not in said
-    found, said = estimate.same_cost(100.0, alone, fixed=True)
-    assert found == 1.0
-    assert "without run.baseline_steps" in said
+    factor, message = estimate.same_cost(100.0, alone, fixed=False)
+    assert factor == pytest.approx(times)
+    assert f"at most {spoken(times * alone)}," in message
+    assert "run.baseline_steps" not in message
+    factor, message = estimate.same_cost(100.0, alone, fixed=True)
+    assert factor == 1.0
+    assert "without run.baseline_steps" in message
 
 
 def test_a_key_still_gives_a_verdict_where_the_estimate_is_off_by_a_sixth():

@@ -218,16 +218,16 @@ def test_foreign_weights_are_recognized_and_written(inside, caplog):
     Path("made.yaml").unlink()
     text, written = wrote("three", str(weights), str(weights))
     assert "random weights" not in caplog.text
-    named = {
+    section = {
         key: written["student"][key]
         for key in ("model", "checkpoint", "weights", "args", "init", "tuning")
     }
     shape = {
         "pretrained_cfg_overlay": {"input_size": [3, 64, 64]}
     }  # the photographs are smaller; the teacher sees 128
-    same = {key: taught[key] for key in ("model", "checkpoint", "weights")}
-    assert named == {
-        **same,
+    expected = {key: taught[key] for key in ("model", "checkpoint", "weights")}
+    assert section == {
+        **expected,
         "args": shape,
         "init": "pretrained",
         "tuning": {"head_lr_scale": 5.0},
@@ -340,9 +340,11 @@ def test_the_store_takes_whole_pages():
         for source in opened.stored:
             for id in range(len(source)):
                 source.decode(id)
-    used = sum(file.stat().st_blocks * 512 for file in Path("stores").rglob("pixels"))
+    stored_bytes = sum(
+        file.stat().st_blocks * 512 for file in Path("stores").rglob("pixels")
+    )
     (stated,) = re.findall(r"store: ram .* ([\d.,]+) M", text)
-    assert float(stated) == pytest.approx(used / 2**20, abs=0.6)
+    assert float(stated) == pytest.approx(stored_bytes / 2**20, abs=0.6)
 
 
 def test_a_student_may_be_a_transformer_or_a_folder(teacher):
@@ -411,29 +413,30 @@ def test_damaged_images_are_counted_and_skipped():
     assert written["data"]["max_skipped"] > 0.03
 
 
-def bad(root: Path, what: str) -> list[object]:
+def bad(root: Path, case: str) -> list[object]:
     root.mkdir()
-    if what == "folders":
+    if case == "folders":
         root.joinpath("a", "b", "c").mkdir(parents=True)
-    if what in ("damaged", "mixed", "exists", "lost", "student"):
+    if case in ("damaged", "mixed", "exists", "lost", "student"):
         classes(root, 3, 3, 3)
-    if what == "damaged":
+    if case == "damaged":
         for path in root.rglob("*.jpg"):
             path.write_bytes(b"no image")
-    if what == "mixed":
+    if case == "mixed":
         shutil.copy(root / "fig" / "00.jpg", root / "more.jpg")
-    if what == "exists":
+    if case == "exists":
         Path("bad.yaml").write_text("run: {}")
-    if what == "loose":
+    if case == "loose":
         loose(root, 5)
-    more = {"lost": ["-o", "gone/a.yaml"], "student": ["--student", "resnet10t"]}.get(
-        what, []
-    )
-    return {"file": [__file__], "absent": ["gone"]}.get(what, [root, *more])
+    options = {
+        "lost": ["-o", "gone/a.yaml"],
+        "student": ["--student", "resnet10t"],
+    }.get(case, [])
+    return {"file": [__file__], "absent": ["gone"]}.get(case, [root, *options])
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("case", "words"),
     [
         ("empty", "FOLDER: no images"),
         ("folders", "FOLDER: no images"),
@@ -447,12 +450,12 @@ def bad(root: Path, what: str) -> list[object]:
         ("absent", "FOLDER: 'gone' does not exist"),
     ],
 )
-def test_bad_input_is_one_line(what, words, command):
-    answer = command("init", *bad(Path("bad"), what))
+def test_bad_input_is_one_line(case, words, command):
+    answer = command("init", *bad(Path("bad"), case))
     assert answer.code == 2, answer
     assert len(answer.err.splitlines()) == 1, answer
     assert re.search(words, answer.err), answer
-    if what == "exists":
+    if case == "exists":
         assert Path("bad.yaml").read_text() == "run: {}"
 
 

@@ -36,11 +36,14 @@ def gains(theme: str, arm: str, over: str, **config_path: str) -> list[float]:
         for row in committed(theme)
         if all(row[key] == value for key, value in config_path.items())
     ]
-    mine, other = (
+    accuracies, baseline = (
         {row["seed"]: float(row["accuracy"]) for row in rows if row["arm"] == each}
         for each in (arm, over)
     )
-    return [mine[seed] - other[seed] for seed in mine.keys() & other.keys()]
+    return [
+        accuracies[seed] - baseline[seed]
+        for seed in accuracies.keys() & baseline.keys()
+    ]
 
 
 def gains_of_curves(setup: str) -> list[float]:
@@ -48,7 +51,7 @@ def gains_of_curves(setup: str) -> list[float]:
     each seed, points.
     """
     rows = [row for row in committed("curves") if row["setup"] == setup]
-    mine = {
+    distilled = {
         row["seed"]: row
         for row in rows
         if (row["arm"], row["cell"]) == ("distilled", "as kd-init writes it")
@@ -57,9 +60,13 @@ def gains_of_curves(setup: str) -> list[float]:
         100
         * (
             float(row["accuracy"])
-            - max(float(other["accuracy"]) for other in rows if alone(other, seed))
+            - max(
+                float(baseline["accuracy"])
+                for baseline in rows
+                if alone(baseline, seed)
+            )
         )
-        for seed, row in mine.items()
+        for seed, row in distilled.items()
     ]
 
 
@@ -73,14 +80,18 @@ def test_the_ranges_are_those_of_the_csvs():
         labels += gains(
             "proof_few_labels", "soft", "labels only, strong", labels=number
         )
-    others = gains("proof_few_pictures", "soft and labels", "labels only", labels="50")
+    other_settings = gains(
+        "proof_few_pictures", "soft and labels", "labels only", labels="50"
+    )
     for number in ("10", "50", "200"):
-        others += gains("proof_few_pictures", "soft", "labels only", labels=number)
+        other_settings += gains(
+            "proof_few_pictures", "soft", "labels only", labels=number
+        )
     for kind in ("all labels", "scratch"):
-        others += gains("make-run", f"distilled, {kind}", f"smoothing, {kind}")
+        other_settings += gains("make-run", f"distilled, {kind}", f"smoothing, {kind}")
     for theme in ("proof_wrong_labels", "proof_grocery", "proof_grocery_half"):
-        others += gains(theme, "soft", "labels only")
-    others += gains("full_labels", "kl", "labels only") + gains(
+        other_settings += gains(theme, "soft", "labels only")
+    other_settings += gains("full_labels", "kl", "labels only") + gains(
         "proof_tiny_imagenet", "soft", "labels only"
     )
     setups = {row["setup"] for row in committed("curves")}
@@ -94,9 +105,9 @@ def test_the_ranges_are_those_of_the_csvs():
             "dishes",
         )
         labels += gains_of_curves(setup) if few else []
-        others += [] if few else gains_of_curves(setup)
-    for told, values in ((FEW_LABELS, labels), (OTHERS, others)):
-        assert told == pytest.approx((min(values), max(values)), abs=0.0501)
+        other_settings += [] if few else gains_of_curves(setup)
+    for published, values in ((FEW_LABELS, labels), (OTHERS, other_settings)):
+        assert published == pytest.approx((min(values), max(values)), abs=0.0501)
 
 
 def test_check_tells_the_range_of_gains_and_losses_and_that_conditions_differ(settings):

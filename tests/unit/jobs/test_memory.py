@@ -21,7 +21,8 @@ from kd.setup.modes import ExecutionMode, Trial
 from kd.setup.recipe import Recipe, resolve
 from kd.setup.student import apply_mode, build_criterion
 
-SIZE, IMAGES = 32, 48
+SIZE = 32
+IMAGES = 48
 SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3}
 VIT = {"patch_size": 4, **SMALL}
 
@@ -68,10 +69,10 @@ def allocated(work) -> int:
         for event in profiled.profiler.kineto_results.events()
         if event.name() == "[memory]"
     ]
-    now = peak = 0
+    current = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
+        current += event.nbytes()
+        peak = max(peak, current)
     return peak
 
 
@@ -112,7 +113,8 @@ def test_an_evaluation_of_more_images_than_a_step_is_counted():
     count = partial(
         step_bytes, plan, on_meta(distillation), on_meta(teacher), IMAGES, reduced=False
     )
-    counted, step = count(scored=20 * IMAGES), count()
+    counted = count(scored=20 * IMAGES)
+    step = count()
     pixels = torch.zeros(20 * IMAGES, 3, SIZE, SIZE, dtype=torch.uint8)
     gradients = 4 * sum(p.numel() for p in distillation.parameters())
 
@@ -136,13 +138,13 @@ def test_the_peak_is_a_line_in_the_number_of_images():
     distillation, teacher = models(plan)
     weights = sum(p.numel() for p in distillation.parameters())
     alone = step_bytes(plan, distillation, teacher, 1, reduced=False)
-    held = step_bytes(plan, distillation, teacher, 1, reduced=True)
-    assert alone <= held <= alone + 4 * weights
-    more = [
+    fixed = step_bytes(plan, distillation, teacher, 1, reduced=True)
+    assert alone <= fixed <= alone + 4 * weights
+    peaks = [
         step_bytes(plan, distillation, teacher, images, reduced=False)
         for images in (100, 200, 300)
     ]
-    assert more[2] - more[1] == pytest.approx(more[1] - more[0], rel=0.01)
+    assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +174,8 @@ def test_check_says_the_peak_of_the_largest_phase(settings):
         describe(resolve(config.load({**settings, "teacher": fitted})), answers=full)
         for full in (False, True)
     ]
-    held, peak = (line.splitlines()[-1].partition("memory    ")[2] for line in lines)
-    assert "activations come on top" in held
+    fixed, peak = (line.splitlines()[-1].partition("memory    ")[2] for line in lines)
+    assert "activations come on top" in fixed
     assert peak.endswith("weights, optimizer and the peak of a step or an evaluation")
     assert " in the fit of teacher" in peak
-    assert int(peak.split(" MiB")[0]) >= int(held.split(" MiB")[0])
+    assert int(peak.split(" MiB")[0]) >= int(fixed.split(" MiB")[0])

@@ -28,19 +28,19 @@ def test_a_slow_source_is_named_while_the_run_goes(
         profile={"steps": [8, 9]},
         run={"steps": 40},
     )
-    done = command("train", path)
-    assert done.code == 0, done
-    lines = done.out.splitlines()
+    result = command("train", path)
+    assert result.code == 0, result
+    lines = result.out.splitlines()
     folder = tmp_path / "runs" / "tiny"
 
     findings = json.loads((folder / "findings.json").read_text())
-    (slow,) = [one for one in findings if one["rule"] == "IOBottleneck"]
+    (slow,) = [finding for finding in findings if finding["rule"] == "IOBottleneck"]
     assert (slow["severity"], slow["key"], slow["value"]) == (
         "warning",
         "data.store",
         "ram",
     )
-    told = [
+    findings_at = [
         i
         for i, line in enumerate(lines)
         if line.startswith("IOBottleneck: a step waits ")
@@ -50,12 +50,12 @@ def test_a_slow_source_is_named_while_the_run_goes(
         for i, line in enumerate(lines)
         if line == "tiny: where the time of 40 steps went"
     )
-    assert [i < table for i in told] == [
+    assert [i < table for i in findings_at] == [
         True,
         False,
     ]  # once while it went, and at the end
     assert re.search(
-        r"step 40 .* images/s, \d+\.\d ms per step, data wait \d+\.\d %", done.out
+        r"step 40 .* images/s, \d+\.\d ms per step, data wait \d+\.\d %", result.out
     )
 
     rows = {
@@ -64,11 +64,11 @@ def test_a_slow_source_is_named_while_the_run_goes(
         if line.startswith("  ")
     }
     timeline = read_rows(folder / "timeline_0.jsonl")
-    parts = sum(seconds for name, seconds in rows.items() if name != "all")
+    listed = sum(seconds for name, seconds in rows.items() if name != "all")
     hidden = (
         12 * _observe.SHOWN_SHARE * rows["all"]
     )  # a row below that share is left out
-    assert parts == pytest.approx(
+    assert listed == pytest.approx(
         rows["all"], abs=0.005 * len(rows) + hidden
     )  # two decimals are printed
     assert sum(row["wall_ms"] for row in timeline) / 1000 == pytest.approx(
@@ -94,11 +94,12 @@ def test_the_tables_of_a_command_account_for_all_of_its_time(photos, tmp_path):
     """From when the command began: process start and imports belong to it. A fit, the
     run and its baseline follow.
     """
-    made = base(photos, tmp_path)
-    made["run"] |= {"baseline": True, "steps": 4, "epochs": 1}
-    made["teacher"] |= {"min_accuracy": 0}
-    made["teacher"]["fit"]["epochs"] = 1
-    settings, begin = config.load(made), time.perf_counter()
+    values = base(photos, tmp_path)
+    values["run"] |= {"baseline": True, "steps": 4, "epochs": 1}
+    values["teacher"] |= {"min_accuracy": 0}
+    values["teacher"]["fit"]["epochs"] = 1
+    settings = config.load(values)
+    begin = time.perf_counter()
     train(settings, before=100.0)
     seconds = time.perf_counter() - begin + 100.0
     folders = [

@@ -17,7 +17,9 @@ from kd.core import recommended
 from kd.jobs.description import describe
 from kd.setup.recipe import resolve
 
-LABELLED, WITHOUT, CLASSES = 15, 1850, 10
+LABELLED = 15
+WITHOUT = 1850
+CLASSES = 10
 
 
 @pytest.fixture(scope="module")

@@ -28,12 +28,14 @@ def test_a_run_has_a_repr_of_one_screen_and_its_student(settings):
 
 
 def test_a_teachers_other_input_size_is_reported_with_its_cost(settings):
-    same = describe(resolve(config.load(settings)))
-    assert "its own" not in same
+    same_size_lines = describe(resolve(config.load(settings)))
+    assert "its own" not in same_size_lines
     size = settings["data"]["image_size"]
-    other = forecast(resolve(config.load(settings, [f"data.image_size={size // 2}"])))
+    forecast_lines = forecast(
+        resolve(config.load(settings, [f"data.image_size={size // 2}"]))
+    )
     assert (
         f"it runs at its own {size} px on images of {size // 2} px: 4 times the"
-        " arithmetic" in other
+        " arithmetic" in forecast_lines
     )
-    assert "% of the distillation" in other
+    assert "% of the distillation" in forecast_lines

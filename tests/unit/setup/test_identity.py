@@ -43,13 +43,13 @@ SETTINGS = {
 
 def folders_of(recipe: Recipe) -> dict[str, str]:
     """Return the names of the run folders of the fits; the exports lie in them."""
-    found = fit_folders(recipe, "photos")
+    folders = fit_folders(recipe, "photos")
     assert all(
-        recipe.record.path in export.parents for recipe, export in found.values()
+        recipe.record.path in export.parents for recipe, export in folders.values()
     )
     return {
         config_path: recipe.record.path.name
-        for config_path, (recipe, _) in found.items()
+        for config_path, (recipe, _) in folders.items()
     }
 
 
@@ -65,14 +65,15 @@ def loaded(classes=("apple", "fig"), **args):
 
 @pytest.mark.parametrize("args", [{"num_heads": 8}, {"act_layer": "relu"}])
 def test_weights_in_another_architecture_get_another_cache(args):
-    one, other = loaded(), loaded(**args)
-    assert one.identity()["teacher"] == other.identity()["teacher"]
-    assert one.identity() != other.identity()
-    assert loaded().identity() == one.identity()
+    teacher = loaded()
+    changed = loaded(**args)
+    assert teacher.identity()["teacher"] == changed.identity()["teacher"]
+    assert teacher.identity() != changed.identity()
+    assert loaded().identity() == teacher.identity()
     average = SingleLabel().average
     both = (
-        Ensemble([one, one], [1, 1], average),
-        Ensemble([one, other], [1, 1], average),
+        Ensemble([teacher, teacher], [1, 1], average),
+        Ensemble([teacher, changed], [1, 1], average),
     )
     assert both[0].identity() != both[1].identity()
 
@@ -93,16 +94,18 @@ def identities(settings: Config) -> dict[str, Any]:
 
     The content of weights and images is held constant: it is compared by its own hash.
     """
-    recipe, section = resolve(settings), settings.teacher
+    recipe = resolve(settings)
+    section = settings.teacher
     source: Any = Listing()
     stored = (source, source) if settings.data.store != "none" else None
     precision = "fp32" if section.precision == "auto" else section.precision
     mode = ExecutionMode(precision, section.exported(cpu=True) or "fused")
     teachers = [section, *section.also]
-    shares = [one.weight for one in section.also]
+    shares = [member.weight for member in section.also]
     model = {
         "architecture": [
-            [one.kind, one.model, one.args, asdict(one.options)] for one in teachers
+            [member.kind, member.model, member.args, asdict(member.options)]
+            for member in teachers
         ]
     }
     model["shares"] = shares
@@ -128,7 +131,8 @@ BASE = (
     "teacher.also=[{model: vit_small_patch16_224}]",
 )
 ALONE = ("teacher.cache.views=0", "teacher.also=[]")
-FOOD, HF = ("kind: food_mini",), ("kind: hf, path: a",)
+FOOD = ("kind: food_mini",)
+HF = ("kind: hf, path: a",)
 SEVERAL = "losses=[{kind: binary_kl}]"
 TRAYS = ("kind: food_mini, dishes: 2", SEVERAL)
 SETS = ("kind: multilabel, root: a, train_labels: a, val_labels: b", SEVERAL)
@@ -137,8 +141,10 @@ SHARDS = ("kind: webdataset, train: a, val: b",)
 LISTS = ("kind: csv, root: a, train_list: a.csv, val_list: b.csv",)
 HELD_OUT = ("kind: csv, root: a, train_list: a.csv, val_fraction: 0.2",)
 SMALL = "data.progressive={size: 64, until: 0.5}"
-SMDDP, CUDA = ("backend.kind=smddp",), ("backend.kind=cuda",)
-HISTORY, RELATIVE = ("sifter.kind=history",), ("sifter.kind=relative",)
+SMDDP = ("backend.kind=smddp",)
+CUDA = ("backend.kind=cuda",)
+HISTORY = ("sifter.kind=history",)
+RELATIVE = ("sifter.kind=relative",)
 BY_TEACHER = ("sifter.kind=teacher", "teacher.cache.views=1")
 
 
@@ -427,7 +433,7 @@ TEACHERS = {
 for kind, options in TEACHERS.items():
     normal = "mean" in options
     first = ("teacher.mean=[0, 0, 0]", "teacher.std=[1, 1, 1]") if normal else ()
-    given = "mean: [0, 0, 0], std: [1, 1, 1]" if normal else ""
+    normalization = "mean: [0, 0, 0], std: [1, 1, 1]" if normal else ""
     for name, value in options.items():
         changes = "FCR" if kind in ("timm", "torch") else "CR"  # kd fits these
         KEYS[f"teacher.{name} [{kind}]"] = (
@@ -439,7 +445,7 @@ for kind, options in TEACHERS.items():
         KEYS[f"teacher.also[].{name} [{kind}]"] = (
             changes,
             value,
-            f"teacher.also=[{{kind: {kind}, model: a, {given}}}]",
+            f"teacher.also=[{{kind: {kind}, model: a, {normalization}}}]",
         )
 for name, value in TEACHERS["torch"].items():
     KEYS[f"student.{name} [torch]"] = (
@@ -453,11 +459,11 @@ for name, value in TEACHERS["torch"].items():
 
 def listed() -> set[str]:
     """Return every key of the schema, with the kind of part that has it."""
-    found = set()
+    names = set()
     for key, _, _, meaning in explain():
         kind = re.match(r"\[kind: (\w+)\]", meaning)
-        found.add(f"{key} [{kind[1]}]" if kind else key)
-    return found
+        names.add(f"{key} [{kind[1]}]" if kind else key)
+    return names
 
 
 def test_every_key_of_the_schema_has_an_entry():
@@ -466,14 +472,18 @@ def test_every_key_of_the_schema_has_an_entry():
 
 
 @functools.cache
-def found(*overrides: str) -> dict[str, Any]:
+def identities_of(*overrides: str) -> dict[str, Any]:
     """Return the identities of the base with overrides; one that begins with "kind:" is
     another dataset.
     """
-    settings, rest = dict(SETTINGS), list(overrides)
+    settings = dict(SETTINGS)
+    remaining = list(overrides)
     if overrides and overrides[0].startswith("kind:"):
-        settings["data"] = {**yaml.safe_load(f"{{{rest.pop(0)}}}"), "batch_size": 8}
-    return identities(config.load(settings, [*BASE, *rest]))
+        settings["data"] = {
+            **yaml.safe_load(f"{{{remaining.pop(0)}}}"),
+            "batch_size": 8,
+        }
+    return identities(config.load(settings, [*BASE, *remaining]))
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -485,13 +495,15 @@ def test_a_key_changes_the_identities_of_what_depends_on_it_and_no_other(
     )  # data.loader=ray asks for one; nothing is contacted
     expected, value, *context = KEYS[key]
     path = key.partition(" ")[0].replace("[]", "[0]")
-    before, after = found(*context), found(*context, f"{path}={value}")
+    before = identities_of(*context)
+    after = identities_of(*context, f"{path}={value}")
     assert "".join(name for name in "FCSR" if before[name] != after[name]) == expected
 
 
 def test_a_store_has_the_same_pixels_in_memory_and_on_a_disk_for_a_cache_and_for_a_teacher():
     disk, ram, none = (
-        found(f"data.store={config_path}") for config_path in ("disk", "ram", "none")
+        identities_of(f"data.store={config_path}")
+        for config_path in ("disk", "ram", "none")
     )
     assert disk["C"] == ram["C"] != none["C"]
     assert disk["F"] == ram["F"] != none["F"]
@@ -500,8 +512,8 @@ def test_a_store_has_the_same_pixels_in_memory_and_on_a_disk_for_a_cache_and_for
 def test_each_of_several_teachers_has_a_licence_of_its_own():
     also = [{"model": "vit_small_patch16_224", "license": "mit"}]
     teacher = {"model": "vit_tiny_patch16_224", "license": "apache-2.0", "also": also}
-    found = split_teachers(config.load({**SETTINGS, "teacher": teacher}).teacher)
-    assert {config_path: one.license for config_path, one in found.items()} == {
+    split = split_teachers(config.load({**SETTINGS, "teacher": teacher}).teacher)
+    assert {config_path: section.license for config_path, section in split.items()} == {
         "teacher": "apache-2.0",
         "teacher.also[0]": "mit",
     }

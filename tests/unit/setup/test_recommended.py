@@ -73,7 +73,8 @@ def test_auto_is_a_number_in_the_record_of_the_run(settings):
     settings["run"].pop("epochs", None)
     settings["teacher"]["cache"] = {"views": "auto"}
     recipe = resolve(config.load(settings))
-    epochs, images = recipe.length.epochs, len(open_sources(recipe.data).train)
+    epochs = recipe.length.epochs
+    images = len(open_sources(recipe.data).train)
     assert (
         recipe.record.keys["run.epochs"]
         == epochs
@@ -135,7 +136,7 @@ def test_distill_takes_auto_by_the_number_of_its_images():
 
     torch.manual_seed(0)
     data = [(torch.rand(3, 8, 8), number % 2) for number in range(16)]
-    made = kd.distill(
+    result = kd.distill(
         teacher=network(),
         student=network(),
         train=data,
@@ -144,7 +145,7 @@ def test_distill_takes_auto_by_the_number_of_its_images():
         batch_size=16,
         progress=False,
     )
-    assert round(made.rows[-1]["step"]) == recommended.length(16, False, False).epochs
+    assert round(result.rows[-1]["step"]) == recommended.length(16, False, False).epochs
 
 
 @pytest.mark.parametrize("value", ["-1", "0", "often", "1.5"])
@@ -166,8 +167,8 @@ def test_three_times_the_length_is_another_run_with_the_same_views(settings):
         short.data.views,
     )
     assert longer.record.keys["run.times"] == 1
-    named = config.load(settings, ["run.epochs=2.5X", "run.name=mine"])
-    assert (named.run.name, resolve(named).length.epochs) == ("mine", 50)
+    with_name = config.load(settings, ["run.epochs=2.5X", "run.name=mine"])
+    assert (with_name.run.name, resolve(with_name).length.epochs) == ("mine", 50)
     settings["run"] = {"steps": 100}
     assert resolve(config.load(settings, ["run.steps=3x"])).length.steps == 300
 
@@ -233,14 +234,14 @@ def test_the_table_is_that_of_the_study():
 
 
 def test_the_weight_of_the_labels_is_that_of_the_study():
-    reached = {
+    accuracies = {
         row.other: row.accuracy
         for row in measured.rows()
         if (row.teacher, row.epochs) == (0.7146, 10)
     }
     texts = [
-        f"{reached[other]:.1%}".replace("%", " %")
-        for other in ("losses.1.weight=1.0", "", "losses.1.weight=0.0")
+        f"{accuracies[overrides]:.1%}".replace("%", " %")
+        for overrides in ("losses.1.weight=1.0", "", "losses.1.weight=0.0")
     ]
     assert (
         "weight 1 reached {}, 0.1 reached {}, no labels {}".format(*texts)
@@ -249,30 +250,29 @@ def test_the_weight_of_the_labels_is_that_of_the_study():
 
 
 def test_runs_are_comparable_if_pictures_and_labels_are_within_a_factor_of_four():
-    here = Situation(pictures=2_000, labelled=200, classes=10, pretrained=False)
+    situation = Situation(pictures=2_000, labelled=200, classes=10, pretrained=False)
     far = replace(ROW, title="many", pictures=9_000, labelled=200)
-    assert comparable(here, [ROW, far]) == [ROW]
-    assert comparable(replace(here, pictures=4_001), [ROW]) == []
-    assert comparable(replace(here, labelled=9), [ROW]) == []
-    assert comparable(replace(here, labelled=2_000), [ROW]) == []  # all have a label
-    assert comparable(replace(here, pretrained=True), [ROW]) == []
-    assert comparable(here, []) == []
+    assert comparable(situation, [ROW, far]) == [ROW]
+    assert comparable(replace(situation, pictures=4_001), [ROW]) == []
+    assert comparable(replace(situation, labelled=9), [ROW]) == []
+    all_labelled = replace(situation, labelled=2_000)
+    assert comparable(all_labelled, [ROW]) == []
+    assert comparable(replace(situation, pretrained=True), [ROW]) == []
+    assert comparable(situation, []) == []
 
 
 def test_two_runs_are_contrasted_that_differ_in_nothing_else():
-    two, long = (
-        replace(ROW, views=2, accuracy=0.5),
-        replace(ROW, epochs=120, accuracy=0.8),
-    )
-    other = replace(ROW, views=2, epochs=120, accuracy=0.1)
-    assert contrast([ROW, long, two], "views", 2, 8) == (two, ROW)
-    assert contrast([ROW, long, two], "epochs", 30, 120) == (ROW, long)
-    assert contrast([ROW, other], "views", 2, 8) is None
-    assert contrast([ROW, two], "views", 2, 40) is None  # no row is near
-    text = contrast_text((two, ROW), "views")
+    two_views = replace(ROW, views=2, accuracy=0.5)
+    long = replace(ROW, epochs=120, accuracy=0.8)
+    unlike = replace(ROW, views=2, epochs=120, accuracy=0.1)
+    assert contrast([ROW, long, two_views], "views", 2, 8) == (two_views, ROW)
+    assert contrast([ROW, long, two_views], "epochs", 30, 120) == (ROW, long)
+    assert contrast([ROW, unlike], "views", 2, 8) is None
+    assert contrast([ROW, two_views], "views", 2, 40) is None  # no row is near
+    text = contrast_text((two_views, ROW), "views")
     assert all(
-        part in text
-        for part in (
+        phrase in text
+        for phrase in (
             "8 views reached 60.0 %",
             "2 views reached 50.0 %",
             "fruit",
@@ -295,8 +295,8 @@ def test_it_pays_from_the_last_crossing_on_after_the_teacher():
         curve=((90.0, 0.47),),
     )
     assert all(
-        part in comparison_text([ROW, alone])
-        for part in ("40.0 % at most", "1 min 40 s on", "60.0 %", "70.0 %")
+        phrase in comparison_text([ROW, alone])
+        for phrase in ("40.0 % at most", "1 min 40 s on", "60.0 %", "70.0 %")
     )
     assert comparison_text([ROW]) == comparison_text([alone]) == ""
 

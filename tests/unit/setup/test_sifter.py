@@ -48,11 +48,11 @@ def test_relative_costs_what_the_model_says(beta, teacher, expected):
 
 @pytest.mark.parametrize("teacher", [0.0, 1.0, 10.0])
 def test_history_and_random_save_what_they_leave_out(teacher):
-    for made in (
+    for sifter in (
         history.build(history.Options(keep=0.6), context()),
         random.Random(random.Options(), context()),
     ):
-        assert saved(made, costs(teacher)) == pytest.approx(0.4)
+        assert saved(sifter, costs(teacher)) == pytest.approx(0.4)
 
 
 def test_a_run_that_waits_for_its_loader_gains_only_what_is_not_loaded():
@@ -79,28 +79,27 @@ def test_check_says_what_a_sifter_saves_or_costs():
     assert text.endswith("run.epochs=5")
 
 
-@pytest.mark.parametrize(("delay", "found"), [(4, Everything), (3, relative.Relative)])
-def test_a_delay_as_long_as_the_run_sifts_nothing_and_says_so(
-    make, delay, found, capsys
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.steps=4"], "the run has 4"),
+        (["run.epochs=3", "sifter.repeat_delay_per_epoch=true"], "an epoch has 4"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("delay", "expected_type"), [(4, Everything), (3, relative.Relative)]
+)
+def test_a_delay_as_long_as_the_run_or_each_epoch_sifts_nothing_and_says_so(
+    make, delay, expected_type, overrides, message, capsys
 ):
-    overrides = ("sifter.kind=relative", "run.steps=4", f"sifter.sift_delay={delay}")
-    run = make(*overrides, logger=Console("")).run
-    assert isinstance(run.sifter, found)
-    assert ("waits for 4 steps and the run has 4" in capsys.readouterr().out) == (
-        delay == 4
-    )
-
-
-@pytest.mark.parametrize(("delay", "found"), [(4, Everything), (3, relative.Relative)])
-def test_a_delay_as_long_as_each_epoch_is_said_too(make, delay, found, capsys):
-    overrides = (
+    run = make(
         "sifter.kind=relative",
-        "sifter.repeat_delay_per_epoch=true",
         f"sifter.sift_delay={delay}",
-    )
-    run = make(*overrides, "run.epochs=3", logger=Console("")).run
-    assert isinstance(run.sifter, found)
-    assert ("waits for 4 steps and an epoch has 4" in capsys.readouterr().out) == (
+        *overrides,
+        logger=Console(""),
+    ).run
+    assert isinstance(run.sifter, expected_type)
+    assert (f"waits for 4 steps and {message}" in capsys.readouterr().out) == (
         delay == 4
     )
 

@@ -50,8 +50,8 @@ def built(make, capsys):
     """Build a run; return it, what the manifest gets, and what was printed."""
 
     def built(*overrides, change=lambda teachers: teachers):
-        made = make(*overrides, logger=Console("tiny"), change=change)
-        return made.run, made.facts, capsys.readouterr().out
+        setup = make(*overrides, logger=Console("tiny"), change=change)
+        return setup.run, setup.facts, capsys.readouterr().out
 
     return built
 
@@ -143,12 +143,14 @@ def test_the_share_of_convolutions_is_that_of_a_count_by_hand():
         torch.nn.Conv2d(4, 4, 3, padding=1, groups=4),
     )
     ends = torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(4, 9)
-    dense, depthwise, product = 16 * 16 * 4 * 3 * 9, 16 * 16 * 4 * 9, 4 * 9
+    dense = 16 * 16 * 4 * 3 * 9
+    depthwise = 16 * 16 * 4 * 9
+    product = 4 * 9
     total = dense + depthwise + product
-    found = convolution_shares(
+    shares = convolution_shares(
         Classifier(torch.nn.Sequential(*convolutions, *ends), 9, 16)
     )
-    assert found == pytest.approx(((dense + depthwise) / total, depthwise / total))
+    assert shares == pytest.approx(((dense + depthwise) / total, depthwise / total))
     assert convolution_shares(
         Classifier(
             torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 9)), 9, 16
@@ -189,8 +191,8 @@ def test_auto_is_the_machines_mode_and_nothing_is_timed(monkeypatch, built):
     assert run.backend.autocast_dtype == torch.bfloat16
     assert facts["teacher_error"]["of_std"] <= LARGEST_ERROR
     assert "teacher: bf16+fused; its logits differ from torch float32's by" in out
-    again, other, _ = built(*AUTO)
-    assert (other["modes"], other["teacher_error"]) == (
+    again, again_facts, _ = built(*AUTO)
+    assert (again_facts["modes"], again_facts["teacher_error"]) == (
         facts["modes"],
         facts["teacher_error"],
     )
@@ -229,7 +231,7 @@ def test_auto_takes_float32_where_bfloat16_has_no_operator(monkeypatch, built):
     def transforming(teachers: Teachers) -> Teachers:
         head = teachers.model.network.head
         head.register_forward_hook(
-            lambda module, given, logits: (
+            lambda module, inputs, logits: (
                 torch.fft.rfft(logits).abs().sum(1, True) + logits
             )
         )
@@ -247,21 +249,22 @@ def test_an_error_that_would_be_larger_on_more_images_is_refused(monkeypatch, bu
     have up to 2.3 times that of 64.
     """
 
-    def shifted(by: float):
+    def shifted(shift: float):
         def change(teachers: Teachers) -> Teachers:
             with torch.no_grad():
-                teachers.model.network.head.bias += by
+                teachers.model.network.head.bias += shift
             return teachers
 
         return change
 
     automatic(monkeypatch, "bf16+unfused")
-    found = [
-        built(*AUTO, change=shifted(by))[1] for by in (0.0, 8.0, 20.0, 24.0, 28.0, 64.0)
+    facts_of_runs = [
+        built(*AUTO, change=shifted(shift))[1]
+        for shift in (0.0, 8.0, 20.0, 24.0, 28.0, 64.0)
     ]
-    errors = [facts["teacher_error"]["of_std"] for facts in found]
+    errors = [facts["teacher_error"]["of_std"] for facts in facts_of_runs]
     assert any(0.1 / 2.3 < error <= 0.1 for error in errors), errors
-    for facts, error in zip(found, errors, strict=True):
+    for facts, error in zip(facts_of_runs, errors, strict=True):
         assert ("refused" in facts["teacher_error"]) == (error > 0.05)
 
 
@@ -312,7 +315,7 @@ def test_a_divided_teacher_is_not_compared_and_runs_in_float32(
         ("int8+onnxruntime", "int8+onnxruntime", True),
     ],
 )
-def test_the_manifest_text_of_a_mode(text, numerics, rebuilt):
+def test_the_manifest_text_of_a_mode_says_its_parts(text, numerics, rebuilt):
     precision, kernel, *compiled = text.split("+")
     mode = ExecutionMode(precision, kernel, bool(compiled))
     assert str(mode) == text
@@ -343,20 +346,24 @@ def curve(run) -> list[float]:
 def test_a_run_with_another_runtime_is_the_run_to_rounding(built, runtime):
     pytest.importorskip(runtime, reason="pip install 'PATH/kd[openvino]'")
     exact, _, _ = built()
-    other, facts, out = built(f"teacher.runtime={runtime}")
+    approximate, facts, out = built(f"teacher.runtime={runtime}")
     assert facts["modes"]["teacher"] == f"fp32+{runtime}"
     assert 0 <= facts["teacher_error"]["largest"] < 2e-5
     assert f"teacher: fp32+{runtime}; its logits differ from torch float32's by" in out
     # Rounding of the targets, 1e-7, through a few steps of AdamW.
     torch.testing.assert_close(
-        torch.tensor(curve(exact)), torch.tensor(curve(other)), rtol=1e-3, atol=1e-5
+        torch.tensor(curve(exact)),
+        torch.tensor(curve(approximate)),
+        rtol=1e-3,
+        atol=1e-5,
     )
 
 
 def test_the_error_is_that_of_the_logits(built, settings):
     _, facts, _ = built("teacher.precision=int8")
     recipe = resolve(config.load(settings, ["teacher.precision=int8"]))
-    data, backend = open_sources(recipe.data), build_backend(recipe.backend)
+    data = open_sources(recipe.data)
+    backend = build_backend(recipe.backend)
     setting = RunContext(recipe, load_teachers(recipe, data, {}), backend)
     model = setting.teachers.model
     images = pixels_of(readable_images(data.val)[0], data.evaluation_views(data.val))
@@ -366,8 +373,8 @@ def test_the_error_is_that_of_the_logits(built, settings):
     assert live.images == 0  # trials are not the run's
     with torch.no_grad():
         reference = model.eval()(images).logits
-        said = live.model(images).logits
-    largest = (said - reference).abs().max().item()
+        logits = live.model(images).logits
+    largest = (logits - reference).abs().max().item()
     assert taught.error["largest"] == pytest.approx(largest, abs=1e-5)
     assert taught.error["of_std"] == pytest.approx(
         largest / reference.std(correction=0).item(), rel=1e-3
@@ -377,14 +384,15 @@ def test_the_error_is_that_of_the_logits(built, settings):
 
 def test_several_teachers_are_as_many_graphs(built):
     def ensemble(teachers: Teachers) -> Teachers:
-        alone, other = teachers.model, copy.deepcopy(teachers.model)
+        alone = teachers.model
+        shifted = copy.deepcopy(teachers.model)
         with torch.no_grad():
-            other.network.head.bias += torch.tensor([1.0, 0.0, -1.0])
+            shifted.network.head.bias += torch.tensor([1.0, 0.0, -1.0])
         average = single_label.build(single_label.Options()).average
         return replace(
             teachers,
-            model=Ensemble([alone, other], [1.0, 3.0], average),
-            members=[alone, other],
+            model=Ensemble([alone, shifted], [1.0, 3.0], average),
+            members=[alone, shifted],
         )
 
     _, facts, out = built("teacher.runtime=onnxruntime", change=ensemble)
@@ -393,7 +401,7 @@ def test_several_teachers_are_as_many_graphs(built):
     assert "its logits differ from torch float32's" in out
 
 
-def test_a_teacher_that_cannot_be_exported(built):
+def test_a_teacher_that_cannot_be_exported_is_refused(built):
     odd = Classifier(Asks(), 3, 0)
     change = lambda teachers: replace(teachers, model=odd, members=[odd])  # noqa: E731
     with pytest.raises(
@@ -407,22 +415,22 @@ def test_a_teacher_that_cannot_be_exported(built):
 
 
 @pytest.mark.slow
-def test_without_a_compiler(written, tmp_path):
+def test_a_missing_compiler_is_named(written, tmp_path):
     """On a machine of its own kind: no C++ compiler, nothing compiled before."""
     environment = {
         "CXX": "/no/such/compiler",
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
     }
     argv = [sys.executable, "-m", "kd.cli", "train", written(), "teacher.compile=on"]
-    done = subprocess.run(
+    result = subprocess.run(
         argv,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 2, done.stderr
-    last = done.stderr.splitlines()[-1]
+    assert result.returncode == 2, result.stderr
+    last = result.stderr.splitlines()[-1]
     assert last.startswith(
         "teacher.compile: 'fp32+unfused+compiled' is requested, but InductorError"
     )
@@ -526,12 +534,14 @@ def test_compiled_runs_agree_with_plain_ones_and_with_each_other(built):
     ],
 )
 def test_incompatible_runtime_and_precision_are_refused(overrides, message):
-    found = refusals(*overrides.split(), features="features" in message)
+    errors = refusals(*overrides.split(), features="features" in message)
     # a runtime that is not installed is refused beside it, as a package that is missing
-    assert all(isinstance(error, ConfigError | MissingExtra) for error in found), found
+    assert all(isinstance(error, ConfigError | MissingExtra) for error in errors), (
+        errors
+    )
     assert any(
-        isinstance(error, ConfigError) and message in str(error) for error in found
-    ), found
+        isinstance(error, ConfigError) and message in str(error) for error in errors
+    ), errors
 
 
 @pytest.mark.parametrize(
@@ -554,7 +564,7 @@ def test_incompatible_runtime_and_precision_are_refused(overrides, message):
         ),
     ],
 )
-def test_an_extra_that_is_missing(monkeypatch, package, key, message):
+def test_an_extra_that_is_missing_is_named(monkeypatch, package, key, message):
     monkeypatch.setitem(sys.modules, package, None)
     (error,) = refusals(f"teacher.{key}")
     assert message in str(error)
@@ -575,14 +585,16 @@ def test_compatible_runtime_and_precision_are_accepted(overrides):
 
 
 @pytest.mark.slow
-def test_int8_in_a_manifest_and_in_a_cache_of_its_own(written, command, tmp_path):
+def test_int8_stands_in_the_manifest_and_has_a_cache_of_its_own(
+    written, command, tmp_path
+):
     views = ("teacher.cache.views=1", "run.epochs=1")
     for name, *extra in (("exact",), ("coarse", "teacher.precision=int8")):
-        done = command("train", written(), *views, f"run.name={name}", *extra)
-        assert done.code == 0, done
+        result = command("train", written(), *views, f"run.name={name}", *extra)
+        assert result.code == 0, result
     assert (
         "teacher: int8+onnxruntime; its logits differ from torch float32's by"
-        in done.out
+        in result.out
     )
     manifest = json.loads((tmp_path / "runs" / "coarse" / "manifest.json").read_text())
     assert manifest["modes"]["teacher"] == "int8+onnxruntime"
@@ -601,6 +613,8 @@ def test_int8_in_a_manifest_and_in_a_cache_of_its_own(written, command, tmp_path
         "run.keep=3",
     )
     assert again.code == 0, again
-    kept = json.loads((tmp_path / "runs" / "coarse" / "manifest.json").read_text())
-    assert kept["teacher_error"] == manifest["teacher_error"]
-    assert kept["modes"] == manifest["modes"]
+    manifest_after = json.loads(
+        (tmp_path / "runs" / "coarse" / "manifest.json").read_text()
+    )
+    assert manifest_after["teacher_error"] == manifest["teacher_error"]
+    assert manifest_after["modes"] == manifest["modes"]

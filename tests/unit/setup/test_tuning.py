@@ -74,14 +74,14 @@ def described(network: nn.Module, groups: list[dict]) -> set[tuple]:
     parameters alone.
     """
     names = {id(parameter): name for name, parameter in network.named_parameters()}
-    found = [
+    named_groups = [
         ({names[id(p)] for p in group["params"] if id(p) in names}, group)
         for group in groups
     ]
     return {
-        (frozenset(own), group["lr_scale"], group["weight_decay"])
-        for own, group in found
-        if own
+        (frozenset(group_names), group["lr_scale"], group["weight_decay"])
+        for group_names, group in named_groups
+        if group_names
     }
 
 
@@ -89,16 +89,16 @@ def described(network: nn.Module, groups: list[dict]) -> set[tuple]:
 def test_groups_of_layers_are_timms(name):
     model, args = NETWORKS[name]
     network = timm.create_model(model, num_classes=3, **args)
-    made = parameter_groups(Tuning(layer_decay=0.75), 0.05, distillation(network))
+    groups = parameter_groups(Tuning(layer_decay=0.75), 0.05, distillation(network))
     exempt = getattr(network, "no_weight_decay", set)()
     timms = param_groups_layer_decay(network, 0.05, exempt, layer_decay=0.75)
     assert described(
-        network, [group for group in made if "lr_scale" in group]
+        network, [group for group in groups if "lr_scale" in group]
     ) == described(network, timms)
     assert len(described(network, timms)) > 4
     (extra,) = [
         group["weight_decay"]
-        for group in made
+        for group in groups
         if any(p.shape == (2, 2) for p in group["params"])
     ]
     assert extra == 0.05
@@ -108,12 +108,14 @@ def test_a_vits_rates_are_powers():
     network = timm.create_model(
         "vit_tiny_patch16_224", num_classes=3, **NETWORKS["ViT"][1]
     )
-    made = parameter_groups(
+    groups = parameter_groups(
         Tuning(layer_decay=0.5, head_lr_scale=3.0), 0.05, distillation(network)
     )
     rates = {
         names: rate
-        for names, rate, _ in described(network, [g for g in made if g.get("lr_scale")])
+        for names, rate, _ in described(
+            network, [g for g in groups if g.get("lr_scale")]
+        )
     }
     rate_of = {name: rate for names, rate in rates.items() for name in names}
     expected = {
@@ -126,15 +128,15 @@ def test_a_vits_rates_are_powers():
 
 
 @pytest.mark.parametrize("name", ["ViT", "two heads"])
-def test_the_rate_of_the_head_alone(name):
+def test_the_rate_of_the_head_may_be_scaled_alone(name):
     model, args = NETWORKS[name]
     network = timm.create_model(model, num_classes=3, **args)
-    made = parameter_groups(Tuning(head_lr_scale=10.0), 0.05, distillation(network))
+    groups = parameter_groups(Tuning(head_lr_scale=10.0), 0.05, distillation(network))
     fast = {
-        n for names, rate, _ in described(network, made) if rate == 10 for n in names
+        n for names, rate, _ in described(network, groups) if rate == 10 for n in names
     }
     assert fast == {n for n, _ in network.named_parameters() if n.startswith("head")}
-    assert {rate for _, rate, _ in described(network, made)} == {1.0, 10.0}
+    assert {rate for _, rate, _ in described(network, groups)} == {1.0, 10.0}
 
 
 def test_a_step_moves_each_layer_at_its_rate(make):
@@ -163,9 +165,9 @@ def test_a_step_moves_each_layer_at_its_rate(make):
     moved = [
         {
             n: p.detach() - before[n]
-            for n, p in made.run.distillation.student.network.named_parameters()
+            for n, p in setup.run.distillation.student.network.named_parameters()
         }
-        for made in (plain, tuned)
+        for setup in (plain, tuned)
     ]
     for name, rate in {
         "pos_embed": 0.25,
@@ -180,11 +182,11 @@ def test_a_step_moves_each_layer_at_its_rate(make):
     assert tuned.store.rows[0]["lr"] == plain.store.rows[0]["lr"]
 
 
-def tensors(made) -> dict[str, torch.Tensor]:
-    student = made.run.distillation.student
+def tensors(setup) -> dict[str, torch.Tensor]:
+    student = setup.run.distillation.student
     average = (
-        {f"average.{n}": t.clone() for n, t in made.run.average.average.items()}
-        if made.run.average
+        {f"average.{n}": t.clone() for n, t in setup.run.average.average.items()}
+        if setup.run.average
         else {}
     )
     return {n: t.clone() for n, t in student.state_dict().items()} | average
@@ -208,31 +210,33 @@ def test_frozen_layers_keep_their_bits(make, optimizer, epochs):
     """Weights, statistics of batch norm and their average; weight decay does not reach
     them.
     """
-    more = (
+    overrides = (
         f"optimizer.kind={optimizer}",
         "optimizer.lr=0.02",
         "optimizer.ema_decay=0.5",
         "optimizer.weight_decay=0.5",
     )
-    made = make(*NORM, FROZEN, f"student.tuning.freeze_epochs={epochs}", *more)
-    before = tensors(made)
+    setup = make(*NORM, FROZEN, f"student.tuning.freeze_epochs={epochs}", *overrides)
+    before = tensors(setup)
     norms = {n for n in before if "running_mean" in n and "patch_embed" in n}
     assert norms
-    train(made.run)
-    found = moved(before, tensors(made))
-    still = {n.replace("network.", "") for n in before} - found
+    train(setup.run)
+    changed = moved(before, tensors(setup))
+    still = {n.replace("network.", "") for n in before} - changed
     parameters = {
-        n for n, _ in made.run.distillation.student.network.named_parameters()
+        n for n, _ in setup.run.distillation.student.network.named_parameters()
     }
     assert {n for n in parameters if n in still} == {
         n for n in parameters if n.startswith(("patch_embed", "blocks.0."))
     }
-    assert not any(n.startswith(("patch_embed", "average.patch_embed")) for n in found)
+    assert not any(
+        n.startswith(("patch_embed", "average.patch_embed")) for n in changed
+    )
     assert {
         "blocks.1.mlp.fc1.weight",
         "average.head.weight",
         "blocks.1.local_mp.bn.running_mean",
-    } <= found
+    } <= changed
 
 
 def test_frozen_for_all_epochs_is_frozen_for_good(make):
@@ -246,8 +250,8 @@ def test_frozen_for_all_epochs_is_frozen_for_good(make):
         make(FROZEN, f"student.tuning.freeze_epochs={epochs}", "run.every.log=1")
         for epochs in (0, 9)
     ]
-    for made in both:
-        train(made.run)
+    for setup in both:
+        train(setup.run)
     assert moved(tensors(both[0]), tensors(both[1])) == set()
     assert (
         without_clocks(both[0].store.rows)[0]["grad_norm"]
@@ -260,52 +264,60 @@ def test_permanently_frozen_parameters_need_no_gradients(settings):
     frozen = [
         "student.tuning.freeze=[cls_token, pos_embed, patch_embed.*, blocks.*, norm.*]"
     ]
-    told = [
-        describe(resolve(config.load(settings, [*vit, *more]))) for more in ([], frozen)
+    descriptions = [
+        describe(resolve(config.load(settings, [*vit, *overrides])))
+        for overrides in ([], frozen)
     ]
-    whole, weights = (int(re.search(r"memory +(\d+) MiB", text)[1]) for text in told)
-    assert whole == pytest.approx(
+    trained_mib, weights = (
+        int(re.search(r"memory +(\d+) MiB", text)[1]) for text in descriptions
+    )
+    assert trained_mib == pytest.approx(
         4 * weights, rel=0.05
     )  # weights; gradients and AdamW's two averages
 
 
 def test_layers_thaw_after_freeze_epochs(make, tmp_path):
-    made = make(
+    setup = make(
         *NORM,
         FROZEN,
         "student.tuning.freeze_epochs=1",
         "run.keep=9",
         folder=tmp_path / "run",
     )
-    before = tensors(made)
-    train(made.run)
-    first = made.store.restore  # the checkpoint of each epoch lies in the folder
+    before = tensors(setup)
+    train(setup.run)
+    first = setup.store.restore  # the checkpoint of each epoch lies in the folder
     assert first()[0].epoch == 2
-    made.store.close()
+    setup.store.close()
     checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
     assert len(checkpoints) == 2
     from safetensors.torch import load_file
 
-    prefix, own = "model.student.", {}
+    prefix = "model.student."
+    student_tensors = {}
     for folder in checkpoints:
-        held = load_file(folder / "tensors.safetensors")
-        own[folder.name] = {
-            n.removeprefix(prefix): t for n, t in held.items() if n.startswith(prefix)
+        saved = load_file(folder / "tensors.safetensors")
+        student_tensors[folder.name] = {
+            n.removeprefix(prefix): t for n, t in saved.items() if n.startswith(prefix)
         }
-    one, two = (moved(before, own[folder.name]) for folder in checkpoints)
-    assert not any(n.startswith(("patch_embed", "blocks.0.")) for n in one)
-    assert {"patch_embed.proj.0.0.weight", "blocks.0.mlp.fc1.weight"} <= two
-    assert any(n.startswith("patch_embed") and n.endswith("running_var") for n in two)
+    frozen_epoch, thawed_epoch = (
+        moved(before, student_tensors[folder.name]) for folder in checkpoints
+    )
+    assert not any(n.startswith(("patch_embed", "blocks.0.")) for n in frozen_epoch)
+    assert {"patch_embed.proj.0.0.weight", "blocks.0.mlp.fc1.weight"} <= thawed_epoch
+    assert any(
+        n.startswith("patch_embed") and n.endswith("running_var") for n in thawed_epoch
+    )
 
 
 def test_frozen_statistics_go_on_in_the_step_after_the_last_frozen_one(make):
     """No evaluation lies between, which would set the mode of every layer again."""
-    made = make(
+    setup = make(
         *NORM, FROZEN, "student.tuning.freeze_epochs=1", "run.every.evaluate=999"
     )
-    frozen = made.run.distillation.frozen
+    frozen = setup.run.distillation.frozen
     assert frozen.norms
-    made.run.distillation.train()
+    setup.run.distillation.train()
     for epoch in (0, 1):
         with frozen.held(State(epoch=epoch)):
             assert {norm.training for norm in frozen.norms} == {epoch == 1}
@@ -332,10 +344,10 @@ def test_layers_are_held_where_their_parameters_are_replaced():
 
 
 def test_a_layer_that_is_frozen_is_named_where_it_diverges(make):
-    made = make(*NORM, FROZEN)
+    setup = make(*NORM, FROZEN)
     statistics = {
         n: b
-        for n, b in made.run.distillation.student.named_buffers()
+        for n, b in setup.run.distillation.student.named_buffers()
         if "patch_embed" in n
     }
     next(b for n, b in statistics.items() if n.endswith("running_var")).fill_(
@@ -344,7 +356,7 @@ def test_a_layer_that_is_frozen_is_named_where_it_diverges(make):
     with pytest.raises(
         KdError, match=r"became NaN.*first in the output of layer 'network\.patch_embed"
     ):
-        train(made.run)
+        train(setup.run)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +400,7 @@ def net(how=""):
 
 
 @pytest.fixture
-def own(settings, tmp_path, monkeypatch) -> dict[str, Any]:
+def own_settings(settings, tmp_path, monkeypatch) -> dict[str, Any]:
     """Settings whose student is a network of `NETS`."""
     (tmp_path / "nets_to_tune.py").write_text(NETS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -405,16 +417,16 @@ def own(settings, tmp_path, monkeypatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", ["layer_decay", "head_lr_scale"])
-def test_a_network_of_ones_own_says_what_its_layers_are(own, key):
-    own["student"]["tuning"] = {key: 0.5}
+def test_a_network_of_ones_own_says_what_its_layers_are(own_settings, key):
+    own_settings["student"]["tuning"] = {key: 0.5}
     with pytest.raises(
         ModelError, match=rf"^student\.tuning\.{key}: is 0\.5, but 'nets_to_tune:net'"
     ):
-        kd.train(own)
-    own["student"]["args"] = {"how": "layers"}
-    assert kd.train(own, "run.steps=2").steps == 2
+        kd.train(own_settings)
+    own_settings["student"]["args"] = {"how": "layers"}
+    assert kd.train(own_settings, "run.steps=2").steps == 2
     frozen = config.load(
-        own,
+        own_settings,
         [
             "student.args={}",
             f"student.tuning.{key}=1",
@@ -425,7 +437,7 @@ def test_a_network_of_ones_own_says_what_its_layers_are(own, key):
 
 
 @pytest.mark.parametrize(
-    ("how", "override", "words"),
+    ("form", "override", "words"),
     [
         (
             "arguments",
@@ -448,16 +460,16 @@ def test_a_network_of_ones_own_says_what_its_layers_are(own, key):
     ],
 )
 def test_a_network_that_cannot_be_tuned_is_refused_before_its_teacher_is_fitted(
-    own, how, override, words
+    own_settings, form, override, words
 ):
-    own["student"]["args"] = {"how": how}
+    own_settings["student"]["args"] = {"how": form}
     key = (
         f"student.tuning={override}"
         if override.startswith("{")
         else f"student.tuning.{override}"
     )
     with pytest.raises(ModelError, match=rf"^student\.tuning\.{words}"):
-        describe(resolve(config.load(own, [key])))
+        describe(resolve(config.load(own_settings, [key])))
 
 
 SLOW = ("run.epochs=9", "optimizer.lr=1e-12", "run.patience=2")
@@ -467,21 +479,22 @@ SLOW = ("run.epochs=9", "optimizer.lr=1e-12", "run.patience=2")
 def test_a_run_ends_after_patience_evaluations(make, tmp_path, checkpoint):
     """And stays ended: entered again, it trains nothing."""
     keys = (*SLOW, f"run.every.checkpoint={checkpoint}")
-    made = make(*keys, folder=tmp_path / "run")
-    state = train(made.run)
-    made.store.close()
+    setup = make(*keys, folder=tmp_path / "run")
+    state = train(setup.run)
+    setup.store.close()
     assert (state.epoch, state.no_better) == (3, 2)
     again = make(*keys, folder=tmp_path / "run")
     assert train(again.run) == state
     again.store.close()
-    assert moved(tensors(made), tensors(again)) == set()
+    assert moved(tensors(setup), tensors(again)) == set()
     patient = make(*SLOW, "run.patience=0", "run.epochs=3")
     assert train(patient.run).no_better == 2  # ended by its length
 
 
 def test_a_better_score_begins_anew(make):
-    made = make("run.epochs=6", "run.patience=2")
-    best, scores = [], iter([0.3, 0.2, 0.4, 0.4, 0.3, 0.9])
+    setup = make("run.epochs=6", "run.patience=2")
+    best = []
+    scores = iter([0.3, 0.2, 0.4, 0.4, 0.3, 0.9])
 
     class Scripted:
         """Stands for a student whose accuracy goes up and down."""
@@ -496,7 +509,7 @@ def test_a_better_score_begins_anew(make):
             best.append(next(scores))
             return {**self.inner(student, stop=stop), "accuracy": best[-1]}
 
-    state = train(replace(made.run, evaluator=Scripted(made.run.evaluator)))
+    state = train(replace(setup.run, evaluator=Scripted(setup.run.evaluator)))
     assert best == [0.3, 0.2, 0.4, 0.4, 0.3]
     assert (state.epoch, state.best, state.no_better) == (5, 0.4, 2)
 
@@ -529,18 +542,18 @@ def test_a_fit_is_tuned_and_stops_as_a_student(settings, tmp_path, caplog):
         "folder": str(tmp_path / "teachers"),
     }
     fit["tuning"] = {"layer_decay": 0.5, "freeze": ["patch_embed.*"]}
-    own = {
+    values = {
         **settings,
         "teacher": {**settings["student"], "min_accuracy": 0, "fit": fit},
     }
     with caplog.at_level(logging.INFO, "kd"):
-        kd.train(own, "run.steps=1")
+        kd.train(values, "run.steps=1")
     assert "teacher: learning rate 1e-12, from random weights" in caplog.messages
     (rows,) = (tmp_path / "teachers").glob("*/metrics.jsonl")
     assert max(json.loads(line)["epoch"] for line in rows.read_text().splitlines()) == 2
-    own["teacher"]["fit"]["tuning"]["freeze"] = ["patch.*"]
+    values["teacher"]["fit"]["tuning"]["freeze"] = ["patch.*"]
     with pytest.raises(KdError, match=r"^teacher\.fit\.tuning\.freeze: 'patch\.\*'"):
-        describe(resolve(config.load(own)))
+        describe(resolve(config.load(values)))
 
 
 @pytest.mark.parametrize(

@@ -58,19 +58,19 @@ def installed():
 
 def test_a_script_with_amazons_imports_runs_unchanged(tmp_path, installed):
     (tmp_path / "train.py").write_text(SENTENCES)
-    found = runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
-    assert found["seen"] == pytest.approx(80, abs=8)  # 1 / (1 + beta), in whole batches
-    assert found["SiftingDataloader"] is sifting.SiftingDataloader
+    names = runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
+    assert names["seen"] == pytest.approx(80, abs=8)  # 1 / (1 + beta), in whole batches
+    assert names["SiftingDataloader"] is sifting.SiftingDataloader
 
 
 def test_every_public_name_has_a_module(installed):
-    found = {
+    names = {
         name
         for module in sys.modules
         if module.startswith("smart_sifting.")
         for name in vars(sys.modules[module])
     }
-    missing = set(sifting.__all__) - found
+    missing = set(sifting.__all__) - names
     assert all(
         name.endswith("Exception") or name == "install_as_smart_sifting"
         for name in missing

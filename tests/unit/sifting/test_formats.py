@@ -12,9 +12,11 @@ from kd.sifting import ListBatch, TensorBatch, UnsupportedDataFormatException
 from kd.sifting.formats import DefaultTransform
 
 Pair = namedtuple("Pair", "x y")
-X, Y = torch.arange(12.0).reshape(4, 3), torch.arange(4)
+X = torch.arange(12.0).reshape(4, 3)
+Y = torch.arange(4)
 INDEX = torch.tensor([1, 3])
-A, B = X[[1, 3]], Y[[1, 3]]
+A = X[[1, 3]]
+B = Y[[1, 3]]
 SQUARE = torch.arange(16.0).reshape(4, 4)
 TEXTS = ["a", "b", "c", "d"]
 
@@ -79,43 +81,44 @@ FORMATS = {
 }
 
 
-def same(one: object, other: object) -> bool:
-    if isinstance(one, (torch.Tensor, np.ndarray)):
+def same(first: object, second: object) -> bool:
+    if isinstance(first, (torch.Tensor, np.ndarray)):
         return (
-            type(one) is type(other)
-            and bool((one == other).all())
-            and one.shape == other.shape
+            type(first) is type(second)
+            and bool((first == second).all())
+            and first.shape == second.shape
         )
-    if isinstance(one, (dict, UserDict)):
+    if isinstance(first, (dict, UserDict)):
         return (
-            type(one) is type(other)
-            and list(one) == list(other)
-            and all(same(one[k], other[k]) for k in one)
+            type(first) is type(second)
+            and list(first) == list(second)
+            and all(same(first[k], second[k]) for k in first)
         )
-    if isinstance(one, (list, tuple)):
+    if isinstance(first, (list, tuple)):
         return (
-            type(one) is type(other)
-            and len(one) == len(other)
-            and all(map(same, one, other))
+            type(first) is type(second)
+            and len(first) == len(second)
+            and all(map(same, first, second))
         )
-    return one == other
+    return first == second
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_samples_are_taken_in_every_format(name):
-    batch, index, wanted = FORMATS[name]
+    batch, index, expected = FORMATS[name]
     transform = DefaultTransform(4, index, alone=False)
     sifting = transform.transform(batch)
     assert len(sifting) == 4
     assert same(transform.reverse_transform(sifting), batch)
-    assert same(transform.reverse_transform(sifting.take(INDEX)), wanted)
+    assert same(transform.reverse_transform(sifting.take(INDEX)), expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_samples_are_joined_in_every_format(name):
     batch, index, _ = FORMATS[name]
     transform = DefaultTransform(4, index, alone=False)
-    first, second = transform.transform(batch), transform.transform(batch)
+    first = transform.transform(batch)
+    second = transform.transform(batch)
     order = torch.arange(4)
     joined = first.take(order[:1]).join(
         [second.take(order[1:2]), first.take(order[2:])]
@@ -186,7 +189,7 @@ def test_a_later_batch_may_be_shorter():
 
 
 @pytest.mark.parametrize(("expected", "alone"), [(None, False), (32, True)])
-def test_a_loader_without_a_known_batch_size(expected, alone):
+def test_a_loader_may_have_no_known_batch_size(expected, alone):
     assert len(DefaultTransform(expected, None, alone).transform([X, Y])) == 4
     assert len(DefaultTransform(expected, None, alone).transform({"x": X, "k": 1})) == 4
 
@@ -216,7 +219,8 @@ def test_a_constant_that_changes_is_refused_when_batches_are_joined():
 
 def test_padding_to_the_longest_of_a_batch_is_refused():
     transform = DefaultTransform(4, None, alone=False)
-    first, second = transform.transform({"x": X}), transform.transform({"x": X[:, :2]})
+    first = transform.transform({"x": X})
+    second = transform.transform({"x": X[:, :2]})
     with pytest.raises(
         UnsupportedDataFormatException, match=r"shapes \(2,\), \(3,\).* Pad"
     ):
@@ -224,7 +228,7 @@ def test_padding_to_the_longest_of_a_batch_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("batch", "taken"),
+    ("batch", "expected"),
     [
         (TensorBatch(X, Y), [A, B]),
         (TensorBatch(X), [A]),
@@ -232,12 +236,12 @@ def test_padding_to_the_longest_of_a_batch_is_refused():
         (ListBatch(list(X)), [list(A)]),
     ],
 )
-def test_list_and_tensor_batches(batch, taken):
+def test_list_and_tensor_batches_are_taken_and_joined(batch, expected):
     assert len(batch) == 4
     assert type(batch.take(INDEX)) is type(batch)
-    assert same(list(batch.take(INDEX)), taken)
+    assert same(list(batch.take(INDEX)), expected)
     joined = batch.take(torch.tensor([1])).join([batch.take(torch.tensor([3]))])
-    assert same(list(joined), taken)
+    assert same(list(joined), expected)
     assert (joined.labels is None) == (batch.labels is None)
 
 

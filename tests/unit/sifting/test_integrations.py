@@ -47,10 +47,8 @@ class Rows(Dataset):
 
     def __init__(self, count: int = 80) -> None:
         draw = torch.Generator().manual_seed(0)
-        self.x, self.labels = (
-            torch.randn(count, 4, generator=draw),
-            torch.arange(count) % 2,
-        )
+        self.x = torch.randn(count, 4, generator=draw)
+        self.labels = torch.arange(count) % 2
         self.x[:, 0] += 2.0 * self.labels
 
     def __len__(self) -> int:
@@ -63,7 +61,9 @@ class Rows(Dataset):
 class Model(nn.Module):
     def __init__(self, drop: float = 0.0) -> None:
         super().__init__()
-        self.head, self.drop, self.trained = nn.Linear(4, 2), nn.Dropout(drop), []
+        self.head = nn.Linear(4, 2)
+        self.drop = nn.Dropout(drop)
+        self.trained = []
 
     def forward(self, x, labels=None):
         if self.training:
@@ -121,7 +121,7 @@ def test_the_hugging_face_trainer_requires_max_steps_or_epochs(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_gradient_accumulation_in_the_hugging_face_trainer(tmp_path):
+def test_the_hugging_face_trainer_accumulates_gradients(tmp_path):
     trainer = trainer_of(tmp_path, num_train_epochs=3, gradient_accumulation_steps=2)
     enable_sifting(trainer, config(4), loss=DictLoss(), set_epochs=True)
     trainer.train()
@@ -203,7 +203,7 @@ def fit(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lightning(tmp_path):
+def test_lightning_trains_on_sifted_batches_and_is_recorded(tmp_path):
     needs("lightning.pytorch")
     recorder = TrainingMetricsRecorder()
     module, loader, lengths = fit(3, tmp_path, [recorder])
@@ -241,7 +241,8 @@ def whole_run(folder, saves, **arguments):
     """Train three epochs with dropout, a bar's length recorded, and a checkpoint every
     `saves` steps or epochs.
     """
-    lightning, lengths = needs("lightning.pytorch"), []
+    lightning = needs("lightning.pytorch")
+    lengths = []
 
     class Bar(lightning.Callback):
         def on_train_epoch_start(self, trainer, module):

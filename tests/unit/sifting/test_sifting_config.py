@@ -27,7 +27,7 @@ class Some(Loss):
         return model(original_batch[0]).flatten()
 
 
-def test_the_documented_defaults():
+def test_the_defaults_are_the_documented_ones():
     assert (
         SiftingBaseConfig().sift_delay,
         SiftingBaseConfig().repeat_delay_per_epoch,
@@ -43,12 +43,12 @@ def test_dicts_are_the_classes():
         loss_based_sift_config=LossConfig(SiftingBaseConfig(**base)),
     )
     assert config == RelativeProbabilisticSiftConfig(1, 500, nested)
-    whole = {
+    settings = {
         "beta_value": 1,
         "loss_history_length": 500,
         "loss_based_sift_config": nested,
     }
-    loader = SiftingDataloader(whole, [[torch.ones(4, 2)]], nn.Linear(2, 1), Some())
+    loader = SiftingDataloader(settings, [[torch.ones(4, 2)]], nn.Linear(2, 1), Some())
     assert loader.sift_config == config
 
 
@@ -96,14 +96,14 @@ def test_dicts_are_the_classes():
     ],
 )
 def test_invalid_values_are_one_line_errors(keys, message):
-    whole = {
+    settings = {
         "beta_value": 1.0,
         "loss_history_length": 5,
         "loss_based_sift_config": BASE,
         **keys,
     }
     with pytest.raises(SiftConfigValidationException) as caught:
-        RelativeProbabilisticSiftConfig(**whole)
+        RelativeProbabilisticSiftConfig(**settings)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -112,16 +112,16 @@ def test_invalid_values_are_one_line_errors(keys, message):
     "key", ["beta_value", "loss_history_length", "loss_based_sift_config"]
 )
 def test_a_missing_key_is_named(key):
-    whole = {
+    settings = {
         "beta_value": 1.0,
         "loss_history_length": 5,
         "loss_based_sift_config": BASE,
     }
-    del whole[key]
+    del settings[key]
     with pytest.raises(SiftConfigValidationException, match=f"{key}: is missing"):
-        RelativeProbabilisticSiftConfig(**whole)
+        RelativeProbabilisticSiftConfig(**settings)
     with pytest.raises(SiftConfigValidationException, match=f"{key}: is missing"):
-        SiftingDataloader(whole, [], nn.Linear(1, 1), Some())
+        SiftingDataloader(settings, [], nn.Linear(1, 1), Some())
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_a_missing_key_is_named(key):
         ({"sift_config": None}, "sift_config: is a NoneType"),
     ],
 )
-def test_arguments_of_the_loader(arguments, message):
+def test_wrong_arguments_of_the_loader_are_refused(arguments, message):
     config = RelativeProbabilisticSiftConfig(1.0, 5, BASE)
-    given = {
+    loader_arguments = {
         "sift_config": config,
         "orig_dataloader": [],
         "model": nn.Linear(1, 1),
@@ -145,7 +145,7 @@ def test_arguments_of_the_loader(arguments, message):
         **arguments,
     }
     with pytest.raises(SiftConfigValidationException) as caught:
-        SiftingDataloader(**given)
+        SiftingDataloader(**loader_arguments)
     assert message in str(caught.value)
 
 
@@ -198,12 +198,14 @@ MORE = ["batch_transforms", "log_batch_data", "batch_format_index"]
         ("enable_sifting", ["trainer", "sift_config", "loss", "set_epochs"]),
     ],
 )
-def test_the_documented_names_and_parameters(name, parameters):
-    found = inspect.signature(getattr(kd.sifting, name)).parameters.values()
-    assert [p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD] == parameters
+def test_names_and_parameters_are_the_documented_ones(name, parameters):
+    signature = inspect.signature(getattr(kd.sifting, name)).parameters.values()
+    assert [
+        p.name for p in signature if p.kind is p.POSITIONAL_OR_KEYWORD
+    ] == parameters
 
 
-def test_all_public_names():
+def test_the_public_names_are_the_documented_ones():
     classes = (
         "Loss SiftingBatch SiftingBatchTransform ListBatch TensorBatch"
         " SiftingDataloader TrainingMetricsRecorder"
@@ -211,11 +213,11 @@ def test_all_public_names():
     configured = "RelativeProbabilisticSiftConfig LossConfig SiftingBaseConfig"
     errors = "SiftConfigValidation UnsupportedDataFormat LossImplementationNotProvided"
     exceptions = {f"{name}Exception" for name in errors.split()}
-    own = {"enable_sifting", "install_as_smart_sifting"}
+    added = {"enable_sifting", "install_as_smart_sifting"}
     assert set(kd.sifting.__all__) == {
         *classes.split(),
         *configured.split(),
         *exceptions,
-        *own,
+        *added,
     }
     assert all(hasattr(kd.sifting, name) for name in kd.sifting.__all__)

@@ -47,7 +47,8 @@ class OwnLoss(Loss):
     """
 
     def __init__(self, shape: str = "flat"):
-        self.shape, self.sizes = shape, []
+        self.shape = shape
+        self.sizes = []
 
     def loss(self, model, transformed_batch, original_batch=None):
         values = original_batch[0][:, 0] + 0 * model(original_batch[0]).sum()
@@ -94,16 +95,16 @@ def pending_ids(loader) -> list[int]:
 def test_batches_are_full_and_the_remainder_goes_into_the_next_epoch(beta, pick):
     torch.manual_seed(0)
     loader = sifting(DataLoader(data(100), batch_size=8, shuffle=True), beta, pick=pick)
-    given = [ids_of(loader) for _ in range(6)]
-    assert {len(ids) for epoch in given for ids in epoch} == {8}
-    trained = sum(len(ids) for epoch in given for ids in epoch)
-    waiting = len(pending_ids(loader))
-    assert waiting < 8
+    epochs = [ids_of(loader) for _ in range(6)]
+    assert {len(ids) for epoch in epochs for ids in epoch} == {8}
+    trained = sum(len(ids) for epoch in epochs for ids in epoch)
+    pending = len(pending_ids(loader))
+    assert pending < 8
     assert loader.metrics["num_orig_samples_seen"] == 600
-    assert loader.metrics["num_orig_samples_kept"] == trained + waiting
+    assert loader.metrics["num_orig_samples_kept"] == trained + pending
     if pick == "fixed":
-        assert trained + waiting == int(600 / (1 + beta) + 1e-9)
-    trained_ids = [id for epoch in given for ids in epoch for id in ids]
+        assert trained + pending == int(600 / (1 + beta) + 1e-9)
+    trained_ids = [id for epoch in epochs for ids in epoch for id in ids]
     counts = torch.bincount(torch.tensor(trained_ids), minlength=100)
     assert counts.max() <= 6  # no sample twice in an epoch
     assert counts[:50].sum() < counts[50:].sum()  # the higher half of the losses
@@ -113,11 +114,11 @@ def test_bernoulli_draws_each_sample_independently():
     order = DataLoader(
         data(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(0)
     )
-    given = [
+    counts = [
         len(ids_of(sifting(order, pick="bernoulli", seed=seed))) for seed in range(30)
     ]
-    assert len(set(given)) > 1
-    assert sum(given) / 30 == pytest.approx(4, abs=0.5)
+    assert len(set(counts)) > 1
+    assert sum(counts) / 30 == pytest.approx(4, abs=0.5)
 
 
 def test_the_delay_yields_all_samples_unscored():
@@ -134,7 +135,7 @@ def test_the_delay_yields_all_samples_unscored():
     assert len(loss.sizes) == 13
 
 
-def test_the_delay_of_each_epoch():
+def test_the_delay_may_repeat_in_each_epoch():
     loss = OwnLoss()
     loader = sifting(loss=loss, delay=6, repeat=True)
     plain = ids_of(DataLoader(data(), batch_size=8))
@@ -150,11 +151,9 @@ class Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.drop, self.frozen = (
-            nn.BatchNorm1d(2),
-            nn.Dropout(0.5),
-            nn.BatchNorm1d(2),
-        )
+        self.norm = nn.BatchNorm1d(2)
+        self.drop = nn.Dropout(0.5)
+        self.frozen = nn.BatchNorm1d(2)
         self.frozen.eval()
         self.modes: list[bool] = []
 
@@ -180,8 +179,8 @@ def test_scoring_has_no_side_effects():
     list(loader)
     untouched = torch.get_rng_state()
     torch.manual_seed(3)
-    given = list(sifting(loader, loss=Random(), model=model))
-    assert given
+    batches = list(sifting(loader, loss=Random(), model=model))
+    assert batches
     assert torch.equal(untouched, torch.get_rng_state())
     assert model.modes == [False] * 8
     assert [module.training for module in model.modules()] == modes
@@ -269,7 +268,7 @@ class Both(Loss):
 
 
 @pytest.mark.parametrize("transform", [Lists, Tensors])
-def test_batch_transforms(transform):
+def test_batch_transforms_do_not_change_the_choice(transform):
     assert ids_of(sifting(loss=Both(), batch_transforms=transform())) == ids_of(
         sifting()
     )
@@ -311,12 +310,12 @@ def test_lengths_are_exact_before_an_epoch_begins(beta, delay, repeat, drop_last
         else:
             assert len(loader) == promised[epoch]
         assert loader.epoch_lengths(5 - epoch) == promised[epoch:]
-        given = 0
+        batches = 0
         for _ in loader:
-            given += 1
-            if given in (1, 3):
+            batches += 1
+            if batches in (1, 3):
                 assert loader.epoch_lengths(5 - epoch) == promised[epoch:]
-        assert given == promised[epoch]
+        assert batches == promised[epoch]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -337,7 +336,7 @@ def test_an_epoch_without_a_batch_is_reported(caplog):
     assert "no full batch of 8 kept samples; 5" in caplog.text
 
 
-def test_lengths_that_are_not_known():
+def test_lengths_that_are_not_known_are_not_told():
     with pytest.raises(TypeError):
         len(sifting(pick="bernoulli"))
     with pytest.raises(TypeError):
@@ -382,14 +381,15 @@ def train(
         loader.load_state_dict(state["loader"])
         begin = state["epoch"]
         torch.set_rng_state(state["rng"])
-    seen, saved = [], None
+    trained = []
+    saved = None
     for epoch in range(begin, epochs):
         for x, ids in loader:
             optimizer.zero_grad()
             ((model(x).flatten() - x[:, 0]) ** 2).mean().backward()
             optimizer.step()
-            seen.append((ids.tolist(), model[0].weight.detach().clone()))
-            if len(seen) == steps:
+            trained.append((ids.tolist(), model[0].weight.detach().clone()))
+            if len(trained) == steps:
                 weights = {
                     name: value.clone() for name, value in model.state_dict().items()
                 }
@@ -400,7 +400,7 @@ def train(
                     "epoch": epoch,
                     "rng": rng,
                 }
-    return seen, saved
+    return trained, saved
 
 
 @pytest.mark.parametrize("transform", [None, Tensors, Lists])
@@ -408,16 +408,18 @@ def train(
 @pytest.mark.parametrize("steps", [1, 4, 5, 9])
 def test_a_run_resumes_bit_for_bit(steps, pick, transform, tmp_path):
     make = transform or (lambda: None)
-    whole, saved = train(steps, None, 4, pick, make())
-    assert len(whole) > steps + 4
+    uninterrupted, saved = train(steps, None, 4, pick, make())
+    assert len(uninterrupted) > steps + 4
     torch.save(saved, tmp_path / "state.pt")
     resumed, _ = train(
         0, torch.load(tmp_path / "state.pt", weights_only=True), 4, pick, make()
     )
-    assert [ids for ids, _ in resumed] == [ids for ids, _ in whole[steps:]]
+    assert [ids for ids, _ in resumed] == [ids for ids, _ in uninterrupted[steps:]]
     assert all(
-        torch.equal(one, other)
-        for (_, one), (_, other) in zip(resumed, whole[steps:], strict=True)
+        torch.equal(weight, expected)
+        for (_, weight), (_, expected) in zip(
+            resumed, uninterrupted[steps:], strict=True
+        )
     )
 
 
@@ -440,7 +442,7 @@ def test_a_weighted_sampler_that_draws_images_twice(steps):
         )
 
     sampled = resampled().orig_dataloader
-    drawn = [one for _ in range(2) for _, ids in sampled for one in ids.tolist()]
+    drawn = [image for _ in range(2) for _, ids in sampled for image in ids.tolist()]
     loader = resampled()
     batches = iter(loader)
     head = [next(batches)[1].tolist() for _ in range(steps)]
@@ -461,10 +463,11 @@ def test_a_weighted_sampler_that_draws_images_twice(steps):
 @pytest.mark.parametrize("holder", ["loader", "sampler", "batch sampler"])
 def test_a_generator_of_its_own_resumes_in_its_order(holder):
     def shuffled():
-        own, items = torch.Generator().manual_seed(5), data()
-        sampler = RandomSampler(items, generator=own)
+        generator = torch.Generator().manual_seed(5)
+        items = data()
+        sampler = RandomSampler(items, generator=generator)
         ways = {
-            "loader": {"batch_size": 8, "shuffle": True, "generator": own},
+            "loader": {"batch_size": 8, "shuffle": True, "generator": generator},
             "sampler": {"batch_size": 8, "sampler": sampler},
             "batch sampler": {
                 "batch_sampler": BatchSampler(sampler, 8, drop_last=False)
@@ -504,16 +507,16 @@ def test_a_fresh_state_leaves_no_samples_of_an_earlier_use():
 def test_an_aborted_epoch_keeps_the_pending_samples():
     loader = sifting(beta=0.25)  # 6 or 7 of 8 are kept
     next(iter(loader))
-    waiting = pending_ids(loader)
-    assert waiting
-    assert ids_of(loader)[0][: len(waiting)] == waiting
+    pending = pending_ids(loader)
+    assert pending
+    assert ids_of(loader)[0][: len(pending)] == pending
     assert loader.metrics["num_orig_samples_kept"] == int(80 / 1.25)
 
 
 def test_the_metrics_have_the_documented_names(caplog):
     caplog.set_level(logging.INFO, "kd.sifting")
     loader = sifting(log_batch_data=True)
-    given = ids_of(loader)
+    ids = ids_of(loader)
     timed = [
         "transform",
         "calculate_relevance_values",
@@ -538,7 +541,7 @@ def test_the_metrics_have_the_documented_names(caplog):
         [i / 64 for i in range(56, 64)]
     )
     assert loader.metrics["relevance_values_kept"] == pytest.approx(
-        [i / 64 for i in given[-1][-4:]]
+        [i / 64 for i in ids[-1][-4:]]
     )
 
 

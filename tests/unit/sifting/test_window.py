@@ -41,17 +41,18 @@ def naive(history: list[float], batch: list[float], place: list[float]) -> list[
     """The definition, for one loss at a time."""
     pool = history + batch
     ranks = []
-    for loss, at in zip(batch, place, strict=True):
-        below = sum(other < loss for other in pool)
-        equal = sum(other == loss for other in pool)
-        ranks.append((below + at * equal) / len(pool))
+    for loss, place_of_loss in zip(batch, place, strict=True):
+        below = sum(pooled < loss for pooled in pool)
+        equal = sum(pooled == loss for pooled in pool)
+        ranks.append((below + place_of_loss * equal) / len(pool))
     return ranks
 
 
 @pytest.mark.parametrize("values", [3, 10_000])
 def test_the_percentile_is_the_definition(values):
     draw = generator()
-    window, history = LossWindow(10), []
+    window = LossWindow(10)
+    history = []
     for size in (4, 1, 7, 12, 3):  # a batch longer than the window among them
         losses = torch.randint(values, (size,), generator=draw).double() / 7
         place = torch.rand(size, generator=draw, dtype=torch.float64)
@@ -69,38 +70,39 @@ def test_the_percentile_is_the_definition(values):
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_the_kept_fraction_is_that_of_beta_for_any_distribution(name, beta):
-    draw, window = generator(1), LossWindow(500)
-    size, batches = (
-        8192,
-        1 + math.ceil(20 * beta),
-    )  # one per cent is then four standard deviations for every beta
-    kept = sum(
+    draw = generator(1)
+    window = LossWindow(500)
+    # One per cent is then four standard deviations for every beta.
+    size = 8192
+    batches = 1 + math.ceil(20 * beta)
+    kept_count = sum(
         len(window.sift(DISTRIBUTIONS[name](size, draw), beta, draw))
         for _ in range(batches)
     )
-    assert kept / (size * batches) == pytest.approx(1 / (1 + beta), rel=0.01)
+    assert kept_count / (size * batches) == pytest.approx(1 / (1 + beta), rel=0.01)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_first_losses_of_a_run_are_calibrated_too(batch):
     draw = generator(2)
-    kept = sum(
+    kept_count = sum(
         len(LossWindow(50).sift(torch.full((batch,), 2.0), 3.0, draw))
         for _ in range(3_000)
     )
-    assert kept / (3_000 * batch) == pytest.approx(
+    assert kept_count / (3_000 * batch) == pytest.approx(
         0.25, abs=0.032
     )  # four standard deviations
 
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_quotas_add_up_to_the_kept_fraction(beta):
-    seen = kept = 0
+    candidates = kept_count = 0
     for size in (32, 7, 32, 1, 1, 64) * 200:
-        share = quota(seen, size, beta)
+        share = quota(candidates, size, beta)
         assert 0 <= share <= size
-        seen, kept = seen + size, kept + share
-        assert kept == math.floor(seen / (1 + beta) + 1e-9)
+        candidates += size
+        kept_count += share
+        assert kept_count == math.floor(candidates / (1 + beta) + 1e-9)
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 19, 20])
@@ -125,10 +127,8 @@ def test_inclusion_is_proportional_below_the_cap():
 
 
 def test_a_fixed_draw_has_the_inclusion_probabilities():
-    draw, share = (
-        generator(4),
-        inclusion(torch.linspace(0.05, 1, 12, dtype=torch.float64), 4),
-    )
+    draw = generator(4)
+    share = inclusion(torch.linspace(0.05, 1, 12, dtype=torch.float64), 4)
     counts = torch.zeros(12, dtype=torch.float64)
     for _ in range(5_000):
         counts[systematic(share, 4, draw)] += 1
@@ -157,18 +157,19 @@ def test_draws_repeat_and_do_not_use_the_global_generator():
 
 def test_a_window_resumes_from_its_state():
     draw = generator(6)
-    whole = LossWindow(10)
-    whole.push(torch.rand(7, generator=draw))
+    uninterrupted = LossWindow(10)
+    uninterrupted.push(torch.rand(7, generator=draw))
     resumed = LossWindow(10)
-    resumed.load_state_dict(whole.state_dict())
+    resumed.load_state_dict(uninterrupted.state_dict())
     for _ in range(3):
         losses = torch.rand(4, generator=draw)
         assert torch.equal(
-            whole.percentile(losses, half(4)), resumed.percentile(losses, half(4))
+            uninterrupted.percentile(losses, half(4)),
+            resumed.percentile(losses, half(4)),
         )
-        for window in (whole, resumed):
+        for window in (uninterrupted, resumed):
             window.push(losses)
-    assert torch.equal(whole.losses_L, resumed.losses_L)
+    assert torch.equal(uninterrupted.losses_L, resumed.losses_L)
 
 
 @pytest.mark.parametrize("length", [3, 6, 9])
@@ -176,21 +177,23 @@ def test_a_window_resumes_from_its_state():
 def test_a_state_fits_a_window_of_another_length(length, pushed):
     window = LossWindow(6)
     window.push(torch.arange(float(pushed)))
-    other = LossWindow(length)
-    other.load_state_dict(window.state_dict())
-    asked = [number + 0.5 for number in range(pushed)]
+    resized = LossWindow(length)
+    resized.load_state_dict(window.state_dict())
+    values = [number + 0.5 for number in range(pushed)]
     expected = naive(
         [float(loss) for loss in range(pushed)][-min(length, 6) :],
-        asked,
+        values,
         [0.5] * pushed,
     )
-    assert other.percentile(
-        torch.tensor(asked), half(pushed)
+    assert resized.percentile(
+        torch.tensor(values), half(pushed)
     ).tolist() == pytest.approx(expected)
 
 
 def test_a_batch_is_ranked_before_it_is_remembered():
-    window, twin, losses = LossWindow(6), LossWindow(6), torch.tensor([0.2, 3.0, 0.9])
+    window = LossWindow(6)
+    twin = LossWindow(6)
+    losses = torch.tensor([0.2, 3.0, 0.9])
     for each in (window, twin):
         each.push(torch.arange(4.0))
     place = torch.rand(3, generator=generator(5), dtype=torch.float64)
@@ -202,7 +205,7 @@ def test_a_batch_is_ranked_before_it_is_remembered():
 def test_a_loss_that_is_no_number_ranks_highest():
     window = LossWindow(6)
     window.push(torch.arange(4.0))
-    found = window.percentile(torch.tensor([1.5, math.nan, math.inf]), half(3))
-    assert found.tolist() == pytest.approx(
+    percentiles = window.percentile(torch.tensor([1.5, math.nan, math.inf]), half(3))
+    assert percentiles.tolist() == pytest.approx(
         naive([0.0, 1.0, 2.0, 3.0], [1.5, math.inf, math.inf], [0.5] * 3)
     )

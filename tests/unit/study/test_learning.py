@@ -63,7 +63,7 @@ def test_the_decay_at_the_end_is_no_learning_and_neither_is_the_start():
         ),
     ],
 )
-def test_two_runs_of_the_study_of_curves(validation, answer):
+def test_two_runs_of_the_study_of_curves_are_judged_rightly(validation, answer):
     """Ten classes, 200 validation images: labels alone for 3,000 steps, and a distilled
     student of 40 epochs.
     """
@@ -81,6 +81,6 @@ def test_two_runs_of_the_study_of_curves(validation, answer):
     [(5, 1000, "5 evaluations"), (20, 0, "not recorded")],
 )
 def test_it_cannot_always_tell(evaluations, images, reason):
-    found = judge_learning(curve(lambda at: at, evaluations), images)
-    assert found.answer == "unknown"
-    assert reason in found.reason
+    judgement = judge_learning(curve(lambda at: at, evaluations), images)
+    assert judgement.answer == "unknown"
+    assert reason in judgement.reason

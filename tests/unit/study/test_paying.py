@@ -18,23 +18,23 @@ from kd.study.paying import (
 from kd.study.report.record import RunRecord
 
 
-def run(scores=(0.5,), steps=100, seconds=60.0, asked=0.0, **changes):
-    """A run on a CPU whose steps took `seconds` in all, a share `asked` of them in its
+def run(scores=(0.5,), steps=100, seconds=60.0, teacher_share=0.0, **changes):
+    """A run on a CPU whose steps took `seconds` in all, `teacher_share` of them in its
     teacher.
     """
-    made = [round(steps * (i + 1) / len(scores)) for i in range(len(scores))]
+    evaluated_steps = [round(steps * (i + 1) / len(scores)) for i in range(len(scores))]
     train = [
         {"step": step, "seconds": 1.0, "cpu_seconds": seconds * step / steps}
         | {
-            "ms_teacher": 10 * asked,
-            "ms_forward": 4 * (1 - asked),
-            "ms_backward": 6 * (1 - asked),
+            "ms_teacher": 10 * teacher_share,
+            "ms_forward": 4 * (1 - teacher_share),
+            "ms_backward": 6 * (1 - teacher_share),
         }
-        for step in made
+        for step in evaluated_steps
     ]
     val = [
         {"step": step, "accuracy": score}
-        for step, score in zip(made, scores, strict=True)
+        for step, score in zip(evaluated_steps, scores, strict=True)
     ]
     return replace(
         RunRecord("one", {}, {"device": "cpu"}, train, val, [], SCORES), **changes
@@ -99,18 +99,20 @@ def test_labels_alone_get_the_cost_of_fit_outputs_and_student():
     steps is the teacher's.
     """
     stored = {"device": "cpu", "at_hand": {"outputs": 9, "cpu_seconds": 30.0}}
-    one = run([0.1] * 20, asked=0.25, fitting_spent=90.0, manifest=stored)
-    assert cost_of_step(one) == pytest.approx(0.45)
-    assert baseline_length(one) == {
+    record = run([0.1] * 20, teacher_share=0.25, fitting_spent=90.0, manifest=stored)
+    assert cost_of_step(record) == pytest.approx(0.45)
+    assert baseline_length(record) == {
         "steps": math.ceil(AIM * 180.0 / 0.45),
         "patience": 10,
     }
     assert (
-        baseline_length(replace(one, fitting_spent=None))["steps"] == 100
+        baseline_length(replace(record, fitting_spent=None))["steps"] == 100
     )  # unknown: as long as the student
     assert baseline_length(run([0.1] * 3))["patience"] == LEAST
     on_gpus = replace(
-        run(asked=0.5), manifest={"device": "cuda", "world_size": 2}, fitting_spent=8.0
+        run(teacher_share=0.5),
+        manifest={"device": "cuda", "world_size": 2},
+        fitting_spent=8.0,
     )
     assert cost_of_step(on_gpus) == pytest.approx(
         0.01

@@ -52,35 +52,37 @@ def test_quiet_ranks_print_nothing(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_terminal_of_80_columns_shows_a_whole_bar_and_keeps_evaluations():
+def in_terminal(name: str) -> tuple[Console, io.StringIO]:
+    """Return a console in a terminal of 80 columns, and what the terminal shows."""
     text = io.StringIO()
-    console = Console("food")
-    console.scores = SINGLE_LABEL  # known after the set-up
+    console = Console(name)
     console._console = RichConsole(
         file=text, force_terminal=True, width=80, color_system=None
     )
+    return console, text
+
+
+def test_a_terminal_of_80_columns_shows_a_whole_bar_and_keeps_evaluations():
+    console, text = in_terminal("food")
+    console.scores = SINGLE_LABEL  # known after the set-up
     with console:
         console.log("train", State(step=13000), TRAIN)
         console.step(State(step=13000), 0.25)
         console.log("val", State(step=13000), VAL)
         console.info("a line")
-    shown = text.getvalue()
-    assert "a line\n" in shown
+    output = text.getvalue()
+    assert "a line\n" in output
     assert (
         "food | step 13000 | val accuracy 93.4 % (teacher 95.0 %), agreement 90.0 %\n"
-        in shown
+        in output
     )
-    assert re.search("food .* 100 % step 13000, loss 1.500, 123 images/s", shown)
+    assert re.search("food .* 100 % step 13000, loss 1.500, 123 images/s", output)
 
 
 @pytest.mark.parametrize(("fails", "end"), [(False, "100 %"), (True, "95 %")])
 def test_a_bar_ends_at_100_percent_where_the_run_did(fails, end):
     """Also where it ended early."""
-    text = io.StringIO()
-    console = Console("food")
-    console._console = RichConsole(
-        file=text, force_terminal=True, width=80, color_system=None
-    )
+    console, text = in_terminal("food")
     with suppress(KeyError), console:
         console.step(State(step=1), 0.95)
         if fails:
@@ -89,11 +91,7 @@ def test_a_bar_ends_at_100_percent_where_the_run_did(fails, end):
 
 
 def test_a_name_with_brackets_is_shown_as_it_is():
-    text = io.StringIO()
-    console = Console("kl[fast] [/b]")
-    console._console = RichConsole(
-        file=text, force_terminal=True, width=80, color_system=None
-    )
+    console, text = in_terminal("kl[fast] [/b]")
     with console:
         console.step(State(step=1), 0.5)
     assert "kl[fast] [/b]" in text.getvalue()
@@ -138,7 +136,7 @@ def test_a_notebook_gets_plain_lines(capsys, monkeypatch):
         (None, {"accuracy": 0.5, "steps": 3.0}, "accuracy 0.500 steps 3"),
     ],
 )
-def test_a_validation_row_in_one_line(capsys, scores, row, text):
+def test_a_validation_row_is_one_line(capsys, scores, row, text):
     Console("food", scores=scores).log("val", State(step=4), row)
     assert capsys.readouterr().out == f"food | step 4 | val {text}\n"
 
@@ -156,33 +154,32 @@ def test_the_table_is_aligned_markdown():
     ]
 
 
-def told_left(
-    capsys, lengths, cold_epochs, every, filled, cold=3.0, warm=0.5
+def seconds_left(
+    capsys, lengths, cold_epochs, row_steps, filled, cold=3.0, warm=0.5
 ) -> dict[int, float]:
     """Train epochs of so many steps, the first `cold_epochs` at `cold` seconds a step;
-    return the seconds told to be left by step, as rows of `every` steps tell them.
+    return the seconds told to be left by step, as rows of `row_steps` steps tell them.
     """
-    console, taken, step, window = (
-        Console("food", scores=SINGLE_LABEL, filled=filled),
-        0.0,
-        0,
-        [],
-    )
+    console = Console("food", scores=SINGLE_LABEL, filled=filled)
+    elapsed = 0.0
+    step = 0
+    window = []
     for epoch, length in enumerate(lengths):
         for number in range(length):
-            seconds, step = cold if epoch < cold_epochs else warm, step + 1
+            seconds = cold if epoch < cold_epochs else warm
+            step += 1
             window.append(seconds)
-            taken += seconds
-            turn = number + 1 == length
+            elapsed += seconds
+            ends_epoch = number + 1 == length
             state = State(
                 step,
-                epoch + turn,
-                0 if turn else number + 1,
+                epoch + ends_epoch,
+                0 if ends_epoch else number + 1,
                 images=8 * step,
-                seconds=taken,
+                seconds=elapsed,
             )
             console.step(state, step / sum(lengths))
-            if step % every == 0:
+            if step % row_steps == 0:
                 mean = sum(window) / len(window)
                 row = TRAIN | {
                     "images_per_second": 8 / mean,
@@ -200,33 +197,37 @@ def told_left(
         capsys.readouterr().out,
     )
     return {
-        int(at): 60 * int(minutes or 0) + float(seconds)
-        for at, minutes, seconds in lines
+        int(step_told): 60 * int(minutes or 0) + float(seconds)
+        for step_told, minutes, seconds in lines
     }
 
 
-@pytest.mark.parametrize("every", [5, 15, 20, 30])
-def test_the_time_left_counts_cold_steps_as_cold_and_warm_ones_as_warm(capsys, every):
+@pytest.mark.parametrize("row_steps", [5, 15, 20, 30])
+def test_the_time_left_counts_cold_steps_as_cold_and_warm_ones_as_warm(
+    capsys, row_steps
+):
     """A cache of two views is filled in the first two of ten epochs: 56 s were told
     where 21 s came, since the cold steps stayed in the mean, above all in rows as long
     as an epoch or longer.
     """
-    left = told_left(capsys, [10] * 10, 2, every, {"teacher": 0.2})
-    assert left == {
-        at: pytest.approx(3.0 * max(0, 20 - at) + 0.5 * (100 - max(20, at)), abs=0.5)
-        for at in left
+    remaining = seconds_left(capsys, [10] * 10, 2, row_steps, {"teacher": 0.2})
+    assert remaining == {
+        step: pytest.approx(
+            3.0 * max(0, 20 - step) + 0.5 * (100 - max(20, step)), abs=0.5
+        )
+        for step in remaining
     }
-    assert list(left) == list(range(every, 100, every))
+    assert list(remaining) == list(range(row_steps, 100, row_steps))
 
 
 def test_the_time_left_is_that_of_recent_steps_and_of_the_sifters_plan(capsys):
     """Epochs of 10, 6, 6 and 10 steps. The teacher runs in the first one only, which
     the console does not know.
     """
-    left = told_left(capsys, (10, 6, 6, 10), 1, 2, {})
-    assert left == {
-        at: pytest.approx((3.0 if at <= 10 else 0.5) * (32 - at), abs=0.5)
-        for at in left
+    remaining = seconds_left(capsys, (10, 6, 6, 10), 1, 2, {})
+    assert remaining == {
+        step: pytest.approx((3.0 if step <= 10 else 0.5) * (32 - step), abs=0.5)
+        for step in remaining
     }
 
 

@@ -15,18 +15,20 @@ def away(monkeypatch):
     """Register trackers with accelerate; return what they were told, and set what
     fails.
     """
-    told, failing = [], set()
+    calls = []
+    failing = set()
 
     class Away(tracking.GeneralTracker):
-        name, requires_logging_directory = "away", False
+        name = "away"
+        requires_logging_directory = False
 
         def __init__(self, run_name):
             super().__init__()
 
-        def _do(self, what):
-            if what in failing:
+        def _do(self, call):
+            if call in failing:
                 raise ConnectionError("the server\nis away")
-            told.append(what)
+            calls.append(call)
 
         tracker = property(lambda self: None)
 
@@ -36,7 +38,7 @@ def away(monkeypatch):
         def store_init_configuration(self, values):
             self._do("configuration")
 
-        def log(self, values, step=None, **more):
+        def log(self, values, step=None, **options):
             self._do("log")
 
         def finish(self):
@@ -44,25 +46,27 @@ def away(monkeypatch):
 
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "away", Away)
     monkeypatch.setattr(tracking, "_available_trackers", ["away"])
-    return told, failing
+    return calls, failing
 
 
 @pytest.mark.parametrize(
-    ("what", "left"),
+    ("failing_call", "expected"),
     [
         ("configuration", ["start"]),
         ("log", ["start", "configuration"]),
         ("finish", ["start", "configuration", "log", "log"]),
     ],
 )
-def test_a_tracker_that_fails_is_left_out(away, tmp_path, caplog, what, left):
-    told, failing = away
-    failing.add(what)
+def test_a_tracker_that_fails_is_left_out(
+    away, tmp_path, caplog, failing_call, expected
+):
+    calls, failing = away
+    failing.add(failing_call)
     trackers = Trackers(["away"], "run", tmp_path, {"run.name": "run"})
     for step in (1, 2):
         trackers.log("train", step, {"loss": 1.0})
     trackers.close()
-    assert told == left
+    assert calls == expected
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     message = record.getMessage()

@@ -111,7 +111,8 @@ def test_a_single_process_of_a_multiprocess_accelerate_launch_is_refused(monkeyp
 def test_cudnn_times_convolutions_only_if_configured(monkeypatch, on):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
     before = cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
     cudnn.benchmark = not on
     try:

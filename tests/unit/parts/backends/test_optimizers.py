@@ -48,20 +48,20 @@ def test_a_loaded_state_goes_on_like_one_that_stayed_where_weights_keep_their_ch
         torch.manual_seed(0)
         return torch.nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
 
-    def optimizer_of(made: torch.nn.Conv2d) -> torch.optim.Optimizer:
+    def optimizer_of(convolution: torch.nn.Conv2d) -> torch.optim.Optimizer:
         options = {"lr": 0.001, "fused": fused}
         both = {
             "adamw": torch.optim.AdamW,
             "sgd": partial(torch.optim.SGD, momentum=0.9),
         }
-        return both[kind](made.parameters(), **options)
+        return both[kind](convolution.parameters(), **options)
 
     def step(
-        made: torch.nn.Conv2d, optimizer: torch.optim.Optimizer, seed: int
+        convolution: torch.nn.Conv2d, optimizer: torch.optim.Optimizer, seed: int
     ) -> None:
         image = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
         optimizer.zero_grad()
-        made(image).square().mean().backward()
+        convolution(image).square().mean().backward()
         optimizer.step()
 
     stayed = layer()

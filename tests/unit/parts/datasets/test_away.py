@@ -32,11 +32,13 @@ def source(tmp_path) -> ImageSource:
 def test_a_failed_read_is_fatal_although_corrupt_images_are_skipped(
     source, monkeypatch, code
 ):
-    number, tries, opened = getattr(errno, code), [], builtins.open
+    number = getattr(errno, code)
+    tries = []
+    opened = builtins.open
 
-    def fail(path, *args, **more):
+    def fail(path, *args, **options):
         if not os.fsdecode(path).endswith("1.png"):
-            return opened(path, *args, **more)
+            return opened(path, *args, **options)
         tries.append(path)
         raise OSError(number, os.strerror(number), path)
 

@@ -32,7 +32,11 @@ def root(tmp_path: Path) -> Path:
 
 
 def open_list(
-    root: Path, content: str | bytes, name: str = "a.csv", labels: str = "all", **more
+    root: Path,
+    content: str | bytes,
+    name: str = "a.csv",
+    labels: str = "all",
+    **changes,
 ):
     (root / name).write_bytes(
         content if isinstance(content, bytes) else content.encode()
@@ -41,7 +45,7 @@ def open_list(
         "root": str(root),
         "train_list": name,
         "val_list": f"v{Path(name).suffix}",
-        **more,
+        **changes,
     }
     return build(Options(**values), "train", None, labels)
 
@@ -55,13 +59,11 @@ def pairs(source) -> dict[str, str]:
     }
 
 
-PIE, CAKE = (
-    {"apple_pie/1.jpg": "pie", "baklava/1.jpg": "cake"},
-    {
-        "apple_pie/1.jpg": "3",
-        "baklava/1.jpg": "12",
-    },
-)
+PIE = {"apple_pie/1.jpg": "pie", "baklava/1.jpg": "cake"}
+CAKE = {
+    "apple_pie/1.jpg": "3",
+    "baklava/1.jpg": "12",
+}
 LINE = "apple_pie/1.jpg,pie\nbaklava/1.jpg,cake\n"
 
 
@@ -109,28 +111,28 @@ LINE = "apple_pie/1.jpg,pie\nbaklava/1.jpg,cake\n"
         ("a.txt", "baklava/3\napple_pie/1\n\nbaklava/1.jpg\r\n", {}, None),
     ],
 )
-def test_forms_of_a_list(root, name, content, options, expected):
-    found = open_list(root, content, name, **options)
+def test_every_form_of_a_list_is_read(root, name, content, options, expected):
+    source = open_list(root, content, name, **options)
     folders = {
         "apple_pie/1.jpg": "apple_pie",
         "baklava/1.jpg": "baklava",
         "baklava/3.jpg": "baklava",
     }
-    assert pairs(found) == (expected or folders)
-    assert found.decode(0).image.getpixel((0, 0)) == (0, 0, 0)
-    assert list(found.classes) == {"pie": ["cake", "pie"], "3": ["3", "12"]}.get(
-        next(iter(pairs(found).values())), ["apple_pie", "baklava"]
+    assert pairs(source) == (expected or folders)
+    assert source.decode(0).image.getpixel((0, 0)) == (0, 0, 0)
+    assert list(source.classes) == {"pie": ["cake", "pie"], "3": ["3", "12"]}.get(
+        next(iter(pairs(source).values())), ["apple_pie", "baklava"]
     )
 
 
-def test_absolute_paths_below_the_root_and_links_to_it(root):
+def test_paths_may_be_absolute_below_the_root_or_a_link_to_it(root):
     (root.parent / "link").symlink_to(root)
     for path in (root, root.parent / "link"):
         content = f"path,label\n{root}/apple_pie/1.jpg,pie\n{root}/./baklava/1,cake\n"
         assert pairs(open_list(path, content)) == PIE
 
 
-def test_food101_as_distributed(root):
+def test_food101_is_read_as_distributed(root):
     (root.parent / "meta").mkdir()
     (root.parent / "meta/train.txt").write_text(
         "baklava/3\napple_pie/1\n\nbaklava/1.jpg\r\n"
@@ -203,7 +205,7 @@ def test_listed_images_may_have_any_ending_and_unlisted_files_are_not_looked_at(
     assert open_list(root, content).decode(2).image.size == (4, 4)
 
 
-def test_images_without_a_label(root):
+def test_images_may_have_no_label_where_that_is_said(root):
     content = "path,label\napple_pie/1.jpg,pie\nbaklava/1.jpg,cake\nbaklava/2.jpg,\n"
     assert pairs(open_list(root, content, labels="some")) == {
         **PIE,
@@ -314,8 +316,8 @@ def test_images_without_a_label(root):
     ],
 )
 def test_a_list_that_does_not_fit_is_one_line(root, name, content, message):
-    for other in ("baklava/9.jpg", "baklava/9.png", "baklava/7.heic"):
-        (root / other).write_bytes(b"x")
+    for file in ("baklava/9.jpg", "baklava/9.png", "baklava/7.heic"):
+        (root / file).write_bytes(b"x")
     if content is not None:
         (root / name).write_bytes(
             content if isinstance(content, bytes) else content.encode()
@@ -331,11 +333,11 @@ def test_a_list_that_does_not_fit_is_one_line(root, name, content, message):
 
 
 def test_a_repeated_line_counts_once_and_is_reported(root):
-    found = open_list(root, f"path,label\n{LINE}{LINE}apple_pie/1,pie\n")
-    assert pairs(found) == PIE
+    source = open_list(root, f"path,label\n{LINE}{LINE}apple_pie/1,pie\n")
+    assert pairs(source) == PIE
     assert (
         "3 lines of data.train_list repeat another with the same label, and count once"
-        in found.notes
+        in source.notes
     )
 
 
@@ -348,16 +350,20 @@ def test_a_name_missing_in_the_root_is_searched_beside_its_list(root):
     }
 
 
-def test_names_in_another_unicode_form(root):
+def test_names_may_have_another_unicode_form(root):
     """macOS writes é as two characters into names of files, a spreadsheet as one."""
-    one, two = "caf\xe9", "cafe\u0301"
-    shutil.copytree(root / "baklava", root / two)
-    (root / two / "1.jpg").rename(root / two / f"{two}.jpg")
-    content = f"path,label\n{one}/{one}.jpg,{one}\n{one}/2,{two}\nbaklava/1,cake\n"
-    found = open_list(root, content)
-    assert pairs(found) == {
-        f"{two}/{two}.jpg": one,
-        f"{two}/2.jpg": one,
+    composed = "caf\xe9"
+    decomposed = "cafe\u0301"
+    shutil.copytree(root / "baklava", root / decomposed)
+    (root / decomposed / "1.jpg").rename(root / decomposed / f"{decomposed}.jpg")
+    content = (
+        f"path,label\n{composed}/{composed}.jpg,{composed}\n"
+        f"{composed}/2,{decomposed}\nbaklava/1,cake\n"
+    )
+    source = open_list(root, content)
+    assert pairs(source) == {
+        f"{decomposed}/{decomposed}.jpg": composed,
+        f"{decomposed}/2.jpg": composed,
         "baklava/1.jpg": "cake",
     }
 

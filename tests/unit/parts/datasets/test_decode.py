@@ -22,7 +22,8 @@ from kd.parts.datasets._splits import hold_out
 
 RNG = np.random.default_rng(0)
 NOISE = Image.fromarray(RNG.integers(0, 256, (24, 32, 3), np.uint8))
-RED, WHITE = (255, 0, 0), (255, 255, 255)
+RED = (255, 0, 0)
+WHITE = (255, 255, 255)
 
 
 def stored(image: Image.Image, kind: str = "PNG", **options) -> bytes:
@@ -89,19 +90,19 @@ def test_transparent_pixels_become_white_and_half_ones_half_so(kind):
     image.putpixel((1, 0), (0, 0, 255, 0))
     image.putpixel((2, 0), (0, 0, 0, 128))
     options = {"lossless": True, "exact": True} if kind == "WEBP" else {}
-    left, middle, right = np.asarray(read(stored(image, kind, **options)))[0].tolist()
-    assert (left, middle) == ([255, 0, 0], [255, 255, 255])
-    assert right == pytest.approx([127] * 3, abs=1)  # rounding of alpha 128
+    first, middle, last = np.asarray(read(stored(image, kind, **options)))[0].tolist()
+    assert (first, middle) == ([255, 0, 0], [255, 255, 255])
+    assert last == pytest.approx([127] * 3, abs=1)  # rounding of alpha 128
 
 
-def test_grey_with_alpha():
+def test_grey_with_alpha_is_laid_on_white():
     image = Image.new("LA", (2, 1), (10, 255))
     image.putpixel((1, 0), (10, 0))
     assert np.asarray(read(stored(image))).tolist() == [[[10] * 3, [255] * 3]]
 
 
 @pytest.mark.parametrize("transparency", [0, bytes([0, 255])], ids=["index", "bytes"])
-def test_palette_with_transparency(transparency):
+def test_transparent_palette_entries_become_white(transparency):
     image = Image.new("P", (2, 1), 0)
     image.putpalette([0, 0, 255, 255, 0, 0])
     image.putpixel((1, 0), 1)
@@ -170,7 +171,7 @@ def test_cmyk_tiff_is_not_inverted():
 def test_orientation_is_applied_once(kind, orientation):
     pixels = np.asarray(NOISE)
     # EXIF 2.3, tag 274: how the stored rows and columns are to be shown.
-    shown = {
+    expected = {
         1: pixels,
         2: pixels[:, ::-1],
         3: pixels[::-1, ::-1],
@@ -183,7 +184,7 @@ def test_orientation_is_applied_once(kind, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = read(stored(NOISE, kind, exif=exif))
-    assert np.array_equal(np.asarray(image), shown)
+    assert np.array_equal(np.asarray(image), expected)
     assert not image.getexif()
 
 
@@ -208,7 +209,7 @@ def test_broken_exif_costs_neither_the_image_nor_a_warning(exif):
     assert read(stored(NOISE, "JPEG", exif=exif)).size == NOISE.size
 
 
-def test_first_frame_of_an_animation():
+def test_an_animation_is_its_first_frame():
     frames = [Image.new("RGB", (4, 4), color) for color in (RED, (0, 255, 0))]
     for kind in ("GIF", "WEBP", "PNG"):
         data = stored(
@@ -221,7 +222,7 @@ def test_first_frame_of_an_animation():
         assert read(data).getpixel((0, 0)) == RED
 
 
-def test_first_picture_of_a_phone_burst():
+def test_a_phone_burst_is_its_first_picture():
     data = stored(
         Image.new("RGB", (16, 16), RED),
         "MPO",
@@ -233,11 +234,11 @@ def test_first_picture_of_a_phone_burst():
     )  # JPEG loses a little
 
 
-def scans(jpeg: bytes, more: int) -> bytes:
-    """Repeat a scan of a progressive JPEG `more` times."""
+def scans(jpeg: bytes, count: int) -> bytes:
+    """Repeat a scan of a progressive JPEG `count` times."""
     first = jpeg.index(b"\xff\xda")
     second = jpeg.index(b"\xff\xda", first + 2)
-    return jpeg[:second] + jpeg[first:second] * more + jpeg[second:]
+    return jpeg[:second] + jpeg[first:second] * count + jpeg[second:]
 
 
 def test_many_scans_are_refused_for_every_jpeg_format_name():
@@ -248,9 +249,9 @@ def test_many_scans_are_refused_for_every_jpeg_format_name():
     burst = stored(
         NOISE, "MPO", save_all=True, append_images=[NOISE] * 9, progressive=True
     )
-    own = count_scans(plain)
-    assert own == plain.count(b"\xff\xda")
-    assert count_scans(burst) == own
+    scan_count = count_scans(plain)
+    assert scan_count == plain.count(b"\xff\xda")
+    assert count_scans(burst) == scan_count
     assert burst.count(b"\xff\xda") > 64
     assert Image.open(io.BytesIO(burst)).format == "MPO"
     assert np.array_equal(np.asarray(read(burst)), np.asarray(read(plain)))
@@ -258,20 +259,18 @@ def test_many_scans_are_refused_for_every_jpeg_format_name():
     assert np.array_equal(
         np.asarray(read(plain[:2] + thumbnail + plain[2:])), np.asarray(read(plain))
     )
-    assert read(scans(burst, Most().scans - own)).size == NOISE.size
+    assert read(scans(burst, Most().scans - scan_count)).size == NOISE.size
     for data in (plain, burst):
-        assert count_scans(scans(data, 100)) == own + 100
-        with pytest.raises(DataError, match=f"a JPEG of {own + 100} scans"):
+        assert count_scans(scans(data, 100)) == scan_count + 100
+        with pytest.raises(DataError, match=f"a JPEG of {scan_count + 100} scans"):
             read(scans(data, 100))
 
 
 def test_colour_profile_is_dropped_with_the_rest_of_the_metadata():
     """The pixels are those of the same file without a profile."""
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    with_profile, without = (
-        stored(NOISE, "JPEG", icc_profile=profile),
-        stored(NOISE, "JPEG"),
-    )
+    with_profile = stored(NOISE, "JPEG", icc_profile=profile)
+    without = stored(NOISE, "JPEG")
     assert Image.open(io.BytesIO(with_profile)).info["icc_profile"] == profile
     image = read(with_profile)
     assert "icc_profile" not in image.info
@@ -280,7 +279,7 @@ def test_colour_profile_is_dropped_with_the_rest_of_the_metadata():
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF"])
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9])
-def test_cut_short(kind, share):
+def test_an_image_that_is_cut_short_is_refused(kind, share):
     data = stored(NOISE.resize((200, 150)), kind)
     with pytest.raises(
         DataError,
@@ -311,7 +310,7 @@ def test_cut_short(kind, share):
         (stored(NOISE, "JPEG")[:30], "the image is truncated"),
     ],
 )
-def test_bytes_that_are_no_image(data, message):
+def test_bytes_that_are_no_image_are_refused(data, message):
     """PostScript is not handed to another program."""
     with pytest.raises(DataError, match=message):
         read(data)
@@ -323,7 +322,7 @@ def test_bytes_that_are_no_image(data, message):
 @pytest.mark.parametrize(
     "side", [90, 110, 300], ids=["within", "warned by Pillow", "refused by Pillow"]
 )
-def test_decompression_bomb(side, pillow, monkeypatch):
+def test_a_decompression_bomb_is_refused(side, pillow, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", pillow)
     monkeypatch.setattr(pixels, "MOST", Most(pixels=10_000))
     data = stored(Image.new("L", (side, side)))
@@ -369,7 +368,7 @@ def test_hold_out_keeps_one_image_on_either_side():
         assert hold_out([b"a", b"b", b"c"], np.zeros(3, int), fraction).sum() in (1, 2)
 
 
-def test_labels_as_written():
+def test_labels_stay_as_written():
     def named(*raw: str, names: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
         column, order = name_labels(Categorical.from_values(raw), names)
         return [column.categories[code] for code in column.codes], order
@@ -413,16 +412,17 @@ def test_heic_is_read_with_the_extra_and_names_it_without():
     image = NOISE.resize((4, 3)).resize((64, 48))
     heif = import_module("pillow_heif")
     heif.register_heif_opener()
-    for turn, size in ((1, (64, 48)), (6, (48, 64))):
+    for orientation, size in ((1, (64, 48)), (6, (48, 64))):
         exif = Image.Exif()
-        exif[0x0112] = turn
+        exif[0x0112] = orientation
         data = stored(image, "HEIF", quality=95, exif=exif.tobytes())
         expected = np.asarray(
-            image if turn == 1 else image.transpose(Image.Transpose.ROTATE_270), int
+            image if orientation == 1 else image.transpose(Image.Transpose.ROTATE_270),
+            int,
         )
-        found = read(data)
-        assert found.size == size
-        assert abs(np.asarray(found, int) - expected).mean() < 6
+        opened = read(data)
+        assert opened.size == size
+        assert abs(np.asarray(opened, int) - expected).mean() < 6
     with pytest.raises(DataError, match=r"damaged|truncated|cannot be decoded"):
         read(data[: len(data) // 2])
 
@@ -433,13 +433,13 @@ def grey16(bits: int, size: int = 8) -> Image.Image:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_bits_of_16(kind):
+def test_the_bits_of_16_are_a_range_for_all_images(kind):
     """A camera's 12 bits in 16: the range is `data.bits` of them, for every image
     alike; larger values are no image.
     """
     data = stored(grey16(12), kind)
-    found = decode_image(data, "file", "data.root")
-    assert (found.used_bits, max(np.asarray(found.image).ravel())) == (
+    decoded = decode_image(data, "file", "data.root")
+    assert (decoded.used_bits, max(np.asarray(decoded.image).ravel())) == (
         12,
         63 * 64 >> 8,
     )  # nearly black
@@ -459,7 +459,7 @@ def test_bits_of_16(kind):
     )
 
 
-def test_bits_of_16_in_colour():
+def test_sixteen_bits_in_colour_cannot_be_scaled():
     """Pillow keeps the upper 8 bits of them, so that they cannot be scaled."""
     rows = b"".join(b"\0" + struct.pack(">6H", 4095, 0, 9, 1, 2, 3) for _ in range(2))
     data = png(2, 2, 16, 2, rows)

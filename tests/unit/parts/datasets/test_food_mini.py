@@ -81,10 +81,10 @@ def test_pictures_differ_within_a_dish_and_with_the_seed(
     tmp_path: Path, painted: FoodMini
 ):
     assert len(set(files(painted).values())) == 36
-    other = build(small(tmp_path, art_seed=1), "train", None)
-    other.prepare()
-    assert not set(files(other).values()) & set(files(painted).values())
-    assert other.fingerprint != painted.fingerprint
+    reseeded = build(small(tmp_path, art_seed=1), "train", None)
+    reseeded.prepare()
+    assert not set(files(reseeded).values()) & set(files(painted).values())
+    assert reseeded.fingerprint != painted.fingerprint
 
 
 def test_other_settings_get_another_folder(tmp_path: Path):
@@ -180,10 +180,13 @@ def test_a_tray_has_one_dish_or_several_and_a_set_of_labels(tmp_path: Path):
     )
     counts = set()
     for id, (label, dish, *_) in enumerate(list_images(source.options, "train")):
-        there = {source.classes[one] for one in np.flatnonzero(source.label(id))}
-        assert there == {source.classes[label], *dish.split("+")[1:]}
-        assert len(there) == len(dish.split("+"))  # also where the first label is wrong
-        counts.add(len(there))
+        dishes = {
+            source.classes[position] for position in np.flatnonzero(source.label(id))
+        }
+        assert dishes == {source.classes[label], *dish.split("+")[1:]}
+        # Also where the first label is wrong.
+        assert len(dishes) == len(dish.split("+"))
+        counts.add(len(dishes))
     assert counts == {1, 2, 3}
     tray = render("pizza+sushi", "train", 0, 0, 64)
     assert tray.size == (64, 64)

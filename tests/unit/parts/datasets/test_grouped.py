@@ -18,7 +18,8 @@ from kd.setup.data import Data, open_sources
 from kd.setup.recipe import resolve
 
 CLASSES = ("apple", "fig")
-CLIPS, FRAMES = 10, 8
+CLIPS = 10
+FRAMES = 8
 """Of each class."""
 
 
@@ -31,7 +32,8 @@ def clips(tmp_path_factory) -> Path:
     """Folders `apple` and `fig` of frames `CLIP_0001.jpg`, and tables that name the
     clip of each frame.
     """
-    root, rows = tmp_path_factory.mktemp("clips"), ["path,label,clip"]
+    root = tmp_path_factory.mktemp("clips")
+    rows = ["path,label,clip"]
     for label, name in enumerate(CLASSES):
         (root / name).mkdir()
         for clip in range(CLIPS):
@@ -66,15 +68,15 @@ def expected(fraction: float) -> set[str]:
     """Return the clips that are held out: of each class those whose names have the
     smallest hashes.
     """
-    found = set()
+    held_out = set()
     for label in range(len(CLASSES)):
-        every = [f"clip{label}{clip}" for clip in range(CLIPS)]
+        clips_of_label = [f"clip{label}{clip}" for clip in range(CLIPS)]
         ranked = sorted(
-            every,
+            clips_of_label,
             key=lambda clip: hashlib.blake2b(clip.encode(), digest_size=8).digest(),
         )
-        found |= {*ranked[: round(fraction * CLIPS)]}
-    return found
+        held_out |= {*ranked[: round(fraction * CLIPS)]}
+    return held_out
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,9 @@ def test_all_frames_of_a_clip_are_in_one_split(clips, kind, keys):
     assert not [note for note in data.notes if note.startswith("data.group")]
 
 
-def test_label_sets_and_a_parent(clips, tmp_path):
+def test_images_with_label_sets_are_grouped_and_a_folder_may_be_the_group(
+    clips, tmp_path
+):
     """Without classes the clips are ranked together; a file's folder may be
     its group.
     """
@@ -130,11 +134,11 @@ def test_label_sets_and_a_parent(clips, tmp_path):
         {name.partition("/")[0] for name in names(source)}
         for source in (data.train, data.val)
     ]
-    assert [len(one) for one in plates] == [4, 2]
+    assert [len(paths) for paths in plates] == [4, 2]
     assert not plates[0] & plates[1]
 
 
-def test_rows_of_a_table(tmp_path):
+def test_rows_of_a_table_are_grouped_by_a_column(tmp_path):
     hub = pytest.importorskip("datasets", reason="the extra hf is not installed")
     count = 60
     columns = {
@@ -147,8 +151,8 @@ def test_rows_of_a_table(tmp_path):
         "label": hub.ClassLabel(names=list(CLASSES)),
         "patient": hub.Value("int64"),
     }
-    made = hub.Dataset.from_dict(columns, features=hub.Features(features))
-    hub.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "t"))
+    dataset = hub.Dataset.from_dict(columns, features=hub.Features(features))
+    hub.DatasetDict({"train": dataset}).save_to_disk(str(tmp_path / "t"))
     options = registry.options_type("datasets", "hf", "data")(
         path=str(tmp_path / "t"), val_fraction=0.3, group="patient"
     )
@@ -194,8 +198,8 @@ def test_a_test_split_that_is_set_aside_has_whole_groups(clips):
 
 def test_groups_in_two_given_splits_are_named(clips, tmp_path):
     rows = (clips / "all.csv").read_text().splitlines()
-    for split, part in {"train": rows[1::2], "val": rows[2::2]}.items():
-        (tmp_path / f"{split}.csv").write_text("\n".join([rows[0], *part]))
+    for split, split_rows in {"train": rows[1::2], "val": rows[2::2]}.items():
+        (tmp_path / f"{split}.csv").write_text("\n".join([rows[0], *split_rows]))
     lists = {
         f"{split}_list": str(tmp_path / f"{split}.csv") for split in ("train", "val")
     }
@@ -241,11 +245,11 @@ def test_without_the_key_each_image_is_alone(clips, kind):
     of_class = defaultdict(list)
     for path in (*names(data.train), *names(data.val)):
         of_class[path.partition("/")[0]].append(path)
-    held = set()
+    held_out = set()
     for paths in of_class.values():
         ranked = sorted(
             paths,
             key=lambda path: hashlib.blake2b(path.encode(), digest_size=8).digest(),
         )
-        held |= {*ranked[: int(np.floor(0.1 * len(paths) + 0.5))]}
-    assert {*names(data.val)} == held
+        held_out |= {*ranked[: int(np.floor(0.1 * len(paths) + 0.5))]}
+    assert {*names(data.val)} == held_out

@@ -23,7 +23,7 @@ def _offline(monkeypatch, tmp_path):
     monkeypatch.setattr(hub.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def table(labels: list, label=None, **more):
+def table(labels: list, label=None, **columns_by_name):
     features = {
         "image": hub.Image(),
         "label": label or hub.ClassLabel(names=["pear", "apple"]),
@@ -32,8 +32,9 @@ def table(labels: list, label=None, **more):
         "image": [{"bytes": png(id), "path": None} for id in range(len(labels))],
         "label": labels,
     }
-    for name, (values, feature) in more.items():
-        columns[name], features[name] = values, feature
+    for name, (values, feature) in columns_by_name.items():
+        columns[name] = values
+        features[name] = feature
     return hub.Dataset.from_dict(columns, features=hub.Features(features))
 
 
@@ -42,7 +43,7 @@ def save(path, **splits) -> Options:
     return Options(path=str(path))
 
 
-def test_test_split(tmp_path):
+def test_a_test_split_is_read(tmp_path):
     save(tmp_path / "d", train=table([0, 1] * 5), exam=table([1, 0, 0]))
     chosen = Options(path=str(tmp_path / "d"), val_fraction=0.2, test_split="exam")
     test = build(chosen, "test", ("pear", "apple"))
@@ -87,7 +88,8 @@ def test_a_file_that_was_replaced_and_keeps_its_time_is_read_anew(tmp_path):
     file.parent.mkdir()
     table([0, 1, 1]).to_parquet(str(file))
     chosen = Options(path=str(file.parent), val_split="train", val_fraction=0.5)
-    before, times = build(chosen, "train", None), file.stat()
+    before = build(chosen, "train", None)
+    times = file.stat()
     rows = [png(9), png(8), png(7)]
     hub.Dataset.from_dict(
         {"image": [{"bytes": row, "path": None} for row in rows], "label": [0, 1, 1]},
@@ -95,17 +97,20 @@ def test_a_file_that_was_replaced_and_keeps_its_time_is_read_anew(tmp_path):
     ).to_parquet(str(file))
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     after = build(chosen, "train", None)
-    read = (
+    contents = (
         [before.encoded(id) for id in range(len(before))],
         [after.encoded(id) for id in range(len(after))],
     )
-    assert {*read[0]} <= {png(0), png(1), png(2)}
-    assert {*read[1]} <= {*rows}
-    prepared = [one["filename"] for one in after.storage._table.cache_files]
-    times = [os.stat(one).st_mtime_ns for one in prepared]
+    assert {*contents[0]} <= {png(0), png(1), png(2)}
+    assert {*contents[1]} <= {*rows}
+    prepared = [
+        cache_file["filename"] for cache_file in after.storage._table.cache_files
+    ]
+    times = [os.stat(cache_file).st_mtime_ns for cache_file in prepared]
     again = build(chosen, "train", None)
     assert [
-        os.stat(one["filename"]).st_mtime_ns for one in again.storage._table.cache_files
+        os.stat(cache_file["filename"]).st_mtime_ns
+        for cache_file in again.storage._table.cache_files
     ] == times  # copied once
 
 
@@ -121,7 +126,7 @@ def test_a_selection_keeps_its_rows(tmp_path):
     assert labels(source) == [1, 0]
 
 
-def test_local_folder_of_images(tmp_path):
+def test_a_local_folder_of_images_is_read(tmp_path):
     for split in ("train", "validation"):
         for color, name in enumerate(("apple", "pear")):
             path = tmp_path / "d" / split / name / "1.png"
@@ -137,7 +142,7 @@ def test_local_folder_of_images(tmp_path):
         train.decode(0)
 
 
-def test_parquet_with_text_labels(tmp_path):
+def test_text_labels_need_the_name_of_their_column(tmp_path):
     (tmp_path / "d").mkdir()
     table(["pear", "fig"], hub.Value("string")).to_parquet(
         str(tmp_path / "d/train.parquet")
@@ -153,15 +158,17 @@ def test_parquet_with_text_labels(tmp_path):
     assert (source.classes, labels(source)) == (("fig", "pear"), [1, 0])
 
 
-def test_integer_labels(tmp_path):
+def test_integer_labels_count_up_to_the_largest(tmp_path):
     chosen = save(tmp_path / "d", train=table([2, 0], hub.Value("int64")))
     source = build(Options(path=chosen.path, label_key="label"), "train", None)
     assert (source.classes, labels(source)) == (("0", "1", "2"), [2, 0])
 
 
-def test_val_with_its_classes_in_another_order_or_other_ones(tmp_path):
-    other = hub.ClassLabel(names=["apple", "pear"])
-    chosen = save(tmp_path / "d", train=table([0, 1]), validation=table([0, 1], other))
+def test_val_may_order_the_classes_differently_but_not_have_others(tmp_path):
+    other_classes = hub.ClassLabel(names=["apple", "pear"])
+    chosen = save(
+        tmp_path / "d", train=table([0, 1]), validation=table([0, 1], other_classes)
+    )
     assert labels(build(chosen, "val", ("pear", "apple"))) == [1, 0]
     with pytest.raises(
         DataError, match="the split 'val' has the class 'apple', which is not among"
@@ -169,7 +176,7 @@ def test_val_with_its_classes_in_another_order_or_other_ones(tmp_path):
         build(chosen, "val", ("pear", "fig"))
 
 
-def test_absent_split(tmp_path):
+def test_an_absent_split_is_named(tmp_path):
     chosen = save(tmp_path / "d", train=table([0, 1]), valid=table([1]))
     with pytest.raises(
         DataError,
@@ -186,7 +193,7 @@ def test_absent_split(tmp_path):
         build(chosen, "val", ("pear", "apple"))
 
 
-def test_columns(tmp_path):
+def test_columns_that_are_not_clear_must_be_named(tmp_path):
     coarse = ([0, 0], hub.ClassLabel(names=["fruit"]))
     note = ([0.5, 1.5], hub.Value("float64"))
     path = save(tmp_path / "d", train=table([0, 1], coarse=coarse, note=note)).path
@@ -219,7 +226,7 @@ def test_columns(tmp_path):
         build(Options(path=path, label_key="label", image_key="note"), "train", None)
 
 
-def test_bytes_column_as_images(tmp_path):
+def test_a_column_of_bytes_may_hold_the_images(tmp_path):
     features = hub.Features(
         {"data": hub.Value("binary"), "label": hub.ClassLabel(names=["a", "b"])}
     )
@@ -238,7 +245,7 @@ def test_bytes_column_as_images(tmp_path):
     ).image.getpixel((0, 0)) == (8, 0, 0)
 
 
-def test_corrupt_and_absent_images(tmp_path):
+def test_corrupt_and_absent_images_are_named(tmp_path):
     broken = table([0, 1, 0]).map(
         lambda row, id: {
             "image": [
@@ -261,7 +268,7 @@ def test_corrupt_and_absent_images(tmp_path):
 
 
 @pytest.mark.parametrize("value", [-1, None])
-def test_unlabelled_row(tmp_path, value):
+def test_an_unlabelled_row_is_refused(tmp_path, value):
     chosen = save(tmp_path / "d", train=table([0, 1, value]))
     with pytest.raises(
         DataError, match=r"data\.label_key: row 2 has no label in the column 'label'"
@@ -282,7 +289,7 @@ def test_a_folder_that_is_not_there_and_a_hub_out_of_reach_are_one_line(tmp_path
     assert "the network" in str(caught.value)
 
 
-def test_missing_extra(monkeypatch):
+def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
         MissingExtra, match=r"data\.kind: .*Run: pip install 'PATH/kd\[hf\]'"

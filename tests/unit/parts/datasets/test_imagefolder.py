@@ -31,15 +31,15 @@ def fill(root: Path, *names: str) -> Path:
     return root
 
 
-def options(root: Path, **more) -> Options:
-    return Options(root=str(root), **more)
+def options(root: Path, **changes) -> Options:
+    return Options(root=str(root), **changes)
 
 
-def test_endings_in_any_case_and_hidden_files(tmp_path):
+def test_endings_may_have_any_case_and_hidden_files_are_no_images(tmp_path):
     good = ["1.JPG", "2.jpeg", "3.Png", "4.bmp", "5.webp", "6.gif", "7.tif", "8.TIFF"]
-    other = [".9.png", "._1.JPG", "notes.txt", "a.npy", "Thumbs.db", ".cache/1.png"]
+    ignored = [".9.png", "._1.JPG", "notes.txt", "a.npy", "Thumbs.db", ".cache/1.png"]
     fill(tmp_path, *(f"train/{name}/{file}" for name in "ab" for file in good))
-    for file in other:
+    for file in ignored:
         path = tmp_path / "train" / "a" / file
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x")
@@ -110,9 +110,9 @@ def test_heic_without_pillow_heif_names_the_package():
         "heic or left_out or not_read",
         *chosen,
     ]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= 3
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert int(re.findall(r"(\d+) passed", result.stdout)[0]) >= 3
 
 
 def test_many_kinds_of_files_are_one_line(tmp_path):
@@ -135,7 +135,7 @@ def test_many_kinds_of_files_are_one_line(tmp_path):
         build(options(tmp_path), "train", None)
 
 
-def test_linked_class_folders_and_files(tmp_path):
+def test_linked_class_folders_and_files_are_read(tmp_path):
     fill(tmp_path / "store", "apples/1.png", "pear.png")
     fill(tmp_path / "root", "train/pear/1.png")
     (tmp_path / "root/train/apple").symlink_to(tmp_path / "store/apples")
@@ -180,29 +180,30 @@ def test_jpegs_by_other_names_and_by_their_content(tmp_path):
     assert source.notes[0].startswith("3 files are not read: 1 .")
 
 
-def test_folders_named_by_numbers_and_in_two_unicode_forms(tmp_path):
+def test_folders_may_be_named_by_numbers_and_in_two_unicode_forms(tmp_path):
     fill(tmp_path, *(f"train/{label}/1.png" for label in range(12)))
     assert build(options(tmp_path), "train", None).classes == tuple(map(str, range(12)))
-    one, two = "caf\xe9", "cafe\u0301"
+    composed = "caf\xe9"
+    decomposed = "cafe\u0301"
     fill(
         tmp_path / "b",
-        f"train/{one}/1.png",
-        f"train/{two}/2.png",
+        f"train/{composed}/1.png",
+        f"train/{decomposed}/2.png",
         "train/x/1.png",
-        f"val/{two}/1.png",
+        f"val/{decomposed}/1.png",
         "val/x/1.png",
     )
     train = build(options(tmp_path / "b"), "train", None)
     val = build(options(tmp_path / "b"), "val", train.classes)
     assert (train.classes, [val.classes[val.label(id)] for id in range(2)]) == (
-        (one, "x"),
-        [one, "x"],
+        (composed, "x"),
+        [composed, "x"],
     )
     assert len(train) == 3
 
 
 @pytest.mark.skipif(os.name != "posix", reason="file names are bytes on POSIX only")
-def test_file_name_that_is_not_utf8(tmp_path):
+def test_a_file_name_may_be_no_utf8(tmp_path):
     fill(tmp_path, "train/apple/1.png", "train/pear/1.png")
     try:
         os.rename(
@@ -224,7 +225,7 @@ def test_a_class_may_be_called_train(tmp_path):
     )
 
 
-def test_val_fraction_with_one_image_a_class(tmp_path):
+def test_val_fraction_needs_a_class_of_two_images(tmp_path):
     fill(tmp_path, "apple/1.png", "pear/1.png")
     train = build(options(tmp_path, val_fraction=0.5), "train", None)
     assert len(train) == 2
@@ -236,7 +237,7 @@ ONE_EACH = ("train/apple/1.png", "train/pear/1.png")
 
 
 @pytest.mark.parametrize(
-    ("files", "wanted", "split", "message"),
+    ("files", "changes", "split", "message"),
     [
         (
             ["food101/1.png"],
@@ -312,13 +313,13 @@ ONE_EACH = ("train/apple/1.png", "train/pear/1.png")
         ),
     ],
 )
-def test_unfit_folders_are_one_line_errors(tmp_path, files, wanted, split, message):
+def test_unfit_folders_are_one_line_errors(tmp_path, files, changes, split, message):
     (
         (tmp_path / "train/apple").mkdir(parents=True)
         if not files
         else fill(tmp_path, *files)
     )
-    chosen = {**wanted, "root": str(tmp_path / wanted.get("root", ""))}
+    chosen = {**changes, "root": str(tmp_path / changes.get("root", ""))}
     with pytest.raises(
         DataError, match=rf"^data\.(root|val_fraction): .*{message}"
     ) as caught:
@@ -326,7 +327,7 @@ def test_unfit_folders_are_one_line_errors(tmp_path, files, wanted, split, messa
     assert "\n" not in str(caught.value)
 
 
-def test_link_in_a_circle(tmp_path):
+def test_a_link_in_a_circle_is_refused(tmp_path):
     fill(tmp_path, "train/apple/1.png")
     (tmp_path / "train/apple/again").symlink_to(tmp_path / "train")
     with pytest.raises(
@@ -343,7 +344,7 @@ def test_a_listing_is_compact(tmp_path):
     )  # an image: path, end, label, times
 
 
-def test_a_test_split_beside_train_and_val(tmp_path):
+def test_a_test_split_may_stand_beside_train_and_val(tmp_path):
     fill(
         tmp_path,
         "train/a/1.png",
@@ -352,9 +353,9 @@ def test_a_test_split_beside_train_and_val(tmp_path):
         "exam/b/3.png",
         "exam/a/4.png",
     )
-    wanted = options(tmp_path, test_split="exam")
-    assert names(build(wanted, "test", ("a", "b"))) == ["exam/a/4.png", "exam/b/3.png"]
-    assert facts(wanted).test == "test_split"
+    chosen = options(tmp_path, test_split="exam")
+    assert names(build(chosen, "test", ("a", "b"))) == ["exam/a/4.png", "exam/b/3.png"]
+    assert facts(chosen).test == "test_split"
     assert facts(options(tmp_path)).test == ""
     with pytest.raises(
         DataError,
@@ -374,9 +375,9 @@ def test_val_fraction_of_the_training_folder_where_a_test_folder_is_named(tmp_pa
         "test/a/1.png",
         "test/b/2.png",
     )
-    wanted = options(tmp_path, test_split="test", val_fraction=0.3)
+    chosen = options(tmp_path, test_split="test", val_fraction=0.3)
     train, val, test = (
-        build(wanted, split, ("a", "b")) for split in ("train", "val", "test")
+        build(chosen, split, ("a", "b")) for split in ("train", "val", "test")
     )
     assert (len(train), len(val), names(test)) == (
         8,
@@ -391,8 +392,8 @@ def test_val_fraction_of_the_training_folder_where_a_test_folder_is_named(tmp_pa
 @pytest.mark.parametrize("folder", ["unlabeled", "Unlabelled", "rest"])
 def test_a_folder_of_unlabelled_images_does_not_become_a_class(tmp_path, folder):
     fill(tmp_path, "train/apple/1.png", "train/pear/2.png", f"train/{folder}/3.png")
-    some = build(options(tmp_path, unlabelled=folder), "train", None, "some")
-    assert (some.classes, sorted(labels(some))) == (("apple", "pear"), [-1, 0, 1])
+    source = build(options(tmp_path, unlabelled=folder), "train", None, "some")
+    assert (source.classes, sorted(labels(source))) == (("apple", "pear"), [-1, 0, 1])
     if folder != "rest":
         with pytest.raises(
             DataError,
@@ -408,7 +409,7 @@ def test_the_same_images_are_held_out_in_both_unicode_forms(tmp_path):
     """macOS writes é as two characters: a copy of the data from there once had other
     validation images.
     """
-    held = []
+    held_out = []
     for form in ("NFC", "NFD"):
         root = tmp_path / form
         for folder in ("b", unicodedata.normalize(form, "é")):
@@ -416,6 +417,6 @@ def test_the_same_images_are_held_out_in_both_unicode_forms(tmp_path):
             for number in range(20):
                 (root / folder / f"{number}.png").write_bytes(b"x")
         source = build(Options(root=str(root), val_fraction=0.2), "val", None)
-        held.append({nfc(source.name(id)) for id in range(len(source))})
-    assert held[0] == held[1]
-    assert len(held[0]) == 8
+        held_out.append({nfc(source.name(id)) for id in range(len(source))})
+    assert held_out[0] == held_out[1]
+    assert len(held_out[0]) == 8

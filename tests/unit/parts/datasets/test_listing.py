@@ -53,13 +53,13 @@ def hashed(
     length.
     """
     digest = hashlib.sha256()
-    for part in (
+    for field in (
         "\0".join(classes).encode(),
         names,
         np.array(labels, "<i4").tobytes(),
         np.array(sizes, "<i8").tobytes(),
     ):
-        digest.update(len(part).to_bytes(8, "little") + part)
+        digest.update(len(field).to_bytes(8, "little") + field)
     return digest.hexdigest()
 
 
@@ -67,19 +67,37 @@ def held_out(keys: Sequence[str], labels: Sequence[int], fraction: float) -> set
     """The rule in plain Python: of each class, those whose keys have the smallest
     hashes.
     """
-    held = set()
+    chosen = set()
     for label in {*labels}:
-        own = [key for key, one in zip(keys, labels, strict=True) if one == label]
-        own.sort(key=lambda key: hashlib.blake2b(key.encode(), digest_size=8).digest())
-        if len(own) > 1:
-            held |= {*own[: min(max(int(fraction * len(own) + 0.5), 1), len(own) - 1)]}
-    return held
+        of_class = [
+            key
+            for key, label_of_key in zip(keys, labels, strict=True)
+            if label_of_key == label
+        ]
+        of_class.sort(
+            key=lambda key: hashlib.blake2b(key.encode(), digest_size=8).digest()
+        )
+        if len(of_class) > 1:
+            chosen |= {
+                *of_class[
+                    : min(
+                        max(int(fraction * len(of_class) + 0.5), 1), len(of_class) - 1
+                    )
+                ]
+            }
+    return chosen
 
 
 def built(kind: str, split: str, labels: str = "all", **options: object) -> Source:
-    made = registry.options_type("datasets", kind, "data.kind")(**options)
+    parsed_options = registry.options_type("datasets", kind, "data.kind")(**options)
     return registry.build(
-        "datasets", kind, made, "data.kind", split=split, classes=None, labels=labels
+        "datasets",
+        kind,
+        parsed_options,
+        "data.kind",
+        split=split,
+        classes=None,
+        labels=labels,
     )
 
 
@@ -102,7 +120,7 @@ def check(
     ]
     joined = "\0".join(names).encode()
     assert source.fingerprint == hashed(
-        classes, joined, labels, [one.st_size for one in status]
+        classes, joined, labels, [file_status.st_size for file_status in status]
     )
     data = Data(DataPlan(kind="food_mini"), source, source)
     assert torch.equal(data.labels(), torch.tensor(labels))
@@ -111,15 +129,19 @@ def check(
 
 @pytest.mark.parametrize("labels", ["all", "some", "none"])
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_folder(tmp_path, labels, split):
+def test_the_listing_of_a_folder_is_as_defined(tmp_path, labels, split):
     names = tree(tmp_path)
     folders = [name.rpartition("/")[0] for name in names]
     unlabelled = "a/b"
     none = {"all": set[str](), "some": {unlabelled}, "none": {*folders}}[labels]
     classes = sorted({*folders} - none)
-    of = [-1 if folder in none else classes.index(folder) for folder in folders]
-    held = held_out(names, of, 0.2)
-    chosen = [id for id, name in enumerate(names) if (name in held) == (split == "val")]
+    positions = [-1 if folder in none else classes.index(folder) for folder in folders]
+    held_out_names = held_out(names, positions, 0.2)
+    chosen = [
+        id
+        for id, name in enumerate(names)
+        if (name in held_out_names) == (split == "val")
+    ]
     source = built(
         "imagefolder",
         split,
@@ -132,13 +154,13 @@ def test_a_folder(tmp_path, labels, split):
         source,
         tmp_path,
         [names[id] for id in chosen],
-        [of[id] for id in chosen],
+        [positions[id] for id in chosen],
         classes,
     )
 
 
 @pytest.mark.parametrize("kind", ["csv", "txt"])
-def test_a_list(tmp_path, kind):
+def test_the_listing_of_a_list_is_as_defined(tmp_path, kind):
     names = tree(tmp_path / "photos")
     folders = [name.rpartition("/")[0] for name in names]
     lines = [
@@ -150,11 +172,13 @@ def test_a_list(tmp_path, kind):
         "\n".join([*head, *lines[::-1]]), encoding="utf-8"
     )
     classes = sorted({*folders})
-    of = [classes.index(folder) for folder in folders]
-    held = held_out(names, of, 0.3)
+    positions = [classes.index(folder) for folder in folders]
+    held_out_names = held_out(names, positions, 0.3)
     for split in ("train", "val"):
         chosen = [
-            id for id, name in enumerate(names) if (name in held) == (split == "val")
+            id
+            for id, name in enumerate(names)
+            if (name in held_out_names) == (split == "val")
         ]
         root = tmp_path / "photos"
         source = built(
@@ -164,12 +188,12 @@ def test_a_list(tmp_path, kind):
             source,
             root,
             [names[id] for id in chosen],
-            [of[id] for id in chosen],
+            [positions[id] for id in chosen],
             classes,
         )
 
 
-def test_sets_of_labels(tmp_path):
+def test_the_listing_of_label_sets_is_as_defined(tmp_path):
     names = tree(tmp_path / "photos")
     rows = [["rice"] * (id % 2) + ["egg"] * (id % 3 == 0) for id in range(len(names))]
     lines = [f"{name},{'|'.join(row)}" for name, row in zip(names, rows, strict=True)]
@@ -182,16 +206,16 @@ def test_sets_of_labels(tmp_path):
         "val_fraction": 0.3,
     }
     source = built("multilabel", "train", **options)
-    held = held_out(names, [0] * len(names), 0.3)
-    chosen = [id for id, name in enumerate(names) if name not in held]
-    sets = [[int(one in rows[id]) for one in ("egg", "rice")] for id in chosen]
+    held_out_names = held_out(names, [0] * len(names), 0.3)
+    chosen = [id for id, name in enumerate(names) if name not in held_out_names]
+    sets = [[int(label in rows[id]) for label in ("egg", "rice")] for id in chosen]
     assert [source.name(id) for id in range(len(source))] == [
         names[id] for id in chosen
     ]
     sizes = [os.stat(tmp_path / "photos" / names[id]).st_size for id in chosen]
     joined = "\0".join(names[id] for id in chosen).encode()
     assert source.fingerprint == hashed(
-        ("egg", "rice"), joined, [one for row in sets for one in row], sizes
+        ("egg", "rice"), joined, [label for row in sets for label in row], sizes
     )
     labels = Data(DataPlan(kind="food_mini"), source, source).labels()
     assert labels.dtype == torch.int8
@@ -199,8 +223,10 @@ def test_sets_of_labels(tmp_path):
 
 
 @pytest.mark.parametrize("written", [("fig", "pear", "apple"), ("2", "0", "7")])
-def test_shards(tmp_path, written):
-    names, of, sizes = [], [], []
+def test_the_listing_of_shards_is_as_defined(tmp_path, written):
+    names = []
+    positions = []
+    sizes = []
     integers = written[0].isdecimal()
     classes = [str(value) for value in range(8)] if integers else sorted(written)
     for shard in range(3):
@@ -208,7 +234,7 @@ def test_shards(tmp_path, written):
         for number in range(60):
             label = written[(number + shard) % 3]
             names.append(f"t-{shard}.tar/{number:04d}")
-            of.append(classes.index(label))
+            positions.append(classes.index(label))
             sizes.append(number + shard + 1)
             members |= {
                 f"{number:04d}.jpg": b"x" * sizes[-1],
@@ -218,13 +244,15 @@ def test_shards(tmp_path, written):
     pattern = str(tmp_path / "t-{0..2}.tar")
     source = built("webdataset", "train", train=pattern, val=pattern)
     assert [source.name(id) for id in range(len(source))] == names
-    assert [source.label(id) for id in range(len(source))] == of
-    assert source.fingerprint == hashed(classes, "\0".join(names).encode(), of, sizes)
+    assert [source.label(id) for id in range(len(source))] == positions
+    assert source.fingerprint == hashed(
+        classes, "\0".join(names).encode(), positions, sizes
+    )
     assert isinstance(source, Stamped)
     assert {source.stamp(id) for id in range(60, 120)} == {source.stamp(60)}
 
 
-def test_rows_of_a_table(tmp_path):
+def test_the_listing_of_a_table_is_as_defined(tmp_path):
     datasets = pytest.importorskip("datasets")
     labels = [f"class {id * 7 % 5}" for id in range(300)]
     cells = [{"bytes": b"x" * (id + 1), "path": None} for id in range(300)]
@@ -236,10 +264,12 @@ def test_rows_of_a_table(tmp_path):
     )
     datasets.DatasetDict({"train": table}).save_to_disk(str(tmp_path / "table"))
     classes = sorted({*labels})
-    of = [classes.index(label) for label in labels]
-    held = held_out([str(id) for id in range(300)], of, 0.2)
+    positions = [classes.index(label) for label in labels]
+    held_out_rows = held_out([str(id) for id in range(300)], positions, 0.2)
     for split in ("train", "val"):
-        rows = [id for id in range(300) if (str(id) in held) == (split == "val")]
+        rows = [
+            id for id in range(300) if (str(id) in held_out_rows) == (split == "val")
+        ]
         options = {
             "path": str(tmp_path / "table"),
             "label_key": "label",
@@ -252,7 +282,7 @@ def test_rows_of_a_table(tmp_path):
         expected = hashed(
             classes,
             np.array(rows, "<i8").tobytes(),
-            [of[row] for row in rows],
+            [positions[row] for row in rows],
             [row + 1 for row in rows],
         )
         assert source.fingerprint == expected

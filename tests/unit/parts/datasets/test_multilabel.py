@@ -42,7 +42,7 @@ def write(root: Path, form: str, names=SETS) -> str:
     if form == "columns":
         lines = [f"file,{','.join(CLASSES)}"]
         lines += [
-            f"{name},{','.join(str(int(one in SETS[name])) for one in CLASSES)}"
+            f"{name},{','.join(str(int(label in SETS[name])) for label in CLASSES)}"
             for name in names
         ]
     (root / f"{form}.csv").write_text("\n".join(lines) + "\n")
@@ -60,11 +60,12 @@ def source(root: Path, file: str, **changes):
 
 
 def sets(source) -> dict[str, set[str]]:
-    found = {
+    labels = {
         source.name(id): np.flatnonzero(source.label(id)) for id in range(len(source))
     }
     return {
-        name: {source.classes[one] for one in label} for name, label in found.items()
+        name: {source.classes[position] for position in label}
+        for name, label in labels.items()
     }
 
 
@@ -88,8 +89,8 @@ def test_with_labels_some_an_image_without_an_entry_is_unlabelled(root):
         json.dumps({"a.jpg": ["egg"], "c.jpg": None, "d.jpg": []})
     )
     options = Options(root=str(root), train_labels="some.json", val_labels="val.json")
-    some = build(options, "train", ("egg", "rice"), "some")
-    assert [some.label(id).tolist() for id in range(3)] == [[1, 0], [-1, -1], [0, 0]]
+    partial = build(options, "train", ("egg", "rice"), "some")
+    assert [partial.label(id).tolist() for id in range(3)] == [[1, 0], [-1, -1], [0, 0]]
     assert [build(options, "train", None, "none").label(id) for id in range(3)] == [
         -1
     ] * 3
@@ -101,27 +102,25 @@ def test_with_labels_some_an_image_without_an_entry_is_unlabelled(root):
         ("some", [-1, -1]),
         ("all", [0, 0]),
     ):  # a table of two columns cannot say both
-        found = build(options, "train", ("egg", "rice"), labels)
-        assert [found.label(id).tolist() for id in range(2)] == [[1, 0], last]
+        opened = build(options, "train", ("egg", "rice"), labels)
+        assert [opened.label(id).tolist() for id in range(2)] == [[1, 0], last]
 
 
 def test_the_column_of_the_images_may_have_no_name(root):
     """As pandas writes an index; a hidden image is none that the first line names."""
     (root / ".hidden.jpg").write_bytes(b"")
     (root / "index.csv").write_text(",egg,rice\na.jpg,1,1\nc.jpg,1,0\n")
-    found = build(
+    opened = build(
         Options(root=str(root), train_labels="index.csv", val_labels="val.json"),
         "train",
         None,
     )
-    assert sets(found) == {"a.jpg": {"egg", "rice"}, "c.jpg": {"egg"}}
+    assert sets(opened) == {"a.jpg": {"egg", "rice"}, "c.jpg": {"egg"}}
 
 
 FEW = {"a.jpg": {"rice", "egg"}, "c.jpg": {"egg"}}
-PAIRS, WIDE = (
-    "file,labels\na.jpg,rice|egg\nc.jpg,egg\n",
-    "file,egg,rice\na.jpg,1,1\nc.jpg,1,0\n",
-)
+PAIRS = "file,labels\na.jpg,rice|egg\nc.jpg,egg\n"
+WIDE = "file,egg,rice\na.jpg,1,1\nc.jpg,1,0\n"
 
 
 @pytest.mark.parametrize(
@@ -142,10 +141,10 @@ PAIRS, WIDE = (
         ("a.json", '\ufeff{"a": ["rice", "egg"], "c.jpg": ["egg"]}', {}),
     ],
 )
-def test_forms_that_say_the_same(root, name, content, changes):
+def test_forms_that_say_the_same_are_read_alike(root, name, content, changes):
     (root / name).write_text(content)
-    found = source(root, name, val_fraction=0.0, val_labels="v.csv", **changes)
-    assert (sets(found), list(found.classes)) == (FEW, ["egg", "rice"])
+    opened = source(root, name, val_fraction=0.0, val_labels="v.csv", **changes)
+    assert (sets(opened), list(opened.classes)) == (FEW, ["egg", "rice"])
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_forms_that_say_the_same(root, name, content, changes):
         ("file,egg,rice,soup\na.jpg,1,1,0\n", {"egg", "rice", "soup"}),
     ],
 )
-def test_classes_of_a_table(root, content, expected):
+def test_classes_of_a_table_are_its_columns(root, content, expected):
     (root / "a.csv").write_text(content)
     assert (
         set(source(root, "a.csv", val_fraction=0.0, val_labels="v.csv").classes)
@@ -311,8 +310,8 @@ def test_validation_has_images_and_classes_of_its_own_or_is_refused(root):
         build(options, "val", ("egg",))
 
 
-def test_test_labels(root):
-    files = {f"{part}_labels": f"{part}.csv" for part in ("train", "val", "test")}
+def test_test_labels_are_a_split_of_their_own(root):
+    files = {f"{split}_labels": f"{split}.csv" for split in ("train", "val", "test")}
     for file, name in zip(
         files.values(), ("a.jpg", "c.jpg", "deep/b.jpg"), strict=True
     ):

@@ -27,12 +27,12 @@ def samples(labels: list, ending: str = "cls") -> dict[str, bytes]:
     }
 
 
-def options(tmp_path: Path, **more) -> Options:
+def options(tmp_path: Path, **changes) -> Options:
     return Options(
         **{
             "train": str(tmp_path / "train.tar"),
             "val": str(tmp_path / "val.tar"),
-            **more,
+            **changes,
         }
     )
 
@@ -53,20 +53,20 @@ def test_the_stamp_is_made_of_the_times_of_the_write_tar(tmp_path):
     ]
 
 
-def test_test_shards(tmp_path):
-    for name, found in {
+def test_test_shards_are_a_split_of_their_own(tmp_path):
+    for name, numbers in {
         "train": ["pear", "apple"],
         "val": ["pear"],
         "exam": ["apple", "pear", "apple"],
     }.items():
-        write_tar(tmp_path / f"{name}.tar", samples(found))
+        write_tar(tmp_path / f"{name}.tar", samples(numbers))
     chosen = options(tmp_path, test=str(tmp_path / "exam.tar"))
     assert labels(build(chosen, "test", ("apple", "pear"))) == [0, 1, 0]
     assert (facts(chosen).test, facts(options(tmp_path)).test) == ("test", "")
 
 
 @pytest.mark.parametrize("value", [1, "1", "pear"])
-def test_json_field(tmp_path, value):
+def test_a_field_of_json_may_be_the_label(tmp_path, value):
     (tmp_path / "names.txt").write_text("apple\npear\n")
     write_tar(
         tmp_path / "train.tar", samples([json.dumps({"label": value, "id": 7})], "json")
@@ -84,7 +84,7 @@ def test_json_field(tmp_path, value):
 @pytest.mark.parametrize(
     "text", ["pear\r\napple\r\n", '["pear", "apple"]', "\ufeffpear\napple"]
 )
-def test_class_names(tmp_path, text):
+def test_class_names_order_the_classes(tmp_path, text):
     (tmp_path / "names").write_text(text, encoding="utf-8")
     write_tar(tmp_path / "train.tar", samples([1, "pear"]))
     source = build(
@@ -153,7 +153,7 @@ def test_a_class_name_may_be_decomposed(tmp_path, sets):
         ("[1", "cannot be read"),
     ],
 )
-def test_class_names_that_cannot_be_used(tmp_path, text, message):
+def test_class_names_that_cannot_be_used_are_refused(tmp_path, text, message):
     (tmp_path / "names").write_text(text)
     write_tar(tmp_path / "train.tar", samples([0, 1]))
     with pytest.raises(DataError, match=rf"data\.class_names: .*{message}"):
@@ -186,7 +186,7 @@ def test_keys_end_at_the_first_dot_and_the_first_image_key_wins(tmp_path):
 @pytest.mark.parametrize(
     "kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 )
-def test_tar_dialects_with_long_names(tmp_path, kind):
+def test_every_tar_dialect_may_have_long_names(tmp_path, kind):
     long = "d" * 90 + "/" + "x" * 90
     members = {f"{long}.png": png(5), f"{long}.cls": "0", "y.png": png(6), "y.cls": "1"}
     write_tar(tmp_path / "train.tar", members, format=kind)
@@ -197,11 +197,11 @@ def test_tar_dialects_with_long_names(tmp_path, kind):
 
 def test_every_cut_is_noticed(tmp_path):
     path = write_tar(tmp_path / "train.tar", samples([0, 1, 0]))
-    whole = path.read_bytes()
-    end = whole.rstrip(b"\0")
+    shard_bytes = path.read_bytes()
+    end = shard_bytes.rstrip(b"\0")
     content = -(-len(end) // 512) * 512
     for length in [*range(100, content, 100), *range(512, content + 1, 512)]:
-        path.write_bytes(whole[:length])
+        path.write_bytes(shard_bytes[:length])
         with pytest.raises(
             DataError,
             match=(
@@ -211,7 +211,7 @@ def test_every_cut_is_noticed(tmp_path):
             build(options(tmp_path), "train", None)
 
 
-def test_damaged_header_in_the_middle(tmp_path):
+def test_a_damaged_header_in_the_middle_is_noticed(tmp_path):
     path = write_tar(tmp_path / "train.tar", samples([0, 1, 0]))
     data = bytearray(path.read_bytes())
     data[2048 : 2048 + 100] = b"\xff" * 100
@@ -228,7 +228,8 @@ def bomb(
     """A shard with a member of `size` zeros, which take no space on the disk."""
     write_tar(path, members)
     info = tarfile.TarInfo(name)
-    info.size, info.type = size, kind
+    info.size = size
+    info.type = kind
     with path.open("r+b") as file:
         end = sum(512 + -(-len(data) // 512) * 512 for data in members.values())
         file.seek(end)
@@ -240,8 +241,10 @@ def bomb(
 @pytest.mark.parametrize("kind", ["image", "label", "header"])
 def test_a_member_of_many_gigabytes_is_not_read(tmp_path, kind):
     """It was read whole."""
-    named = {"a.png": png(1), "a.cls": b"0"}
-    named |= {"image": {"x.cls": b"1"}, "label": {"x.png": png(1)}, "header": {}}[kind]
+    members = {"a.png": png(1), "a.cls": b"0"}
+    members |= {"image": {"x.cls": b"1"}, "label": {"x.png": png(1)}, "header": {}}[
+        kind
+    ]
     name = {"image": "x.png", "label": "x.cls", "header": "x.pax"}[kind]
     header = tarfile.XHDTYPE if kind == "header" else tarfile.REGTYPE
     words = {
@@ -249,7 +252,7 @@ def test_a_member_of_many_gigabytes_is_not_read(tmp_path, kind):
         "label": "label of '.*x'",
         "header": "header",
     }[kind]
-    bomb(tmp_path / "train.tar", name, 40 * 10**9, header, **named)
+    bomb(tmp_path / "train.tar", name, 40 * 10**9, header, **members)
     with pytest.raises(
         DataError, match=rf"^data\.train: .*{words}.* 40000000\d+ bytes"
     ) as caught:
@@ -273,7 +276,7 @@ def test_a_member_of_many_gigabytes_is_not_read(tmp_path, kind):
     ],
     ids=["empty", "text", "gzip"],
 )
-def test_no_tar_at_all(tmp_path, name, data, words):
+def test_a_shard_that_is_no_tar_is_refused(tmp_path, name, data, words):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(
         DataError, match=rf"the shard '.*{name}' cannot be read .*{words}"
@@ -281,7 +284,9 @@ def test_no_tar_at_all(tmp_path, name, data, words):
         build(options(tmp_path, train=str(tmp_path / name)), "train", None)
 
 
-def test_shard_that_shrinks_after_the_index(tmp_path, monkeypatch):
+def test_a_shard_that_shrinks_after_the_index_is_no_corrupt_image(
+    tmp_path, monkeypatch
+):
     """It was not read whole, so it is not a corrupt image that `on_corrupt`
     may skip.
     """
@@ -297,13 +302,13 @@ def test_shard_that_shrinks_after_the_index(tmp_path, monkeypatch):
     path.unlink()
     with pytest.raises(
         DataError, match=r"image 'train\.tar/0001': it cannot be read \(No such file"
-    ) as gone:
+    ) as caught:
         source.decode(1)
     assert not isinstance(short.value, CorruptImage)
-    assert not isinstance(gone.value, CorruptImage)
+    assert not isinstance(caught.value, CorruptImage)
 
 
-def test_shards_of_an_object_store(tmp_path, aws):
+def test_shards_of_an_object_store_are_copied_once(tmp_path, aws):
     """They are copied once, and are then the same data as local shards; one that has
     changed is copied anew.
     """
@@ -333,7 +338,9 @@ def test_shards_of_an_object_store(tmp_path, aws):
         ]
         times[url] = {path: path.stat().st_mtime_ns for path in copies.rglob("*.tar")}
     assert len(times[url]) == 3
-    assert len({tuple(sorted(found.items())) for found in times.values()}) == 1
+    assert (
+        len({tuple(sorted(file_times.items())) for file_times in times.values()}) == 1
+    )
     write_tar(tmp_path / "train-000.tar", samples(["3", "x"]))
     aws("s3").upload_file(
         str(tmp_path / "train-000.tar"), "bucket", "food/train-000.tar"
@@ -356,14 +363,14 @@ def test_shards_of_an_object_store(tmp_path, aws):
         ("pipe:aws s3 cp s3://x -", "is a pipe"),
     ],
 )
-def test_shards_that_are_not_there(tmp_path, aws, url, words):
+def test_remote_shards_that_are_not_there_are_named(tmp_path, aws, url, words):
     with pytest.raises(KdError, match=rf"^data\.train: .*{words}"):
         build(
             options(tmp_path, train=url, copies=str(tmp_path / "copies")), "train", None
         )
 
 
-def test_missing_shards(tmp_path):
+def test_missing_shards_are_counted_and_the_likely_one_is_named(tmp_path):
     write_tar(tmp_path / "train-000.tar", samples([0, 1]))
     with pytest.raises(
         DataError,
@@ -413,20 +420,20 @@ def test_missing_shards(tmp_path):
         ),
     ],
 )
-def test_samples_that_cannot_be_used(tmp_path, members, message):
+def test_samples_that_cannot_be_used_are_refused(tmp_path, members, message):
     write_tar(tmp_path / "train.tar", members)
     with pytest.raises(DataError, match=message):
         build(options(tmp_path), "train", None)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"id": 1}', "1"])
-def test_json_without_the_field(tmp_path, text):
+def test_json_without_the_field_is_refused(tmp_path, text):
     write_tar(tmp_path / "train.tar", samples([text], "json"))
     with pytest.raises(DataError, match=r"Allowed: JSON with the key 'label'"):
         build(options(tmp_path, label_key="json", label_field="label"), "train", None)
 
 
-def test_member_twice_and_links(tmp_path):
+def test_members_that_come_twice_and_links_are_refused(tmp_path):
     path = tmp_path / "train.tar"
     with tarfile.open(path, "w") as tar:
         for _ in range(2):
@@ -435,13 +442,14 @@ def test_member_twice_and_links(tmp_path):
         build(options(tmp_path), "train", None)
     with tarfile.open(path, "w") as tar:
         link = tarfile.TarInfo("a.png")
-        link.type, link.linkname = tarfile.SYMTYPE, "b.png"
+        link.type = tarfile.SYMTYPE
+        link.linkname = "b.png"
         tar.addfile(link)
     with pytest.raises(DataError, match=r"'a.png' in the shard '.*' is a link"):
         build(options(tmp_path), "train", None)
 
 
-def test_braces():
+def test_braces_expand_as_in_a_shell():
     assert _expand_braces("a-{008..011}.tar") == [
         "a-008.tar",
         "a-009.tar",
@@ -518,10 +526,11 @@ def test_dots_in_names_and_members_that_are_not_read(tmp_path):
 def test_a_shard_is_in_one_split(tmp_path):
     for number in range(3):
         write_tar(tmp_path / f"food-{number}.tar", samples([0, 1]))
-    first, last = str(tmp_path / "food-[01].tar"), str(tmp_path / "food-2.tar")
+    first = str(tmp_path / "food-[01].tar")
+    last = str(tmp_path / "food-2.tar")
     chosen = options(tmp_path, train=first, val=last, test=str(tmp_path / "food-1.tar"))
     assert labels(build(chosen, "val", ("0", "1"))) == [0, 1]
-    for split, other in (
+    for split, split_options in (
         ("test", chosen),
         ("val", options(tmp_path, train=first, val=first)),
     ):
@@ -529,4 +538,4 @@ def test_a_shard_is_in_one_split(tmp_path):
             DataError,
             match=rf"^data\.{split}: .*food-[01]\.tar' is also a shard of data\.train",
         ):
-            build(other, split, ("0", "1"))
+            build(split_options, split, ("0", "1"))

@@ -252,14 +252,20 @@ def make(name: str, folder: Path) -> Path:
             )
     model.eval().save_pretrained(folder)
     cls = getattr(transformers, f"{processor}ImageProcessor")
-    found = cls(**keys).to_dict()
-    shown = found["crop_size"] if found.get("do_center_crop") else found.get("size", {})
+    preprocessing = cls(**keys).to_dict()
+    shown_size = (
+        preprocessing["crop_size"]
+        if preprocessing.get("do_center_crop")
+        else preprocessing.get("size", {})
+    )
     factor = (
         1.0
         if keys.keys() & {"size", "crop_size"}
-        else SIDE / max(shown.values(), default=SIDE)
+        else SIDE / max(shown_size.values(), default=SIDE)
     )
-    sizes = {key: found[key] for key in ("size", "crop_size") if key in found}
+    sizes = {
+        key: preprocessing[key] for key in ("size", "crop_size") if key in preprocessing
+    }
     small = {
         key: {name: round(side * factor) for name, side in sides.items()}
         for key, sides in sizes.items()
@@ -286,11 +292,11 @@ def answers(folder: Path, pixels: list[torch.Tensor]) -> torch.Tensor:
 
     model = AutoModelForImageClassification.from_pretrained(folder).eval()
     with torch.no_grad():
-        said = [model(pixel_values=one) for one in pixels]
+        outputs = [model(pixel_values=image) for image in pixels]
     return torch.cat(
         [
-            one.logits if hasattr(one, "logits") else one.last_hidden_state
-            for one in said
+            output.logits if hasattr(output, "logits") else output.last_hidden_state
+            for output in outputs
         ]
     )
 

@@ -32,18 +32,18 @@ def one_thread():
 def squares(count=3, side=SIDE):
     """Pictures that differ in their means, as noise does not."""
     rng = np.random.default_rng(0)
-    made = [
+    images = [
         rng.integers(60 * i, 60 * i + 120, (8, 8, 3), np.uint8) for i in range(count)
     ]
     return [
-        Image.fromarray(one).resize((side, side), Image.Resampling.BICUBIC)
-        for one in made
+        Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC)
+        for image in images
     ]
 
 
 def tensor(images):
     return torch.from_numpy(
-        np.stack([np.asarray(one) for one in images]).transpose(0, 3, 1, 2).copy()
+        np.stack([np.asarray(image) for image in images]).transpose(0, 3, 1, 2).copy()
     )
 
 
@@ -55,9 +55,10 @@ def test_a_familys_outputs_equal_its_own_librarys(family, tmp_path):
     """
     make(family, tmp_path)
     pixels = prepared(tmp_path, squares(), **FLAT)
-    teacher, expected = load(tmp_path), answers(tmp_path, pixels)
-    ours = teacher.normalize(tensor(squares()))[:, teacher.network.order]
-    torch.testing.assert_close(ours, torch.cat(pixels), rtol=1e-5, atol=1e-5)
+    teacher = load(tmp_path)
+    expected = answers(tmp_path, pixels)
+    normalized = teacher.normalize(tensor(squares()))[:, teacher.network.order]
+    torch.testing.assert_close(normalized, torch.cat(pixels), rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         assert expected.std() > 0
         assert (
@@ -91,15 +92,15 @@ def test_a_family_has_features(family, tmp_path):
             teacher(tensor(squares()))
         return
     with torch.no_grad():
-        found = teacher(tensor(squares()))
+        outputs = teacher(tensor(squares()))
     torch.testing.assert_close(
-        found.logits,
+        outputs.logits,
         answers(tmp_path, prepared(tmp_path, squares(), **FLAT)),
         rtol=1e-4,
         atol=1e-4,
     )
-    assert found.features["pooled"].ndim == 2
-    assert found.features["tokens"].ndim == 3
+    assert outputs.features["pooled"].ndim == 2
+    assert outputs.features["tokens"].ndim == 3
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -222,19 +223,19 @@ def test_the_pooled_token_of_a_convnext_is_no_place(tmp_path):
     )
     spec = Spec("teacher", str(tmp_path), {}, (), pretrained=True)
     options = registry.default_options("networks", "transformers")
-    asked = {"spec": spec, "image_size": SIDE, "features": ("pooled", "tokens")}
-    model = registry.build("networks", "transformers", options, "x", **asked).eval()
+    context = {"spec": spec, "image_size": SIDE, "features": ("pooled", "tokens")}
+    model = registry.build("networks", "transformers", options, "x", **context).eval()
     image = tensor(squares())
     with torch.no_grad():
-        found = model(image).features
-        said = (
+        features = model(image).features
+        hidden = (
             AutoModel.from_pretrained(tmp_path)
             .eval()(model.normalize(image))
             .last_hidden_state
         )
-    assert found["tokens"].shape == (3, 4, 16)
-    torch.testing.assert_close(found["tokens"], said[:, 1:])
-    torch.testing.assert_close(found["pooled"], said[:, 0])
+    assert features["tokens"].shape == (3, 4, 16)
+    torch.testing.assert_close(features["tokens"], hidden[:, 1:])
+    torch.testing.assert_close(features["pooled"], hidden[:, 0])
 
 
 def test_a_network_of_timm_in_the_wrapper_of_transformers_is_refused_with_the_way_out(

@@ -16,13 +16,13 @@ from kd.parts import registry
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-FLOAT, HALF, DOUBLE = (
-    onnx.TensorProto.FLOAT,
-    onnx.TensorProto.FLOAT16,
-    onnx.TensorProto.DOUBLE,
-)
-BYTE, INT = onnx.TensorProto.UINT8, onnx.TensorProto.INT64
-MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+FLOAT = onnx.TensorProto.FLOAT
+HALF = onnx.TensorProto.FLOAT16
+DOUBLE = onnx.TensorProto.DOUBLE
+BYTE = onnx.TensorProto.UINT8
+INT = onnx.TensorProto.INT64
+MEAN = (0.5, 0.4, 0.3)
+STD = (0.2, 0.25, 0.3)
 CLASSES = ("apple", "fig", "pear", "plum")
 
 
@@ -52,7 +52,8 @@ def weights(widths: int) -> np.ndarray:
 def write(shape: Shape, path) -> None:
     make = onnx.helper
     axes = [1, 2] if shape.last else [2, 3]
-    nodes, name = [], "image"
+    nodes = []
+    name = "image"
     if shape.type != FLOAT:
         nodes.append(make.make_node("Cast", [name], ["float"], to=FLOAT))
         name = "float"
@@ -73,7 +74,9 @@ def write(shape: Shape, path) -> None:
             onnx.numpy_helper.from_array(np.array(shape.reshape, np.int64), "sizes")
         )
         nodes.append(make.make_node("Reshape", [product, "sizes"], [shape.ends[0]]))
-    nodes += [make.make_node("Identity", ["mean"], [other]) for other in shape.ends[1:]]
+    nodes += [
+        make.make_node("Identity", ["mean"], [output]) for output in shape.ends[1:]
+    ]
     ins = [make.make_tensor_value_info("image", shape.type, shape.size)]
     ins += [
         make.make_tensor_value_info(f"more{i}", FLOAT, [1])
@@ -91,7 +94,7 @@ def write(shape: Shape, path) -> None:
     )
 
 
-def load(shape: Shape, path, features=(), task="single_label", size=16, **more):
+def load(shape: Shape, path, features=(), task="single_label", size=16, **spec_options):
     write(shape, path)
     values = {"mean": MEAN, "std": STD, **shape.options}
     options = registry.default_options(
@@ -101,7 +104,7 @@ def load(shape: Shape, path, features=(), task="single_label", size=16, **more):
     built = registry.build(
         "tasks", task, registry.default_options("tasks", task), "task.kind"
     )
-    spec = Spec("teacher", str(path), {}, classes, task=built, **more)
+    spec = Spec("teacher", str(path), {}, classes, task=built, **spec_options)
     return registry.build(
         "networks",
         "onnx",
@@ -118,8 +121,8 @@ def expected(shape: Shape, image: torch.Tensor) -> torch.Tensor:
     pixels = image.double()
     if shape.type != BYTE:
         mean, std = (
-            torch.tensor(one, dtype=torch.float64).view(1, 3, 1, 1)
-            for one in (MEAN, STD)
+            torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1)
+            for values in (MEAN, STD)
         )
         pixels = (pixels / 255 - mean) / std
     return pixels.mean((2, 3)) @ torch.from_numpy(weights(shape.widths)).double()
@@ -155,25 +158,23 @@ def test_a_graphs_output_equals_its_arithmetic(name, tmp_path):
         256, (5, 3, 16, 16), generator=torch.Generator().manual_seed(1)
     ).to(torch.uint8)
     model = load(shape, tmp_path / "g.onnx")
-    seen = resized(image, model.input_size)
-    seen = seen.round() if shape.type == BYTE else seen
+    pixels = resized(image, model.input_size)
+    pixels = pixels.round() if shape.type == BYTE else pixels
     torch.testing.assert_close(
         model(image).logits.double(),
-        expected(shape, seen),
+        expected(shape, pixels),
         rtol=1e-3,
         atol=TOLERANCE[shape.type],
     )
 
 
 def test_two_numbers_of_threads_share_the_sessions_of_a_run(tmp_path, monkeypatch):
-    model, opened, threads = (
-        load(Shape(), tmp_path / "g.onnx"),
-        [],
-        torch.get_num_threads(),
-    )
+    model = load(Shape(), tmp_path / "g.onnx")
+    opened = []
+    threads = torch.get_num_threads()
     monkeypatch.setattr(
         "kd.parts.networks.onnx.open_session",
-        lambda *given: opened.append(given[1]) or given[1],
+        lambda *arguments: opened.append(arguments[1]) or arguments[1],
     )
     try:
         for number in (
@@ -191,12 +192,12 @@ def test_two_numbers_of_threads_share_the_sessions_of_a_run(tmp_path, monkeypatc
     assert opened == [threads + 1, threads + 2]
 
 
-def test_probabilities_and_features(tmp_path):
+def test_probabilities_and_features_equal_the_graphs_arithmetic(tmp_path):
     image = torch.randint(256, (5, 3, 16, 16), dtype=torch.uint8)
     soft = Shape(softmax=True, options={"outputs": "probabilities"})
-    found = load(soft, tmp_path / "a.onnx")(image).logits.softmax(1)
+    probabilities = load(soft, tmp_path / "a.onnx")(image).logits.softmax(1)
     torch.testing.assert_close(
-        found.double(), expected(soft, image).softmax(1), rtol=1e-4, atol=1e-5
+        probabilities.double(), expected(soft, image).softmax(1), rtol=1e-4, atol=1e-5
     )
     pooled = load(Shape(), tmp_path / "b.onnx", ("pooled",))(image).features["pooled"]
     torch.testing.assert_close(

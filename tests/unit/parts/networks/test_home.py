@@ -74,17 +74,17 @@ def test_a_run_shows_and_keeps_the_difference(bare, tmp_path, capfd):
     teacher = {"kind": "transformers", "model": str(folder)}
     run = kd.train(merged(bare, {"teacher": teacher, "run": {"name": "home"}}))
     manifest = json.loads((run.folder / "manifest.json").read_text())
-    found = manifest["teacher_home"]["teacher"]
-    assert found["images"] == 13
-    assert 0 < found["of_std"] < 10
-    assert 0 <= found["equal"] <= 1
+    difference = manifest["teacher_home"]["teacher"]
+    assert difference["images"] == 13
+    assert 0 < difference["of_std"] < 10
+    assert 0 <= difference["equal"] <= 1
     assert (
         "with the preprocessing of transformers its outputs on 13 validation images"
-        in found["text"]
+        in difference["text"]
     )
-    said = capfd.readouterr()
-    assert found["text"] in said.out + said.err
-    assert f"Teacher: {found['text']}." in run.report
+    output = capfd.readouterr()
+    assert difference["text"] in output.out + output.err
+    assert f"Teacher: {difference['text']}." in run.report
     report([run.folder], tmp_path / "page.html", images=4)
     assert (
         "same top class as the teacher under its own preprocessing"
@@ -93,7 +93,7 @@ def test_a_run_shows_and_keeps_the_difference(bare, tmp_path, capfd):
     text = describe(
         resolve(config.load(merged(bare, {"teacher": teacher}))), answers=True
     )
-    assert found["text"] in text
+    assert difference["text"] in text
 
 
 def test_a_square_at_the_model_s_size_is_the_same_as_at_home(bare, tmp_path):
@@ -112,11 +112,11 @@ def test_a_square_at_the_model_s_size_is_the_same_as_at_home(bare, tmp_path):
                 )
     folder = write_vit(tmp_path / "vit", ["apple", "fig", "pear"])
     section = {"kind": "transformers", "model": str(folder)}
-    (one,) = compared(
+    (difference,) = compared(
         bare, section, data={"root": str(tmp_path / "photos"), "batch_size": 2}
     )
-    assert one.values["of_std"] < 1e-4
-    assert one.values["equal"] == 1.0
+    assert difference.values["of_std"] < 1e-4
+    assert difference.values["equal"] == 1.0
 
 
 def test_another_top_class_at_home_is_refused(bare, tmp_path, monkeypatch):
@@ -137,9 +137,9 @@ def test_another_top_class_at_home_is_refused(bare, tmp_path, monkeypatch):
     content |= {"crop_size": {"height": 16, "width": 16}, "do_center_crop": True}
     (folder / "preprocessor_config.json").write_text(json.dumps(content))
     section = {"kind": "transformers", "model": str(folder)}
-    (one,) = compared(bare, section)
-    assert one.values["of_std"] > 0.1
-    monkeypatch.setattr(home, "LEAST_EQUAL", one.values["equal"] + 0.01)
+    (difference,) = compared(bare, section)
+    assert difference.values["of_std"] > 0.1
+    monkeypatch.setattr(home, "LEAST_EQUAL", difference.values["equal"] + 0.01)
     assert compared(bare, section)
     with pytest.raises(
         ModelError,
@@ -151,9 +151,9 @@ def test_another_top_class_at_home_is_refused(bare, tmp_path, monkeypatch):
 
 
 def test_a_folder_of_timm_is_compared_too(settings):
-    (one,) = compared(settings, {})
-    assert "with the preprocessing of timm" in one.text
-    assert one.values["equal"] == 1.0
+    (difference,) = compared(settings, {})
+    assert "with the preprocessing of timm" in difference.text
+    assert difference.values["equal"] == 1.0
 
 
 ANIMALS = ["cat", "apple", "dog", "Granny Smith", "fig", "pear", "emu"]
@@ -164,7 +164,7 @@ def spec(classes=("apple", "fig", "pear")):
 
 
 @pytest.mark.parametrize(
-    ("lines", "count", "own", "columns"),
+    ("lines", "count", "own_classes", "columns"),
     [
         (["apple", "fig", "pear"], 7, ANIMALS, [1, 4, 5]),
         (["Granny Smith", "fig", "pear"], 7, ANIMALS, [3, 4, 5]),
@@ -175,9 +175,13 @@ def spec(classes=("apple", "fig", "pear")):
         (["fig", "pear", "apple"], 3, ["x", "y", "z"], [2, 0, 1]),
     ],
 )
-def test_some_of_a_teacher_s_classes(lines, count, own, columns, tmp_path):
+def test_some_of_a_teacher_s_classes_may_be_chosen(
+    lines, count, own_classes, columns, tmp_path
+):
     (tmp_path / "names.txt").write_text("\n".join(lines), encoding="utf-8-sig")
-    classes, pick = select_classes(spec(), count, own, str(tmp_path / "names.txt"))
+    classes, pick = select_classes(
+        spec(), count, own_classes, str(tmp_path / "names.txt")
+    )
     assert classes == ("apple", "fig", "pear")
     assert pick(torch.arange(float(count))[None]).tolist() == [columns]
 
@@ -195,7 +199,7 @@ def test_a_teacher_s_own_names_decide_the_order():
 
 
 @pytest.mark.parametrize(
-    ("lines", "own", "message"),
+    ("lines", "own_classes", "message"),
     [
         (
             None,
@@ -220,13 +224,13 @@ def test_a_teacher_s_own_names_decide_the_order():
         ),
     ],
 )
-def test_classes_that_do_not_fit(lines, own, message, tmp_path):
+def test_classes_that_do_not_fit_are_refused(lines, own_classes, message, tmp_path):
     file = ""
     if lines is not None:
         file = str(tmp_path / "names.txt")
         Path(file).write_text("\n".join(lines))
     with pytest.raises(ModelError, match=f"^{message}"):
-        select_classes(spec(), 7, own, file)
+        select_classes(spec(), 7, own_classes, file)
 
 
 def test_the_probability_share_of_the_datas_classes_is_shown(bare, tmp_path):
@@ -239,20 +243,20 @@ def test_the_probability_share_of_the_datas_classes_is_shown(bare, tmp_path):
         "classes": str(tmp_path / "names.txt"),
     }
     recipe, teachers = loaded(bare, section)
-    (one,) = compare_teachers(recipe, teachers)
+    (comparison,) = compare_teachers(recipe, teachers)
     alone = loaded(
         merged(bare, {"data": {"labels": "none"}}), {**section, "classes": ""}
     )[1].model
-    shown = teachers.data.evaluation_views(teachers.data.val)
-    images = pixels_of(readable_images(shown.source)[0], shown)
+    views = teachers.data.evaluation_views(teachers.data.val)
+    images = pixels_of(readable_images(views.source)[0], views)
     with torch.no_grad():
         logits = alone(images).logits
         picked = teachers.model(images).logits
     torch.testing.assert_close(picked, logits[:, [3, 4, 5]])
-    assert one.values["kept"] == pytest.approx(
+    assert comparison.values["kept"] == pytest.approx(
         logits.softmax(1)[:, [3, 4, 5]].sum(1).mean().item(), rel=1e-4
     )
-    assert "of its probability belongs to the data's 3 classes" in one.text
+    assert "of its probability belongs to the data's 3 classes" in comparison.text
 
 
 MODULE = """
@@ -275,7 +279,7 @@ class Drops(nn.Module):
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
+def own_module(tmp_path, monkeypatch):
     (tmp_path / "home_module.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "home_module", raising=False)
@@ -312,23 +316,27 @@ def mine(tmp_path, monkeypatch):
         },
     ],
 )
-def test_weights_as_training_scripts_save_them(wrap, bare, mine, tmp_path):
+def test_weights_are_read_as_training_scripts_save_them(
+    wrap, bare, own_module, tmp_path
+):
     state = {"1.weight": torch.randn(3, 768), "1.bias": torch.randn(3)}
     torch.save(wrap(state), tmp_path / "weights.pth")
-    model = loaded(bare, {**mine, "checkpoint": str(tmp_path / "weights.pth")})[1].model
+    model = loaded(bare, {**own_module, "checkpoint": str(tmp_path / "weights.pth")})[
+        1
+    ].model
     assert torch.equal(model.network.inner[1].weight, state["1.weight"])
 
 
-def test_a_half_precision_module_equals_itself_in_float32(bare, mine):
+def test_a_half_precision_module_equals_itself_in_float32(bare, own_module):
     """It was a traceback: float pixels for half weights."""
     image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
-    half, whole = (
-        loaded(bare, {**mine, "args": {"half": half}})[1].model
+    half, full = (
+        loaded(bare, {**own_module, "args": {"half": half}})[1].model
         for half in (True, False)
     )
     with torch.no_grad():
         torch.testing.assert_close(
-            half(image).logits, whole(image).logits, rtol=0.02, atol=0.02
+            half(image).logits, full(image).logits, rtol=0.02, atol=0.02
         )
 
 
@@ -347,9 +355,9 @@ def test_a_half_precision_module_equals_itself_in_float32(bare, mine):
         ({"std": [58.4, 57.1, 57.4]}, r"teacher\.mean: is .*std is \[58\.4.*0\.\.1"),
     ],
 )
-def test_a_module_that_does_not_fit_is_one_line(change, message, bare, mine):
+def test_a_module_that_does_not_fit_is_one_line(change, message, bare, own_module):
     with pytest.raises(KdError, match=f"^{message}") as caught:
-        loaded(bare, {**mine, **change})
+        loaded(bare, {**own_module, **change})
     assert "\n" not in str(caught.value)
 
 
@@ -423,7 +431,7 @@ def test_vectors_are_found_by_the_names_of_their_classes(bare, clip, tmp_path):
         ),
     ],
 )
-def test_vectors_that_do_not_fit(names, change, message, bare, clip):
+def test_vectors_that_do_not_fit_are_refused(names, change, message, bare, clip):
     write_vectors(clip, names, change(torch.randn(len(names), 8)))
     with pytest.raises(ModelError, match=rf"^teacher\.vectors: .*{message}"):
         loaded(bare, clip)

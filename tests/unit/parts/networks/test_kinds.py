@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("examples")
 
 
 @pytest.fixture(scope="session")
-def made(photos, tmp_path_factory) -> dict[str, dict[str, Any]]:
+def sections(photos, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """The `teacher` section of each kind. Do not write into their folders."""
     pytest.importorskip("transformers")
     sys.path.insert(0, str(EXAMPLES))
@@ -54,14 +54,14 @@ def examples(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
-def load(settings, section, **asked):
-    """Load a teacher as a run does; `asked`: outputs that the losses read, in place of
-    theirs.
+def load(settings, section, **read_outputs):
+    """Load a teacher as a run does; `read_outputs`: outputs that the losses read, in
+    place of theirs.
     """
     recipe = resolve(
         config.load(merged(settings, {"teacher": {**section, "min_accuracy": 0.0}}))
     )
-    object.__setattr__(recipe, "read", replace(recipe.read, **asked))
+    object.__setattr__(recipe, "read", replace(recipe.read, **read_outputs))
     return load_teachers(recipe, open_sources(recipe.data), {}).model
 
 
@@ -84,19 +84,19 @@ def student(run) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "kind",
     [
-        slow(one) if one in ("transformers", "zero_shot", "onnx") else one
-        for one in KINDS
+        slow(kind) if kind in ("transformers", "zero_shot", "onnx") else kind
+        for kind in KINDS
     ],
 )
-def test_live_and_resumed_are_one_run_and_cached_too(kind, made, bare):
-    section = made[kind]
-    whole = train(bare, section, "whole", "run.every.checkpoint=4")
-    assert whole.metrics["teacher_accuracy"] == 1.0
+def test_live_and_resumed_are_one_run_and_cached_too(kind, sections, bare):
+    section = sections[kind]
+    uninterrupted = train(bare, section, "whole", "run.every.checkpoint=4")
+    assert uninterrupted.metrics["teacher_accuracy"] == 1.0
     again = train(bare, section, "again", "run.every.checkpoint=4")
     for folder in sorted((again.folder / "checkpoints").iterdir())[1:]:
         shutil.rmtree(folder)
     resumed = train(bare, section, "again", "run.every.checkpoint=4")
-    expected = student(whole)
+    expected = student(uninterrupted)
     assert all(
         torch.equal(tensor, expected[name]) for name, tensor in student(resumed).items()
     )
@@ -114,24 +114,32 @@ def test_live_and_resumed_are_one_run_and_cached_too(kind, made, bare):
         torch.testing.assert_close(tensor, student(live)[name], rtol=1e-3, atol=1e-4)
 
 
-def test_every_kind_has_an_identity_of_its_own(made, bare, tmp_path):
-    found = {kind: load(bare, section).identity() for kind, section in made.items()}
-    assert len({one["teacher"] for one in found.values()}) == len(found)
-    assert all(json.loads(json.dumps(one)) == one for one in found.values())
-    for kind, section in made.items():
-        assert load(bare, section).identity() == found[kind]
-    other = load(bare, {**made["torch"], "std": [1.0, 1.0, 1.0]}).identity()
-    assert other["teacher"] == found["torch"]["teacher"]
-    assert other != found["torch"]
-    scaled = load(bare, {**made["zero_shot"], "scale": 5.0}).identity()
-    assert scaled != found["zero_shot"]
+def test_every_kind_has_an_identity_of_its_own(sections, bare, tmp_path):
+    identities = {
+        kind: load(bare, section).identity() for kind, section in sections.items()
+    }
+    assert len({identity["teacher"] for identity in identities.values()}) == len(
+        identities
+    )
+    assert all(
+        json.loads(json.dumps(identity)) == identity for identity in identities.values()
+    )
+    for kind, section in sections.items():
+        assert load(bare, section).identity() == identities[kind]
+    restandardized = load(
+        bare, {**sections["torch"], "std": [1.0, 1.0, 1.0]}
+    ).identity()
+    assert restandardized["teacher"] == identities["torch"]["teacher"]
+    assert restandardized != identities["torch"]
+    scaled = load(bare, {**sections["zero_shot"], "scale": 5.0}).identity()
+    assert scaled != identities["zero_shot"]
 
 
-def test_several_kinds_are_averaged(made, bare):
-    first, *others = made.values()
+def test_several_kinds_are_averaged(sections, bare):
+    first, *further = sections.values()
     run = train(
         bare,
-        {**first, "also": others},
+        {**first, "also": further},
         "several",
         "run.epochs=1",
         "teacher.cache.views=1",
@@ -141,31 +149,34 @@ def test_several_kinds_are_averaged(made, bare):
     assert manifest["modes"]["teacher"] == "fp32+unfused"
 
 
-def test_a_network_has_equal_outputs_in_torch_onnx_and_a_table(made, bare, photos):
+def test_a_network_has_equal_outputs_in_torch_onnx_and_a_table(sections, bare, photos):
     models = {
-        kind: load(bare, made[kind]).eval() for kind in ("torch", "onnx", "answers")
+        kind: load(bare, sections[kind]).eval() for kind in ("torch", "onnx", "answers")
     }
     source = (
         models["answers"]
         and open_sources(
-            resolve(config.load(merged(bare, {"teacher": made["torch"]}))).data
+            resolve(config.load(merged(bare, {"teacher": sections["torch"]}))).data
         ).val
     )
     pixels = np.stack(
         [np.asarray(source.decode(id).image.resize((16, 16))) for id in range(3)]
     )
-    image, ids = torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), torch.arange(3)
+    image = torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy())
+    ids = torch.arange(3)
     with torch.no_grad():
-        said = [
+        outputs = [
             models["torch"](image),
             models["onnx"](image),
             models["answers"].validation()(image, ids),
         ]
-    for one in said[1:]:
-        torch.testing.assert_close(one.logits, said[0].logits, rtol=1e-4, atol=1e-4)
+    for output in outputs[1:]:
+        torch.testing.assert_close(
+            output.logits, outputs[0].logits, rtol=1e-4, atol=1e-4
+        )
 
 
-def test_features_of_transformers(made, bare):
+def test_features_of_transformers_are_those_of_the_library(sections, bare):
     """Pooled is what the classifier takes; tokens are the patches', without the class
     token.
     """
@@ -173,39 +184,42 @@ def test_features_of_transformers(made, bare):
 
     image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
     features = ("pooled", "tokens")
-    model = load(bare, made["transformers"], features=features).eval()
+    model = load(bare, sections["transformers"], features=features).eval()
     alone = AutoModelForImageClassification.from_pretrained(
-        made["transformers"]["model"]
+        sections["transformers"]["model"]
     ).eval()
-    clip = {"kind": "transformers", "model": made["zero_shot"]["model"]}
+    clip = {"kind": "transformers", "model": sections["zero_shot"]["model"]}
     tower = load(bare, clip, features=features, teacher_logits=False)
-    other = CLIPModel.from_pretrained(clip["model"]).eval()
+    clip_model = CLIPModel.from_pretrained(clip["model"]).eval()
     with torch.no_grad():
-        found, said = model(image), alone.vit(model.normalize(image)).last_hidden_state
+        outputs = model(image)
+        hidden = alone.vit(model.normalize(image)).last_hidden_state
         torch.testing.assert_close(
-            alone.classifier(found.features["pooled"]), found.logits
+            alone.classifier(outputs.features["pooled"]), outputs.logits
         )
-        torch.testing.assert_close(found.features["tokens"], said[:, 1:])
-        seen, pixels = tower.eval()(image), tower.normalize(image)
-        expected = other.get_image_features(pixel_values=pixels)
+        torch.testing.assert_close(outputs.features["tokens"], hidden[:, 1:])
+        tower_outputs = tower.eval()(image)
+        pixels = tower.normalize(image)
+        expected = clip_model.get_image_features(pixel_values=pixels)
         torch.testing.assert_close(
-            seen.features["pooled"], getattr(expected, "pooler_output", expected)
+            tower_outputs.features["pooled"],
+            getattr(expected, "pooler_output", expected),
         )
-        expected = other.vision_model(pixel_values=pixels).last_hidden_state[:, 1:]
-        torch.testing.assert_close(seen.features["tokens"], expected)
-    assert seen.logits.shape == (2, 0)
+        expected = clip_model.vision_model(pixel_values=pixels).last_hidden_state[:, 1:]
+        torch.testing.assert_close(tower_outputs.features["tokens"], expected)
+    assert tower_outputs.logits.shape == (2, 0)
 
 
-def test_zero_shot_is_the_scaled_cosine(made, bare):
+def test_zero_shot_is_the_scaled_cosine(sections, bare):
     from transformers import CLIPModel
 
-    model = load(bare, made["zero_shot"]).eval()
+    model = load(bare, sections["zero_shot"]).eval()
     image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
-    vectors = load_file(made["zero_shot"]["vectors"])["vectors"].double()
-    alone = CLIPModel.from_pretrained(made["zero_shot"]["model"]).eval()
+    vectors = load_file(sections["zero_shot"]["vectors"])["vectors"].double()
+    alone = CLIPModel.from_pretrained(sections["zero_shot"]["model"]).eval()
     with torch.no_grad():
-        said = alone.get_image_features(pixel_values=model.normalize(image))
-        features = getattr(said, "pooler_output", said).double()
+        outputs = alone.get_image_features(pixel_values=model.normalize(image))
+        features = getattr(outputs, "pooler_output", outputs).double()
         cosine = torch.nn.functional.cosine_similarity(
             features[:, None], vectors[None], dim=-1
         )
@@ -215,7 +229,7 @@ def test_zero_shot_is_the_scaled_cosine(made, bare):
         )
 
 
-def test_a_siglip_is_a_zero_shot_teacher_too(made, bare, tmp_path):
+def test_a_siglip_is_a_zero_shot_teacher_too(sections, bare, tmp_path):
     """The scale is the learned one, or the one that is given; then the image tower
     alone is loaded.
     """
@@ -245,17 +259,17 @@ def test_a_siglip_is_a_zero_shot_teacher_too(made, bare, tmp_path):
             .eval()(image)
             .logits
         )
-        named = (
+        given_scale = (
             load(bare, {**section, "model": str(tmp_path / "both"), "scale": 10.0})
             .eval()(image)
             .logits
         )
     torch.testing.assert_close(
-        named, learned / both.logit_scale.exp().item() * 10, rtol=1e-4, atol=1e-4
+        given_scale, learned / both.logit_scale.exp().item() * 10, rtol=1e-4, atol=1e-4
     )
 
 
-def test_class_vectors_from_the_text_tower(made, bare, tmp_path):
+def test_class_vectors_come_from_the_text_tower(sections, bare, tmp_path):
     """A tokenizer of one word a token; two prompts are averaged as unit vectors."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -264,7 +278,7 @@ def test_class_vectors_from_the_text_tower(made, bare, tmp_path):
     from transformers import CLIPModel, PreTrainedTokenizerFast
 
     folder = tmp_path / "clip"
-    shutil.copytree(made["zero_shot"]["model"], folder)
+    shutil.copytree(sections["zero_shot"]["model"], folder)
     words = [
         "[PAD]",
         "[BOS]",
@@ -294,21 +308,21 @@ def test_class_vectors_from_the_text_tower(made, bare, tmp_path):
         "model": str(folder),
         "prompts": ["a photo of a {}", "ripe {}"],
     }
-    found = load(bare, section).network.vectors
+    vectors = load(bare, section).network.vectors
     alone = CLIPModel.from_pretrained(folder).eval()
     for label, name in enumerate(("apple", "fig", "pear")):
         units = []
         for text in (f"a photo of a {name}", f"ripe {name}"):
             ids = torch.tensor([[1, *(words.index(word) for word in text.split()), 2]])
             with torch.no_grad():
-                said = alone.get_text_features(input_ids=ids)
+                outputs = alone.get_text_features(input_ids=ids)
             units.append(
                 torch.nn.functional.normalize(
-                    getattr(said, "pooler_output", said), dim=1
+                    getattr(outputs, "pooler_output", outputs), dim=1
                 )[0]
             )
         expected = torch.nn.functional.normalize(torch.stack(units).mean(0), dim=0)
-        torch.testing.assert_close(found[label], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(vectors[label], expected, rtol=1e-4, atol=1e-5)
 
 
 def changed(section, **values):
@@ -442,27 +456,30 @@ def changed(section, **values):
     ],
 )
 def test_a_wrong_combination_is_one_line(
-    kind, values, message, made, bare, tmp_path, monkeypatch
+    kind, values, message, sections, bare, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(KdError, match=f"^{message}") as caught:
-        load(bare, changed(made[kind], **values))
+        load(bare, changed(sections[kind], **values))
     assert "\n" not in str(caught.value)
 
 
 def test_another_class_order_is_reordered_unless_the_model_names_its_own(
-    made, bare, tmp_path
+    sections, bare, tmp_path
 ):
     (tmp_path / "names.txt").write_text("apple\npear\nfig\n")
     image = torch.randint(256, (4, 3, 16, 16), dtype=torch.uint8)
     for kind in ("torch", "onnx", "zero_shot"):  # its vectors have no names
-        section = made[kind]
+        section = sections[kind]
         models = [
-            load(bare, one)
-            for one in (section, {**section, "classes": str(tmp_path / "names.txt")})
+            load(bare, variant)
+            for variant in (
+                section,
+                {**section, "classes": str(tmp_path / "names.txt")},
+            )
         ]
         with torch.no_grad():
-            plain, reordered = (one(image).logits for one in models)
+            plain, reordered = (variant(image).logits for variant in models)
         torch.testing.assert_close(reordered, plain[:, [0, 2, 1]])
         assert list(models[1].classes) == ["apple", "fig", "pear"]
     for kind in ("transformers", "answers"):
@@ -470,24 +487,26 @@ def test_another_class_order_is_reordered_unless_the_model_names_its_own(
             ModelError,
             match=r"^teacher\.classes: .* own class names in another order: apple, fig",
         ):
-            load(bare, {**made[kind], "classes": str(tmp_path / "names.txt")})
+            load(bare, {**sections[kind], "classes": str(tmp_path / "names.txt")})
 
 
-def test_a_model_without_classes_names_what_to_do(made, bare):
+def test_a_model_without_classes_names_what_to_do(sections, bare):
     with pytest.raises(
         ModelError,
         match=r"^teacher\.model: .* is a CLIPModel, which has no classes.*zero_shot",
     ):
-        load(bare, {"kind": "transformers", "model": made["zero_shot"]["model"]})
+        load(bare, {"kind": "transformers", "model": sections["zero_shot"]["model"]})
     with pytest.raises(
         ModelError, match=r"^teacher\.model: .* is a vit\. One of: clip"
     ):
-        load(bare, {**made["zero_shot"], "model": made["transformers"]["model"]})
+        load(
+            bare, {**sections["zero_shot"], "model": sections["transformers"]["model"]}
+        )
 
 
-def test_weights_and_preprocessing_must_be_there(made, bare, tmp_path):
+def test_weights_and_preprocessing_must_be_there(sections, bare, tmp_path):
     folder = tmp_path / "vit"
-    shutil.copytree(made["transformers"]["model"], folder)
+    shutil.copytree(sections["transformers"]["model"], folder)
     (folder / "preprocessor_config.json").rename(folder / "kept.json")
     with pytest.raises(
         ModelError, match=r"^teacher\.model: .*no preprocessor_config\.json"
@@ -506,7 +525,7 @@ def test_weights_and_preprocessing_must_be_there(made, bare, tmp_path):
         load(bare, {"kind": "transformers", "model": str(folder)})
 
 
-def test_a_pickle_that_runs_code_is_refused(made, bare, tmp_path):
+def test_a_pickle_that_runs_code_is_refused(sections, bare, tmp_path):
     class Evil:
         def __reduce__(self):
             return (Path.touch, (tmp_path / "touched",))
@@ -515,7 +534,7 @@ def test_a_pickle_that_runs_code_is_refused(made, bare, tmp_path):
     with pytest.raises(
         ModelError, match=r"^teacher\.checkpoint: .*cannot be read as weights"
     ):
-        load(bare, {**made["torch"], "checkpoint": str(tmp_path / "evil.pth")})
+        load(bare, {**sections["torch"], "checkpoint": str(tmp_path / "evil.pth")})
     assert not (tmp_path / "touched").exists()
 
 
@@ -541,7 +560,8 @@ def test_the_weights_of_a_graph_lie_in_its_folder(
     read /dev/zero for ever.
     """
     onnx = pytest.importorskip("onnx")
-    make, kind = onnx.helper, onnx.TensorProto.FLOAT
+    make = onnx.helper
+    kind = onnx.TensorProto.FLOAT
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("/dev")
     os.mkfifo(tmp_path / "fifo")
@@ -553,18 +573,14 @@ def test_the_weights_of_a_graph_lie_in_its_folder(
         [make.make_tensor_value_info(name, kind, size)]
         for name, size in (("x", ["B", 3, 16, 16]), ("y", None))
     ]
-    nodes, initializers = (
-        [make.make_node("ReduceMax", ["x"], ["y"], axes=[2, 3], keepdims=0)],
-        [unused],
-    )
+    nodes = [make.make_node("ReduceMax", ["x"], ["y"], axes=[2, 3], keepdims=0)]
+    initializers = [unused]
     if inside == "attribute":
-        nodes, initializers = (
-            [
-                *nodes,
-                make.make_node("Constant", [], ["z"], value=unused),
-            ],
-            [],
-        )
+        nodes = [
+            *nodes,
+            make.make_node("Constant", [], ["z"], value=unused),
+        ]
+        initializers = []
     graph = make.make_graph(nodes, "g", *ends, initializers)
     opset = [make.make_opsetid("", 13)]
     onnx.save(
@@ -583,9 +599,9 @@ def test_the_weights_of_a_graph_lie_in_its_folder(
         load(bare, section)
 
 
-def test_weights_beside_a_graph_count(made, bare, tmp_path):
+def test_weights_beside_a_graph_count(sections, bare, tmp_path):
     onnx = pytest.importorskip("onnx")
-    graph = onnx.load(made["onnx"]["model"])
+    graph = onnx.load(sections["onnx"]["model"])
     onnx.save(
         graph,
         tmp_path / "g.onnx",
@@ -594,8 +610,8 @@ def test_weights_beside_a_graph_count(made, bare, tmp_path):
         size_threshold=256,
     )
     beside, inside = (
-        load(bare, {**made["onnx"], **more})
-        for more in ({"model": str(tmp_path / "g.onnx")}, {})
+        load(bare, {**sections["onnx"], **changes})
+        for changes in ({"model": str(tmp_path / "g.onnx")}, {})
     )
     image = torch.randint(256, (4, 3, 16, 16), dtype=torch.uint8)
     torch.testing.assert_close(beside(image).main, inside(image).main)
@@ -605,9 +621,10 @@ def test_weights_beside_a_graph_count(made, bare, tmp_path):
     assert beside.identity()["teacher"] != before
 
 
-def test_a_table_is_the_same_in_every_format(made, bare, tmp_path):
-    table = read_answers(made["answers"]["model"], "teacher.model")
-    values, names = table.values[0].double().numpy(), list(table.names)
+def test_a_table_is_the_same_in_every_format(sections, bare, tmp_path):
+    table = read_answers(sections["answers"]["model"], "teacher.model")
+    values = table.values[0].double().numpy()
+    names = list(table.names)
     np.savez(
         tmp_path / "a.npz",
         logits=values.astype(np.float32),
@@ -622,10 +639,12 @@ def test_a_table_is_the_same_in_every_format(made, bare, tmp_path):
         "\n".join([",".join(["name", *table.classes]), *lines]) + "\n"
     )
     write_answers(tmp_path / "a.safetensors", table)
-    expected = load(bare, made["answers"]).identity()["teacher"]
+    expected = load(bare, sections["answers"]).identity()["teacher"]
     for ending in ("npz", "csv", "safetensors"):
-        found = load(bare, {"kind": "answers", "model": str(tmp_path / f"a.{ending}")})
-        assert found.identity()["teacher"] == expected, ending
+        teacher = load(
+            bare, {"kind": "answers", "model": str(tmp_path / f"a.{ending}")}
+        )
+        assert teacher.identity()["teacher"] == expected, ending
 
 
 @pytest.mark.parametrize(
@@ -660,15 +679,17 @@ def test_a_table_is_the_same_in_every_format(made, bare, tmp_path):
         ),
     ],
 )
-def test_a_table_that_does_not_fit(change, message, made, bare, tmp_path):
-    table = read_answers(made["answers"]["model"], "teacher.model")
+def test_a_table_that_does_not_fit_is_refused(
+    change, message, sections, bare, tmp_path
+):
+    table = read_answers(sections["answers"]["model"], "teacher.model")
     write_answers(tmp_path / "b.safetensors", replace(table, **change(table)))
     with pytest.raises(ModelError, match=rf"^teacher\.model.*: .*{message}"):
         load(bare, {"kind": "answers", "model": str(tmp_path / "b.safetensors")})
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("split_names", "message"),
     [
         (torch.full((2, 3), float("nan")), "it has NaN or infinity"),
         (torch.zeros(2, 4), "outputs of several widths"),
@@ -676,29 +697,29 @@ def test_a_table_that_does_not_fit(change, message, made, bare, tmp_path):
         (torch.zeros(1, 3), "50 outputs and 51 names"),
     ],
 )
-def test_outputs_for_validation_images_are_checked_too(said, message, made, tmp_path):
+def test_outputs_for_validation_images_are_checked_too(
+    split_names, message, sections, tmp_path
+):
     """NaN became a class: the teacher's accuracy and the agreement were wrong, and
     nothing was said.
     """
-    table = read_answers(made["answers"]["model"], "teacher.model")
+    table = read_answers(sections["answers"]["model"], "teacher.model")
     table = AnswerTable(
-        "logits", table.names, table.values, table.classes, ["a", "b"], said
+        "logits", table.names, table.values, table.classes, ["a", "b"], split_names
     )
     write_answers(tmp_path / "c.safetensors", table)
     with pytest.raises(ModelError, match=message):
         read_answers(str(tmp_path / "c.safetensors"), "teacher.model")
 
 
-def test_a_test_split_does_not_change_a_table(made, bare, photos, tmp_path):
+def test_a_test_split_does_not_change_a_table(sections, bare, photos, tmp_path):
     """A finished run is scored on images that its table has answers for, and is the
     same run.
     """
-    root, file = (
-        shutil.copytree(photos, tmp_path / "photos"),
-        tmp_path / "more.safetensors",
-    )
+    root = shutil.copytree(photos, tmp_path / "photos")
+    file = tmp_path / "more.safetensors"
     shutil.copytree(photos / "val", root / "test")
-    table = read_answers(made["answers"]["model"], "teacher.model")
+    table = read_answers(sections["answers"]["model"], "teacher.model")
     rows = [i for i, name in enumerate(table.names) if name.startswith("val/")]
     names = [*table.names, *(table.names[i].replace("val/", "test/") for i in rows)]
     write_answers(
@@ -709,7 +730,7 @@ def test_a_test_split_does_not_change_a_table(made, bare, photos, tmp_path):
             values=torch.cat([table.values, table.values[:, rows]], 1),
         ),
     )
-    section = {**made["answers"], "model": str(file)}
+    section = {**sections["answers"], "model": str(file)}
     data = f"data.root={root}"
     first = train(bare, section, "one", data)
     again = train(bare, section, "one", data, "data.test_split=test")
@@ -719,21 +740,21 @@ def test_a_test_split_does_not_change_a_table(made, bare, photos, tmp_path):
     )
 
 
-def test_a_table_does_not_go_with_mixed_images(made, bare):
+def test_a_table_does_not_go_with_mixed_images(sections, bare):
     settings = merged(bare, {"data": {"augment": {"mixup": 0.5}}})
     with pytest.raises(
         ModelError, match=r"^data\.augment: mixes images, but the table"
     ):
-        load(settings, made["answers"])
+        load(settings, sections["answers"])
 
 
 def test_an_exported_cache_is_the_teacher_that_filled_it(
-    made, bare, command, tmp_path, monkeypatch
+    sections, bare, command, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     views = ("data.views=2", "run.epochs=2", "data.augment.mixup=0.2")
-    one = merged(bare, {"teacher": made["transformers"]})
-    Path("one.yaml").write_text(config.dump(config.load(one)))
+    cached_run = merged(bare, {"teacher": sections["transformers"]})
+    Path("one.yaml").write_text(config.dump(config.load(cached_run)))
     answer = command(
         "cache",
         "one.yaml",
@@ -747,7 +768,7 @@ def test_an_exported_cache_is_the_teacher_that_filled_it(
     assert table.values.shape == (2, 36, 3)
     assert len(table.val_names) == 13
     cached = train(
-        bare, made["transformers"], "cached", *views, "teacher.cache.views=2"
+        bare, sections["transformers"], "cached", *views, "teacher.cache.views=2"
     )
     shared = train(
         bare, {"kind": "answers", "model": "said.safetensors"}, "shared", *views
@@ -773,11 +794,11 @@ def test_an_exported_cache_is_the_teacher_that_filled_it(
 
 
 def test_an_exported_cache_has_outputs_for_test_images(
-    made, bare, command, tmp_path, monkeypatch
+    sections, bare, command, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     tested = merged(
-        bare, {"teacher": made["transformers"], "data": {"test_fraction": 0.4}}
+        bare, {"teacher": sections["transformers"], "data": {"test_fraction": 0.4}}
     )
     Path("one.yaml").write_text(config.dump(config.load(tested)))
     answer = command(
@@ -794,7 +815,7 @@ def test_an_exported_cache_has_outputs_for_test_images(
             ).read_text()
         )
         for name, section in (
-            ("live", made["transformers"]),
+            ("live", sections["transformers"]),
             ("table", {"kind": "answers", "model": "answers.safetensors"}),
         )
     ]
@@ -805,13 +826,20 @@ def test_an_exported_cache_has_outputs_for_test_images(
 def test_invalid_outputs_of_a_module_are_refused():
     tensor = torch.zeros(2, 3)
 
-    class Said:
+    class WithLogits:
         logits = tensor
 
-    class Pooled:
+    class WithPooled:
         pooler_output = tensor
 
-    for said in (tensor, (tensor, 1), [tensor], Said(), Pooled(), {"logits": tensor}):
-        assert main_output(said, "teacher") is tensor
+    for output in (
+        tensor,
+        (tensor, 1),
+        [tensor],
+        WithLogits(),
+        WithPooled(),
+        {"logits": tensor},
+    ):
+        assert main_output(output, "teacher") is tensor
     with pytest.raises(ModelError, match=r"^teacher: the model returns str"):
         main_output("x", "teacher")

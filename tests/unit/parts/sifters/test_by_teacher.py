@@ -10,7 +10,10 @@ from kd.core.types import SiftContext
 from kd.parts.sifters import teacher
 from kd.parts.sifters.teacher import ByAnswers, Options
 
-IMAGES, BATCH, VIEWS, CLASSES = 400, 20, 2, 4
+IMAGES = 400
+BATCH = 20
+VIEWS = 2
+CLASSES = 4
 LABELS = torch.arange(IMAGES) % CLASSES
 LOGITS = 2 * torch.randn(
     VIEWS, IMAGES, CLASSES, generator=torch.Generator().manual_seed(0)
@@ -61,9 +64,9 @@ def losses(ids: torch.Tensor) -> torch.Tensor:
     return torch.rand(IMAGES, generator=torch.Generator().manual_seed(1))[ids]
 
 
-def warm(options: Options, *given, **world) -> ByAnswers:
+def warm(options: Options, *arguments, **world) -> ByAnswers:
     """Return a sifter after a first epoch of all images."""
-    sifter = sifter_of(options, *given, **world)
+    sifter = sifter_of(options, *arguments, **world)
     ids = sifter.plan(0, 0.0).ids
     sifter.observe(ids, losses(ids))
     return sifter
@@ -74,15 +77,15 @@ def hardness(score: str, view: int) -> torch.Tensor:
     log = LOGITS.half().float().log_softmax(-1)
     share = log.exp()
     top = share[view].topk(2).values
-    own = F.cross_entropy(LOGITS[view].half().float(), LABELS, reduction="none")
+    loss = F.cross_entropy(LOGITS[view].half().float(), LABELS, reduction="none")
     return {
-        "loss": own,
+        "loss": loss,
         "entropy": -(share * log).sum(-1)[view],
         "margin": top[:, 1] - top[:, 0],
         "divergence": (
             F.kl_div(share.mean(0).log(), share[view], reduction="none").sum(-1)
         ),
-        "learnable": losses(torch.arange(IMAGES)) - own,
+        "learnable": losses(torch.arange(IMAGES)) - loss,
     }[score]
 
 
@@ -94,7 +97,7 @@ def test_the_hardest_are_those_of_the_formula_for_the_view_that_is_shown(score):
         assert set(sifter.plan(epoch, 0.3).ids.tolist()) == set(expected.tolist())
 
 
-def test_easiest_and_middle():
+def test_the_easiest_or_the_middle_images_may_be_chosen():
     by_loss = hardness("loss", 1).argsort()
     for options, expected in (
         (Options(score="loss", choose="easiest", keep=0.25), by_loss[:100]),
@@ -144,7 +147,8 @@ def test_images_without_a_stored_output_are_visited():
 
 
 def test_a_draw_favours_the_hard_and_its_weights_undo_that():
-    drawn, total = torch.zeros(IMAGES), torch.zeros(IMAGES)
+    times_drawn = torch.zeros(IMAGES)
+    total = torch.zeros(IMAGES)
     sifter = warm(
         Options(
             score="loss",
@@ -161,12 +165,12 @@ def test_a_draw_favours_the_hard_and_its_weights_undo_that():
         sifter.epoch = epoch
         plan = sifter._sifted(epoch)
         assert plan.weights.mean() == pytest.approx(1, abs=1e-4)
-        drawn[plan.ids] += 1
+        times_drawn[plan.ids] += 1
         total[plan.ids] += plan.weights
     order = hardness("loss", 1).argsort()
-    quarters = drawn[order].view(4, -1).mean(1) / len(epochs)
+    quarters = times_drawn[order].view(4, -1).mean(1) / len(epochs)
     assert (quarters.diff() > 0.1).all()
-    assert drawn.min() > 0
+    assert times_drawn.min() > 0
     assert (
         total.std() / total.mean() < 0.15
     )  # each image weighs as much in the long run
@@ -174,27 +178,26 @@ def test_a_draw_favours_the_hard_and_its_weights_undo_that():
 
 @pytest.mark.parametrize("score", ["loss", "divergence", "learnable"])
 def test_ranks_choose_the_same_images_and_read_each_output_once(score):
-    options, parts = (
-        Options(score=score, choose="drawn", keep=0.5),
-        list[torch.Tensor](),
-    )
+    options = Options(score=score, choose="drawn", keep=0.5)
+    reduced = list[torch.Tensor]()
     alone = warm(options)
-    state, expected = alone.state_dict(), alone.plan(1, 0.3)
+    state = alone.state_dict()
+    expected = alone.plan(1, 0.3)
     nothing = torch.zeros(2, IMAGES)  # the losses of the first epoch are in the state
     for rank in (0, 1):
         sifter = sifter_of(
             options,
             rank=rank,
             ranks=2,
-            reduce_sum=lambda part: parts.append(part.clone()) or nothing,
+            reduce_sum=lambda tensor: reduced.append(tensor.clone()) or nothing,
         )
         sifter.load_state_dict(state)
         sifter.plan(1, 0.3)
-    read = [part for part in parts if part.any()]
-    assert len(read) == 2
-    assert (read[0][1] + read[1][1] == 1).all()
+    answered = [tensor for tensor in reduced if tensor.any()]
+    assert len(answered) == 2
+    assert (answered[0][1] + answered[1][1] == 1).all()
     for rank in (0, 1):
-        sums = iter([nothing, read[0] + read[1]])
+        sums = iter([nothing, answered[0] + answered[1]])
         sifter = sifter_of(
             options, rank=rank, ranks=2, reduce_sum=lambda _, sums=sums: next(sums)
         )
@@ -223,20 +226,19 @@ def test_outputs_stored_after_the_checkpoint_are_not_known_to_the_resumed_run(sc
     """
 
     def plans(sifter: ByAnswers, stored: Stored) -> list[torch.Tensor]:
-        found = []
+        chosen = []
         for epoch in range(1, 5):
-            found.append(sifter.plan(epoch, epoch / 8).ids)
-            stored.missing[epoch % VIEWS, found[-1]] = False
-            sifter.observe(found[-1], losses(found[-1]))
-        return found
+            chosen.append(sifter.plan(epoch, epoch / 8).ids)
+            stored.missing[epoch % VIEWS, chosen[-1]] = False
+            sifter.observe(chosen[-1], losses(chosen[-1]))
+        return chosen
 
-    stored, options = (
-        Stored(torch.ones(VIEWS, IMAGES, dtype=torch.bool)),
-        Options(score=score, keep=0.5),
-    )
-    whole = warm(options, stored)
-    state, stored.missing[0] = whole.state_dict(), False
-    expected = plans(whole, stored)
+    stored = Stored(torch.ones(VIEWS, IMAGES, dtype=torch.bool))
+    options = Options(score=score, keep=0.5)
+    uninterrupted = warm(options, stored)
+    state = uninterrupted.state_dict()
+    stored.missing[0] = False
+    expected = plans(uninterrupted, stored)
     assert [len(ids) for ids in expected] == [
         IMAGES,
         IMAGES / 2,

@@ -12,7 +12,8 @@ import torch
 from kd.core.types import SiftContext
 from kd.parts.sifters import history, none, random
 
-IMAGES, BATCH = 400, 20
+IMAGES = 400
+BATCH = 20
 LABELS = torch.arange(IMAGES) % 4
 
 
@@ -74,14 +75,15 @@ def test_the_remainder_is_dropped_per_view(views):
     plans = [
         none.Everything(context).plan(epoch, 0.0).ids for epoch in range(2 * views)
     ]
-    seen = [set(ids.tolist()) for ids in plans]
+    image_sets = [set(ids.tolist()) for ids in plans]
     assert all(
-        len(ids) == len(found) == 400 for ids, found in zip(plans, seen, strict=True)
+        len(ids) == len(images) == 400
+        for ids, images in zip(plans, image_sets, strict=True)
     )
-    assert seen[:views] == seen[views:]
+    assert image_sets[:views] == image_sets[views:]
     assert not torch.equal(plans[0], plans[views])  # in another order
-    assert set.union(*seen[:2]) == set(range(410))
-    assert all(one != other for one, other in itertools.pairwise(seen))
+    assert set.union(*image_sets[:2]) == set(range(410))
+    assert all(first != second for first, second in itertools.pairwise(image_sets))
 
 
 @pytest.mark.parametrize(
@@ -135,8 +137,8 @@ def test_exactly_the_images_below_the_mean_may_be_left_out():
         warm(history.Options(keep=0.9), seed, values).plan(1, 0.3).ids
         for seed in range(40)
     ]
-    left = {id for ids in plans for id in set(range(IMAGES)) - set(ids.tolist())}
-    assert left == set(range(100))
+    left_out = {id for ids in plans for id in set(range(IMAGES)) - set(ids.tolist())}
+    assert left_out == set(range(100))
 
 
 @pytest.mark.parametrize("keep", [0.15, 0.2, 0.3])
@@ -207,27 +209,27 @@ def test_the_state_resumes_in_the_middle_of_an_epoch_and_in_another_world():
     for sifter, share in zip(ranks, (late[::2], late[1::2]), strict=True):
         sifter.observe(share, losses(1)[share])
     sums = torch.zeros(2, IMAGES)
-    sums[0, late], sums[1, late] = losses(1)[late], 1.0
+    sums[0, late] = losses(1)[late]
+    sums[1, late] = 1.0
     totals.append(sums)
     alone.observe(late, losses(1)[late])
     resumed.observe(late, losses(1)[late])
     expected = alone.plan(2, 0.4)
     for sifter in (resumed, *ranks):
-        found = sifter.plan(2, 0.4)
-        assert torch.equal(found.ids, expected.ids)
-        assert torch.equal(found.weights, expected.weights)
+        resumed_plan = sifter.plan(2, 0.4)
+        assert torch.equal(resumed_plan.ids, expected.ids)
+        assert torch.equal(resumed_plan.weights, expected.weights)
 
 
 def test_plans_differ_between_epochs_and_seeds_and_are_functions_of_them():
     for kind, options in ((none, none.Options()), (random, random.Options())):
-        one, other = (
-            kind.build(options, sift_context()),
-            kind.build(options, sift_context()),
-        )
-        assert torch.equal(one.plan(3, 0.3).ids, other.plan(3, 0.3).ids)
-        assert not torch.equal(one.plan(3, 0.3).ids, one.plan(4, 0.4).ids)
+        sifter = kind.build(options, sift_context())
+        twin = kind.build(options, sift_context())
+        assert torch.equal(sifter.plan(3, 0.3).ids, twin.plan(3, 0.3).ids)
+        assert not torch.equal(sifter.plan(3, 0.3).ids, sifter.plan(4, 0.4).ids)
         assert not torch.equal(
-            one.plan(3, 0.3).ids, kind.build(options, sift_context(1)).plan(3, 0.3).ids
+            sifter.plan(3, 0.3).ids,
+            kind.build(options, sift_context(1)).plan(3, 0.3).ids,
         )
 
 
@@ -243,16 +245,14 @@ def test_an_image_whose_loss_is_nan_is_kept(keep):
 
 
 def test_the_table_holds_the_last_loss():
-    sifter, given = (
-        warm(history.Options(warmup=4), values=losses(0)),
-        [losses(seed) for seed in range(3)],
-    )
+    sifter = warm(history.Options(warmup=4), values=losses(0))
+    epoch_losses = [losses(seed) for seed in range(3)]
     for epoch in (1, 2):
         ids = sifter.plan(epoch, 0.0).ids
-        sifter.observe(ids, given[epoch][ids])
+        sifter.observe(ids, epoch_losses[epoch][ids])
     sifter.plan(3, 0.0)
     state = sifter.state_dict()
-    torch.testing.assert_close(state["loss"], given[2])
+    torch.testing.assert_close(state["loss"], epoch_losses[2])
     assert (state["seen"] == 2).all()
 
 
@@ -279,7 +279,7 @@ def test_a_balanced_epoch_takes_as_many_of_each_class_as_it_can(sizes, share):
         torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
     ]
     context = replace(SiftContext.alone(labels, batch_size=10), balance=share)
-    seen = torch.zeros(len(labels))
+    times_taken = torch.zeros(len(labels))
     for epoch in range(30):
         ids = none.Everything(context).plan(epoch, 0.0).ids
         assert (
@@ -287,13 +287,14 @@ def test_a_balanced_epoch_takes_as_many_of_each_class_as_it_can(sizes, share):
             == len(ids.unique())
             == max(10, round(share * len(labels) / 10) * 10)
         )
-        taken = torch.bincount(labels[ids], minlength=len(sizes))
-        rest = torch.tensor(sizes) - taken
+        taken_of_class = torch.bincount(labels[ids], minlength=len(sizes))
+        left_of_class = torch.tensor(sizes) - taken_of_class
         assert (
-            taken[rest > 0].min() if (rest > 0).any() else taken.max()
-        ) >= taken.max() - 1
-        seen[ids] += 1
-    assert seen.max() > seen.min() or share > 0.8  # other images each epoch,
-    assert (
-        seen > 0
-    ).float().mean() > share  # so that more of them are seen than one epoch has
+            taken_of_class[left_of_class > 0].min()
+            if (left_of_class > 0).any()
+            else taken_of_class.max()
+        ) >= taken_of_class.max() - 1
+        times_taken[ids] += 1
+    # Other images each epoch, so that more of them are seen than one epoch has.
+    assert times_taken.max() > times_taken.min() or share > 0.8
+    assert (times_taken > 0).float().mean() > share

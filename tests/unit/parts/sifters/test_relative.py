@@ -11,7 +11,8 @@ from pieces import slow
 from kd.core.types import Batch, Outputs, Plan, SiftContext, TeacherOutputs
 from kd.parts.sifters import relative
 
-IMAGES, MICRO = 120, 6
+IMAGES = 120
+MICRO = 6
 LOSSES = torch.rand(IMAGES, generator=torch.Generator().manual_seed(0))
 
 
@@ -38,7 +39,8 @@ class Scores:
     """A `Score` with given losses: those of all ranks, in the plan's order."""
 
     def __init__(self, plan: Plan, losses: torch.Tensor = LOSSES) -> None:
-        self.plan, self.losses = plan, losses
+        self.plan = plan
+        self.losses = losses
 
     def __call__(self, batches, shrink=1):
         batch = 2 * len(batches[0].ids)
@@ -79,7 +81,7 @@ def fields(batch: Batch) -> dict:
     }
 
 
-def made(beta: float = 1.0, delay: int = 0, **changes) -> relative.Relative:
+def relative_sifter(beta: float = 1.0, delay: int = 0, **changes) -> relative.Relative:
     options = relative.Options(
         beta_value=beta, sift_delay=delay, loss_history_length=64
     )
@@ -111,7 +113,7 @@ def test_keep_is_exact_for_any_losses(beta, kind):
         "constant": torch.ones(images),
         "two values": torch.arange(images) % 2.0,
     }
-    sifter = made(beta, images=images, micro=6)
+    sifter = relative_sifter(beta, images=images, micro=6)
     batches = epoch(sifter, losses=losses[kind].float())
     trained = sum(len(batch.ids) for batch in batches)
     assert trained / images == pytest.approx(1 / (1 + beta), rel=0.01)
@@ -121,14 +123,14 @@ def test_keep_is_exact_for_any_losses(beta, kind):
 
 
 def test_an_epoch_of_one_candidate_step_keeps_it():
-    assert made(images=2 * MICRO).steps(0, 0.0) == 1
+    assert relative_sifter(images=2 * MICRO).steps(0, 0.0) == 1
 
 
 def test_an_epoch_keeps_at_least_one_step():
-    sifter = made(beta=50.0)
+    sifter = relative_sifter(beta=50.0)
     assert [sifter.plan(number, 0.0).steps for number in range(3)] == [1, 1, 1]
     assert len(epoch(sifter, number=3)) == 2  # micro-batches of one step
-    delayed = made(beta=50.0, delay=4)
+    delayed = relative_sifter(beta=50.0, delay=4)
     assert [delayed.plan(number, 0.0).steps for number in range(3)] == [4, 1, 1]
 
 
@@ -139,7 +141,7 @@ def test_a_fraction_of_a_step_is_carried_to_the_next_epoch(beta, steps):
     """17 candidate steps: without it 11 of 17 are 64.7 %, where 1 / (1 + 0.5) is 66.7
     %.
     """
-    sifter = made(beta, images=17 * 2 * MICRO + 5)
+    sifter = relative_sifter(beta, images=17 * 2 * MICRO + 5)
     assert [sifter.plan(number, 0.0).steps for number in range(6)] == steps
     losses = torch.rand(17 * 2 * MICRO + 5, generator=torch.Generator().manual_seed(1))
     sizes = [
@@ -151,56 +153,61 @@ def test_a_fraction_of_a_step_is_carried_to_the_next_epoch(beta, steps):
 
 
 def test_high_losses_are_kept_more_often():
-    kept = torch.zeros(IMAGES)
+    times_kept = torch.zeros(IMAGES)
     for seed in range(60):
-        kept[torch.cat([batch.ids for batch in epoch(made(1.0, seed=seed))])] += 1
+        times_kept[
+            torch.cat([batch.ids for batch in epoch(relative_sifter(1.0, seed=seed))])
+        ] += 1
     hard = LOSSES.argsort(descending=True)
-    assert kept[hard[:40]].mean() > 1.8 * kept[hard[-40:]].mean()
+    assert times_kept[hard[:40]].mean() > 1.8 * times_kept[hard[-40:]].mean()
 
 
 def test_two_ranks_keep_what_one_keeps():
-    alone = epoch(made(0.5))
-    ranks = [epoch(made(0.5, rank=rank, world_size=2)) for rank in (0, 1)]
+    alone = epoch(relative_sifter(0.5))
+    ranks = [epoch(relative_sifter(0.5, rank=rank, world_size=2)) for rank in (0, 1)]
     assert len(ranks[0]) == len(ranks[1]) == len(alone) // 2
     for step in range(len(ranks[0])):
-        one = [batch.ids.tolist() for batch in alone[2 * step : 2 * step + 2]]
-        assert one == [ranks[0][step].ids.tolist(), ranks[1][step].ids.tolist()]
+        expected = [batch.ids.tolist() for batch in alone[2 * step : 2 * step + 2]]
+        assert expected == [ranks[0][step].ids.tolist(), ranks[1][step].ids.tolist()]
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.7, 3.0])
 def test_a_resumed_epoch_continues_with_the_pending_images(beta):
-    whole = made(beta)
-    batches = epoch(whole)
+    uninterrupted = relative_sifter(beta)
+    batches = epoch(uninterrupted)
     steps = len(batches) // 2
     for stop in range(1, steps):
-        before = made(beta)
+        before = relative_sifter(beta)
         plan = before.plan(0, 0.0)
         scores = Scores(plan)
         stream = before.stream(scores.loaded(before.context, 0), scores, 0)
         for _ in range(2 * stop):
             next(stream)
-        resumed = made(beta)
+        resumed = relative_sifter(beta)
         resumed.load_state_dict(before.state_dict())
-        rest = epoch(resumed, start=stop)
-        assert [b.ids.tolist() for b in rest] == [
+        remaining = epoch(resumed, start=stop)
+        assert [b.ids.tolist() for b in remaining] == [
             b.ids.tolist() for b in batches[2 * stop :]
         ], stop
         assert torch.equal(
-            *(sifter.state_dict()["window.losses"] for sifter in (resumed, whole))
+            *(
+                sifter.state_dict()["window.losses"]
+                for sifter in (resumed, uninterrupted)
+            )
         )
 
 
 def test_the_delay_sees_everything_once_or_in_each_epoch():
-    once = made(1.0, delay=4)
+    once = relative_sifter(1.0, delay=4)
     assert [once.plan(e, 0.0).steps for e in range(3)] == [4 + 3, 5, 5]
     each = relative.build(
         relative.Options(beta_value=1.0, sift_delay=4, repeat_delay_per_epoch=True),
         sift_context(),
     )
     assert [each.plan(e, 0.0).steps for e in range(3)] == [7, 7, 7]
-    long = made(1.0, delay=15)
+    long = relative_sifter(1.0, delay=15)
     assert [long.plan(e, 0.0).steps for e in range(3)] == [10, 5 + 2, 5]
-    batches = epoch(made(1.0, delay=4))
+    batches = epoch(relative_sifter(1.0, delay=4))
     assert [batch.teacher_outputs is None for batch in batches] == [True] * 8 + [
         False
     ] * 6
@@ -208,7 +215,8 @@ def test_the_delay_sees_everything_once_or_in_each_epoch():
 
 def test_each_epoch_draws_anew():
     """Of equal losses the places in the plan that are kept are the draw itself."""
-    sifter, kept = made(1.0), []
+    sifter = relative_sifter(1.0)
+    kept_places = []
     for number in (0, 1):
         plan = sifter.plan(number, 0.0)
         scores = Scores(plan, torch.ones(IMAGES))
@@ -219,5 +227,5 @@ def test_each_epoch_draws_anew():
             ]
         )
         places = plan.ids.argsort()[ids]
-        kept.append(sorted(places.tolist()))
-    assert kept[0] != kept[1]
+        kept_places.append(sorted(places.tolist()))
+    assert kept_places[0] != kept_places[1]

@@ -29,7 +29,7 @@ def test_the_loss_of_an_image_that_came_twice_is_their_mean():
     sifter.observe(torch.tensor([3, 0]), torch.tensor([8.0, 0.5]))
     saved = build(Options(), context(8))
     saved.load_state_dict(sifter.state_dict())
-    for one in (sifter, saved):
-        one.plan(1, 0.5)
-        assert one.loss_N[[3, 5, 0]].tolist() == [4.0, 7.0, 0.5]
-        assert one.unknown().nonzero()[:, 0].tolist() == [1, 2, 4, 6, 7]
+    for each in (sifter, saved):
+        each.plan(1, 0.5)
+        assert each.loss_N[[3, 5, 0]].tolist() == [4.0, 7.0, 0.5]
+        assert each.unknown().nonzero()[:, 0].tolist() == [1, 2, 4, 6, 7]

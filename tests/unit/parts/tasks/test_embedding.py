@@ -30,18 +30,18 @@ LOSSES = "losses=[{kind: cosine}, {kind: tokens, weight: 0.5}, {kind: cckd}]"
 LOG = "run.every.log=1"
 
 
-def cached(folder, *more: str) -> list[str]:
-    return ["teacher.cache.views=2", f"teacher.cache.path={folder}", *more]
+def cached(folder, *overrides: str) -> list[str]:
+    return ["teacher.cache.views=2", f"teacher.cache.path={folder}", *overrides]
 
 
-def losses_of(made) -> list[float]:
-    return [row["loss"] for row in made.store.rows if row["kind"] == "train"]
+def losses_of(setup) -> list[float]:
+    return [row["loss"] for row in setup.store.rows if row["kind"] == "train"]
 
 
-def taught(made) -> float:
+def taught(setup) -> float:
     """Return how many training images the teacher was asked for."""
     return sum(
-        row["teacher_images"] for row in made.store.rows if row["kind"] == "train"
+        row["teacher_images"] for row in setup.store.rows if row["kind"] == "train"
     )
 
 
@@ -50,34 +50,41 @@ def mean_cosine(run) -> float:
     """Return the mean cosine of the projected student with its teacher on the
     validation images.
     """
-    student, val, cosines = run.distillation.student.eval(), run.evaluator.val, []
+    student = run.distillation.student.eval()
+    val = run.evaluator.val
+    cosines = []
     criterion = run.distillation.criterion
     project = criterion.terms[criterion.names.index("cosine")].project
     for batch in val.loader.epoch(val.plan, view=0):
-        mine = project(student(batch.image).features["pooled"])
-        theirs = run.teacher(batch).features["pooled"]
-        cosine = (mine * theirs).sum(1) / mine.norm(dim=1) / theirs.norm(dim=1)
+        student_BD = project(student(batch.image).features["pooled"])
+        teacher_BD = run.teacher(batch).features["pooled"]
+        cosine = (
+            (student_BD * teacher_BD).sum(1)
+            / student_BD.norm(dim=1)
+            / teacher_BD.norm(dim=1)
+        )
         cosines += cosine[batch.weight > 0].tolist()
     return sum(cosines) / len(cosines)
 
 
 def test_a_student_learns_the_vectors_of_a_teacher_without_classes(make):
-    made = make(LOSSES, LOG, "data.views=2", "run.epochs=3")
-    student, criterion = made.run.distillation.student, made.run.distillation.criterion
-    before = made.run.evaluator(student)
-    state = train(made.run)
-    row = [row for row in made.store.rows if row["kind"] == "val"][-1]
+    setup = make(LOSSES, LOG, "data.views=2", "run.epochs=3")
+    student = setup.run.distillation.student
+    criterion = setup.run.distillation.criterion
+    before = setup.run.evaluator(student)
+    state = train(setup.run)
+    row = [row for row in setup.store.rows if row["kind"] == "val"][-1]
     assert student.num_classes == 0
     assert not list(student.network.get_classifier().parameters())
     assert criterion.names == ["cosine", "tokens", "cckd"]
     assert row["agreement"] > before["agreement"] + 0.1
     assert row["teacher_knn"] == before["teacher_knn"] > 0.6
-    assert made.run.evaluator.selection_metric == "knn"
+    assert setup.run.evaluator.selection_metric == "knn"
     assert state.best == max(
-        row["knn"] for row in made.store.rows if row["kind"] == "val"
+        row["knn"] for row in setup.store.rows if row["kind"] == "val"
     )
-    assert "accuracy" not in made.store.rows[0]
-    assert row["agreement"] == pytest.approx(mean_cosine(made.run), abs=1e-5)
+    assert "accuracy" not in setup.store.rows[0]
+    assert row["agreement"] == pytest.approx(mean_cosine(setup.run), abs=1e-5)
 
 
 def test_a_cached_teacher_gives_what_the_live_one_gives_up_to_the_rounding(
@@ -86,8 +93,8 @@ def test_a_cached_teacher_gives_what_the_live_one_gives_up_to_the_rounding(
     live = make(LOSSES, LOG, "data.views=2")
     exact = make(LOSSES, LOG, *cached(tmp_path / "exact", "teacher.cache.dtype=fp32"))
     rounded = make(LOSSES, LOG, *cached(tmp_path / "rounded"))
-    for made in (live, exact, rounded):
-        train(made.run)
+    for setup in (live, exact, rounded):
+        train(setup.run)
     assert losses_of(exact) == pytest.approx(losses_of(live), rel=1e-5)
     assert losses_of(rounded) == pytest.approx(losses_of(live), rel=2**-9)
     assert losses_of(rounded) != losses_of(live)
@@ -99,14 +106,14 @@ def test_a_cached_teacher_gives_what_the_live_one_gives_up_to_the_rounding(
 
 
 def test_without_labels_agreement_decides(make):
-    made = make(LOSSES, "data.labels=none", "run.steps=4", "run.every.evaluate=2")
-    state = train(made.run)
-    rows = [row for row in made.store.rows if row["kind"] == "val"]
+    setup = make(LOSSES, "data.labels=none", "run.steps=4", "run.every.evaluate=2")
+    state = train(setup.run)
+    rows = [row for row in setup.store.rows if row["kind"] == "val"]
     assert [
         sorted(row.keys() - {"kind", "step", "epoch", "images", "seconds"})
         for row in rows
     ] == [["agreement"]] * 2
-    assert made.run.evaluator.selection_metric == "agreement"
+    assert setup.run.evaluator.selection_metric == "agreement"
     assert state.best == max(row["agreement"] for row in rows)
 
 
@@ -123,31 +130,34 @@ def test_each_of_several_teachers_has_its_own_projector(make, teacher, tmp_path)
         "vit_tiny_patch16_224", **args, num_classes=7
     )  # its 7 classes play no part
     save_file(network.state_dict(), tmp_path / "other.safetensors")
-    given = ", ".join(f"{key}: {value}" for key, value in args.items())
-    other = (
-        f"model: vit_tiny_patch16_224, args: {{{given}}}, checkpoint:"
+    args_yaml = ", ".join(f"{key}: {value}" for key, value in args.items())
+    further_teacher = (
+        f"model: vit_tiny_patch16_224, args: {{{args_yaml}}}, checkpoint:"
         f" {tmp_path}/other.safetensors, weight: 3"
     )
-    keys = ("losses=[{kind: cosine}, {kind: tokens}]", f"teacher.also=[{{{other}}}]")
-    made = make(*keys, LOG, *cached(tmp_path / "cache"))
-    criterion = made.run.distillation.criterion
+    keys = (
+        "losses=[{kind: cosine}, {kind: tokens}]",
+        f"teacher.also=[{{{further_teacher}}}]",
+    )
+    setup = make(*keys, LOG, *cached(tmp_path / "cache"))
+    criterion = setup.run.distillation.criterion
     assert criterion.names == ["cosine", "cosine_2", "tokens", "tokens_2"]
     assert [term.weight for term in criterion.all] == [0.25, 0.75, 0.25, 0.75]
     assert [term.project.out_features for term in criterion.terms] == [48, 32, 48, 32]
-    train(made.run)
-    values = made.run.evaluator(made.run.distillation.student)
+    train(setup.run)
+    values = setup.run.evaluator(setup.run.distillation.student)
     assert {"teacher_knn", "teacher_knn_2", "teacher_probe_2"} <= values.keys()
     live = make(*keys, LOG, "data.views=2")
     train(live.run)
-    assert losses_of(made) == pytest.approx(losses_of(live), rel=2**-9)
+    assert losses_of(setup) == pytest.approx(losses_of(live), rel=2**-9)
 
 
 def test_a_classifier_may_learn_from_the_features_of_a_teacher_without_classes(make):
-    made = make("losses=[{kind: ce}, {kind: cosine}]", LOG, "run.steps=2")
-    train(made.run)
-    row = made.store.rows[-1]
-    assert made.run.distillation.student.num_classes == 3
-    assert made.run.evaluator.selection_metric == "accuracy"
+    setup = make("losses=[{kind: ce}, {kind: cosine}]", LOG, "run.steps=2")
+    train(setup.run)
+    row = setup.store.rows[-1]
+    assert setup.run.distillation.student.num_classes == 3
+    assert setup.run.evaluator.selection_metric == "accuracy"
     assert "accuracy" in row
     assert "teacher_accuracy" not in row
 
@@ -199,13 +209,13 @@ def test_a_record_holds_named_arrays():
     outputs = Outputs(
         draw(3), {"pooled": draw(5), "tokens": draw(2, 4), "pooled.1": draw(6)}
     )
-    found = codec.unpack(codec.pack(outputs))
-    assert found.features.keys() == outputs.features.keys()
+    unpacked = codec.unpack(codec.pack(outputs))
+    assert unpacked.features.keys() == outputs.features.keys()
     assert torch.equal(
-        found.of(1).features["pooled"], outputs.features["pooled.1"].half()
+        unpacked.of(1).features["pooled"], outputs.features["pooled.1"].half()
     )
     assert torch.equal(
-        found.of(0).features["tokens"], outputs.features["tokens"].half()
+        unpacked.of(0).features["tokens"], outputs.features["tokens"].half()
     )
     assert (
         max(
@@ -241,11 +251,11 @@ def test_neighbours_vote_as_the_formula_says(count):
     expected = torch.zeros(7, 3, dtype=torch.float64)
     for i, query in enumerate(asking.double()):
         cosines = [
-            (float(query @ one), int(of))
-            for one, of in zip(bank.double(), label, strict=True)
+            (float(query @ neighbour), int(neighbour_label))
+            for neighbour, neighbour_label in zip(bank.double(), label, strict=True)
         ]
-        for cosine, of in sorted(cosines, reverse=True)[:20]:
-            expected[i, of] += math.exp(cosine / 0.07)
+        for cosine, neighbour_label in sorted(cosines, reverse=True)[:20]:
+            expected[i, neighbour_label] += math.exp(cosine / 0.07)
     torch.testing.assert_close(
         nearest(bank, label, asking, 3).double(), expected, rtol=1e-4, atol=0
     )
@@ -254,7 +264,8 @@ def test_neighbours_vote_as_the_formula_says(count):
 def test_the_probe_is_the_ridge_that_predicts_best_what_it_has_not_seen():
     bank, label = clusters(30, spread=1.5)
     asking, _ = clusters(7)
-    x, y = bank.double(), F.one_hot(label, 3).double()
+    x = bank.double()
+    y = F.one_hot(label, 3).double()
     scale = torch.linalg.eigvalsh((x - x.mean(0)).T @ (x - x.mean(0))).mean()
 
     def fit(x: Tensor, y: Tensor, strength: float) -> tuple[Tensor, Tensor]:
@@ -268,8 +279,8 @@ def test_the_probe_is_the_ridge_that_predicts_best_what_it_has_not_seen():
     def left_out(strength: float) -> float:
         errors = []
         for i in range(len(x)):
-            rest = torch.arange(len(x)) != i
-            weights, bias = fit(x[rest], y[rest], strength)
+            without_i = torch.arange(len(x)) != i
+            weights, bias = fit(x[without_i], y[without_i], strength)
             errors.append((x[i] @ weights + bias - y[i]).square().mean())
         return torch.stack(errors).mean().item()
 
@@ -302,7 +313,8 @@ class Counted(Uncached):
     """A teacher that counts its batches."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.batches = model, 0
+        self.model = model
+        self.batches = 0
 
     def __call__(self, batch: Batch) -> Outputs:
         self.batches += 1
@@ -319,9 +331,10 @@ def test_an_evaluation_equals_whole_splits_and_queries_the_teacher_once():
         for count in (50, 23)
     )
     torch.manual_seed(0)
-    student, teacher = Embeds(5), Counted(Embeds(7))
+    student = Embeds(5)
+    teacher = Counted(Embeds(7))
     criterion = Criterion([loss_term("cosine", dims=Dims(0, 5, 7))])
-    asked, searched = (
+    queries, searched = (
         Split(
             LocalLoader(MapDataset(data, 0), Share(8, 1, 0, 1), 0),
             evaluation_plan(len(data), 8),
@@ -330,7 +343,7 @@ def test_an_evaluation_equals_whole_splits_and_queries_the_teacher_once():
     )
     setting = Evaluation(
         CPU("fp32", 60, 1),
-        asked,
+        queries,
         teacher,
         3,
         bank=lambda: searched,
@@ -338,14 +351,15 @@ def test_an_evaluation_equals_whole_splits_and_queries_the_teacher_once():
         members=1,
     )
     evaluator = embedding.build(embedding.Options()).evaluator(setting)
-    found = evaluator(student)
-    assert evaluator(student) == found
+    metrics = evaluator(student)
+    assert evaluator(student) == metrics
     assert teacher.batches == 10  # 3 of the validation split, 7 of the bank
-    other = Counted(Embeds(7))
+    other_teacher = Counted(Embeds(7))
     anew = embedding.build(embedding.Options()).evaluator(
-        replace(setting, teacher=other)
+        replace(setting, teacher=other_teacher)
     )
-    assert evaluator.of(other)(student) == anew(student)  # in an index of its own
+    # In an index of its own.
+    assert evaluator.of(other_teacher)(student) == anew(student)
     with torch.no_grad():
         (bank_image, bank_label), (image, label) = (
             (
@@ -355,20 +369,20 @@ def test_an_evaluation_equals_whole_splits_and_queries_the_teacher_once():
             for data in (bank, val)
         )
         for prefix, model in (("", student), ("teacher_", teacher.model)):
-            known, new = (
-                F.normalize(model(one).features["pooled"], dim=1)
-                for one in (bank_image, image)
+            bank_vectors, new = (
+                F.normalize(model(images).features["pooled"], dim=1)
+                for images in (bank_image, image)
             )
             for kind, classify in (("knn", nearest), ("probe", ridge)):
-                right = classify(known, bank_label, new, 3).argmax(1) == label
-                assert found[prefix + kind] == pytest.approx(
+                right = classify(bank_vectors, bank_label, new, 3).argmax(1) == label
+                assert metrics[prefix + kind] == pytest.approx(
                     right.double().mean().item(), abs=1e-6
                 )
         agreement = (
             criterion.agreement(student(image), teacher.model(image)).mean().item()
         )
-    assert found["agreement"] == pytest.approx(agreement, abs=1e-6)
-    assert found["knn"] == pytest.approx(
+    assert metrics["agreement"] == pytest.approx(agreement, abs=1e-6)
+    assert metrics["knn"] == pytest.approx(
         evaluator.samples()["knn"].right.mean(), abs=1e-6
     )
     assert len(evaluator.samples()["teacher_probe"].right) == 23
@@ -380,13 +394,13 @@ def test_an_evaluation_equals_whole_splits_and_queries_the_teacher_once():
 )
 def test_unlabelled_images_cannot_be_scored(bank, val, words):
     images = [[(torch.randn(3, 2, 2), label)] * 9 for label in (val, bank)]
-    shown = (
+    loaders = (
         LocalLoader(MapDataset(data, 0, labels="some"), Share(8, 1, 0, 1), 0)
         for data in images
     )
-    asked, searched = (Split(loader, evaluation_plan(9, 8)) for loader in shown)
+    queries, searched = (Split(loader, evaluation_plan(9, 8)) for loader in loaders)
     criterion = Criterion([loss_term("cosine", dims=Dims(0, 5, 7))])
-    more = {"bank": lambda: searched, "agreement": criterion.agreement, "members": 1}
-    setting = Evaluation(CPU("fp32", 60, 1), asked, Counted(Embeds(7)), 3, **more)
+    options = {"bank": lambda: searched, "agreement": criterion.agreement, "members": 1}
+    setting = Evaluation(CPU("fp32", 60, 1), queries, Counted(Embeds(7)), 3, **options)
     with pytest.raises(DataError, match=rf"^data\.labels: {words}"):
         embedding.build(embedding.Options()).evaluator(setting)(Embeds(5))

@@ -25,7 +25,8 @@ class Table(nn.Module):
 
     def __init__(self, logits_NC: Tensor) -> None:
         super().__init__()
-        self.logits_NC, self.modes = logits_NC, []
+        self.logits_NC = logits_NC
+        self.modes = []
 
     def forward(self, image: Tensor) -> Outputs:
         self.modes.append(self.training)
@@ -36,7 +37,8 @@ class Answers:
     """A teacher that looks its logits up by id, and counts."""
 
     def __init__(self, logits_NC: Tensor) -> None:
-        self.logits_NC, self.calls = logits_NC, 0
+        self.logits_NC = logits_NC
+        self.calls = 0
 
     def __call__(self, batch: Batch) -> Outputs:
         self.calls += 1
@@ -47,7 +49,8 @@ class Ids:
     """A dataset whose images are their ids."""
 
     def __init__(self, labels: Tensor, broken: frozenset[int] = frozenset()) -> None:
-        self.labels, self.broken = labels, broken
+        self.labels = labels
+        self.broken = broken
         self.classes = ()
 
     def __len__(self) -> int:
@@ -95,9 +98,11 @@ def log_softmax(logits: Tensor) -> np.ndarray:
 
 
 def expected_of(logits: Tensor, label: Tensor, prefix: str = "") -> dict[str, float]:
-    log_prob, y = log_softmax(logits), label.numpy()
+    log_prob = log_softmax(logits)
+    y = label.numpy()
     order = np.argsort(-log_prob, axis=1)
-    confidence, correct = np.exp(log_prob.max(1)), order[:, 0] == y
+    confidence = np.exp(log_prob.max(1))
+    correct = order[:, 0] == y
     error = 0.0
     for bin in range(NUM_BINS):  # arXiv:1706.04599, equation 3
         inside = np.minimum((confidence * NUM_BINS).astype(int), NUM_BINS - 1) == bin
@@ -114,7 +119,8 @@ def expected_of(logits: Tensor, label: Tensor, prefix: str = "") -> dict[str, fl
 
 
 def expected_together(student: Tensor, teacher: Tensor) -> dict[str, float]:
-    s, t = log_softmax(student), log_softmax(teacher)
+    s = log_softmax(student)
+    t = log_softmax(teacher)
     return {
         "kl": (np.exp(t) * (t - s)).sum(1).mean(),
         "agreement": (s.argmax(1) == t.argmax(1)).mean(),
@@ -123,16 +129,16 @@ def expected_together(student: Tensor, teacher: Tensor) -> dict[str, float]:
 
 @pytest.mark.parametrize(("images", "classes"), [(29, 2), (30, 3), (64, 7), (200, 101)])
 @pytest.mark.parametrize("batch", [1, 8, 250])
-def test_all_numbers(images, classes, batch):
+def test_all_numbers_are_those_of_the_formulas(images, classes, batch):
     student, teacher, label = draw(images, classes)
-    found = evaluator(teacher, label, batch, classes)(Table(student))
+    metrics = evaluator(teacher, label, batch, classes)(Table(student))
     expected = expected_of(student, label) | expected_of(teacher, label, "teacher_")
-    assert found == pytest.approx(
+    assert metrics == pytest.approx(
         expected | expected_together(student, teacher), rel=1e-5, abs=1e-7
     )
 
 
-def test_without_a_teacher():
+def test_without_a_teacher_the_students_numbers_are_those_of_the_formulas():
     student, _, label = draw(30, 3)
     assert evaluator(None, label, 8, 3)(Table(student)) == pytest.approx(
         expected_of(student, label), rel=1e-5
@@ -141,11 +147,11 @@ def test_without_a_teacher():
 
 def test_without_labels_the_teacher_is_what_is_right():
     student, teacher, label = draw(30, 3)
-    made = evaluator(teacher, torch.full_like(label, -1), 8, 3, labelled=False)
+    evaluation = evaluator(teacher, torch.full_like(label, -1), 8, 3, labelled=False)
     right = expected_of(student, teacher.argmax(1))
     expected = expected_together(student, teacher) | {"agreement_ece": right["ece"]}
-    assert made(Table(student)) == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert (made.selection_metric, expected["agreement"]) == (
+    assert evaluation(Table(student)) == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert (evaluation.selection_metric, expected["agreement"]) == (
         "agreement",
         pytest.approx(right["accuracy"]),
     )
@@ -153,23 +159,25 @@ def test_without_labels_the_teacher_is_what_is_right():
 
 def test_another_teacher_is_scored_by_its_own_outputs():
     student, teacher, label = draw(30, 3)
-    made = evaluator(teacher, label, 8, 3)
-    made(Table(student))
-    found = made.of(Answers(student))(Table(student))
-    assert found["agreement"] == 1
-    assert found["teacher_accuracy"] == found["accuracy"]
-    assert made(Table(student))["agreement"] < 1
+    evaluation = evaluator(teacher, label, 8, 3)
+    evaluation(Table(student))
+    metrics = evaluation.of(Answers(student))(Table(student))
+    assert metrics["agreement"] == 1
+    assert metrics["teacher_accuracy"] == metrics["accuracy"]
+    assert evaluation(Table(student))["agreement"] < 1
 
 
 def test_unreadable_images_do_not_count():
     student, teacher, label = draw(30, 7)
-    kept = torch.tensor([id not in (4, 17) for id in range(30)])
-    found = evaluator(teacher, label, 8, 7, frozenset({4, 17}))(Table(student))
-    expected = expected_of(student[kept], label[kept]) | expected_of(
-        teacher[kept], label[kept], "teacher_"
+    readable = torch.tensor([id not in (4, 17) for id in range(30)])
+    metrics = evaluator(teacher, label, 8, 7, frozenset({4, 17}))(Table(student))
+    expected = expected_of(student[readable], label[readable]) | expected_of(
+        teacher[readable], label[readable], "teacher_"
     )
-    assert found == pytest.approx(
-        expected | expected_together(student[kept], teacher[kept]), rel=1e-5, abs=1e-7
+    assert metrics == pytest.approx(
+        expected | expected_together(student[readable], teacher[readable]),
+        rel=1e-5,
+        abs=1e-7,
     )
 
 
@@ -180,9 +188,9 @@ def test_the_standard_error_is_that_of_the_images_that_are_scored(labelled, imag
     """
     student, teacher, label = draw(30, 7)
     label[[3, 11, 29]] = -1
-    made = evaluator(teacher, label, 8, 7, frozenset({4, 17}), labelled)
-    made(Table(student))
-    assert made.standard_error(0.8) == pytest.approx((0.8 * 0.2 / images) ** 0.5)
+    evaluation = evaluator(teacher, label, 8, 7, frozenset({4, 17}), labelled)
+    evaluation(Table(student))
+    assert evaluation.standard_error(0.8) == pytest.approx((0.8 * 0.2 / images) ** 0.5)
 
 
 def test_an_evaluation_without_a_readable_image_is_an_error():
@@ -197,7 +205,7 @@ def test_an_evaluation_without_a_readable_image_is_an_error():
 def test_a_test_split_is_named_in_its_errors(labels, monkeypatch):
     """It was called the validation split, after a whole training."""
     student, _, label = draw(8, 7)
-    made = evaluator(
+    evaluation = evaluator(
         None,
         torch.full_like(label, labels),
         8,
@@ -207,9 +215,9 @@ def test_a_test_split_is_named_in_its_errors(labels, monkeypatch):
     setting = SimpleNamespace(
         data=SimpleNamespace(test=label), recipe=SimpleNamespace(task=build(Options()))
     )
-    monkeypatch.setattr(setup, "shown_split", lambda *_: made.val)
+    monkeypatch.setattr(setup, "shown_split", lambda *_: evaluation.val)
     of_test = setup.test_evaluator(
-        setting, Evaluation(made.backend, made.val, None, 7), NoTeacher()
+        setting, Evaluation(evaluation.backend, evaluation.val, None, 7), NoTeacher()
     )
     with pytest.raises(DataError, match=r"no image of the test split"):
         of_test(Table(student))
@@ -217,18 +225,18 @@ def test_a_test_split_is_named_in_its_errors(labels, monkeypatch):
 
 def test_the_teacher_is_queried_once_and_the_student_each_time():
     student, teacher, label = draw(29, 3)
-    made = evaluator(teacher, label, 8, 3)
-    first = made(Table(student))
-    other, _, _ = draw(29, 3 * 5)
-    again = made(Table(other[:, :3]))
-    assert made.teacher.calls == 4
+    evaluation = evaluator(teacher, label, 8, 3)
+    first = evaluation(Table(student))
+    other_student, _, _ = draw(29, 3 * 5)
+    again = evaluation(Table(other_student[:, :3]))
+    assert evaluation.teacher.calls == 4
     assert {k: v for k, v in again.items() if k.startswith("teacher_")} == {
         k: v for k, v in first.items() if k.startswith("teacher_")
     }
     assert again == pytest.approx(
-        expected_of(other[:, :3], label)
+        expected_of(other_student[:, :3], label)
         | expected_of(teacher, label, "teacher_")
-        | expected_together(other[:, :3], teacher),
+        | expected_together(other_student[:, :3], teacher),
         rel=1e-5,
     )
 
@@ -245,10 +253,10 @@ def test_the_student_is_in_eval_mode_and_put_back(training):
 def test_certain_and_wrong_is_the_worst_calibration():
     label = torch.zeros(10, dtype=torch.int64)
     wrong = torch.tensor([[0.0, 50.0]]).repeat(10, 1)
-    found = evaluator(None, label, 4, 2)(Table(wrong))
-    assert (found["accuracy"], found["ece"]) == pytest.approx((0.0, 1.0))
-    found = evaluator(None, 1 - label, 4, 2)(Table(wrong))
-    assert (found["accuracy"], found["ece"]) == pytest.approx((1.0, 0.0), abs=1e-6)
+    metrics = evaluator(None, label, 4, 2)(Table(wrong))
+    assert (metrics["accuracy"], metrics["ece"]) == pytest.approx((0.0, 1.0))
+    metrics = evaluator(None, 1 - label, 4, 2)(Table(wrong))
+    assert (metrics["accuracy"], metrics["ece"]) == pytest.approx((1.0, 0.0), abs=1e-6)
 
 
 def test_samples_say_which_images_are_right():
@@ -258,37 +266,46 @@ def test_samples_say_which_images_are_right():
     student, teacher, label = draw(30, 7)
     label[[3, 11]] = -1
     broken = frozenset({4, 17})
-    made = evaluator(teacher, label, 8, 7, broken)
-    row = made(Table(student))
-    kept = np.array([id for id in range(30) if id not in {3, 4, 11, 17}])
-    seen = np.array([id for id in range(30) if id not in broken])
-    found = made.samples()
+    evaluation = evaluator(teacher, label, 8, 7, broken)
+    row = evaluation(Table(student))
+    labelled_ids = np.array([id for id in range(30) if id not in {3, 4, 11, 17}])
+    readable_ids = np.array([id for id in range(30) if id not in broken])
+    samples = evaluation.samples()
     for key, logits in (("accuracy", student), ("teacher_accuracy", teacher)):
-        assert found[key].right.tolist() == (logits.argmax(1) == label)[kept].tolist()
+        assert (
+            samples[key].right.tolist()
+            == (logits.argmax(1) == label)[labelled_ids].tolist()
+        )
     assert (
-        found["agreement"].right.tolist()
-        == (student.argmax(1) == teacher.argmax(1))[seen].tolist()
+        samples["agreement"].right.tolist()
+        == (student.argmax(1) == teacher.argmax(1))[readable_ids].tolist()
     )
-    assert {key: one.value for key, one in found.items()} == pytest.approx(
-        {key: row[key] for key in found}
+    assert {key: sample.value for key, sample in samples.items()} == pytest.approx(
+        {key: row[key] for key in samples}
     )
-    assert {*found} == {
+    assert {*samples} == {
         "accuracy",
         "top5",
         "teacher_accuracy",
         "teacher_top5",
         "agreement",
     }
-    other = made.of(Answers(student))
-    other(Table(student))
+    by_other_teacher = evaluation.of(Answers(student))
+    by_other_teacher(Table(student))
     assert (
-        other.samples()["accuracy"].minus(other.samples()["teacher_accuracy"])[0] == 0
+        by_other_teacher.samples()["accuracy"].minus(
+            by_other_teacher.samples()["teacher_accuracy"]
+        )[0]
+        == 0
     )
 
 
 def test_samples_are_those_of_the_last_evaluation():
     student, teacher, label = draw(30, 3)
-    made = evaluator(teacher, label, 8, 3)
-    made(Table(student))
-    made(Table(teacher))
-    assert made.samples()["accuracy"].value == made.samples()["teacher_accuracy"].value
+    evaluation = evaluator(teacher, label, 8, 3)
+    evaluation(Table(student))
+    evaluation(Table(teacher))
+    assert (
+        evaluation.samples()["accuracy"].value
+        == evaluation.samples()["teacher_accuracy"].value
+    )

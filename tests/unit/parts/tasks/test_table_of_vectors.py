@@ -16,12 +16,12 @@ def test_the_neighbours_of_a_perfect_table_are_right(photos, tmp_path):
     """
     from pieces import base
 
-    made = merged(
+    settings = merged(
         base(photos, tmp_path), {"run": {"epochs": 1}, "losses": [{"kind": "cosine"}]}
     )
     table = tmp_path / "vectors.npz"
-    made["teacher"] = {"kind": "answers", "model": str(table)}
-    data = open_sources(resolve(config.load(made)).data)
+    settings["teacher"] = {"kind": "answers", "model": str(table)}
+    data = open_sources(resolve(config.load(settings)).data)
     sources = [
         (source, id) for source in (data.train, data.val) for id in range(len(source))
     ]
@@ -30,6 +30,6 @@ def test_the_neighbours_of_a_perfect_table_are_right(photos, tmp_path):
         [source.label(id) for source, id in sources]
     ]
     np.savez(table, embeddings=vectors, names=np.array(names))
-    run = kd.train(made)
+    run = kd.train(settings)
     assert run.metrics["teacher_knn"] == pytest.approx(1.0)
     assert run.metrics["teacher_probe"] == pytest.approx(1.0)

@@ -56,26 +56,29 @@ def test_stored_outputs_are_averaged_over_the_views_that_are_there(photos, tmp_p
     store = open_store(tmp_path / "cache", {"teacher": "one"}, codec, 3, True)
     logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 3.0, 0.0], [0.0, 0.0, 1.0]])
     for view, ids in ((0, [0, 1]), (1, [0])):
-        parts = [part.numpy() for part in codec.pack(Outputs(logits=logits[ids]))]
-        store.write(view, ids, parts, [0] * len(ids))
+        arrays = [tensor.numpy() for tensor in codec.pack(Outputs(logits=logits[ids]))]
+        store.write(view, ids, arrays, [0] * len(ids))
     options = registry.default_options("datasets", "imagefolder", root=str(photos))
     source = registry.build(
         "datasets", "imagefolder", options, "data.kind", split="train", classes=None
     )
-    found = _cached_predictions(store, 2, source)
-    assert found.id.tolist() == [0, 1]
-    assert found.prediction.tolist() == [0, 1]
-    assert found.confidence == pytest.approx(logits[:2].softmax(-1).amax(-1).tolist())
+    predictions = _cached_predictions(store, 2, source)
+    assert predictions.id.tolist() == [0, 1]
+    assert predictions.prediction.tolist() == [0, 1]
+    assert predictions.confidence == pytest.approx(
+        logits[:2].softmax(-1).amax(-1).tolist()
+    )
 
 
 def test_nearest_vectors_are_those_of_the_largest_cosine():
     rng = np.random.default_rng(0)
-    one, other = rng.normal(size=(50, 12)), rng.normal(size=(7, 12))
-    rows, near = neighbours(narrow(one), narrow(other))
+    bank = rng.normal(size=(50, 12))
+    queries = rng.normal(size=(7, 12))
+    rows, near = neighbours(narrow(bank), narrow(queries))
     cosine = (
-        (other @ one.T)
-        / np.linalg.norm(other, axis=1)[:, None]
-        / np.linalg.norm(one, axis=1)
+        (queries @ bank.T)
+        / np.linalg.norm(queries, axis=1)[:, None]
+        / np.linalg.norm(bank, axis=1)
     )
     for row in range(7):
         assert {*near[rows == row].tolist()} == {*np.argsort(-cosine[row])[:5].tolist()}
@@ -112,12 +115,10 @@ def test_the_lists_recall_is_measured_with_this_teacher():
     label = draw.integers(0, 4, 400)
     shares = draw.dirichlet(np.ones(4), 400) + 0.8 * np.eye(4)[label]
     shares /= shares.sum(1, keepdims=True)
-    wrong, row, none = (
-        (label + draw.integers(1, 4, 400)) % 4,
-        np.arange(400),
-        np.zeros((400, 1)),
-    )
-    told = trial_text(
+    wrong = (label + draw.integers(1, 4, 400)) % 4
+    row = np.arange(400)
+    none = np.zeros((400, 1))
+    text = trial_text(
         TeacherAnswers(
             row,
             label,
@@ -137,16 +138,17 @@ def test_the_lists_recall_is_measured_with_this_teacher():
         best = int(np.argmax(shares[i]))
         if best != changed[i]:
             doubts.append((shares[i, changed[i]] / shares[i, best], i))
-    found = len({i for _, i in sorted(doubts)[:40]} & set(rows.tolist()))
-    assert 5 < found < 40
-    assert told.startswith(
-        f"Of 40 validation labels that were changed at random for a trial {found} were"
+    recalled = len({i for _, i in sorted(doubts)[:40]} & set(rows.tolist()))
+    assert 5 < recalled < 40
+    assert text.startswith(
+        "Of 40 validation labels that were changed at random for a trial"
+        f" {recalled} were"
         " among the first 40"
     )
     few = TeacherAnswers(
         *(
-            part[:20]
-            for part in (
+            classes[:20]
+            for classes in (
                 row,
                 label,
                 label,
@@ -183,14 +185,14 @@ def test_wrong_labels_and_a_far_crop_are_listed(
     assert "labels    doubted by the teacher: " in answer.out
     with (inside / "runs/torn/audit/labels.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if "was_" in row["name"]]
-    found = {
+    listed = {
         (row["split"], row["name"], row["label"], row["prediction"]) for row in rows
     }
-    assert found == {
+    assert listed == {
         ("train", "train/apple/was_fig.jpg", "apple", "fig"),
         ("val", "val/fig/was_pear.jpg", "fig", "pear"),
     }
-    named = {
+    listed_pairs = {
         (pair.first.name, pair.second.name)
         for pair in read_repeats(inside / "runs/torn/audit")
     }
@@ -198,7 +200,7 @@ def test_wrong_labels_and_a_far_crop_are_listed(
         "train/apple/large.jpg",
         "val/apple/part.jpg",
     )  # answers to crops of it may be nearer to other images
-    assert named | ({far} if views else set()) == {
+    assert listed_pairs | ({far} if views else set()) == {
         far,
         ("train/fig/00.jpg", "val/fig/00.jpg"),
     }
@@ -207,7 +209,7 @@ def test_wrong_labels_and_a_far_crop_are_listed(
     assert "misses classes that are exchanged for each other" in page
     report = command("report", "runs/torn")
     assert (
-        f"{len(named)} of 14 validation images are also in another split"
+        f"{len(listed_pairs)} of 14 validation images are also in another split"
         " (audit/duplicates.csv)" in report.out
     )
     stored = yaml.safe_load((inside / "runs/torn/config.yaml").read_text())
@@ -221,13 +223,14 @@ def test_the_teacher_does_not_run_on_unlabelled_images(
     (tmp_path / "some/train/fig").rename(tmp_path / "some/train/unlabelled")
     shutil.rmtree(tmp_path / "some/val/fig")
     settings["data"] |= {"root": str(tmp_path / "some"), "labels": "some"}
-    data, seen = open_sources(resolve(config.load(settings)).data), []
+    data = open_sources(resolve(config.load(settings)).data)
+    batch_ids = []
 
     class Teacher:
         model = nn.Identity()
 
         def __call__(self, batch: Batch) -> Outputs:
-            seen.extend(batch.ids.tolist())
+            batch_ids.extend(batch.ids.tolist())
             return Outputs(torch.zeros(len(batch.ids), 2))
 
     answers = labelled_predictions(
@@ -235,7 +238,7 @@ def test_the_teacher_does_not_run_on_unlabelled_images(
     )
     assert len(data.train) == 36
     assert (
-        seen
+        batch_ids
         == answers.id.tolist()
         == [id for id in range(36) if data.train.label(id) >= 0]
     )
@@ -260,9 +263,9 @@ def test_only_an_image_of_another_split_is_a_leak(distilled, tmp_path):
     """
     folder = shutil.copytree(distilled, tmp_path / "run")
     val = [f"val/{name}/{i:02d}.jpg" for name in CLASSES for i in range(4)]
-    known = read_run(folder, 0).answers
-    assert known is not None
-    assert known.without_leaks() == ""
+    complete = read_run(folder, 0).answers
+    assert complete is not None
+    assert complete.without_leaks() == ""
     pairs = [
         Repeat(
             "same picture",
@@ -289,25 +292,28 @@ def test_only_an_image_of_another_split_is_a_leak(distilled, tmp_path):
             "other label",
         )
     ]
-    rows = [(one.kind, one.score, *one.first[:3], *one.second[:3]) for one in pairs]
-    write_table(folder / "audit" / "duplicates.csv", [*head, *rows])
-    found = read_run(folder, 0).answers
-    assert found is not None
-    assert len(found.leaked) == 1
-    assert "1 of 13 validation images" in found.without_leaks()
-    right = [
-        one == label for one, label in zip(found.student, found.label, strict=True)
+    rows = [
+        (pair.kind, pair.score, *pair.first[:3], *pair.second[:3]) for pair in pairs
     ]
-    rest = [value for i, value in enumerate(right) if i not in found.leaked]
-    assert f"{100 * sum(right) / 13:.1f} %" in found.without_leaks()
-    assert f"{100 * sum(rest) / 12:.1f} %" in found.without_leaks()
-    seen = []
+    write_table(folder / "audit" / "duplicates.csv", [*head, *rows])
+    answers = read_run(folder, 0).answers
+    assert answers is not None
+    assert len(answers.leaked) == 1
+    assert "1 of 13 validation images" in answers.without_leaks()
+    right = [
+        answer == label
+        for answer, label in zip(answers.student, answers.label, strict=True)
+    ]
+    unleaked = [value for i, value in enumerate(right) if i not in answers.leaked]
+    assert f"{100 * sum(right) / 13:.1f} %" in answers.without_leaks()
+    assert f"{100 * sum(unleaked) / 12:.1f} %" in answers.without_leaks()
+    other_leaks = []
     for images in (7, 6, 5):  # of a part of the images `leaked` holds places, not ids
-        some = read_run(folder, images).answers
+        partial = read_run(folder, images).answers
         ids = json.loads((folder / "answers.json").read_text())["ids"]
-        assert some is not None
-        assert [ids[i] for i in some.leaked] == [
-            id for id in ids if id == found.leaked[0]
+        assert partial is not None
+        assert [ids[i] for i in partial.leaked] == [
+            id for id in ids if id == answers.leaked[0]
         ]
-        seen += [i for i in some.leaked if i != found.leaked[0]]
-    assert seen
+        other_leaks += [i for i in partial.leaked if i != answers.leaked[0]]
+    assert other_leaks

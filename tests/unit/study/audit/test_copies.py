@@ -26,8 +26,8 @@ def photograph(seed: int, size: int = 96) -> Image.Image:
     rng = np.random.default_rng(seed)
     layers = [rng.normal(size=(n, n)) * 3 / n**0.5 for n in (3, 6, 12, 24)]
     grown = [
-        np.asarray(Image.fromarray(one.astype(np.float32)).resize((size, size), 3))
-        for one in layers
+        np.asarray(Image.fromarray(layer.astype(np.float32)).resize((size, size), 3))
+        for layer in layers
     ]
     return Image.fromarray(
         (128 + 30 * sum(grown)).clip(0, 255).astype(np.uint8)
@@ -41,13 +41,13 @@ def encoded(image: Image.Image, quality: int) -> Image.Image:
 
 
 def album(images: list[Image.Image]) -> Album:
-    made = Album(len(images))
+    images_album = Album(len(images))
     for id, image in enumerate(images):
-        made.add(0, id, Decoded(image, 0))
-    return made
+        images_album.add(0, id, Decoded(image, 0))
+    return images_album
 
 
-def found(images: list[Image.Image]) -> set[tuple[int, int]]:
+def paired(images: list[Image.Image]) -> set[tuple[int, int]]:
     pairs = copies.copies(album(images))
     assert len({*zip(pairs.first, pairs.second, strict=True)}) == len(pairs.first)
     assert (np.diff(pairs.score) <= 0).all()
@@ -61,7 +61,8 @@ def found(images: list[Image.Image]) -> set[tuple[int, int]]:
     "change", ["same", "encoded", "cropped", "mirrored", "mirrored crop", "black bars"]
 )
 def test_a_changed_copy_is_found_among_others_and_nothing_else(change: str):
-    images, rng = [photograph(seed) for seed in range(300)], np.random.default_rng(7)
+    images = [photograph(seed) for seed in range(300)]
+    rng = np.random.default_rng(7)
     changed = []
     for id, image in enumerate(images[:40]):
         x, y = rng.uniform(0, 9.6, 2).round()
@@ -82,7 +83,7 @@ def test_a_changed_copy_is_found_among_others_and_nothing_else(change: str):
             }[change]
         )
     expected = {(id, 300 + id) for id in range(40)}
-    pairs = found([*images, *changed])
+    pairs = paired([*images, *changed])
     assert len(pairs & expected) >= (36 if "crop" in change else 40)
     assert pairs <= expected
 
@@ -92,19 +93,18 @@ def test_many_equal_images_and_empty_ones_are_paired_without_all_their_pairs(
 ):
     monkeypatch.setattr(copies, "WINDOW", 4)
     monkeypatch.setattr(copies, "TABLES", 4)
-    same, plain = [photograph(1)] * 400, [Image.new("RGB", (40, 40), "white")] * 3
-    pairs = found([*same, *plain])
+    equal = [photograph(1)] * 400
+    plain = [Image.new("RGB", (40, 40), "white")] * 3
+    pairs = paired([*equal, *plain])
     assert {row for pair in pairs for row in pair} == set(range(403))
     assert len(pairs) < 403 * 402 / 2 / 3
-    assert all((one < 400) == (other < 400) for one, other in pairs)
+    assert all((first < 400) == (second < 400) for first, second in pairs)
 
 
 def test_a_dark_picture_is_not_cut_for_bars():
     """Without what is darker than a bar nothing of it would be left to compare."""
-    dark, lamp = (
-        Image.new("RGB", (200, 100), (10, 10, 10)),
-        Image.new("RGB", (20, 10), "white"),
-    )
+    dark = Image.new("RGB", (200, 100), (10, 10, 10))
+    lamp = Image.new("RGB", (20, 10), "white")
     assert box_inside_bars(dark) == (0, 0, 200, 100)
     dark.paste(lamp, (90, 45))
     assert box_inside_bars(dark) == (0, 0, 200, 100)
@@ -113,7 +113,7 @@ def test_a_dark_picture_is_not_cut_for_bars():
 
 
 def test_one_image_or_none_has_no_copy():
-    assert found([]) == found([photograph(0)]) == set()
+    assert paired([]) == paired([photograph(0)]) == set()
 
 
 def test_spectra_are_a_cosine_transform_of_each_part():
@@ -144,7 +144,7 @@ def test_a_score_is_the_mean_of_two_correlations():
     """
     images = [photograph(5), photograph(6)]
     pictures = album(images)
-    one, other = (
+    first, second = (
         luma.astype(np.float64).reshape(12, 2, 12, 2).mean((1, 3))
         for luma in pictures.luma
     )
@@ -160,12 +160,12 @@ def test_a_score_is_the_mean_of_two_correlations():
 
     expected = [
         np.corrcoef(a.ravel(), b.ravel())[0, 1]
-        for a, b in ((one, other), (detail(one), detail(other)))
+        for a, b in ((first, second), (detail(first), detail(second)))
     ]
-    whole = copies.cell_means(0.0, 1.0)
-    parts = [
-        copies._standardized(whole @ luma[None].astype(np.float32) @ whole.T)
+    means = copies.cell_means(0.0, 1.0)
+    details = [
+        copies._standardized(means @ luma[None].astype(np.float32) @ means.T)
         for luma in pictures.luma
     ]
-    measured = [(a * b).sum() for a, b in zip(*parts, strict=True)]
+    measured = [(a * b).sum() for a, b in zip(*details, strict=True)]
     assert measured == pytest.approx(expected, abs=0.03)  # what is flat counts as less

@@ -28,15 +28,17 @@ def answers(images: int, seed: int) -> Predictions:
 
 
 def test_a_worse_student_passes_all_on_and_an_equal_one_no_image():
-    one = answers(400, 2)
+    scored = answers(400, 2)
     wrong = replace(
-        one, student=[(label + 1) % 3 for label in one.label], teacher=one.label
+        scored,
+        student=[(label + 1) % 3 for label in scored.label],
+        teacher=scored.label,
     )
     assert Half.of(wrong, 0).threshold() == float("inf")
     assert "Where every image is passed on" in pair_cards(wrong)[1].hints[0]
-    assert Half.of(replace(one, student=one.label), 0).threshold() == pytest.approx(
-        min(one.student_sure[::2])
-    )
+    assert Half.of(
+        replace(scored, student=scored.label), 0
+    ).threshold() == pytest.approx(min(scored.student_sure[::2]))
 
 
 def test_nothing_is_shown_without_a_teacher():

@@ -13,10 +13,8 @@ def test_pictures_are_those_on_which_the_models_differ_those_of_a_right_and_sure
 ):
     data = open_sources(resolve(config.load(base(photos, tmp_path))).data)
     data.val.prepare()
-    shown, classes = (
-        data.evaluation_views(data.val, on_corrupt="skip"),
-        list(data.classes),
-    )
+    views = data.evaluation_views(data.val, on_corrupt="skip")
+    classes = list(data.classes)
     stored = {
         "ids": [0, 1, 2, 3],
         "label": [0, 0, 0, 0],
@@ -24,15 +22,19 @@ def test_pictures_are_those_on_which_the_models_differ_those_of_a_right_and_sure
         "student_share": [0.5, 0.6, 0.7, 0.8],
     }
     both = {**stored, "teacher": [0, 0, 1, 0], "teacher_share": [0.6, 0.9, 0.99, 0.8]}
-    found = _pictures(both, shown, classes)
-    assert [one.name for one in found] == [data.val.name(id) for id in (3, 0, 2)]
-    assert [(one.truth, one.teacher, one.student) for one in found[1:]] == [
+    pictures = _pictures(both, views, classes)
+    assert [picture.name for picture in pictures] == [
+        data.val.name(id) for id in (3, 0, 2)
+    ]
+    assert [
+        (picture.truth, picture.teacher, picture.student) for picture in pictures[1:]
+    ] == [
         (classes[0], classes[0], classes[1]),
         (classes[0], classes[1], classes[0]),
     ]
-    assert [(one.teacher_share, one.student_share) for one in found] == [
+    assert [(picture.teacher_share, picture.student_share) for picture in pictures] == [
         (0.8, 0.8),
         (0.6, 0.5),
         (0.99, 0.7),
     ]
-    assert _pictures(stored, shown, classes) == []
+    assert _pictures(stored, views, classes) == []

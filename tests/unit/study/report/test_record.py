@@ -71,10 +71,10 @@ def test_the_cost_of_a_run_by_hand():
     cheaper = run("two", {"billable_seconds": 3600.0}, **{"price.per_hour": 4.5})
     rows = price_rows([rented, cheaper, run("free")])
     assert rows[0]["USD"] == "12.00"
-    own = (
+    dollars = (
         2 * 3.0 * 40 / 3600
     )  # issue 62: an epoch cost 6.00, with the teacher's fit and the baseline in it
-    assert rows[0]["USD an epoch"] == format_dollars(own / 2)
+    assert rows[0]["USD an epoch"] == format_dollars(dollars / 2)
     assert rows[0]["USD a point"] == format_dollars(12 / 80)
     assert [row["saving"] for row in rows] == ["-", f"{100 * (1 - 4.5 / 6):.1f} %", "-"]
     assert rows[2]["USD"] == "-"
@@ -128,7 +128,7 @@ def test_best_is_the_first_of_the_highest_score():
         ({}, ""),
     ],
 )
-def test_where_a_run_stands(keys, unfinished):
+def test_an_unfinished_run_says_where_it_stands(keys, unfinished):
     assert run(**keys).unfinished == unfinished
     if keys and not unfinished:
         assert replace(run(**keys), val=VAL[:1]).unfinished.startswith(
@@ -144,7 +144,9 @@ def test_the_axis_of_a_share_ends_at_100_percent():
 
 def test_different_keys_are_listed():
     runs = run(a=1, b=2, **{"run.name": "x"}), run(a=1, b=3, c=4, **{"run.name": "y"})
-    rows = differences([replace(one, name=one.keys["run.name"]) for one in runs])
+    rows = differences(
+        [replace(record, name=record.keys["run.name"]) for record in runs]
+    )
     assert rows == [{"key": "b", "x": 2, "y": 3}, {"key": "c", "x": "-", "y": 4}]
 
 
@@ -163,35 +165,36 @@ def seeded(seed: int, accuracy: float, **keys) -> RunRecord:
 
 def test_runs_that_differ_in_the_seed_alone():
     group = [seeded(seed, accuracy) for seed, accuracy in enumerate((0.70, 0.72, 0.74))]
-    other = seeded(3, 0.9, **{"optimizer.lr": 1.0})
-    assert [[run.name for run in one] for one in seed_groups([*group, other])] == [
-        ["s0", "s1", "s2"]
-    ]
+    unlike = seeded(3, 0.9, **{"optimizer.lr": 1.0})
+    assert [
+        [run.name for run in members] for members in seed_groups([*group, unlike])
+    ] == [["s0", "s1", "s2"]]
     assert (
         seed_groups([group[0], group[0]]) == []
     )  # the same run twice is no second seed
     tested = replace(group[0], scored=Scored("test", 1, "a", 9, 1, group[0].val[0], {}))
-    assert [[run.name for run in one] for one in seed_groups([tested, *group[1:]])] == [
-        ["s1", "s2"]
-    ]
+    assert [
+        [run.name for run in members] for members in seed_groups([tested, *group[1:]])
+    ] == [["s1", "s2"]]
     # t = 4.303, standard deviation 2 points: 4.303 * 2 / sqrt(3)
     assert mean_cells(group)["accuracy"] == "72.0 ± 5.0 %"
-    assert "accuracy 72.0 ± 5.0 %" in summary([*group, other])
-    assert "mean of 3 seeds" in render([*group, other])
+    assert "accuracy 72.0 ± 5.0 %" in summary([*group, unlike])
+    assert "mean of 3 seeds" in render([*group, unlike])
 
 
 def test_a_seed_counts_once_in_the_mean_of_seeds():
     """A run made again, and a folder named twice, made the interval shorter: 12.706 x 2
     / sqrt(2) / sqrt(2).
     """
-    zero, one = seeded(0, 0.70), seeded(1, 0.72)
+    seed_0 = seeded(0, 0.70)
+    seed_1 = seeded(1, 0.72)
     again = replace(seeded(0, 0.90), name="again")
-    (group,) = seed_groups([zero, again, zero, one])
-    assert group == [zero, one]
+    (group,) = seed_groups([seed_0, again, seed_0, seed_1])
+    assert group == [seed_0, seed_1]
     assert mean_cells(group)["accuracy"] == "71.0 ± 12.7 %"
-    assert "Mean of 2 seeds (s0, s1)" in summary([zero, again, zero, one])
-    assert "mean of 2 seeds" in render([zero, again, zero, one])
-    assert seed_groups([zero, again]) == []
+    assert "Mean of 2 seeds (s0, s1)" in summary([seed_0, again, seed_0, seed_1])
+    assert "mean of 2 seeds" in render([seed_0, again, seed_0, seed_1])
+    assert seed_groups([seed_0, again]) == []
 
 
 def test_a_strangers_findings_and_names_leave_the_terminal_alone():
@@ -201,22 +204,26 @@ def test_a_strangers_findings_and_names_leave_the_terminal_alone():
         "evidence": "\x1b[2Jall\nfine",
         "advice": "a\u3000b",
     }
-    shown = replace(run("n\x1b[31m"), findings=[{**finding, "key": "k", "value": 1}])
-    text = summary([shown])
+    record = replace(run("n\x1b[31m"), findings=[{**finding, "key": "k", "value": 1}])
+    text = summary([record])
     assert "- **X?]0;owned?** (info): ?[2Jall?fine. a\u3000b" in text
     assert all(line.isprintable() or "\u3000" in line for line in text.split("\n"))
 
 
 def test_a_teacher_that_runs_share_is_shown_once():
     """One teacher had two bars, of 22.1 and 22.2 %: its modes differ by rounding."""
-    one, two = seeded(0, 0.5), seeded(1, 0.5)
-    assert list(teachers_of([one, two])) == ["teacher"]
-    page = render([one, two])
+    first = seeded(0, 0.5)
+    second = seeded(1, 0.5)
+    assert list(teachers_of([first, second])) == ["teacher"]
+    page = render([first, second])
     assert page.count('title="teacher"') == 1
     assert "22.1 %" in page
     assert "22.2 %" not in page
-    other = replace(two, manifest={"teacher": "another"})
-    assert list(teachers_of([one, other])) == ["teacher of s0", "teacher of s1"]
+    other_teacher = replace(second, manifest={"teacher": "another"})
+    assert list(teachers_of([first, other_teacher])) == [
+        "teacher of s0",
+        "teacher of s1",
+    ]
 
 
 def test_names_are_cut_at_what_they_share():
@@ -230,16 +237,16 @@ def test_names_are_cut_at_what_they_share():
         "Arla-Lact…edium-Fat-Milk",
     ]
     assert short_names(["a/Milk", "b/Milk", "Juice"]) == ["a/Milk", "b/Milk", "Juice"]
-    many = [
+    numbered = [
         f"{'a very long beginning ' * 3}{i:03d}{' and an end' * 3}" for i in range(300)
     ]
     flat = [f"{'a very long beginning ' * 3}{i:03d}" for i in range(300)]
     assert len(set(short_names(flat))) == 300
-    assert all(len(name) <= 24 for name in short_names([*flat, *many, *milk]))
+    assert all(len(name) <= 24 for name in short_names([*flat, *numbered, *milk]))
 
 
-def test_the_first_screen():
-    made = run(
+def test_the_first_screen_has_the_numbers_asked_for_first():
+    record = run(
         manifest={
             "parameters": {"student": 5.5e6, "teacher": 86.6e6},
             "date": "2026-11-22",
@@ -250,7 +257,7 @@ def test_the_first_screen():
         "parity": {"model.onnx": {"cpu_ms": 1.25}},
         "files": {"model.onnx": {"bytes": 2**21}},
     }
-    page = render([replace(made, exported=graph)]).partition("<section")[0]
+    page = render([replace(record, exported=graph)]).partition("<section")[0]
     for text in (
         "2026-11-22",
         "36 training images",
@@ -291,7 +298,7 @@ def test_the_size_of_a_graph_counts_its_weights():
         )
 
 
-def test_predictions_by_class():
+def test_predictions_are_counted_by_class():
     answers = Predictions(
         ("fig", "pear", "plum"), [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1], of=4
     )
@@ -339,46 +346,46 @@ def last(
         data,
         images,
         2,
-        {key: one.value for key, one in samples.items()},
+        {key: sample.value for key, sample in samples.items()},
         samples,
     )
 
 
 def test_the_conclusion_has_the_interval_of_each_model_and_of_their_difference():
     scored = last(140, 142)
-    said = SINGLE_LABEL.conclusion(scored)
+    conclusion = SINGLE_LABEL.conclusion(scored)
     for sample in scored.samples.values():
         low, high = sample.interval()
         assert (
-            f"{100 * sample.value:.1f} % ({100 * low:.1f} to {100 * high:.1f})" in said
+            f"{100 * sample.value:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+            in conclusion
         )
     assert (
-        "the student against it -1.0 points (-2.9 to +0.9): no difference shown" in said
+        "the student against it -1.0 points (-2.9 to +0.9): no difference shown"
+        in conclusion
     )
-    two = {
+    two_models = {
         "accuracy": 0.7,
         "teacher_accuracy": 0.8,
         "teacher_accuracy_2": 0.9,
         "agreement": 0.6,
     }
     expected = "accuracy 70.0 % (teacher 80.0 %, teacher 2 90.0 %), agreement 60.0 %"
-    assert SINGLE_LABEL.text(two) == expected
+    assert SINGLE_LABEL.text(two_models) == expected
 
 
 def test_better_requires_a_paired_interval_above_zero():
-    one = replace(run("one"), scored=last(140, 142))
-    assert verdicts([one]) == [
+    first = replace(run("one"), scored=last(140, 142))
+    assert verdicts([first]) == [
         "one against teacher: accuracy -1.0 points (-2.9 to +0.9): no difference shown"
     ]
     better = replace(run("more"), scored=last(150))
     assert "more against one: accuracy +5.0 points (+1.7 to +8.2): better" in verdicts(
-        [one, better]
+        [first, better]
     )
-    two, elsewhere = (
-        replace(run("two"), scored=last(120)),
-        replace(run("far"), scored=last(120, data="others")),
-    )
-    assert verdicts([one, two, elsewhere, run("old")])[1:] == [
+    second = replace(run("two"), scored=last(120))
+    elsewhere = replace(run("far"), scored=last(120, data="others"))
+    assert verdicts([first, second, elsewhere, run("old")])[1:] == [
         "two against one: accuracy -10.0 points (-14.2 to -5.6): worse"
     ]
 
@@ -429,7 +436,7 @@ def test_the_page_has_the_table_of_graphs():
             "memory_mb": 90.0,
         }
     }
-    one = {
+    graph_facts = {
         "title": "accuracy",
         "unit": "%",
         "score": 0.9,
@@ -437,6 +444,9 @@ def test_the_page_has_the_table_of_graphs():
         "agreement": 1.0,
         "bytes": 9,
     }
-    facts = {"variants": {"model.onnx": {**one, "speed": speed}}, "pick": "model.onnx"}
+    facts = {
+        "variants": {"model.onnx": {**graph_facts, "speed": speed}},
+        "pick": "model.onnx",
+    }
     assert "model.onnx (accepted)" in render([replace(run(), exported=facts)])
     assert "Which file to ship" not in render([run()])

@@ -61,7 +61,7 @@ def record(name: str = "depth", **changes) -> RunRecord:
     )
 
 
-def test_the_machine_of_a_run_that_went_on_with_other_gpus_or_hides_its_cores():
+def test_a_run_may_go_on_with_other_gpus_and_hide_its_cores():
     begun = {
         "time": 1.0,
         "cpu": [],
@@ -74,21 +74,21 @@ def test_the_machine_of_a_run_that_went_on_with_other_gpus_or_hides_its_cores():
     assert "GPU 1" not in page
 
 
-def test_text():
+def test_the_text_has_the_scores_of_each_model():
     rows = [{**TRAIN[0], "images": 200}, {**TRAIN[1], "images": 360}]
     sizes = {"parameters": {"student": 2_000_000, "teacher": 8_000_000}}
-    one = record(manifest=sizes, train=rows, keys={"run.seed": 0, "run.steps": 9})
-    found = words(text([one]))
-    assert "| model | within a quarter | mean absolute error |" in found
-    assert "| teacher | 87.5 % | 0.1250 | 8.00 M | - |" in found
-    assert "| student, distilled | 75.0 % | 0.3750 | 2.00 M | 40 |" in found
-    assert "| student, labels only | 25.0 % | 0.8125 |" in found
-    assert "gap 0.5000 m (mean distance from the teacher), bias 0.2500 m." in found
-    assert "by within a quarter 75.0 %; seed 0; 9 s of training" in found
-    assert "Not evaluated yet." in text([replace(one, val=[])])
+    single = record(manifest=sizes, train=rows, keys={"run.seed": 0, "run.steps": 9})
+    lines = words(text([single]))
+    assert "| model | within a quarter | mean absolute error |" in lines
+    assert "| teacher | 87.5 % | 0.1250 | 8.00 M | - |" in lines
+    assert "| student, distilled | 75.0 % | 0.3750 | 2.00 M | 40 |" in lines
+    assert "| student, labels only | 25.0 % | 0.8125 |" in lines
+    assert "gap 0.5000 m (mean distance from the teacher), bias 0.2500 m." in lines
+    assert "by within a quarter 75.0 %; seed 0; 9 s of training" in lines
+    assert "Not evaluated yet." in text([replace(single, val=[])])
 
 
-def test_text_without_labels_and_without_a_teacher():
+def test_text_leaves_out_absent_labels_and_teachers():
     unlabelled = words(text([record(val=[{"step": 9, "gap": 0.5}], baseline=None)]))
     assert "| model | parameters | training images/s |" in unlabelled
     assert "| student, distilled | - | 8 |" in unlabelled
@@ -98,9 +98,9 @@ def test_text_without_labels_and_without_a_teacher():
     assert "teacher" not in alone
 
 
-def test_text_of_several_teachers():
+def test_the_text_has_each_of_several_teachers():
     row = {**VAL[0], "teacher_delta1_2": 1.0, "teacher_mae_2": 0.0}
-    found = words(
+    lines = words(
         text(
             [
                 record(
@@ -111,12 +111,12 @@ def test_text_of_several_teachers():
         )
     )
     assert (
-        "| teacher | 87.5 % | 0.1250 | - |" in found
+        "| teacher | 87.5 % | 0.1250 | - |" in lines
     )  # the parameters are of both together
-    assert "| teacher 2 | 100.0 % | 0.0000 | - |" in found
+    assert "| teacher 2 | 100.0 % | 0.0000 | - |" in lines
 
 
-def test_prices():
+def test_prices_are_by_point_of_a_share_alone():
     (row,) = price_rows([record()])
     assert row["score"] == "within a quarter 75.0 %"
     assert row["USD a point"] != "-"
@@ -127,7 +127,7 @@ def test_prices():
     )  # metres are no points
 
 
-def test_page():
+def test_the_page_has_tiles_and_each_score():
     page = render([record()])
     tiles = re.findall(
         r'<div class="tile"><b>(.*?)</b><span>(.*?)</span><small>(.*?)</small>', page
@@ -139,7 +139,7 @@ def test_page():
         (tiles[3][0], "gap"),
     ]
     assert len(tiles) <= 6
-    for what, value, note in (
+    for label, value, note in (
         ("validation mean absolute error, teacher", "0.1250", ""),
         (
             "validation within a quarter, chosen from 2 evaluations",
@@ -148,19 +148,19 @@ def test_page():
         ),
         ("bias", "0.2500 m", ""),
     ):
-        assert f'<td>{what}</td><td>{value}</td><td class="text">{note}</td>' in page
+        assert f'<td>{label}</td><td>{value}</td><td class="text">{note}</td>' in page
     for title in ("within a quarter", "mean absolute error", "gap"):
         assert f"<h3>Validation {title}</h3>" in page
     assert "<td>0.8125</td>" in page  # of the baseline
     assert "accuracy" not in page
 
 
-def test_a_page_of_two_tasks():
+def test_a_page_of_two_tasks_has_a_chart_of_each():
     """One has the agreement as a share, the other as a cosine: a chart each."""
     rows = [{"step": 5, "agreement": 0.5}, {"step": 9, "agreement": 0.75}]
-    one = record("one", val=rows, scores=single_label.SCORES)
-    two = replace(one, name="two", scores=embedding.SCORES)
-    page = render([one, two, record("three")])
+    first = record("one", val=rows, scores=single_label.SCORES)
+    second = replace(first, name="two", scores=embedding.SCORES)
+    page = render([first, second, record("three")])
     assert page.count("<h3>Validation agreement</h3>") == 2
     for cell in ("75.0 %", "0.7500"):
         assert f"<td>{cell}</td>" in page
@@ -171,13 +171,15 @@ def test_all_models_are_compared_on_the_images_of_the_last_score():
     score stands a test score.
     """
 
-    def scored(value: float, **more: float) -> Scored:
-        return Scored("test", 9, "d", 400, 2, {"delta1": value, "mae": 0.5, **more}, {})
+    def scored(value: float, **scores: float) -> Scored:
+        return Scored(
+            "test", 9, "d", 400, 2, {"delta1": value, "mae": 0.5, **scores}, {}
+        )
 
     base = record()
     assert base.baseline is not None
     alone = replace(base.baseline, scored=scored(0.11))
-    found = words(
+    lines = words(
         text(
             [
                 record(
@@ -189,12 +191,12 @@ def test_all_models_are_compared_on_the_images_of_the_last_score():
             ]
         )
     )
-    assert "On 400 test images" in found
+    assert "On 400 test images" in lines
     for line in (
         "| teacher | 77.0 %",
         "| student, distilled | 66.0 %",
         "| student, labels only | 11.0 %",
     ):
-        assert line in found
+        assert line in lines
     for value in ("25.0 %", "75.0 %", "87.5 %"):  # of the validation images
-        assert f"| {value}" not in found
+        assert f"| {value}" not in lines

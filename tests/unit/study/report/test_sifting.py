@@ -12,10 +12,14 @@ def rows(epochs: list[tuple[float, float, float]]) -> tuple[list[dict], list[dic
     """Rows of epochs of (images, seconds, images that a teacher answered for), and
     their training rows.
     """
-    made, train, step, spent = [], [], 0, 0.0
-    for images, seconds, asked in epochs:
-        step, spent = step + int(images // 8), spent + seconds
-        made.append(
+    epoch_rows = []
+    train = []
+    step = 0
+    spent = 0.0
+    for images, seconds, teacher_images in epochs:
+        step += int(images // 8)
+        spent += seconds
+        epoch_rows.append(
             {
                 "trained": images,
                 "candidates": 96.0,
@@ -24,8 +28,8 @@ def rows(epochs: list[tuple[float, float, float]]) -> tuple[list[dict], list[dic
                 "step": step,
             }
         )
-        train.append({"step": step, "teacher_images": asked})
-    return made, train
+        train.append({"step": step, "teacher_images": teacher_images})
+    return epoch_rows, train
 
 
 COLD = [

@@ -16,16 +16,16 @@ from kd.study.report.record import RunRecord
 from kd.study.report.summary import paying_verdict, summary_lines
 
 
-def of(right):
+def samples_of(right):
     return {"accuracy": Samples(right / 100, right=np.arange(100) < right)}
 
 
 def run(right, cpu_seconds, steps=100, **changes):
     row = {"step": steps, "epoch": 1, "images": steps, "seconds": 7.0}
     row |= {} if cpu_seconds is None else {"cpu_seconds": cpu_seconds}
-    samples = of(right)
+    samples = samples_of(right)
     scored = Scored("test", 1, "", 100, 1, {"accuracy": right / 100}, samples)
-    made = RunRecord(
+    record = RunRecord(
         "one",
         {},
         {"device": "cpu"},
@@ -34,7 +34,7 @@ def run(right, cpu_seconds, steps=100, **changes):
         [],
         SCORES,
     )
-    return replace(made, scored=scored, **changes)
+    return replace(record, scored=scored, **changes)
 
 
 def line(
@@ -62,25 +62,25 @@ def test_a_verdict_is_cautious_where_the_interval_holds_0(distilled, alone, expe
     low, high = paired_interval(
         max(0, distilled - alone), max(0, alone - distilled), 100
     )
-    said = line(distilled, alone, had=57.0)
-    assert said.startswith(
+    verdict = line(distilled, alone, had=57.0)
+    assert verdict.startswith(
         f"{expected}: accuracy {distilled - alone:+}.0 points ({100 * low:+.1f} to"
         f" {100 * high:+.1f})"
     )
-    assert "for 1 min 00 s of CPU time against 57 s" in said
+    assert "for 1 min 00 s of CPU time against 57 s" in verdict
     assert paying_verdict(run(80, 60.0)) == ""
 
 
 @pytest.mark.parametrize(
-    ("keys", "named"),
+    ("keys", "hard"),
     [({"losses.1.hard": True}, True), ({"losses.0.hard": False}, False)],
 )
-def test_a_verdict_names_what_was_learned_where_it_was_the_class_alone(keys, named):
+def test_a_verdict_names_what_was_learned_where_it_was_the_class_alone(keys, hard):
     assert (
         "from the teacher's class (hard) against labels alone"
         in line(80, 60, keys=keys)
-    ) == named
-    assert ("hard" in line(80, 60, keys=keys)) == named
+    ) == hard
+    assert ("hard" in line(80, 60, keys=keys)) == hard
 
 
 @pytest.mark.parametrize(
@@ -110,24 +110,22 @@ def test_a_cheaper_baseline_gives_no_verdict_but_a_key(changes, cost):
     assert line(80, 60, had=0.91 * cost, **changes).startswith(
         f"Pays from {format_seconds(cost)}"
     )
-    said = line(80, 60, had=0.5 * cost, steps=300, **changes)
-    assert said.startswith("No verdict")
-    assert "ays" not in said
-    assert "`run.baseline_steps=600`" in said  # twice as long
+    verdict = line(80, 60, had=0.5 * cost, steps=300, **changes)
+    assert verdict.startswith("No verdict")
+    assert "ays" not in verdict
+    assert "`run.baseline_steps=600`" in verdict  # twice as long
 
 
 def test_each_part_has_its_cost_and_the_time_on_the_wall_where_one_passed():
-    said = line(
+    verdict = line(
         80,
         60,
         had=200.0,
         manifest={"device": "cpu", "at_hand": {"outputs": 9, "cpu_seconds": 30.0}},
     )
-    own, alone = (
-        "the student with new outputs 1 min 00 s (7 s)",
-        "labels alone 3 min 20 s (7 s).",
-    )
-    assert said.endswith(f": outputs at hand 30 s, {own}, {alone}")
+    student_cost = "the student with new outputs 1 min 00 s (7 s)"
+    alone = "labels alone 3 min 20 s (7 s)."
+    assert verdict.endswith(f": outputs at hand 30 s, {student_cost}, {alone}")
 
 
 def test_unrecorded_costs_give_no_verdict():
@@ -143,11 +141,11 @@ def test_unrecorded_costs_give_no_verdict():
 
 def test_beside_an_accelerator_its_time_counts():
     alone = run(60, 1.0, manifest={"device": "cuda", "world_size": 2})
-    said = paying_verdict(
+    verdict = paying_verdict(
         run(80, 500.0, baseline=alone, manifest={"device": "cuda", "world_size": 2})
     )
-    assert said.startswith("Pays from 14 s of device time on")
-    assert "for 14 s of device time against 14 s" in said
+    assert verdict.startswith("Pays from 14 s of device time on")
+    assert "for 14 s of device time against 14 s" in verdict
 
 
 def graded(scores, each=2.0, **changes):
@@ -179,7 +177,8 @@ def graded(scores, each=2.0, **changes):
     )
 
 
-RISING, FLAT = [i / 20 for i in range(20)], [0.2, *[0.5] * 19]
+RISING = [i / 20 for i in range(20)]
+FLAT = [0.2, *[0.5] * 19]
 
 
 @pytest.mark.parametrize(
@@ -200,29 +199,31 @@ RISING, FLAT = [i / 20 for i in range(20)], [0.2, *[0.5] * 19]
         ([score / 2 for score in FLAT], FLAT, "Does not pay: both have stopped"),
     ],
 )
-def test_the_form_of_a_verdict(distilled, alone, form):
+def test_a_verdict_says_from_where_it_pays_by_the_form_of_the_curves(
+    distilled, alone, form
+):
     """Labels alone that have stopped are held level: no verdict needs a longer run of
     them.
     """
-    said = paying_verdict(
+    verdict = paying_verdict(
         graded(distilled, fitting_spent=50.0, baseline=graded(alone, each=2.4))
     )
-    assert said.startswith(f"{form}: accuracy ")
-    assert "for 4 min 10 s of CPU time against 4 min 00 s" in said
-    said = paying_verdict(
+    assert verdict.startswith(f"{form}: accuracy ")
+    assert "for 4 min 10 s of CPU time against 4 min 00 s" in verdict
+    verdict = paying_verdict(
         graded(distilled, fitting_spent=50.0, baseline=graded(alone, each=1.0))
     )
-    assert said.startswith("No verdict" if alone is RISING else f"{form}: accuracy ")
+    assert verdict.startswith("No verdict" if alone is RISING else f"{form}: accuracy ")
 
 
 def test_a_report_has_both_curves_as_a_table_and_says_whether_the_student_had_stopped():
-    one = graded(
+    record = graded(
         RISING,
         fitting_spent=50.0,
         baseline=graded(FLAT),
         keys={"teacher.cache.views": 4},
     )
-    lines = summary_lines(one)
+    lines = summary_lines(record)
     cells = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in "\n".join(lines).splitlines()
@@ -252,17 +253,17 @@ def test_a_report_has_both_curves_as_a_table_and_says_whether_the_student_had_st
         "`run.epochs=3x` takes about 10 min 00 s of CPU time, with the stored outputs"
         in lines[-2]
     )
-    page = render([one])
+    page = render([record])
     assert "<h2>Does it pay</h2>" in page
     assert "still learning" in page
-    drawn = charted(page, one.name)
-    assert list(drawn)[1:] == ["distilled", "labels alone", "labels alone, best"]
-    assert "CPU time" in next(iter(drawn))
-    steps = zip(next(iter(drawn.values())), drawn["distilled"], strict=True)
+    chart = charted(page, record.name)
+    assert list(chart)[1:] == ["distilled", "labels alone", "labels alone, best"]
+    assert "CPU time" in next(iter(chart))
+    steps = zip(next(iter(chart.values())), chart["distilled"], strict=True)
     assert [x for x, score in steps if score is not None] == [
         50.0 + 10 * i for i in range(1, 21)
     ]
-    assert {*drawn["labels alone, best"]} == {0.5}
+    assert {*chart["labels alone, best"]} == {0.5}
     assert (
         "`run.steps=3x`" in summary_lines(graded(RISING, keys={"run.steps": 100}))[-2]
     )
@@ -273,12 +274,13 @@ def test_a_report_has_both_curves_as_a_table_and_says_whether_the_student_had_st
 
 
 def test_a_cell_has_an_interval_where_samples_are_known():
-    row, (low, high) = {"accuracy": 0.7, "agreement": 0.9}, wilson_interval(0.7, 100)
+    row = {"accuracy": 0.7, "agreement": 0.9}
+    (low, high) = wilson_interval(0.7, 100)
     expected = {
         "accuracy": f"70.0 % ({100 * low:.1f} to {100 * high:.1f})",
         "agreement": "90.0 %",
     }
-    assert SCORES.cells(row, of(70)) == expected
+    assert SCORES.cells(row, samples_of(70)) == expected
     assert SCORES.cells(row) == expected | {"accuracy": "70.0 %"}
 
 

@@ -85,7 +85,8 @@ def run(name: str) -> RunRecord:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_report_shows_a_strangers_name_and_runs_nothing_of_it(name):
-    plain_page, plain_pair = render([run("x")]), render([run("x"), run("y")])
+    plain_page = render([run("x")])
+    plain_pair = render([run("x"), run("y")])
     for text, usual in (
         (render([run(name)]), plain_page),
         (render([run(name), run("y")]), plain_pair),
@@ -131,6 +132,6 @@ def test_a_missing_value_is_an_error_and_no_empty_text(tmp_path):
 
 
 def test_a_run_of_the_name_of_its_teacher_keeps_both_in_the_numbers():
-    drawn = charted(render([run("teacher")]), "Validation accuracy")
-    assert drawn["teacher"] == [0.1, 0.2, 0.3]
-    assert drawn["teacher (level)"] == [0.9] * 3
+    curves = charted(render([run("teacher")]), "Validation accuracy")
+    assert curves["teacher"] == [0.1, 0.2, 0.3]
+    assert curves["teacher (level)"] == [0.9] * 3

@@ -13,7 +13,7 @@ import pytest
 import torch
 from optuna.study import StudyDirection
 from pieces import Asks
-from test_sweeps import end, tried_of
+from test_sweeps import end, trials_of
 from torch import nn
 
 from kd import config
@@ -36,7 +36,8 @@ from kd.study.sweeps.search import on_pareto_front
 from kd.study.sweeps.space import Space, student_alike
 from kd.study.sweeps.sweep import sweep
 
-SMALLER, LARGER = StudyDirection.MINIMIZE, StudyDirection.MAXIMIZE
+SMALLER = StudyDirection.MINIMIZE
+LARGER = StudyDirection.MAXIMIZE
 ACCURACY = Column("accuracy", "accuracy")
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -73,15 +74,15 @@ def test_the_frontier_is_what_its_definition_gives(seed, smaller):
         (draw.randint(1, 6), draw.randint(1, 6)) for _ in range(draw.randint(1, 12))
     ]
 
-    def better(one: float, other: float) -> bool:
-        return one < other if smaller else one > other
+    def better(first: float, second: float) -> bool:
+        return first < second if smaller else first > second
 
     expected = []
     for ms, score in points:
         beaten = False
-        for other_ms, other in points:
-            as_good = other_ms <= ms and not better(score, other)
-            beaten |= as_good and (other_ms < ms or better(other, score))
+        for other_ms, other_score in points:
+            as_good = other_ms <= ms and not better(score, other_score)
+            beaten |= as_good and (other_ms < ms or better(other_score, score))
         expected.append(not beaten)
     assert (
         on_pareto_front(points, [SMALLER, SMALLER if smaller else LARGER]) == expected
@@ -107,22 +108,27 @@ def marks_of(root: ElementTree.Element, kind: str) -> list[ElementTree.Element]:
 
 def place_of(root: ElementTree.Element, axis: int) -> list[tuple[float, float]]:
     """Return position and number of each label of the x axis (0) or the y axis (1)."""
-    labels = [one for one in marks_of(root, "mark-text role-axis-label") if one.text]
-    middle = [one for one in labels if (one.get("text-anchor") == "end") == bool(axis)]
+    labels = [mark for mark in marks_of(root, "mark-text role-axis-label") if mark.text]
+    middle = [
+        mark for mark in labels if (mark.get("text-anchor") == "end") == bool(axis)
+    ]
     return [
-        (at(one)[axis] - 3 * axis, float(one.text.removesuffix(" %"))) for one in middle
+        (at(mark)[axis] - 3 * axis, float(mark.text.removesuffix(" %")))
+        for mark in middle
     ]
 
 
 def read_off(marks: list[tuple[float, float]], place: float) -> float:
     """Return the number at a position, from the first and the last mark."""
-    (low, a), (high, b) = marks[0], marks[-1]
+    (low, a) = marks[0]
+    (high, b) = marks[-1]
     return a + (place - low) / (high - low) * (b - a)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_points_of_the_picture_are_the_numbers_of_the_rows(seed):
-    rows, teacher = rows_of(seed, 8), {"score": 0.95, "ms": 30.0}
+    rows = rows_of(seed, 8)
+    teacher = {"score": 0.95, "ms": 30.0}
     rows[3]["labels_only"] = 0.07
     root = ElementTree.fromstring(
         frontier_svg([*rows, {"trial": "gone"}], teacher, ACCURACY)
@@ -134,11 +140,11 @@ def test_the_points_of_the_picture_are_the_numbers_of_the_rows(seed):
     y_marks = place_of(root, 1)
     drawn = [
         (
-            10 ** read_off(x_marks, at(one)[0]),
-            read_off(y_marks, at(one)[1]) / 100,
-            one.get("fill"),
+            10 ** read_off(x_marks, at(point)[0]),
+            read_off(y_marks, at(point)[1]) / 100,
+            point.get("fill"),
         )
-        for one in marks_of(root, "mark-symbol role-mark")
+        for point in marks_of(root, "mark-symbol role-mark")
     ]
     expected = [
         (row["ms"], row["score"], "frontier" if row["frontier"] else "others")
@@ -146,14 +152,14 @@ def test_the_points_of_the_picture_are_the_numbers_of_the_rows(seed):
     ]
     expected += [(rows[3]["ms"], 0.07, "labels only"), (30.0, 0.95, "teacher")]
     assert len(drawn) == len(expected)
-    for (ms, score, color), one in zip(sorted(drawn), sorted(expected), strict=True):
-        assert ms == pytest.approx(one[0], rel=0.01)
-        assert score == pytest.approx(one[1], abs=0.005)
-        assert COLORS[one[2]] == color
+    for (ms, score, color), point in zip(sorted(drawn), sorted(expected), strict=True):
+        assert ms == pytest.approx(point[0], rel=0.01)
+        assert score == pytest.approx(point[1], abs=0.005)
+        assert COLORS[point[2]] == color
     texts = [
-        "".join(one.itertext())
+        "".join(element.itertext())
         for kind in ("text", "tspan")
-        for one in root.iter(f"{SVG}{kind}")
+        for element in root.iter(f"{SVG}{kind}")
     ]
     for row in rows:
         line = next(
@@ -165,8 +171,8 @@ def test_the_points_of_the_picture_are_the_numbers_of_the_rows(seed):
 def test_the_table_shows_what_was_measured_and_nothing_where_nothing_was(tmp_path):
     rows = rows_of(2, 2)
     rows[0]["labels_only"] = 0.5
-    ended = {"trial": "slow"}
-    first, second, third = cost_cells([*rows, ended], ACCURACY)
+    untimed = {"trial": "slow"}
+    first, second, third = cost_cells([*rows, untimed], ACCURACY)
     assert first == {
         "point": "1",
         "ms": f"{rows[0]['ms']:.3g}",
@@ -176,8 +182,8 @@ def test_the_table_shows_what_was_measured_and_nothing_where_nothing_was(tmp_pat
     }
     assert second["labels only"] == "-"
     assert set(third.values()) == {"-"}
-    assert cost_cells([ended, ended], ACCURACY) == [{}, {}]
-    assert "could be timed" in write_frontier([ended], {}, ACCURACY, tmp_path)
+    assert cost_cells([untimed, untimed], ACCURACY) == [{}, {}]
+    assert "could be timed" in write_frontier([untimed], {}, ACCURACY, tmp_path)
     assert not list(tmp_path.iterdir())
     assert str(tmp_path / "frontier.svg") in write_frontier(
         rows, {}, ACCURACY, tmp_path
@@ -211,7 +217,8 @@ def linear(features: int) -> Classifier:
 
 def test_models_are_timed_as_the_graphs_that_are_exported():
     torch.manual_seed(0)
-    small, large = linear(8), linear(4096)
+    small = linear(8)
+    large = linear(4096)
 
     def gone() -> Classifier:
         raise ModelError("student", "is gone")
@@ -233,14 +240,14 @@ def test_models_are_timed_as_the_graphs_that_are_exported():
     assert "cannot express" in costs["none"]["untimed"]
     for name, model in (("small", small), ("large", large)):
         assert costs[name]["parameters"] == sum(
-            one.numel() for one in model.parameters()
+            parameter.numel() for parameter in model.parameters()
         )
         assert costs[name]["mb"] == len(runtimes.exported(model, 16)) / 1e6
     assert 0 < costs["small"]["ms"] < costs["large"]["ms"]  # 512 times the arithmetic
 
 
 @pytest.mark.parametrize("text", ["", '{"thr', "5"])
-def test_damaged_files_of_a_sweep(text, settings, tmp_path):
+def test_damaged_files_of_a_sweep_are_named(text, settings, tmp_path):
     settings["run"]["folder"] = str(tmp_path)
     folder = tmp_path / "tiny_sweep"
     folder.mkdir()
@@ -269,16 +276,16 @@ def test_the_frontier_of_a_sweep_is_that_of_its_objectives(
     key, objectives, holds, settings, tmp_path
 ):
     """Here the costs of three trials are known already."""
-    tried = tried_of(settings, ["student.args.depth=1,2,3"], tmp_path, key)
-    both = zip(tried.space.combinations(), (0.3, 0.1, 0.2), strict=True)
-    names = [end(tried, values, score) for values, score in both]
-    tried.goal = replace(tried.goal, objectives=objectives)
-    known = {"of": {"trials": sorted(names), "processor": processor()}}
-    known["costs"] = {
+    trials = trials_of(settings, ["student.args.depth=1,2,3"], tmp_path, key)
+    both = zip(trials.space.combinations(), (0.3, 0.1, 0.2), strict=True)
+    names = [end(trials, values, score) for values, score in both]
+    trials.goal = replace(trials.goal, objectives=objectives)
+    stored = {"of": {"trials": sorted(names), "processor": processor()}}
+    stored["costs"] = {
         name: {"ms": 1.0 + i, "mb": 3.0 - i} for i, name in enumerate(names)
     }
-    tried.study.set_user_attr("costs", known)
-    rows, teacher = frontier.with_costs(tried, tried.rows())
+    trials.study.set_user_attr("costs", stored)
+    rows, teacher = frontier.with_costs(trials, trials.rows())
     marks = {row["number"]: row["frontier"] for row in rows}
     assert [marks[number] for number in (1, 2, 3)] == holds
     assert teacher == {}
@@ -287,9 +294,9 @@ def test_the_frontier_of_a_sweep_is_that_of_its_objectives(
 def test_costs_are_measured_again_where_the_machine_changed(
     settings, tmp_path, monkeypatch
 ):
-    tried = tried_of(settings, ["student.args.depth=1,2"], tmp_path)
-    name = end(tried, tried.space.combinations()[0], 0.5)
-    tried.study.set_user_attr(
+    trials = trials_of(settings, ["student.args.depth=1,2"], tmp_path)
+    name = end(trials, trials.space.combinations()[0], 0.5)
+    trials.study.set_user_attr(
         "costs",
         {
             "of": {"trials": [name], "processor": "another"},
@@ -301,9 +308,9 @@ def test_costs_are_measured_again_where_the_machine_changed(
         "_costs",
         lambda folder, ended: {trial: {"untimed": "again"} for trial in ended},
     )
-    (row,), _ = frontier.with_costs(tried, tried.rows())
+    (row,), _ = frontier.with_costs(trials, trials.rows())
     assert row["untimed"] == "again"
-    assert tried.study.user_attrs["costs"]["of"]["processor"] == processor()
+    assert trials.study.user_attrs["costs"]["of"]["processor"] == processor()
 
 
 STUDENTS = "student={model: resnet10t, args: {width: 3}},{model: lcnet_050}"
@@ -313,15 +320,18 @@ def test_a_mapping_is_merged_and_no_argument_of_another_network_stays(settings):
     settings["student"] |= {"attention": "fused"}
     space = Space.read(settings, [STUDENTS, "student.compile=off", "run.seed=3"])
     sections = [space.load(values).student for values in space.combinations()]
-    assert [(one.model, one.args, one.attention, one.compile) for one in sections] == [
+    assert [
+        (section.model, section.args, section.attention, section.compile)
+        for section in sections
+    ] == [
         ("resnet10t", {"width": 3}, "fused", "off"),
         ("lcnet_050", {}, "fused", "off"),
     ]
     assert "args" in settings["student"], "what was passed in stays"
     space = Space.read(settings, ["student={args: {depth: 1}},{args: {depth: 2}}"])
-    own = settings["student"]["args"]
+    own_args = settings["student"]["args"]
     for depth, values in enumerate(space.combinations(), 1):
-        assert space.load(values).student.args == {**own, "depth": depth}
+        assert space.load(values).student.args == {**own_args, "depth": depth}
         assert space.load(values) == config.load(
             settings, [f"student={values['student']}"]
         ), "as kd-train reads it"
@@ -350,18 +360,18 @@ def test_students_that_cost_the_same_are_alike(settings):
         ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2", "run.baseline=true"],
     )
     trials = [space.trial(values, "tiny_sweep", []) for values in space.combinations()]
-    for (i, one), (j, other) in product(enumerate(trials), repeat=2):
-        assert (student_alike(one) == student_alike(other)) == (i % 2 == j % 2)
+    for (i, first), (j, second) in product(enumerate(trials), repeat=2):
+        assert (student_alike(first) == student_alike(second)) == (i % 2 == j % 2)
     assert not any(trial.config.run.baseline for trial in trials)
     assert space.trial(
         trials[0].values, "tiny_sweep", [], baseline=True
     ).config.run.baseline
-    other = Space.read(settings, ["data.image_size=16,32"])
+    other_space = Space.read(settings, ["data.image_size=16,32"])
     assert (
         len(
             {
-                student_alike(other.trial(values, "", []))
-                for values in other.combinations()
+                student_alike(other_space.trial(values, "", []))
+                for values in other_space.combinations()
             }
         )
         == 2

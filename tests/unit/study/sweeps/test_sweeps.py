@@ -34,7 +34,7 @@ from kd.study.sweeps.sweep import sweep
 from kd.study.sweeps.trials import Trials
 
 
-def tried_of(
+def trials_of(
     settings: dict,
     overrides: list[str],
     folder: Path,
@@ -52,36 +52,43 @@ def tried_of(
 
 
 def end(
-    tried: Trials,
+    trials: Trials,
     values: dict[str, str],
     score: float,
     state: TrialState = TrialState.COMPLETE,
 ) -> str:
     """Record a trial as if it had been trained; return the name of its run."""
-    trial = tried.trial_of(values)
-    facts = {"trial": trial.name, "key": tried.goal.by or "accuracy", "score": score}
+    trial = trials.trial_of(values)
+    facts = {"trial": trial.name, "key": trials.goal.by or "accuracy", "score": score}
     reports = {0: 0.1, 1: score} if state == TrialState.PRUNED else {}
     record = create_trial(
         state=state,
         value=score,
         params=values,
-        distributions=tried.space.axes,
+        distributions=trials.space.axes,
         user_attrs=facts,
         intermediate_values=reports,
     )
-    tried.study.add_trial(record)
+    trials.study.add_trial(record)
     return trial.name
 
 
-def test_all_combinations_in_the_order_of_the_command(settings):
+def test_all_combinations_come_in_the_order_of_the_command(settings):
     space = Space.read(
         settings,
         ["losses=[{kind: kl}],[{kind: dkd}]", "run.epochs=3", "optimizer.lr=1e-3,0.01"],
     )
     assert space.fixed == ["run.epochs=3"]
     loaded = [space.load(values) for values in space.combinations()]
-    found = [(one.losses[0].kind, one.optimizer.lr, one.run.epochs) for one in loaded]
-    assert found == [
+    combinations = [
+        (
+            loaded_config.losses[0].kind,
+            loaded_config.optimizer.lr,
+            loaded_config.run.epochs,
+        )
+        for loaded_config in loaded
+    ]
+    assert combinations == [
         ("kl", 1e-3, 3),
         ("kl", 1e-2, 3),
         ("dkd", 1e-3, 3),
@@ -110,7 +117,8 @@ def test_commas_inside_a_value_separate_nothing(override):
 
 
 def test_trials_share_teacher_cache_and_store(settings):
-    settings["data"]["store"], settings["backend"]["threads"] = "ram", 0
+    settings["data"]["store"] = "ram"
+    settings["backend"]["threads"] = 0
     space = Space.read(settings, ["optimizer.lr=1e-3,1e-2"])
     shared = sharing_overrides(space.load({}), 3)
     assert shared == [
@@ -118,27 +126,31 @@ def test_trials_share_teacher_cache_and_store(settings):
         "data.store=disk",
         "teacher.cache.views=2",
     ]  # two epochs
-    one, other = [
+    first, second = [
         space.trial(values, "tiny_sweep", shared) for values in space.combinations()
     ]
-    assert one.name != other.name
-    assert prepared_alike(one) == prepared_alike(other)
+    assert first.name != second.name
+    assert prepared_alike(first) == prepared_alike(second)
     assert (
-        resolve(one.config).record.path.relative_to(one.config.run.folder).as_posix()
-        == f"tiny_sweep/{one.name}"
+        resolve(first.config)
+        .record.path.relative_to(first.config.run.folder)
+        .as_posix()
+        == f"tiny_sweep/{first.name}"
     )
-    assert one.config.run.folder == settings["run"]["folder"]
-    more = space.trial(one.values, "tiny_sweep", sharing_overrides(space.load({}), 1))
-    assert more.name == one.name, (
+    assert first.config.run.folder == settings["run"]["folder"]
+    threaded = space.trial(
+        first.values, "tiny_sweep", sharing_overrides(space.load({}), 1)
+    )
+    assert threaded.name == first.name, (
         "--jobs changes threads, and makes no other trial of it"
     )
     assert (
-        space.trial(one.values, "tiny_sweep", [*shared, "run.epochs=1"]).name
-        != one.name
+        space.trial(first.values, "tiny_sweep", [*shared, "run.epochs=1"]).name
+        != first.name
     )
     assert prepared_alike(
-        space.trial(one.values, "tiny_sweep", [*shared, "run.seed=1"])
-    ) != prepared_alike(one)
+        space.trial(first.values, "tiny_sweep", [*shared, "run.seed=1"])
+    ) != prepared_alike(first)
 
 
 def test_a_cache_that_was_chosen_stays(settings):
@@ -153,13 +165,11 @@ def test_the_luck_of_the_best_is_that_of_its_seed_and_nothing_more_is_claimed():
     """The last lines said "flatters by": the fresh seeds are scored on the images that
     chose.
     """
-    rows, fresh = (
-        [{"score": 0.8}, {"score": 0.7}, {"score": 0.6}],
-        [
-            {"score": 0.75},
-            {"score": 0.65},
-        ],
-    )
+    rows = [{"score": 0.8}, {"score": 0.7}, {"score": 0.6}]
+    fresh = [
+        {"score": 0.75},
+        {"score": 0.65},
+    ]
     accuracy = Column("accuracy", "accuracy")
     text = luck_text(rows, fresh, {}, accuracy)
     assert "best of 3 trials has accuracy 80.0 %" in text
@@ -185,15 +195,15 @@ def test_the_luck_of_the_best_is_that_of_its_seed_and_nothing_more_is_claimed():
 def test_rows_are_those_that_ended_best_first_then_those_that_were_pruned(
     settings, tmp_path
 ):
-    tried = tried_of(
+    trials = trials_of(
         settings, ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2"], tmp_path
     )
-    combinations = tried.space.combinations()
-    end(tried, combinations[3], 0.5)
-    end(tried, combinations[0], 0.9, TrialState.PRUNED)
-    end(tried, combinations[2], 0.5)
-    best = end(tried, combinations[1], 0.6)
-    rows = tried.rows()
+    combinations = trials.space.combinations()
+    end(trials, combinations[3], 0.5)
+    end(trials, combinations[0], 0.9, TrialState.PRUNED)
+    end(trials, combinations[2], 0.5)
+    best = end(trials, combinations[1], 0.6)
+    rows = trials.rows()
     assert rows[0] == {
         "trial": best,
         "key": "accuracy",
@@ -205,70 +215,71 @@ def test_rows_are_those_that_ended_best_first_then_those_that_were_pruned(
     )
     assert [row.get("pruned") for row in rows] == [None, None, None, 2]
     assert (
-        tried_of(
+        trials_of(
             settings, ["optimizer.lr=1e-3,1e-2", "student.args.depth=1,2"], tmp_path
         ).rows()
         == rows
     )
     assert "pruned at evaluation 2" in trials_table(
-        rows, tried, Column("accuracy", "accuracy"), {}
+        rows, trials, Column("accuracy", "accuracy"), {}
     )
 
 
 def test_of_errors_the_smallest_is_the_best(settings, tmp_path):
-    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path, "ece")
-    for values, score in zip(tried.space.combinations(), (0.2, 0.1), strict=True):
-        end(tried, values, score)
-    assert [row["score"] for row in tried.rows()] == [0.1, 0.2]
-    assert tried.study.best_trial.value == 0.1
+    trials = trials_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path, "ece")
+    for values, score in zip(trials.space.combinations(), (0.2, 0.1), strict=True):
+        end(trials, values, score)
+    assert [row["score"] for row in trials.rows()] == [0.1, 0.2]
+    assert trials.study.best_trial.value == 0.1
 
 
 def test_a_trial_that_failed_is_tried_again_and_shown_until_then(settings, tmp_path):
-    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
-    values = tried.space.combinations()[1]
+    trials = trials_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
+    values = trials.space.combinations()[1]
     record = create_trial(
-        state=TrialState.FAIL, params=values, distributions=tried.space.axes
+        state=TrialState.FAIL, params=values, distributions=trials.space.axes
     )
-    tried.study.add_trial(record)
-    assert tried.failed() == [(values, "was interrupted")]
-    tried._begin(grid=False)
-    tried._begin(grid=False)
-    (waiting,) = tried.study.get_trials(states=(TrialState.WAITING,))
+    trials.study.add_trial(record)
+    assert trials.failed() == [(values, "was interrupted")]
+    trials._begin(grid=False)
+    trials._begin(grid=False)
+    (waiting,) = trials.study.get_trials(states=(TrialState.WAITING,))
     assert waiting.user_attrs == {"values": values, "continues": 0}
-    assert tried.failed() == []
+    assert trials.failed() == []
 
 
 def test_an_interrupted_trial_is_taken_once_its_process_is_gone(settings, tmp_path):
     """The first to take it holds the lock of its run; a kill frees that."""
-    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
-    for values in tried.space.combinations():
-        tried.study.enqueue_trial(values, {"values": values})
-    first, second = tried._next(0, None), tried._next(0, None)
+    trials = trials_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
+    for values in trials.space.combinations():
+        trials.study.enqueue_trial(values, {"values": values})
+    first = trials._next(0, None)
+    second = trials._next(0, None)
     assert first is not None
     assert second is not None
-    assert tried._next(0, None) is None, "both are trained"
+    assert trials._next(0, None) is None, "both are trained"
     first.claim.close()
-    again = tried._next(0, None)
+    again = trials._next(0, None)
     assert again is not None
     assert again.trial == first.trial
     assert again.study_trial.params == first.study_trial.params
-    states = [record.state for record in tried.study.trials]
+    states = [record.state for record in trials.study.trials]
     assert states == [TrialState.FAIL, TrialState.RUNNING, TrialState.RUNNING]
     again.claim.close()
     second.claim.close()
 
 
 def test_equal_values_are_never_trained_at_the_same_time(settings, tmp_path):
-    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
-    values = tried.space.combinations()[0]
+    trials = trials_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path)
+    values = trials.space.combinations()[0]
     for _ in range(2):
-        tried.study.enqueue_trial(values)
-    first = tried._next(0, None)
+        trials.study.enqueue_trial(values)
+    first = trials._next(0, None)
     assert first is not None
-    assert [tried._next(0, None) for _ in range(3)] == [None] * 3
+    assert [trials._next(0, None) for _ in range(3)] == [None] * 3
     first.claim.close()
-    tried.study.tell(first.study_trial, 0.5)
-    again = tried._next(0, None)
+    trials.study.tell(first.study_trial, 0.5)
+    again = trials._next(0, None)
     assert again is not None
     assert again.trial == first.trial
     again.claim.close()
@@ -277,7 +288,7 @@ def test_equal_values_are_never_trained_at_the_same_time(settings, tmp_path):
 def test_what_a_sampler_draws_depends_on_the_seed_and_the_number_alone(settings):
     space = Space.read(settings, ["optimizer.lr=loguniform(1e-4,1e-2)"])
 
-    def drawn(seed: int) -> list[float]:
+    def rates(seed: int) -> list[float]:
         sampler = sampler_of("random", space, 9, seed)
         assert sampler is not None
         study = optuna.create_study()
@@ -286,9 +297,9 @@ def test_what_a_sampler_draws_depends_on_the_seed_and_the_number_alone(settings)
             study.ask(dict(space.axes))
         return [record.params["optimizer.lr"] for record in study.trials]
 
-    assert drawn(0) == drawn(0)
-    assert len({*drawn(0), *drawn(1)}) == 6
-    assert all(1e-4 <= value <= 1e-2 for value in drawn(2))
+    assert rates(0) == rates(0)
+    assert len({*rates(0), *rates(1)}) == 6
+    assert all(1e-4 <= value <= 1e-2 for value in rates(2))
 
 
 def test_ranges_become_values_of_a_run(settings):
@@ -307,20 +318,29 @@ def test_ranges_become_values_of_a_run(settings):
         space.load({key: str(value) for key, value in trial.params.items()})
         for trial in trials
     ]
-    assert {one.student.args["depth"] for one in loaded} == {1, 2, 3}, "both ends"
-    assert {one.run.seed for one in loaded} == {4, 5}
-    assert [one.optimizer.lr for one in loaded] == [
+    assert {loaded_config.student.args["depth"] for loaded_config in loaded} == {
+        1,
+        2,
+        3,
+    }, "both ends"
+    assert {loaded_config.run.seed for loaded_config in loaded} == {4, 5}
+    assert [loaded_config.optimizer.lr for loaded_config in loaded] == [
         trial.params["optimizer.lr"] for trial in trials
     ]
     assert len(space.probes()) == 1 + 2 + 1 + 1
-    rates = sorted({one.optimizer.lr for one in map(space.load, space.probes())})
+    rates = sorted(
+        {
+            loaded_config.optimizer.lr
+            for loaded_config in map(space.load, space.probes())
+        }
+    )
     assert rates == pytest.approx([1e-4, 0.0034, 1e-2]), (
         "its ends, and one between them"
     )
 
 
 @pytest.mark.parametrize(
-    ("text", "read"),
+    ("text", "call"),
     [
         ("median", ("median", [], {})),
         (
@@ -335,8 +355,8 @@ def test_ranges_become_values_of_a_run(settings):
         ("f(", ("", [], {})),
     ],
 )
-def test_calls_are_read_and_nothing_is_run(text, read):
-    assert parse_call(text) == read
+def test_calls_are_read_and_nothing_is_run(text, call):
+    assert parse_call(text) == call
 
 
 @pytest.mark.parametrize(
@@ -572,23 +592,25 @@ def test_a_wrong_number_is_named(wrong):
 
 
 def test_trials_of_a_name_with_a_slash_lie_below_the_sweep(settings, monkeypatch):
-    seen = []
+    paths = []
 
-    def train(tried, *rest):
-        for trial in map(tried.trial_of, tried.space.combinations()):
-            seen.append((resolve(trial.config).record.path, tried.folder / trial.name))
+    def train(trials, *arguments):
+        for trial in map(trials.trial_of, trials.space.combinations()):
+            paths.append(
+                (resolve(trial.config).record.path, trials.folder / trial.name)
+            )
         raise Interrupted
 
     monkeypatch.setattr(Trials, "train", train)
     with pytest.raises(Interrupted):
         sweep(settings, "optimizer.lr=1e-3,1e-2", "run.name=mine/first")
-    assert len(seen) == 2
-    assert all(path == expected for path, expected in seen)
+    assert len(paths) == 2
+    assert all(path == expected for path, expected in paths)
 
 
 def test_a_score_that_the_runs_do_not_have_is_refused(settings, tmp_path):
-    tried = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path, "agreement_ece")
-    trial = tried.trial_of(tried.space.combinations()[0])
+    trials = trials_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path, "agreement_ece")
+    trial = trials.trial_of(trials.space.combinations()[0])
     folder = tmp_path / trial.name
     write(
         folder / "checkpoints" / "step_00000006",
@@ -603,7 +625,7 @@ def test_a_score_that_the_runs_do_not_have_is_refused(settings, tmp_path):
         ConfigError,
         match=r"^--by: is 'agreement_ece', .* Allowed: accuracy, agreement\. ",
     ):
-        tried._facts(trial)
+        trials._facts(trial)
 
 
 @pytest.mark.parametrize("split", ["test", "val", ""])
@@ -625,25 +647,25 @@ def test_the_row_of_a_run_has_scores_of_validation_images(settings, tmp_path, sp
         RunDir(folder).write_scored(
             Scored(split, 6, "of-these", 9, 1, {"accuracy": 0.75}, {})
         )
-    found = tried_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path).last_row(
+    last_row = trials_of(settings, ["optimizer.lr=1e-3,1e-2"], tmp_path).last_row(
         "labels_only"
     )
-    assert found["accuracy"] == (0.75 if split == "val" else 0.5)
+    assert last_row["accuracy"] == (0.75 if split == "val" else 0.5)
 
 
 def test_a_failed_process_is_reported_by_its_last_line(tmp_path):
-    found: dict[str, str] = {}
+    errors: dict[str, str] = {}
     with Processes() as processes:
         processes.start("good", ["--version"], tmp_path / "good.log")
         processes.start("bad", ["trian"], tmp_path / "bad.log")
         while processes.running:
-            found |= processes.ended()
+            errors |= processes.ended()
             time.sleep(0.05)
-    assert found["good"] == ""
-    assert found["bad"].startswith("kd: no command 'trian'.")
+    assert errors["good"] == ""
+    assert errors["bad"].startswith("kd: no command 'trian'.")
     assert (
-        str(failure(found["bad"]))
-        == found["bad"]
+        str(failure(errors["bad"]))
+        == errors["bad"]
         == (tmp_path / "bad.log").read_text().strip()
     )
     assert failure("Killed").exit_code == 2
@@ -684,11 +706,11 @@ def test_a_command_that_ends_with_a_traceback_names_the_file_that_has_it(tmp_pat
 
 @pytest.mark.parametrize("kind", ["relative", "none"])
 def test_trials_that_sift_have_their_work_in_the_table(settings, tmp_path, kind):
-    tried = tried_of(settings, [f"sifter.kind={kind}", "run.seed=0,1"], tmp_path)
+    trials = trials_of(settings, [f"sifter.kind={kind}", "run.seed=0,1"], tmp_path)
     for values, trained in zip(
         [{"run.seed": "0"}, {"run.seed": "1"}], (40.0, 20.0), strict=True
     ):
-        folder = tmp_path / end(tried, values, trained / 80)
+        folder = tmp_path / end(trials, values, trained / 80)
         folder.mkdir()
         epoch = {
             "kind": "epoch",
@@ -702,7 +724,7 @@ def test_trials_that_sift_have_their_work_in_the_table(settings, tmp_path, kind)
             "".join(f"{json.dumps(row)}\n" for row in metrics)
         )
         (folder / "manifest.json").write_text(json.dumps({"images": 40}))
-    text = trials_table(tried.rows(), tried, Column("accuracy", "accuracy"), {})
+    text = trials_table(trials.rows(), trials, Column("accuracy", "accuracy"), {})
     cells = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()
     ]
