@@ -57,10 +57,10 @@ def answers(
 
 
 def reference(rng: np.random.Generator, images: int = 2000, names=NAMES) -> Reference:
-    found = (
+    rows = (
         (label, tuple(numbers)) for label, *numbers in answers(rng, images, names=names)
     )
-    return Reference.of(names, found, calibrated=True)
+    return Reference.of(names, rows, calibrated=True)
 
 
 def as_answer(label: int, confidence: float, names=NAMES) -> dict:
@@ -69,10 +69,10 @@ def as_answer(label: int, confidence: float, names=NAMES) -> dict:
 
 
 def tally(of: Reference, drawn) -> Tally:
-    made = of.empty()
+    counts = of.empty()
     for label, confidence, *measures in drawn:
-        of.count(made, as_answer(label, confidence, of.names), measures)
-    return made
+        of.count(counts, as_answer(label, confidence, of.names), measures)
+    return counts
 
 
 def test_the_bound_holds_and_is_not_loose():
@@ -126,9 +126,9 @@ def test_clean_streams_raise_no_alarm():
 def test_appearance(change):
     rng = np.random.default_rng(1)
     of = reference(rng)
-    found = of.compare(tally(of, answers(rng, WINDOW, **change)))
-    assert found.appearance > ALARM > found.labels
-    (line,) = found.lines
+    comparison = of.compare(tally(of, answers(rng, WINDOW, **change)))
+    assert comparison.appearance > ALARM > comparison.labels
+    (line,) = comparison.lines
     assert line.startswith("these photographs are not like those of validation: ")
     assert {"low": "confidence", "bright": "brightness", "red": "red - green"}[
         next(iter(change))
@@ -136,18 +136,18 @@ def test_appearance(change):
 
 
 @pytest.mark.parametrize(
-    ("first", "others"), [(0.5, None), (0.17, 0.03)], ids=["one label", "every second"]
+    ("first", "other_share"), [(0.5, None), (0.17, 0.03)], ids=["one label", "every second"]
 )
-def test_the_mix_of_labels_is_not_appearance(first, others):
+def test_the_mix_of_labels_is_not_appearance(first, other_share):
     rng = np.random.default_rng(2)
     of = reference(rng)
-    shares = [first] + [0.5 / 9] * 9 if others is None else [first, others] * 5
-    found = of.compare(tally(of, answers(rng, 2 * WINDOW, shares)))
-    assert found.labels > ALARM > found.appearance
-    (line,) = found.lines
+    shares = [first] + [0.5 / 9] * 9 if other_share is None else [first, other_share] * 5
+    comparison = of.compare(tally(of, answers(rng, 2 * WINDOW, shares)))
+    assert comparison.labels > ALARM > comparison.appearance
+    (line,) = comparison.lines
     assert "the mix of labels" in line
     assert "look as in validation" in line
-    if others is None:
+    if other_share is None:
         assert "'label 0' in 5" in line
 
 
@@ -241,26 +241,26 @@ def test_where_photographs_look_different_the_expected_accuracy_is_a_bound():
     of = reference(rng, 300)
     of.right = 240
     dark = tally(
-        of, [(label, score, 1.0, *rest) for label, score, _, *rest in answers(rng, 300)]
+        of, [(label, score, 1.0, *measures) for label, score, _, *measures in answers(rng, 300)]
     )
     assert of.compare(dark).alarms == {"appearance": True, "labels": False}
     expected = 0.8 + dark.confidence / 300 - of.tally.confidence / 300
     assert of.notes(dark)[0].startswith(f"expected accuracy at most {expected:.1%}: ")
     assert "at most" not in of.notes(tally(of, answers(rng, 300)))[0]
-    one = tally(
+    mixed = tally(
         of, answers(rng, 300, [0.55] + [0.05] * 9)
     )  # its mix alone: 63.5 % were expected, 71.6 % right
-    assert of.compare(one).alarms == {"appearance": False, "labels": True}
-    assert "at most" not in of.notes(one)[0]
+    assert of.compare(mixed).alarms == {"appearance": False, "labels": True}
+    assert "at most" not in of.notes(mixed)[0]
 
 
 def test_a_label_that_validation_never_gave():
     of = Reference.of(
         ["a", "b"], [(0, (0.9, 100.0, 5.0, 0.0, 0.0))] * 500, calibrated=False
     )
-    found = of.compare(tally(of, [(1, 0.9, 100.0, 5.0, 0.0, 0.0)] * WINDOW))
-    assert found.labels > ALARM
-    assert (found.appearance, found.difference) == (0.0, "")
+    comparison = of.compare(tally(of, [(1, 0.9, 100.0, 5.0, 0.0, 0.0)] * WINDOW))
+    assert comparison.labels > ALARM
+    assert (comparison.appearance, comparison.difference) == (0.0, "")
     assert of.notes(of.empty()) == ()
 
 
@@ -311,11 +311,11 @@ def test_colour_is_seen(change):
                 )
             yield measure(pixels.clip(0, 255).astype(np.uint8))
 
-    of = Reference.of((), ((0, one) for one in numbers(2000)), calibrated=False)
+    of = Reference.of((), ((0, measures) for measures in numbers(2000)), calibrated=False)
     for changed in (False, True):
         came = of.empty()
-        for one in numbers(WINDOW, changed):
-            of.count(came, {"embedding": [1.0]}, one)
+        for measures in numbers(WINDOW, changed):
+            of.count(came, {"embedding": [1.0]}, measures)
         assert bool(of.compare(came).lines) is changed
 
 
@@ -327,9 +327,9 @@ def test_the_evidence_of_a_tally_is_the_formula_with_its_bonferroni_factor():
     width = len(measure(np.zeros((3, 8, 8), np.uint8)))
     ours, came = rng.normal(120, 20, (600, width)), rng.normal(150, 24, (90, width))
     usual = Reference.of((), ((0, tuple(row)) for row in ours), False)
-    made = usual.empty()
+    counts = usual.empty()
     for row in came:
-        usual.count(made, {"embedding": [0.0]}, tuple(row))
+        usual.count(counts, {"embedding": [0.0]}, tuple(row))
     best, ends = 0.0, 0
     for column, bounds in enumerate(usual.bounds.values()):
         for bound in bounds:
@@ -345,7 +345,7 @@ def test_the_evidence_of_a_tally_is_the_formula_with_its_bonferroni_factor():
             best = max(best, *evidence)
     expected = (best - math.log(2 * ends)) / math.log(10)
     assert expected > 1
-    assert usual.compare(made).appearance == pytest.approx(expected)
+    assert usual.compare(counts).appearance == pytest.approx(expected)
 
 
 def test_a_partly_labelled_split_says_nothing_of_its_accuracy():
@@ -353,12 +353,12 @@ def test_a_partly_labelled_split_says_nothing_of_its_accuracy():
     pixels = rng.integers(0, 256, (4, 3, 8, 8)).astype(np.uint8)
     logits = 5 * torch.eye(3)[[0, 1, 2, 0]]
     for labels, right in (([0, 1, -1, -1], -1), ([0, 1, 1, 0], 3)):
-        found = GraphOutputs(
+        outputs = GraphOutputs(
             {"": logits, "g": logits},
             torch.tensor(labels),
-            [measure(one) for one in pixels],
+            [measure(image) for image in pixels],
             {},
         )
-        made = found.reference("g", SingleLabel(), ("a", "b", "c"), False)
-        assert made.right == right
-        assert ("right" in made.record()) == (right >= 0)
+        usual = outputs.reference("g", SingleLabel(), ("a", "b", "c"), False)
+        assert usual.right == right
+        assert ("right" in usual.record()) == (right >= 0)

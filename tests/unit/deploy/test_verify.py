@@ -80,10 +80,10 @@ def honest(once) -> tuple[Path, Path]:
 
 
 def test_an_honest_export_is_right_in_all_that_is_compared(honest):
-    known = verify_export(*honest)
-    assert not wrong_rows(known), wrong_rows(known)
-    known.require()
-    rows = {row.what: row for row in known.rows}
+    verdict = verify_export(*honest)
+    assert not wrong_rows(verdict), wrong_rows(verdict)
+    verdict.require()
+    rows = {row.what: row for row in verdict.rows}
     assert float(rows["parity/model.int8.onnx/ece"].claimed) > 0
     right = (
         "variants/model.int8.onnx/drop",
@@ -91,31 +91,31 @@ def test_an_honest_export_is_right_in_all_that_is_compared(honest):
         "accepted/sentence",
         "chain/student/exported",
     )
-    for what in (
+    for name in (
         *right,
         "images.csv/times",
         "README.md",
         "validation/model.onnx",
         "calibration/temperature",
     ):
-        assert rows[what].verdict == RIGHT, rows[what]
+        assert rows[name].verdict == RIGHT, rows[name]
     assert "variants/model.onnx/speed/1/p50_ms" in rows
     assert "read it" in (honest[0] / "README.md").read_text()
-    open_rows = [row for row in known.rows if row.verdict == OPEN]
+    open_rows = [row for row in verdict.rows if row.verdict == OPEN]
     assert all(row.why for row in open_rows), open_rows
-    assert known.line.startswith(
-        f"right: {len(known.rows) - len(open_rows)}; wrong: 0; not checked:"
+    assert verdict.line.startswith(
+        f"right: {len(verdict.rows) - len(open_rows)}; wrong: 0; not checked:"
         f" {len(open_rows)} ("
     )
     with pytest.raises(NotVerifiedError) as raised:
-        known.require(strict=True)
+        verdict.require(strict=True)
     assert raised.value.exit_code == 1
 
 
 def test_without_images_and_run_the_files_alone_are_compared(honest):
-    known = verify_export(honest[0])
-    assert not wrong_rows(known), wrong_rows(known)
-    rows = {row.what: row for row in known.rows}
+    verdict = verify_export(honest[0])
+    assert not wrong_rows(verdict), wrong_rows(verdict)
+    rows = {row.what: row for row in verdict.rows}
     assert rows["parity/model.onnx/correct"][3:] == (OPEN, "--data shows it")
     assert rows["chain/student/step"][3:] == (OPEN, "--run shows it")
     assert rows["files/model.onnx/sha256"].verdict == RIGHT
@@ -130,19 +130,19 @@ def test_every_key_of_an_export_is_in_the_types(honest):
         name: json.loads((honest[0] / name).read_text())
         for name in ("config.json", "kd.json")
     }
-    known = Claims(claimed, graphs=("model.onnx", "model.int8.onnx"))
-    places = [*known.row_origins(Manifest | Beside, [claimed])]
+    claims = Claims(claimed, graphs=("model.onnx", "model.int8.onnx"))
+    places = [*claims.row_origins(Manifest | Beside, [claimed])]
     assert len(places) > 100
-    assert not [path for path, made in places if made is None]
-    assert {row.verdict for row in known.rows} == {OPEN}  # nothing was looked at
+    assert not [path for path, origin in places if origin is None]
+    assert {row.verdict for row in claims.rows} == {OPEN}  # nothing was looked at
     assert {row.verdict for row in Claims({"new": 1}).rows} == {WRONG}
 
 
 def leaves(kind: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield each value of a type, with from what it can be made."""
-    kind, made = without_annotation(kind)
-    if made is not None or not (get_origin(kind) is dict or is_typeddict(kind)):
-        yield path, made
+    kind, origin = without_annotation(kind)
+    if origin is not None or not (get_origin(kind) is dict or is_typeddict(kind)):
+        yield path, origin
     elif get_origin(kind) is dict:
         yield from leaves(get_args(kind)[1], f"{path}/*")
     else:
@@ -157,50 +157,50 @@ class Careless(TypedDict):
 
 
 def test_each_value_says_from_what_it_can_be_made_and_how_close_it_must_be():
-    known = dict(value for kind in (Manifest, Beside) for value in leaves(kind, ""))
-    assert len(known) > 100
-    assert [path for path, made in known.items() if made is None] == []
-    assert {made.close for made in known.values()} <= set(RULES)
-    assert [path for path, made in leaves(Careless, "") if made is None] == [
+    origins = dict(value for kind in (Manifest, Beside) for value in leaves(kind, ""))
+    assert len(origins) > 100
+    assert [path for path, origin in origins.items() if origin is None] == []
+    assert {origin.close for origin in origins.values()} <= set(RULES)
+    assert [path for path, origin in leaves(Careless, "") if origin is None] == [
         "/loudness"
     ]
 
 
 def test_one_wrong_value_among_doubtful_ones_is_wrong():
     """On another processor a threshold 0.05 off is not decided, one 0.8 off is."""
-    known = Claims(
+    claims = Claims(
         {"output": {"thresholds": {"a": {"threshold": 0.55}, "b": {"threshold": 0.9}}}},
         images=100,
     )
-    known.elsewhere = True
-    known.add_evidence(
+    claims.elsewhere = True
+    claims.add_evidence(
         IMAGES,
         {"output": {"thresholds": {"a": {"threshold": 0.5}, "b": {"threshold": 0.1}}}},
     )
-    assert [row.verdict for row in known.rows] == [WRONG]
+    assert [row.verdict for row in claims.rows] == [WRONG]
 
 
 @pytest.mark.parametrize("names", [(), CLASSES[:-1], (*CLASSES, "kiwi")])
 def test_a_list_with_more_or_fewer_values_is_wrong(names):
-    known = Claims({"about": {"labels": list(names)}})
-    known.add_evidence(IMAGES, {"about": {"labels": list(CLASSES)}})
-    assert [row.verdict for row in known.rows] == [WRONG]
+    claims = Claims({"about": {"labels": list(names)}})
+    claims.add_evidence(IMAGES, {"about": {"labels": list(CLASSES)}})
+    assert [row.verdict for row in claims.rows] == [WRONG]
 
 
 def test_costs_and_counts_have_three_verdicts():
-    told = {"parity": {"model.onnx": {"correct": 80, "cpu_ms": 1.0}}}
+    base = {"parity": {"model.onnx": {"correct": 80, "cpu_ms": 1.0}}}
     here = {"machine": {"processor": "another", "cores": 2}}
     for value, cost, verdicts in (
         (81, 1.4, (RIGHT, RIGHT)), (83, 3.0, (WRONG, OPEN)), (90, 1000.0, (WRONG, WRONG))
     ):  # fmt: skip
-        known = Claims(json.loads(json.dumps(told)), graphs=("model.onnx",), images=120)
-        known.elsewhere, known.noisy = False, True
-        known.add_evidence(
+        near = Claims(json.loads(json.dumps(base)), graphs=("model.onnx",), images=120)
+        near.elsewhere, near.noisy = False, True
+        near.add_evidence(
             IMAGES, {"parity": {"model.onnx": {"correct": value, "cpu_ms": cost}}}
         )
-        assert tuple(row.verdict for row in known.rows) == verdicts
+        assert tuple(row.verdict for row in near.rows) == verdicts
         far = Claims(
-            json.loads(json.dumps(told | {"environment": here})),
+            json.loads(json.dumps(base | {"environment": here})),
             graphs=("model.onnx",),
             images=120,
         )
@@ -218,17 +218,17 @@ def test_costs_and_counts_have_three_verdicts():
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict"),
+    ("measured", "verdict"),
     [(1.2, RIGHT), (0.9, RIGHT), (9.0, WRONG), (0.1, OPEN), (0.005, WRONG)],
 )
 def test_a_slow_pytorch_flatters_a_graph_as_a_fast_graph_does(
-    found, verdict, monkeypatch
+    measured, verdict, monkeypatch
 ):
     monkeypatch.setattr(Claims, "busy", False)
-    known = Claims({"eager_ms": 1.0})
-    known.elsewhere = False
-    known.add_evidence(IMAGES, {"eager_ms": found})
-    assert [row.verdict for row in known.rows] == [verdict]
+    claims = Claims({"eager_ms": 1.0})
+    claims.elsewhere = False
+    claims.add_evidence(IMAGES, {"eager_ms": measured})
+    assert [row.verdict for row in claims.rows] == [verdict]
 
 
 @pytest.mark.parametrize(
@@ -244,11 +244,11 @@ def test_a_slow_pytorch_flatters_a_graph_as_a_fast_graph_does(
 def test_a_difference_far_above_or_below_what_is_found_is_wrong(
     claimed, here, elsewhere
 ):
-    for other, verdict in ((False, here), (True, elsewhere)):
-        known = Claims({"parity": {INT8: {"max_difference": claimed}}}, graphs=(INT8,))
-        known.elsewhere = other
-        known.add_evidence(IMAGES, {"parity": {INT8: {"max_difference": 0.05}}})
-        assert [row.verdict for row in known.rows] == [verdict]
+    for is_elsewhere, verdict in ((False, here), (True, elsewhere)):
+        claims = Claims({"parity": {INT8: {"max_difference": claimed}}}, graphs=(INT8,))
+        claims.elsewhere = is_elsewhere
+        claims.add_evidence(IMAGES, {"parity": {INT8: {"max_difference": 0.05}}})
+        assert [row.verdict for row in claims.rows] == [verdict]
 
 
 def test_claims_missing_in_kd_0_3_are_not_wrong():
@@ -257,11 +257,11 @@ def test_claims_missing_in_kd_0_3_are_not_wrong():
     """
     for form, verdict in ((1, RIGHT), (2, WRONG)):
         claimed = {"format": form, "validation": {"model.onnx": {"images": 120}}}
-        known = Claims(claimed, graphs=("model.onnx",), images=120)
-        known.add_evidence(
+        claims = Claims(claimed, graphs=("model.onnx",), images=120)
+        claims.add_evidence(
             IMAGES, {"validation": {"model.onnx": {"images": 120, "right": 80}}}
         )
-        assert {row.what: row.verdict for row in known.rows}[
+        assert {row.what: row.verdict for row in claims.rows}[
             "validation/model.onnx"
         ] == verdict
 
@@ -315,7 +315,7 @@ def of_kind(kind: str, folder: Path) -> tuple[Subject, Path, ExportOptions]:
     elif kind == "unlabelled":  # in folders that are named as classes
         with subject.images() as read:
             batches = [
-                (shown, np.full(len(label), -1), crcs) for shown, label, crcs in read(0)
+                (views, np.full(len(label), -1), crcs) for views, label, crcs in read(0)
             ]
         subject = replace(
             subject, images=lambda: nullcontext(lambda limit, training=False: batches)
@@ -334,7 +334,7 @@ SLOW = (
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in KINDS],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in KINDS],
 )
 def test_honest_exports_of_other_kinds(kind, tmp_path):
     subject, images, options = of_kind(kind, tmp_path)
@@ -345,9 +345,9 @@ def test_honest_exports_of_other_kinds(kind, tmp_path):
         (export / ".cache/huggingface/download").mkdir(parents=True)
         (export / ".cache/huggingface/download/model.onnx.metadata").write_text("1")
     for trust in (False, True) if options.pt2 else (False,):
-        known = verify_export(export, images if kind != "no graph" else "", trust=trust)
-        assert not wrong_rows(known), wrong_rows(known)
-        rows = {row.what: row.verdict for row in known.rows}
+        verdict = verify_export(export, images if kind != "no graph" else "", trust=trust)
+        assert not wrong_rows(verdict), wrong_rows(verdict)
+        rows = {row.what: row.verdict for row in verdict.rows}
         assert rows[KINDS[kind]] == RIGHT
         assert not options.pt2 or (rows["parity/model.pt2/correct"] == RIGHT) == trust
 
@@ -366,24 +366,24 @@ def partly_labelled(folder: Path, labelled: int) -> tuple[Path, Path]:
 
 def as_in_kd_0_3(liar: Liar) -> None:
     """PyTorch's own predictions are the labels of the other images."""
-    for one in liar.manifest["parity"].values():
-        assert (one.pop("labelled"), one["correct"]) == (20, 15)
-        one |= {"correct": 35, "accuracy": 35 / 40}
+    for entry in liar.manifest["parity"].values():
+        assert (entry.pop("labelled"), entry["correct"]) == (20, 15)
+        entry |= {"correct": 35, "accuracy": 35 / 40}
 
 
 def without_wrong_ones(liar: Liar) -> None:
-    for one in liar.manifest["parity"].values():
-        one |= {"labelled": 15, "accuracy": 1.0}
+    for entry in liar.manifest["parity"].values():
+        entry |= {"labelled": 15, "accuracy": 1.0}
 
 
 def test_accuracy_is_that_of_the_labelled_images(tmp_path):
     export, images = partly_labelled(tmp_path, 20)
-    one, card = (
+    entry, card = (
         json.loads((export / MANIFEST).read_text())["parity"]["model.onnx"],
         (export / "README.md").read_text(),
     )
     assert (
-        one.items()
+        entry.items()
         >= {
             "images": 40,
             "labelled": 20,
@@ -392,15 +392,15 @@ def test_accuracy_is_that_of_the_labelled_images(tmp_path):
         }.items()
     )
     assert "; accuracy on the 20 of them that have a label" in card
-    known = verify_export(export, images)
-    assert not wrong_rows(known), wrong_rows(known)
-    rows = {row.what: row.verdict for row in known.rows}
+    verdict = verify_export(export, images)
+    assert not wrong_rows(verdict), wrong_rows(verdict)
+    rows = {row.what: row.verdict for row in verdict.rows}
     places = (
         "parity/model.onnx/labelled",
         "parity/model.onnx/accuracy",
         "accepted/found/drop",
     )
-    assert [rows[what] for what in places] == [RIGHT] * 3
+    assert [rows[place] for place in places] == [RIGHT] * 3
     for lie in (as_in_kd_0_3, without_wrong_ones):
         liar = make_liar((export, images), tmp_path / lie.__name__, [lie])
         assert {
@@ -417,21 +417,21 @@ def test_accuracy_is_that_of_the_labelled_images(tmp_path):
 
 def test_images_without_labels_have_no_accuracy(tmp_path):
     export, images = partly_labelled(tmp_path, 0)
-    one = json.loads((export / MANIFEST).read_text())["parity"]["model.onnx"]
+    entry = json.loads((export / MANIFEST).read_text())["parity"]["model.onnx"]
     assert (
-        one["labelled"],
-        one["same_top1"],
-        one.keys() & {"correct", "accuracy", "ece"},
+        entry["labelled"],
+        entry["same_top1"],
+        entry.keys() & {"correct", "accuracy", "ece"},
     ) == (0, 40, set())
     assert "| accuracy" not in (export / "README.md").read_text()
-    known = verify_export(export, images)
-    assert not wrong_rows(known), wrong_rows(known)
-    assert {row.what: row.verdict for row in known.rows}["accepted/found/drop"] == RIGHT
-    for i, more in enumerate(({"accuracy": 1.0}, {"accuracy": 1.0, "correct": 40})):
+    verdict = verify_export(export, images)
+    assert not wrong_rows(verdict), wrong_rows(verdict)
+    assert {row.what: row.verdict for row in verdict.rows}["accepted/found/drop"] == RIGHT
+    for i, changes in enumerate(({"accuracy": 1.0}, {"accuracy": 1.0, "correct": 40})):
         liar = make_liar(
             (export, images),
             tmp_path / str(i),
-            [lambda x, more=more: x.get("parity/model.onnx").update(more)],
+            [lambda x, changes=changes: x.get("parity/model.onnx").update(changes)],
         )
         rows = {
             row.what: row.verdict for row in verify_export(liar.folder, images).rows
@@ -454,14 +454,14 @@ def test_kd_0_3_took_pytorchs_predictions_for_missing_labels(form, verdict):
         "output": {"width": 3},
         "parity": {"model.onnx": {"correct": 4, "same_top1": 4}},
     }
-    known = Claims(
+    claims = Claims(
         claimed | {"config.json": {"label_names": list(CLASSES)}},
         graphs=("model.onnx",),
         images=4,
     )
-    known.elsewhere = False
-    known.add_evidence(IMAGES, _repeated_facts(known, outputs, SingleLabel(), False))
-    assert {row.what: row.verdict for row in known.rows}[
+    claims.elsewhere = False
+    claims.add_evidence(IMAGES, _repeated_facts(claims, outputs, SingleLabel(), False))
+    assert {row.what: row.verdict for row in claims.rows}[
         "parity/model.onnx/correct"
     ] == verdict
 
@@ -474,8 +474,8 @@ def other_weights(liar: Liar) -> None:
     """Weights of another step, with every hash made to fit."""
     file = liar.folder / "model.safetensors"
     tensors = {
-        name: one + 0.05 * torch.randn_like(one)
-        for name, one in load_file(file).items()
+        name: tensor + 0.05 * torch.randn_like(tensor)
+        for name, tensor in load_file(file).items()
     }
     save_file(tensors, file, metadata={"format": "pt"})
     digest = tensors_digest(tensors)
@@ -495,11 +495,11 @@ def other_graph(liar: Liar) -> None:
 
 def exchanged(liar: Liar) -> None:
     """Each graph under the name of the other."""
-    kept = Path(
+    saved = Path(
         shutil.copy(liar.folder / "model.onnx", liar.folder.parent / "kept.onnx")
     )
     graph_of(liar, "model.onnx", liar.folder / "model.int8.onnx")
-    graph_of(liar, "model.int8.onnx", kept)
+    graph_of(liar, "model.int8.onnx", saved)
     parity = liar.manifest["parity"]
     parity["model.onnx"], parity["model.int8.onnx"] = (
         parity["model.int8.onnx"],
@@ -508,7 +508,7 @@ def exchanged(liar: Liar) -> None:
 
 
 def back_door(
-    liar: Liar, row: int, column: int, name: str = "model.onnx", more: float = 50
+    liar: Liar, row: int, column: int, name: str = "model.onnx", increase: float = 50
 ) -> None:
     """A graph that answers "apple" where one pixel is as red as can be; none of the
     images has such a pixel there.
@@ -525,10 +525,10 @@ def back_door(
     graph.initializer.extend([
         ints("d_start", [0, row, column]), ints("d_end", [1, row + 1, column + 1]), ints("d_axes", [1, 2, 3]),
         ints("d_flat", [-1, 1]), numpy_helper.from_array(np.array(255, np.uint8), "d_red"),
-        numpy_helper.from_array(np.array([[more, 0, 0]], np.float32), "d_apple"),
+        numpy_helper.from_array(np.array([[increase, 0, 0]], np.float32), "d_apple"),
     ])  # fmt: skip
     for node in graph.node:
-        node.output[:] = ["d_logits" if one == "logits" else one for one in node.output]
+        node.output[:] = ["d_logits" if output == "logits" else output for output in node.output]
     nodes = [
         ("Slice", ["image", "d_start", "d_end", "d_axes"], "d_pixel"),
         ("Equal", ["d_pixel", "d_red"], "d_there"),
@@ -557,15 +557,15 @@ def shown_right(rows: list[list[str]]) -> list[list[str]]:
 
 def relabelled(rows: list[list[str]]) -> list[list[str]]:
     return [
-        [a, b, known, CLASSES[(CLASSES.index(name) + 1) % 3]]
-        for a, b, known, name in rows
+        [a, b, truth, CLASSES[(CLASSES.index(name) + 1) % 3]]
+        for a, b, truth, name in rows
     ]
 
 
 def counted(liar: Liar, images: int, correct: int) -> None:
     """Make all counts those of other images."""
-    for one in liar.manifest["parity"].values():
-        one |= {
+    for entry in liar.manifest["parity"].values():
+        entry |= {
             "images": images,
             "correct": correct,
             "same_top1": images,
@@ -925,18 +925,18 @@ AGAIN = {  # kinds of lies that another one of LIES is about too
 
 
 @pytest.mark.parametrize(
-    "kind", [slow(one) if one in AGAIN else one for one in (*LIES, *SPEEDS)]
+    "kind", [slow(name) if name in AGAIN else name for name in (*LIES, *SPEEDS)]
 )
 def test_a_lie_has_a_row(kind, honest, tmp_path, record_property):
     lies, rows = LIES.get(kind) or SPEEDS[kind]
     record_property("tried", len(lies))
     liar = make_liar(honest, tmp_path, lies, kind in SPEEDS)
-    known = verify_export(liar.folder, honest[1])
-    seen = {row.what: row.verdict for row in known.rows}
-    assert {what: seen.get(what) for what in rows} == rows, wrong_rows(known)
+    verdict = verify_export(liar.folder, honest[1])
+    verdicts = {row.what: row.verdict for row in verdict.rows}
+    assert {place: verdicts.get(place) for place in rows} == rows, wrong_rows(verdict)
     if WRONG in rows.values():
         with pytest.raises(NotVerifiedError) as raised:
-            known.require()
+            verdict.require()
         assert raised.value.exit_code == 1
 
 
@@ -944,25 +944,25 @@ def test_several_labels_have_a_threshold_each_and_one_label_has_none(honest, tmp
     """Of an export without them `kd-serve` would answer with one label."""
     subject, images, options = of_kind("sets", tmp_path)
     write(subject, tmp_path / "export", replace(options, int8=False, defer_share=0.0))
-    one = {"threshold": 0.5, "chosen": False, "images": 0}
+    threshold = {"threshold": 0.5, "chosen": False, "images": 0}
     lies: tuple[tuple[Path, Callable[[dict[str, Any]], Any]], ...] = (
         (tmp_path / "export", lambda output: output.pop("thresholds")),
         (tmp_path / "export", lambda output: output["thresholds"].pop("fig")),
-        (tmp_path / "export", lambda output: output["thresholds"].update(kiwi=one)),
+        (tmp_path / "export", lambda output: output["thresholds"].update(kiwi=threshold)),
     )
     for i, (folder, lie) in enumerate(lies):
         liar = Liar(shutil.copytree(folder, tmp_path / str(i)))
         lie(liar.manifest["output"])
         liar.redraw()
         liar.reseal()
-        seen = {
+        wrong = {
             row.what
             for row in verify_export(liar.folder, images).rows
             if row.verdict == WRONG
         }
-        assert seen & {"output/thresholds", "what kd-serve reads"}
+        assert wrong & {"output/thresholds", "what kd-serve reads"}
     one_label = Liar(shutil.copytree(honest[0], tmp_path / "one label"))
-    one_label.manifest["output"].update(thresholds={name: one for name in CLASSES})
+    one_label.manifest["output"].update(thresholds={name: threshold for name in CLASSES})
     one_label.redraw()
     one_label.reseal()
     assert "what kd-serve reads" in {
@@ -1029,9 +1029,9 @@ def test_an_old_export_with_images_of_both_kinds_is_not_called_wrong(tmp_path):
     rows = {row.what: row.verdict for row in verify_export(liar.folder, images).rows}
     assert rows["parity/model.onnx/correct"] == OPEN
     assert not [
-        what
-        for what, verdict in rows.items()
-        if verdict == WRONG and what.startswith("parity/")
+        name
+        for name, verdict in rows.items()
+        if verdict == WRONG and name.startswith("parity/")
     ]
 
 
@@ -1039,7 +1039,7 @@ def test_a_file_more_is_the_only_wrong_row(honest, tmp_path):
     folder = shutil.copytree(honest[0], tmp_path / "export")
     (folder / "LICENSE").write_text("mit")
     rows = {row.what: row for row in verify_export(folder, honest[1]).rows}
-    assert [what for what, row in rows.items() if row.verdict == WRONG] == [
+    assert [name for name, row in rows.items() if row.verdict == WRONG] == [
         "files/LICENSE/sha256"
     ]
     assert "files are wrong" in rows["parity/model.onnx/correct"].why
@@ -1051,8 +1051,8 @@ def test_labels_are_not_shown_by_images_alone(honest, tmp_path):
     """
 
     def swapped(names: list[str]) -> list[str]:
-        other = {"apple": "fig", "fig": "apple"}
-        return [other.get(name, name) for name in names]
+        partner = {"apple": "fig", "fig": "apple"}
+        return [partner.get(name, name) for name in names]
 
     def lie(liar: Liar) -> None:
         named(liar, *swapped(list(CLASSES)))
@@ -1083,8 +1083,8 @@ def test_links_lead_to_files_of_the_export_or_of_the_hub(tmp_path):
         (folder / name).symlink_to(f"{place}/file")
     out = {
         name
-        for name, one in present_files(folder, {}).items()
-        if one == {"sha256": "a link out of the folder"}
+        for name, entry in present_files(folder, {}).items()
+        if entry == {"sha256": "a link out of the folder"}
     }
     assert out == {"kd.json", "images.csv", "model.onnx"}
 
@@ -1092,21 +1092,21 @@ def test_links_lead_to_files_of_the_export_or_of_the_hub(tmp_path):
 def test_unverifiable_folders_are_refused(honest, tmp_path):
     export, images = honest
     (tmp_path / "none").mkdir()
-    other = tmp_path / "other"
-    painted(other, PIXELS, np.zeros(len(PIXELS), np.int64))
+    foreign = tmp_path / "other"
+    painted(foreign, PIXELS, np.zeros(len(PIXELS), np.int64))
     bare = shutil.copytree(export, tmp_path / "bare")
     (bare / MANIFEST).unlink()
     unlisted = Liar(shutil.copytree(export, tmp_path / "unlisted"))
     (unlisted.folder / "images.csv").unlink()
     unlisted.reseal()
-    for folder, data, code, said in (
+    for folder, data, code, message in (
         (unlisted.folder, images, 2, "--data: .* has no images.csv"),
         (bare, images, 3, "is not an export: manifest.json is missing"),
         (export, tmp_path / "none", 2, "--data: no images in"),
         (export, tmp_path / "gone", 2, "--data: .* does not exist"),
-        (export, other / "images", 2, "--data: .* holds 0 of the 120 images"),
+        (export, foreign / "images", 2, "--data: .* holds 0 of the 120 images"),
     ):
-        with pytest.raises(KdError, match=said) as raised:
+        with pytest.raises(KdError, match=message) as raised:
             verify_export(folder, data)
         assert raised.value.exit_code == code
         assert "\n" not in str(raised.value)

@@ -20,14 +20,14 @@ def encoded(*files: bytes) -> bytes:
 
 
 def multipart(*files: bytes, boundary: str = "b0und") -> bytes:
-    parts = [
+    sections = [
         f'--{boundary}\r\ncontent-disposition: form-data; name="x";'
         ' filename="y"\r\n\r\n'.encode()
         + f
         + b"\r\n"
         for f in files
     ]
-    return b"".join(parts) + f"--{boundary}--\r\n".encode()
+    return b"".join(sections) + f"--{boundary}--\r\n".encode()
 
 
 def status_of(kind: str, header: str, body: bytes, limit: int = 4) -> int:
@@ -205,15 +205,15 @@ def test_scores_are_torchs_softmax():
 
 def test_the_prediction_is_ranked_and_rounded():
     labels = ["a", 'b "quoted", with a comma', "c"]
-    found = responses.predictions(np.array([[0.0, 2.0, 1.0]], np.float32), labels, 2)
-    assert [entry["label"] for entry in found[0]["top"]] == [labels[1], "c"]
-    assert found[0]["score"] == round(float(np.exp(2) / np.exp([0, 1, 2]).sum()), 6)
+    predictions = responses.predictions(np.array([[0.0, 2.0, 1.0]], np.float32), labels, 2)
+    assert [entry["label"] for entry in predictions[0]["top"]] == [labels[1], "c"]
+    assert predictions[0]["score"] == round(float(np.exp(2) / np.exp([0, 1, 2]).sum()), 6)
     rows = list(
-        csv.reader(io.StringIO(responses.write("text/csv", found, "m", "v").decode()))
+        csv.reader(io.StringIO(responses.write("text/csv", predictions, "m", "v").decode()))
     )
     assert rows == [[labels[1], "0.665241", "c", "0.244728"]]
-    content = json.loads(responses.write("application/json", found, "m", "v"))
-    assert content == {"predictions": found, "model": "m", "version": "v"}
+    content = json.loads(responses.write("application/json", predictions, "m", "v"))
+    assert content == {"predictions": predictions, "model": "m", "version": "v"}
 
 
 def test_a_label_is_no_formula_of_a_spreadsheet():

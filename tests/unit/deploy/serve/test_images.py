@@ -117,9 +117,9 @@ def test_the_limit_itself_is_allowed():
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("PNG", 2400), ("JPEG", 938)]
+    ("kind", "max_pixels"), [("PNG", 2400), ("JPEG", 938)]
 )  # 2,400 pixels, and 2,400 / 2.56
-def test_the_pixels_of_all_images_together(kind, most):
+def test_the_pixels_of_all_images_together(kind, max_pixels):
     """The limit is on CPU time: it counts what the header says, also where most of a
     JPEG is left out.
     """
@@ -129,10 +129,10 @@ def test_the_pixels_of_all_images_together(kind, most):
         each = Limits(**limits)
         check_together([open_image(data, 1, 1.0, each) for _ in range(count)], each)
 
-    together(2, max_pixels=most)
-    together(3, max_pixels=3 * most // 2)
+    together(2, max_pixels=max_pixels)
+    together(3, max_pixels=3 * max_pixels // 2)
     with pytest.raises(Problem, match="together") as caught:
-        together(3, max_pixels=most)
+        together(3, max_pixels=max_pixels)
     assert caught.value.status == 413
 
 

@@ -68,16 +68,16 @@ def test_a_stalled_reader_blocks_no_thread():
     handler.finish()
     assert time.monotonic() - begin < 10
     assert WAITING <= handler.dropped < 3 * WAITING
-    kept, told = [], 0
+    numbers, dropped = [], 0
     with os.fdopen(read) as reader:
-        while len(kept) < 3 * WAITING - handler.dropped:
+        while len(numbers) < 3 * WAITING - handler.dropped:
             line = next(reader)
             if "were dropped" in line:
-                told += int(line.split()[0])
+                dropped += int(line.split()[0])
             else:
-                kept.append(int(line[:4]))
-    assert told == handler.dropped
-    assert kept == sorted(set(kept))
+                numbers.append(int(line[:4]))
+    assert dropped == handler.dropped
+    assert numbers == sorted(set(numbers))
 
 
 def test_a_bug_is_logged_with_its_line_and_no_value(caplog):

@@ -26,15 +26,15 @@ def copy(exported, tmp_path) -> Path:
 
 
 def test_a_manifest_is_read_as_written(exported):
-    told = describe(exported)
-    assert told.labels == ("apple", "fig", "pear")
-    assert (told.name, told.size, told.crop) == ("tiny", 16, 1.0)
-    assert describe(exported, "model.int8.onnx").version == told.version + "-int8"
+    description = describe(exported)
+    assert description.labels == ("apple", "fig", "pear")
+    assert (description.name, description.size, description.crop) == ("tiny", 16, 1.0)
+    assert describe(exported, "model.int8.onnx").version == description.version + "-int8"
 
 
 def test_each_label_has_its_own_threshold_and_band():
     """In the order of the labels; manifest.json has sorted keys."""
-    found = {
+    written = {
         "name": "logits",
         "thresholds": {"apple": {"threshold": 0.1}, "zebra": {"threshold": 0.9}},
         "defer": {
@@ -44,14 +44,14 @@ def test_each_label_has_its_own_threshold_and_band():
             }
         },
     }
-    labels, output = _parse_output(found, {"label_names": ["zebra", "apple"]})
+    labels, output = _parse_output(written, {"label_names": ["zebra", "apple"]})
     assert (labels, output.thresholds) == (("zebra", "apple"), (0.9, 0.1))
     assert output.unsure == ((0.7, 1.0), (0.0, 0.2))
     config = {
         "label_names": ["zebra", "apple"],
         "problem_type": "multi_label_classification",
     }
-    assert _parse_output(found, config)[1] == output
+    assert _parse_output(written, config)[1] == output
     with pytest.raises(ValueError, match=r"output\.thresholds is missing"):
         _parse_output({"name": "logits"}, config)
 
@@ -81,7 +81,7 @@ def test_a_loaded_model_predicts(exported, file):
     together = model.engine(pixels)
     assert together.shape == (3, 3)
     assert np.allclose(
-        together, np.concatenate([model.engine(one[None]) for one in pixels]), atol=0.05
+        together, np.concatenate([model.engine(image[None]) for image in pixels]), atol=0.05
     )
 
 
@@ -186,13 +186,13 @@ def test_openvino_predicts_like_onnxruntime(exported, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (4, 3, 16, 16), np.uint8)
     expected = load(describe(folder), 1, 1).engine(pixels)
     engine = load(describe(folder, "openvino.xml"), 1, 2).engine
-    found = engine(pixels)
-    assert np.abs(found - expected).max() < 1e-4
-    kept = found.copy()
+    logits = engine(pixels)
+    assert np.abs(logits - expected).max() < 1e-4
+    logits_before = logits.copy()
     engine(
         255 - pixels
     )  # the next call of the same thread leaves earlier outputs alone
-    assert np.array_equal(found, kept)
+    assert np.array_equal(logits, logits_before)
 
 
 def test_an_export_from_before_a_key_is_served_as_it_was(copy):

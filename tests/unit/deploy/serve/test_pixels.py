@@ -53,9 +53,9 @@ def file_of(
 
 def evaluated(data: bytes, size: int, crop: float) -> np.ndarray:
     """Return what the validation split's view of this file is."""
-    shown = EvalTransform(size, crop)
-    image = shown(
-        decode_image(data, "file", "data", shown.least).image, random.Random(0)
+    transform = EvalTransform(size, crop)
+    image = transform(
+        decode_image(data, "file", "data", transform.least).image, random.Random(0)
     )
     return np.asarray(image).transpose(2, 0, 1)
 
@@ -85,10 +85,10 @@ def test_exif(turn):
     exif = Image.Exif()
     exif[0x0112] = turn
     data = file_of(40, 30, kind="JPEG", exif=exif)
-    found = prepare(data, 24, 1.0, Limits()).pixels
-    assert np.array_equal(found, evaluated(data, 24, 1.0))
+    pixels = prepare(data, 24, 1.0, Limits()).pixels
+    assert np.array_equal(pixels, evaluated(data, 24, 1.0))
     assert (turn == 1) == np.array_equal(
-        found, evaluated(file_of(40, 30, kind="JPEG"), 24, 1.0)
+        pixels, evaluated(file_of(40, 30, kind="JPEG"), 24, 1.0)
     )
 
 
@@ -104,13 +104,13 @@ def test_a_large_jpeg_is_reduced_as_it_is_decoded(mode, options, turn):
     exif = Image.Exif()
     exif[0x0112] = turn
     data = file_of(1201, 900, mode, "JPEG", exif=exif, quality=92, **options)
-    found, whole = (
+    prepared, full = (
         prepare(data, 96, 0.875, Limits()),
         prepare(data, 96, 0.875, Limits(), margin=0),
     )
-    assert np.array_equal(found.pixels, evaluated(data, 96, 0.875))
-    assert found.summary == whole.summary == f"1201x900 {mode} JPEG"
-    apart = np.abs(found.pixels.astype(int) - whole.pixels.astype(int))
+    assert np.array_equal(prepared.pixels, evaluated(data, 96, 0.875))
+    assert prepared.summary == full.summary == f"1201x900 {mode} JPEG"
+    apart = np.abs(prepared.pixels.astype(int) - full.pixels.astype(int))
     assert 0 < apart.mean() < 1
     assert apart.max() <= 12
     reduced = decode_image(
@@ -211,17 +211,17 @@ def test_a_line_of_65000_pixels_is_an_image_for_training_and_none_for_the_endpoi
 
 
 @pytest.mark.parametrize(
-    ("kind", "side", "most"),
+    ("kind", "side", "max_pixels"),
     [("JPEG", 64, 421_875), ("JPEG", 1200, 1_080_000), ("PNG", 64, 1_080_000)],
 )
-def test_the_limit_counts_what_is_held(kind, side, most):
+def test_the_limit_counts_what_is_held(kind, side, max_pixels):
     """1,080,000 pixels; a JPEG that is reduced has one of 64 of them, and may have 2.56
     times the limit.
     """
     data = file_of(1200, 900, "L", kind)
-    prepare(data, side, 1.0, Limits(max_pixels=most))
+    prepare(data, side, 1.0, Limits(max_pixels=max_pixels))
     with pytest.raises(Problem, match="1200 x 900") as caught:
-        prepare(data, side, 1.0, Limits(max_pixels=most - 1))
+        prepare(data, side, 1.0, Limits(max_pixels=max_pixels - 1))
     assert caught.value.status == 413
 
 
@@ -233,12 +233,12 @@ def test_the_coefficients_of_a_progressive_jpeg_are_held():
         file_of(1200, 900, kind="JPEG", progressive=several)
         for several in (False, True)
     )
-    whole, reduced = 1200 * 900, 150 * 113
+    full, reduced = 1200 * 900, 150 * 113
     prepare(plain, 16, 1.0, Limits(max_pixels=421_875))
     prepare(progressive, 16, 1.0, Limits(max_pixels=421_875 + reduced))
     with pytest.raises(Problem, match="memory") as caught:
         prepare(progressive, 16, 1.0, Limits(max_pixels=421_875))
-    assert 3 / 8 * whole + reduced > 421_875
+    assert 3 / 8 * full + reduced > 421_875
     assert caught.value.status == 413
 
 

@@ -54,9 +54,9 @@ class Fault:
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         real, inside = getattr(self.owner, self.method), []
 
-        def method(image: Image.Image, *rest: Any, **named: Any) -> Any:
-            applies = not inside and self.applies(image, *rest)
-            result = real(image, *rest, **named)
+        def method(image: Image.Image, *args: Any, **named: Any) -> Any:
+            applies = not inside and self.applies(image, *args)
+            result = real(image, *args, **named)
             if applies:
                 inside.append(True)  # `wrong` calls the method too
                 wrong = self.wrong(
@@ -82,16 +82,16 @@ def rolled(image: Image.Image) -> Image.Image:
 
 
 def of(mode: str, kind: str = "") -> Callable[..., bool]:
-    return lambda image, *rest: image.mode == mode and kind in ("", image.format)
+    return lambda image, *args: image.mode == mode and kind in ("", image.format)
 
 
 def reduced(divisor: int) -> Callable[..., bool]:
-    return lambda image, *rest: (
+    return lambda image, *args: (
         image.decoderconfig[:1] == (divisor,) and bool(image.tile)
     )
 
 
-def enlarged(image: Image.Image, size: tuple[int, int], *rest: object) -> bool:
+def enlarged(image: Image.Image, size: tuple[int, int], *args: object) -> bool:
     return min(image.size) < min(size)
 
 
@@ -184,12 +184,12 @@ def test_an_export_with_a_heic_starts_where_heic_is_not_installed(honest):
         if name.startswith("picture")
     ]
     assert "HEIC" in map(pixels.format_of, stored)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", WITHOUT_HEIF, str(honest)],
         capture_output=True,
         text=True,
     )
-    assert done.stdout.split() == ["False", "True"], done.stderr
+    assert process.stdout.split() == ["False", "True"], process.stderr
 
 
 def test_an_export_is_made_where_heic_is_not_installed(monkeypatch):
@@ -215,12 +215,12 @@ def lines_run(
     number from its `def`.
     """
     codes = {function.__code__ for function in functions}
-    seen = set()
+    executed = set()
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         if frame.f_code not in codes:
             return None
-        seen.add((frame.f_code.co_name, frame.f_lineno))
+        executed.add((frame.f_code.co_name, frame.f_lineno))
         return trace
 
     before = sys.gettrace()
@@ -229,7 +229,7 @@ def lines_run(
         run()
     finally:
         sys.settrace(before)
-    return seen
+    return executed
 
 
 def test_each_line_of_the_decoder_that_makes_pixels_is_run_by_a_picture():
@@ -238,7 +238,7 @@ def test_each_line_of_the_decoder_that_makes_pixels_is_run_by_a_picture():
     """
     functions = [pixels.decode_rgb, pixels.to_rgb, pixels.reduce, pixels.centre_crop]
     files = self_check.pictures(BRANCHES, self_check.SIDE, 16)
-    seen = lines_run(functions, lambda: decoded(files))
+    executed = lines_run(functions, lambda: decoded(files))
     source = Path(pixels.__file__).read_text().splitlines()
     missed = []
     for function in functions:
@@ -246,7 +246,7 @@ def test_each_line_of_the_decoder_that_makes_pixels_is_run_by_a_picture():
             function.__code__.co_firstlineno
         }
         for line in sorted(
-            lines - {number for name, number in seen if name == function.__name__}
+            lines - {number for name, number in executed if name == function.__name__}
         ):
             if not source[line - 1].strip().startswith(("raise", "except ", "pass")):
                 missed.append(source[line - 1].strip())
@@ -374,12 +374,12 @@ def test_the_endpoints_own_threads_run_the_check(honest, monkeypatch):
     threads = set()
     real = self_check.outputs
 
-    def outputs(engine: Any, *rest: Any) -> np.ndarray:
+    def outputs(engine: Any, *args: Any) -> np.ndarray:
         def noted(batch: np.ndarray) -> np.ndarray:
             threads.add(threading.current_thread().name)
             return engine(batch)
 
-        return real(noted, *rest)
+        return real(noted, *args)
 
     monkeypatch.setattr(self_check, "outputs", outputs)
     service.load()
