@@ -41,7 +41,9 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 def path() -> str | None:
     """Return where Chromium is, or None."""
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    return next(
+        (executable for name in NAMES if (executable := shutil.which(name))), None
+    )
 
 
 class Page:
@@ -85,7 +87,7 @@ class Page:
     def __enter__(self) -> Page:
         return self
 
-    def __exit__(self, *rest: object) -> None:
+    def __exit__(self, *args: object) -> None:
         os.close(self._write)
         os.close(self._read)
         self.process.terminate()

@@ -92,7 +92,7 @@ class Running:
     def __enter__(self) -> Running:
         return self
 
-    def __exit__(self, *rest: object) -> None:
+    def __exit__(self, *args: object) -> None:
         self.stop()
 
     @property
@@ -137,8 +137,8 @@ class Running:
                 {key.replace("_", "-"): value for key, value in headers.items()},
             )
             response = connection.getresponse()
-            found = {key.lower(): value for key, value in response.getheaders()}
-            return Reply(response.status, found, response.read())
+            received = {key.lower(): value for key, value in response.getheaders()}
+            return Reply(response.status, received, response.read())
         finally:
             connection.close()
 
@@ -162,10 +162,10 @@ class Running:
             (self.host, self.port), timeout=seconds
         ) as connection:
             connection.sendall(data)
-            found = b""
+            received = b""
             while block := connection.recv(65536):
-                found += block
-            return found
+                received += block
+            return received
 
     def memory_mb(self, key: str = "VmRSS") -> float:
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()

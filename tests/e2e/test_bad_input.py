@@ -114,9 +114,9 @@ def nothing_started(folder: Path) -> bool:
 )
 def test_a_key_that_is_wrong(written, refused, tmp_path, override, message):
     overrides = re.split(" (?=data)", override)
-    told = refused("train", written(), *overrides)
-    assert message in told
-    assert refused("train", written(), *overrides, "--check") == told
+    error = refused("train", written(), *overrides)
+    assert message in error
+    assert refused("train", written(), *overrides, "--check") == error
     assert nothing_started(tmp_path)
 
 
@@ -155,8 +155,8 @@ def test_a_batch_that_does_not_divide_or_is_too_large(
         re.search(r"Set data\.batch_size=(\d+)", str(caught.value))[1]
     )
     divided = split_batch(config.load(settings).data, ranks, images)  # the remedy works
-    whole = divided.world_size * divided.accumulate * divided.micro_batch
-    assert whole == divided.batch_size == settings["data"]["batch_size"] <= images
+    product = divided.world_size * divided.accumulate * divided.micro_batch
+    assert product == divided.batch_size == settings["data"]["batch_size"] <= images
 
 
 def test_the_batch_divided():
@@ -217,10 +217,10 @@ def test_a_corrupt_image_names_itself_and_the_way_out(
 ):
     names = damage(copied, split)
     path = written(data={"workers": workers}, run={"epochs": 1})
-    told = refused("train", path)
-    assert told.startswith("data.root: file '")
-    assert any(name in told for name in names)
-    assert told.endswith("Replace or delete it, or set data.on_corrupt=skip.")
+    error = refused("train", path)
+    assert error.startswith("data.root: file '")
+    assert any(name in error for name in names)
+    assert error.endswith("Replace or delete it, or set data.on_corrupt=skip.")
     for name in names:  # the remedy works, in the same folder
         (copied / name).unlink()
     answer = command("train", path)
@@ -282,12 +282,12 @@ def test_a_teacher_at_chance_level_can_be_replaced(
         [100.0, 0.0, 0.0]
     )  # always an apple: 4 of 13 are
     save_file(weights, copied_teacher / "model.safetensors", metadata={"format": "pt"})
-    told = refused("train", written())
+    error = refused("train", written())
     begin = (
         "teacher: has the accuracy 30.8 % on the validation images; chance level is"
         " 33.3 %. More than 50.0 % "
     )
-    assert told.startswith(
+    assert error.startswith(
         f"{begin}(teacher.min_accuracy). Check that its weights were loaded"
     )
     assert nothing_started(tmp_path)
@@ -317,14 +317,14 @@ def test_no_way_to_a_teacher(written, refused):
 def test_a_folder_that_holds_another_run(written, refused, command, tmp_path):
     assert command("train", written(run={"epochs": 1})).code == 0
     before = {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()}
-    told = refused(
+    error = refused(
         "train",
         written(run={"epochs": 1}),
         "optimizer.lr=0.5",
         "losses.0.temperature=3",
     )
     assert (
-        told == f"run.name: '{tmp_path}/runs/tiny' holds another run; it differs in"
+        error == f"run.name: '{tmp_path}/runs/tiny' holds another run; it differs in"
         " losses.0.temperature (1.0 -> 3.0), optimizer.lr (0.002 -> 0.5). One"
         " folder, one run. Choose another run.name, or remove the folder."
     )
@@ -346,8 +346,8 @@ def test_a_folder_that_holds_another_run(written, refused, command, tmp_path):
 
 def test_a_folder_that_is_no_run(refused, tmp_path):
     for name in ("evaluate", "export"):
-        told = refused(name, tmp_path)
-        assert told.startswith(
+        error = refused(name, tmp_path)
+        assert error.startswith(
             f"run: '{tmp_path}' is not a run folder: it has no config.yaml."
         )
 
@@ -382,13 +382,13 @@ def test_a_checkpoint_cut_short_and_its_remedy(written, refused, command, tmp_pa
     assert command("train", written()).code == 0
     newest = tmp_path / "runs" / "tiny" / "checkpoints" / "step_00000008"
     tensors = newest / "tensors.safetensors"
-    whole = tensors.read_bytes()
-    tensors.write_bytes(whole[:1000])
-    told = refused("train", written())
-    assert told.startswith(
-        f"run.folder: checkpoint '{newest}' is cut short: 1000 of {len(whole)} bytes."
+    content = tensors.read_bytes()
+    tensors.write_bytes(content[:1000])
+    error = refused("train", written())
+    assert error.startswith(
+        f"run.folder: checkpoint '{newest}' is cut short: 1000 of {len(content)} bytes."
     )
-    removed = Path(told.partition("Remove '")[2].partition("'")[0])
+    removed = Path(error.partition("Remove '")[2].partition("'")[0])
     shutil.rmtree(removed)
     assert command("train", written()).code == 0
     again = (
@@ -436,9 +436,9 @@ def test_a_loss_that_diverges(written, refused, tmp_path):
         run={"epochs": 4, "every": {"log": 2}},
         optimizer={"lr": 1e30, "warmup_ratio": 0.0, "clip_grad_norm": 0.0},
     )
-    told = refused("train", path)
-    assert "became NaN or infinite in step" in told
-    assert told.startswith(("losses: ", "optimizer: "))
+    error = refused("train", path)
+    assert "became NaN or infinite in step" in error
+    assert error.startswith(("losses: ", "optimizer: "))
     for file in (tmp_path / "runs" / "tiny" / "checkpoints").rglob("*.safetensors"):
         assert all(
             t.isfinite().all()

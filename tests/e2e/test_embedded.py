@@ -112,7 +112,7 @@ def test_the_endpoint_returns_the_vector(embedded, photos):
     export = embedded / "export"
     pixels = np.asarray(Image.open(io.BytesIO(photo)).resize((16, 16)))
     with Running(export) as server:
-        (found,) = server.post(photo).json["predictions"]
+        (prediction,) = server.post(photo).json["predictions"]
         session = onnxruntime.InferenceSession(
             export / "model.onnx", providers=["CPUExecutionProvider"]
         )
@@ -121,10 +121,10 @@ def test_the_endpoint_returns_the_vector(embedded, photos):
         )[0]
         assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
         np.testing.assert_allclose(
-            found["embedding"], vector, atol=1e-3
+            prediction["embedding"], vector, atol=1e-3
         )  # the server decodes as kd does, not as here
         rows = server.post(photo, accept="text/csv").body.decode()
-        assert [float(value) for value in next(csv.reader([rows]))] == found[
+        assert [float(value) for value in next(csv.reader([rows]))] == prediction[
             "embedding"
         ]
         assert server.get("/").status == 404

@@ -43,16 +43,16 @@ def named(settings, photos, tmp_path) -> dict:
     """A configuration whose classes, folder and run have such letters."""
     root = tmp_path / "äpfel"
     for split in ("train", "val"):
-        for name, own in NAMES.items():
-            shutil.copytree(photos / split / name, root / split / own)
-    made = merged(
+        for name, foreign in NAMES.items():
+            shutil.copytree(photos / split / name, root / split / foreign)
+    content = merged(
         settings,
         {
             "run": {"name": "été", "steps": 2, "baseline": False},
             "data": {"root": str(root)},
         },
     )
-    return {**made, "teacher": {}, "losses": [{"kind": "ce"}]}
+    return {**content, "teacher": {}, "losses": [{"kind": "ce"}]}
 
 
 @pytest.fixture

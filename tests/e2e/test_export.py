@@ -48,12 +48,14 @@ def test_the_card_of_a_teacher_has_its_own_scores(
     distilled, embedded, command, tmp_path
 ):
     cards = []
-    for run, more in (
+    for run, options in (
         (distilled, ()),
         (distilled, ("--teacher",)),
         (embedded, ("--teacher",)),
     ):
-        answer = command("export", run, "--to", tmp_path / "model", "--no-onnx", *more)
+        answer = command(
+            "export", run, "--to", tmp_path / "model", "--no-onnx", *options
+        )
         assert answer.code == 0, answer
         cards.append((tmp_path / "model" / "README.md").read_text())
     student, teacher, _ = (
@@ -65,10 +67,10 @@ def test_the_card_of_a_teacher_has_its_own_scores(
         if line.startswith("| ")
     }
     assert rows["teacher"] != rows["this student"]
-    found = [
+    table = [
         line.split("|")[1:] for line in teacher.splitlines() if line.startswith("| ")
     ][2:]
-    assert [[cell.strip() for cell in row] for row in found] == [
+    assert [[cell.strip() for cell in row] for row in table] == [
         ["this teacher", *(cell.strip() for cell in rows["teacher"])]
     ]
     for text in ("Student against its teacher", "evaluations"):  # of the student
@@ -115,14 +117,14 @@ def test_without_graphs_no_data_is_needed(distilled, command, tmp_path):
 def test_other_data_is_refused(distilled, refused, tmp_path, photos):
     shutil.copytree(photos, tmp_path / "photos")
     next((tmp_path / "photos/val/fig").iterdir()).unlink()
-    told = refused(
+    error = refused(
         "export",
         distilled,
         "--to",
         tmp_path / "student",
         f"data.root={tmp_path / 'photos'}",
     )
-    assert told.startswith("data: the data differs from the run's training data")
+    assert error.startswith("data: the data differs from the run's training data")
     moved = shutil.copytree(photos, tmp_path / "moved")
     assert export(
         distilled, tmp_path / "student", overrides=[f"data.root={moved}"]

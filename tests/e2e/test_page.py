@@ -50,11 +50,11 @@ def test_a_picture_chosen_and_a_picture_dropped(exported, photos, page, tmp_path
             for entry in expected["top"]
         ]
 
-        other = next((photos / "val/pear").glob("*.jpg"))
-        wanted = server.post(other.read_bytes()).json["predictions"][0]["label"]
-        page.run(DROP % base64.b64encode(other.read_bytes()).decode())
+        pear = next((photos / "val/pear").glob("*.jpg"))
+        label = server.post(pear.read_bytes()).json["predictions"][0]["label"]
+        page.run(DROP % base64.b64encode(pear.read_bytes()).decode())
         page.until(
-            f"document.getElementById('best')?.textContent.startsWith('{wanted} ')"
+            f"document.getElementById('best')?.textContent.startsWith('{label} ')"
         )
         assert (
             page.run("document.getElementById('shown').alt")
@@ -66,8 +66,8 @@ def test_a_picture_chosen_and_a_picture_dropped(exported, photos, page, tmp_path
 
         (tmp_path / "no.png").write_bytes(b"no image")
         page.choose("#file", tmp_path / "no.png")
-        told = page.until("document.querySelector('.bad')?.textContent")
-        assert told.startswith(
+        message = page.until("document.querySelector('.bad')?.textContent")
+        assert message.startswith(
             "This is not an image in one of the formats JPEG, PNG, WEBP"
         )
 
@@ -127,11 +127,11 @@ def test_the_page_needs_nothing_from_elsewhere(exported):
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in reply.headers["content-security-policy"]
     assert "unsafe" not in reply.headers["content-security-policy"]
-    others = {
+    headers = {
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cache-control": "no-cache",
     }
-    assert others.items() <= reply.headers.items()
+    assert headers.items() <= reply.headers.items()
     assert not re.findall(r"(?:src|href)=\"(?!data:,)", text)
     assert "[[" not in text

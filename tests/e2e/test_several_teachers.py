@@ -125,7 +125,7 @@ def test_another_weight_is_another_cache(several, command, tmp_path, refused):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["teacher.shard=true"], "teacher.also: does not go with teacher.shard"),
         (["teacher.also=[{weight: 2}]"], "teacher.also[0].model: is missing"),
@@ -141,5 +141,5 @@ def test_another_weight_is_another_cache(several, command, tmp_path, refused):
         ),
     ],
 )
-def test_invalid_further_teachers_are_refused(several, refused, overrides, told):
-    assert refused("train", several, *overrides).startswith(told)
+def test_invalid_further_teachers_are_refused(several, refused, overrides, message):
+    assert refused("train", several, *overrides).startswith(message)

@@ -68,10 +68,10 @@ def as_answer(label: int, confidence: float, names=NAMES) -> dict:
     return {**best, "top": [best, {"label": names[label - 1], "score": 1 - confidence}]}
 
 
-def tally(of: Reference, drawn) -> Tally:
-    counts = of.empty()
+def tally(usual: Reference, drawn) -> Tally:
+    counts = usual.empty()
     for label, confidence, *measures in drawn:
-        of.count(counts, as_answer(label, confidence, of.names), measures)
+        usual.count(counts, as_answer(label, confidence, usual.names), measures)
     return counts
 
 
@@ -125,8 +125,8 @@ def test_clean_streams_raise_no_alarm():
 @pytest.mark.parametrize("change", [{"low": 0.3}, {"bright": 80.0}, {"red": 25.0}])
 def test_appearance(change):
     rng = np.random.default_rng(1)
-    of = reference(rng)
-    comparison = of.compare(tally(of, answers(rng, WINDOW, **change)))
+    usual = reference(rng)
+    comparison = usual.compare(tally(usual, answers(rng, WINDOW, **change)))
     assert comparison.appearance > ALARM > comparison.labels
     (line,) = comparison.lines
     assert line.startswith("these photographs are not like those of validation: ")
@@ -136,13 +136,17 @@ def test_appearance(change):
 
 
 @pytest.mark.parametrize(
-    ("first", "other_share"), [(0.5, None), (0.17, 0.03)], ids=["one label", "every second"]
+    ("first", "other_share"),
+    [(0.5, None), (0.17, 0.03)],
+    ids=["one label", "every second"],
 )
 def test_the_mix_of_labels_is_not_appearance(first, other_share):
     rng = np.random.default_rng(2)
-    of = reference(rng)
-    shares = [first] + [0.5 / 9] * 9 if other_share is None else [first, other_share] * 5
-    comparison = of.compare(tally(of, answers(rng, 2 * WINDOW, shares)))
+    usual = reference(rng)
+    shares = (
+        [first] + [0.5 / 9] * 9 if other_share is None else [first, other_share] * 5
+    )
+    comparison = usual.compare(tally(usual, answers(rng, 2 * WINDOW, shares)))
     assert comparison.labels > ALARM > comparison.appearance
     (line,) = comparison.lines
     assert "the mix of labels" in line
@@ -155,11 +159,11 @@ def test_few_of_many_labels():
     """None of the 60 labels that come is frequent enough alone; together they are."""
     rng = np.random.default_rng(3)
     names = [f"label {i}" for i in range(1000)]
-    of = reference(rng, names=names)
+    usual = reference(rng, names=names)
     shares = np.zeros(1000)
     shares[rng.permutation(1000)[:60]] = 1 / 60
     clean, changed = (
-        of.compare(tally(of, answers(rng, WINDOW, each, names=names)))
+        usual.compare(tally(usual, answers(rng, WINDOW, each, names=names)))
         for each in (None, shares)
     )
     assert clean.lines == []
@@ -204,22 +208,22 @@ def test_a_watch_has_the_confidence_of_the_last_window_and_the_worst_span_of_eac
 
 def test_the_record_is_json_and_says_the_same():
     rng = np.random.default_rng(5)
-    of = reference(rng, 300)
-    of.right = 240
-    text = json.dumps(of.record(), sort_keys=True)
+    usual = reference(rng, 300)
+    usual.right = 240
+    text = json.dumps(usual.record(), sort_keys=True)
     read = Reference.read(json.loads(text), NAMES)
     assert read.calibrated
-    assert np.array_equal(read.tally.bins, of.tally.bins)
-    assert np.array_equal(read.tally.labels, of.tally.labels)
-    drawn = tally(of, answers(rng, 100))
-    assert read.compare(drawn) == of.compare(drawn)
-    expected = 0.8 + drawn.confidence / 100 - of.tally.confidence / 300
+    assert np.array_equal(read.tally.bins, usual.tally.bins)
+    assert np.array_equal(read.tally.labels, usual.tally.labels)
+    drawn = tally(usual, answers(rng, 100))
+    assert read.compare(drawn) == usual.compare(drawn)
+    expected = 0.8 + drawn.confidence / 100 - usual.tally.confidence / 300
     (note,) = read.notes(drawn)
     assert note.startswith(
         f"expected accuracy {expected:.1%}: 80.0% of 300 validation images were right"
     )
     assert note.endswith(
-        f"mean confidence {drawn.confidence / 100:.1%}, {of.tally.confidence / 300:.1%}"
+        f"mean confidence {drawn.confidence / 100:.1%}, {usual.tally.confidence / 300:.1%}"
         " on validation"
     )
     read.right = (
@@ -227,7 +231,7 @@ def test_the_record_is_json_and_says_the_same():
     )  # an export of before, or images without labels: no accuracy was measured
     assert "accuracy" not in read.notes(drawn)[0]
     with pytest.raises(ValueError, match="301 right predictions of 300"):
-        Reference.read({**of.record(), "right": 301}, NAMES)
+        Reference.read({**usual.record(), "right": 301}, NAMES)
     assert len(text) < 5000
     with pytest.raises(KeyError):
         Reference.read(json.loads(text), ["another", *NAMES[1:]])
@@ -238,30 +242,36 @@ def test_where_photographs_look_different_the_expected_accuracy_is_a_bound():
     (docs/watching.md).
     """
     rng = np.random.default_rng(5)
-    of = reference(rng, 300)
-    of.right = 240
+    usual = reference(rng, 300)
+    usual.right = 240
     dark = tally(
-        of, [(label, score, 1.0, *measures) for label, score, _, *measures in answers(rng, 300)]
+        usual,
+        [
+            (label, score, 1.0, *measures)
+            for label, score, _, *measures in answers(rng, 300)
+        ],
     )
-    assert of.compare(dark).alarms == {"appearance": True, "labels": False}
-    expected = 0.8 + dark.confidence / 300 - of.tally.confidence / 300
-    assert of.notes(dark)[0].startswith(f"expected accuracy at most {expected:.1%}: ")
-    assert "at most" not in of.notes(tally(of, answers(rng, 300)))[0]
+    assert usual.compare(dark).alarms == {"appearance": True, "labels": False}
+    expected = 0.8 + dark.confidence / 300 - usual.tally.confidence / 300
+    assert usual.notes(dark)[0].startswith(
+        f"expected accuracy at most {expected:.1%}: "
+    )
+    assert "at most" not in usual.notes(tally(usual, answers(rng, 300)))[0]
     mixed = tally(
-        of, answers(rng, 300, [0.55] + [0.05] * 9)
+        usual, answers(rng, 300, [0.55] + [0.05] * 9)
     )  # its mix alone: 63.5 % were expected, 71.6 % right
-    assert of.compare(mixed).alarms == {"appearance": False, "labels": True}
-    assert "at most" not in of.notes(mixed)[0]
+    assert usual.compare(mixed).alarms == {"appearance": False, "labels": True}
+    assert "at most" not in usual.notes(mixed)[0]
 
 
 def test_a_label_that_validation_never_gave():
-    of = Reference.of(
+    usual = Reference.of(
         ["a", "b"], [(0, (0.9, 100.0, 5.0, 0.0, 0.0))] * 500, calibrated=False
     )
-    comparison = of.compare(tally(of, [(1, 0.9, 100.0, 5.0, 0.0, 0.0)] * WINDOW))
+    comparison = usual.compare(tally(usual, [(1, 0.9, 100.0, 5.0, 0.0, 0.0)] * WINDOW))
     assert comparison.labels > ALARM
     assert (comparison.appearance, comparison.difference) == (0.0, "")
-    assert of.notes(of.empty()) == ()
+    assert usual.notes(usual.empty()) == ()
 
 
 def test_several_labels_count_each_but_compare_the_most_probable():
@@ -311,12 +321,14 @@ def test_colour_is_seen(change):
                 )
             yield measure(pixels.clip(0, 255).astype(np.uint8))
 
-    of = Reference.of((), ((0, measures) for measures in numbers(2000)), calibrated=False)
+    usual = Reference.of(
+        (), ((0, measures) for measures in numbers(2000)), calibrated=False
+    )
     for changed in (False, True):
-        came = of.empty()
+        came = usual.empty()
         for measures in numbers(WINDOW, changed):
-            of.count(came, {"embedding": [1.0]}, measures)
-        assert bool(of.compare(came).lines) is changed
+            usual.count(came, {"embedding": [1.0]}, measures)
+        assert bool(usual.compare(came).lines) is changed
 
 
 def test_the_evidence_of_a_tally_is_the_formula_with_its_bonferroni_factor():

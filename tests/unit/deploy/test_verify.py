@@ -345,7 +345,9 @@ def test_honest_exports_of_other_kinds(kind, tmp_path):
         (export / ".cache/huggingface/download").mkdir(parents=True)
         (export / ".cache/huggingface/download/model.onnx.metadata").write_text("1")
     for trust in (False, True) if options.pt2 else (False,):
-        verdict = verify_export(export, images if kind != "no graph" else "", trust=trust)
+        verdict = verify_export(
+            export, images if kind != "no graph" else "", trust=trust
+        )
         assert not wrong_rows(verdict), wrong_rows(verdict)
         rows = {row.what: row.verdict for row in verdict.rows}
         assert rows[KINDS[kind]] == RIGHT
@@ -426,7 +428,9 @@ def test_images_without_labels_have_no_accuracy(tmp_path):
     assert "| accuracy" not in (export / "README.md").read_text()
     verdict = verify_export(export, images)
     assert not wrong_rows(verdict), wrong_rows(verdict)
-    assert {row.what: row.verdict for row in verdict.rows}["accepted/found/drop"] == RIGHT
+    assert {row.what: row.verdict for row in verdict.rows}[
+        "accepted/found/drop"
+    ] == RIGHT
     for i, changes in enumerate(({"accuracy": 1.0}, {"accuracy": 1.0, "correct": 40})):
         liar = make_liar(
             (export, images),
@@ -528,7 +532,9 @@ def back_door(
         numpy_helper.from_array(np.array([[increase, 0, 0]], np.float32), "d_apple"),
     ])  # fmt: skip
     for node in graph.node:
-        node.output[:] = ["d_logits" if output == "logits" else output for output in node.output]
+        node.output[:] = [
+            "d_logits" if output == "logits" else output for output in node.output
+        ]
     nodes = [
         ("Slice", ["image", "d_start", "d_end", "d_axes"], "d_pixel"),
         ("Equal", ["d_pixel", "d_red"], "d_there"),
@@ -948,7 +954,10 @@ def test_several_labels_have_a_threshold_each_and_one_label_has_none(honest, tmp
     lies: tuple[tuple[Path, Callable[[dict[str, Any]], Any]], ...] = (
         (tmp_path / "export", lambda output: output.pop("thresholds")),
         (tmp_path / "export", lambda output: output["thresholds"].pop("fig")),
-        (tmp_path / "export", lambda output: output["thresholds"].update(kiwi=threshold)),
+        (
+            tmp_path / "export",
+            lambda output: output["thresholds"].update(kiwi=threshold),
+        ),
     )
     for i, (folder, lie) in enumerate(lies):
         liar = Liar(shutil.copytree(folder, tmp_path / str(i)))
@@ -962,7 +971,9 @@ def test_several_labels_have_a_threshold_each_and_one_label_has_none(honest, tmp
         }
         assert wrong & {"output/thresholds", "what kd-serve reads"}
     one_label = Liar(shutil.copytree(honest[0], tmp_path / "one label"))
-    one_label.manifest["output"].update(thresholds={name: threshold for name in CLASSES})
+    one_label.manifest["output"].update(
+        thresholds={name: threshold for name in CLASSES}
+    )
     one_label.redraw()
     one_label.reseal()
     assert "what kd-serve reads" in {
@@ -1064,8 +1075,8 @@ def test_labels_are_not_shown_by_images_alone(honest, tmp_path):
             make_liar(honest, tmp_path, [lie]).folder, honest[1]
         ).rows
     }
-    for what in ("about/labels", "config.json/label_names", "images.csv/choice"):
-        assert (rows[what].verdict, "--run shows" in rows[what].why) == (OPEN, True)
+    for place in ("about/labels", "config.json/label_names", "images.csv/choice"):
+        assert (rows[place].verdict, "--run shows" in rows[place].why) == (OPEN, True)
 
 
 def test_links_lead_to_files_of_the_export_or_of_the_hub(tmp_path):

@@ -44,7 +44,8 @@ def test_no_other_temperature_is_likelier(scale):
         return nn.functional.cross_entropy(logits_NC.double() / at, label_N).item()
 
     assert all(
-        nll(fitted) < nll(fitted * factor) for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0)
+        nll(fitted) < nll(fitted * factor)
+        for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0)
     )
 
 
@@ -137,7 +138,9 @@ def test_a_network_of_ones_own_is_calibrated_where_its_logits_show_it(before):
     pixels = torch.randint(0, 256, (300, 3, 4, 4), dtype=torch.uint8)
     with torch.no_grad():
         logits_NC = student.answer(pixels)
-        initial = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+        initial = {
+            name: tensor.clone() for name, tensor in network.state_dict().items()
+        }
         label_N = torch.multinomial(
             (logits_NC / (8.0 if before else 0.1)).softmax(1), 1
         )[:, 0]
@@ -164,9 +167,9 @@ def test_a_temperature_is_taken_only_where_its_gain_is_sure():
     pixels = torch.randint(0, 256, (100, 3, 4, 4), dtype=torch.uint8)
     with torch.no_grad():
         logits_NC, accepted, by_error = student.answer(pixels), {1.0: 0, 0.2: 0}, 0
-        for (
-            scale
-        ) in accepted:  # 1: the labels are as the logits say, and what is fitted is chance
+        for scale in (
+            accepted
+        ):  # 1: the labels are as the logits say, and what is fitted is chance
             for seed in range(40):
                 generator = torch.Generator().manual_seed(seed)
                 label_N = torch.multinomial(

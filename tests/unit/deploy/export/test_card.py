@@ -28,7 +28,9 @@ def card(subject, tmp_path):
         **fields,
     ):
         source = subject(**fields)
-        source = replace(source, provenance={**subject().provenance, **source.provenance})
+        source = replace(
+            source, provenance={**subject().provenance, **source.provenance}
+        )
         kind = (task or SingleLabel()).__class__.__module__.rpartition(".")[2]
         recipe = source.recipe.with_(task=TaskSection(kind=kind))
         source = replace(source, recipe=recipe)

@@ -60,7 +60,10 @@ def test_it_is_the_lowest_confidence_whose_upper_end_holds():
         if upper(int((~right[::2][sure]).sum()), int(sure.sum())) <= 0.06:
             candidates.append(threshold)
     assert chosen["threshold"] == min(candidates)
-    stated, sure = chosen["stated"]["model.onnx"], confidence[1::2] >= chosen["threshold"]
+    stated, sure = (
+        chosen["stated"]["model.onnx"],
+        confidence[1::2] >= chosen["threshold"],
+    )
     assert (stated["images"], stated["answered"]) == (600, sure.sum())
     assert stated["passed_on"] == pytest.approx(1 - sure.mean())
     assert stated["wrong"] == pytest.approx((~right[1::2][sure]).mean())
@@ -132,7 +135,9 @@ def test_each_of_several_labels_has_its_band():
     for i, prediction in enumerate(marked):
         flags = {entry["label"]: entry["sure"] for entry in prediction["top"]}
         assert flags == {name: bool(surely[c][i]) for c, name in enumerate(CLASSES)}
-        assert all(entry["sure"] == flags[entry["label"]] for entry in prediction["labels"])
+        assert all(
+            entry["sure"] == flags[entry["label"]] for entry in prediction["labels"]
+        )
     assert (
         max(stated["labels"], key=lambda name: stated["labels"][name]["wrong"])
         in defer_lines(chosen)[0]

@@ -116,12 +116,21 @@ def test_only_labelled_images_are_right_or_wrong(
     assert compared.scores("graph", task).facts == facts
     assert compared.drop_interval("graph", task) == drop_interval
     described = quality("graph", compared, task)
-    assert (described["title"], described["score"], described["unit"], described["interval"]) == (
+    assert (
+        described["title"],
+        described["score"],
+        described["unit"],
+        described["interval"],
+    ) == (
         *decides,
         "%",
         interval,
     )
-    assert (described["drop"], described["agreement"], described["images"]) == (drop, 0.5, 10)
+    assert (described["drop"], described["agreement"], described["images"]) == (
+        drop,
+        0.5,
+        10,
+    )
 
 
 def test_dynamic_int8_leaves_convolutions_as_they_are(tmp_path):

@@ -74,7 +74,8 @@ def test_a_graph_with_the_second_export_is_accepted_where_none_is_alone(pair, tm
             subject.student.answer(torch.from_numpy(pixels)).double().numpy()
         )  # these choose the threshold
     confidence, chosen_by = (
-        1 / np.exp(values - values.max(1, keepdims=True)).sum(1) for values in (logits, trained)
+        1 / np.exp(values - values.max(1, keepdims=True)).sum(1)
+        for values in (logits, trained)
     )
 
     def measured(share: float, half: slice) -> tuple[float, float]:
@@ -98,7 +99,9 @@ def test_a_graph_with_the_second_export_is_accepted_where_none_is_alone(pair, tm
     passed_on, behind = measured(share, HALVES[1])
     assert chosen["found"]["passed_on"] == pytest.approx(passed_on, abs=6e-5)
     assert chosen["found"]["teacher-drop"] == pytest.approx(behind, abs=6e-5)
-    both = sum((folder / "model.onnx").stat().st_size for folder in (written.folder, teacher))
+    both = sum(
+        (folder / "model.onnx").stat().st_size for folder in (written.folder, teacher)
+    )
     assert chosen["found"]["mb"] * 1e6 == pytest.approx(both, abs=51)
     assert 0 < chosen["found"]["ms"] <= 10000
     assert describe(written.folder).passed_on[0] == pytest.approx(passed_on, abs=0.002)
@@ -117,7 +120,9 @@ def test_a_second_export_that_cannot_help_is_refused_before_any_work(pair, tmp_p
         ({"accept": "drop<=1", "defer_share": 0.1}, "neither --defer nor"),
     ):
         with pytest.raises(ConfigError, match=message):
-            write(subject, tmp_path / "export", ExportOptions(second=teacher, **options))
+            write(
+                subject, tmp_path / "export", ExportOptions(second=teacher, **options)
+            )
     recipe = subject.recipe
     larger = replace(
         subject, recipe=recipe.with_(data=replace(recipe.config.data, image_size=32))
@@ -129,7 +134,9 @@ def test_a_second_export_that_cannot_help_is_refused_before_any_work(pair, tmp_p
     reordered = replace(subject, classes=("fig", "apple", "pear"))
     with pytest.raises(ConfigError, match="classes of the student, in their order"):
         write(
-            reordered, tmp_path / "export", ExportOptions(second=teacher, accept="drop<=1")
+            reordered,
+            tmp_path / "export",
+            ExportOptions(second=teacher, accept="drop<=1"),
         )
     assert not (tmp_path / "export").exists()
 
@@ -183,7 +190,9 @@ def test_a_share_above_half_is_found(pair, tmp_path):
     def behind(share: float, half: slice) -> float:
         passed_on = confidence[half] < np.sort(confidence[::2])[math.floor(share * 600)]
         wrong = ((trained.argmax(1).numpy() != labels)[half] & ~passed_on).mean()
-        return 100 * (wrong + (trained.argmax(1).numpy() == labels)[half].mean() - right)
+        return 100 * (
+            wrong + (trained.argmax(1).numpy() == labels)[half].mean() - right
+        )
 
     limit = 1 + max(behind(0.8, half) for half in HALVES)
     assert max(behind(0.5, half) for half in HALVES) > limit + 1
@@ -305,7 +314,11 @@ def test_what_a_pair_promises_is_measured_again_with_the_second_export(pair, tmp
     claims |= {"teacher-drop": claims["teacher-drop"] - 1, "passed_on": 0.01}
     package.seal(
         folder,
-        {key: value for key, value in manifest.items() if key not in ("files", "checksum")},
+        {
+            key: value
+            for key, value in manifest.items()
+            if key not in ("files", "checksum")
+        },
     )
     lied = verdicts(folder, data=str(images), second=teacher)
     assert (lied[row].verdict, lied["cascade/found/passed_on"].verdict) == (

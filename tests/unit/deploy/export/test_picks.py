@@ -27,9 +27,7 @@ def test_a_row_of_the_table(tmp_path):
         "agreement": 0.99,
     }
     measured = facts(path, graph, {1: Latency(10.0, 20.0, 100.0, 99.0)})
-    (row,) = variant_rows(
-        {"variants": {"model.onnx": measured}, "pick": "model.onnx"}
-    )
+    (row,) = variant_rows({"variants": {"model.onnx": measured}, "pick": "model.onnx"})
     assert row["file"] == "model.onnx (accepted)"
     assert (row["p50 ms"], row["accuracy"], row["95 %"]) == (
         "10.00",

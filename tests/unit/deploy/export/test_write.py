@@ -112,7 +112,9 @@ def test_calibration_fixes_confidences_and_keeps_predictions(subject, tmp_path):
     base = replace(base, images=lambda: nullcontext(lambda limit: [(pixels, labels)]))
     for student in (plain, base.student):
         with torch.no_grad():
-            student.network.head.bias -= student.answer(torch.from_numpy(pixels)).mean(0)
+            student.network.head.bias -= student.answer(torch.from_numpy(pixels)).mean(
+                0
+            )
             for parameter in student.network.head.parameters():
                 parameter /= logits.std()
     written = write(base, tmp_path / "export", ExportOptions())

@@ -176,7 +176,9 @@ def test_every_form_of_images_and_results_gives_the_same(
     rows = jsonl(run(exported, listed, tmp_path / "listed.jsonl"))
     assert "no such file" in rows.pop("s3://bucket/missing.jpg")["error"]
     assert rows.pop("missing.jpg") == {"error": "No such file or directory"}
-    assert rows == {str(pictures / name): answer for name, answer in list(answers.items())[:2]}
+    assert rows == {
+        str(pictures / name): answer for name, answer in list(answers.items())[:2]
+    }
 
     shard = tmp_path / "few-000.tar"
     with tarfile.open(shard, "w") as tar:
@@ -549,7 +551,10 @@ def test_killed_between_the_result_and_the_removal_of_its_journal(
     """The result was whole, and a scheduler's next try ended with code 2."""
     target = tmp_path / f"rows.{ending}"
     journal = with_journal(exported, twenty, target)
-    complete, lines = target.read_bytes(), journal.read_bytes().splitlines(keepends=True)
+    complete, lines = (
+        target.read_bytes(),
+        journal.read_bytes().splitlines(keepends=True),
+    )
     answer = command("predict", exported, twenty, "--to", target, "--top", 2)
     assert answer.code == 0, answer
     assert target.read_bytes() == complete

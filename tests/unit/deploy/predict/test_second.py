@@ -121,7 +121,10 @@ def test_it_is_the_same_as_asking_both_and_choosing(small, large, pictures, tmp_
     )
     for row in pyarrow.parquet.read_table(tmp_path / "both.parquet").to_pylist():
         prediction = both[row["image"]]
-        assert (row["model"], row["sure"]) == (prediction.get("model"), prediction.get("sure"))
+        assert (row["model"], row["sure"]) == (
+            prediction.get("model"),
+            prediction.get("sure"),
+        )
 
 
 @pytest.mark.slow
@@ -263,7 +266,9 @@ def test_a_teacher_without_an_export_is_a_one_line_error(
         "export", distilled, *to, "--teacher", *graph
     )
     averaged = f"teacher.also=[{{model: {exported}}}]"
-    assert "averages 2 teachers" in refused("export", distilled, *to, "--teacher", averaged)
+    assert "averages 2 teachers" in refused(
+        "export", distilled, *to, "--teacher", averaged
+    )
     alone = ("losses=[{kind: ce}]", "teacher.model=")
     assert "has no teacher" in refused("export", distilled, *to, "--teacher", *alone)
     assert not to[1].exists()

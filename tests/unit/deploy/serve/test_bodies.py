@@ -205,11 +205,17 @@ def test_scores_are_torchs_softmax():
 
 def test_the_prediction_is_ranked_and_rounded():
     labels = ["a", 'b "quoted", with a comma', "c"]
-    predictions = responses.predictions(np.array([[0.0, 2.0, 1.0]], np.float32), labels, 2)
+    predictions = responses.predictions(
+        np.array([[0.0, 2.0, 1.0]], np.float32), labels, 2
+    )
     assert [entry["label"] for entry in predictions[0]["top"]] == [labels[1], "c"]
-    assert predictions[0]["score"] == round(float(np.exp(2) / np.exp([0, 1, 2]).sum()), 6)
+    assert predictions[0]["score"] == round(
+        float(np.exp(2) / np.exp([0, 1, 2]).sum()), 6
+    )
     rows = list(
-        csv.reader(io.StringIO(responses.write("text/csv", predictions, "m", "v").decode()))
+        csv.reader(
+            io.StringIO(responses.write("text/csv", predictions, "m", "v").decode())
+        )
     )
     assert rows == [[labels[1], "0.665241", "c", "0.244728"]]
     content = json.loads(responses.write("application/json", predictions, "m", "v"))

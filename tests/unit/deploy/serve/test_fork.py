@@ -34,7 +34,9 @@ def openvino(distilled, once) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("predicts_before", [True, False], ids=["used before", "only loaded"])
+@pytest.mark.parametrize(
+    "predicts_before", [True, False], ids=["used before", "only loaded"]
+)
 @pytest.mark.parametrize("file", ["model.onnx", "openvino.xml"])
 def test_a_forked_child_predicts_as_its_parent(openvino, file, predicts_before):
     model, picture = (

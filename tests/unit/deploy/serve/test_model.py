@@ -29,7 +29,9 @@ def test_a_manifest_is_read_as_written(exported):
     description = describe(exported)
     assert description.labels == ("apple", "fig", "pear")
     assert (description.name, description.size, description.crop) == ("tiny", 16, 1.0)
-    assert describe(exported, "model.int8.onnx").version == description.version + "-int8"
+    assert (
+        describe(exported, "model.int8.onnx").version == description.version + "-int8"
+    )
 
 
 def test_each_label_has_its_own_threshold_and_band():
@@ -81,7 +83,9 @@ def test_a_loaded_model_predicts(exported, file):
     together = model.engine(pixels)
     assert together.shape == (3, 3)
     assert np.allclose(
-        together, np.concatenate([model.engine(image[None]) for image in pixels]), atol=0.05
+        together,
+        np.concatenate([model.engine(image[None]) for image in pixels]),
+        atol=0.05,
     )
 
 

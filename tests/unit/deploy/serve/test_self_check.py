@@ -86,7 +86,9 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
 def exchanged(proto: onnx.GraphProto) -> None:
     """Exchange the channels of the input."""
     for node in proto.node:
-        node.input[:] = ["bgr" if source == "image" else source for source in node.input]
+        node.input[:] = [
+            "bgr" if source == "image" else source for source in node.input
+        ]
     proto.initializer.append(numpy_helper.from_array(np.array([2, 1, 0]), "order"))
     proto.node.insert(
         0, helper.make_node("Gather", ["image", "order"], ["bgr"], axis=1)
@@ -99,7 +101,9 @@ def added(number: float) -> Callable[[onnx.GraphProto], None]:
     def changed(proto: onnx.GraphProto) -> None:
         name = proto.output[0].name
         for node in proto.node:
-            node.output[:] = ["before" if output == name else output for output in node.output]
+            node.output[:] = [
+                "before" if output == name else output for output in node.output
+            ]
         proto.initializer.append(
             numpy_helper.from_array(np.array([number], np.float32), "bias")
         )
@@ -110,7 +114,9 @@ def added(number: float) -> Callable[[onnx.GraphProto], None]:
 
 def attribute(kind: str, name: str, value: object) -> Callable[[onnx.GraphProto], None]:
     def changed(proto: onnx.GraphProto) -> None:
-        for node in (candidate for candidate in proto.node if candidate.op_type == kind):
+        for node in (
+            candidate for candidate in proto.node if candidate.op_type == kind
+        ):
             remaining = [entry for entry in node.attribute if entry.name != name]
             del node.attribute[:]
             node.attribute.extend([*remaining, helper.make_attribute(name, value)])
@@ -146,7 +152,8 @@ GRAPHS: dict[str, Callable[[Liar], str]] = {
     ),
     "int8 scales halved": graph(tensors(lambda s: s / 2, named("_scale")), INT8),
     "int8 weights saturated": graph(
-        tensors(lambda w: w.clip(-48, 48), lambda tensor: "_quantized" in tensor.name), INT8
+        tensors(lambda w: w.clip(-48, 48), lambda tensor: "_quantized" in tensor.name),
+        INT8,
     ),
 }
 
@@ -182,7 +189,9 @@ def blue_first(
     return Image.fromarray(np.asarray(real(self, *args, **kwargs))[..., ::-1])
 
 
-def brighter(self: Image.Image, *args, real=Image.Image.resize, **kwargs) -> Image.Image:
+def brighter(
+    self: Image.Image, *args, real=Image.Image.resize, **kwargs
+) -> Image.Image:
     """Add one level: far below what another filter changes, and everywhere."""
     return real(self, *args, **kwargs).point(lambda value: min(255, value + 1))
 
