@@ -73,7 +73,9 @@ class Page:
         )
         for end in (read_end, write_end):
             os.close(end)
-        self._count, self._buffer, self._session = 0, b"", ""
+        self._count = 0
+        self._buffer = b""
+        self._session = ""
         self.problems: list[str] = []
         self.requests: list[str] = []
         """What was asked for, in order."""

@@ -85,7 +85,8 @@ class Running:
             self.process.communicate(timeout=20)
             raise AssertionError(self._logged())
         self.host, port = line.split(" at http://")[1].split()[0].rsplit(":", 1)
-        self.port, self.errors = int(port), ""
+        self.port = int(port)
+        self.errors = ""
         if wait:
             wait_until(lambda: self.get("/ping").status == 200)
 

@@ -124,7 +124,7 @@ def test_the_manifest_counts_the_validation_predictions(exported):
             )
 
 
-def test_a_stream_that_shifts(large, photos):
+def test_a_stream_that_shifts_raises_an_alarm(large, photos):
     """The validation images again and again are like themselves; then the light goes
     out.
     """
@@ -227,7 +227,8 @@ def test_rows_of_an_earlier_start_are_counted_too(
     large, photos, command, tmp_path, monkeypatch
 ):
     first = command("predict", large, photos / "val", "--to", tmp_path / "first.csv")
-    target, journal = tmp_path / "second.csv", tmp_path / "second.csv.part"
+    target = tmp_path / "second.csv"
+    journal = tmp_path / "second.csv.part"
     with monkeypatch.context() as patch:
         patch.setattr(
             Journal, "finish", lambda *args: sys.exit(1)

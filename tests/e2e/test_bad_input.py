@@ -112,7 +112,7 @@ def nothing_started(folder: Path) -> bool:
         ),
     ],
 )
-def test_a_key_that_is_wrong(written, refused, tmp_path, override, message):
+def test_a_wrong_key_is_named(written, refused, tmp_path, override, message):
     overrides = re.split(" (?=data)", override)
     error = refused("train", written(), *overrides)
     assert message in error
@@ -145,7 +145,7 @@ def test_several_errors_are_several_lines(written, command, tmp_path):
         (64, 0, 4, 7, "is 64, but the training split has 7 images"),
     ],
 )
-def test_a_batch_that_does_not_divide_or_is_too_large(
+def test_a_batch_that_does_not_divide_or_is_too_large_is_refused(
     settings, batch_size, micro, ranks, images, words
 ):
     settings["data"] |= {"batch_size": batch_size, "micro_batch": micro}
@@ -159,7 +159,7 @@ def test_a_batch_that_does_not_divide_or_is_too_large(
     assert product == divided.batch_size == settings["data"]["batch_size"] <= images
 
 
-def test_the_batch_divided():
+def test_a_batch_is_divided_into_ranks_and_micros():
     settings = {"kind": "imagefolder", "root": ".", "batch_size": 96, "micro_batch": 8}
     loaded = config.load(
         {"data": settings, "student": {"model": "a"}, "losses": [{"kind": "ce"}]}
@@ -195,7 +195,7 @@ def misspelt(root: Path) -> None:
         (misspelt, "Did you mean 'fig'?"),
     ],
 )
-def test_a_folder_that_cannot_be_learned(
+def test_a_folder_that_cannot_be_learned_is_refused(
     written, refused, copied, tmp_path, change, words
 ):
     change(copied)
@@ -205,7 +205,8 @@ def test_a_folder_that_cannot_be_learned(
 
 def damage(root: Path, split: str = "train") -> list[str]:
     """Spoil two images, in both ways that people meet."""
-    text, cut = root / split / "fig" / "00.jpg", root / split / "pear" / "01.jpg"
+    text = root / split / "fig" / "00.jpg"
+    cut = root / split / "pear" / "01.jpg"
     text.write_text("this is no picture")
     cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
     return [f"{split}/fig/00.jpg", f"{split}/pear/01.jpg"]
@@ -314,7 +315,9 @@ def test_no_way_to_a_teacher(written, refused):
 # run folders
 
 
-def test_a_folder_that_holds_another_run(written, refused, command, tmp_path):
+def test_a_folder_that_holds_another_run_is_refused(
+    written, refused, command, tmp_path
+):
     assert command("train", written(run={"epochs": 1})).code == 0
     before = {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()}
     error = refused(
@@ -344,7 +347,7 @@ def test_a_folder_that_holds_another_run(written, refused, command, tmp_path):
     )
 
 
-def test_a_folder_that_is_no_run(refused, tmp_path):
+def test_a_folder_that_is_no_run_is_refused(refused, tmp_path):
     for name in ("evaluate", "export"):
         error = refused(name, tmp_path)
         assert error.startswith(
@@ -377,7 +380,9 @@ def test_a_stored_config_that_cannot_be_read(
         assert "config.yaml" in refused(name, argument)
 
 
-def test_a_checkpoint_cut_short_and_its_remedy(written, refused, command, tmp_path):
+def test_a_checkpoint_cut_short_is_named_with_its_remedy(
+    written, refused, command, tmp_path
+):
     assert command("train", written(run={"name": "whole"})).code == 0
     assert command("train", written()).code == 0
     newest = tmp_path / "runs" / "tiny" / "checkpoints" / "step_00000008"
@@ -431,7 +436,7 @@ def test_a_run_that_failed_lets_go_of_its_folder(
 # training
 
 
-def test_a_loss_that_diverges(written, refused, tmp_path):
+def test_a_loss_that_diverges_ends_the_run(written, refused, tmp_path):
     path = written(
         run={"epochs": 4, "every": {"log": 2}},
         optimizer={"lr": 1e30, "warmup_ratio": 0.0, "clip_grad_norm": 0.0},

@@ -155,7 +155,8 @@ def test_an_export_refuses_what_an_earlier_kd_trained(tmp_path):
 
 
 def test_a_teacher_that_changes_its_input_teaches_as_one_that_does_not():
-    plain, dataset = Changed(before=lambda image: (image - 0.5) / 0.25), data()
+    plain = Changed(before=lambda image: (image - 0.5) / 0.25)
+    dataset = data()
     inplace = Changed(before=normalized_in_place)
     inplace.load_state_dict(plain.state_dict())
     first = Changed()
@@ -177,13 +178,15 @@ def test_a_caller_s_modules_and_generators_are_as_they_were():
     """
     import random
 
-    teacher, student = HONEST["batch norm"]().eval(), HONEST["dropout"]()
+    teacher = HONEST["batch norm"]().eval()
+    student = HONEST["dropout"]()
     before = copy.deepcopy(teacher.state_dict())
     numbers = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         random.seed(seed)
-        torch_state, state = torch.get_rng_state(), random.getstate()
+        torch_state = torch.get_rng_state()
+        state = random.getstate()
         distill(teacher, student)
         assert torch.equal(torch.get_rng_state(), torch_state)
         assert random.getstate() == state
@@ -225,7 +228,8 @@ def test_a_student_made_in_inference_mode_is_refused():
 
 
 def test_a_student_that_shares_its_backbone_with_the_teacher_is_refused():
-    teacher, student = Changed(), Changed()
+    teacher = Changed()
+    student = Changed()
     student.plain = teacher.plain
     before = copy.deepcopy(teacher.state_dict())
     with pytest.raises(

@@ -120,7 +120,8 @@ def sample(text: str, name: str) -> float:
 def test_three_doors_give_the_predictions_of_the_two_exports(
     small, large, cascade, pictures, command, tmp_path
 ):
-    alone, teacher = kd.load(small), kd.load(large)
+    alone = kd.load(small)
+    teacher = kd.load(large)
     expected = {}
     for name, data in pictures.items():
         first = alone(data, top=3)
@@ -281,13 +282,12 @@ def test_an_image_of_several_labels_is_passed_on_if_one_is_unsure(tmp_path):
             images=opened,
         )
         exports.append(write(subject, tmp_path / name, options).folder)
-    first, second, pair = (
-        kd.load(exports[0]),
-        kd.load(exports[1]),
-        kd.load(exports[0], second=exports[1]),
-    )
+    first = kd.load(exports[0])
+    second = kd.load(exports[1])
+    pair = kd.load(exports[0], second=exports[1])
     for image in PIXELS.transpose(0, 2, 3, 1):
-        alone, answer = first(image), pair(image)
+        alone = first(image)
+        answer = pair(image)
         assert alone.sure == all(entry.sure for entry in alone.top)
         expected = (
             replace(alone, model="first")
@@ -305,7 +305,8 @@ def test_other_sizes_share_one_decoding_for_the_larger(small, wide):
     """A JPEG that the first alone would decode at a quarter of its sides comes at half
     of them.
     """
-    pair, alone = kd.load(small, second=wide), kd.load(small)
+    pair = kd.load(small, second=wide)
+    alone = kd.load(small)
     files = self_check.pictures(
         [branch for branch in BRANCHES if branch[0] == "JPEG"], 60, 8
     )

@@ -64,7 +64,9 @@ def last_row(folder: Path) -> dict[str, Any]:
     return [row for row in rows if row["kind"] == "train"][-1]
 
 
-def test_from_teach_to_export(fitted, written, command, tmp_path):
+def test_teach_train_evaluate_and_export_go_together(
+    fitted, written, command, tmp_path
+):
     path = written(run={"baseline": True})
     taught = command("teach", path)
     assert taught.code == 0, taught
@@ -161,20 +163,16 @@ def test_the_averaged_weights_are_exported_and_score_what_the_run_scored(
     assert command("train", written(optimizer={"ema": 0.5})).code == 0
     assert command("export", tmp_path / "runs" / "tiny", "--no-onnx").code == 0
     folder = tmp_path / "runs" / "tiny" / "export"
-    tensors, exported = (
-        RunDir(tmp_path / "runs" / "tiny").best()[1],
-        load_file(folder / "model.safetensors"),
-    )
+    tensors = RunDir(tmp_path / "runs" / "tiny").best()[1]
+    exported = load_file(folder / "model.safetensors")
     assert exported
     assert all(
         torch.equal(tensors["average.network." + name], tensor)
         for name, tensor in exported.items()
     )
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    names, pictures = (
-        model.pretrained_cfg["label_names"],
-        sorted((photos / "val").rglob("*.jpg")),
-    )
+    names = model.pretrained_cfg["label_names"]
+    pictures = sorted((photos / "val").rglob("*.jpg"))
     mean, std = (
         torch.tensor(model.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std")
     )
@@ -309,7 +307,8 @@ def test_a_baseline_gives_a_verdict_of_equal_cost_and_a_named_length_stays(
     first = command("train", path)
     assert first.code == 0, first
     run = tmp_path / "runs" / "tiny"
-    distilled, alone = last_row(run), last_row(run / "labels_only")
+    distilled = last_row(run)
+    alone = last_row(run / "labels_only")
     recorded = json.loads((run / "manifest.json").read_text())["labels_only"]
     assert distilled["step"] == 8
     assert alone["step"] == recorded["steps"] > 8  # the fit costs several steps
@@ -536,7 +535,7 @@ def test_one_epoch_is_one_and_an_hour_has_its_price(written, command):
     ) == pytest.approx(6000 / ms, rel=0.05)
 
 
-def test_one_command_beside_the_others(capfd):
+def test_one_command_starts_the_others(capfd):
     assert main([]) == 2
     usage = capfd.readouterr().err
     assert all(
@@ -601,7 +600,7 @@ def test_help_of_one_key(capfd):
         ),
     ],
 )
-def test_modules_that_python_starts(words, code, expected):
+def test_a_module_that_python_starts_prints_one_line(words, code, expected):
     """Nothing but that line: also torch and triton, where they were loaded, end without
     a word.
     """
@@ -621,12 +620,13 @@ def test_modules_that_python_starts(words, code, expected):
         ("kd-export --op", ["--openvino"]),
     ],
 )
-def test_completion_in_a_shell(line, completions, tmp_path):
+def test_a_shell_completes_commands_and_options(line, completions, tmp_path):
     """As the line that register-python-argcomplete prints calls it."""
     pytest.importorskip(
         "argcomplete", reason="argcomplete is not installed: pip install 'kd[dev]'"
     )
-    name, length = line.split()[0], str(len(line))
+    name = line.split()[0]
+    length = str(len(line))
     start = "main()" if name == "kd" else f"COMMANDS['{name[3:]}']()"
     variables = {
         "_ARGCOMPLETE": "1",
@@ -711,7 +711,7 @@ def test_tensorboard_gets_every_row(written, command, tmp_path):
         } == pytest.approx(expected, rel=1e-6)
 
 
-def test_unknown_tracker(written, refused, tmp_path):
+def test_an_unknown_tracker_is_refused(written, refused, tmp_path):
     message = refused("train", written(run={"trackers": ["tensorbord"]}))
     assert message.startswith("run.trackers: no tracker 'tensorbord'. Allowed: ")
     assert message.endswith("Did you mean 'tensorboard'?")

@@ -708,10 +708,8 @@ def test_the_numbers_of_the_pages_are_those_of_the_files():
         rows("proof_grocery_vit", arm=arm)
         for arm in ("vit at 168 px, soft", "vit, soft")
     )
-    betas, highest = (
-        rows("sweep_beta"),
-        rows("choice_of_checkpoint", images="111", rule="highest"),
-    )
+    betas = rows("sweep_beta")
+    highest = rows("choice_of_checkpoint", images="111", rule="highest")
     newest = rows(
         "choice_of_checkpoint", images="111", rule="newest within one standard error"
     )

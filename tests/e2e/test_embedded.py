@@ -94,7 +94,8 @@ def test_the_graph_returns_timms_vector_with_length_1(embedded):
 def test_a_folder_of_images_becomes_vectors(
     embedded, photos, command, refused, tmp_path
 ):
-    export, target = embedded / "export", tmp_path / "vectors.jsonl"
+    export = embedded / "export"
+    target = tmp_path / "vectors.jsonl"
     answer = command("predict", export, photos / "val/fig", "--to", target)
     assert answer.code == 0, answer
     rows = [json.loads(line) for line in target.read_text().splitlines()]

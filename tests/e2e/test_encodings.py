@@ -71,11 +71,9 @@ def test_a_check_prints_what_it_can(narrow, path, encoding):
 
 
 def test_every_command_prints_what_it_can(narrow, named, path, tmp_path):
-    run, root, export = (
-        Path(named["run"]["folder"]) / "été",
-        Path(named["data"]["root"]),
-        tmp_path / "экспорт",
-    )
+    run = Path(named["run"]["folder"]) / "été"
+    root = Path(named["data"]["root"])
+    export = tmp_path / "экспорт"
     narrow("ascii", "train", path)
     narrow("ascii", "evaluate", run)
     assert "\\u044d" in narrow("ascii", "export", run, "--to", export)

@@ -145,7 +145,8 @@ def test_an_older_export_is_replaced_and_nothing_else_is(
     """Before, any folder with a kd.json in it went, with all that lay there; a link
     became a folder.
     """
-    target, words = tmp_path / "student", ("export", distilled, "--no-onnx", "--to")
+    target = tmp_path / "student"
+    words = ("export", distilled, "--no-onnx", "--to")
     shutil.copytree(exported, target)
     (target / "notes").mkdir()
     (target / "notes" / "thesis.tex").write_text("precious")

@@ -31,7 +31,7 @@ def page(tmp_path):
         yield opened
 
 
-def test_a_picture_chosen_and_a_picture_dropped(exported, photos, page, tmp_path):
+def test_a_picture_is_chosen_or_dropped(exported, photos, page, tmp_path):
     picture = next((photos / "val/fig").glob("*.jpg"))
     with Running(exported) as server:
         expected = server.post(picture.read_bytes()).json["predictions"][0]

@@ -75,7 +75,8 @@ def test_the_page_shows_the_numbers_of_the_files(run, page, command):
     assert answer.code == 0, answer
     assert "accuracy" in answer.out
     page.open(f"file://{run / 'report.html'}")
-    train, val = rows(run, "train"), rows(run, "val")
+    train = rows(run, "train")
+    val = rows(run, "val")
     best = max(val, key=lambda row: row["accuracy"])
 
     text = (run / "report.html").read_text()
@@ -129,7 +130,9 @@ def test_the_page_shows_the_numbers_of_the_files(run, page, command):
     ] == []
 
 
-def test_two_runs_side_by_side_and_a_hostile_name(run, page, command, tmp_path):
+def test_two_runs_stand_side_by_side_and_a_hostile_name_is_text(
+    run, page, command, tmp_path
+):
     second_run = Path(shutil.copytree(run, tmp_path / "other"))
     config = second_run / "config.yaml"
     config.write_text(
@@ -163,15 +166,10 @@ def profiled(run: Path, dtype: torch.dtype) -> None:
     """Write the profile of two steps of a small network with attention into a run
     folder.
     """
-    layer, optimizer_of = (
-        torch.nn.MultiheadAttention(32, 4, batch_first=True),
-        torch.optim.AdamW,
-    )
-    optimizer, span = (
-        optimizer_of(layer.parameters(), fused=True),
-        lambda _name: nullcontext(),
-    )
-    profiler = Profiler([1, 2], run / "profile", False, span)
+    layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    optimizer_of = torch.optim.AdamW
+    optimizer = optimizer_of(layer.parameters(), fused=True)
+    profiler = Profiler([1, 2], run / "profile", False, lambda _name: nullcontext())
     for step in range(1, 4):
         profiler.step(step)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -182,11 +180,9 @@ def profiled(run: Path, dtype: torch.dtype) -> None:
         optimizer.step()
 
 
-def test_two_profiles_side_by_side(run, page, command, tmp_path):
-    second_run, target = (
-        Path(shutil.copytree(run, tmp_path / "other")),
-        tmp_path / "both.html",
-    )
+def test_two_profiles_stand_side_by_side(run, page, command, tmp_path):
+    second_run = Path(shutil.copytree(run, tmp_path / "other"))
+    target = tmp_path / "both.html"
     answer = command("report", run, second_run, "--to", target, "--images", "1")
     assert answer.out.count("has no profile of its operators") == 2
     page.open(f"file://{target}")
@@ -262,7 +258,7 @@ def test_a_damaged_profile_is_one_line(run, refused):
         assert "operators.json' is damaged" in line
 
 
-def test_three_hundred_classes_of_long_nested_names(page, tmp_path):
+def test_three_hundred_classes_of_long_nested_names_fit(page, tmp_path):
     """Names were cut to "Packages/Milk/Arla-", captions lay over each other, and nobody
     said that 24 are drawn.
     """
@@ -346,7 +342,7 @@ def test_cached_predictions_require_equal_weights_and_data(
     assert [answers["of"] for answers in recorded] == [13, 12, 12]
 
 
-def test_files_that_kd_did_not_write(run, command, refused):
+def test_files_that_kd_did_not_write_are_escaped_or_refused(run, command, refused):
     rows_file = run / "timeline_0.jsonl"
     rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
     rows[-1]["ms"]['"><img src=x>'] = 1e6
@@ -384,7 +380,9 @@ def test_a_killed_run_says_so(run, command):
     assert "Not judged" in page
 
 
-def test_prices_into_a_file_and_a_folder_with_an_equals_sign(run, command, tmp_path):
+def test_prices_go_into_a_file_and_a_folder_may_have_an_equals_sign(
+    run, command, tmp_path
+):
     shutil.copytree(run, tmp_path / "lr=0.1")
     answer = command(
         "report",
@@ -400,7 +398,8 @@ def test_prices_into_a_file_and_a_folder_with_an_equals_sign(run, command, tmp_p
 
 
 def test_runs_of_three_seeds_are_one_mean(run, command, tmp_path):
-    config, runs = (run / "config.yaml").read_text(), []
+    config = (run / "config.yaml").read_text()
+    runs = []
     for seed in range(3):
         runs.append(Path(shutil.copytree(run, tmp_path / f"seed{seed}")))
         text = config.replace("seed: 0", f"seed: {seed}", 1).replace(
@@ -428,6 +427,6 @@ def test_runs_of_three_seeds_are_one_mean(run, command, tmp_path):
         (["train", "CONFIG", "price.instance=ml.p4d.24xlarg"], "Did you mean"),
     ],
 )
-def test_refusals(argv, words, run, written, refused):
+def test_what_cannot_be_reported_is_refused(argv, words, run, written, refused):
     named = {"RUN": run, "CONFIG": written()}
     assert words in refused(*(named.get(word, word) for word in argv))

@@ -136,10 +136,8 @@ def test_the_chart_the_classes_and_the_confusions(reported):
     assert [int(cell or 0) for cell in cells] == [
         count for row in counts for count in row
     ]
-    names, body = (
-        ("apple", "fig", "pear"),
-        page[page.index("<h3>Accuracy by class") : page.index("<h3>Confusion")],
-    )
+    names = ("apple", "fig", "pear")
+    body = page[page.index("<h3>Accuracy by class") : page.index("<h3>Confusion")]
     gaps = dict(
         re.findall(r'title="(\w+): \d+ images">.*?class="gap">(.*?)</span>', body)
     )

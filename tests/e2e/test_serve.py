@@ -135,7 +135,7 @@ def test_several_images_keep_their_order(server, photos):
     assert server.post(images(*files), "application/json").json["predictions"] == single
 
 
-def test_csv_and_top(server, photo):
+def test_csv_has_as_many_labels_as_top_says(server, photo):
     reply = server.post(photo, path="/invocations?top=2", accept="text/csv")
     assert reply.headers["content-type"].startswith("text/csv")
     (row,) = csv.reader(io.StringIO(reply.body.decode()))
@@ -151,7 +151,7 @@ def test_csv_and_top(server, photo):
     )
 
 
-def test_metrics_count(server, photo):
+def test_metrics_count_the_requests(server, photo):
     def count() -> int:
         text = server.get("/metrics").body.decode()
         match = re.search(
@@ -218,7 +218,7 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "timm"
         ("POST", "/invocations?top=1e9", {"content_type": "image/png"}, b"x", 400),
     ],
 )
-def test_refusals(server, method, path, headers, body, status):
+def test_a_wrong_request_is_refused(server, method, path, headers, body, status):
     reply = server.call(method, path, body, **headers)
     assert is_problem(reply, status)
     if status == 405:
@@ -274,7 +274,7 @@ def test_bytes_that_are_not_http_are_refused(server, data):
     assert server.raw(data).startswith(b"HTTP/1.1 400 ")
 
 
-def test_a_slow_body(server):
+def test_a_slow_body_is_a_408(server):
     start = time.monotonic()
     head = (
         b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type:"
@@ -401,7 +401,7 @@ def corpus(photo: bytes) -> list[tuple[bytes, str]]:
     return bodies + [(photo, kind) for kind in kinds]
 
 
-def test_a_malformed_corpus(server, photo):
+def test_malformed_bodies_break_nothing(server, photo):
     """Not one 5xx, the server alive with bounded memory, and the next good request
     answered as before.
     """
@@ -720,7 +720,7 @@ def test_the_word_serve_is_sagemakers(command):
     )
 
 
-def test_the_image_for_containers(exported):
+def test_the_image_for_containers_has_a_user_a_fixed_base_and_a_health_check(exported):
     """No docker here: its user and base are read, and its health check is run against a
     server.
     """

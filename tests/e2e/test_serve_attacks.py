@@ -45,7 +45,8 @@ def ping(server: Running) -> tuple[float, int | str]:
     It took as long as the server computed meanwhile, if that is less: on a busy machine
     it waits for its turn too.
     """
-    start, before = time.monotonic(), cpu_seconds(server)
+    start = time.monotonic()
+    before = cpu_seconds(server)
     connection = http.client.HTTPConnection(server.host, server.port, timeout=20)
     try:
         connection.request("GET", "/ping")
@@ -66,7 +67,8 @@ def test_health_checks_under_attack(server, kind):
     )
     try:
         assert process.stdout.readline() == "attacking\n"
-        end, pings = time.monotonic() + 1.5, []
+        end = time.monotonic() + 1.5
+        pings = []
         while time.monotonic() < end:
             pings.append(ping(server))
             time.sleep(0.02)

@@ -30,7 +30,8 @@ class Target:
     """A server, one kept connection to it, and what it has answered."""
 
     def __init__(self, server: Running) -> None:
-        self.server, self.statuses = server, Counter()
+        self.server = server
+        self.statuses = Counter()
         self._connection = http.client.HTTPConnection(
             server.host, server.port, timeout=20
         )
@@ -177,7 +178,7 @@ queries = st.one_of(
 )
 
 
-def test_bodies_for_invocations(target):
+def test_bodies_for_invocations_give_no_500(target):
     @FUZZ
     @given(requests, values, queries)
     def tried(request, accept, query):
@@ -228,7 +229,7 @@ mutations = st.builds(
 )  # fmt: skip
 
 
-def test_bytes_that_are_nearly_http(target):
+def test_bytes_that_are_nearly_http_give_no_500(target):
     @FUZZ
     @given(st.one_of(pieces, mutations))
     def tried(data):

@@ -75,10 +75,8 @@ def test_the_licence_of_each_stands_in_card_chain_and_report(
     run = tmp_path / "runs" / "tiny"
     assert command("train", several).code == 0
     assert command("export", run).code == 0
-    card, reported = (
-        (run / "export" / "README.md").read_text(),
-        command("report", run).out,
-    )
+    card = (run / "export" / "README.md").read_text()
+    reported = command("report", run).out
     cells = {
         tuple(cell.strip() for cell in line.strip("|").split("|"))
         for line in card.splitlines()

@@ -39,10 +39,11 @@ def noise(root: Path, splits: dict[str, int], classes: int, size: int) -> Path:
     return root
 
 
-def test_cifar10(command, tmp_path, monkeypatch):
+def test_the_configuration_of_cifar10_trains(command, tmp_path, monkeypatch):
     data = noise(tmp_path / "data", {"train": 33, "test": 3}, 10, 32)
     monkeypatch.chdir(ROOT)
-    run, teachers = tmp_path / "runs", tmp_path / "teachers"
+    run = tmp_path / "runs"
+    teachers = tmp_path / "teachers"
     keys = [
         f"data.root={data}",
         "run.steps=2",

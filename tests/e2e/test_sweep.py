@@ -44,7 +44,8 @@ def killed_when(
     folder: Path, moment: Callable[[Path], object], axes: Sequence[str] = AXES
 ) -> None:
     """Start the sweep, and kill it and its trials once `moment` is true."""
-    process, until = started(folder, axes), time.monotonic() + PATIENCE
+    process = started(folder, axes)
+    until = time.monotonic() + PATIENCE
     try:
         while not moment(folder / "runs" / "tiny_sweep"):
             assert process.poll() is None, (folder / "out.txt").read_text()
@@ -191,7 +192,8 @@ def test_two_processes_share_the_trials_and_prune_the_hopeless_one(photos, tmp_p
     assert all(": accuracy " in text or "pruned at" in text for text in texts), (
         "each trained some"
     )
-    sweep, url = tmp_path / "runs" / "tiny_sweep", f"sqlite:///{tmp_path / 'trials.db'}"
+    sweep = tmp_path / "runs" / "tiny_sweep"
+    url = f"sqlite:///{tmp_path / 'trials.db'}"
     good = [
         trial.params["optimizer.lr"] for trial in ended(url) if len(trial.params) == 1
     ]

@@ -172,7 +172,8 @@ def test_the_manifest_has_a_threshold_for_each_class(trays):
 def test_endpoint_and_kd_predict_return_labels_above_thresholds(
     trays, configuration, command, tmp_path
 ):
-    folder, root = trays / "export", Path(configuration["data"]["root"])
+    folder = trays / "export"
+    root = Path(configuration["data"]["root"])
     photos = sorted(root.glob("val_*.jpg"))[:12]
     limits = [
         entry["threshold"]
@@ -240,7 +241,8 @@ def test_endpoint_and_kd_predict_return_labels_above_thresholds(
 
 
 def test_each_label_says_whether_it_is_sure(trays, configuration, command, tmp_path):
-    folder, photos = tmp_path / "export", tmp_path / "some"
+    folder = tmp_path / "export"
+    photos = tmp_path / "some"
     answer = command("export", trays, "--to", folder, "--defer-share", "0.4")
     assert answer.code == 0, answer
     bands = json.loads((folder / "manifest.json").read_text())["output"]["defer"][
@@ -270,7 +272,8 @@ def test_each_label_says_whether_it_is_sure(trays, configuration, command, tmp_p
         ):
             (prediction,) = server.post(photo.read_bytes()).json["predictions"]
             for entry in prediction["top"]:
-                low, high = bands[entry["label"]]["low"], bands[entry["label"]]["high"]
+                low = bands[entry["label"]]["low"]
+                high = bands[entry["label"]]["high"]
                 at_edge = (
                     min(abs(entry["score"] - low), abs(entry["score"] - high)) < 1e-5
                 )  # it is rounded to 6 digits

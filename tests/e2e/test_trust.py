@@ -60,7 +60,8 @@ def touched(tmp_path, monkeypatch) -> Iterator[Path]:
 
 def test_a_teacher_that_is_code_is_not_built(run, edited, command, refused, tmp_path):
     """The command ran, the exit code was 0, and a page was written."""
-    page, file = run / "report.html", tmp_path / "touched"
+    page = run / "report.html"
+    file = tmp_path / "touched"
     teacher = {
         "kind": "torch",
         "model": "os:system",
@@ -151,7 +152,8 @@ def test_other_images_than_the_recorded_ones_are_not_read(
     """A stranger's config.yaml named a folder of ours, and its photographs were on the
     page.
     """
-    private, page = tmp_path / "private", run / "report.html"
+    private = tmp_path / "private"
+    page = run / "report.html"
     shutil.copytree(photos, private)
     min((private / "val").rglob("*.jpg")).unlink()
     edited(data={"root": str(private)})
@@ -176,7 +178,8 @@ def test_links_out_of_the_folder_are_not_followed(
     run, edited, photos, command, refused, tmp_path
 ):
     """Its size, which the content hash holds, may be known to whoever made the link."""
-    images, page = tmp_path / "images", run / "report.html"
+    images = tmp_path / "images"
+    page = run / "report.html"
     shutil.copytree(photos, images)
     first, second, *_ = sorted((images / "val").rglob("*.jpg"))
     first.rename(tmp_path / "secret.jpg")

@@ -30,7 +30,7 @@ def brief(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("brief")
-def test_the_table_and_the_pick(distilled, command, tmp_path):
+def test_a_comparison_writes_a_table_and_a_pick(distilled, command, tmp_path):
     target = tmp_path / "student"
     answer = command(
         "export", distilled, "--to", target, "--compare", "--accept", "drop<=20"

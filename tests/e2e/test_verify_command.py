@@ -45,7 +45,7 @@ def test_real_exports_are_right(exported, distilled, embedded, photos, command):
     assert command("verify", exported, "--strict").code == 1
 
 
-def test_an_export_of_the_teacher(distilled, photos, command, tmp_path):
+def test_an_export_of_the_teacher_is_right(distilled, photos, command, tmp_path):
     folder = export(
         distilled, tmp_path / "teacher", ExportOptions(calibrate=False), teacher=True
     ).folder
@@ -138,7 +138,9 @@ def test_an_invented_score_is_wrong_beside_the_run_and_whole_in_json(
     assert max(len(row["claimed"]) for row in rows) > 100
 
 
-def test_bad_input(refused, command, exported, distilled, photos, tmp_path):
+def test_what_is_no_export_or_no_run_is_refused(
+    refused, command, exported, distilled, photos, tmp_path
+):
     answer = command("verify", distilled, "--data", photos)
     assert answer.code == 3
     assert "is not an export: manifest.json is missing" in answer.err

@@ -82,7 +82,7 @@ def verdicts(command, folder: Path, images: Path, run: Path) -> dict[str, str]:
     return {row["what"]: row["verdict"] for row in rows}
 
 
-def test_pictures_that_only_training_reads(mixed, pictures, command):
+def test_pictures_that_only_training_reads_are_right(mixed, pictures, command):
     rows = verdicts(command, mixed / "export", pictures, mixed)
     right = (
         "parity/model.onnx/correct",
@@ -100,7 +100,7 @@ def test_nothing_but_json_is_printed(mixed, command):
     assert "1 file is not read" in answer.err
 
 
-def test_a_run_without_labels(photos, teacher, command, tmp_path):
+def test_an_export_of_a_run_without_labels_is_right(photos, teacher, command, tmp_path):
     run = trained(
         photos, teacher, tmp_path, data={"labels": "none"}, losses=[{"kind": "cosine"}]
     )

@@ -77,7 +77,9 @@ def tally(usual: Reference, drawn) -> Tally:
 
 def test_the_bound_holds_and_is_not_loose():
     """Beside the exact tail of the hypergeometric distribution, in one stratum."""
-    n, m, marked = 250, 2000, 180
+    n = 250
+    m = 2000
+    marked = 180
     total = math.comb(n + m, n)
     tail = {
         x: math.comb(marked, x) * math.comb(n + m - marked, n - x) / total
@@ -97,7 +99,8 @@ def test_strata_are_compared_inside():
     """Two labels with other confidences each, alike in both samples, in other shares:
     no evidence at all.
     """
-    came, ours = np.array([[180], [2]]), np.array([[900], [100]])
+    came = np.array([[180], [2]])
+    ours = np.array([[900], [100]])
     evidence, share, expected = _evidence(
         came, np.array([[200], [20]]), ours, np.array([[1000], [1000]])
     )
@@ -123,7 +126,7 @@ def test_clean_streams_raise_no_alarm():
 
 
 @pytest.mark.parametrize("change", [{"low": 0.3}, {"bright": 80.0}, {"red": 25.0}])
-def test_appearance(change):
+def test_another_appearance_raises_an_alarm(change):
     rng = np.random.default_rng(1)
     usual = reference(rng)
     comparison = usual.compare(tally(usual, answers(rng, WINDOW, **change)))
@@ -155,7 +158,7 @@ def test_the_mix_of_labels_is_not_appearance(first, other_share):
         assert "'label 0' in 5" in line
 
 
-def test_few_of_many_labels():
+def test_few_of_many_labels_raise_an_alarm_together():
     """None of the 60 labels that come is frequent enough alone; together they are."""
     rng = np.random.default_rng(3)
     names = [f"label {i}" for i in range(1000)]
@@ -172,7 +175,8 @@ def test_few_of_many_labels():
 
 def test_a_watch_says_when_it_begins_and_ends():
     rng = np.random.default_rng(4)
-    watch, lines = ShiftWatch(reference(rng)), []
+    watch = ShiftWatch(reference(rng))
+    lines = []
     for low, images in ((0.0, 4 * WINDOW), (0.9, 2 * WINDOW), (0.0, 20 * WINDOW)):
         for label, confidence, *measures in answers(rng, images, low=low):
             lines += [
@@ -264,7 +268,7 @@ def test_where_photographs_look_different_the_expected_accuracy_is_a_bound():
     assert "at most" not in usual.notes(mixed)[0]
 
 
-def test_a_label_that_validation_never_gave():
+def test_a_label_that_validation_never_gave_raises_an_alarm():
     usual = Reference.of(
         ["a", "b"], [(0, (0.9, 100.0, 5.0, 0.0, 0.0))] * 500, calibrated=False
     )
@@ -288,10 +292,11 @@ def test_several_labels_count_each_but_compare_the_most_probable():
 
 
 @pytest.mark.parametrize("size", [16, 224, 300])
-def test_measure(size):
+def test_a_measure_samples_rows_and_no_columns(size):
     """Rows are sampled; columns are not, so that neighbours stay neighbours."""
     ramp = np.tile(np.arange(size) % 50 * 5, (3, size, 1)).astype(np.uint8)
-    ramp[0], ramp[2] = 0, 255
+    ramp[0] = 0
+    ramp[2] = 255
     brightness, detail, *colours = measure(ramp)
     assert brightness == pytest.approx(ramp[1].mean(), abs=1e-3)
     assert colours == pytest.approx([-brightness, 255 - brightness], abs=2e-3)
@@ -337,17 +342,20 @@ def test_the_evidence_of_a_tally_is_the_formula_with_its_bonferroni_factor():
     """
     rng = np.random.default_rng(3)
     width = len(measure(np.zeros((3, 8, 8), np.uint8)))
-    ours, came = rng.normal(120, 20, (600, width)), rng.normal(150, 24, (90, width))
+    ours = rng.normal(120, 20, (600, width))
+    came = rng.normal(150, 24, (90, width))
     usual = Reference.of((), ((0, tuple(row)) for row in ours), False)
     counts = usual.empty()
     for row in came:
         usual.count(counts, {"embedding": [0.0]}, tuple(row))
-    best, ends = 0.0, 0
+    best = 0.0
+    ends = 0
     for column, bounds in enumerate(usual.bounds.values()):
         for bound in bounds:
             ends += 1
             x, y = (int((values[:, column] <= bound).sum()) for values in (came, ours))
-            pooled, evidence = (x + y) / 690, []
+            pooled = (x + y) / 690
+            evidence = []
             for count, images in ((x, 90), (y, 600)):
                 q = count / images
                 terms = [(q, pooled), (1 - q, 1 - pooled)]

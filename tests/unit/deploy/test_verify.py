@@ -194,7 +194,8 @@ def test_costs_and_counts_have_three_verdicts():
         (81, 1.4, (RIGHT, RIGHT)), (83, 3.0, (WRONG, OPEN)), (90, 1000.0, (WRONG, WRONG))
     ):  # fmt: skip
         near = Claims(json.loads(json.dumps(base)), graphs=("model.onnx",), images=120)
-        near.elsewhere, near.noisy = False, True
+        near.elsewhere = False
+        near.noisy = True
         near.add_evidence(
             IMAGES, {"parity": {"model.onnx": {"correct": value, "cpu_ms": cost}}}
         )
@@ -283,9 +284,11 @@ def of_kind(kind: str, folder: Path) -> tuple[Subject, Path, ExportOptions]:
     """Return what an export of a kind is made of, its images, and how it is
     exported.
     """
-    labels, pixels = answers(small_subject(folder / "first"), PIXELS), PIXELS.copy()
+    labels = answers(small_subject(folder / "first"), PIXELS)
+    pixels = PIXELS.copy()
     if kind == "twice":  # two files of one content
-        pixels[1], labels[1] = pixels[0], labels[0]
+        pixels[1] = pixels[0]
+        labels[1] = labels[0]
     subject, images = painted(
         folder, pixels, np.eye(3, dtype=np.int8)[labels] if kind == "sets" else labels
     )
@@ -299,10 +302,8 @@ def of_kind(kind: str, folder: Path) -> tuple[Subject, Path, ExportOptions]:
         pytest.importorskip("openvino")
         options = replace(options, openvino=True)
     elif kind == "sets":
-        subject, options = (
-            tasked(subject, label_sets),
-            replace(options, defer_share=0.2),
-        )
+        subject = tasked(subject, label_sets)
+        options = replace(options, defer_share=0.2)
     elif kind == "vectors":
         subject = tasked(
             subject,
@@ -336,7 +337,7 @@ SLOW = (
     "kind",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in KINDS],
 )
-def test_honest_exports_of_other_kinds(kind, tmp_path):
+def test_honest_exports_of_other_kinds_are_right(kind, tmp_path):
     subject, images, options = of_kind(kind, tmp_path)
     export = tmp_path / "export"
     write(subject, export, options)
@@ -380,10 +381,8 @@ def without_wrong_ones(liar: Liar) -> None:
 
 def test_accuracy_is_that_of_the_labelled_images(tmp_path):
     export, images = partly_labelled(tmp_path, 20)
-    entry, card = (
-        json.loads((export / MANIFEST).read_text())["parity"]["model.onnx"],
-        (export / "README.md").read_text(),
-    )
+    entry = json.loads((export / MANIFEST).read_text())["parity"]["model.onnx"]
+    card = (export / "README.md").read_text()
     assert (
         entry.items()
         >= {
@@ -446,10 +445,8 @@ def test_images_without_labels_have_no_accuracy(tmp_path):
 @pytest.mark.parametrize(("form", "verdict"), [(1, OPEN), (2, WRONG)])
 def test_kd_0_3_took_pytorchs_predictions_for_missing_labels(form, verdict):
     logits = 5 * torch.eye(3)[[0, 1, 2, 0]]
-    labels, numbers = (
-        torch.tensor([1, 1, -1, -1]),
-        [measure(image) for image in PIXELS[:4]],
-    )
+    labels = torch.tensor([1, 1, -1, -1])
+    numbers = [measure(image) for image in PIXELS[:4]]
     outputs = GraphOutputs(
         {EAGER: logits, "model.onnx": logits}, labels, numbers, {"model.onnx": 1.0}
     )
@@ -522,10 +519,11 @@ def back_door(
 
     path = liar.folder / name
     model = onnx.load(path)
-    graph, ints = (
-        model.graph,
-        lambda name, values: numpy_helper.from_array(np.array(values, np.int64), name),
-    )
+    graph = model.graph
+
+    def ints(name: str, values: list[int]) -> TensorProto:
+        return numpy_helper.from_array(np.array(values, np.int64), name)
+
     graph.initializer.extend([
         ints("d_start", [0, row, column]), ints("d_end", [1, row + 1, column + 1]), ints("d_axes", [1, 2, 3]),
         ints("d_flat", [-1, 1]), numpy_helper.from_array(np.array(255, np.uint8), "d_red"),

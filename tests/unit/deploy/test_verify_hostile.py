@@ -293,13 +293,16 @@ def test_nothing_of_a_stranger_breaks_it(kind, honest, tmp_path):
         if kind not in UNDRAWN:
             liar.redraw()
         liar.reseal()
-    message, code = "", 0
+    message = ""
+    code = 0
     try:
         verdict = verify_export(liar.folder, images)
-        message, code = "\n".join(verdict.lines), 1 if wrong_rows(verdict) else 0
+        message = "\n".join(verdict.lines)
+        code = 1 if wrong_rows(verdict) else 0
         json.dumps(verdict.rows)
     except KdError as error:
-        message, code = str(error), error.exit_code
+        message = str(error)
+        code = error.exit_code
     assert code in (1, 2, 3) or kind in ("control characters", "a module"), message
     assert code in (0, 1) or "\n" not in message
     assert "\x1b" not in message

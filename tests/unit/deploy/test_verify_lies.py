@@ -71,7 +71,8 @@ def checked_again(liar: Liar, large: list[bytes], small: list[bytes]) -> None:
     """Write the self-check of the graphs as they are now, on these pictures, with
     bounds that fit.
     """
-    size, crop = liar.get("input/size"), liar.get("input/crop")
+    size = liar.get("input/size")
+    crop = liar.get("input/crop")
     pixels = np.stack([prepare(picture, size, crop).pixels for picture in large])
     crops = np.stack(
         [prepare(picture, self_check.SIDE, crop).pixels for picture in small]
@@ -138,9 +139,10 @@ def rolled(liar: Liar, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.onnx", pytest.param(INT8, marks=needs_vnni)])
-def test_a_graph_that_answers_otherwise_for_one_image(name, honest, tmp_path):
+def test_a_graph_that_answers_otherwise_for_one_image_is_wrong(name, honest, tmp_path):
     liar = make_liar(honest, tmp_path, [lambda liar: rolled(liar, name)])
-    engine, pixels = open_graph(liar.folder / name), PIXELS[:4]
+    engine = open_graph(liar.folder / name)
+    pixels = PIXELS[:4]
     alone = np.concatenate([engine(image[None]) for image in pixels])
     np.testing.assert_allclose(
         alone, engine(pixels)[:, [1, 2, 0]], rtol=0.1, atol=0.1
@@ -156,7 +158,9 @@ def grey() -> bytes:
     return file.getvalue()
 
 
-def test_pictures_of_the_self_check_that_are_not_made_from_the_seed(honest, tmp_path):
+def test_pictures_of_the_self_check_that_are_not_made_from_the_seed_are_wrong(
+    honest, tmp_path
+):
     """Grey squares, with the pixels and outputs that belong to them: any graph would
     pass.
     """
@@ -207,7 +211,7 @@ def titled(liar: Liar, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.onnx", INT8])
-def test_texts_in_a_graph(name, honest, tmp_path):
+def test_texts_in_a_graph_are_wrong(name, honest, tmp_path):
     liar = make_liar(honest, tmp_path, [lambda liar: titled(liar, name)])
     rows = verdicts(verify_export(liar.folder))
     assert [rows[f"{name}/{key}"] for key in ("license", "author", "doc_string")] == [
@@ -215,7 +219,7 @@ def test_texts_in_a_graph(name, honest, tmp_path):
     ] * 3
 
 
-def test_texts_in_the_weights(honest, tmp_path):
+def test_texts_in_the_weights_are_wrong(honest, tmp_path):
     def lie(liar: Liar) -> None:
         file = liar.folder / "model.safetensors"
         save_file(load_file(file), file, metadata={"format": "pt", **TEXTS})
@@ -224,7 +228,7 @@ def test_texts_in_the_weights(honest, tmp_path):
     assert rows["model.safetensors"] == WRONG
 
 
-def test_texts_in_a_graph_of_openvino(tmp_path):
+def test_texts_in_a_graph_of_openvino_are_wrong(tmp_path):
     pytest.importorskip("openvino")
     subject, _ = painted(tmp_path, PIXELS, np.zeros(len(PIXELS), np.int64))
     write(subject, tmp_path / "export", ExportOptions(openvino=True, calibrate=False))
@@ -260,7 +264,8 @@ def scored(logits: torch.Tensor, truth: torch.Tensor) -> Scored:
     """Return what a run of several labels records for a student and a teacher of other
     logits, read from its file.
     """
-    row, samples = {}, {}
+    row = {}
+    samples = {}
     for prefix, values in (
         ("", logits),
         ("teacher_", logits + torch.linspace(-3, 3, len(logits))[:, None]),

@@ -29,7 +29,7 @@ from kd.parts.exporters import openvino
 from kd.parts.tasks import single_label
 
 
-def test_a_sentence():
+def test_a_sentence_is_read_as_limits():
     assert parse_limits("drop<=2  ms<=5.5 mb<=4 ece<=0") == {
         "drop": 2.0,
         "ms": 5.5,
@@ -60,7 +60,7 @@ def test_malformed_limits_are_refused(text, message):
         parse_limits(text)
 
 
-def test_by_how_much_a_graph_misses():
+def test_it_says_by_how_much_a_graph_misses():
     values = {"drop": 2.5, "mb": 4.0, "ece": float("nan")}
     assert missed_limits(values, {"drop": 2, "mb": 4, "ms": 1, "ece": 3}) == [
         "drop by 0.5 (2.5)",
@@ -151,7 +151,7 @@ def test_a_graph_that_cannot_be_written_is_no_end(subject, tmp_path, monkeypatch
         write(subject(), tmp_path / "export", ExportOptions(accept="mb<=0.001"))
 
 
-def test_against_the_teacher(subject, tmp_path):
+def test_a_graph_is_compared_with_the_recorded_teacher(subject, tmp_path):
     base = subject()
     with pytest.raises(ModelError, match="teacher-drop has nothing to compare with"):
         write(base, tmp_path / "export", ExportOptions(accept="teacher-drop<=1"))
@@ -185,7 +185,8 @@ def test_ten_judgements_hold_on_images_that_chose_nothing(
     processors differ in their int8 products: of ten three miss once in 600. To accept
     all of them would be right in six, to refuse all in six.
     """
-    right, accepted = 0, 0
+    right = 0
+    accepted = 0
     for trial in range(10):
         base = subject()
         draw = np.random.default_rng(trial)

@@ -80,7 +80,8 @@ def test_logits_are_divided(name):
     network = timm.create_model(name, num_classes=5).eval()
     image = torch.randn(2, 3, 224, 224)
     with torch.no_grad():
-        before_BC, features = network(image), network.forward_features(image)
+        before_BC = network(image)
+        features = network.forward_features(image)
         assert divide_logits(network, 4.0)
         torch.testing.assert_close(network(image), before_BC / 4)
         torch.testing.assert_close(
@@ -111,13 +112,17 @@ class Own(nn.Module):
 
     def __init__(self, before: bool) -> None:
         super().__init__()
-        self.before, self.one, self.two = before, nn.Linear(48, 3), nn.Linear(3, 3)
-        nn.init.normal_(self.one.weight)
+        self.before = before
+        self.first = nn.Linear(48, 3)
+        self.second = nn.Linear(3, 3)
+        nn.init.normal_(self.first.weight)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        hidden = self.one(pixels.flatten(1))
+        hidden = self.first(pixels.flatten(1))
         return (
-            hidden + self.two(hidden).tanh() if self.before else self.two(hidden.tanh())
+            hidden + self.second(hidden).tanh()
+            if self.before
+            else self.second(hidden.tanh())
         )
 
 
@@ -166,7 +171,9 @@ def test_a_temperature_is_taken_only_where_its_gain_is_sure():
     student = Classifier(Network(Own(False)), 3, 4)
     pixels = torch.randint(0, 256, (100, 3, 4, 4), dtype=torch.uint8)
     with torch.no_grad():
-        logits_NC, accepted, by_error = student.answer(pixels), {1.0: 0, 0.2: 0}, 0
+        logits_NC = student.answer(pixels)
+        accepted = {1.0: 0, 0.2: 0}
+        by_error = 0
         for scale in (
             accepted
         ):  # 1: the labels are as the logits say, and what is fitted is chance

@@ -26,8 +26,11 @@ def upper(wrong: int, images: int) -> float:
     """Wilson's upper end of a 95 % interval, as in his paper: the larger root of (p -
     share)^2 = z^2 p (1 - p) / n.
     """
-    z, share = 1.959964, wrong / images
-    a, b, c = 1 + z * z / images, -(2 * share + z * z / images), share * share
+    z = 1.959964
+    share = wrong / images
+    a = 1 + z * z / images
+    b = -(2 * share + z * z / images)
+    c = share * share
     return (-b + math.sqrt(b * b - 4 * a * c)) / (2 * a)
 
 
@@ -60,10 +63,8 @@ def test_it_is_the_lowest_confidence_whose_upper_end_holds():
         if upper(int((~right[::2][sure]).sum()), int(sure.sum())) <= 0.06:
             candidates.append(threshold)
     assert chosen["threshold"] == min(candidates)
-    stated, sure = (
-        chosen["stated"]["model.onnx"],
-        confidence[1::2] >= chosen["threshold"],
-    )
+    stated = chosen["stated"]["model.onnx"]
+    sure = confidence[1::2] >= chosen["threshold"]
     assert (stated["images"], stated["answered"]) == (600, sure.sum())
     assert stated["passed_on"] == pytest.approx(1 - sure.mean())
     assert stated["wrong"] == pytest.approx((~right[1::2][sure]).mean())
@@ -84,7 +85,8 @@ def test_a_share_passes_that_share_on_and_equal_confidences_stay_together():
     confidence = logits.softmax(1).amax(1)[::2]
     assert int((confidence < chosen["threshold"]).sum()) == 200
     assert 0.15 < chosen["stated"]["model.onnx"]["passed_on"] < 0.25
-    value, right = np.array([0.9, 0.9, 0.9, 0.5]), np.array([True, True, False, True])
+    value = np.array([0.9, 0.9, 0.9, 0.5])
+    right = np.array([True, True, False, True])
     assert Rule(share=0.5).lowest(value, right)[0] == 0.9
     assert math.isnan(Rule(wrong=0.1).lowest(value, right)[0])
 
@@ -113,7 +115,8 @@ def test_each_of_several_labels_has_its_band():
     stated = chosen["stated"]["model.onnx"]
     surely = []
     for i, name in enumerate(CLASSES):
-        low, high = chosen["labels"][name]["low"], chosen["labels"][name]["high"]
+        low = chosen["labels"][name]["low"]
+        high = chosen["labels"][name]["high"]
         limit = LIMITS[name]["threshold"]
         assert 0 < low < limit < high < 1
         wrong = (probability[:, i] > limit) != (labels[:, i].numpy() > 0)

@@ -111,7 +111,8 @@ def test_only_labelled_images_are_right_or_wrong(
     5.
     """
     outputs = torch.eye(2)[[1, 1, 1, 0, 1, 1, 0, 0, 0, 0]]
-    both, task = {EAGER: torch.eye(2)[[0] * 10], "graph": outputs}, SingleLabel()
+    both = {EAGER: torch.eye(2)[[0] * 10], "graph": outputs}
+    task = SingleLabel()
     compared = GraphOutputs(both, torch.tensor(labels), [], {"graph": 1.0})
     assert compared.scores("graph", task).facts == facts
     assert compared.drop_interval("graph", task) == drop_interval
@@ -183,10 +184,8 @@ def test_each_graph_has_its_own_calibration_error():
     PyTorch's are neither.
     """
     labels = torch.tensor([0, 1])
-    certain, even = (
-        torch.tensor([[40.0, 0.0], [40.0, 0.0]]),
-        torch.tensor([[0.01, 0.0], [0.01, 0.0]]),
-    )
+    certain = torch.tensor([[40.0, 0.0], [40.0, 0.0]])
+    even = torch.tensor([[0.01, 0.0], [0.01, 0.0]])
     eager = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     compared = GraphOutputs(
         {EAGER: eager, "certain": certain, "even": even},

@@ -217,7 +217,8 @@ def test_numbers_of_the_first_model_are_not_said_of_both(pair, tmp_path):
         ("alone", single.reference, False),
         ("both", first.reference, True),
     ):
-        watch, counted = ShiftWatch(watched), dict[str, int]()
+        watch = ShiftWatch(watched)
+        counted = dict[str, int]()
         for image in pixels[:250].transpose(0, 2, 3, 1):
             prediction = model.predict(model.open(image, LOCAL), 3)
             watch.add(

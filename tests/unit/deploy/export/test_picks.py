@@ -16,7 +16,7 @@ from kd.parts.tasks import label_sets
 from kd.parts.tasks.embedding import recalled
 
 
-def test_a_row_of_the_table(tmp_path):
+def test_a_row_of_the_table_has_what_was_measured(tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(bytes(2_500_000))
     graph = {
@@ -84,7 +84,7 @@ def test_a_vit_has_no_branches():
     assert runtimes.reparameterized(student) is student
 
 
-def test_a_search_in_the_teachers_index():
+def test_a_search_in_the_teachers_index_is_that_over_all_pairs():
     """Against loops over all pairs, in float64; the teacher's own vectors find
     themselves.
     """
@@ -92,7 +92,8 @@ def test_a_search_in_the_teachers_index():
     bank, student, teacher = (
         torch.nn.functional.normalize(torch.randn(n, 8), dim=1) for n in (60, 20, 20)
     )
-    label, truth = torch.randint(0, 12, (60,)), torch.randint(0, 12, (20,))
+    label = torch.randint(0, 12, (60,))
+    truth = torch.randint(0, 12, (20,))
     right, overlap = recalled(bank, label, student, teacher, truth)
     shares = []
     for student_vector, teacher_vector, student_right, teacher_right in zip(
@@ -120,7 +121,7 @@ def test_a_search_in_the_teachers_index():
     ("p50", "p99", "cpu", "noisy"),
     [(2.0, 5.0, 0.4, False), (2.0, 6.5, 0.4, True), (39.5, 41.0, 0.42, True)],
 )
-def test_times_that_other_work_disturbed(p50, p99, cpu, noisy):
+def test_times_that_other_work_disturbed_are_noisy(p50, p99, cpu, noisy):
     """Issue 49: before, the pick came out of such noise without a word."""
     assert is_noisy(Latency(p50, p99, 1.0, 1.0), cpu) is noisy
 
@@ -160,13 +161,11 @@ def test_the_interval_of_a_graphs_map_ends_at_100_percent():
     """The card of a small export said "-32.8 % to 70.4 %"."""
     logits = torch.tensor([[2.0, -1.0], [1.0, 1.0], [0.0, 0.0], [-1.0, 2.0]])
     truth = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]], dtype=torch.int8)
-    task, outputs = (
-        label_sets.build(label_sets.Options()),
-        {
-            EAGER: logits,
-            "model.onnx": logits,
-        },
-    )
+    task = label_sets.build(label_sets.Options())
+    outputs = {
+        EAGER: logits,
+        "model.onnx": logits,
+    }
     graphs = GraphOutputs(outputs, truth, (), {"model.onnx": 1.0})
     low, high = graphs.interval("model.onnx", task)
     assert low < 1 < high

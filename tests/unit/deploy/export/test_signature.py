@@ -24,7 +24,8 @@ def keys(tmp_path):
         pytest.skip("no openssl here")
     pairs = []
     for name in ("ours", "theirs"):
-        private, public = tmp_path / f"{name}.pem", tmp_path / f"{name}.pub"
+        private = tmp_path / f"{name}.pem"
+        public = tmp_path / f"{name}.pub"
         for command in (
             [
                 "openssl",

@@ -101,7 +101,8 @@ def test_calibration_fixes_confidences_and_keeps_predictions(subject, tmp_path):
     temperature.
     """
     pixels = np.random.default_rng(2).integers(0, 256, (200, 3, 16, 16), np.uint8)
-    plain, base = subject().student, subject()
+    plain = subject().student
+    base = subject()
     with torch.no_grad():
         logits = plain.answer(torch.from_numpy(pixels))
         logits -= logits.mean(0)  # random weights answer with one class
@@ -222,7 +223,8 @@ def test_foreign_files_added_during_an_export_are_kept(subject, tmp_path):
             folder.mkdir(exist_ok=True)
             (folder / file).write_text("mine")
 
-    folder, fresh = tmp_path / "export", tmp_path / "fresh"
+    folder = tmp_path / "export"
+    fresh = tmp_path / "fresh"
     write(subject(), folder, ExportOptions(onnx=False))
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(RunError, match=r"notes\.txt"):

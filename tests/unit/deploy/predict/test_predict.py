@@ -217,7 +217,7 @@ def test_every_form_of_images_and_results_gives_the_same(
     } == rows
 
 
-def test_killed_and_resumed_without_a_duplicate_or_a_gap(
+def test_a_killed_job_resumes_without_a_duplicate_or_a_gap(
     exported, pictures, expected, tmp_path
 ):
     """Stopped by SIGTERM, killed by SIGKILL, with a line cut off, then finished: the
@@ -299,7 +299,8 @@ def with_journal(exported: Path, images: object, target: Path) -> Path:
     """Classify everything; return a journal as it was in the moment before it was
     removed.
     """
-    journal, saved = target.with_name(target.name + ".part"), target.with_name("kept")
+    journal = target.with_name(target.name + ".part")
+    saved = target.with_name("kept")
     journal.touch()
     os.link(journal, saved)
     run(exported, images, target)
@@ -336,11 +337,9 @@ def test_a_folder_that_goes_away_ends_it_and_it_resumes(exported, twenty, tmp_pa
     """
     for number in range(20, 3000):
         os.link(twenty / f"{number % 20:02d}.jpg", twenty / f"{number}.jpg")
-    target, journal, away = (
-        tmp_path / "rows.csv",
-        tmp_path / "rows.csv.part",
-        tmp_path / "away",
-    )
+    target = tmp_path / "rows.csv"
+    journal = tmp_path / "rows.csv.part"
+    away = tmp_path / "away"
     process = starts(exported, twenty, target)
     wait_until(lambda: journal.is_file() and journal.stat().st_size > 20_000, process)
     twenty.rename(away)
@@ -453,8 +452,11 @@ def test_a_label_of_a_strangers_export_is_no_formula_of_a_spreadsheet(tmp_path):
     "form",
     ["file", "file without an ending", "bytes", "list", "list of find -print0", "pipe"],
 )
-def test_one_image_and_the_standard_input(exported, pictures, expected, tmp_path, form):
-    target, image = tmp_path / "rows.jsonl", pictures / "0.jpg"
+def test_one_image_and_the_standard_input_are_predicted(
+    exported, pictures, expected, tmp_path, form
+):
+    target = tmp_path / "rows.jsonl"
+    image = pictures / "0.jpg"
     if form.startswith("file"):
         image = Path(
             shutil.copy(image, tmp_path / ("a.jpg" if form == "file" else "a"))
@@ -545,16 +547,14 @@ def test_pictures_that_changed_between_two_starts_are_classified_again(
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
-def test_killed_between_the_result_and_the_removal_of_its_journal(
+def test_a_job_killed_between_its_result_and_the_removal_of_its_journal_resumes(
     exported, twenty, command, refused, tmp_path, ending
 ):
     """The result was whole, and a scheduler's next try ended with code 2."""
     target = tmp_path / f"rows.{ending}"
     journal = with_journal(exported, twenty, target)
-    complete, lines = (
-        target.read_bytes(),
-        journal.read_bytes().splitlines(keepends=True),
-    )
+    complete = target.read_bytes()
+    lines = journal.read_bytes().splitlines(keepends=True)
     answer = command("predict", exported, twenty, "--to", target, "--top", 2)
     assert answer.code == 0, answer
     assert target.read_bytes() == complete
@@ -605,7 +605,7 @@ def test_links_to_folders_are_followed(pictures, tmp_path):
         find(str(tmp_path / "photos"), tmp_path / "copies")
 
 
-def test_refusals(exported, pictures, refused, tmp_path):
+def test_what_cannot_be_predicted_is_refused(exported, pictures, refused, tmp_path):
     (tmp_path / "there.csv").touch()
     (tmp_path / "nothing").mkdir()
     for images, to, words in (

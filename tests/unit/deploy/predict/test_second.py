@@ -140,7 +140,8 @@ def test_a_killed_and_resumed_job_predicts_each_image_once(
             export=small, images=str(listed), to=uninterrupted, second=large, cores=1
         )
     )
-    target, log = tmp_path / "killed.csv", tmp_path / "asked"
+    target = tmp_path / "killed.csv"
+    log = tmp_path / "asked"
     journal = tmp_path / "killed.csv.part"
     argv = [
         sys.executable,
@@ -185,10 +186,8 @@ def test_a_killed_and_resumed_job_predicts_each_image_once(
 def test_the_teacher_is_written_in_the_same_form(
     distilled, large, teacher, command, tmp_path
 ):
-    manifest, card = (
-        json.loads((large / "manifest.json").read_text()),
-        (large / "README.md").read_text(),
-    )
+    manifest = json.loads((large / "manifest.json").read_text())
+    card = (large / "README.md").read_text()
     assert manifest["parity"]["model.onnx"]["same_top1"] == 13
     assert manifest["name"] == "tiny-teacher"
     assert "a teacher. Version" in " ".join(card.split())

@@ -39,7 +39,7 @@ def status_of(kind: str, header: str, body: bytes, limit: int = 4) -> int:
 FILES = [b"one", b"\r\n--two\r\n", bytes(range(256)), b""]
 
 
-def test_json():
+def test_json_holds_one_image_or_several():
     assert bodies.images("application/json", "", encoded(*FILES), 4).files == FILES
     single = json.dumps({"image": base64.b64encode(b"one").decode()}).encode()
     assert bodies.images("application/json", "", single, 4).files == [b"one"]
@@ -48,7 +48,7 @@ def test_json():
 @pytest.mark.parametrize(
     "boundary", ["b0und", "----WebKitFormBoundary7MA4YWxkTrZu0gW", "a b"]
 )
-def test_multipart(boundary):
+def test_multipart_is_read_with_any_boundary(boundary):
     body = multipart(*FILES, boundary=boundary)
     header = f'multipart/form-data; boundary="{boundary}"'
     assert bodies.images("multipart/form-data", header, body, 4).files == FILES
@@ -119,7 +119,7 @@ def test_too_many_values_are_not_parsed(item):
     )
 
 
-def test_too_many_images():
+def test_too_many_images_are_refused():
     assert status_of("application/json", "", encoded(*[b"x"] * 5)) == 413
     assert (
         status_of(
@@ -143,7 +143,7 @@ def test_too_many_images():
     "header",
     ["text/plain", "image/gif", "application/x-www-form-urlencoded", "image", "*/*"],
 )
-def test_types_that_are_not_taken(header):
+def test_types_that_are_not_taken_are_refused(header):
     with pytest.raises(Problem, match="Allowed are image/jpeg") as caught:
         bodies.media_type(header)
     assert caught.value.status == 415
@@ -166,7 +166,7 @@ def test_types_that_are_not_taken(header):
         ("application/json; charset=utf-8", "application/json"),
     ],
 )
-def test_accept(accept, expected):
+def test_accept_chooses_the_type_of_the_answer(accept, expected):
     assert responses.negotiate(accept) == expected
 
 
@@ -181,13 +181,13 @@ def test_accept(accept, expected):
         ",",
     ],
 )
-def test_accept_of_nothing_that_we_write(accept):
+def test_accept_of_nothing_that_we_write_is_refused(accept):
     with pytest.raises(Problem) as caught:
         responses.negotiate(accept)
     assert caught.value.status == 406
 
 
-def test_a_long_accept():
+def test_a_long_accept_is_refused():
     assert responses.negotiate(31 * "text/html," + "*/*") == "application/json"
     with pytest.raises(Problem, match="more than 32 entries") as caught:
         responses.negotiate("," * 16_000)

@@ -39,10 +39,8 @@ def openvino(distilled, once) -> Path:
 )
 @pytest.mark.parametrize("file", ["model.onnx", "openvino.xml"])
 def test_a_forked_child_predicts_as_its_parent(openvino, file, predicts_before):
-    model, picture = (
-        kd.load(openvino, file, threads=2),
-        np.full((20, 24, 3), 90, np.uint8),
-    )
+    model = kd.load(openvino, file, threads=2)
+    picture = np.full((20, 24, 3), 90, np.uint8)
     expected = model(picture) if predicts_before else None
     forked = multiprocessing.get_context("fork")
     mine, theirs = forked.Pipe()

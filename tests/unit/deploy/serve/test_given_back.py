@@ -142,7 +142,8 @@ def test_a_request_given_up_counts_until_its_job_is_done_or_not_at_all(
     is taken back.
     """
     service.limits = Limits(deadline=deadline, max_in_flight=2)
-    begun, end = threading.Event(), threading.Event()
+    begun = threading.Event()
+    end = threading.Event()
 
     async def ask() -> tuple[int, int]:
         with pytest.raises(Problem) as caught:

@@ -19,7 +19,8 @@ from kd.deploy.export.flags import ExportOptions
 from kd.deploy.serve.model import describe
 from kd.files.manifest import checksum
 
-LARGE, NAN = 10**30, float("nan")
+LARGE = 10**30
+NAN = float("nan")
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +151,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("path", "value"), CASES, ids=[f"{i} {path}" for i, (path, _) in enumerate(CASES)]
 )
-def test_one_line(plain, tmp_path, path, value):
+def test_a_hostile_value_is_refused_in_one_line(plain, tmp_path, path, value):
     folder = Path(shutil.copytree(plain, tmp_path / "export"))
     manifest, config = (
         json.loads((folder / name).read_text())

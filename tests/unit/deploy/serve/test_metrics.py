@@ -14,7 +14,7 @@ from kd.deploy.serve.metrics import BOUNDS, MOST_LABELS, Metrics
 from kd.deploy.shift import Reference, ShiftWatch
 
 
-def test_the_text_for_prometheus():
+def test_the_text_is_for_prometheus():
     state = SimpleNamespace(ready=True, in_progress=3, buffered=4096)
     metrics = Metrics('a "name"\nof two lines', "v1", state)
     for seconds in (0.0005, 0.003, 0.003, 99.0):
@@ -68,7 +68,8 @@ def test_a_stalled_reader_blocks_no_thread():
     handler.finish()
     assert time.monotonic() - begin < 10
     assert WAITING <= handler.dropped < 3 * WAITING
-    numbers, dropped = [], 0
+    numbers = []
+    dropped = 0
     with os.fdopen(read) as reader:
         while len(numbers) < 3 * WAITING - handler.dropped:
             line = next(reader)

@@ -61,7 +61,8 @@ def test_each_label_has_its_own_threshold_and_band():
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_a_picture_without_a_known_range_is_named(exported, mode):
     """It was "damaged or cut short"."""
-    model, picture = kd.load(exported), Image.new("L", (20, 24), 90)
+    model = kd.load(exported)
+    picture = Image.new("L", (20, 24), 90)
     with pytest.raises(
         BadImage,
         match=rf"^Image: The image has {mode} pixels, .*8 or 16 bits per channel\.",
@@ -120,7 +121,7 @@ def test_no_value_of_the_manifest_can_change(copy):
 
 
 @pytest.mark.parametrize("name", ["config.json", "manifest.json"])
-def test_no_export(copy, name):
+def test_a_folder_that_is_no_export_is_refused(copy, name):
     (copy / name).unlink()
     with pytest.raises(
         ModelError,
@@ -142,7 +143,7 @@ def test_an_export_without_the_requested_graph_is_refused(copy):
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "config.json"])
-def test_a_changed_file(copy, name):
+def test_a_changed_file_is_refused(copy, name):
     content = bytearray((copy / name).read_bytes())
     content[len(content) // 2] ^= 1
     (copy / name).write_bytes(content)
@@ -161,7 +162,7 @@ def test_an_invalid_graph_is_refused(copy):
         load(describe(copy), 1, 1)
 
 
-def test_labels_of_another_number(copy):
+def test_labels_of_another_number_are_refused(copy):
     config = json.loads((copy / "config.json").read_text())
     config["label_names"].append("quince")
     text = json.dumps(config).encode()

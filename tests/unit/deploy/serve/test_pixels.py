@@ -62,7 +62,7 @@ def evaluated(data: bytes, size: int, crop: float) -> np.ndarray:
 
 @pytest.mark.parametrize("crop", [1.0, 0.875])
 @pytest.mark.parametrize("size", SIZES)
-def test_sizes(size, crop):
+def test_all_sizes_give_the_pixels_of_evaluation(size, crop):
     data = file_of(*size)
     assert np.array_equal(
         prepare(data, 32, crop, Limits()).pixels, evaluated(data, 32, crop)
@@ -70,7 +70,7 @@ def test_sizes(size, crop):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modes(mode):
+def test_all_modes_give_the_pixels_of_evaluation(mode):
     kind = "JPEG" if mode == "CMYK" else "PNG"
     data = file_of(50, 40, mode, kind)
     with Image.open(io.BytesIO(data)) as image:
@@ -81,7 +81,7 @@ def test_modes(mode):
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
-def test_exif(turn):
+def test_exif_turns_the_picture_as_in_evaluation(turn):
     exif = Image.Exif()
     exif[0x0112] = turn
     data = file_of(40, 30, kind="JPEG", exif=exif)
@@ -104,10 +104,8 @@ def test_a_large_jpeg_is_reduced_as_it_is_decoded(mode, options, turn):
     exif = Image.Exif()
     exif[0x0112] = turn
     data = file_of(1201, 900, mode, "JPEG", exif=exif, quality=92, **options)
-    prepared, full = (
-        prepare(data, 96, 0.875, Limits()),
-        prepare(data, 96, 0.875, Limits(), margin=0),
-    )
+    prepared = prepare(data, 96, 0.875, Limits())
+    full = prepare(data, 96, 0.875, Limits(), margin=0)
     assert np.array_equal(prepared.pixels, evaluated(data, 96, 0.875))
     assert prepared.summary == full.summary == f"1201x900 {mode} JPEG"
     apart = np.abs(prepared.pixels.astype(int) - full.pixels.astype(int))
@@ -233,7 +231,8 @@ def test_the_coefficients_of_a_progressive_jpeg_are_held():
         file_of(1200, 900, kind="JPEG", progressive=several)
         for several in (False, True)
     )
-    full, reduced = 1200 * 900, 150 * 113
+    full = 1200 * 900
+    reduced = 150 * 113
     prepare(plain, 16, 1.0, Limits(max_pixels=421_875))
     prepare(progressive, 16, 1.0, Limits(max_pixels=421_875 + reduced))
     with pytest.raises(Problem, match="memory") as caught:
@@ -261,13 +260,13 @@ def apart(size: tuple[int, int], crop: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [(64, 64), (90, 90), (224, 224), (640, 640)])
-def test_timms_transform_where_nothing_is_rounded(size):
+def test_it_is_timms_transform_where_nothing_is_rounded(size):
     assert apart(size, 1.0).max() <= 1.001
 
 
 @pytest.mark.parametrize("crop", [1.0, 0.875])
 @pytest.mark.parametrize("size", [(300, 201), (97, 640), (1200, 900), (224, 224)])
-def test_nearly_timms_transform_elsewhere(size, crop):
+def test_it_is_nearly_timms_transform_elsewhere(size, crop):
     """timm resizes to whole pixels and then crops at whole pixels; we do both at once,
     up to half a pixel apart.
 

@@ -131,7 +131,8 @@ def random(scale: float) -> Array:
 
 
 DIFFER = "differ from those at the export"
-DECODES, HASH = r"the pixels of self-check picture \d+ \(.*\)", "sha256"
+DECODES = r"the pixels of self-check picture \d+ \(.*\)"
+HASH = "sha256"
 GRAPHS: dict[str, Callable[[Liar], str]] = {
     "channels exchanged": graph(exchanged),
     "bias + 1e-2": graph(added(1e-2)),
@@ -446,7 +447,7 @@ def test_an_older_export_is_served_without(honest, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("size", [self_check.SIDE, 64])
-def test_the_pictures(size):
+def test_the_pictures_are_drawn_alike_again_in_every_format(size):
     files = self_check.pictures(BRANCHES, size, 16)
     assert files == self_check.pictures(BRANCHES, size, 16)
     opened = [Image.open(io.BytesIO(file)) for file in files]

@@ -52,7 +52,8 @@ class Fault:
     wrong: Callable[[Image.Image], Image.Image]
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
-        real, inside = getattr(self.owner, self.method), []
+        real = getattr(self.owner, self.method)
+        inside = []
 
         def method(image: Image.Image, *args: Any, **named: Any) -> Any:
             applies = not inside and self.applies(image, *args)
@@ -95,7 +96,8 @@ def enlarged(image: Image.Image, size: tuple[int, int], *args: object) -> bool:
     return min(image.size) < min(size)
 
 
-JPEG, PNG = JpegImagePlugin.JpegImageFile, PngImagePlugin.PngImageFile
+JPEG = JpegImagePlugin.JpegImageFile
+PNG = PngImagePlugin.PngImageFile
 FAULTS = {
     "grey JPEG": Fault(Image.Image, "convert", of("L", "JPEG"), darker),
     "grey PNG": Fault(Image.Image, "convert", of("L", "PNG"), darker),
@@ -354,7 +356,8 @@ class Shared:
     """A graph whose threads write to one buffer."""
 
     def __init__(self, model: LoadedGraph) -> None:
-        self.real, self.buffer = model.engine, np.zeros(0)
+        self.real = model.engine
+        self.buffer = np.zeros(0)
 
     def __call__(self, batch: np.ndarray) -> np.ndarray:
         self.buffer = self.real(batch)
@@ -460,7 +463,8 @@ def as_before(honest: Path, folder: Path) -> Liar:
 def test_an_older_export_is_checked_as_before(name, honest, tmp_path):
     liar = as_before(honest, tmp_path / "export")
     assert kd.load(liar.folder, name).check_itself()
-    engine, calls = kd.load(liar.folder, name, self_check=False).engine, []
+    engine = kd.load(liar.folder, name, self_check=False).engine
+    calls = []
 
     def counted(batch: np.ndarray) -> np.ndarray:
         calls.append(len(batch))

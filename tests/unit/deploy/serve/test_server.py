@@ -48,7 +48,7 @@ def test_a_free_address_has_numbers_alone(host):
     assert port > 0
 
 
-def test_a_port_that_is_taken():
+def test_a_port_that_is_taken_is_refused():
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         pytest.raises(KdError, match="--port: cannot listen"),
