@@ -618,8 +618,8 @@ def saved(system: str) -> str:
         else mean(runs, "p99_ms")
     )
     slowest = f"{slowest:.1f}" if slowest < 10 else f"{slowest:.0f}"
-    took, mb, usd = (mean(runs, key) for key in ("cpu_ms", "mb", "usd_per_million"))
-    return f"{right}|{took:.1f}|{slowest}|{mb:.1f}|{usd:.2f}|"
+    cpu_ms, mb, usd = (mean(runs, key) for key in ("cpu_ms", "mb", "usd_per_million"))
+    return f"{right}|{cpu_ms:.1f}|{slowest}|{mb:.1f}|{usd:.2f}|"
 
 
 def behind(system: str) -> tuple[str, str]:
@@ -681,10 +681,10 @@ def test_the_numbers_of_the_pages_are_those_of_the_files():
         )
         for arm in ("timm", "kd live", "kd cached")
     ]
-    ran = rows("compare_cifar10", epoch="20")
+    epoch_20 = rows("compare_cifar10", epoch="20")
     arms = [
-        [row for row in ran if row["arm"] == arm]
-        for arm in dict.fromkeys(row["arm"] for row in ran)
+        [row for row in epoch_20 if row["arm"] == arm]
+        for arm in dict.fromkeys(row["arm"] for row in epoch_20)
     ]
     timm, live, cached = (total(arm, "training_seconds") for arm in arms)
     all_labels, sifted = (rows("full_labels", arm=arm) for arm in ("kl", "history"))

@@ -20,8 +20,8 @@ from kd.deploy.export.export import export
 
 def test_the_hashes_are_true_and_nothing_else_lies_there(exported):
     manifest = json.loads((exported / "manifest.json").read_text())
-    there = set(listing(exported))
-    assert there == {*manifest["files"], "manifest.json"}
+    files = set(listing(exported))
+    assert files == {*manifest["files"], "manifest.json"}
     for name, entry in manifest["files"].items():
         content = (exported / name).read_bytes()
         assert (len(content), hashlib.sha256(content).hexdigest()) == (
@@ -35,9 +35,9 @@ def test_the_hashes_are_true_and_nothing_else_lies_there(exported):
         "model.safetensors",
         "config.json",
         "README.md",
-    } <= there
+    } <= files
     assert not [
-        name for name in there if name.endswith((".bin", ".pth", ".pt", ".pkl"))
+        name for name in files if name.endswith((".bin", ".pth", ".pt", ".pkl"))
     ]
     assert (
         exported / "model.safetensors"

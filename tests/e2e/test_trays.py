@@ -38,14 +38,14 @@ def paint(root: Path) -> None:
     for split, count in (("train", 40), ("val", 40)):
         lines = ["file,labels"]
         for number in range(count):
-            there = rng.random(3) < 0.5
-            pixels = rng.integers(0, 120, (20, 20, 3), np.uint8) + 100 * there.astype(
+            shows = rng.random(3) < 0.5
+            pixels = rng.integers(0, 120, (20, 20, 3), np.uint8) + 100 * shows.astype(
                 np.uint8
             )
             name = f"{split}_{number}.jpg"
             Image.fromarray(pixels).save(root / name, quality=90)
             lines.append(
-                f"{name},{'|'.join(name for name, present in zip(CLASSES, there, strict=True) if present)}"
+                f"{name},{'|'.join(name for name, present in zip(CLASSES, shows, strict=True) if present)}"
             )
         (root / f"{split}.csv").write_text("\n".join(lines))
 

@@ -99,10 +99,10 @@ def test_strata_are_compared_inside():
     """Two labels with other confidences each, alike in both samples, in other shares:
     no evidence at all.
     """
-    came = np.array([[180], [2]])
-    ours = np.array([[900], [100]])
+    new = np.array([[180], [2]])
+    old = np.array([[900], [100]])
     evidence, share, expected = _evidence(
-        came, np.array([[200], [20]]), ours, np.array([[1000], [1000]])
+        new, np.array([[200], [20]]), old, np.array([[1000], [1000]])
     )
     assert evidence[0] == pytest.approx(0, abs=1e-9)
     assert share[0] == pytest.approx(expected[0])
@@ -330,10 +330,10 @@ def test_colour_is_seen(change):
         (), ((0, measures) for measures in numbers(2000)), calibrated=False
     )
     for changed in (False, True):
-        came = usual.empty()
+        counts = usual.empty()
         for measures in numbers(WINDOW, changed):
-            usual.count(came, {"embedding": [1.0]}, measures)
-        assert bool(usual.compare(came).lines) is changed
+            usual.count(counts, {"embedding": [1.0]}, measures)
+        assert bool(usual.compare(counts).lines) is changed
 
 
 def test_the_evidence_of_a_tally_is_the_formula_with_its_bonferroni_factor():
@@ -342,18 +342,18 @@ def test_the_evidence_of_a_tally_is_the_formula_with_its_bonferroni_factor():
     """
     rng = np.random.default_rng(3)
     width = len(measure(np.zeros((3, 8, 8), np.uint8)))
-    ours = rng.normal(120, 20, (600, width))
-    came = rng.normal(150, 24, (90, width))
-    usual = Reference.of((), ((0, tuple(row)) for row in ours), False)
+    old = rng.normal(120, 20, (600, width))
+    new = rng.normal(150, 24, (90, width))
+    usual = Reference.of((), ((0, tuple(row)) for row in old), False)
     counts = usual.empty()
-    for row in came:
+    for row in new:
         usual.count(counts, {"embedding": [0.0]}, tuple(row))
     best = 0.0
     ends = 0
     for column, bounds in enumerate(usual.bounds.values()):
         for bound in bounds:
             ends += 1
-            x, y = (int((values[:, column] <= bound).sum()) for values in (came, ours))
+            x, y = (int((values[:, column] <= bound).sum()) for values in (new, old))
             pooled = (x + y) / 690
             evidence = []
             for count, images in ((x, 90), (y, 600)):

@@ -434,7 +434,11 @@ def test_images_without_labels_have_no_accuracy(tmp_path):
         liar = make_liar(
             (export, images),
             tmp_path / str(i),
-            [lambda x, changes=changes: x.get("parity/model.onnx").update(changes)],
+            [
+                lambda liar, changes=changes: liar.get("parity/model.onnx").update(
+                    changes
+                )
+            ],
         )
         rows = {
             row.what: row.verdict for row in verify_export(liar.folder, images).rows
@@ -602,12 +606,12 @@ def uncompared(liar: Liar) -> None:
 LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     # kind of the issue's table, and what is planted; rows that must say so
     "1 often": (
-        [lambda x: x.rows(lambda rows: [rows[0]] * 100 + rows[20:])],
+        [lambda liar: liar.rows(lambda rows: [rows[0]] * 100 + rows[20:])],
         {"images.csv/times": WRONG},
     ),
     "1 unlabelled": (
         [
-            lambda x: x.rows(
+            lambda liar: liar.rows(
                 lambda rows: [
                     [*row[:2], "0"] if row[-1] == "apple" else row for row in rows
                 ]
@@ -616,30 +620,30 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         {"parity/model.onnx/labelled": WRONG},
     ),
     "1 labels": (
-        [lambda x: x.rows(relabelled)],
+        [lambda liar: liar.rows(relabelled)],
         {"parity/model.onnx/correct": WRONG, "images.csv/choice": OPEN},
     ),
     "1 left out": (
-        [lambda x: x.rows(shown_right), lambda x: counted(x, 80, 80)],
+        [lambda liar: liar.rows(shown_right), lambda liar: counted(liar, 80, 80)],
         {"images.csv/choice": OPEN, "scores/models/student/accuracy/value": WRONG},
     ),
     "2 served": (
-        [lambda x: x.set("pick", "openvino.xml"), uncompared],
+        [lambda liar: liar.set("pick", "openvino.xml"), uncompared],
         {"pick": WRONG, "chain/graphs/openvino.xml": WRONG},
     ),
     "2 accepted": (
-        [lambda x: x.set("accepted/file", "model.pt2")],
+        [lambda liar: liar.set("accepted/file", "model.pt2")],
         {"accepted/file": WRONG, "pick": WRONG},
     ),
     "3 headline": (
         [
-            lambda x: x.set("scores/models/student/accuracy/value", 0.99),
-            lambda x: x.set("scores/models/teacher/accuracy/value", 0.999),
-            lambda x: x.set(
+            lambda liar: liar.set("scores/models/student/accuracy/value", 0.99),
+            lambda liar: liar.set("scores/models/teacher/accuracy/value", 0.999),
+            lambda liar: liar.set(
                 "scores/models/labels only",
                 {"accuracy": {"value": 0.2, "images": 5000}},
             ),
-            lambda x: x.set("scores/images", 120),
+            lambda liar: liar.set("scores/images", 120),
         ],
         {
             "scores/models/student/accuracy/value": WRONG,
@@ -650,15 +654,15 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         },
     ),
     "4 not measured": (
-        [lambda x: x.set("accepted/sentence", "drop<=20 mb<=5 ms<=1")],
+        [lambda liar: liar.set("accepted/sentence", "drop<=20 mb<=5 ms<=1")],
         {"accepted/sentence": WRONG},
     ),
     "4 not so": (
         [
-            lambda x: x.set(
+            lambda liar: liar.set(
                 "accepted/sentence", "drop<=20 mb<=0.001 ece<=1 teacher-drop<=1"
             ),
-            lambda x: x.set(
+            lambda liar: liar.set(
                 "accepted/found",
                 {"drop": 0.0, "mb": 0.001, "ece": 0.3, "teacher-drop": -3.0},
             ),
@@ -671,11 +675,11 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "5 sources": (
         [
-            lambda x: x.set("licences/student", "apache-2.0"),
-            lambda x: x.set("licences/teacher", "mit"),
-            lambda x: x.set("about/parameters", 999),
-            lambda x: x.set("about/data/hash", "f" * 16),
-            lambda x: x.set("about/labels", list(CLASSES[::-1])),
+            lambda liar: liar.set("licences/student", "apache-2.0"),
+            lambda liar: liar.set("licences/teacher", "mit"),
+            lambda liar: liar.set("about/parameters", 999),
+            lambda liar: liar.set("about/data/hash", "f" * 16),
+            lambda liar: liar.set("about/labels", list(CLASSES[::-1])),
         ],
         {
             "licences/student": OPEN,
@@ -686,20 +690,20 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         },
     ),
     "6 unseen": (
-        [lambda x: named(x, "apple", "kiwi", "pear")],
+        [lambda liar: named(liar, "apple", "kiwi", "pear")],
         {"about/labels": OPEN, "config.json/label_names": OPEN},
     ),
     "6 seen": (
-        [lambda x: named(x, "pear", "fig", "apple")],
+        [lambda liar: named(liar, "pear", "fig", "apple")],
         {"parity/model.onnx/correct": WRONG},
     ),
     "7 run": (
         [
-            lambda x: x.set("chain/teacher/members/teacher/name", "vit_giant"),
-            lambda x: x.set("scores/pair/agreement", 0.999),
-            lambda x: x.set("metrics", {"accuracy": 0.99}, "kd.json"),
-            lambda x: x.set("calibration/calibrated_ece", 0.001),
-            lambda x: x.set("input/crop", 0.8),
+            lambda liar: liar.set("chain/teacher/members/teacher/name", "vit_giant"),
+            lambda liar: liar.set("scores/pair/agreement", 0.999),
+            lambda liar: liar.set("metrics", {"accuracy": 0.99}, "kd.json"),
+            lambda liar: liar.set("calibration/calibrated_ece", 0.001),
+            lambda liar: liar.set("input/crop", 0.8),
         ],
         {
             "chain/teacher": OPEN,
@@ -719,17 +723,17 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "9 tolerance": (
         [
-            lambda x: x.set(
-                f"parity/{INT8}/accuracy", x.get(f"parity/{INT8}/accuracy") + 0.019
+            lambda liar: liar.set(
+                f"parity/{INT8}/accuracy", liar.get(f"parity/{INT8}/accuracy") + 0.019
             ),
-            lambda x: x.set(
+            lambda liar: liar.set(
                 "scores/models/student/accuracy/value",
-                x.get("parity/model.onnx/accuracy") + 0.0192,
+                liar.get("parity/model.onnx/accuracy") + 0.0192,
             ),
-            lambda x: x.set(
+            lambda liar: liar.set(
                 "output/defer/stated/model.onnx/wrong_interval", [0.3, 0.35]
             ),
-            lambda x: x.set("output/defer/threshold", 0.2),
+            lambda liar: liar.set("output/defer/threshold", 0.2),
         ],
         {
             f"parity/{INT8}/accuracy": WRONG,
@@ -740,10 +744,10 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "9 counts": (
         [
-            lambda x: x.set(f"parity/{INT8}/correct", 119),
-            lambda x: x.set(f"parity/{INT8}/same_top1", 90),
-            lambda x: x.set(f"parity/{INT8}/ece", 0.4),
-            lambda x: x.set(f"parity/{INT8}/max_difference", 1e-6),
+            lambda liar: liar.set(f"parity/{INT8}/correct", 119),
+            lambda liar: liar.set(f"parity/{INT8}/same_top1", 90),
+            lambda liar: liar.set(f"parity/{INT8}/ece", 0.4),
+            lambda liar: liar.set(f"parity/{INT8}/max_difference", 1e-6),
         ],
         {
             f"parity/{INT8}/{key}": WRONG
@@ -757,17 +761,19 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "11 times": (
         [
-            lambda x: x.set("eager_ms", x.get("eager_ms") / 3),
-            lambda x: x.set("parity/model.onnx/cpu_ms", 1e-6),
+            lambda liar: liar.set("eager_ms", liar.get("eager_ms") / 3),
+            lambda liar: liar.set("parity/model.onnx/cpu_ms", 1e-6),
         ],
         {"eager_ms": OPEN, "parity/model.onnx/cpu_ms": WRONG},
     ),
     "12 pixels": (
         [
-            lambda x: x.set("pretrained_cfg/interpolation", "bilinear", "config.json"),
-            lambda x: x.set("pretrained_cfg/crop_mode", "border", "config.json"),
-            lambda x: x.set("pretrained_cfg/first_conv", "stem", "config.json"),
-            lambda x: x.set("input/layout", "uint8 [batch, 16, 16, 3], BGR"),
+            lambda liar: liar.set(
+                "pretrained_cfg/interpolation", "bilinear", "config.json"
+            ),
+            lambda liar: liar.set("pretrained_cfg/crop_mode", "border", "config.json"),
+            lambda liar: liar.set("pretrained_cfg/first_conv", "stem", "config.json"),
+            lambda liar: liar.set("input/layout", "uint8 [batch, 16, 16, 3], BGR"),
         ],
         {
             "config.json/pretrained_cfg/interpolation": WRONG,
@@ -777,40 +783,43 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         },
     ),
     "12 means": (
-        [lambda x: x.set("pretrained_cfg/mean", [0.1, 0.1, 0.1], "config.json")],
+        [lambda liar: liar.set("pretrained_cfg/mean", [0.1, 0.1, 0.1], "config.json")],
         {"parity/model.onnx/max_difference": WRONG},
     ),
-    "13 corner": ([lambda x: back_door(x, 0, 0)], {"random images/model.onnx": WRONG}),
+    "13 corner": (
+        [lambda liar: back_door(liar, 0, 0)],
+        {"random images/model.onnx": WRONG},
+    ),
     "13 centre": (
-        [lambda x: back_door(x, 7, 9)],
+        [lambda liar: back_door(liar, 7, 9)],
         {"random images/model.onnx": WRONG, "random images/all others": OPEN},
     ),
     "13 int8": (
         [
-            lambda x: back_door(x, 0, 0, INT8),
-            lambda x: x.set(f"parity/{INT8}/max_difference", 2.0),
+            lambda liar: back_door(liar, 0, 0, INT8),
+            lambda liar: liar.set(f"parity/{INT8}/max_difference", 2.0),
         ],
         {f"parity/{INT8}/max_difference": WRONG, f"random images/{INT8}": WRONG},
     ),
     "13 no number": (
         [
-            lambda x: back_door(x, 0, 0, INT8, np.inf),
-            lambda x: x.set(f"parity/{INT8}/max_difference", np.inf),
+            lambda liar: back_door(liar, 0, 0, INT8, np.inf),
+            lambda liar: liar.set(f"parity/{INT8}/max_difference", np.inf),
         ],
         {f"random images/{INT8}": WRONG},
     ),
     "13 weights": ([other_weights], {"parity/model.onnx/max_difference": WRONG}),
     "14 files and keys": (
         [
-            lambda x: (x.folder / "more.pkl").write_bytes(
+            lambda liar: (liar.folder / "more.pkl").write_bytes(
                 b"cposix\nsystem\n(S'true'\ntR."
             ),
             added("", "certified", "by nobody"),
             added("parity/model.onnx", "f1", 0.99),
-            lambda x: x.set("certified", True, "kd.json"),
-            lambda x: x.set(
+            lambda liar: liar.set("certified", True, "kd.json"),
+            lambda liar: liar.set(
                 "scores/columns/own",
-                [{**x.get("scores/columns/own")[0], "title": "human accuracy"}],
+                [{**liar.get("scores/columns/own")[0], "title": "human accuracy"}],
             ),
         ],
         {
@@ -821,11 +830,11 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "14 keys": (
         [
-            lambda x: x.set("name", "state of the art"),
-            lambda x: x.set("environment/machine/processor", "a phone"),
-            lambda x: x.set("certified", True, "kd.json"),
-            lambda x: x.set("certified", True, "config.json"),
-            lambda x: x.manifest["scores"]["columns"]["own"][0].update(
+            lambda liar: liar.set("name", "state of the art"),
+            lambda liar: liar.set("environment/machine/processor", "a phone"),
+            lambda liar: liar.set("certified", True, "kd.json"),
+            lambda liar: liar.set("certified", True, "config.json"),
+            lambda liar: liar.manifest["scores"]["columns"]["own"][0].update(
                 title="human accuracy"
             ),
         ],
@@ -839,22 +848,22 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "15 alarms": (
         [
-            lambda x: x.set(
+            lambda liar: liar.set(
                 "validation/model.onnx/numbers/brightness/counts/pear", "15:120"
             ),
-            lambda x: x.set(f"validation/{INT8}/calibrated", False),
+            lambda liar: liar.set(f"validation/{INT8}/calibrated", False),
         ],
         {"validation/model.onnx": WRONG, f"validation/{INT8}": WRONG},
     ),
     "16 no self-check": ([unchecked], {"self_check/model.onnx": WRONG}),
     "16 of one graph": (
-        [lambda x: x.manifest["self_check"].pop(INT8)],
+        [lambda liar: liar.manifest["self_check"].pop(INT8)],
         {f"self_check/{INT8}": WRONG},
     ),
     "version": (
         [
-            lambda x: x.set("version", "0" * 12),
-            lambda x: x.set("chain/student/step", 9000),
+            lambda liar: liar.set("version", "0" * 12),
+            lambda liar: liar.set("chain/student/step", 9000),
         ],
         {"version": WRONG, "chain/student/step": OPEN, "kd.json/step": WRONG},
     ),
@@ -862,14 +871,15 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
 SPEEDS = {  # of `--compare`: servers are started
     "8 threads, 9 signs": (
         [
-            lambda x: x.set(
-                "variants/model.onnx/speed/64", {**x.get("variants/model.onnx/speed/1")}
+            lambda liar: liar.set(
+                "variants/model.onnx/speed/64",
+                {**liar.get("variants/model.onnx/speed/1")},
             ),
-            lambda x: x.set(f"variants/{INT8}/drop", -0.019),
-            lambda x: x.set(f"variants/{INT8}/interval", [0.66, 0.67]),
-            lambda x: x.set(f"variants/{INT8}/speed/1/p50_ms", 1e-4),
-            lambda x: x.set(f"variants/{INT8}/speed/1/memory_mb", 0.5),
-            lambda x: x.set("variants/model.onnx/bytes", 999),
+            lambda liar: liar.set(f"variants/{INT8}/drop", -0.019),
+            lambda liar: liar.set(f"variants/{INT8}/interval", [0.66, 0.67]),
+            lambda liar: liar.set(f"variants/{INT8}/speed/1/p50_ms", 1e-4),
+            lambda liar: liar.set(f"variants/{INT8}/speed/1/memory_mb", 0.5),
+            lambda liar: liar.set("variants/model.onnx/bytes", 999),
         ],
         {
             "variants/model.onnx/speed/64": WRONG,
@@ -889,19 +899,19 @@ def after(liar: Liar) -> str:
 
 
 EDITED = {  # after the card was drawn
-    "3 a number of the card": lambda x: x.edit("66.7 %", "99.7 %"),
-    "5 a comment": lambda x: x.edit("# small", "<!--\n# small"),
-    "5 a section": lambda x: x.edit(
+    "3 a number of the card": lambda liar: liar.edit("66.7 %", "99.7 %"),
+    "5 a comment": lambda liar: liar.edit("# small", "<!--\n# small"),
+    "5 a section": lambda liar: liar.edit(
         "## Limits", "## Certified\n\nBy nobody.\n\n## Limits"
     ),
-    "5 a section at the end": lambda x: x.edit(
-        after(x), after(x) + "\n## Certified\n\nBy nobody.\n"
+    "5 a section at the end": lambda liar: liar.edit(
+        after(liar), after(liar) + "\n## Certified\n\nBy nobody.\n"
     ),
-    "5 no limits": lambda x: x.edit("\n## Limits" + after(x), ""),
-    "5 a licence": lambda x: x.edit("dinov3-license", "mit"),
-    "5 of another kd": lambda x: [
-        x.set("environment/packages/kd", "0.0.9"),
-        x.edit("kd-serve .", "kd-serve other"),
+    "5 no limits": lambda liar: liar.edit("\n## Limits" + after(liar), ""),
+    "5 a licence": lambda liar: liar.edit("dinov3-license", "mit"),
+    "5 of another kd": lambda liar: [
+        liar.set("environment/packages/kd", "0.0.9"),
+        liar.edit("kd-serve .", "kd-serve other"),
     ],
 }
 
@@ -991,17 +1001,20 @@ def test_the_card_says_nothing_else(kind, honest, tmp_path):
 
 PLAIN = {  # nothing is sealed again
     "a number of the manifest": (
-        lambda x: x.set("parity/model.onnx/accuracy", 0.99),
+        lambda liar: liar.set("parity/model.onnx/accuracy", 0.99),
         "checksum",
     ),
     "a graph": (other_graph, "files/model.onnx/sha256"),
     "weights": (other_weights, "files/model.safetensors/sha256"),
     "a file more": (
-        lambda x: (x.folder / "more.py").write_text("1"),
+        lambda liar: (liar.folder / "more.py").write_text("1"),
         "files/more.py/sha256",
     ),
-    "no card": (lambda x: (x.folder / "README.md").unlink(), "files/README.md/sha256"),
-    "a file less": (lambda x: (x.folder / INT8).unlink(), f"files/{INT8}/sha256"),
+    "no card": (
+        lambda liar: (liar.folder / "README.md").unlink(),
+        "files/README.md/sha256",
+    ),
+    "a file less": (lambda liar: (liar.folder / INT8).unlink(), f"files/{INT8}/sha256"),
 }
 
 

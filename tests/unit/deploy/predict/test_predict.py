@@ -244,7 +244,7 @@ def test_a_killed_job_resumes_without_a_duplicate_or_a_gap(
         "--top",
         "2",
     ]
-    begun = 0
+    written = 0
     for number, code in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
         process = subprocess.Popen(
             argv,
@@ -253,7 +253,7 @@ def test_a_killed_job_resumes_without_a_duplicate_or_a_gap(
             stderr=subprocess.PIPE,
         )
         wait_until(
-            lambda size=begun + 20_000: (
+            lambda size=written + 20_000: (
                 journal.is_file() and journal.stat().st_size > size
             ),
             process,
@@ -261,7 +261,7 @@ def test_a_killed_job_resumes_without_a_duplicate_or_a_gap(
         process.send_signal(number)
         process.communicate(timeout=30)
         assert process.returncode == code
-        begun = journal.stat().st_size
+        written = journal.stat().st_size
         assert not target.exists()
     rows = journal.read_bytes().splitlines()
     assert 100 < len(rows) < 4500

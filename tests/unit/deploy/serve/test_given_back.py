@@ -142,14 +142,14 @@ def test_a_request_given_up_counts_until_its_job_is_done_or_not_at_all(
     is taken back.
     """
     service.limits = Limits(deadline=deadline, max_in_flight=2)
-    begun = threading.Event()
+    started = threading.Event()
     end = threading.Event()
 
     async def ask() -> tuple[int, int]:
         with pytest.raises(Problem) as caught:
             await service.run(
-                lambda _: begun.set() or end.wait(20),
-                lambda: begun.wait(20) and asyncio.sleep(stays),
+                lambda _: started.set() or end.wait(20),
+                lambda: started.wait(20) and asyncio.sleep(stays),
             )
         await asyncio.sleep(0.01)  # what the threads have sent arrives
         return caught.value.status, service.in_flight

@@ -248,7 +248,9 @@ def apart(size: tuple[int, int], crop: float) -> torch.Tensor:
     from timm.data import create_transform
 
     data = file_of(*size, kind="JPEG", quality=90)
-    ours = torch.from_numpy(prepare(data, 64, crop, Limits(), margin=0).pixels).float()
+    prepared = torch.from_numpy(
+        prepare(data, 64, crop, Limits(), margin=0).pixels
+    ).float()
     transform = create_transform(
         (3, 64, 64),
         interpolation="bicubic",
@@ -256,7 +258,7 @@ def apart(size: tuple[int, int], crop: float) -> torch.Tensor:
         mean=(0, 0, 0),
         std=(1, 1, 1),
     )
-    return (ours - 255 * transform(Image.open(io.BytesIO(data)))).abs()
+    return (prepared - 255 * transform(Image.open(io.BytesIO(data)))).abs()
 
 
 @pytest.mark.parametrize("size", [(64, 64), (90, 90), (224, 224), (640, 640)])

@@ -82,7 +82,7 @@ def rolled(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.roll(np.asarray(image), 1, 1))
 
 
-def of(mode: str, kind: str = "") -> Callable[..., bool]:
+def with_mode(mode: str, kind: str = "") -> Callable[..., bool]:
     return lambda image, *args: image.mode == mode and kind in ("", image.format)
 
 
@@ -99,29 +99,29 @@ def enlarged(image: Image.Image, size: tuple[int, int], *args: object) -> bool:
 JPEG = JpegImagePlugin.JpegImageFile
 PNG = PngImagePlugin.PngImageFile
 FAULTS = {
-    "grey JPEG": Fault(Image.Image, "convert", of("L", "JPEG"), darker),
-    "grey PNG": Fault(Image.Image, "convert", of("L", "PNG"), darker),
-    "black and white": Fault(Image.Image, "convert", of("1"), ImageOps.invert),
+    "grey JPEG": Fault(Image.Image, "convert", with_mode("L", "JPEG"), darker),
+    "grey PNG": Fault(Image.Image, "convert", with_mode("L", "PNG"), darker),
+    "black and white": Fault(Image.Image, "convert", with_mode("1"), ImageOps.invert),
     "palette": Fault(
         Image.Image,
         "convert",
-        lambda image, mode="": of("P")(image) and mode == "RGB",
+        lambda image, mode="": with_mode("P")(image) and mode == "RGB",
         darker,
     ),
     "transparent palette": Fault(
         Image.Image,
         "convert",
-        lambda image, mode="": of("P")(image) and mode == "RGBA",
+        lambda image, mode="": with_mode("P")(image) and mode == "RGBA",
         darker,
     ),
-    "grey with alpha": Fault(Image.Image, "convert", of("LA"), darker),
-    "alpha of PNG": Fault(Image.Image, "convert", of("RGBA", "PNG"), darker),
-    "alpha of WebP": Fault(Image.Image, "convert", of("RGBA", "WEBP"), darker),
-    "WebP": Fault(WebPImagePlugin.WebPImageFile, "load", of("RGB"), darker),
+    "grey with alpha": Fault(Image.Image, "convert", with_mode("LA"), darker),
+    "alpha of PNG": Fault(Image.Image, "convert", with_mode("RGBA", "PNG"), darker),
+    "alpha of WebP": Fault(Image.Image, "convert", with_mode("RGBA", "WEBP"), darker),
+    "WebP": Fault(WebPImagePlugin.WebPImageFile, "load", with_mode("RGB"), darker),
     "16 bits": Fault(
-        PNG, "load", lambda image: of("I;16")(image) and bool(image.tile), darker
+        PNG, "load", lambda image: with_mode("I;16")(image) and bool(image.tile), darker
     ),
-    "CMYK": Fault(Image.Image, "convert", of("CMYK"), darker),
+    "CMYK": Fault(Image.Image, "convert", with_mode("CMYK"), darker),
     "progressive JPEG": Fault(
         JPEG,
         "load",
@@ -162,7 +162,7 @@ def test_a_wrong_turn_is_noticed(orientation, honest, monkeypatch):
 def test_a_wrong_heic_is_noticed_and_named(honest, monkeypatch):
     pixels.load_heif()
     plugin = importlib.import_module("pillow_heif.as_plugin").HeifImageFile
-    Fault(plugin, "load", of("RGB"), darker).plant(monkeypatch)
+    Fault(plugin, "load", with_mode("RGB"), darker).plant(monkeypatch)
     with pytest.raises(
         SelfCheckError, match=r"self-check picture \d+ \(45x36 RGB HEIF\)"
     ):
