@@ -266,7 +266,9 @@ def test_odd_but_whole_images_simply_work(written, command, copied, tmp_path):
 # teachers
 
 
-def test_a_teacher_of_another_class_count(written, refused, copied, tmp_path):
+def test_a_teacher_of_another_class_count_is_refused(
+    written, refused, copied, tmp_path
+):
     for split in ("train", "val"):
         shutil.copytree(copied / split / "fig", copied / split / "quince")
     assert refused("train", written()).startswith(
@@ -305,7 +307,7 @@ def test_a_teacher_at_chance_level_can_be_replaced(
     )
 
 
-def test_no_way_to_a_teacher(written, refused):
+def test_teaching_for_no_epoch_is_refused(written, refused):
     assert refused("teach", written()).startswith(
         "teacher.fit.epochs: is 0. At least 1."
     )
@@ -355,7 +357,9 @@ def test_a_folder_that_is_no_run_is_refused(refused, tmp_path):
         )
 
 
-def test_a_run_that_has_not_got_anywhere(written, refused, copied_teacher, tmp_path):
+def test_a_run_that_has_not_got_anywhere_is_refused(
+    written, refused, copied_teacher, tmp_path
+):
     weights = load_file(copied_teacher / "model.safetensors")
     save_file(
         {key: tensor.zero_() for key, tensor in weights.items()},
@@ -371,7 +375,7 @@ def test_a_run_that_has_not_got_anywhere(written, refused, copied_teacher, tmp_p
 
 
 @pytest.mark.parametrize("text", ["run: [", "- a\n", ""])
-def test_a_stored_config_that_cannot_be_read(
+def test_a_stored_config_that_cannot_be_read_is_refused(
     written, refused, distilled, tmp_path, text
 ):
     run = shutil.copytree(distilled, tmp_path / "runs" / "tiny")

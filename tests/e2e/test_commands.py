@@ -552,7 +552,7 @@ def test_one_command_starts_the_others(capfd):
     assert capfd.readouterr().out.startswith("losses:\n")
 
 
-def test_help_of_one_key(capfd):
+def test_help_explains_one_key(capfd):
     assert main(["help", "teacher.fit.lr"]) == 0
     assert re.fullmatch(
         r"  teacher\.fit\.lr  \(.*\)\n( {6}\S.*\n)*", capfd.readouterr().out
@@ -717,7 +717,7 @@ def test_an_unknown_tracker_is_refused(written, refused, tmp_path):
     assert message.endswith("Did you mean 'tensorboard'?")
 
 
-def test_a_tracker_that_is_not_installed(written, refused):
+def test_a_tracker_that_is_not_installed_is_refused(written, refused):
     pytest.importorskip("accelerate")
     from accelerate import tracking
 

@@ -99,7 +99,7 @@ class Below(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("path", ["/models/food", "/models/food/"])
-def test_the_page_behind_a_path(exported, photos, page, path):
+def test_the_page_works_behind_a_path(exported, photos, page, path):
     """Before, it asked `/invocations` at the root of the proxy, and its curl line
     lacked the path.
     """

@@ -118,7 +118,7 @@ def test_predictions_and_tile_use_the_averaged_weights(reported):
     )
 
 
-def test_the_chart_the_classes_and_the_confusions(reported):
+def test_chart_classes_and_confusions_are_those_of_the_answers(reported):
     _, page, answers = reported
     label, student, teacher = (
         np.array(answers[name]) for name in ("label", "student", "teacher")

@@ -225,7 +225,7 @@ def test_a_wrong_request_is_refused(server, method, path, headers, body, status)
         assert reply.headers["allow"]
 
 
-def test_a_body_that_is_too_large(server):
+def test_a_body_that_is_too_large_is_a_413(server):
     """Declared; declared and only announced (Expect); and not declared at all but sent
     in chunks.
     """
@@ -448,7 +448,7 @@ def test_overload_gets_503_without_queueing(exported, photos):
         assert server.post(validation(photos)[0][0]).status == 200
 
 
-def test_a_deadline_and_no_page_if_none_is_wanted(exported):
+def test_a_deadline_ends_a_request_and_no_page_is_shown_if_none_is_wanted(exported):
     with Running(exported, "--slots", "1", "--deadline", "0.05", "--no-ui") as server:
         assert is_problem(server.get("/"), 404)
         reply = server.post(picture("PNG", (5000, 4900), "L"), "image/png")

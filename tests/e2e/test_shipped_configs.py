@@ -64,7 +64,9 @@ def test_the_configuration_of_cifar10_trains(command, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", STUDENTS)
-def test_a_teacher_from_a_file_of_another_library(command, tmp_path, monkeypatch, name):
+def test_a_teacher_comes_from_a_file_of_another_library(
+    command, tmp_path, monkeypatch, name
+):
     """The command of the header, with random weights under other names in the place of
     ImageNet's.
     """

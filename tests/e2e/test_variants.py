@@ -79,7 +79,7 @@ def test_invalid_limits_and_numbers_are_refused(distilled, command, wrong):
     assert (answer.code, len(answer.err.splitlines())) == (2, 1)
 
 
-def test_vectors_for_the_teachers_index(embedded, command, tmp_path):
+def test_vectors_are_mapped_for_the_teachers_index(embedded, command, tmp_path):
     target = tmp_path / "student"
     answer = command("export", embedded, "--to", target, "--index")
     assert answer.code == 0, answer

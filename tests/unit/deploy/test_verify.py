@@ -586,8 +586,12 @@ def named(liar: Liar, *names: str) -> None:
     liar.set("label_names", list(names), "config.json")
 
 
+def setting(path: str, value: Any, file: str = MANIFEST) -> Callable[[Liar], None]:
+    return lambda liar: liar.set(path, value, file)
+
+
 def added(path: str, name: str, value: Any) -> Callable[[Liar], None]:
-    return lambda liar: liar.set(f"{path}/{name}" if path else name, value)
+    return setting(f"{path}/{name}" if path else name, value)
 
 
 def ghost(liar: Liar) -> None:
@@ -628,22 +632,22 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         {"images.csv/choice": OPEN, "scores/models/student/accuracy/value": WRONG},
     ),
     "2 served": (
-        [lambda liar: liar.set("pick", "openvino.xml"), uncompared],
+        [setting("pick", "openvino.xml"), uncompared],
         {"pick": WRONG, "chain/graphs/openvino.xml": WRONG},
     ),
     "2 accepted": (
-        [lambda liar: liar.set("accepted/file", "model.pt2")],
+        [setting("accepted/file", "model.pt2")],
         {"accepted/file": WRONG, "pick": WRONG},
     ),
     "3 headline": (
         [
-            lambda liar: liar.set("scores/models/student/accuracy/value", 0.99),
-            lambda liar: liar.set("scores/models/teacher/accuracy/value", 0.999),
-            lambda liar: liar.set(
+            setting("scores/models/student/accuracy/value", 0.99),
+            setting("scores/models/teacher/accuracy/value", 0.999),
+            setting(
                 "scores/models/labels only",
                 {"accuracy": {"value": 0.2, "images": 5000}},
             ),
-            lambda liar: liar.set("scores/images", 120),
+            setting("scores/images", 120),
         ],
         {
             "scores/models/student/accuracy/value": WRONG,
@@ -654,15 +658,13 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         },
     ),
     "4 not measured": (
-        [lambda liar: liar.set("accepted/sentence", "drop<=20 mb<=5 ms<=1")],
+        [setting("accepted/sentence", "drop<=20 mb<=5 ms<=1")],
         {"accepted/sentence": WRONG},
     ),
     "4 not so": (
         [
-            lambda liar: liar.set(
-                "accepted/sentence", "drop<=20 mb<=0.001 ece<=1 teacher-drop<=1"
-            ),
-            lambda liar: liar.set(
+            setting("accepted/sentence", "drop<=20 mb<=0.001 ece<=1 teacher-drop<=1"),
+            setting(
                 "accepted/found",
                 {"drop": 0.0, "mb": 0.001, "ece": 0.3, "teacher-drop": -3.0},
             ),
@@ -675,11 +677,11 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "5 sources": (
         [
-            lambda liar: liar.set("licences/student", "apache-2.0"),
-            lambda liar: liar.set("licences/teacher", "mit"),
-            lambda liar: liar.set("about/parameters", 999),
-            lambda liar: liar.set("about/data/hash", "f" * 16),
-            lambda liar: liar.set("about/labels", list(CLASSES[::-1])),
+            setting("licences/student", "apache-2.0"),
+            setting("licences/teacher", "mit"),
+            setting("about/parameters", 999),
+            setting("about/data/hash", "f" * 16),
+            setting("about/labels", list(CLASSES[::-1])),
         ],
         {
             "licences/student": OPEN,
@@ -699,11 +701,11 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "7 run": (
         [
-            lambda liar: liar.set("chain/teacher/members/teacher/name", "vit_giant"),
-            lambda liar: liar.set("scores/pair/agreement", 0.999),
-            lambda liar: liar.set("metrics", {"accuracy": 0.99}, "kd.json"),
-            lambda liar: liar.set("calibration/calibrated_ece", 0.001),
-            lambda liar: liar.set("input/crop", 0.8),
+            setting("chain/teacher/members/teacher/name", "vit_giant"),
+            setting("scores/pair/agreement", 0.999),
+            setting("metrics", {"accuracy": 0.99}, "kd.json"),
+            setting("calibration/calibrated_ece", 0.001),
+            setting("input/crop", 0.8),
         ],
         {
             "chain/teacher": OPEN,
@@ -730,10 +732,8 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
                 "scores/models/student/accuracy/value",
                 liar.get("parity/model.onnx/accuracy") + 0.0192,
             ),
-            lambda liar: liar.set(
-                "output/defer/stated/model.onnx/wrong_interval", [0.3, 0.35]
-            ),
-            lambda liar: liar.set("output/defer/threshold", 0.2),
+            setting("output/defer/stated/model.onnx/wrong_interval", [0.3, 0.35]),
+            setting("output/defer/threshold", 0.2),
         ],
         {
             f"parity/{INT8}/accuracy": WRONG,
@@ -744,10 +744,10 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "9 counts": (
         [
-            lambda liar: liar.set(f"parity/{INT8}/correct", 119),
-            lambda liar: liar.set(f"parity/{INT8}/same_top1", 90),
-            lambda liar: liar.set(f"parity/{INT8}/ece", 0.4),
-            lambda liar: liar.set(f"parity/{INT8}/max_difference", 1e-6),
+            setting(f"parity/{INT8}/correct", 119),
+            setting(f"parity/{INT8}/same_top1", 90),
+            setting(f"parity/{INT8}/ece", 0.4),
+            setting(f"parity/{INT8}/max_difference", 1e-6),
         ],
         {
             f"parity/{INT8}/{key}": WRONG
@@ -762,18 +762,16 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     "11 times": (
         [
             lambda liar: liar.set("eager_ms", liar.get("eager_ms") / 3),
-            lambda liar: liar.set("parity/model.onnx/cpu_ms", 1e-6),
+            setting("parity/model.onnx/cpu_ms", 1e-6),
         ],
         {"eager_ms": OPEN, "parity/model.onnx/cpu_ms": WRONG},
     ),
     "12 pixels": (
         [
-            lambda liar: liar.set(
-                "pretrained_cfg/interpolation", "bilinear", "config.json"
-            ),
-            lambda liar: liar.set("pretrained_cfg/crop_mode", "border", "config.json"),
-            lambda liar: liar.set("pretrained_cfg/first_conv", "stem", "config.json"),
-            lambda liar: liar.set("input/layout", "uint8 [batch, 16, 16, 3], BGR"),
+            setting("pretrained_cfg/interpolation", "bilinear", "config.json"),
+            setting("pretrained_cfg/crop_mode", "border", "config.json"),
+            setting("pretrained_cfg/first_conv", "stem", "config.json"),
+            setting("input/layout", "uint8 [batch, 16, 16, 3], BGR"),
         ],
         {
             "config.json/pretrained_cfg/interpolation": WRONG,
@@ -783,7 +781,7 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         },
     ),
     "12 means": (
-        [lambda liar: liar.set("pretrained_cfg/mean", [0.1, 0.1, 0.1], "config.json")],
+        [setting("pretrained_cfg/mean", [0.1, 0.1, 0.1], "config.json")],
         {"parity/model.onnx/max_difference": WRONG},
     ),
     "13 corner": (
@@ -797,14 +795,14 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     "13 int8": (
         [
             lambda liar: back_door(liar, 0, 0, INT8),
-            lambda liar: liar.set(f"parity/{INT8}/max_difference", 2.0),
+            setting(f"parity/{INT8}/max_difference", 2.0),
         ],
         {f"parity/{INT8}/max_difference": WRONG, f"random images/{INT8}": WRONG},
     ),
     "13 no number": (
         [
             lambda liar: back_door(liar, 0, 0, INT8, np.inf),
-            lambda liar: liar.set(f"parity/{INT8}/max_difference", np.inf),
+            setting(f"parity/{INT8}/max_difference", np.inf),
         ],
         {f"random images/{INT8}": WRONG},
     ),
@@ -816,7 +814,7 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
             ),
             added("", "certified", "by nobody"),
             added("parity/model.onnx", "f1", 0.99),
-            lambda liar: liar.set("certified", True, "kd.json"),
+            setting("certified", True, "kd.json"),
             lambda liar: liar.set(
                 "scores/columns/own",
                 [{**liar.get("scores/columns/own")[0], "title": "human accuracy"}],
@@ -830,10 +828,10 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "14 keys": (
         [
-            lambda liar: liar.set("name", "state of the art"),
-            lambda liar: liar.set("environment/machine/processor", "a phone"),
-            lambda liar: liar.set("certified", True, "kd.json"),
-            lambda liar: liar.set("certified", True, "config.json"),
+            setting("name", "state of the art"),
+            setting("environment/machine/processor", "a phone"),
+            setting("certified", True, "kd.json"),
+            setting("certified", True, "config.json"),
             lambda liar: liar.manifest["scores"]["columns"]["own"][0].update(
                 title="human accuracy"
             ),
@@ -848,10 +846,8 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "15 alarms": (
         [
-            lambda liar: liar.set(
-                "validation/model.onnx/numbers/brightness/counts/pear", "15:120"
-            ),
-            lambda liar: liar.set(f"validation/{INT8}/calibrated", False),
+            setting("validation/model.onnx/numbers/brightness/counts/pear", "15:120"),
+            setting(f"validation/{INT8}/calibrated", False),
         ],
         {"validation/model.onnx": WRONG, f"validation/{INT8}": WRONG},
     ),
@@ -862,8 +858,8 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "version": (
         [
-            lambda liar: liar.set("version", "0" * 12),
-            lambda liar: liar.set("chain/student/step", 9000),
+            setting("version", "0" * 12),
+            setting("chain/student/step", 9000),
         ],
         {"version": WRONG, "chain/student/step": OPEN, "kd.json/step": WRONG},
     ),
@@ -875,11 +871,11 @@ SPEEDS = {  # of `--compare`: servers are started
                 "variants/model.onnx/speed/64",
                 {**liar.get("variants/model.onnx/speed/1")},
             ),
-            lambda liar: liar.set(f"variants/{INT8}/drop", -0.019),
-            lambda liar: liar.set(f"variants/{INT8}/interval", [0.66, 0.67]),
-            lambda liar: liar.set(f"variants/{INT8}/speed/1/p50_ms", 1e-4),
-            lambda liar: liar.set(f"variants/{INT8}/speed/1/memory_mb", 0.5),
-            lambda liar: liar.set("variants/model.onnx/bytes", 999),
+            setting(f"variants/{INT8}/drop", -0.019),
+            setting(f"variants/{INT8}/interval", [0.66, 0.67]),
+            setting(f"variants/{INT8}/speed/1/p50_ms", 1e-4),
+            setting(f"variants/{INT8}/speed/1/memory_mb", 0.5),
+            setting("variants/model.onnx/bytes", 999),
         ],
         {
             "variants/model.onnx/speed/64": WRONG,
@@ -1001,7 +997,7 @@ def test_the_card_says_nothing_else(kind, honest, tmp_path):
 
 PLAIN = {  # nothing is sealed again
     "a number of the manifest": (
-        lambda liar: liar.set("parity/model.onnx/accuracy", 0.99),
+        setting("parity/model.onnx/accuracy", 0.99),
         "checksum",
     ),
     "a graph": (other_graph, "files/model.onnx/sha256"),

@@ -56,8 +56,8 @@ def raw(content: bytes) -> Callable[[Liar], bool]:
     return tell
 
 
-def setting(path: str, value: Any) -> Callable[[Liar], None]:
-    return lambda liar: liar.set(path, value)
+def setting(path: str, value: Any, file: str = MANIFEST) -> Callable[[Liar], None]:
+    return lambda liar: liar.set(path, value, file)
 
 
 def written(name: str, content: bytes) -> Callable[[Liar], None]:
@@ -174,7 +174,7 @@ def listed(text: str) -> Callable[[Liar], None]:
     return written("images.csv", text.encode())
 
 
-def stamped(liar: Liar, **_: Any) -> None:
+def stamped(liar: Liar) -> None:
     liar.manifest["accepted"] |= {"threads": 300, "sentence": "drop<=20 mb<=5 ms<=9"}
     liar.manifest["accepted"]["found"] |= {"ms": 1.0}
 
@@ -231,9 +231,9 @@ HOSTILE: dict[str, Callable[[Liar], Any]] = {
     "a link to itself": linked("kd.json"),
     "a pipe": pipe,
     "a folder": directory,
-    "no such network": lambda liar: liar.set("architecture", "vit_of_nobody", "config.json"),
-    "a module": lambda liar: liar.set("architecture", {"module": "os:system"}, "config.json"),
-    "another argument": lambda liar: liar.set("model_args/depth", 10**6, "config.json"),
+    "no such network": setting("architecture", "vit_of_nobody", "config.json"),
+    "a module": setting("architecture", {"module": "os:system"}, "config.json"),
+    "another argument": setting("model_args/depth", 10**6, "config.json"),
     "a list for kd.json": written("kd.json", b"[]"),
     "a card of bytes": written("README.md", b"\xff\x00\x1b" * 100),
 }  # fmt: skip

@@ -180,7 +180,7 @@ def test_a_tolerance_is_kept(subject, tmp_path):
         ({"defer": 0.02, "defer_share": 0.1}, SINGLE, "--defer: and --defer-share"),
     ],
 )
-def test_options_that_do_not_go_together(named, task, words):
+def test_options_that_do_not_go_together_are_refused(named, task, words):
     with pytest.raises(ConfigError, match=words):
         ExportOptions(**named).require(task)
 

@@ -61,7 +61,7 @@ PHOTO = Image.fromarray(
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_the_formats_that_are_taken(kind):
+def test_all_our_formats_are_taken(kind):
     assert prepare(saved(PHOTO, kind), 16, 1.0, Limits()).summary == f"60x40 RGB {kind}"
 
 
