@@ -41,9 +41,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 def path() -> str | None:
     """Return where Chromium is, or None."""
-    return next(
-        (executable for name in NAMES if (executable := shutil.which(name))), None
-    )
+    return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Page:

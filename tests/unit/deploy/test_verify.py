@@ -590,10 +590,6 @@ def setting(path: str, value: Any, file: str = MANIFEST) -> Callable[[Liar], Non
     return lambda liar: liar.set(path, value, file)
 
 
-def added(path: str, name: str, value: Any) -> Callable[[Liar], None]:
-    return setting(f"{path}/{name}" if path else name, value)
-
-
 def ghost(liar: Liar) -> None:
     liar.manifest["parity"]["openvino.xml"] = {**liar.manifest["parity"]["model.onnx"]}
     liar.manifest["chain"]["graphs"]["openvino.xml"] = "0" * 64
@@ -812,8 +808,8 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
             lambda liar: (liar.folder / "more.pkl").write_bytes(
                 b"cposix\nsystem\n(S'true'\ntR."
             ),
-            added("", "certified", "by nobody"),
-            added("parity/model.onnx", "f1", 0.99),
+            setting("certified", "by nobody"),
+            setting("parity/model.onnx/f1", 0.99),
             setting("certified", True, "kd.json"),
             lambda liar: liar.set(
                 "scores/columns/own",

@@ -163,12 +163,9 @@ def test_a_hostile_value_is_refused_in_one_line(plain, tmp_path, path, value):
     put(path, value)(manifest, config)
     text = json.dumps(config)
     (folder / "config.json").write_text(text)
-    manifest["files"] = (
-        manifest["files"]
-        if path == "manifest.files"
-        else manifest["files"]
-        | {"config.json": {"sha256": hashlib.sha256(text.encode()).hexdigest()}}
-    )
+    if path != "manifest.files":
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        manifest["files"] |= {"config.json": {"sha256": digest}}
     (folder / "manifest.json").write_text(
         json.dumps({**manifest, "checksum": checksum(manifest)})
     )
