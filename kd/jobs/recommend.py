@@ -58,7 +58,7 @@ def recommendations(recipe: Recipe, teachers: Teachers, epochs: float) -> list[s
     return [
         f"recipe    {first}",
         *(f"          {line}" for line in following),
-        f"comparison_text      {reached}",
+        f"plan      {reached}",
     ]
 
 

@@ -30,7 +30,7 @@ from kd.study.report.report import report
 @pytest.fixture(scope="module")
 def reported(teacher, tmp_path_factory) -> tuple[Path, str, dict[str, Any]]:
     """The run folder, its page and its answers.json."""
-    from pieces import base, given
+    from pieces import base, teacher_at
 
     folder = tmp_path_factory.mktemp("numbers")
     paint(folder / "photos/train", (12, 12, 12), seed=1)
@@ -41,7 +41,7 @@ def reported(teacher, tmp_path_factory) -> tuple[Path, str, dict[str, Any]]:
             number % 25
         )  # from plain to misleading, so that both models err
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, quality=95)
-    settings = base(folder / "photos", folder) | {"teacher": given(teacher)}
+    settings = base(folder / "photos", folder) | {"teacher": teacher_at(teacher)}
     overrides = [
         "run.epochs=4",
         "optimizer.ema_decay=0.8",

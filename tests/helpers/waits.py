@@ -85,7 +85,7 @@ AT_POINTS = {
     "meter:_means",  # a log point
     "meter:log_epoch",
     "single_label:_finish",  # an evaluation
-    "ranks:gathered",  # a start, an evaluation
+    "ranks:gather_numbers",  # a start, an evaluation
     "snapshot:snapshot",  # a checkpoint
     "_ddp:barrier",
 }
@@ -97,8 +97,8 @@ ONCE_AN_EPOCH = {
 }  # the plan
 HOST = {
     "loader:requests",
-    "loader:_arriving",
-    "cache:_found",
+    "loader:_arriving_batches",
+    "cache:_with_stored_outputs",
     "cache:<listcomp>",
     "views:cut",
 }

@@ -244,7 +244,7 @@ def machine(runs: Sequence[RunRecord]) -> list[Section]:
 
 
 def _host(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Card]:
-    """Draw the load of a machine; `rows` are samples of it."""
+    """Draw the load of a machine from its samples."""
     times = [float(row["time"]) - float(rows[0]["time"]) for row in rows]
     cores = [[value / 100 for value in row["cpu"] or [0.0]] for row in rows]
     mean = [sum(loads) / len(loads) for loads in cores]

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from kd.core.errors import ModelError
-from kd.jobs.init.networks import named
+from kd.jobs.init.networks import pretrained_keys
 from kd.models import checkpoints, fitting
 from kd.models.load_classifier import load
 from kd.models.recognize import identify
@@ -897,9 +897,9 @@ def test_files_of_other_libraries_are_recognized(file):
 def test_a_file_that_is_not_there_is_no_unknown_network():
     for text in ("resnet18=nothere.pth", "nothere.pth"):
         with pytest.raises(ModelError, match=r"--teacher: no file 'nothere.pth'"):
-            named("--teacher", text)
+            pretrained_keys("--teacher", text)
     with pytest.raises(ModelError, match="Did you mean 'resnet18'"):
-        named("--teacher", "resnet1")
+        pretrained_keys("--teacher", "resnet1")
 
 
 def test_order_without_counts_of_batches(file):

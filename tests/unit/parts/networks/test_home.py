@@ -17,7 +17,7 @@ from torch import nn
 import kd
 from kd import config
 from kd.core.errors import KdError, ModelError
-from kd.jobs.check import compare
+from kd.jobs.check import compare_teachers
 from kd.jobs.description import describe
 from kd.models.spec import Spec
 from kd.parts.networks._shared import select_classes
@@ -65,7 +65,7 @@ def loaded(settings, section, **values):
 
 def compared(settings, section, **values):
     recipe, teachers = loaded(settings, section, **values)
-    return compare(recipe, teachers)
+    return compare_teachers(recipe, teachers)
 
 
 def test_a_run_shows_and_keeps_the_difference(bare, tmp_path, capfd):
@@ -239,7 +239,7 @@ def test_the_probability_share_of_the_datas_classes_is_shown(bare, tmp_path):
         "classes": str(tmp_path / "names.txt"),
     }
     recipe, teachers = loaded(bare, section)
-    (one,) = compare(recipe, teachers)
+    (one,) = compare_teachers(recipe, teachers)
     alone = loaded(
         merged(bare, {"data": {"labels": "none"}}), {**section, "classes": ""}
     )[1].model
