@@ -174,9 +174,8 @@ def test_a_temperature_is_taken_only_where_its_gain_is_sure():
         logits_NC = student.answer(pixels)
         accepted = {1.0: 0, 0.2: 0}
         by_error = 0
-        for scale in (
-            accepted
-        ):  # 1: the labels are as the logits say, and what is fitted is chance
+        # 1: the labels are as the logits say, and what is fitted is chance
+        for scale in accepted:
             for seed in range(40):
                 generator = torch.Generator().manual_seed(seed)
                 label_N = torch.multinomial(
